@@ -29,30 +29,30 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "generate": ("serving.generate", "generate text from a checkpoint, on one or several expert-parallel ranks"),
     "simulate": (
         "serving.workbench.planning.simulate",
-        "predict the best schedule for a machine that is not here, and check predictions",
+        "predict the best schedule for a machine that is not at hand, or check predictions",
     ),
     "trace": ("serving.workbench.tracing.trace", "record a server's or a run's steps: timeline, summary, diagnosis"),
     "tune": (
         "serving.workbench.tuning.tune",
         "measure when overlap pays on this model, these ranks and this link; write settings",
     ),
-    "completion": ("serving.completion", "a script by which bash and zsh complete commands and flags"),
+    "completion": ("serving.completion", "print a script with which bash and zsh complete commands and flags"),
     "bench handoff": (
         "serving.workbench.bench.runtime.handoff",
-        "what a hand-off costs, against a threading.Event ring",
+        "the time of a hand-off between lanes, against a threading.Event ring",
     ),
-    "bench lanes": ("serving.workbench.bench.runtime.lanes", "what the lanes cost where there is nothing to overlap"),
+    "bench lanes": ("serving.workbench.bench.runtime.lanes", "the cost of lanes without anything to overlap"),
     "bench experts": (
         "serving.workbench.bench.runtime.experts",
-        "the experts of a layer on this CPU, by every back end that runs here",
+        "the experts of a layer on this CPU, with every back end that runs here",
     ),
     "bench attention": (
         "serving.workbench.bench.runtime.attention",
-        "attention against plainer ways, and a model against transformers",
+        "attention against simpler code, and a model against transformers",
     ),
     "bench overlap": (
         "serving.workbench.bench.runtime.overlap",
-        "how much communication is hidden, and how close to the bound",
+        "how much communication is hidden, and how close a step is to the bound",
     ),
     "bench auto": (
         "serving.workbench.bench.runtime.auto",
@@ -60,27 +60,27 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "bench schedules": (
         "serving.workbench.bench.runtime.schedules",
-        "named schedules beside those that the search picks",
+        "every named schedule, and the best of the search",
     ),
     "bench speculation": (
         "serving.workbench.bench.runtime.speculation",
-        "tokens guessed ahead against none: speed, and how often right",
+        "generating with and without guessed tokens: speed, and share of right guesses",
     ),
     "bench transformers": (
         "serving.workbench.bench.runtime.transformers_step",
-        "a model that transformers itself shards, wrapped against not wrapped",
+        "a model that transformers itself shards, with and without our wrapper",
     ),
     "bench serve": (
         "serving.workbench.bench.server.serve",
-        "a load on an OpenAI-compatible server, and what its clients see",
+        "a load on an OpenAI-compatible server: latency and throughput",
     ),
     "bench abuse": (
         "serving.workbench.bench.server.abuse",
-        "a server under attack beside a steady load: what may and must not happen",
+        "a server under attack beside a steady load: checks that it keeps serving",
     ),
     "bench fairness": (
         "serving.workbench.bench.server.fairness",
-        "what long prompts cost requests that decode, and what a limit costs",
+        "how much long prompts delay decoding requests, and what a limit costs",
     ),
     "bench engine": (
         "serving.workbench.bench.server.compare",

@@ -48,7 +48,7 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "vllm:prefix_cache_hits": ("prefix_hits", "Prompt tokens found there."),
     "vllm:prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that began to answer, cached ones included."),
     "vllm:generation_tokens": ("generation_tokens", "Tokens generated."),
-    "vllm:num_preemptions": ("preemptions", "Requests retracted for want of KV blocks."),
+    "vllm:num_preemptions": ("preemptions", "Times that a request lost its KV blocks to others."),
     "vllm:corrupted_requests": ("corrupted_requests", "Requests whose logits were not finite."),
     "vllm:spec_decode_num_drafts": ("num_drafts", "Times that tokens guessed for a request were verified."),
     "vllm:spec_decode_num_draft_tokens": ("drafted_tokens", "Tokens guessed ahead."),

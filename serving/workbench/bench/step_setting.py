@@ -251,7 +251,7 @@ class StepLoad:
 
 
 def measure_load(setting: Setting, lanes: int) -> StepLoad:
-    """Measure the load of a step under the runner's own schedule, lanes one by one. All ranks call it and get the same."""
+    """Measure a step under the runner's own schedule, lanes one by one. Every rank calls it; all get the same."""
     link, serial = setting.link, setting.schedule(lanes).one_by_one()
     times = []
     with link.at_once():

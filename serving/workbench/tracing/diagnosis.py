@@ -65,8 +65,8 @@ def diagnose(
         first.append(
             Finding(
                 FindingKind.FACT,
-                "the device runs by itself, so the spans show how long the host took to queue work and not how long "
-                "the work took: what overlap gained cannot be told from them.",
+                "the device runs asynchronously, so the spans show how long the host took to queue work and not how "
+                "long the work took: they cannot show what overlap gained.",
             )
         )
     found = [finding for rule in rules for finding in rule(steps)]
@@ -206,7 +206,7 @@ def _threshold(mode: str) -> str:
 # ----------------------------------------------------------------------------------------------- why not overlapped
 
 _ADVICE: Mapping[str, str] = {
-    DeclineReason.PEER_DECLINED: "another rank said no, for a reason of its own; all ranks must have enough tokens",
+    DeclineReason.PEER_DECLINED: "another rank declined, for its own reason; all ranks must have enough tokens",
     DeclineReason.LAST_UBATCH_EMPTY: "a rank had fewer requests than lanes; spread them, or raise the threshold",
     DeclineReason.KV_ORDER: "no cut leaves a request's tokens in the order of the lanes; smaller prefill chunks help",
     DeclineReason.MODE_NOT_SPLIT: "such steps are never split",

@@ -72,8 +72,8 @@ def meetings(steps: Sequence[StepRecord]) -> Iterable[Finding]:
         name, _ = _longest_wait(chosen, on_link=False)
         yield Finding(
             FindingKind.HINT,
-            f"overlapped steps wait {waiting / wall:.0%} of their time for a few bytes (most for {name}) of ranks that "
-            f"come later to the same place: some rank has more to do, or shares its core.",
+            f"overlapped steps wait {waiting / wall:.0%} of their time for a few bytes (most for {name}) from slower "
+            f"ranks: some rank has more to do, or shares its core.",
             {"share": waiting / wall},
         )
 

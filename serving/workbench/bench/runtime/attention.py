@@ -1,11 +1,11 @@
-"""`ubatch bench attention`: the CPU's back ends against plainer ways, a model against transformers.
+"""`ubatch bench attention`: the CPU's back ends against simpler code, and a model against transformers.
 
     decode      one layer step of 64 sequences with 512 tokens each, against loops over the sequences, on one core
     prefill     64 prompts of 128 tokens, against one dense scaled_dot_product_attention call of the same work
     split       `split_attn_metadata` of 256 requests into two lanes
     generate    a Qwen3-MoE of 100 M parameters: 64 prompts of 128 tokens, 64 new ones, against transformers, all cores
 
-Attention is measured as the model runs it: one plan a step, shared by all layers; its cost is in the figure.
+Attention is measured as the model runs it: one plan per step, shared by all layers; the figure includes its cost.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Step:
     v: Tensor
 
     def run(self) -> Tensor:
-        """Plan, then all layers."""
+        """Plan, then run all layers."""
         plan: Any = self.attention.plan(self.metadata)
         out = self.q
         for layer in range(_LAYERS):
@@ -76,7 +76,7 @@ def run(options: Options) -> int:
     """Measure, print, write."""
     results: dict[str, Any] = {}
     generated = None
-    if options.generate:  # before this process is pinned to one core
+    if options.generate:  # first, because this process is pinned to one core afterwards
         with tempfile.TemporaryDirectory() as folder:
             generated = measure_generate(Path(folder), options.generate_blocks)
     pin_rank(0, 1)
@@ -94,7 +94,7 @@ def run(options: Options) -> int:
 
 
 def _make_step(query_len: int, seq_len: int, sequences: int, backend: str = "torch") -> _Step:
-    """Sequences of equal length, their pages scattered over the cache."""
+    """A step of sequences of equal length, with pages scattered over the cache."""
     shape = AttentionShape(_HEADS, _KV_HEADS, _HEAD_DIM)
     generator = torch.Generator().manual_seed(0)
     pages = -(-seq_len // _PAGE)
@@ -141,7 +141,7 @@ def _decode(options: Options) -> dict[str, Any]:
 
 
 def _loop(step: _Step, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-    """One sequence at a time: gather its pages, attend."""
+    """Attention over one sequence at a time: gather its pages, then attend."""
     cache: Any = step.attention.kv_cache
     slots = cache.write_slots(step.metadata.slot_mapping)
     tables = [row.long() for row in step.metadata.block_table]
@@ -208,7 +208,7 @@ def _split(options: Options) -> Interval:
 
 
 def _read_bandwidth() -> float:
-    """Bytes per second that one core reads, the best of several passes over 256 MiB."""
+    """Bytes per second that one core reads: the best of several passes over 256 MiB."""
     data = torch.ones(64 << 20)
     times = []
     for _ in range(5):

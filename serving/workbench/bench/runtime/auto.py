@@ -1,22 +1,22 @@
 """`ubatch bench auto`: `--dbo-auto` over a mixed load, against serial steps and every fixed setting.
 
-Two expert-parallel ranks run a load of decodes, whose batch grows and shrinks, between few, many and hardly any
-prefills. Auto runs every step. Some steps, drawn at random, are run by every arm, in an order that is drawn too: what
-drifts with the machine drifts in all of them, and none is always first, where caches are cold. These are compared:
+Two expert-parallel ranks run a load of decodes, whose batch grows and shrinks, mixed with few, many or hardly any
+prefills. Auto runs every step. Steps drawn at random are also run by every arm, in a random order, so that drift of the
+machine affects all arms alike, and no arm is always first with cold caches. These steps are compared:
 
     serial, and each arm that auto may choose     under fixed settings
     auto                                          as it decides, its probes and exchanges included
 
-From these a fixed setting (an arm from so many tokens on, for each kind of step) can be reckoned without running it.
-The best of all of them is known only afterwards, and flattered by noise: the smallest of many sums.
+The time of any fixed setting (an arm from a token threshold, for each kind of step) is computed from these. The best
+fixed setting is known only afterwards, and noise favours it: it is the smallest of many sums.
 
     against serial        time of the serial arm / time of auto
     against the best      time of the best fixed setting / time of auto
-    pooled                both again, where arms that ran a step in the same schedule count as one that ran it twice
+    pooled                both again, with the mean forward time of all arms that ran a step in the same schedule
 
-On a noisy machine a forward takes some per cent more or less the second time, and most of auto's are such second times
-of an arm's. Pooled, the forwards of a step that ran in the same schedule take their mean. What comes before and after
-them, deciding, voting and bookkeeping, stays every arm's own; only what auto might do to the forward itself is lost.
+On a noisy machine the same forward varies by some per cent, and most of auto's forwards repeat another arm's. Pooling
+removes this noise. Each arm keeps its own time outside the forward: deciding, voting and bookkeeping. Pooling would
+hide an effect of auto on the forward itself.
 """
 
 from __future__ import annotations
@@ -84,18 +84,18 @@ class AutoResult:
     """Figures over one link.
 
     Attributes:
-        ratio: communication over compute that was aimed at.
-        bytes_per_s: of the link; infinite where there is none.
-        load: kind and tokens of the steps that were compared.
-        seconds: per arm, of each of them, on its slowest rank.
-        best: kind -> the fixed setting that was best.
-        against_serial, against_best: see the page above.
+        ratio: target of communication / compute.
+        bytes_per_s: bandwidth of the link; infinite without a link.
+        load: kind and tokens of the compared steps.
+        seconds: arm -> seconds of each of these steps, on its slowest rank.
+        best: kind of step -> the best fixed setting.
+        against_serial, against_best: see the top of this module.
         pooled_serial, pooled_best: the same, pooled.
-        forwards: per arm, the part of `seconds` that the forwards took.
-        ran: how auto ran each of the steps, as the schedule's description; "" for serial.
-        preparing_s: what auto measured before the load took; it is in none of the figures.
-        decided: what auto says at the end, by kind.
-        probes: that it ran.
+        forwards: arm -> the forwards' part of `seconds`.
+        ran: auto's schedule in each of the steps, as its description; "" for serial.
+        preparing_s: time of auto's measurements before the load; no figure includes it.
+        decided: kind of step -> auto's decision at the end, and why.
+        probes: number of probes that auto ran.
     """
 
     ratio: float
@@ -115,14 +115,14 @@ class AutoResult:
 
 
 def run(options: Options) -> int:
-    """Measure, print each link as it is done, write."""
+    """Measure, print each link when it is done, write."""
     results: list[AutoResult] = run_ranks(_measure_on_rank, options.ranks, options)
     options.write(as_json(results))
     return 0
 
 
 def mixed_load(options: Options) -> Iterator[Cell]:
-    """Decodes of a slowly changing batch, between few, many and hardly any prefills; the same on every rank."""
+    """Decodes of a slowly changing batch, mixed with few, many or hardly any prefills; the same on every rank."""
     draw = random.Random(options.seed)
     most = options.max_decode_tokens
     decoding, phase = most // 3, max(1, options.steps // 6)
@@ -140,12 +140,12 @@ def pooled(
     forwards: Mapping[str, Sequence[float]],
     schedules: Mapping[str, Sequence[str]],
 ) -> dict[str, list[float]]:
-    """Seconds of every step with the mean forward of the arms that ran it in the same schedule in place of each one's.
+    """Seconds of every step, with its forward replaced by the mean over the arms that ran it in the same schedule.
 
     Args:
-        seconds: per arm, of every step.
-        forwards: likewise, the part of them that the forward took.
-        schedules: likewise, what it ran in.
+        seconds: arm -> seconds of every step.
+        forwards: arm -> the forward's part of these seconds.
+        schedules: arm -> the schedule of every step.
     """
     found: dict[str, list[float]] = {name: [] for name in seconds}
     for step in range(len(seconds[SERIAL_ARM])):
@@ -161,12 +161,12 @@ def pooled(
 def best_fixed(
     load: Sequence[Cell], seconds: Mapping[str, Sequence[float]], only_for: Mapping[str, str] | None = None
 ) -> dict[str, Setting]:
-    """Per kind of step the arm and threshold that would have taken the least time.
+    """For each kind of step, the arm and threshold that would have taken the least time.
 
     Args:
         load: the steps.
-        seconds: per arm, of every step; the serial arm among them.
-        only_for: arm -> the one kind that it is for; others are for all.
+        seconds: arm -> seconds of every step; includes the serial arm.
+        only_for: arm -> the only kind of step that it is for; other arms are for all kinds.
     """
     found = {}
     for kind in dict.fromkeys(cell.mode for cell in load):
@@ -219,7 +219,7 @@ def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Opt
             if draw.random() >= options.compared:
                 _run(runner, auto, batch)
                 continue
-            _run(runner, arms[SERIAL_ARM], batch)  # the first finds cold caches
+            _run(runner, arms[SERIAL_ARM], batch)  # a warm-up: caches are cold
             for name in draw.sample(list(ran), len(ran)):
                 dist.barrier()
                 ran[name].append(_run(runner, auto if name == _AUTO else arms[name], batch))
@@ -251,14 +251,14 @@ def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Opt
 
 
 def _arms(runner: ModelRunner, searched: Iterable[Arm]) -> dict[str, UBatchConfig]:
-    """Those that auto may choose."""
+    """The arms that auto may choose, by name."""
     lanes = runner.dbo.resolved_schedule().lanes
     arms = [*library_arms((lanes, lanes + 1), chunks=most_chunks(runner.all2all) > 1), *searched]
     return {arm.name: arm_config(runner.dbo, arm) for arm in arms}
 
 
 def _run(runner: ModelRunner, how: UBatchConfig | DboAuto, batch: InputBatch) -> _Ran:
-    """A step, and what it took on this rank, the vote and `auto`'s deciding included."""
+    """Run a step, and time it on this rank, the vote and auto's decision included."""
     start = time.perf_counter()
     agreed = runner.coordinate(batch, how.settings(batch.shape) if isinstance(how, DboAuto) else how)
     with how.timed(agreed.decision) if isinstance(how, DboAuto) else nullcontext():
@@ -271,7 +271,7 @@ def _run(runner: ModelRunner, how: UBatchConfig | DboAuto, batch: InputBatch) ->
 
 @torch.inference_mode()
 def _set_link(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Options) -> None:
-    """The bandwidth at which a large prefill's communication takes `ratio` times its CPU time; see `calibrate`."""
+    """Set the bandwidth so that a large prefill's communication takes `ratio` times its CPU time; see `calibrate`."""
     link.latency_s, link.bytes_per_s = (options.latency_us * 1e-6 if ratio else 0.0), float("inf")
     if not ratio:
         return
@@ -283,7 +283,7 @@ def _set_link(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Op
 
 @dataclass(frozen=True)
 class _Ran:
-    """A step: how long it took on this rank, and its forward of that, and in which schedule it ran."""
+    """A step that ran: its time on this rank, its forward's part of that time, and its schedule."""
 
     seconds: float
     forward_s: float
@@ -296,12 +296,12 @@ class _Ran:
 def _under(
     settings: Mapping[str, Setting], load: Sequence[Cell], seconds: Mapping[str, Sequence[float]]
 ) -> list[float]:
-    """Of every step, under fixed settings."""
+    """Seconds of every step under fixed settings."""
     return [seconds[settings[cell.mode].arm_for(cell.tokens)][step] for step, cell in enumerate(load)]
 
 
 def _ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
-    """With its 95% interval, resampling stretches of the load (seeded)."""
+    """Ratio of the sums with its 95% interval, by resampling blocks of consecutive steps (seeded)."""
     pairs = [
         (float(np.sum(a)), float(np.sum(b)))
         for a, b in zip(
@@ -318,7 +318,7 @@ def _ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float]) -
 
 
 def print_result(result: AutoResult) -> None:
-    """The arms and the figures of one link, as text."""
+    """Print the arms and the figures of one link."""
     link = "no link" if np.isinf(result.bytes_per_s) else f"{result.bytes_per_s / 1e6:.1f} MB/s"
     print(
         f"\ncommunication {result.ratio:g}x compute ({link}), {len(result.load)} steps compared, {result.probes} probes"
@@ -338,7 +338,7 @@ def print_result(result: AutoResult) -> None:
 
 
 def as_json(results: Sequence[AutoResult]) -> dict[str, Any]:
-    """What `--json` writes."""
+    """The results as `--json` writes them."""
     return {
         "links": [
             {
@@ -354,5 +354,5 @@ def as_json(results: Sequence[AutoResult]) -> dict[str, Any]:
 
 
 def _rounded(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """To microseconds."""
+    """The seconds, rounded to microseconds."""
     return {name: [round(value, 6) for value in values] for name, values in seconds.items()}

@@ -1,8 +1,8 @@
-"""`ubatch bench experts`: the experts of a MoE layer on this CPU, by every back end that runs here.
+"""`ubatch bench experts`: the experts of a MoE layer on this CPU, with every back end that runs here.
 
-A layer of 32 experts of 256 with hidden size 512, of which a token visits 4, and weights of several layers taken in
-turns, so that they come from memory as in a model. With few tokens it counts how fast they come; the products of many
-count as arithmetic.
+A layer has 32 experts of width 256, hidden size 512 and 4 experts per token. Several layers take turns, so that their
+weights are read from memory, as in a model. With few tokens reading the weights bounds the time, with many the
+arithmetic does.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class ExpertsResult:
     """One back end at one number of tokens.
 
     Attributes:
-        layer_ms: of a layer's experts.
-        over_grouped: how many times faster than plain torch, block by block.
-        gflops: arithmetic, per second.
-        weights_gb_s: how fast the weights were read, if each of them was read once.
+        layer_ms: time of one layer's experts.
+        over_grouped: speed-up over the `grouped` back end (plain torch), block by block.
+        gflops: GFLOP/s of the products.
+        weights_gb_s: GB/s of weights, if each was read once.
     """
 
     layer_ms: Interval
@@ -73,7 +73,7 @@ def run(options: Options) -> int:
 
 
 def _backends() -> list[str]:
-    """Those for a CPU that can run here; `reference` is an oracle, and slow."""
+    """The CPU back ends that can run here, except `reference`, which is a slow oracle for tests."""
     reason = why_not_c()
     if reason is not None:
         print(f"native is left out: {reason}")
@@ -92,7 +92,7 @@ def _layers(name: str) -> list[torch.nn.Module]:
 
 
 def _arm(layers: Sequence[torch.nn.Module], tokens: int) -> Callable[[], object]:
-    """All layers once, as in a step."""
+    """An arm that runs all layers once, as in a step."""
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, _HIDDEN, generator=generator)
     ids = torch.rand(tokens, _EXPERTS, generator=generator).topk(_TOP_K).indices

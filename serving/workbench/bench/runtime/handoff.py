@@ -1,8 +1,8 @@
-"""`ubatch bench handoff`: what passing the baton costs.
+"""`ubatch bench handoff`: the time of one hand-off between lanes.
 
-In one run, interleaved: the runtime's own hand-off (a full `dbo_yield` in real lanes), and bare rings of two threads
-over each primitive. Three settings: pinned to one core, free to move, and free with another Python thread that keeps
-the interpreter lock busy.
+Arms, interleaved in one run: the runtime's own hand-off (a full `dbo_yield` in real lanes), and bare rings of two
+threads over each wake-up primitive. Three settings: pinned to one core, not pinned, and not pinned beside another
+Python thread that keeps the interpreter lock busy.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = ["Options", "run"]
 class Options(BlockOptions):
     """What to measure."""
 
-    handoffs: Annotated[int, Field(ge=10, description="hand-offs per measurement, where nothing disturbs")] = 4000
+    handoffs: Annotated[int, Field(ge=10, description="hand-offs per measurement; fewer beside a busy thread")] = 4000
 
 
 class _EventWakeUp:
-    """The textbook hand-off, as a yardstick."""
+    """The textbook hand-off with `threading.Event`, for comparison."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -102,7 +102,7 @@ def _measure(handoffs: int, blocks: int, label: str) -> dict[str, list[float]]:
 
 
 def _lanes_us(pool: LanePool, handoffs: int) -> float:
-    """The time inside the lanes, from a lane's first hand-off to its last; as in `_ring_us`."""
+    """Microseconds per hand-off, timed inside a lane from its first hand-off to its last, as in `_ring_us`."""
     times: list[float] = []
 
     def lane() -> None:

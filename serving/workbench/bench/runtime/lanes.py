@@ -1,8 +1,8 @@
-"""`ubatch bench lanes`: what the lanes cost where there is nothing to overlap.
+"""`ubatch bench lanes`: the cost of lanes without anything to overlap.
 
-A stack of MoE layers with the `local` back end, so that nothing travels. Two arms, interleaved: the two halves of the
-batch one after the other, and the same halves in lanes that hand on twice a layer. The ratio is the price of the
-machinery: hand-offs, contexts, splitting and merging.
+A stack of MoE layers with the `local` back end, which sends nothing. Two arms, interleaved: the two halves of the batch
+one after the other, and the same halves in lanes that hand over twice per layer. The ratio is the cost of lanes:
+hand-offs, contexts, splitting and merging.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run(options: Options) -> int:
     device = torch.device(options.device)
     if device.type == "cpu":
         pin_rank(0, 1)
-        keep_freed_memory()  # as the model runner does; else every tensor is faulted in anew
+        keep_freed_memory()  # as the model runner does; else every new tensor causes page faults
     torch.manual_seed(0)
     model = nn.Sequential(*(_MoELayer(options) for _ in range(options.layers))).to(device)
     wrapper = UBatchWrapper(model, UBatchConfig(dbo_prefill_token_threshold=2, require_overlap=True, verify="off"))

@@ -1,4 +1,4 @@
-"""`ubatch bench overlap`: how much communication is hidden, and how close to the bound.
+"""`ubatch bench overlap`: how much communication is hidden, and how close a step is to the bound.
 
 Two expert-parallel ranks run prefill steps of a model with random weights (or of a checkpoint), over an emulated link
 whose bandwidth is set so that communication takes a chosen share of compute. Arms, interleaved A B B A:
@@ -6,21 +6,21 @@ whose bandwidth is set so that communication takes a chosen share of compute. Ar
     compute_unsplit   the whole batch, link infinitely fast
     serial_unsplit    the whole batch over the link, nothing overlapped
     serial_N          N lanes one after the other over the link
-    split_N           N lanes one after the other with nothing to wait for: its CPU time is "split compute", its stages'
-                      CPU times and the link's reckoned times feed the simulator
+    split_N           N lanes one after the other without waits: its CPU time is "split compute"; the simulator uses its
+                      stages' CPU times and the link's computed times
     overlapped_N      N lanes under the schedule
 
-and reckoned by the link: communication only. A step's time is that of its slowest rank.
+Communication time is computed by the link, not measured. A step's time is that of its slowest rank.
 
-    compute              split compute, or the CPU time of the overlapped step itself where that is less
+    compute              split compute, or the CPU time of the overlapped step itself if that is less
     efficiency           max(compute, communication) / T, 1 at most
     schedule_efficiency  time of this schedule on an ideal machine, from the measured stage times of all ranks / T
     hidden               (compute + communication - T) / min(compute, communication), 1 at most
     speedup              best serial arm / T
 
-The overlapped step's own CPU time counts because a rank has one core: no step is faster than what it computes itself.
-Lanes one after the other may compute for longer, as each of them reads all weights anew; a bound that knew only them
-could be passed. The ideal machine's time is a prediction, and no bound.
+The overlapped step's own CPU time is a bound because a rank has one core: no step is faster than its own compute. Lanes
+one after the other may compute for longer, as each of them reads all weights again, so split compute alone is no strict
+bound. The ideal machine's time is a prediction, and no bound.
 """
 
 from __future__ import annotations
@@ -81,18 +81,18 @@ class LaneResult:
 
     @property
     def void(self) -> bool:
-        """Better than physics allows: the machine drifted, the run proves nothing."""
+        """Whether the figures are better than the bound: then the machine drifted, and the run proves nothing."""
         return any(x.low > _DRIFT for x in (self.efficiency, self.schedule_efficiency, self.hidden))
 
 
 @dataclass(frozen=True)
 class Stages:
-    """What the simulator needs to say again what an overlapped step takes.
+    """Inputs with which the simulator predicts the time of an overlapped step.
 
     Attributes:
-        steps: of the steps in the middle every rank's programs.
-        schedule: of the overlapped lanes.
-        around_ms: what a step takes around its lanes.
+        steps: every rank's programs, of the steps with median times.
+        schedule: schedule of the overlapped lanes.
+        around_ms: time of a step outside its lanes.
     """
 
     steps: Sequence[Sequence[Programs]]
@@ -105,11 +105,11 @@ class OverlapResult:
     """Figures over one link.
 
     Attributes:
-        ratio: communication over split compute (two lanes, or the fewest measured) that was aimed at.
-        bytes_per_s, latency_s: the link.
+        ratio: target of communication / split compute (of two lanes, or the fewest measured).
+        bytes_per_s, latency_s: bandwidth and latency of the link.
         arms_ms: raw block means per arm, slowest rank.
-        lanes: per number of lanes.
-        stages: per number of lanes.
+        lanes: figures per number of lanes.
+        stages: the simulator's inputs per number of lanes.
     """
 
     ratio: float
@@ -121,7 +121,7 @@ class OverlapResult:
 
 
 def run(options: Options) -> int:
-    """Measure, print each link as it is done, write."""
+    """Measure, print each link when it is done, write."""
     with model_folder(options) as model:
         results: list[OverlapResult] = run_ranks(_measure_on_rank, options.ranks, options, model)
     options.write(as_json(results))
@@ -140,7 +140,7 @@ def _measure_on_rank(rank: int, world_size: int, options: Options, model: Path) 
 
 @torch.inference_mode()
 def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blocks: int) -> OverlapResult:
-    """Calibrate the link to `ratio`, run all arms, and reckon the figures. Every rank calls it; all get the same.
+    """Calibrate the link to `ratio`, run all arms, and compute the figures. Every rank calls it; all get the same.
 
     Args:
         setting: this rank's model, batch and link.
@@ -189,7 +189,7 @@ def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blo
 
 
 def _overlapped(setting: Setting, lanes: int, own_ms: list[float]) -> float:
-    """Milliseconds of a step in lanes; its CPU time goes to `own_ms`."""
+    """Milliseconds of a step in lanes; appends its CPU time to `own_ms`."""
     wall_ms = setting.timed(setting.schedule(lanes))
     own_ms.append(setting.cpu_ms)
     return wall_ms
@@ -213,7 +213,7 @@ def _lane_result(arms: Mapping[str, Sequence[float]], n: int, lanes: Sequence[in
 
 
 def print_result(result: OverlapResult) -> None:
-    """The arms and the figures of one link, as text."""
+    """Print the arms and the figures of one link."""
     speed = result.bytes_per_s / 1e6
     print(f"\ncommunication {result.ratio:g}x compute (link: {speed:.1f} MB/s, {result.latency_s * 1e6:g} us)")
     print_arms(result.arms_ms, ".1f", width=18)
@@ -225,7 +225,7 @@ def print_result(result: OverlapResult) -> None:
 
 
 def as_json(results: Sequence[OverlapResult]) -> dict[str, Any]:
-    """What `--json` writes; top-level figures are those of the fewest lanes at the `ratio` nearest to 1."""
+    """The results for `--json`; top-level figures are those of the fewest lanes at the ratio nearest to 1."""
     head = min(results, key=lambda result: abs(result.ratio - 1.0))
     lane = head.lanes[min(head.lanes)]
     figures = ("efficiency", "schedule_efficiency", "hidden", "speedup")

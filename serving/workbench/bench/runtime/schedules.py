@@ -1,16 +1,16 @@
-"""`ubatch bench schedules`: every named schedule, and those that the search picks, on one model and link.
+"""`ubatch bench schedules`: every named schedule, and the best of the search, on one model and link.
 
-    calibrate   the link, so that communication takes `ratio` times the CPU time of two lanes
-    stages      2 and 4 lanes, one after the other and traced: what every stage costs per lane and per token
-    search      the simulator tries lanes x chunks x lead x place of the shared expert x points; the best are kept,
-                the work of each is measured, lanes one after the other, and they are simulated again with that
-    measure     the best of these, every named schedule, and each one's work, lanes one after the other: interleaved
-                A B B A
+    calibrate   set the link so that communication takes `ratio` times the CPU time of two lanes
+    stages      run 2 and 4 lanes, one after the other and traced, for every stage's time per lane and per token
+    search      simulate lanes x chunks x lead x place of the shared expert x points; keep the best, measure their
+                stage times with lanes one after the other, and simulate them again with these
+    measure     time the best of these and every named schedule, overlapped and with lanes one after the other,
+                interleaved A B B A
 
 Per schedule, besides `speedup` over the best serial arm, and `efficiency`, max(split compute, communication) / T:
 
-    predicted   the simulator's time for the step, from the stage times of the split arms, which overlap nothing and
-                wait for nothing (`serving.tuning.programs`), and what these steps take around their lanes
+    predicted   the simulator's time for the step, from the stage times of the split arms, which neither overlap nor
+                wait (`serving.tuning.programs`), and these steps' time outside their lanes
     error       predicted / measured - 1
 """
 
@@ -48,7 +48,7 @@ __all__ = ["Options", "ScheduleResult", "SchedulesResult", "measure_schedules", 
 _STAGE_LANES = (2, 4)
 _STAGE_STEPS = 7
 _POOL = 4
-"""So many times the schedules to measure are simulated with stage times of their own."""
+"""Number of schedules that are simulated with stage times of their own, per schedule that is then measured."""
 
 
 class Options(StepOptions):
@@ -56,8 +56,8 @@ class Options(StepOptions):
 
     ratio: Annotated[float, Field(gt=0, description="communication as a multiple of the compute of two lanes")] = 1.0
     top: Annotated[int, Field(ge=1, description="schedules of the search to measure")] = 10
-    max_lanes: Annotated[int, Field(ge=1, le=8, description="how far the search looks")] = 4
-    max_chunks: Annotated[int, Field(ge=1, le=8, description="how far the search looks")] = 4
+    max_lanes: Annotated[int, Field(ge=1, le=8, description="most lanes in the search")] = 4
+    max_chunks: Annotated[int, Field(ge=1, le=8, description="most chunks in the search")] = 4
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class ScheduleResult:
     """Figures of one schedule.
 
     Attributes:
-        name: its own, or its place in the search.
-        schedule: what it is, in a line.
-        efficiency, speedup: see above.
-        predicted_ms, measured_ms: of a step.
+        name: the schedule's name, or its rank in the search.
+        schedule: its description, in a line.
+        efficiency, speedup: see the top of this module.
+        predicted_ms, measured_ms: time of a step.
         error: predicted / measured - 1.
     """
 
@@ -86,10 +86,10 @@ class SchedulesResult:
     """Figures over one link.
 
     Attributes:
-        bytes_per_s, latency_s: the link.
+        bytes_per_s, latency_s: bandwidth and latency of the link.
         arms_ms: raw block means per arm, slowest rank.
         named: every named schedule that can run here.
-        searched: the search's best, best first as predicted before they were measured.
+        searched: the search's best schedules, ordered by the time predicted before they were measured.
     """
 
     bytes_per_s: float
@@ -115,7 +115,7 @@ def _measure_on_rank(rank: int, world_size: int, options: Options, model: Path) 
 
 @torch.inference_mode()
 def measure_schedules(setting: StepSetting, options: Options) -> SchedulesResult:
-    """All steps of the page above. Every rank calls it; all get the same.
+    """Run all phases listed at the top of this module. Every rank calls it; all get the same.
 
     Raises:
         ConfigError: the transport cannot serve four lanes.
@@ -132,7 +132,7 @@ def measure_schedules(setting: StepSetting, options: Options) -> SchedulesResult
     arms |= {
         f"one_by_one {describe_work(work)}": functools.partial(setting.timed, work)
         for work in works
-        if work.chunks == 1 and not work.signalled  # what hides nothing; these overlap within their lane
+        if work.chunks == 1 and not work.signalled  # serial arms hide nothing; chunks and signals overlap within a lane
     }
     arms |= {f"split {describe_work(work)}": arm for work, arm in split.items()}
     arms |= {name: functools.partial(setting.timed, schedule) for name, schedule in schedules.items()}
@@ -161,23 +161,23 @@ def measure_schedules(setting: StepSetting, options: Options) -> SchedulesResult
 
 
 def work_of(setting: StepSetting, schedule: Schedule) -> Schedule:
-    """Its lanes one by one; where the model has no shared expert, its place makes no difference."""
+    """The schedule's lanes one by one; without a shared expert, schedules that differ in its place become equal."""
     work = schedule.one_by_one()
     return work if setting.has_shared_experts else replace(work, shared_expert=SERIAL.shared_expert)
 
 
 def describe_work(work: Schedule) -> str:
-    """A few words: lanes x chunks, what is chunked, where the shared expert runs."""
+    """Describe the work in a few words: lanes x chunks, what is chunked, where the shared expert runs."""
     chunks = "" if work.chunk_dispatch else " of combine"
     signalled = ", signalled" if work.signalled else ""
     return f"{work.lanes}x{work.chunks}{chunks}, shared at {work.shared_expert}{signalled}"
 
 
 def _named(setting: StepSetting) -> list[Schedule]:
-    """Those that the transport serves, each work and order once."""
+    """The named schedules that the transport supports; of schedules that run the same order, only one."""
     runner = setting.runner
     most = most_chunks(runner.all2all)
-    in_blocks = runner.all2all.traits.sends_blocks and runner.device.type == "cpu"  # whose experts run in blocks
+    in_blocks = runner.all2all.traits.sends_blocks and runner.device.type == "cpu"  # only CPU experts run in blocks
     found: dict[Schedule, Schedule] = {}
     for schedule in SCHEDULES.values():
         if schedule != SERIAL and schedule.chunks <= most and (in_blocks or not schedule.signalled):
@@ -206,7 +206,7 @@ def _search(setting: StepSetting, options: Options) -> list[Schedule]:
 
 
 def _stage_model(setting: StepSetting) -> StageModel:
-    """From two numbers of lanes, the same on every rank; errors as `measure_schedules`."""
+    """Fit stage times to steps with two numbers of lanes; the same on every rank. Errors as in `measure_schedules`."""
     config, traits = setting.runner.config, setting.runner.all2all.traits
     if traits.max_lanes is not None and traits.max_lanes < _STAGE_LANES[-1]:
         raise ConfigError(f"the transport serves {traits.max_lanes} lanes; the stages are measured at {_STAGE_LANES}.")
@@ -219,7 +219,7 @@ def _stage_model(setting: StepSetting) -> StageModel:
 
 
 def _steps(setting: StepSetting, works: Iterable[Schedule]) -> dict[Schedule, list[list[Programs]]]:
-    """Of each; the steps take turns, so that what drifts with the machine drifts in all of them."""
+    """Every rank's programs of steps of each work; the steps are interleaved, so that drift affects all alike."""
     arms = {work: SplitCompute(setting, work) for work in works}
     for _ in range(_STAGE_STEPS):
         for arm in arms.values():
@@ -249,7 +249,7 @@ def _result(
 
 
 def print_result(options: Options, result: SchedulesResult) -> None:
-    """Arms and figures, as text."""
+    """Print the arms and the figures."""
     speed, latency = result.bytes_per_s / 1e6, result.latency_s * 1e6
     print(f"communication {options.ratio:g}x compute (link: {speed:.1f} MB/s, {latency:g} us)")
     print_arms(result.arms_ms, ".1f", width=44)

@@ -1,14 +1,13 @@
-"""`ubatch bench speculation`: tokens guessed ahead against none, on source text that nothing was trained on.
+"""`ubatch bench speculation`: generate with and without guessed tokens, on source text outside the training data.
 
     without       one token a step
-    ngram         what followed the last tokens earlier in the text
+    ngram         guesses the tokens that followed the same last tokens earlier in the text
     eagle_chain   a trained head, one guess a step
     eagle_tree    the same head, the likeliest guesses as a tree
 
-What is generated is compared first: greedy tokens must not depend on who guesses. Then every arm generates the same
-text, interleaved A B B A, one request alone and several at once; the time of a token is that of the steps after the
-prompts, drafting included. Last, two ranks that share experts overlap their verify steps, and a census of these is
-taken.
+The arms' tokens are compared first: greedy tokens must not depend on the guesses. Then every arm generates the same
+text, interleaved A B B A, for one request alone and for several at once; the time per token covers the steps after the
+prompts, drafting included. Last, two ranks that share experts overlap their verify steps, and these are counted.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Options(BlockOptions):
         Checkpoint, Field(description="folder of an EAGLE-style head for it; by default the examples' tiny-moe-eagle")
     ] = _EXAMPLES / "tiny-moe-eagle"
     num_draft_tokens: Annotated[int, Field(ge=1, description="drafts of a chain, and steps of the head")] = 3
-    tree_topk: Annotated[int, Field(ge=2, description="guesses that each step goes on from in a tree")] = 2
+    tree_topk: Annotated[int, Field(ge=2, description="guesses that each step of a tree continues")] = 2
     tree_draft_tokens: Annotated[int, Field(ge=1, description="drafts of a tree")] = 5
     batches: Annotated[tuple[int, ...], Field(min_length=1, description="requests at once")] = (1, 8)
     prompts: Annotated[int, Field(ge=1, description="prompts: pieces of held-out source files")] = 8
@@ -73,11 +72,11 @@ class Acceptance:
     """How good the guesses were, over all prompts.
 
     Attributes:
-        same: whether the tokens are those without guesses.
-        verify_steps: of requests: a step with three of them counts three times.
-        drafted: tokens guessed.
-        mean_length: tokens per verify step of a request; None where nothing was guessed.
-        per_position: in which share of them at least 1, 2, ... guesses were right.
+        same: whether the tokens equal those without guesses.
+        verify_steps: verify steps of all requests: a step with three requests counts three times.
+        drafted: number of guessed tokens.
+        mean_length: tokens per verify step of a request; None if nothing was guessed.
+        per_position: share of these verify steps in which at least 1, 2, ... guesses were right.
     """
 
     same: bool
@@ -92,11 +91,11 @@ class SpeculationResult:
     """Figures of one number of requests at once.
 
     Attributes:
-        batch: how many.
-        arms_ms: raw block means of a generated token, per arm.
+        batch: number of requests at once.
+        arms_ms: raw block means of the time per generated token, per arm.
         tokens_per_s: generated tokens per second of all requests together, per arm.
-        speedup: time without guesses over the arm's.
-        acceptance: of each arm that guesses.
+        speedup: time without guesses / the arm's time.
+        acceptance: how good the guesses were, per arm that guesses.
     """
 
     batch: int
@@ -106,7 +105,7 @@ class SpeculationResult:
     acceptance: Mapping[str, Acceptance]
 
     def print(self) -> None:
-        """As text."""
+        """Print the figures."""
         print(f"\nspeculation: {self.batch} request{'s' if self.batch > 1 else ''} at once")
         print(f"  {'':12} {'ms/token':>22} {'tokens/s':>22} {'speed-up':>22} {'mean length':>12}  right at 1, 2, ...")
         for name, values in self.arms_ms.items():
@@ -144,10 +143,10 @@ def run(options: Options) -> int:
 
 
 def held_out_prompts(model: Path, count: int, length: int) -> list[list[int]]:
-    """Pieces of source files that neither model nor head was trained on, the same every time.
+    """Pieces of source files that neither model nor head was trained on, the same at every call.
 
     Raises:
-        UBatchError: there is not enough text for as many.
+        UBatchError: there is not enough text.
     """
     tokenizer = load_tokenizer(model)
     stream = [token for text in read_corpus(0).held_out for token in tokenizer.encode(text)]
@@ -177,7 +176,7 @@ def _chain(options: Options) -> SpeculationConfig:
 
 @contextmanager
 def _core(options: Options, speculation: SpeculationConfig | None) -> Iterator[EngineCore]:
-    """One rank alone, which keeps nothing between prompts."""
+    """An engine of one rank, without a prefix cache."""
     scheduler = SchedulerConfig(
         max_num_seqs=max(options.batches),
         max_num_batched_tokens=max(2048, max(options.batches) * options.input_len),
@@ -191,7 +190,7 @@ def _core(options: Options, speculation: SpeculationConfig | None) -> Iterator[E
 
 @dataclass
 class _Generated:
-    """What a batch gave: its tokens, what of them came after the prompts' steps, and in which time."""
+    """Output of a batch: its tokens, how many were generated after the prompts' steps, and in how many seconds."""
 
     tokens: list[list[int]]
     drafts: DraftCounts
@@ -200,7 +199,7 @@ class _Generated:
 
 
 def _generate(core: EngineCore, prompts: Sequence[Sequence[int]], length: int) -> _Generated:
-    """All prompts at once, greedily; the clock starts when every one has its first token."""
+    """Generate all prompts at once, greedily; the clock starts when every prompt has its first token."""
     params = SamplingParams(max_tokens=length, ignore_eos=True)
     for index, prompt in enumerate(prompts):
         core.add(RequestInput(str(index), prompt, params))
@@ -224,7 +223,7 @@ def _generate(core: EngineCore, prompts: Sequence[Sequence[int]], length: int) -
 def _measure(
     cores: Mapping[str, EngineCore], prompts: Sequence[Sequence[int]], batch: int, options: Options
 ) -> SpeculationResult:
-    """The tokens first, then the times."""
+    """Compare the tokens first, then measure the times."""
     batches = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
     wanted = [_generate(cores[_WITHOUT], own, options.output_len).tokens for own in batches]
     acceptance = {
@@ -253,7 +252,7 @@ def _accept(
     wanted: Sequence[Sequence[Sequence[int]]],
     options: Options,
 ) -> Acceptance:
-    """Generate everything once, and compare."""
+    """Generate all prompts once, and compare the tokens."""
     before = core.statistics()
     done = [_generate(core, own, options.output_len) for own in batches]
     if [each.tokens for each in done] != list(wanted):

@@ -1,4 +1,4 @@
-"""The part of `ubatch bench speculation` that overlaps: how many verify steps of two ranks really ran in two lanes."""
+"""The part of `ubatch bench speculation` with overlap: counts the verify steps of two ranks that ran in two lanes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _VERIFY = "target_verify/"
 
 @dataclass(frozen=True)
 class Census:
-    """Steps of all ranks.
+    """Counts of steps over all ranks.
 
     Attributes:
         threshold: fewest tokens of a verify step that overlaps.
         engaged: verify steps that ran in two lanes.
-        above: verify steps in which every rank that had tokens had as many as the threshold, or more.
-        steps: of all ranks together, by mode and outcome.
+        above: verify steps in which every rank with tokens reached the threshold.
+        steps: "mode/outcome" -> steps, all ranks together.
     """
 
     threshold: int
@@ -37,7 +37,7 @@ class Census:
     steps: Mapping[str, int]
 
     def print(self) -> None:
-        """As text."""
+        """Print the counts."""
         share = self.engaged / self.above if self.above else 0.0
         print(
             f"\ncensus: {_RANKS} ranks, --enable-dbo; of {self.above} verify steps with {self.threshold} tokens or "
@@ -53,11 +53,11 @@ def take_census(
 
     Args:
         model: a checkpoint.
-        speculation: chains of drafts.
+        speculation: the settings of speculation, chains of drafts.
         prompts: token ids; repeated until every rank has enough.
-        output_len: tokens to generate for each.
+        output_len: tokens to generate per prompt.
     """
-    threshold = 2 * (1 + speculation.num_draft_tokens)  # one request alone cannot be cut
+    threshold = 2 * (1 + speculation.num_draft_tokens)  # a single request cannot be split
     options: dict[str, Any] = {
         "data_parallel_size": _RANKS,
         "enable_expert_parallel": True,
@@ -94,9 +94,9 @@ def _generate(llm: LLM, prompts: Sequence[Sequence[int]], output_len: int) -> li
 
 
 def census_of(ranks: Sequence[Mapping[str, int]]) -> tuple[int, int]:
-    """Verify steps in lanes, and all above the threshold, of two ranks together; from `EngineStatistics.steps`.
+    """Verify steps in lanes, and all verify steps above the threshold, of two ranks; from `EngineStatistics.steps`.
 
-    A step below the threshold on one rank is below it for both: the other one says that its peer declined.
+    A step that is below the threshold on one rank counts as below it; the other rank has `peer_declined`.
     """
     verify = [
         {step.removeprefix(_VERIFY): count for step, count in steps.items() if step.startswith(_VERIFY)}

@@ -1,9 +1,9 @@
-"""`ubatch bench transformers`: a model that transformers itself shards, wrapped against not wrapped.
+"""`ubatch bench transformers`: a model that transformers itself shards, with and without this project's wrapper.
 
 Every rank has prompts of its own (`DistributedConfig(fsdp_size=ranks, ep_size=ranks)`). In all arms the tokens reach
-their experts by `ep_implementation="ubatch"` over an emulated link, whose bandwidth is set so that communication takes
-a chosen share of compute. Arms and figures are those of `ubatch bench overlap`; `serial_unsplit` is the model as
-transformers gives it, without a wrapper:
+their experts through `ep_implementation="ubatch"` over an emulated link, whose bandwidth is set so that communication
+takes a chosen share of compute. Arms and figures are those of `ubatch bench overlap`; `serial_unsplit` is the model of
+transformers without a wrapper:
 
     over_not_wrapped   serial_unsplit / overlapped
 """
@@ -38,14 +38,14 @@ class Options(StepOptions):
 
 
 class TransformersSetting(Setting):
-    """One rank's model as transformers shards it, its batch and link.
+    """One rank's part of a model that transformers shards, its batch and its link.
 
     Args:
         model: sharded with `ep_implementation="ubatch"`, over `link`.
         ids: `[sequences, length]`, this rank's prompts.
-        link: of this rank.
+        link: this rank's emulated link.
         group: all ranks.
-        schedule: what the lanes run under.
+        schedule: name of the lanes' schedule.
     """
 
     def __init__(self, model: nn.Module, ids: Tensor, link: EmulatedLink, group: CommGroup, schedule: str) -> None:
@@ -62,11 +62,11 @@ class TransformersSetting(Setting):
         return self._group
 
     def schedule(self, lanes: int) -> Schedule:
-        """The one that was asked for, in so many lanes."""
+        """The schedule that was asked for, with `lanes` lanes."""
         return UBatchConfig(schedule=self._schedule).resolved_schedule().with_lanes(lanes)
 
     def step(self, schedule: Schedule) -> Tensor:
-        """Logits of all prompts, `[sequences, length, vocab]`; of the bare model under `SERIAL`."""
+        """Logits of all prompts, `[sequences, length, vocab]`; `SERIAL` runs the model without a wrapper."""
         with torch.inference_mode(False), torch.no_grad():  # `fully_shard` refuses inference tensors
             if schedule == SERIAL:
                 return self._logits(self._model)
@@ -97,13 +97,13 @@ class TransformersSetting(Setting):
                 verify="off",  # the arms are compared before they are timed
             )
             self._wrappers[schedule] = UBatchWrapper(self._model, config)
-            self._logits(self._wrappers[schedule])  # a first call may run whole
+            self._logits(self._wrappers[schedule])  # a warm-up: the first call may run unsplit
         return self._wrappers[schedule]
 
 
 @contextmanager
 def open_transformers(rank: int, options: Options, folder: Path) -> Iterator[TransformersSetting]:
-    """This rank's shard and prompts over an emulated link, infinitely fast so far; every rank calls it."""
+    """This rank's shard and prompts over an emulated link, which starts infinitely fast; every rank calls it."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 

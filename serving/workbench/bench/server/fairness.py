@@ -1,13 +1,13 @@
-"""`ubatch bench fairness`: what prompts that arrive cost the requests that decode, and what limiting them costs.
+"""`ubatch bench fairness`: how much arriving prompts delay decoding requests, and what limiting prompts costs.
 
-Every arm is a server of its own, with and without DBO: `off` takes prompts as they come, `auto` and the numbers are
-`--max-prefill-tokens-per-mixed-step`. All are alive, and one works at a time, interleaved A B B A, every arm of a sweep
-with the same requests. A visit is twice the same streams:
+Every arm is a server of its own, with and without DBO: `off` has no limit, `auto` and the numbers are values of
+`--max-prefill-tokens-per-mixed-step`. All servers run, but only one has requests at a time, interleaved A B B A; every
+arm of a sweep gets the same requests. A visit runs the same streams twice:
 
-    alone    streams decode, and nothing else comes
-    mixed    long prompts come beside them, each with an answer of two tokens: a few at a time, the next when one ends
+    alone    streams decode without other requests
+    mixed    long prompts arrive beside them, each with an answer of two tokens: a few at a time, the next when one ends
 
-    p99          of the time between two tokens of a stream; mixed: of streams that decode while prompts are served
+    p99          99th percentile of the time between two tokens of a stream; mixed: only while prompts are served
     stretch      p99 mixed / p99 alone, of the same server and round
     throughput   tokens per second of the mixed part, prompts' and answers', against `off` with the same DBO
 

@@ -52,7 +52,7 @@ async def rest(server: Server) -> str | None:
     while True:
         totals = await read_totals(server)
         if missing := [name for name in _AT_REST if name not in totals]:
-            raise RequestFailed(f"/metrics of {server.base_url} has no {', '.join(missing)}: cannot tell what the engines hold.")
+            raise RequestFailed(f"/metrics of {server.base_url} has no {', '.join(missing)}: nothing can be checked.")
         held = {name: totals[name] for name in _AT_REST if totals[name]}
         if not held:
             return None
