@@ -1,13 +1,13 @@
 """The OpenAI-compatible HTTP API over an engine.
 
 http/                              the app, its routes, bodies, connections and `/openapi.json`
-schema/                            what comes in and goes out, for FastAPI; what is refused; OpenAI's error bodies
-completions, chat                  the two kinds of answers
+schema/                            request and response models for FastAPI; unsupported fields; OpenAI's error bodies
+completions, chat                  the answers of `/v1/completions` and `/v1/chat/completions`
 prompts, sampling, token_limits    from a request's fields to token ids and sampling parameters
-generation                         the outputs of a request, side by side
-logprobs, answer, sse              from what they give to what clients read, whole or as server-sent events
-service                            what every route works with; `long_work` does what would hold the event loop
-observer, request_log              what metrics and the log are told
+generation                         runs the outputs of a request concurrently
+logprobs, answer, sse              turn outputs into the response: one JSON body, or server-sent events
+service                            state shared by all routes; `long_work` runs blocking work in threads
+observer, request_log              events for the metrics; the request log
 """
 
 from serving.api.http.app import create_app

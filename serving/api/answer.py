@@ -1,4 +1,4 @@
-"""What completions and chat completions have in common: one answer, whole or streamed, made from the same deltas."""
+"""Code shared by completions and chat completions: the answer, whole or streamed, is built from the same deltas."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from serving.text.detokenizer import Vocabulary
 __all__ = ["MAX_LOGPROBS", "SCORED_AT_ONCE", "Answer", "Gathered", "check_common", "check_logprobs", "check_outputs"]
 
 MAX_LOGPROBS = 1_000_000
-"""Log-probabilities of an answer: some 100 bytes each until it is sent, and as much again while it is put together."""
+"""Most log-probabilities of one answer. Each needs some 100 bytes until the answer is sent, and twice that while it is
+encoded."""
 TOLD = "prompt_logprobs"
-SCORED_AT_ONCE = 256  # tokens of a prompt whose log-probabilities are objects at a time
+SCORED_AT_ONCE = 256  # prompt tokens whose log-probabilities are encoded as JSON in one go
 
 
 def check_common(body: GenerationRequest) -> None:
@@ -49,7 +50,7 @@ def check_common(body: GenerationRequest) -> None:
 
 
 def check_outputs(service: Service, num_prompts: int, n: int | None) -> None:
-    """Refuse a body that asks for more outputs than the server makes at once.
+    """Refuse a body that asks for more outputs than one request may have.
 
     Raises:
         ApiError: 400.
@@ -63,12 +64,12 @@ def check_outputs(service: Service, num_prompts: int, n: int | None) -> None:
 
 
 def check_logprobs(of_prompts: int, of_outputs: int, body: GenerationRequest) -> None:
-    """Refuse a body that asks for more log-probabilities than fit an answer.
+    """Refuse a body that asks for more log-probabilities than one answer may have.
 
     Args:
-        of_prompts: log-probabilities that the answer tells of them.
-        of_outputs: the same; those of a stream are sent as they come, and do not count.
-        body: asks for them.
+        of_prompts: log-probabilities of prompt tokens in the answer.
+        of_outputs: most log-probabilities of output tokens in the answer. A stream sends them one by one: not counted.
+        body: the request.
 
     Raises:
         ApiError: 400.
@@ -87,13 +88,13 @@ def check_logprobs(of_prompts: int, of_outputs: int, body: GenerationRequest) ->
 
 @dataclass
 class Gathered:
-    """What is known of an output until the whole answer is there.
+    """What one output has produced so far, collected for an answer that is not streamed.
 
     Attributes:
-        logprobs: of its tokens, where they are asked for.
-        text: its pieces.
-        token_ids: where they are asked for.
-        finish_reason: once it has ended.
+        logprobs: of its tokens, if requested.
+        text: its pieces, in order.
+        token_ids: its token ids, if requested.
+        finish_reason: set once the output has ended.
     """
 
     logprobs: JsonLists
@@ -103,18 +104,18 @@ class Gathered:
 
 
 class Answer(ABC):
-    """An answer in the making. Its prompts are scored with their first outputs, and this is written once for all.
+    """An answer while it is generated. A prompt's log-probabilities come with its first output and serve all outputs.
 
     Args:
-        service: what answers.
+        service: the server's engine, tokenizer and settings.
         body: the request.
-        answer_id: of the answer.
-        outputs: its choices.
+        answer_id: the answer's `id`.
+        outputs: one per choice.
     """
 
     kind: str
     chunk_kind: str
-    lists: tuple[str, ...]  # of an output's log-probabilities
+    lists: tuple[str, ...]  # names of the lists in a choice's `logprobs`
 
     def __init__(self, service: Service, body: GenerationRequest, answer_id: str, outputs: Sequence[Output]) -> None:
         if service.log_requests:
@@ -123,10 +124,10 @@ class Answer(ABC):
         self._service = service
         self._body: GenerationRequest = body
         self._names = TokenNames(Vocabulary.of(service.tokenizer), bool(body.return_tokens_as_token_ids))
-        self._begun: set[int] = set()  # outputs of which something was told
+        self._begun: set[int] = set()  # outputs whose first event was sent
         self._outputs = outputs
         self._scores_prompts = any(output.request.params.prompt_logprobs is not None for output in outputs)
-        self._scored: dict[int, dict[str, JsonLists]] = {}  # of each prompt
+        self._scored: dict[int, dict[str, JsonLists]] = {}  # prompt -> its log-probabilities
         self._include_usage = options is not None and options.include_usage
         self._continuous_usage = options is not None and options.include_usage and options.continuous_usage_stats
         self._about: dict[str, Any] = {
@@ -137,18 +138,18 @@ class Answer(ABC):
 
     @abstractmethod
     def _chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
-        """The choices that tell a delta in a stream, each in an event of its own; none if there is nothing to tell."""
+        """The stream's choices for a delta, each sent in its own event; empty if the delta has nothing to send."""
 
     @abstractmethod
     def _whole(self, gathered: Sequence[Gathered]) -> dict[str, Any]:
-        """The answer from what was gathered of every output."""
+        """The whole answer as a JSON object, from the collected outputs."""
 
     @abstractmethod
     def _logprobs_of(self, delta: Delta) -> Mapping[str, Sequence[Any]]:
-        """Lists of log-probabilities of a delta's tokens; called once for each, in order."""
+        """List name -> entries for a delta's tokens. Called once per delta, in order."""
 
     def _first_chunk(self) -> dict[str, Any]:
-        """What only the first event of a stream has."""
+        """Fields that only the first event of a stream has."""
         return {}
 
     async def collect(self) -> bytes:
@@ -163,7 +164,7 @@ class Answer(ABC):
                     known.token_ids += delta.token_ids
                 if delta.logprobs:
                     known.logprobs.add(self._logprobs_of(delta))
-        # This may be long, and the server, that may be about to end, still has to answer: so it is no `long_work`.
+        # Encoding may take long. It is no `long_work`: that is dropped on shutdown, and this answer must still be sent.
         return await asyncio.to_thread(lambda: msgspec.json.encode(self._whole(gathered)))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -180,13 +181,13 @@ class Answer(ABC):
             yield event({**about, "choices": [], "usage": self._usage()})
 
     async def _deltas(self) -> AsyncGenerator[Delta, None]:
-        """Deltas of all outputs. A prompt's log-probabilities are written when its first one comes."""
+        """Deltas of all outputs. A prompt's are held back until its log-probabilities have come, if it is scored."""
         held: dict[int, list[Delta]] = defaultdict(list)
         async with aclosing(run_outputs(self._service, self._outputs)) as arriving:
             async for delta in arriving:
                 prompt = delta.output.prompt
                 if self._scores_prompts and prompt not in self._scored:
-                    if delta.prompt_logprobs is None:  # its first output is later
+                    if delta.prompt_logprobs is None:  # they come with the prompt's first output
                         held[prompt].append(delta)
                         continue
                     self._scored[prompt] = await asyncio.to_thread(self._score, delta)
@@ -195,7 +196,7 @@ class Answer(ABC):
                     yield other
 
     def _score(self, delta: Delta) -> dict[str, JsonLists]:
-        """What is told of a prompt's log-probabilities, given the first delta of its first output."""
+        """The answer's log-probabilities of a prompt, from the first delta of its first output."""
         lists, entries = JsonLists([TOLD]), delta.prompt_logprobs or ()
         if (num_top := self._body.prompt_logprobs) is not None:
             for first in range(0, len(entries), SCORED_AT_ONCE):
@@ -204,17 +205,17 @@ class Answer(ABC):
         return {TOLD: lists}
 
     def _begins(self, index: int) -> bool:
-        """Whether nothing was told of an output yet; from now on, something was."""
+        """Whether this is the output's first event; also marks the output as begun."""
         begins = index not in self._begun
         self._begun.add(index)
         return begins
 
     def _token_ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """The choice's token ids, if they are asked for."""
+        """The choice's token ids, if requested."""
         return {"token_ids": list(token_ids)} if self._body.return_token_ids else {}
 
     def _of_prompt(self, output: Output) -> dict[str, Any]:
-        """What is asked for of an output's prompt: its token ids, its log-probabilities."""
+        """The prompt's token ids and log-probabilities, as far as they are requested."""
         asked: dict[str, Any] = {}
         if self._body.return_token_ids:
             asked["prompt_token_ids"] = list(output.request.token_ids)
@@ -223,7 +224,7 @@ class Answer(ABC):
         return asked
 
     def _usage(self) -> dict[str, Any]:
-        """Tokens up to now. A prompt counts once, whatever its first output found in the prefix cache too."""
+        """Token counts so far. A prompt counts once; its cached tokens are those of its first output."""
         firsts = {output.prompt: output for output in reversed(self._outputs)}.values()
         prompt_tokens = sum(len(output.request.token_ids) for output in firsts)
         completion_tokens = sum(output.num_tokens for output in self._outputs)

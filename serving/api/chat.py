@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: conversations, answered."""
+"""`/v1/chat/completions`: answers conversations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["ChatAnswer"]
 
 
 class ChatAnswer(Answer):
-    """A chat completion in the making; see `make`."""
+    """A chat completion while it is generated; made by `make`."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     lists = ("content",)
@@ -39,17 +39,22 @@ class ChatAnswer(Answer):
     ) -> None:
         super().__init__(service, body, answer_id, outputs)
         self._with_logprobs = bool(body.logprobs)
-        # A prompt that does not begin the assistant's turn goes on with the last message, and so does the answer.
+        # If the prompt does not begin the assistant's turn, the answer continues the last message, in its role.
         last = body.messages[-1]
         self._role = "assistant" if body.begins_turn else last.role
         self._echo = _written(content_of(last), text) if body.echo and last.role == self._role else ""
 
     @classmethod
     async def make(cls, service: Service, body: ChatCompletionRequest, size: int) -> ChatAnswer:
-        """From a request, and how many bytes it has.
+        """Make the answer of a request.
+
+        Args:
+            service: the server's engine, tokenizer and settings.
+            body: the request.
+            size: bytes of the body.
 
         Raises:
-            RequestError, ApiError, QueueFull: it cannot be served.
+            RequestError, ApiError, QueueFull: the request cannot be served.
         """
         _refuse(body)
         check_outputs(service, 1, body.n)
@@ -113,7 +118,7 @@ class ChatAnswer(Answer):
 
 
 def _written(content: str, text: str) -> str:
-    """A message as the prompt's text has it: templates may trim it. One that they rewrite is as it was sent."""
+    """A message as it is in the prompt's text: a template may trim it. As it was sent if the template rewrites it."""
     words = content.strip()
     place = text.rfind(words)
     if not words or place < 0:
@@ -132,7 +137,7 @@ def _text_and_ids(service: Service, body: ChatCompletionRequest, wanted: int) ->
 
 
 def _refuse(body: ChatCompletionRequest) -> None:
-    """Refuse what is not supported, and what contradicts itself."""
+    """Refuse fields that contradict each other."""
     check_common(body)
     check_conversation(body)
     if body.top_logprobs is not None and not body.logprobs:

@@ -1,4 +1,4 @@
-"""`/v1/completions`: prompts, continued."""
+"""`/v1/completions`: continues prompts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["CompletionAnswer"]
 
 
 ECHO = "echo"
-_PROMPTS_AT_ONCE = 16  # of a large body; then it is the next one's turn
-_LENGTH_AT_ONCE = 100_000  # characters or tokens, likewise; tens of milliseconds
+_PROMPTS_AT_ONCE = 16  # prompts of a large body tokenized in one piece of work; then another body has its turn
+_LENGTH_AT_ONCE = 100_000  # most characters or tokens of such a piece: tens of milliseconds
 
 
 class CompletionAnswer(Answer):
-    """A completion in the making; see `make`."""
+    """A completion while it is generated; made by `make`."""
 
     kind = chunk_kind = "text_completion"
     lists = COMPLETION_LISTS
@@ -42,7 +42,7 @@ class CompletionAnswer(Answer):
         echoes: Sequence[str | None],
     ) -> None:
         super().__init__(service, body, answer_id, outputs)
-        self._echoes = echoes  # the text of each prompt, where it is wanted
+        self._echoes = echoes  # the text of each prompt; None without `echo`
         self._writers: Mapping[int, CompletionLogprobsWriter] = {}
         if body.logprobs is not None:
             self._writers = {
@@ -51,10 +51,15 @@ class CompletionAnswer(Answer):
 
     @classmethod
     async def make(cls, service: Service, body: CompletionRequest, size: int) -> CompletionAnswer:
-        """From a request, and how many bytes it has.
+        """Make the answer of a request.
+
+        Args:
+            service: the server's engine, tokenizer and settings.
+            body: the request.
+            size: bytes of the body.
 
         Raises:
-            RequestError, ApiError, QueueFull: it cannot be served.
+            RequestError, ApiError, QueueFull: the request cannot be served.
         """
         _refuse(body)
         given = prompts_in(body.prompt)
@@ -107,7 +112,7 @@ class CompletionAnswer(Answer):
         return self._writers[delta.output.index].write([(entry.token, entry) for entry in delta.logprobs])
 
     def _score(self, delta: Delta) -> dict[str, JsonLists]:
-        """Beyond what is told, the echo's, which begins the choice's text and its lists."""
+        """Also the log-probabilities of the echoed prompt, which come first in the choice's lists."""
         scored = super()._score(delta)
         writer, entries = self._writers.get(delta.output.index), delta.prompt_logprobs or ()
         echo = self._echoes[delta.output.prompt]
@@ -122,7 +127,7 @@ class CompletionAnswer(Answer):
         return scored
 
     def _echoed(self, output: Output) -> JsonLists:
-        """An output's log-probabilities before its first token's: its prompt's, where there is an echo."""
+        """The log-probabilities that precede an output's own: its prompt's with `echo`, otherwise none."""
         lists = JsonLists(self.lists)
         if (scored := self._scored.get(output.prompt, {}).get(ECHO)) is not None:
             lists.extend(scored)
@@ -167,7 +172,7 @@ class CompletionAnswer(Answer):
 
 
 def _pieces(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where each piece of so many prompts begins and ends; a very long prompt is a piece of its own."""
+    """Split prompts of these lengths into pieces of work; yields (first, end). A very long prompt is a piece alone."""
     first = total = 0
     for place, length in enumerate(lengths):
         if place > first and (place - first == _PROMPTS_AT_ONCE or total + length > _LENGTH_AT_ONCE):
@@ -179,7 +184,7 @@ def _pieces(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _refuse(body: CompletionRequest) -> None:
-    """Refuse what is not supported, and what contradicts itself."""
+    """Refuse fields that contradict each other."""
     check_common(body)
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens may be 0 only with echo, to look at the prompt.", param="max_tokens")

@@ -1,4 +1,4 @@
-"""Running a request's outputs side by side, and what is new of each as it comes."""
+"""Runs a request's outputs concurrently, and yields the new text and tokens of each as deltas."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from serving.text.detokenizer import TextStream
 __all__ = ["Delta", "Output", "make_outputs", "run_outputs"]
 
 
-_SENT_AT_ONCE = 64  # requests of a body, some 50 us each
+_SENT_AT_ONCE = 64  # requests of a body sent to the engine in one turn of the event loop, some 50 us each
 _ERRORS = {FinishReason.ERROR: (500, "not_finite"), FinishReason.NO_TOKEN_LEFT: (400, "no_token_left")}
 
 
 @dataclass
 class Output:
-    """One output that is asked for, and where it stands.
+    """One requested output and its state.
 
     Attributes:
-        index: of the choice.
-        prompt: place of its prompt among the request's.
-        request: what the engine gets.
-        text: what its tokens become.
-        nothing: only its prompt is wanted, and the one token that an engine has to generate is dropped.
-        num_tokens: tokens generated.
-        num_cached_tokens: tokens of its prompt that were found in the prefix cache.
-        drafts: tokens of it that were guessed ahead.
+        index: index of its choice in the answer.
+        prompt: index of its prompt in the request.
+        request: the request sent to the engine.
+        text: decodes its tokens into text.
+        nothing: `max_tokens` is 0: the one token that the engine must generate is dropped.
+        num_tokens: tokens generated so far.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        drafts: counts of its draft tokens.
     """
 
     index: int
@@ -49,15 +49,15 @@ class Output:
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new of an output.
+    """The new part of an output.
 
     Attributes:
-        output: whose.
+        output: the output it belongs to.
         text: its new text.
         token_ids: the new tokens, up to the one that completed a stop string; some may have no text yet.
-        logprobs: of the new tokens, if asked for; some may have no text yet.
-        prompt_logprobs: of the prompt, with the first delta of its first output, if asked for.
-        finish_reason: with the last one.
+        logprobs: of the new tokens, if requested; some may have no text yet.
+        prompt_logprobs: of the prompt, if requested; only in the first delta of its first output.
+        finish_reason: set in the last delta only.
     """
 
     output: Output
@@ -69,11 +69,11 @@ class Delta:
 
 
 async def run_outputs(service: Service, outputs: Sequence[Output]) -> AsyncGenerator[Delta, None]:
-    """Generate all of them; deltas of one output come in order. Closing the generator takes back what still runs.
+    """Generate all outputs; yields the deltas of each in order. Closing the generator aborts the unfinished outputs.
 
     Raises:
         QueueFull: too many requests wait already.
-        UBatchError: the first error of any output; the others are taken back.
+        UBatchError: the first error of any output; the others are aborted.
     """
     if len(outputs) == 1:
         async with service.entrance:
@@ -99,7 +99,7 @@ async def run_outputs(service: Service, outputs: Sequence[Output]) -> AsyncGener
             service.check_queue()
             for first in range(0, len(outputs), _SENT_AT_ONCE):
                 tasks += [asyncio.create_task(forward(each)) for each in outputs[first : first + _SENT_AT_ONCE]]
-                await asyncio.sleep(0)  # every one reaches the engine, and others' events are not held up meanwhile
+                await asyncio.sleep(0)  # let these tasks reach the engine, and other requests' events be handled
         running = len(tasks)
         while running:
             item = await arrived.get()
@@ -118,7 +118,7 @@ async def run_outputs(service: Service, outputs: Sequence[Output]) -> AsyncGener
 async def _run(engine: Engine, observer: RequestObserver, output: Output) -> AsyncGenerator[Delta, None]:
     request = output.request
     observer.started(request.request_id, len(request.token_ids))
-    reason = "abort"  # where the client leaves
+    reason = "abort"  # unless something else sets it: the client left
     try:
         async with aclosing(engine.generate(request)) as steps:
             async for step in steps:
@@ -140,7 +140,7 @@ async def _run(engine: Engine, observer: RequestObserver, output: Output) -> Asy
 
 
 def _take(output: Output, step: RequestOutput) -> Delta:
-    """Bring an output on by what one step added."""
+    """Update an output with the tokens of one step; returns its delta."""
     if step.finish_reason is FinishReason.ABORT:
         raise ApiError(500, f"Request {step.request_id} was aborted by the server.", code="aborted")
     output.num_cached_tokens = max(output.num_cached_tokens, step.num_cached_tokens)
@@ -165,7 +165,7 @@ def make_outputs(
     request_id: str,
     prompts: Sequence[tuple[Sequence[int], Sequence[SamplingParams]]],
 ) -> list[Output]:
-    """The outputs of a request: for every prompt (token ids) one per sampling parameters."""
+    """The outputs of a request: for every prompt (token ids), one per `SamplingParams`."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     outputs: list[Output] = []
     for place, (token_ids, several) in enumerate(prompts):

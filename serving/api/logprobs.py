@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes that OpenAI gives them."""
+"""Log-probabilities in OpenAI's two formats (completions, chat) and vLLM's format for prompts."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from serving.text.detokenizer import Detokenizer, Vocabulary
 
 __all__ = ["COMPLETION_LISTS", "CompletionLogprobsWriter", "TokenNames", "chat_logprobs", "prompt_logprobs"]
 
-LEAST = -9999.0  # stands for minus infinity, which JSON cannot say
+LEAST = -9999.0  # replaces minus infinity, which JSON has no number for
 COMPLETION_LISTS = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 
 
 @dataclass(frozen=True)
 class TokenNames:
-    """What tokens are called in log-probabilities.
+    """Names of tokens in log-probabilities.
 
     Attributes:
         vocabulary: of the model's tokenizer.
-        by_id: `token_id:5`, in place of their text.
+        by_id: name tokens `token_id:5` instead of by their text.
     """
 
     vocabulary: Vocabulary
@@ -32,13 +32,13 @@ class TokenNames:
 
 
 class CompletionLogprobsWriter:
-    """Those of completions: lists side by side, with where each token begins in the text.
+    """Writes the log-probabilities of a completion: parallel lists, with each token's offset in the text.
 
     Args:
-        names: of tokens.
-        num_top: likeliest tokens that are told of each place.
-        skip_special_tokens: as for the text.
-        offset: where the text begins.
+        names: names of tokens.
+        num_top: most likely tokens listed per position.
+        skip_special_tokens: special tokens add no text.
+        offset: offset of the first token, in characters.
     """
 
     def __init__(self, names: TokenNames, num_top: int, *, skip_special_tokens: bool, offset: int = 0) -> None:
@@ -47,7 +47,7 @@ class CompletionLogprobsWriter:
         self._offset = offset
 
     def write(self, tokens: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, list[Any]]:
-        """Of the next tokens; one that is not scored, as the first of a prompt, has None."""
+        """The lists for the next tokens. A token without a log-probability (the first of a prompt) has entry None."""
         offsets: list[int] = []
         for token, _ in tokens:
             offsets.append(self._offset)
@@ -60,7 +60,7 @@ class CompletionLogprobsWriter:
         }
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        """The likeliest tokens and the one that was chosen. Where two read the same, the likelier one."""
+        """The most likely tokens and the chosen one. Of two tokens with the same name, the more likely one is kept."""
         top: dict[str, float] = {}
         for token, logprob in (*entry.top[: self.num_top], (entry.token, entry.logprob)):
             top.setdefault(self._names[token], _finite(logprob))
@@ -68,7 +68,7 @@ class CompletionLogprobsWriter:
 
 
 def chat_logprobs(names: TokenNames, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-    """Those of chat completions: one object per token."""
+    """The log-probabilities of a chat completion: one object per token."""
     return [
         {
             **_token(names, entry.token, entry.logprob),
@@ -81,12 +81,12 @@ def chat_logprobs(names: TokenNames, entries: Sequence[TokenLogprobs]) -> list[d
 def prompt_logprobs(
     vocabulary: Vocabulary, entries: Sequence[TokenLogprobs | None], num_top: int
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """Those of a prompt in vLLM's shape: per token, token id -> its log-probability; None for the first token.
+    """The log-probabilities of a prompt in vLLM's format: per token, token id -> its entry; None for the first token.
 
     Args:
         vocabulary: of the model's tokenizer.
         entries: one per token.
-        num_top: likeliest tokens that are told of each place, besides the prompt's own.
+        num_top: most likely tokens listed per position, besides the prompt's own token.
     """
 
     def told(entry: TokenLogprobs) -> dict[str, dict[str, Any]]:

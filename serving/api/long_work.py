@@ -1,4 +1,4 @@
-"""Work that would hold the event loop, such as tokenizing a long text: done in threads beside it."""
+"""Runs work that would block the event loop, such as tokenizing a long text, in threads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from serving.requests import QueueFull
 
 __all__ = ["LongWork"]
 
-SHORT_BYTES = 20_000  # of a body; the work of a larger one takes milliseconds
-WAITING_BYTES = 64 * 2**20
+SHORT_BYTES = 20_000  # a larger body takes milliseconds, so its work runs in a thread
+WAITING_BYTES = 64 * 2**20  # most bytes of bodies in the queue
 THREADS = 2
 DRAINING_SEEN_S = 0.05
 
@@ -32,17 +32,17 @@ class _Job:
 
     @property
     def left(self) -> int:
-        """Bytes that are still to be worked on, about."""
+        """Bytes still to be processed, estimated."""
         return self.size * len(self.pieces) // max(1, len(self.pieces) + len(self.results))
 
 
 class LongWork:
-    """Runs the work of large bodies in two threads, in the order in which it comes; that of small ones at once.
+    """Runs the work of large bodies in two threads, first come, first served; the work of small bodies runs at once.
 
-    Work in pieces takes turns with others' after each piece.
+    Work in several pieces goes back to the end of the queue after each piece.
 
-    What has not begun is dropped when its client leaves or the server drains. What has begun cannot be stopped, but
-    nobody waits for it any more: not the request, and not the end of the process.
+    Work that has not begun is dropped when its client leaves or the server drains. Work that has begun cannot be
+    stopped; then neither the request nor the end of the process waits for it.
 
     Args:
         draining: whether the server is about to end.
@@ -55,21 +55,21 @@ class LongWork:
         self._threads = 0
 
     async def run(self, work: Callable[[], Result], size: int) -> Result:
-        """What `work` returns or raises.
+        """Run `work`; returns its result, or raises its error.
 
         Args:
-            work: is called once, or not at all.
-            size: bytes of the body that it works on.
+            work: called once, or never if it is dropped.
+            size: bytes of the request's body.
 
         Raises:
-            QueueFull: too much waits already.
+            QueueFull: more than `WAITING_BYTES` would wait.
             ApiError: 503, the server is about to end.
         """
         (result,) = await self.run_pieces((work,), size)
         return result
 
     async def run_pieces(self, pieces: Sequence[Callable[[], Result]], size: int) -> list[Result]:
-        """As `run`, of several pieces of one body's work: what each returns."""
+        """As `run`, for several pieces of one body's work; returns the result of each."""
         if size < SHORT_BYTES:
             return [piece() for piece in pieces]
         job = _Job(deque(pieces), size)
@@ -106,7 +106,7 @@ class LongWork:
                 continue
             try:
                 job.results.append(job.pieces.popleft()())
-            except BaseException as error:  # whoever waits raises it
+            except BaseException as error:  # raised where the result is awaited
                 self._end(job, error)
                 continue
             if job.pieces:
@@ -118,7 +118,7 @@ class LongWork:
     @staticmethod
     def _end(job: _Job, error: BaseException | None) -> None:
         if not job.done.set_running_or_notify_cancel():
-            return  # nobody waits for it any more
+            return  # its request was dropped
         if error is not None:
             job.done.set_exception(error)
         else:

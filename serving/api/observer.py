@@ -1,4 +1,4 @@
-"""What the API tells whoever counts requests (metrics)."""
+"""The interface by which the API reports events of requests to the metrics."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ __all__ = ["NoObserver", "RequestObserver"]
 
 
 class RequestObserver(Protocol):
-    """Is told what happens to each output that is generated. Called in the event loop: must return at once."""
+    """Receives the events of each generated output. Called in the event loop, so its methods must return at once."""
 
     def started(self, request_id: str, num_prompt_tokens: int) -> None:
-        """An output was asked for."""
+        """An output was requested."""
 
     def tokens(self, request_id: str, count: int) -> None:
-        """So many new tokens came."""
+        """The output got `count` new tokens."""
 
     def drafts(self, request_id: str, counts: DraftCounts) -> None:
-        """Some of these tokens were guessed ahead."""
+        """A step verified draft tokens of the output."""
 
     def finished(self, request_id: str, reason: str) -> None:
-        """It ended: `stop`, `length`, `abort` (the client left, or it was taken back) or `error`."""
+        """The output ended. `reason`: `stop`, `length`, `abort` (the client left, or it was aborted) or `error`."""
 
 
 class NoObserver:
-    """Where nobody counts."""
+    """An observer that ignores all events."""
 
     def started(self, request_id: str, num_prompt_tokens: int) -> None:
         """Not counted."""

@@ -1,4 +1,4 @@
-"""From what a client sends to token ids: text, ids, conversations."""
+"""Turns a client's prompt (text, token ids or a conversation) into token ids."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from serving.api.schema.unsupported_fields import log_unused
 from serving.api.service import Service
 from serving.text.detokenizer import Vocabulary
 
-SHOWN_REASON = 1000  # characters of what a template says
-COUNTED_CHARACTERS = 1_000_000  # of a text that does not fit the context, and still is tokenized: to cut or count it
+SHOWN_REASON = 1000  # characters shown of a template's error
+COUNTED_CHARACTERS = 1_000_000  # a text up to this length is tokenized even if it may not fit: to cut or count it
 
 __all__ = [
     "COUNTED_CHARACTERS",
@@ -42,7 +42,7 @@ def encode(service: Service, text: str, *, add_special_tokens: bool) -> list[int
 
 
 def decode(service: Service, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-    """The text of token ids, exactly: without the spaces before punctuation that `decode` may take away."""
+    """The exact text of token ids: spaces before punctuation are kept (`clean_up_tokenization_spaces` is off)."""
     text: str = service.tokenizer.decode(
         token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
@@ -50,13 +50,13 @@ def decode(service: Service, token_ids: Sequence[int], *, skip_special_tokens: b
 
 
 def check_characters(service: Service, text: str, param: str, *, at_least: int = 0) -> None:
-    """Refuse, before it is tokenized, a text that cannot fit the context: were all its tokens the longest one.
+    """Refuse a text before it is tokenized if it is longer than a context full of the vocabulary's longest token.
 
     Args:
-        service: whose context and vocabulary.
-        text: of the prompt.
-        param: the field that it stands in.
-        at_least: characters that are let through in any case.
+        service: has the context length and the vocabulary.
+        text: the prompt.
+        param: the request's field with the text, for the error.
+        at_least: a text of up to this many characters always passes.
 
     Raises:
         ApiError: 400 `context_length_exceeded`.
@@ -74,13 +74,13 @@ def prompts_of(
     body: GenerationRequest,
     wanted: int,
 ) -> list[tuple[str | None, list[int]]]:
-    """(text, token ids) of each prompt; the text is None where ids were sent, or the prompt was cut.
+    """(text, token ids) of each prompt; the text is None if token ids were sent or the prompt was truncated.
 
     Args:
-        service: whose tokenizer and context.
-        prompt: as it was sent.
-        body: says how it is tokenized, and whether it may be cut.
-        wanted: tokens of the output, for which it leaves room.
+        service: has the tokenizer and the context length.
+        prompt: as the client sent it.
+        body: how to tokenize and truncate.
+        wanted: tokens of the output that truncation to the context leaves room for.
 
     Raises:
         ApiError: 400, a token id that the model does not know, or a prompt of no tokens or too many characters.
@@ -101,12 +101,12 @@ def prompts_of(
 
 
 def counted_characters(body: GenerationRequest) -> int:
-    """Characters that are tokenized though they may not fit: where the prompt is cut, whole tokens are cut off."""
+    """`check_characters`' `at_least`: a prompt that will be truncated is tokenized even if it may not fit."""
     return 0 if body.truncate_prompt_tokens is None else COUNTED_CHARACTERS
 
 
 def truncated(service: Service, token_ids: list[int], body: GenerationRequest, wanted: int) -> list[int]:
-    """A prompt, cut to `truncate_prompt_tokens`; with -1 to what leaves room for `wanted` tokens of output."""
+    """A prompt truncated to `truncate_prompt_tokens`; -1 leaves room for `wanted` tokens of output in the context."""
     most = body.truncate_prompt_tokens
     if most is None:
         return token_ids
@@ -118,18 +118,18 @@ def truncated(service: Service, token_ids: list[int], body: GenerationRequest, w
 
 
 def prompts_in(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]) -> Sequence[Any]:
-    """The prompts, where one may stand alone."""
+    """The prompts as a list; a single prompt becomes a list of one."""
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
 def check_length(service: Service, num_tokens: int, max_tokens: int | None, param: str) -> int:
-    """What is left of the context for the output.
+    """Tokens of the context that are left for the output.
 
     Args:
-        service: whose context.
-        num_tokens: of the prompt.
-        max_tokens: what the request asks for by itself; None where it leaves that to the server.
-        param: the field with the prompt.
+        service: has the context length.
+        num_tokens: tokens of the prompt.
+        max_tokens: the output length that the request asks for; None if it gives none.
+        param: the request's field with the prompt, for the error.
 
     Raises:
         ApiError: 400 `context_length_exceeded`.
@@ -150,7 +150,7 @@ def check_length(service: Service, num_tokens: int, max_tokens: int | None, para
 
 
 def check_conversation(options: ConversationOptions) -> None:
-    """Refuse a prompt that would both end and go on.
+    """Refuse `continue_final_message` together with `add_generation_prompt`.
 
     Raises:
         ApiError: 400.
@@ -161,7 +161,7 @@ def check_conversation(options: ConversationOptions) -> None:
 
 
 def conversation_text(service: Service, messages: Sequence[ChatMessage], options: ConversationOptions) -> str:
-    """The conversation as the checkpoint's chat template writes it. What the template does not use is logged.
+    """The conversation as text, by the checkpoint's chat template. Fields that the template does not use are logged.
 
     Raises:
         ApiError: 400, there is no template, or it refuses the messages.
@@ -185,7 +185,7 @@ def conversation_text(service: Service, messages: Sequence[ChatMessage], options
             continue_final_message=bool(options.continue_final_message),
             **{**reasoning, **given},
         )
-    except Exception as error:  # the template was tried at the start: it is these messages, or these options
+    except Exception as error:  # the template passed its check at the start: these messages or options are at fault
         reason = "they are nested too deeply" if isinstance(error, RecursionError) else str(error)[:SHOWN_REASON]
         raise ApiError(400, f"The chat template refuses the messages: {reason}", param="messages") from error
     return text
@@ -205,14 +205,14 @@ def _log_unused(
 
 @lru_cache(maxsize=8)
 def _names_in(template: str) -> frozenset[str]:
-    """What its code names, also in quotes as a key; not its text. Lexed only: a parser has to know every extension."""
+    """Names and quoted strings in a template's code, without its text. Lexed only: parsing needs every extension."""
     tokens = [(kind, text) for _, kind, text in Environment().lex(template)]
     keys = {text[1:-1] for kind, text in tokens if kind == "string"}
     return frozenset(keys | {text for kind, text in tokens if kind == "name"})
 
 
 def _plain(message: ChatMessage) -> dict[str, Any]:
-    """As templates expect it: the content is one string."""
+    """A message as templates expect it: the content is one string."""
     fields = message.model_dump(exclude_unset=True)
     fields["content"] = content_of(message)
     return fields

@@ -1,4 +1,4 @@
-"""Which request a line of the log, an answer or an error belongs to: the client's `X-Request-Id`, or one of ours."""
+"""Gives each request an id, for the log, the answer and errors: the client's `X-Request-Id`, or a new one."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _logger = logging.getLogger(__name__)
 
 HEADER = "X-Request-Id"
 _PLAIN = re.compile(r"[!-~]{1,128}")
-"""What a client's id must look like: it is written into logs."""
+"""A valid client's id: 1 to 128 printable ASCII characters without spaces, since it is written into logs."""
 
 
 class RequestLog:
-    """Around the whole application: gives every request its id, and logs how it was answered.
+    """Middleware around the whole application: gives every request its id, and logs its status and duration.
 
     Args:
         app: the application.
-        access_log: log every request, without its query, which may hold what nobody else should read.
-        headers: say the id in the answer's header, too.
+        access_log: log every request. The query string is left out, as it may hold secrets.
+        headers: send the id in the response's `X-Request-Id` header.
     """
 
     def __init__(self, app: ASGIApp, *, access_log: bool = False, headers: bool = True) -> None:
@@ -67,12 +67,12 @@ class RequestLog:
 
 
 def log_outputs(answer_id: str, outputs: Sequence[Output], most: int | None) -> None:
-    """Log what is generated: ids and parameters at level info, prompts at level debug.
+    """Log a request's outputs: ids and parameters at level info, prompts at level debug.
 
     Args:
-        answer_id: of the answer.
-        outputs: its choices.
-        most: token ids of each prompt that are shown; None for all.
+        answer_id: the answer's `id`.
+        outputs: one per choice.
+        most: most token ids logged of each prompt; None for all.
     """
     for output in outputs:
         token_ids, params = output.request.token_ids, output.request.params

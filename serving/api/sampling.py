@@ -15,15 +15,15 @@ from ubatch import ConfigError
 __all__ = ["SamplingDefaults", "sampling_params"]
 
 _MAX_DIGITS = 20
-"""Of a token id; Python reads no integer of thousands."""
+"""Most digits of a token id: Python refuses to parse integers of thousands of digits."""
 
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Sampling parameters of requests that give none: OpenAI's, or the checkpoint's where it has its own.
+    """Default sampling parameters: the checkpoint's where it has them, otherwise OpenAI's.
 
     Attributes:
-        temperature: see `SamplingParams`, also for the others.
+        temperature: see `SamplingParams`, as for the others.
         top_k: 0 for all tokens.
         top_p: 1 for all tokens.
         min_p: 0 for all tokens.
@@ -38,7 +38,7 @@ class SamplingDefaults:
 
     @classmethod
     def from_checkpoint(cls, model: Path) -> SamplingDefaults:
-        """Those in the folder's `generation_config.json`, as vLLM reads it (`do_sample` is not looked at).
+        """The defaults in the folder's `generation_config.json`, read as vLLM does (`do_sample` is ignored).
 
         Raises:
             ConfigError: the file cannot be read, or has a value that cannot work.
@@ -68,7 +68,7 @@ def sampling_params(
 ) -> list[SamplingParams]:
     """The parameters of each of the request's `n` outputs; output i has the request's seed + i.
 
-    `limits` has the tokens that the request allows and forbids (`serving.api.token_limits`).
+    `limits` has the request's allowed and forbidden tokens (`serving.api.token_limits`).
 
     Raises:
         RequestError, ApiError: for values that cannot work.

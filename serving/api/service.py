@@ -1,4 +1,4 @@
-"""What every route works with: the engine, the tokenizer, the names, and who may come in."""
+"""State shared by all routes: engine, tokenizer, model names, and the checks before a request is accepted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Limits(Protocol):
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a prompt and its output together."""
+        """Context length: most tokens of a prompt and its output together."""
 
     @property
     def vocab_size(self) -> int:
@@ -34,48 +34,48 @@ class Limits(Protocol):
 
 
 class Engine(Protocol):
-    """What the API needs of `EngineClient`."""
+    """The part of `EngineClient` that the API uses."""
 
     @property
     def info(self) -> Limits:
-        """What it can hold."""
+        """The engine's limits."""
 
     @property
     def dead(self) -> EngineDead | None:
-        """Why it runs no more; None while it does."""
+        """Why the engine has failed; None while it runs."""
 
     @property
     def num_waiting(self) -> int:
-        """Requests that no rank has begun."""
+        """Requests that no rank runs yet."""
 
     def generate(self, request: RequestInput) -> AsyncGenerator[RequestOutput, None]:
-        """A request's outputs as they come; closing the generator takes the request back."""
+        """Yield a request's outputs as they are generated; closing the generator aborts the request."""
 
     async def start_profile(self) -> None:
-        """Begin to trace the ranks' steps."""
+        """Start to trace the steps of all ranks."""
 
     async def stop_profile(self) -> Sequence[Path]:
-        """End it; returns the traces' files."""
+        """Stop tracing; returns the trace files."""
 
 
 @dataclass
 class Service:
-    """What a server is made of.
+    """The parts and settings of a server.
 
     Attributes:
-        engine: what generates.
+        engine: generates the outputs.
         tokenizer: the model's.
-        names: what the model is called; the first one stands in answers.
-        defaults: sampling parameters where a request gives none.
-        observer: told about every output.
+        names: the model's names; answers to requests without a name have the first.
+        defaults: sampling parameters that a request leaves out.
+        observer: receives the events of every output.
         max_waiting_requests: how many requests may wait for a rank; None for no limit.
         max_outputs_per_request: how many outputs one body may ask for, over all its prompts; None for no limit.
-        long_work: does what would hold the event loop.
+        long_work: runs in threads what would block the event loop.
         profiles: the engine may record profiles.
-        log_requests: log what is generated; see `serving.api.request_log`.
-        max_log_len: token ids of a prompt that are shown then; None for all.
+        log_requests: log each request's outputs; see `serving.api.request_log`.
+        max_log_len: most token ids logged of a prompt; None for all.
         created: when the server was started, in seconds since 1970.
-        entrance: held from the check of the queue until the engine counts what was let in.
+        entrance: lock held from the check of the queue until the engine counts the new requests.
     """
 
     engine: Engine
@@ -93,10 +93,10 @@ class Service:
     entrance: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def model_name(self, name: str | None) -> str:
-        """The name that a request means.
+        """The model name of a request; the first one if it gives none.
 
         Raises:
-            ApiError: 404, no model is called that.
+            ApiError: 404, no model has this name.
         """
         if name is None:
             return self.names[0]
@@ -107,14 +107,14 @@ class Service:
         return name
 
     def admit(self, *, draining: bool) -> None:
-        """Let one more request in.
+        """Check that one more request can be accepted.
 
         Args:
-            draining: the server is about to end.
+            draining: the server is shutting down.
 
         Raises:
-            ApiError: 503, the engine is dead or the server about to end.
-            QueueFull: too many wait already.
+            ApiError: 503, the engine is dead or the server is shutting down.
+            QueueFull: too many requests wait already.
         """
         if self.engine.dead is not None:
             raise ApiError(503, f"The engine is dead: {self.engine.dead}", code="engine_dead")
@@ -123,14 +123,14 @@ class Service:
         self.check_queue()
 
     def check_queue(self) -> None:
-        """Whether one more request may wait. Many may be let in before the first of them is the engine's: `entrance`.
+        """Check that one more request may wait. Hold `entrance` until the engine counts it, or too many may pass.
 
         Raises:
-            QueueFull: too many wait already.
+            QueueFull: too many requests wait already.
         """
         limit = self.max_waiting_requests
         if limit is None:
             return
-        waiting = self.engine.num_waiting  # counted anew from all requests
+        waiting = self.engine.num_waiting  # a property that counts over all requests: read it once
         if waiting >= limit:
             raise QueueFull(f"{waiting} requests wait already, and at most {limit} may. Try again later.")

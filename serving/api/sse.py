@@ -20,22 +20,23 @@ Result = TypeVar("Result")
 
 
 class ClientLeft(Exception):
-    """The client closed its connection before it had the answer; nobody reads one."""
+    """The client closed its connection before it got the answer, so none is sent."""
 
 
 def event(data: Any) -> bytes:
-    """One event, its data as JSON. A number that is not finite becomes null."""
+    """One server-sent event with its data as JSON. A NaN or infinity becomes null."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 async def until_client_leaves(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Run `work`, and cancel it the moment the client closes its connection.
+    """Run `work`; cancel it as soon as the client closes its connection.
 
     Args:
         receive: of the ASGI call, whose body was read already.
+        work: the coroutine to run.
 
     Raises:
-        ClientLeft: the client was faster; the work has been cancelled, and has unwound.
+        ClientLeft: the client closed its connection first; the work was cancelled and has ended.
     """
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_disconnected(receive))
@@ -56,10 +57,10 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends events as they come, then `[DONE]`.
+    """Sends events as they are generated, then `[DONE]`.
 
-    Nothing is sent before the first event: an error until then is an ordinary response with its status. A later one is
-    an event in the stream. When the client leaves, the generator is closed at once.
+    Nothing is sent before the first event, so an error before it is an ordinary response with its status. A later error
+    is sent as an event. When the client leaves, the generator is closed at once.
 
     Args:
         events: encoded events (see `event`).

@@ -1,4 +1,4 @@
-"""Which tokens a request allows and forbids: its `allowed_token_ids` and `bad_words`, made ready once for all."""
+"""A request's `allowed_token_ids` and `bad_words`, checked and tokenized once for all of its outputs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from serving.text.bad_words import bad_token_sequences
 __all__ = ["MAX_ALLOWED_OF_ALL", "token_limits"]
 
 MAX_ALLOWED_OF_ALL = 2**20
-"""Allowed tokens of a body, as it lists them, and the different ones over all its outputs: each takes them to its
-engine, which reads them between steps."""
+"""Most allowed token ids in a body's list, and most distinct ones times its outputs. Every output's request carries the
+list to the engine, which decodes it between steps."""
 
 
 async def token_limits(service: Service, body: GenerationRequest, num_prompts: int, size: int) -> SamplingParams:
-    """Sampling parameters with nothing but the body's limits of tokens, checked.
+    """Sampling parameters with only the body's allowed and forbidden tokens set, checked.
 
     Args:
-        service: whose tokenizer and vocabulary.
+        service: has the tokenizer and the vocabulary size.
         body: the request.
-        num_prompts: of it.
-        size: bytes of it.
+        num_prompts: prompts in the body.
+        size: bytes of the body.
 
     Raises:
-        RequestError, ApiError, QueueFull: they cannot work.
+        RequestError, ApiError: a limit is invalid.
+        QueueFull: too many long bodies wait to be tokenized.
     """
     vocab_size, outputs = service.engine.info.vocab_size, num_prompts * (body.n or 1)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app"]
 
-# Seen without the key: what watches a server, and what describes it.
+# Paths that need no API key: health, metrics and descriptions.
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs", "/redoc"})
 
 
@@ -48,23 +48,23 @@ def create_app(
     log_requests: bool = False,
     max_log_len: int | None = None,
 ) -> FastAPI:
-    """The API over an engine. Set `app.state.draining` to take no new requests.
+    """The HTTP API over an engine. Set `app.state.draining` to True to refuse new requests.
 
     Args:
-        engine: what generates.
-        tokenizer: of its model.
-        served_model_name: what clients call the model; of several, the first stands in answers.
-        api_key: what clients must send as `Authorization: Bearer`, except to paths that only watch or describe.
-        max_waiting_requests: more are answered with 503 and `Retry-After`; None for no limit.
-        max_request_bytes: a larger body is answered with 413; None for no limit.
-        max_outputs_per_request: a body that asks for more is answered with 400; None for no limit.
-        defaults: sampling parameters where a request gives none.
-        observer: told about every output.
+        engine: generates the outputs.
+        tokenizer: the model's.
+        served_model_name: the model's name or names; answers to requests without a name have the first.
+        api_key: clients must send it as `Authorization: Bearer`, except to `OPEN_PATHS`; None for no key.
+        max_waiting_requests: further requests get 503 and `Retry-After`; None for no limit.
+        max_request_bytes: a larger body gets 413; None for no limit.
+        max_outputs_per_request: a body that asks for more gets 400; None for no limit.
+        defaults: sampling parameters that a request leaves out.
+        observer: receives the events of every output.
         metrics_app: answers `/metrics`.
-        profiles: `/start_profile` may be called; 404 otherwise.
-        around: what gives every request its id, and logs its answer.
-        log_requests: log what is generated, with its parameters; at level debug also the prompt.
-        max_log_len: token ids of a prompt that are shown then; None for all.
+        profiles: allow `/start_profile`; 404 otherwise.
+        around: outermost middleware, which gives every request its id and logs its status.
+        log_requests: log each output's id and parameters; at level debug also the prompt.
+        max_log_len: most token ids logged of a prompt; None for all.
     """
     app = FastAPI(title="ubatch", description="An OpenAI-compatible server.")
     app.state.service = Service(
@@ -86,19 +86,19 @@ def create_app(
         app.add_middleware(BodyLimit, max_bytes=max_request_bytes)
     if api_key is not None:
         app.add_middleware(_ApiKey, key=api_key)
-    # The middleware checks the key, before anything of a body is read; this one says so in the description.
+    # `_ApiKey` checks the key before it reads a body; this dependency only puts it into /openapi.json.
     told = [] if api_key is None else [Security(HTTPBearer(auto_error=False))]
     app.include_router(router, dependencies=told)
     if metrics_app is not None:
         app.router.routes.append(Route("/metrics", _Forwarded(metrics_app), include_in_schema=False))
     complete_description(app, OPEN_PATHS)
-    build = app.build_middleware_stack  # what is added as middleware does not see the answers to unexpected errors
+    build = app.build_middleware_stack  # `add_middleware` would not see the answers to unexpected errors
     app.build_middleware_stack = lambda: around(build())  # type: ignore[method-assign]
     return app
 
 
 class _Forwarded:
-    """An ASGI application as a route's end point: an instance, for Starlette takes a function for something else."""
+    """An ASGI application as a route's end point. An instance: Starlette calls functions with a request instead."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -108,7 +108,7 @@ class _Forwarded:
 
 
 class _ApiKey:
-    """Answers 401 where the key is missing or wrong."""
+    """Middleware that answers 401 if the key is missing or wrong."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Bodies of requests: how large they may be, and JSON that everything behind can work with."""
+"""Bodies of requests: the size limit, and strict parsing of JSON."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from serving.api.schema.errors import ApiError, error_response
 __all__ = ["BodyLimit", "JsonRoute"]
 
 _DISCARD_S = 1.0
-"""So long is read on, and thrown away, after a body was refused."""
+"""How long the rest of a refused body is read and discarded, in seconds."""
 
 
 class BodyLimit:
-    """Answers 413 and closes the connection where a body is too large, at the first byte beyond the limit.
+    """Middleware that answers 413 and closes the connection as soon as a body exceeds the limit.
 
     Args:
-        app: what answers otherwise.
-        max_bytes: of a body.
+        app: the application, called for smaller bodies.
+        max_bytes: most bytes of a body.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -64,7 +64,7 @@ class BodyLimit:
             response.headers["Connection"] = "close"
             await send({"type": "http.response.start", "status": 413, "headers": response.raw_headers})
             await send({"type": "http.response.body", "body": response.body, "more_body": True})
-            with suppress(TimeoutError):  # a connection that is closed with something unread loses the answer, too
+            with suppress(TimeoutError):  # closing a connection with unread data would also lose the answer
                 async with asyncio.timeout(_DISCARD_S):
                     while more:
                         more = (await receive()).get("more_body", False)
@@ -72,7 +72,7 @@ class BodyLimit:
 
 
 def _number(text: str) -> int | float:
-    """A number with a point or an exponent. JSON has one kind of numbers: `26.0` is an integer, wherever one may be."""
+    """Convert a number with a point or an exponent. `26.0` becomes an integer, as JSON has only one kind of number."""
     number = float(text)
     if math.isinf(number):
         raise ValueError(f"number out of range: {text[:40]}")
@@ -87,7 +87,7 @@ class _JsonRequest(Request):
         """The body, parsed.
 
         Raises:
-            json.JSONDecodeError: it is no JSON, is nested too deeply, or has a number or a character that is none.
+            json.JSONDecodeError: it is not JSON, is nested too deeply, or has an invalid number or character.
         """
         try:
             return _decoder.decode(await self.body())
@@ -101,10 +101,10 @@ class _JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is read strictly: no half of a surrogate pair, no NaN, no number beyond 64 bits or floats."""
+    """A route that parses JSON strictly: unpaired surrogates, NaN and numbers out of range are errors."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """What answers a request."""
+        """The function that answers a request."""
         answer = super().get_route_handler()
 
         async def handle(request: Request) -> Response:

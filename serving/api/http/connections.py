@@ -1,9 +1,9 @@
-"""The server's socket and its connections: how many there may be, and what a client that dawdles gets.
+"""The server's socket and its connections: their limit, and time-outs for slow clients.
 
-file descriptors    the soft limit is raised; if they run out all the same, accepting pauses, a second at a time
+file descriptors    the soft limit is raised; if they run out all the same, accepting pauses for a second at a time
 too many            a request on a connection beyond the limit gets 503 and `Retry-After`
-half a request      headers that do not come within `HEADERS_S`, or a body of which nothing more comes for `BODY_S`, get
-                    408; a connection that sends nothing is closed
+slow client         408 if the headers are not complete within `HEADERS_S`, or no part of the body arrives for `BODY_S`;
+                    a connection that has sent nothing is closed without an answer
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class CannotListen(UBatchError):
-    """The server's address or port cannot be had."""
+    """The server cannot listen on its address or port."""
 
 
 def raise_file_limit() -> int:
-    """Let this process, and those that it starts, open as many files as it may; returns how many."""
+    """Raise the soft limit of open files for this process and its children, to 65535 at most; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -56,14 +56,14 @@ def raise_file_limit() -> int:
 
 
 def most_connections(files: int) -> int:
-    """How many connections there is room for, with so many file descriptors."""
+    """How many connections to allow with a limit of `files` file descriptors."""
     return max(files - _OTHER_FILES, files // 2, 1)
 
 
 class Listener(socket.socket):
-    """A listening socket that runs out of file descriptors quietly.
+    """A listening socket that logs at most once a minute that file descriptors have run out.
 
-    asyncio pauses accepting then, but first goes on trying, and logs each failure with a traceback.
+    asyncio then pauses accepting, but it first tries again several times and logs each failure with a traceback.
     """
 
     _paused_until = -float("inf")
@@ -78,7 +78,7 @@ class Listener(socket.socket):
             if error.errno not in _EXHAUSTED:
                 raise
             if now < self._paused_until:
-                raise BlockingIOError from error  # asyncio has been told
+                raise BlockingIOError from error  # asyncio got the error already, and pauses
             self._paused_until = now + _RETRY_S / 2
             if now - self._said > _SAY_EVERY_S:
                 self._said = now
@@ -87,7 +87,7 @@ class Listener(socket.socket):
 
     @staticmethod
     def spare_traceback(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """An exception handler of the loop that leaves out what `accept` has said."""
+        """An exception handler of the event loop that ignores the errors that `accept` has logged."""
         error = context.get("exception")
         if not (isinstance(error, OSError) and error.errno in _EXHAUSTED and "accept" in context.get("message", "")):
             loop.default_exception_handler(context)
@@ -95,10 +95,10 @@ class Listener(socket.socket):
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[Listener]:
-    """The server's socket, bound before anything starts. It is listened on only when the engines are ready.
+    """The server's socket, bound before the engines start. The server calls `listen` once the engines are ready.
 
     Raises:
-        CannotListen: the host or the port cannot be had.
+        CannotListen: the host cannot be resolved, or the port cannot be bound.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -117,11 +117,11 @@ def listening(host: str, port: int) -> Iterator[Listener]:
 
 
 def connection_protocol(most: int, around: Callable[[ASGIApp], ASGIApp]) -> type[H11Protocol]:
-    """What a connection is, for uvicorn.
+    """The protocol class of a connection, for uvicorn.
 
     Args:
-        most: of them; more are refused.
-        around: what logs requests, for those that the application does not see.
+        most: most open connections; requests on further ones get 503.
+        around: middleware that logs requests, for those refused here, which the application does not see.
     """
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
@@ -133,7 +133,7 @@ def connection_protocol(most: int, around: Callable[[ASGIApp], ASGIApp]) -> type
     refusing: Any = around(refuse)
 
     class Connection(H11Protocol):
-        """One that is closed where its requests do not come."""
+        """A connection that is closed if a request does not arrive in time."""
 
         _too_late: asyncio.TimerHandle | None = None
 
@@ -156,8 +156,8 @@ def connection_protocol(most: int, around: Callable[[ASGIApp], ASGIApp]) -> type
             super().connection_lost(exc)
 
         def _look_at_the_clock(self) -> None:
-            """Headers are waited for from their first byte on, a body from its last one that came; between two
-            requests uvicorn's own timer runs."""
+            """Start or stop the timer: `HEADERS_S` from a request's first byte (or the connection's start, before any
+            request), `BODY_S` from the body's last bytes. Between requests uvicorn's keep-alive timer runs."""
             if self.conn.their_state is h11.SEND_BODY:
                 self._stop_the_clock()
                 self._too_late = self.loop.call_later(BODY_S, self._give_up)
@@ -173,7 +173,7 @@ def connection_protocol(most: int, around: Callable[[ASGIApp], ASGIApp]) -> type
 
         def _give_up(self) -> None:
             amid_body = self.conn.their_state is h11.SEND_BODY
-            if amid_body and self.flow.read_paused:  # it is the application that does not read
+            if amid_body and self.flow.read_paused:  # the application is slow to read, not the client to send
                 self._too_late = self.loop.call_later(BODY_S, self._give_up)
                 return
             answered = self.cycle.response_started if amid_body else self.conn.our_state is not h11.IDLE

@@ -1,4 +1,4 @@
-"""What `/openapi.json` says beyond what FastAPI finds in routes and models: this server's names and limits."""
+"""Adds to `/openapi.json` what FastAPI cannot derive from routes and models: this server's model names and limits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["complete_description"]
 
 
 def complete_description(app: FastAPI, open_paths: Collection[str]) -> None:
-    """Have the application describe itself completely.
+    """Make the application's `/openapi.json` complete.
 
     Args:
-        app: its `state.service` is looked at when the description is first asked for.
-        open_paths: need no key.
+        app: its `state.service` is read when the description is first requested.
+        open_paths: paths that need no API key.
     """
     described = app.openapi
 
@@ -51,7 +51,7 @@ def _complete(description: dict[str, Any], service: Service, open_paths: Collect
 
 
 def _add_limits(properties: dict[str, Any], service: Service) -> None:
-    """The model's names and vocabulary, its context, and how many outputs may be asked for."""
+    """Add the model's names, vocabulary size and context length, and the most outputs of one request."""
     info = service.engine.info
     properties["model"]["enum"] = [None, *service.names]
     for field in ("prompt", "tokens", "stop_token_ids", "allowed_token_ids"):
@@ -64,7 +64,7 @@ def _add_limits(properties: dict[str, Any], service: Service) -> None:
         for kind in _kinds(properties.get(field, {}), "integer"):
             kind["maximum"] = info.max_model_len - 1
     for field in ("seed", "top_k", "priority"):
-        for kind in _kinds(properties.get(field, {}), "integer"):  # FastAPI keeps bounds as floats, which rounds these
+        for kind in _kinds(properties.get(field, {}), "integer"):  # FastAPI stores bounds as floats, which rounds them
             kind |= {"minimum": max(int(kind["minimum"]), -(2**63)), "maximum": 2**63 - 1}
     for kind in _kinds(properties.get("logit_bias", {}), "object"):
         kind["propertyNames"] = {"pattern": f"^({_up_to(info.vocab_size - 1)})$"}
@@ -81,12 +81,12 @@ def _add_limits(properties: dict[str, Any], service: Service) -> None:
 
 
 def _kinds(schema: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
-    """The alternatives of a field's schema that have this type."""
+    """The alternatives of a field's schema with type `kind`."""
     return (one for one in (*schema.get("anyOf", ()), schema) if one.get("type") == kind)
 
 
 def _items(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Schemas of the items of a field's lists, and of the lists in them."""
+    """Schemas of the items of a field's lists, nested lists included."""
     for kind in _kinds(schema, "array"):
         yield kind["items"]
         yield from _items(kind["items"])

@@ -51,7 +51,7 @@ from ubatch import UBatchError
 
 __all__ = ["STREAMED", "router"]
 
-CLIENT_LEFT = 499  # nginx's; nobody reads it
+CLIENT_LEFT = 499  # nginx's status for a client that has left; it is only logged
 JSON = "application/json"
 STREAMED = (CompletionChunk, ChatCompletionChunk)
 _Asked = TypeVar("_Asked", bound=GenerationRequest)
@@ -61,7 +61,7 @@ router = APIRouter(route_class=JsonRoute)
 
 
 def _errors(**said: str) -> dict[int | str, dict[str, Any]]:
-    """Descriptions of a route's errors. `default` also keeps FastAPI from adding a 422 that never comes."""
+    """Descriptions of a route's errors. `default` also keeps FastAPI from adding a 422, which is never sent."""
     known = {"401": "the server was started with an API key, and this is not it", **said, "default": "any other error"}
     return {
         int(status) if status.isdecimal() else status: {"model": ErrorBody, "description": text}
@@ -125,7 +125,7 @@ async def _generate(request: Request, body: _Asked, make: Callable[[Service, _As
 
 
 async def _run(request: Request, work: Callable[[], BaseModel]) -> Response:
-    """An answer that costs no steps, made beside the event loop where the body is large."""
+    """Answer a request that needs no engine; a large body's work runs in a thread."""
     size = await _size(request)
     try:
         answered = _service(request).long_work.run(lambda: work().model_dump_json(), size)
@@ -135,7 +135,7 @@ async def _run(request: Request, work: Callable[[], BaseModel]) -> Response:
 
 
 async def _size(request: Request) -> int:
-    """Bytes of the body, which was read already."""
+    """Bytes of the body. FastAPI has read it already."""
     return len(await request.body())
 
 
@@ -160,7 +160,7 @@ async def list_models(request: Request) -> ModelList:
 
 @router.get("/v1/models/{model:path}", responses=_errors(**{"404": UNKNOWN_MODEL}))
 async def retrieve_model(model: str, request: Request) -> ModelCard:
-    """One of them."""
+    """One name of the model that is served."""
     service = _service(request)
     return _card(service, service.model_name(model))
 
@@ -193,7 +193,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 
 @router.post("/detokenize", response_model=Detokenized, responses=_errors(**TOKEN_ERRORS))
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-    """The text of token ids, special tokens too unless they should be skipped."""
+    """The text of token ids, with special tokens unless `skip_special_tokens` is set."""
     service = _service(request)
     service.model_name(body.model)
 
@@ -208,7 +208,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 @router.get("/ping", responses=UNHEALTHY)
 @router.post("/ping", responses=UNHEALTHY)
 async def health(request: Request) -> Status:
-    """Whether new requests should come here: the engine runs, and the server is not about to end."""
+    """Whether the server accepts new requests: the engine runs, and the server is not shutting down."""
     dead = _service(request).engine.dead
     if dead is not None:
         raise ApiError(503, f"The engine is dead: {dead}", code="engine_dead")
@@ -225,14 +225,14 @@ async def show_version() -> Version:
 
 @router.post("/start_profile", responses=_errors(**{"404": PROFILES_OFF, "500": "the engine failed"}))
 async def start_profile(request: Request) -> Status:
-    """Begin to trace the steps of every rank."""
+    """Start to trace the steps of every rank."""
     await _profiling(request).engine.start_profile()
     return Status(status="profiling")
 
 
 @router.post("/stop_profile", responses=_errors(**{"404": PROFILES_OFF, "409": NO_PROFILE, "500": "the engine failed"}))
 async def stop_profile(request: Request) -> ProfileFiles:
-    """End it, and write the traces: Chrome's format, which Perfetto shows."""
+    """Stop tracing, and write the traces in Chrome's format, which Perfetto shows."""
     try:
         files = await _profiling(request).engine.stop_profile()
     except (ApiError, EngineDead):

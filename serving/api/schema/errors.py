@@ -26,12 +26,12 @@ __all__ = ["UNSUPPORTED", "ApiError", "add_error_handlers", "as_api_error", "err
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
-UNSUPPORTED = "unsupported"  # the type of a validation error that a field asks for what is not done
-SHOWN_CHARACTERS = 80  # of a wrong value
+UNSUPPORTED = "unsupported"  # type of the validation error for an unsupported field
+SHOWN_CHARACTERS = 80  # most characters of a wrong value in a message
 
 
 class _Brief(reprlib.Repr):
-    """Looks at the beginning of a mapping only: reprlib's own sorts all of it first."""
+    """A `reprlib.Repr` that looks at the first items of a mapping only; the original sorts the whole mapping first."""
 
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
         return super().repr_dict(dict(islice(x.items(), SHOWN_CHARACTERS)), level)
@@ -43,13 +43,13 @@ _brief.maxlist = _brief.maxdict = SHOWN_CHARACTERS
 
 
 class ApiError(UBatchError):
-    """A request is answered with an error.
+    """An error that is sent to the client.
 
     Args:
-        status: of the HTTP response.
+        status: HTTP status.
         message: what is wrong and what to do.
         param: the request's field that is wrong.
-        code: what a program can tell the error by.
+        code: identifies the kind of error, for programs.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -58,7 +58,7 @@ class ApiError(UBatchError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON object that says it."""
+        """The error as a JSON object."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         own = request_id.get()
@@ -66,18 +66,18 @@ class ApiError(UBatchError):
 
 
 def shutting_down() -> ApiError:
-    """What is answered once the server drains."""
+    """The error for new requests while the server shuts down."""
     return ApiError(503, "The server is shutting down and takes no new requests.", code="shutting_down")
 
 
 def shown(value: object) -> str:
-    """A wrong value as a message shows it: its beginning, however large or deep it is."""
+    """The beginning of a wrong value, for a message; cheap even if the value is large or deeply nested."""
     text = _brief.repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What the client is told of any error; one that nobody expected is logged here and not told."""
+    """The error that the client gets for any exception. An unexpected one is logged, and its text is not sent."""
     match error:
         case ApiError():
             return error
@@ -95,7 +95,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def error_response(error: ApiError) -> Response:
-    """The response that says it; 503 with `Retry-After`."""
+    """The HTTP response for an error; 503 has `Retry-After`."""
     headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status == HTTPStatus.SERVICE_UNAVAILABLE else {}
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
@@ -104,11 +104,11 @@ def error_response(error: ApiError) -> Response:
 
 
 def add_error_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Every error of the application, FastAPI's own too, gets OpenAI's body.
+    """Give every error of the application OpenAI's body, including FastAPI's own errors.
 
     Args:
         app: the application.
-        routes: all that it has besides its own.
+        routes: the included router's routes, which `app.routes` may lack.
     """
 
     async def handle(request: Request, error: Exception) -> Response:
@@ -130,13 +130,13 @@ def add_error_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
 
 def _methods(request: Request, routes: Sequence[BaseRoute]) -> list[str]:
-    """What may be done at a path, by any of its routes: the first one alone answers that a method is not allowed."""
+    """All HTTP methods of a path. Starlette's 405 names only those of the path's first route."""
     there = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
     return sorted({method for route in there for method in getattr(route, "methods", None) or ()})
 
 
 def _validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first of pydantic's errors; the others are often the same one, seen by another branch."""
+    """The first of pydantic's errors; the others are often the same error in another branch of a union."""
     first = errors[0]
     if first["type"] == UNSUPPORTED:
         return ApiError(400, f"{first['msg']}.", param=first["ctx"]["param"])
@@ -147,11 +147,11 @@ def _validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     param = ".".join(place) or None
     if first["type"] == "missing":
         return ApiError(400, f"{param or 'the body'} is missing.", param=param)
-    if isinstance(first.get("input"), bytes):  # FastAPI hands on what it was not told to read as JSON
+    if isinstance(first.get("input"), bytes):  # without a JSON content type FastAPI passes the body on as bytes
         return ApiError(400, "The body is read only if it is JSON and says so: Content-Type: application/json.")
     if first["type"] == "too_short":
         return ApiError(400, f"{param}: Input should not be empty.", param=param)
     message = f"{param or 'the body'}: {first['msg']}"
-    if "actual_length" not in first.get("ctx", {}):  # else pydantic has said how many there are: no need for the list
+    if "actual_length" not in first.get("ctx", {}):  # otherwise pydantic's message has the length: omit the list
         message += f", not {shown(first.get('input'))}"
     return ApiError(400, f"{message}.", param=param)

@@ -1,4 +1,4 @@
-"""Long lists of an answer, kept as the JSON that they become."""
+"""Long lists of an answer, stored as encoded JSON."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["JsonLists"]
 
 
 class JsonLists:
-    """Lists that grow, as JSON: a fraction of the objects' memory, and little is left to do once all is there.
+    """Growing lists stored as encoded JSON: a fraction of the objects' memory, and cheap to put into the answer.
 
     Args:
-        names: of the lists.
+        names: names of the lists.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -24,12 +24,12 @@ class JsonLists:
         return any(self._lists.values())
 
     def add(self, items: Mapping[str, Sequence[Any]]) -> None:
-        """Append items to each list. A number that is not finite becomes null."""
+        """Append items to each list. A NaN or infinity becomes null."""
         for name, several in items.items():
             self._append(name, msgspec.json.encode(several)[1:-1])
 
     def extend(self, other: JsonLists) -> None:
-        """Append what another one has."""
+        """Append the lists of another `JsonLists`."""
         for name, encoded in other._lists.items():
             self._append(name, encoded)
 

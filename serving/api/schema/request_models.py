@@ -1,6 +1,6 @@
-"""Bodies of requests. A value of the wrong type is refused; for fields that are not here see `unsupported_fields`.
+"""Bodies of requests. A value of the wrong type is refused; `unsupported_fields` handles fields that are not here.
 
-What one field's value asks of another's is checked where the answer is made; `between_fields` says it in JSON schema.
+The answer's code checks constraints between fields; `between_fields` describes them in the JSON schema.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = [
     "TokenizeRequest",
 ]
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's, of completions
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions
 MAX_OUTPUTS = 128
-Int64 = Field(ge=-(2**63), le=2**63 - 1)  # what goes to an engine
+Int64 = Field(ge=-(2**63), le=2**63 - 1)  # the range of integers in messages to an engine
 
 
 def _or_else(expected: str) -> WrapValidator:
-    """One message for a value that fits no branch of a union, in place of one per branch."""
+    """Raise a single error for a value that fits no branch of a union, instead of one error per branch."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -55,7 +55,7 @@ def _or_else(expected: str) -> WrapValidator:
 
 
 ModelName = Annotated[str | None, Field(description="a name that /v1/models lists; the only one where left out")]
-# One wrong item is enough to refuse a list, which may have millions.
+# A list may have millions of items, so validation stops at the first wrong one.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 Prompt = Annotated[
     str
@@ -89,7 +89,7 @@ _FEW: Mapping[str, Any] = {"maximum": DEFAULT_MAX_TOKENS}
 
 
 def _either(*options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """JSON schema: the fields have one of these combinations of values; one that is left out is off, or null."""
+    """JSON schema: the fields must have one of these combinations of values. An omitted field is off, or null."""
     optional = (_OFF, _NULL, _SOME, _FEW)
     return {
         "anyOf": [
@@ -121,38 +121,38 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """What a stream tells besides its text."""
+    """What a stream sends besides the text."""
 
     place = "stream_options."
 
-    include_usage: Annotated[bool, Field(description="a last chunk tells the tokens used")] = False
-    continuous_usage_stats: Annotated[bool, Field(description="every chunk does; needs include_usage")] = False
+    include_usage: Annotated[bool, Field(description="send the token usage in a last chunk")] = False
+    continuous_usage_stats: Annotated[bool, Field(description="send it in every chunk; needs include_usage")] = False
 
 
 _STREAMED_OR_NOT = _either({"stream": _OFF, "stream_options": _NULL}, {"stream": _ON, "prompt_logprobs": _NULL})
 
 
 class GenerationRequest(_Body):
-    """What completions and chat completions have in common. Where a default is not given here, it is the
-    checkpoint's (`generation_config.json`), or else OpenAI's."""
+    """Fields shared by completions and chat completions. A default that is not given here is the checkpoint's
+    (`generation_config.json`), or OpenAI's if the checkpoint has none."""
 
     model: ModelName = None
     n: Annotated[int | None, Field(ge=1, le=MAX_OUTPUTS, description="outputs per prompt (1)")] = None
-    stop: Annotated[Stop, Field(description="texts that end the output, which they are not part of")] = None
+    stop: Annotated[Stop, Field(description="strings that end the output; not part of the text")] = None
     stop_token_ids: Annotated[
         Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None,
         Field(description="tokens that end the output"),
     ] = None
     seed: Annotated[int | None, Int64, Field(description="makes the outputs repeatable; output i has seed + i")] = None
     temperature: Annotated[float | None, Field(ge=0, le=2, description="0 is greedy (1)")] = None
-    top_p: Annotated[float | None, Field(gt=0, le=1, description="from the likeliest of this mass (1)")] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1, description="most likely tokens with this mass (1)")] = None
     top_k: Annotated[
-        int | None, Field(ge=-1, le=2**63 - 1, description="from the k likeliest; 0 or -1 from all (0)")
+        int | None, Field(ge=-1, le=2**63 - 1, description="only the k most likely tokens; 0 or -1 for all (0)")
     ] = None
-    min_p: Annotated[float | None, Field(ge=0, le=1, description="share of the likeliest token's (0)")] = None
-    presence_penalty: Annotated[float | None, Field(ge=-2, le=2, description="of tokens in the output (0)")] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1, description="least share of the highest probability (0)")] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2, description="for tokens in the output (0)")] = None
     frequency_penalty: Annotated[
-        float | None, Field(ge=-2, le=2, description="the same, for every time it is there (0)")
+        float | None, Field(ge=-2, le=2, description="the same, once per occurrence in the output (0)")
     ] = None
     repetition_penalty: Annotated[
         float | None, Field(gt=0, description="divides logits of tokens in prompt and output (1)")
@@ -161,18 +161,18 @@ class GenerationRequest(_Body):
         Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None,
         Field(description="token id -> -100 to 100"),
     ] = None
-    allowed_token_ids: Annotated[TokenIds | None, Field(description="no other tokens come")] = None
+    allowed_token_ids: Annotated[TokenIds | None, Field(description="generate only these tokens")] = None
     bad_words: Annotated[
         BadWords | None,
         Field(
-            description="words whose tokens do not come one after the other, with a space before or without; at most "
+            description="words whose token sequences are never generated, with or without a space before; at most "
             f"{MAX_BAD_TOKENS} tokens in all"
         ),
     ] = None
-    min_tokens: Annotated[int | None, Field(ge=0, description="tokens before which nothing ends it (0)")] = None
+    min_tokens: Annotated[int | None, Field(ge=0, description="least tokens before the output may end (0)")] = None
     ignore_eos: Annotated[bool | None, Field(description="go on after an end-of-sequence token")] = None
-    skip_special_tokens: Annotated[bool | None, Field(description="special tokens give no text (true)")] = None
-    include_stop_str_in_output: Annotated[bool | None, Field(description="the stop is part of the text")] = None
+    skip_special_tokens: Annotated[bool | None, Field(description="leave out special tokens (true)")] = None
+    include_stop_str_in_output: Annotated[bool | None, Field(description="keep the stop string in the text")] = None
     stream: Annotated[bool | None, Field(description="answer with server-sent events")] = None
     stream_options: Annotated[StreamOptions | None, Field(description="only with stream")] = None
     priority: Annotated[
@@ -180,19 +180,20 @@ class GenerationRequest(_Body):
     ] = None
     add_special_tokens: Annotated[bool | None, Field(description="the tokenizer adds its special tokens")] = None
     best_of: Annotated[
-        int | None, Field(description="1, or n: all outputs are returned", json_schema_extra={"enum": [1, None]})
+        int | None, Field(description="must be 1 or n: all outputs are returned", json_schema_extra={"enum": [1, None]})
     ] = None
     truncate_prompt_tokens: Annotated[
         TruncatedLength,
-        Field(description="cut a longer prompt to so many tokens; -1: to what the context has room for"),
+        Field(description="truncate a longer prompt to this many tokens; -1: to what fits the context"),
     ] = None
     truncation_side: Annotated[
-        Literal["left", "right"] | None, Field(description="where a prompt is cut: left keeps its last tokens (left)")
+        Literal["left", "right"] | None, Field(description="which end is cut off: left keeps the last tokens (left)")
     ] = None
     prompt_logprobs: Annotated[
-        int | None, Field(ge=0, le=20, description="of the prompt and so many likeliest; not in streams")
+        int | None,
+        Field(ge=0, le=20, description="log-probabilities of the prompt and this many top tokens; not in streams"),
     ] = None
-    return_token_ids: Annotated[bool | None, Field(description="tell the token ids of prompt and output, too")] = None
+    return_token_ids: Annotated[bool | None, Field(description="also return the token ids of prompt and output")] = None
     return_tokens_as_token_ids: Annotated[
         bool | None, Field(description="logprobs names tokens as `token_id:5`, not by their text")
     ] = None
@@ -210,8 +211,8 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Annotated[Prompt, Field(description="text or token ids, or several of either")]
     max_tokens: Annotated[int | None, Field(ge=0, description="tokens per output (16); 0 only with echo")] = None
-    logprobs: Annotated[int | None, Field(ge=0, le=20, description="of the output and so many likeliest")] = None
-    echo: Annotated[bool | None, Field(description="the prompt is the begin of the text")] = None
+    logprobs: Annotated[int | None, Field(ge=0, le=20, description="of the output and this many top tokens")] = None
+    echo: Annotated[bool | None, Field(description="the text begins with the prompt")] = None
 
 
 class TextPart(_Body):
@@ -224,7 +225,7 @@ class TextPart(_Body):
 
 
 class ChatMessage(BaseModel):
-    """One message. Further fields are handed to the chat template."""
+    """One message. Other fields are passed to the chat template."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -248,13 +249,13 @@ class ConversationOptions(BaseModel):
         bool | None, Field(description="begin the assistant's turn (true; false with continue_final_message)")
     ] = None
     continue_final_message: Annotated[
-        bool | None, Field(description="the answer goes on with the last message; not with add_generation_prompt")
+        bool | None, Field(description="the answer continues the last message; not with add_generation_prompt")
     ] = None
     reasoning_effort: Annotated[
         ReasoningEffort | None,
-        Field(description="for the chat template, as reasoning_effort and, unless it is none, enable_thinking"),
+        Field(description="passed to the chat template as reasoning_effort; sets enable_thinking, false for none"),
     ] = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="for the chat template")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="variables for the chat template")] = None
 
     @property
     def begins_turn(self) -> bool:
@@ -274,11 +275,9 @@ class ChatCompletionRequest(GenerationRequest, ConversationOptions):
     messages: Annotated[Messages, Field(description="the conversation so far")]
     max_completion_tokens: Annotated[int | None, Field(ge=1, description="(what is left of the context)")] = None
     max_tokens: Annotated[int | None, Field(ge=1, description="older name of max_completion_tokens")] = None
-    logprobs: Annotated[bool | None, Field(description="tell the output's log-probabilities")] = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=20, description="and so many likeliest tokens'")] = None
-    echo: Annotated[
-        bool | None, Field(description="begin with the last message, if it is the assistant's or goes on")
-    ] = None
+    logprobs: Annotated[bool | None, Field(description="return the output's log-probabilities")] = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20, description="number of top tokens per position")] = None
+    echo: Annotated[bool | None, Field(description="begin with the last message, if it has the answer's role")] = None
 
 
 class TokenizeRequest(_Body, ConversationOptions):
@@ -294,7 +293,7 @@ class TokenizeRequest(_Body, ConversationOptions):
     prompt: Annotated[str | None, Field(description="a text")] = None
     messages: Annotated[Messages | None, Field(description="a conversation")] = None
     add_special_tokens: Annotated[bool | None, Field(description="true for a prompt, false for messages")] = None
-    return_token_strs: Annotated[bool | None, Field(description="the tokens as the vocabulary has them")] = None
+    return_token_strs: Annotated[bool | None, Field(description="also return the vocabulary's strings")] = None
 
 
 class DetokenizeRequest(_Body):
@@ -302,4 +301,4 @@ class DetokenizeRequest(_Body):
 
     model: ModelName = None
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, description="token ids")]
-    skip_special_tokens: Annotated[bool | None, Field(description="special tokens give no text (false)")] = None
+    skip_special_tokens: Annotated[bool | None, Field(description="leave out special tokens (false)")] = None

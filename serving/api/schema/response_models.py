@@ -45,31 +45,31 @@ class ErrorDetail(BaseModel):
     message: str
     type: Literal["invalid_request_error", "server_error"]
     param: Annotated[str | None, Field(description="the field that is wrong")]
-    code: Annotated[str | None, Field(description="what a program can tell the error by")]
-    request_id: Annotated[str, Field(description="the request's `X-Request-Id`, or one that was made up")] = ""
+    code: Annotated[str | None, Field(description="identifies the kind of error, for programs")]
+    request_id: Annotated[str, Field(description="the request's `X-Request-Id`, or a generated one")] = ""
 
 
 class ErrorBody(BaseModel):
-    """Every error's body."""
+    """The body of every error."""
 
     error: ErrorDetail
 
 
 class PromptTokensDetails(BaseModel):
-    """Where prompt tokens came from."""
+    """Details of the prompt's tokens."""
 
-    cached_tokens: Annotated[int, Field(description="found in the prefix cache")]
+    cached_tokens: Annotated[int, Field(description="tokens found in the prefix cache")]
 
 
 class CompletionTokensDetails(BaseModel):
-    """How completion tokens came."""
+    """Details of the output's tokens."""
 
-    accepted_prediction_tokens: Annotated[int, Field(description="guessed ahead by the server, and right")]
-    rejected_prediction_tokens: Annotated[int, Field(description="guessed ahead, and not")]
+    accepted_prediction_tokens: Annotated[int, Field(description="draft tokens that were accepted")]
+    rejected_prediction_tokens: Annotated[int, Field(description="draft tokens that were rejected")]
 
 
 class Usage(BaseModel):
-    """Tokens. A prompt counts once, however many outputs it has."""
+    """Numbers of tokens. A prompt counts once, even if it has several outputs."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -79,7 +79,7 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Log-probabilities, one entry per token. A token that is only a part of a character reads `bytes:\\xe4\\xb8`."""
+    """Log-probabilities, one entry per token. A token that is part of a character is named `bytes:\\xe4\\xb8`."""
 
     text_offset: Annotated[list[int], Field(description="where each token's text begins in the choice's text")]
     token_logprobs: Annotated[list[float | None], Field(description="null for a prompt's first token")]
@@ -88,16 +88,16 @@ class CompletionLogprobs(BaseModel):
 
 
 class PromptLogprob(BaseModel):
-    """How likely a token was at a place of the prompt."""
+    """The log-probability of a token at a position of the prompt."""
 
     logprob: float
-    rank: Annotated[int, Field(description="1 is the likeliest")]
+    rank: Annotated[int, Field(description="1 is the most likely")]
     decoded_token: str
 
 
 PromptLogprobs = Annotated[
     list[dict[str, PromptLogprob] | None],
-    Field(description="per token of the prompt: token id -> the prompt's own and the likeliest; null for the first"),
+    Field(description="per prompt token: token id -> entry, for it and the most likely tokens; null for the first"),
 ]
 TokenIds = Annotated[list[int], Field(description="with return_token_ids only")]
 
@@ -115,7 +115,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """Continued prompts."""
+    """The answer of /v1/completions."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -126,7 +126,7 @@ class Completion(BaseModel):
 
 
 class CompletionChunkChoice(BaseModel):
-    """What is new of one output."""
+    """The new part of one output."""
 
     index: int
     text: str
@@ -148,7 +148,7 @@ class CompletionChunk(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """A token that might have been."""
+    """A possible token and its log-probability."""
 
     token: str
     logprob: float
@@ -156,7 +156,7 @@ class TopLogprob(BaseModel):
 
 
 class ChatTokenLogprob(TopLogprob):
-    """A token of the output. One that is only a part of a character reads `bytes:\\xe4\\xb8`."""
+    """A token of the output. A token that is part of a character is named `bytes:\\xe4\\xb8`."""
 
     top_logprobs: list[TopLogprob]
 
@@ -171,7 +171,7 @@ class ChatLogprobs(BaseModel):
 class AssistantMessage(BaseModel):
     """The answer."""
 
-    role: Annotated[str, Field(description="assistant, unless the answer goes on with a message of another role")]
+    role: Annotated[str, Field(description="assistant, unless the answer continues a message of another role")]
     content: str
     refusal: None = None
 
@@ -187,7 +187,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatCompletion(BaseModel):
-    """An answered conversation."""
+    """The answer of /v1/chat/completions."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -200,14 +200,14 @@ class ChatCompletion(BaseModel):
 
 
 class ChatDelta(BaseModel):
-    """What is new of a message."""
+    """The new part of a message."""
 
     role: str | None = None
     content: str | None = None
 
 
 class ChatChunkChoice(BaseModel):
-    """What is new of one answer."""
+    """The new part of one answer."""
 
     index: int
     delta: ChatDelta
@@ -217,7 +217,7 @@ class ChatChunkChoice(BaseModel):
 
 
 class ChatCompletionChunk(BaseModel):
-    """One event of a streamed answer."""
+    """One event of a streamed chat completion."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -235,7 +235,7 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "ubatch"
-    max_model_len: Annotated[int, Field(description="most tokens of prompt and output together")]
+    max_model_len: Annotated[int, Field(description="context length: most tokens of prompt and output together")]
 
 
 class ModelList(BaseModel):
@@ -267,7 +267,7 @@ class ProfileFiles(BaseModel):
 
 
 class Status(BaseModel):
-    """How the server is."""
+    """The server's status."""
 
     status: str
 

@@ -10,12 +10,12 @@ __all__ = ["check_token_ids"]
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Refuse ids that the model has no row for.
+    """Refuse ids outside the model's vocabulary.
 
     Args:
-        token_ids: as they were sent.
-        vocab_size: ids are below it.
-        param: the field that they stand in.
+        token_ids: ids as the client sent them.
+        vocab_size: valid ids are below it.
+        param: the request's field with the ids, for the error.
 
     Raises:
         ApiError: 400.

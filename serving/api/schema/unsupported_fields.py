@@ -1,7 +1,7 @@
-"""What requests may hold that is not done here: one table, for all bodies.
+"""Request fields of OpenAI, vLLM and SGLang that are not supported: one table for all bodies.
 
-Fields are OpenAI's, vLLM's and SGLang's. One that would change the answer is refused by name, unless its value asks for
-nothing. One that would not, and any that nobody knows, is taken, and named once in the log.
+A field that would change the answer is refused by name, unless its value is neutral. A field that would not change the
+answer, and any unknown field, is ignored and logged once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["CHAT", "COMPLETIONS", "TOKENIZE", "UNUSED", "Refused", "check_fields
 
 _logger = logging.getLogger(__name__)
 
-MAX_NAMED = 256  # field names that a process remembers, and so logs
+MAX_NAMED = 256  # most different unknown fields that a process logs
 MAX_NAME_CHARACTERS = 64
 
 
@@ -29,10 +29,10 @@ class Refused:
     """A field that would change the answer.
 
     Attributes:
-        why: it is refused, and what to do instead.
-        neutral: values that ask for nothing, besides null.
-        unless: another field and its value, with which any value of this one asks for nothing.
-        described: it stands in /openapi.json.
+        why: why it is refused, or what to do instead.
+        neutral: values that do not change the answer, besides null.
+        unless: (another field, its value): if the body has it, this field is ignored whatever its value.
+        described: the field is listed in /openapi.json.
     """
 
     why: str
@@ -41,13 +41,13 @@ class Refused:
     described: bool = True
 
     def asks(self, value: Any) -> bool:
-        """Whether a value, from JSON, asks for anything."""
+        """Whether a JSON value is other than neutral."""
         if isinstance(value, dict):
             value = {name: item for name, item in value.items() if item is not None}
         return value is not None and not any(_same(value, neutral) for neutral in self.neutral)
 
 
-# Values that ask for nothing, by the kind of field.
+# Neutral values, by the kind of field.
 _FLAG: tuple[Any, ...] = (False,)
 _TEXT: tuple[Any, ...] = ("",)
 _LIST: tuple[Any, ...] = ([],)
@@ -64,7 +64,7 @@ _FUNCTIONS = "functions cannot be called; leave them out, or set function_call t
 _CHAT_ONLY = "only a chat has it; use /v1/chat/completions"
 _KWARGS = "hand it to the chat template, in chat_template_kwargs"
 
-# OpenAI's and vLLM's, in /openapi.json; then SGLang's and those of older releases, which are not.
+# Fields of OpenAI and vLLM, which are listed in /openapi.json; then SGLang's and older ones, which are not listed.
 _GENERATION: Mapping[str, Refused] = {
     "response_format": Refused(f"{_FORM}; only {{'type': 'text'}} is", ({"type": "text"},)),
     "structured_outputs": Refused(_FORM, _OBJECT),
@@ -215,23 +215,23 @@ UNUSED: Mapping[str, str] = {
     "return_token_offsets": "only of other end points",
     "return_mm_kwargs": "only of other end points",
 }
-"""Known fields that change no answer, and what they are about."""
+"""Known fields that change no answer, and their purpose or the reason why they are ignored."""
 
 _named: set[str] = set()
-_known_named: set[str] = set()  # of these there are only so many
+_known_named: set[str] = set()  # bounded by the tables above
 
 
 def check_fields(data: Mapping[Any, Any], known: Collection[str], refused: Mapping[str, Refused], place: str) -> None:
-    """Look at the fields of an object that its model does not have.
+    """Check the fields of a JSON object that its model does not have: refuse or log them.
 
     Args:
-        data: the object, from JSON.
-        known: fields that the model has.
-        refused: those that would change the answer.
-        place: of the object in the body, for the log: empty, or a field's name with a dot behind it.
+        data: the object.
+        known: fields of the model.
+        refused: fields that would change the answer.
+        place: path of the object in the body, for the log: empty, or a field's name with a dot after it.
 
     Raises:
-        PydanticCustomError: a field asks for what is not done.
+        PydanticCustomError: a field is not supported.
     """
     for name, value in data.items():
         if name in known:
@@ -248,7 +248,7 @@ def check_fields(data: Mapping[Any, Any], known: Collection[str], refused: Mappi
 
 
 def log_unused(name: str) -> None:
-    """Log, once per process, that a field is not used."""
+    """Log that a field is ignored, once per process."""
     name = name if len(name) <= MAX_NAME_CHARACTERS else name[:MAX_NAME_CHARACTERS] + "..."
     known = name in UNUSED or name in COMPLETIONS or name in CHAT
     before = _known_named if known else _named
@@ -261,7 +261,7 @@ def log_unused(name: str) -> None:
 
 
 def describe_fields(schema: dict[str, Any], refused: Mapping[str, Refused]) -> None:
-    """Say it in the JSON schema of a body, which is changed; too many fields overtax what reads a schema."""
+    """Add the common refused fields to a body's JSON schema, in place. Tools fail on schemas with too many fields."""
     properties = schema["properties"]
     for name, rule in refused.items():
         if not rule.described or name in _OTHER_GENERATION or name in _OTHER_CONVERSATION:
@@ -278,5 +278,5 @@ def describe_fields(schema: dict[str, Any], refused: Mapping[str, Refused]) -> N
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Equality as JSON has it, where true is not 1."""
+    """Equality of JSON values: true is not 1."""
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
