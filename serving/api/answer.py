@@ -43,7 +43,7 @@ def check_common(body: GenerationRequest) -> None:
         message = "stream_options is only for streams; set stream to true or leave it out."
         raise ApiError(400, message, param="stream_options")
     if body.prompt_logprobs is not None and body.stream:
-        raise ApiError(400, "prompt_logprobs are not told in streams; leave stream out.", param="prompt_logprobs")
+        raise ApiError(400, "prompt_logprobs are not sent in streams; leave stream out.", param="prompt_logprobs")
     if body.best_of not in (None, 1, body.n or 1):
         message = f"best_of must be 1 or n ({body.n or 1}), not {body.best_of}: all outputs are returned."
         raise ApiError(400, message, param="best_of")
@@ -77,11 +77,11 @@ def check_logprobs(of_prompts: int, of_outputs: int, body: GenerationRequest) ->
     of_outputs = 0 if body.stream else of_outputs
     if of_prompts + of_outputs > MAX_LOGPROBS:
         scored = of_prompts > of_outputs
-        instead = "likeliest tokens (prompt_logprobs, logprobs)" if scored else "likeliest tokens, set max_tokens lower"
+        instead = "top tokens (prompt_logprobs, logprobs)" if scored else "top tokens, set max_tokens lower"
         message = (
             f"The answer would have up to {of_prompts + of_outputs} log-probabilities ({of_prompts} of prompts, "
-            f"{of_outputs} of outputs); at most {MAX_LOGPROBS} are told. Ask for fewer {instead}, or send less in one "
-            f"request."
+            f"{of_outputs} of outputs); at most {MAX_LOGPROBS} are returned. Ask for fewer {instead}, or send less in "
+            f"one request."
         )
         raise ApiError(400, message, param="prompt_logprobs" if body.prompt_logprobs and scored else "logprobs")
 

@@ -2,16 +2,16 @@
 
 config         settings
 scheduler      `Scheduler`: add, abort; schedule, advance, process
-request        a request as it is kept, a step as it was planned
-waiting        who is admitted next
-sharing        who waits until a prefix that is being computed is written
-budget         what is kept free for the outputs of those that run
+request        the scheduler's state of a request; a planned step
+waiting        the queue: which request is admitted next
+sharing        which requests wait for a prefix that another request is computing
+budget         KV kept free for the outputs of running requests
 kv_manager     blocks, rows and the prefix cache
 radix_cache    the prefix cache: a tree of pages
 speculation    drafts for decode steps
 endings        when an output ends
-totals         what was counted
-checks         what can never be served
+totals         counters for the statistics
+checks         refuses requests that can never be served
 """
 
 from serving.scheduler.config import SchedulerConfig, SchedulingPolicy

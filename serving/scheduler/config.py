@@ -1,4 +1,4 @@
-"""Settings of the scheduler. Names are vLLM's or SGLang's."""
+"""Settings of the scheduler, named as in vLLM or SGLang."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SchedulingPolicy(StrEnum):
     FCFS = "fcfs"
     """first come, first served"""
     LPM = "lpm"
-    """longest prefix match: those first of whom most is in the prefix cache"""
+    """longest prefix match: requests with the most pages in the prefix cache first"""
     PRIORITY = "priority"
     """lowest `priority` first, then first come"""
 
@@ -30,17 +30,18 @@ class SchedulerConfig:
         max_num_seqs: most requests that run at once.
         max_num_batched_tokens: most tokens of a step.
         max_model_len: most tokens of a request, prompt and output.
-        enable_chunked_prefill: a prompt longer than what is left of a step runs in chunks.
-        enable_prefix_caching: keep keys and values of prompts and outputs for requests that begin alike.
+        enable_chunked_prefill: split a prompt over several steps if it does not fit the current one.
+        enable_prefix_caching: keep keys and values of prompts and outputs for requests with the same prefix.
         prefill_first: steps are either prefills or decodes, prefills first (SGLang); by default they mix.
-        max_prefill_tokens_per_mixed_step: most prompt tokens of a step in which requests decode, here or on a rank that
-            steps along; `auto` follows measured step times, None is no limit. See `serving.scheduler.mixed_steps`.
-        policy: who is admitted next.
-        num_speculative_tokens: drafts per request and verify step; 0 does not speculate.
-        fill_drafts: every verify step has `num_speculative_tokens` drafts per request, guessed or not: steps of one
-            size, which can be replayed as CUDA graphs. By default it has as many as its longest guess.
-        num_draft_places: places behind a request's last token that its proposer writes keys and values to, where these
-            may be more than the drafts of the step: a tree is searched wider than it is verified.
+        max_prefill_tokens_per_mixed_step: most prompt tokens of a step in which requests decode, on this rank or on one
+            that steps with it; `auto` follows measured step times, None is no limit. See
+            `serving.scheduler.mixed_steps`.
+        policy: the order in which waiting requests are admitted.
+        num_speculative_tokens: drafts per request and verify step; 0 turns speculation off.
+        fill_drafts: pad every verify step to `num_speculative_tokens` drafts per request, so that all steps have one
+            size and can be replayed as CUDA graphs. By default a step is padded to its longest draft.
+        num_draft_places: KV slots after a request's last token that the proposer writes while it drafts. May exceed the
+            drafts of a step: a tree search explores more tokens than are verified.
 
     Raises:
         ConfigError: at construction, for values that cannot work.

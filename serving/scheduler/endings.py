@@ -11,14 +11,14 @@ __all__ = ["ending"]
 
 
 def ending(request: TrackedRequest, tokens: Sequence[int], start: int) -> tuple[int, FinishReason | None]:
-    """How many of a step's tokens belong to the output, and why it ends with them, if it does.
+    """How many of a step's tokens belong to the output, and the finish reason if the output ends with them.
 
-    A token that ends the output belongs to it, and is the last one.
+    A token that ends the output is its last token.
 
     Args:
-        request: whose.
-        tokens: the new ones, in order.
-        start: the place of the first among the request's tokens.
+        request: the request that got the tokens.
+        tokens: the new tokens, in order.
+        start: index of the first new token in the request's tokens.
     """
     fewest = request.num_prompt_tokens + request.params.min_tokens
     for count, token in enumerate(tokens, 1):

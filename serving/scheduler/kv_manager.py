@@ -1,11 +1,11 @@
-"""KV memory of requests: free blocks, their rows, and the prefix cache between the two.
+"""KV memory of requests: the block allocator, the requests' rows in the block table, and the prefix cache.
 
-    admit           lock what the prefix cache has, take blocks for the rest, evicting where needed
-    reserve         blocks for what comes next; `reserve_block_each` for a batch at once
-    cache_written   give whole pages that are *written* to the prefix cache; where it has them already, use its blocks
-    release         the same, then everything goes back
+    admit           lock the cached prefix, allocate blocks for the rest, evict cached pages if needed
+    reserve         allocate blocks for the next tokens; `reserve_block_each` for a batch at once
+    cache_written   move *written* whole pages into the prefix cache; if it has them already, use its blocks
+    release         the same, then free the other blocks and the row
 
-Every block is free, or the prefix cache's, or in the row of exactly one request and not yet shared. `check` says so.
+Every block is free, or owned by the prefix cache, or owned by exactly one request. `check` verifies this.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["KVManager"]
 
 
 class KVManager:
-    """See the module.
+    """Allocates, shares and frees the KV blocks of requests.
 
     Args:
-        allocator: of the runner's KV cache.
-        table: the runner's.
-        prefix_caching: keep what requests wrote for others that begin alike.
+        allocator: allocates blocks of the runner's KV cache.
+        table: the runner's request-to-token table.
+        prefix_caching: keep written pages for requests with the same prefix.
     """
 
     def __init__(self, allocator: BlockAllocator, table: RequestToTokenTable, *, prefix_caching: bool = True) -> None:
@@ -43,37 +43,37 @@ class KVManager:
 
     @property
     def num_free_rows(self) -> int:
-        """Requests that the table still has room for."""
+        """Free rows of the block table: one per further request."""
         return self._table.num_free_rows
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of one request that has the cache to itself: what its row and all blocks hold."""
+        """Most tokens of one request alone in the cache: limited by its row and by the number of blocks."""
         return min(self._table.max_blocks, self._allocator.num_blocks) * self.block_size
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that requests hold, 0 to 1."""
+        """Share of the blocks that running requests use, 0 to 1."""
         return 1 - self.num_available / self._allocator.num_blocks
 
     @property
     def prefix_caching(self) -> bool:
-        """Whether anything is kept."""
+        """Whether prefix caching is on."""
         return self._prefix_caching
 
     @property
     def tree(self) -> RadixCache:
-        """The prefix cache; empty where there is none."""
+        """The prefix cache; empty if prefix caching is off."""
         return self._tree
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Number of blocks needed for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def lookup(self, request: TrackedRequest) -> PrefixMatch:
-        """What the prefix cache has of a request: whole pages, and never its last token, which must be computed.
+        """The cached prefix of a request: whole pages, without its last token, which must be computed.
 
-        A request that wants its prompt's log-probabilities gets nothing: they come out of computing the prompt.
+        It is empty for a request with `prompt_logprobs`: these need the whole prompt to be computed.
         """
         pages = (len(request.token_ids) - 1) // self.block_size
         if not self._prefix_caching or pages == 0 or request.params.prompt_logprobs is not None:
@@ -81,14 +81,14 @@ class KVManager:
         return self._tree.match(request.token_ids, pages * self.block_size)
 
     def num_available_beside(self, match: PrefixMatch) -> int:
-        """Blocks that would be free or evictable, were this match locked."""
+        """Blocks that would be free or evictable if this match were locked."""
         return self.num_available - self._tree.num_unlocked(match.node)
 
     def admit(self, request: TrackedRequest, match: PrefixMatch, num_tokens: int) -> None:
-        """Give a request a row, the blocks of its match and others up to `num_tokens` tokens in all.
+        """Give a request a row, the blocks of its match, and new blocks up to `num_tokens` tokens in total.
 
         Raises:
-            KVCacheExhausted: there is no row, or there are not enough blocks; nothing is taken then.
+            KVCacheExhausted: no free row, or not enough blocks; nothing is allocated then.
         """
         needed = self.blocks_for(num_tokens)
         if needed > self._table.max_blocks:
@@ -113,10 +113,10 @@ class KVManager:
         request.num_computed_tokens = request.num_written_tokens = request.num_shared_tokens = cached
 
     def reserve(self, request: TrackedRequest, num_tokens: int) -> None:
-        """Give an admitted request blocks for `num_tokens` tokens in all; what it has stays.
+        """Give an admitted request more blocks, for `num_tokens` tokens in total.
 
         Raises:
-            KVCacheExhausted: there are not enough blocks; nothing is taken then.
+            KVCacheExhausted: not enough blocks; nothing is allocated then.
         """
         more = self.blocks_for(num_tokens) - request.num_kv_blocks
         if more > 0:
@@ -129,10 +129,10 @@ class KVManager:
             request.num_kv_blocks += more
 
     def reserve_block_each(self, requests: Sequence[TrackedRequest]) -> None:
-        """Give each of several admitted requests one more block: what `reserve` does at the end of a page.
+        """Give each of several admitted requests one more block, as `reserve` does for one request at a page's end.
 
         Raises:
-            KVCacheExhausted: there are not enough blocks; nothing is taken then.
+            KVCacheExhausted: not enough blocks; nothing is allocated then.
         """
         if not requests:
             return
@@ -147,7 +147,7 @@ class KVManager:
             request.num_kv_blocks += 1
 
     def cache_written(self, request: TrackedRequest) -> None:
-        """Share the pages that the request has filled by now."""
+        """Move the whole pages that the request has written into the prefix cache."""
         pages = request.num_written_tokens // self.block_size
         known = request.num_shared_tokens // self.block_size
         if not self._prefix_caching or pages <= known or request.node is None:
@@ -163,13 +163,13 @@ class KVManager:
         request.num_shared_tokens = pages * self.block_size
 
     def release(self, request: TrackedRequest, *, keep: bool = True) -> None:
-        """Take a request's row and blocks back; the pages that it has written stay in the prefix cache, unlocked.
+        """Free a request's row and blocks; its written pages stay in the prefix cache, unlocked.
 
-        A page that a step in flight still writes is not among them. It may be given out at once: steps run in order.
+        A page that a step in flight still writes is freed. It can be reused at once, because steps run in order.
 
         Args:
-            request: that ends, or waits again.
-            keep: whether what it has written since `cache_written` goes into the prefix cache.
+            request: a request that ends or is retracted.
+            keep: whether pages written since the last `cache_written` go into the prefix cache.
         """
         if keep:
             self.cache_written(request)
@@ -181,14 +181,14 @@ class KVManager:
         request.num_computed_tokens = request.num_written_tokens = request.num_shared_tokens = 0
 
     def check(self, requests: Iterable[TrackedRequest], *, idle: bool = False) -> None:
-        """The conservation law: free + cached + held by `requests` alone == total, and nobody shares unknowingly.
+        """Check the conservation law: free + cached + owned by `requests` == total, and no block has two owners.
 
         Args:
-            requests: all that have a row.
+            requests: all requests that have a row.
             idle: also require that nothing is locked.
 
         Raises:
-            KVCacheError: it does not hold.
+            KVCacheError: the law does not hold.
         """
         self._allocator.check()
         self._tree.check()
@@ -214,7 +214,7 @@ class KVManager:
             )
 
     def _allocate(self, count: int) -> list[int]:
-        """Take blocks, evicting what is missing."""
+        """Allocate blocks; evict cached ones if too few are free."""
         missing = count - self._allocator.num_free
         if 0 < missing <= self._tree.num_evictable:
             self._allocator.free(self._tree.evict(missing))

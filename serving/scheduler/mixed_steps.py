@@ -1,18 +1,18 @@
-"""How many prompt tokens a mixed step takes: what prompts may cost the requests that decode beside them.
+"""Limits the prompt tokens of a mixed step (prompts and decodes together), which slow down the decodes.
 
-A step is mixed for everybody who waits for it: where ranks step together, one rank's prompt holds up the others'
-decodes. So the vote of every step tells how many of each rank's tokens are of prompts, and how long the step before
-took; what is decided here follows from these alone, and is the same on all ranks, whatever their clocks say.
+Where ranks step together, one rank's prompt delays the decodes of all ranks. So the vote of every step carries the
+number of prompt tokens of each rank, and the time of the step before. The limit depends on these values only, so it is
+the same on all ranks, whatever their clocks say.
 
-    off      as many as the step has room for
-    N        at most N where somebody decodes
-    auto     as many as keep a mixed step at about twice the time of decodes alone
+    off      no limit: prompts fill the step
+    N        at most N prompt tokens in a step with decodes
+    auto     the limit that keeps a mixed step at about twice the time of a step of decodes alone
 
-`auto` keeps the times of the last few steps of decodes alone, by the number of these (powers of two), and of the last
-mixed steps. It stays at one page until it has seen some of either, and goes up to twice what it has seen at most. Where
-prompts come without end, now and then a step is left to the decodes, to see what they take alone: soon where few have
-been seen, or where what is known cannot be right. A slow one among them counts for nothing; a mixed step that took far
-too long makes the next one small at once.
+`auto` keeps the times of the last few decode-only steps, by their number of decodes (powers of two), and of the last
+mixed steps. The limit starts at one page, until both kinds of steps were measured, and is at most twice the largest
+number measured. If prompts never stop, `auto` now and then leaves prompts out of a step to measure the decodes alone:
+soon if it has few measurements or they contradict each other, otherwise rarely. One slow decode-only step does not
+count; a mixed step that took far too long lowers the limit at once.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ __all__ = ["MeasuredLimit", "MixedSteps", "PrefillLimit"]
 PrefillLimit: TypeAlias = int | Literal["auto"] | None
 """Most prompt tokens of a mixed step; None does not limit them."""
 
-_STRETCH = 2.0  # time of a mixed step over that of decodes alone; the slowest hundredth must stay below three
-_TOO_LONG = 3.0
-_ALONE_KEPT = 5  # steps of decodes alone, per number of decodes; the second fastest counts
-_ENOUGH = 3  # of them
-_MIXED_KEPT = 8  # mixed steps; a quarter of them may have cost more than what is reckoned with
-_LOOK_EVERY = 64  # mixed steps without one of decodes alone
-_LOOK_SOON = 8  # likewise, where those that are known are few, or contradicted
-_CONTRADICTED = 2.0  # times as slow or as fast as what is known
-_LOOK_STEPS = 4  # at most; in the overlapped loop it takes a step or two until one is seen
+_STRETCH = 2.0  # wanted time of a mixed step over that of decodes alone; the 99th percentile must stay below 3
+_TOO_LONG = 3.0  # a mixed step with more than this ratio lowers the limit at once
+_ALONE_KEPT = 5  # times kept of decode-only steps, per number of decodes; the second fastest counts
+_ENOUGH = 3  # times needed before they are used
+_MIXED_KEPT = 8  # mixed steps kept; the 75th percentile of their costs per token is used
+_LOOK_EVERY = 64  # mixed steps until the next decode-only step is measured
+_LOOK_SOON = 8  # the same, if there are fewer than `_ENOUGH` times or they are contradicted
+_CONTRADICTED = 2.0  # a time is contradicted by one that is this many times longer or shorter
+_LOOK_STEPS = 4  # most steps in a row without prompts; the overlapped loop sees a time a step or two later
 
 
 class _Limit(Protocol):
@@ -56,7 +56,7 @@ class _Fixed:
 
 
 class MeasuredLimit:
-    """The limit `auto`, from the times of steps.
+    """The limit `auto`, computed from the measured times of steps.
 
     Args:
         block_size: tokens per page; the limit is a multiple of it, unless `most` is less.
@@ -66,22 +66,22 @@ class MeasuredLimit:
     def __init__(self, block_size: int, most: int) -> None:
         self._block_size = block_size
         self._most = most
-        self._alone: dict[int, deque[float]] = {}  # by the bits of the number of decodes
+        self._alone: dict[int, deque[float]] = {}  # bit length of the number of decodes -> seconds
         self._mixed: deque[tuple[int, int, float]] = deque(maxlen=_MIXED_KEPT)  # size, prompt tokens, seconds
         self._tokens = block_size
         self._size = 0  # of the last mixed step
         self._doubtful = False
-        self._look_after = 0  # mixed steps
+        self._look_after = 0  # mixed steps until prompts are left out
         self._since_alone = 0
         self._looked = 0
 
     def see(self, decodes: int, prefills: int, seconds: float) -> None:
-        """A step has run.
+        """Record a step that has run.
 
         Args:
-            decodes: tokens of it that are not of prompts, of the rank that has most.
-            prefills: tokens of prompts, likewise.
-            seconds: that it took; 0 if that is not known.
+            decodes: its decode tokens, on the rank with the most.
+            prefills: its prompt tokens, on the rank with the most.
+            seconds: its duration; 0 if unknown.
         """
         if not decodes:
             return
@@ -97,13 +97,13 @@ class MeasuredLimit:
             self._plan_look()
 
     def tokens(self) -> int:
-        """For the next mixed step: a page or more, or 0 to see what decodes take alone."""
+        """The limit for the next mixed step: a page or more, or 0 to measure a step of decodes alone."""
         if self._since_alone >= self._look_after:
             self._looked += 1
             if self._looked <= _LOOK_STEPS:
                 return 0
             self._since_alone = self._looked = 0
-            self._look_after = _LOOK_EVERY  # there are none: another rank's prompts, say
+            self._look_after = _LOOK_EVERY  # no decode-only step was seen: another rank may run prompts
         return self._tokens
 
     def _see_alone(self, size: int, seconds: float) -> None:
@@ -132,7 +132,7 @@ class MeasuredLimit:
         self._look_after = _LOOK_SOON if few or self._doubtful else _LOOK_EVERY
 
     def _alone_at(self, size: int) -> float | None:
-        """What decodes take alone, of the nearest size of which enough is known."""
+        """Seconds of a decode-only step, for the nearest size with enough times."""
         known = [each for each, times in self._alone.items() if len(times) >= _ENOUGH]
         if not known:
             return None
@@ -145,7 +145,7 @@ class MeasuredLimit:
         return self._pages(most if cost * most <= seconds else int(seconds / cost))
 
     def _pages(self, tokens: int) -> int:
-        """Up to a whole page: what a mixed step costs whatever it takes makes few tokens look dearer than they are."""
+        """Round up to whole pages: the fixed cost of a mixed step makes small numbers of tokens look too expensive."""
         return min(self._most, max(1, -(-tokens // self._block_size)) * self._block_size)
 
 
@@ -154,13 +154,13 @@ def _usual(times: Collection[float]) -> float:
 
 
 class MixedSteps:
-    """The limit in force, told of every step in the order of the steps.
+    """Applies the limit; `launched` and `processed` must be called for every step, in order.
 
     Args:
-        limit: most prompt tokens.
+        limit: most prompt tokens of a mixed step.
         block_size: tokens per page.
-        most: tokens of a step.
-        own_ranks: which ranks of a vote plan these same steps: this one, and with tensor parallelism its replica's.
+        most: most tokens of a step.
+        own_ranks: the ranks of a vote that plan the same steps: this one, and its tensor-parallel group's.
     """
 
     def __init__(self, limit: PrefillLimit, block_size: int, most: int, own_ranks: range = range(1)) -> None:
@@ -169,21 +169,21 @@ class MixedSteps:
             self._limit = MeasuredLimit(block_size, most) if limit == "auto" else _Fixed(limit)
         self._own_ranks = own_ranks
         self._last: Decision | None = None
-        self._before: deque[Decision | None] = deque()  # the last that was known when each step in flight was launched
+        self._before: deque[Decision | None] = deque()  # per step in flight: the last known decision at its launch
 
     def room(self, room: int, num_decodes: int) -> int:
-        """How many of `room` tokens prompts may take beside `num_decodes` decodes here, and those of other ranks."""
+        """How many of `room` tokens prompts may use, with `num_decodes` decodes here and those of other ranks."""
         if self._limit is None or not (num_decodes or self._others_decode):
             return room
         return min(room, self._limit.tokens())
 
     def launched(self) -> None:
-        """A step was launched: its vote tells how long the last known one took."""
+        """A step was launched; its vote carries the time of the last known step."""
         if self._limit is not None:
             self._before.append(self._last)
 
     def processed(self, decision: Decision) -> None:
-        """The oldest step that was launched has ended."""
+        """The oldest step in flight has ended with this decision."""
         if self._limit is None:
             return
         before = self._before.popleft()
@@ -194,7 +194,7 @@ class MixedSteps:
 
     @property
     def _others_decode(self) -> bool:
-        """Whether another rank did, in the last step that is known. One's own decodes are known better."""
+        """Whether another rank decoded in the last known step. Own decodes are left out: the caller counts them."""
         last = self._last
         if last is None:
             return False

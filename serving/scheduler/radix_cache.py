@@ -1,14 +1,14 @@
-"""The prefix cache: which KV blocks hold which beginnings of sequences, as a radix tree of whole pages.
+"""The prefix cache: a radix tree of whole pages that maps prefixes of sequences to the KV blocks that hold them.
 
     root ── [A B] ── [C]          an edge is one node: several pages of tokens and the blocks that hold them
                 └─── [D E F]      the children of a node differ in their first page
 
-A *match* is the longest path of whole pages that a sequence begins with; a node that only begins like it is split.
-A *lock* on a node keeps its whole path: what a running request reads is never evicted. Everything else may be, the
-least recently used leaf first, page by page from its end; a parent follows when its last child has gone.
+A *match* is the longest path of whole pages that a sequence begins with; a node that matches in part is split.
+A *lock* on a node protects its whole path from eviction: running requests read it. Unlocked pages may be evicted, the
+least recently used leaf first, page by page from its end; a parent becomes a leaf when its last child is gone.
 
-The tree neither allocates nor frees blocks. It owns those that were inserted until `evict` gives them back.
-Time is a counter of calls, so that what is evicted does not depend on the machine.
+The tree neither allocates nor frees blocks. It owns inserted blocks until `evict` returns them.
+Time is a counter of calls, so evictions do not depend on the speed of the machine.
 
 Source: SGLang's RadixAttention (2024).
 """
@@ -26,7 +26,7 @@ __all__ = ["Insertion", "PrefixMatch", "RadixCache", "RadixNode", "common_prefix
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
+    """Length of the common prefix of two sequences, in tokens."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
@@ -41,11 +41,11 @@ class RadixNode:
     """Some pages of a sequence and their blocks. Only `RadixCache` changes it.
 
     Attributes:
-        parent: None for the root, and for a node that was evicted.
-        tokens: of its pages, one after the other.
+        parent: None for the root, and for an evicted node.
+        tokens: token ids of its pages, in order.
         blocks: one per page.
-        children: by their first page.
-        locks: how many requests need this node, or one below it.
+        children: first page -> child.
+        locks: how many requests use this node or one below it.
         last_used: when it was last matched or inserted, by the tree's clock.
     """
 
@@ -62,11 +62,11 @@ class RadixNode:
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """What of a sequence is in the tree. It holds until something is evicted: lock `node` before that.
+    """The cached prefix of a sequence. Valid until the next eviction; lock `node` to keep it.
 
     Attributes:
-        node: the end of the path; the root where nothing matches.
-        blocks: of the path's pages, in order.
+        node: the end of the path; the root if nothing matches.
+        blocks: blocks of the path's pages, in order.
     """
 
     node: RadixNode
@@ -75,12 +75,12 @@ class PrefixMatch:
 
 @dataclass(frozen=True)
 class Insertion:
-    """What became of inserted blocks.
+    """The result of an insertion.
 
     Attributes:
         node: the end of the path.
-        blocks: of the path's pages: what the sequence should use from now on.
-        duplicates: the given blocks that the tree did not take, because it has others with the same contents.
+        blocks: blocks of the path's pages; the sequence must use these from now on.
+        duplicates: given blocks that the tree did not take over, because it has blocks with the same contents.
     """
 
     node: RadixNode
@@ -89,7 +89,7 @@ class Insertion:
 
 
 class RadixCache:
-    """See the module.
+    """The tree; the module's text describes it.
 
     Args:
         block_size: tokens per page.
@@ -105,7 +105,7 @@ class RadixCache:
         self._num_nodes = 0
         self._num_cached = 0
         self._num_locked = 0
-        # Has every unlocked leaf under its present `last_used`, and entries that time has passed by.
+        # Has every unlocked leaf with its current `last_used`, and outdated entries, which `evict` skips.
         self._heap: list[tuple[int, int, RadixNode]] = []
 
     @property
@@ -120,16 +120,16 @@ class RadixCache:
 
     @property
     def num_locked(self) -> int:
-        """Those of them that somebody needs."""
+        """Owned blocks that are locked."""
         return self._num_locked
 
     @property
     def num_evictable(self) -> int:
-        """Those of them that `evict` could give back."""
+        """Owned blocks that `evict` could return."""
         return self._num_cached - self._num_locked
 
     def match(self, tokens: Sequence[int], stop: int | None = None) -> PrefixMatch:
-        """The longest cached beginning of `tokens[:stop]`, in whole pages. Nothing is locked."""
+        """The longest cached prefix of `tokens[:stop]`, in whole pages. Nothing is locked."""
         self._clock += 1
         node, blocks = self._walk(tokens, len(tokens) if stop is None else stop)
         self._note_evictable(node)
@@ -139,11 +139,11 @@ class RadixCache:
         """Take over the blocks of a sequence, except those of pages that are in the tree already.
 
         Args:
-            tokens: of whole pages whose keys and values are written.
-            blocks: one per page; for pages that were matched, the tree's own.
+            tokens: token ids of whole pages whose keys and values are written.
+            blocks: one per page; for matched pages, the tree's own.
 
         Raises:
-            KVCacheError: the numbers of tokens and blocks do not fit.
+            KVCacheError: the number of tokens is not blocks x block size.
         """
         if len(tokens) != len(blocks) * self.block_size:
             raise KVCacheError(
@@ -160,7 +160,7 @@ class RadixCache:
         return Insertion(node, tuple(path), duplicates)
 
     def lock(self, node: RadixNode) -> None:
-        """Keep a node and the path to it."""
+        """Protect a node and the path to it from eviction."""
         step: RadixNode | None = node
         while step is not None and step is not self._root:
             if step.locks == 0:
@@ -169,10 +169,10 @@ class RadixCache:
             step = step.parent
 
     def unlock(self, node: RadixNode) -> None:
-        """Take one lock back.
+        """Remove one lock from a node and the path to it.
 
         Raises:
-            KVCacheError: there is none.
+            KVCacheError: a node has no lock.
         """
         step: RadixNode | None = node
         while step is not None and step is not self._root:
@@ -185,7 +185,7 @@ class RadixCache:
             step = step.parent
 
     def num_unlocked(self, node: RadixNode) -> int:
-        """Blocks on the path to a node that `lock` would take from the evictable ones."""
+        """Number of evictable blocks on the path to a node: those that `lock` would protect."""
         count, step = 0, node
         while step.locks == 0 and step.parent is not None:  # above a locked node everything is locked
             count += len(step.blocks)
@@ -193,7 +193,7 @@ class RadixCache:
         return count
 
     def evict(self, num_blocks: int) -> list[int]:
-        """Give up to `num_blocks` blocks back, the least recently used first; fewer where the rest is locked."""
+        """Evict and return up to `num_blocks` blocks, the least recently used first; fewer if the rest is locked."""
         evicted: list[int] = []
         while self._heap and len(evicted) < num_blocks:
             last_used, _, node = heapq.heappop(self._heap)
@@ -214,10 +214,10 @@ class RadixCache:
         return (block for node in self._nodes() for block in node.blocks)
 
     def check(self) -> None:
-        """The tree's own laws: pages and keys fit, locks add up, counts are true, every unlocked leaf can be evicted.
+        """Check the tree: pages match their keys, locks and counts are right, every unlocked leaf can be evicted.
 
         Raises:
-            KVCacheError: one does not hold.
+            KVCacheError: one of these does not hold.
         """
         waiting = {id(node) for last_used, _, node in self._heap if self._is_evictable(node, last_used)}
         nodes = list(self._nodes())
@@ -245,7 +245,7 @@ class RadixCache:
     # -- the tree -----------------------------------------------------------------------------------------------
 
     def _walk(self, tokens: Sequence[int], stop: int) -> tuple[RadixNode, list[int]]:
-        """Follow `tokens[:stop]` as far as whole pages go, splitting the node where it leaves; what is met is used."""
+        """Follow `tokens[:stop]` by whole pages; splits a node that matches in part, updates the path's `last_used`."""
         size, node, start = self.block_size, self._root, 0
         blocks: list[int] = []
         while start + size <= stop:
@@ -263,13 +263,13 @@ class RadixCache:
         return node, blocks
 
     def _shared_pages(self, node: RadixNode, tokens: list[int]) -> int:
-        """How many of the node's pages, at least one, `tokens` begins with."""
+        """How many of the node's pages `tokens` begins with; at least one, as the first page was found by its key."""
         if tokens == node.tokens:
             return len(node.blocks)
         return common_prefix(tokens, node.tokens) // self.block_size
 
     def _split(self, node: RadixNode, pages: int) -> RadixNode:
-        """Give the node's first pages a node of their own, above it. Who locked the node has both locked then."""
+        """Move the node's first pages into a new parent node, which gets the same number of locks; returns it."""
         parent, cut = node.parent, pages * self.block_size
         if parent is None:
             raise KVCacheError("the root of the prefix cache has no pages to split.")
@@ -313,7 +313,7 @@ class RadixCache:
         return node.last_used == last_used and node.locks == 0 and not node.children and node.parent is not None
 
     def _note_evictable(self, node: RadixNode) -> None:
-        """The node may have become an unlocked leaf, or was used again as one."""
+        """Add the node to the eviction heap if it is an unlocked leaf; removes outdated entries if there are many."""
         if node.locks or node.children or node.parent is None:
             return
         self._serial += 1

@@ -1,4 +1,4 @@
-"""A request as the scheduler keeps it, and a step as the scheduler planned it."""
+"""The scheduler's state of a request, and a planned step."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ __all__ = ["ScheduledStep", "TrackedRequest"]
 
 @dataclass(eq=False)
 class TrackedRequest(Request):
-    """One request from `add` to its end.
+    """A request from `add` to its end.
 
-    `token_ids` ends with one `PENDING_TOKEN` for every step that sampled for it and was not processed yet: none in the
-    plain loop; in the overlap loop one, and two between `advance` of a step and `process` of the one before.
+    `token_ids` ends with one `PENDING_TOKEN` per step that sampled a token for it and is not processed yet: none in the
+    plain loop; in the overlapped loop one, or two between `advance` of a step and `process` of the step before.
 
     Attributes:
-        priority: lower runs earlier, where the policy asks.
-        arrival: a number that grows with every request.
-        group: whose turn it takes, see `serving.scheduler.admission.waiting`.
-        turn: when, among those that wait.
-        limit: tokens, prompt and output, with which it ends at the latest.
-        ends: tokens that end it.
+        priority: lower runs earlier, with policy `priority`.
+        arrival: serial number of the request.
+        group: the HTTP body it belongs to; groups take turns, see `serving.scheduler.admission.waiting`.
+        turn: its turn in the queue.
+        limit: most tokens, prompt and output; the request ends when it has as many.
+        ends: token ids that end the output.
         node: the end of its locked path in the prefix cache; None while it waits.
         num_kv_blocks: blocks in its row.
-        num_written_tokens: tokens whose keys and values a processed step has written. What others may share.
-        num_shared_tokens: those of them that went into the prefix cache or came from it.
-        num_cached_tokens: prompt tokens that the prefix cache had when it was first admitted.
-        incarnation: how often it was retracted. A result of an earlier incarnation brings tokens, but no KV.
-        prefilling: it has a row, and no step was launched that reaches the end of its tokens.
-        verifying: a verify step was launched, so that not even the number of its tokens is known.
-        suspect: a verify step of it was not finite; the next one is without drafts.
-        finished: ended or aborted; results that are still to come are dropped.
-        retracted: it waits, and had started before.
-        prompt_logprobs: of the steps so far, until the first output takes them along.
+        num_written_tokens: tokens whose keys and values a processed step has written. Other requests may share them.
+        num_shared_tokens: written tokens that are in the prefix cache.
+        num_cached_tokens: prompt tokens that the prefix cache had when the request was first admitted.
+        incarnation: how often it was retracted. A step of an earlier incarnation counts for tokens, not for KV.
+        prefilling: it has a row, and no launched step reaches the end of its tokens.
+        verifying: a verify step is in flight, so even the number of its tokens is unknown.
+        suspect: its last verify step gave values that are not finite; the next step runs without drafts.
+        finished: ended or aborted; results of steps in flight are dropped.
+        retracted: it waits again after it had run.
+        prompt_logprobs: those of the steps so far, until they are sent with the first output.
     """
 
     priority: int = 0
@@ -62,7 +62,7 @@ class TrackedRequest(Request):
 
     @classmethod
     def of(cls, given: RequestInput, *, arrival: int, limit: int, eos_token_ids: Collection[int]) -> TrackedRequest:
-        """A request that has just come."""
+        """The state of a new request."""
         params = given.params
         return cls(
             given.request_id,
@@ -93,18 +93,18 @@ class TrackedRequest(Request):
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """A step, and how its requests stood when it was planned: they may have moved on when its result comes.
+    """A planned step, with the state of its requests at that time; they may have changed when its result arrives.
 
     Attributes:
-        shares: what the executor runs.
-        requests: whose each share is.
-        samples: whether each share reaches the end of its request's tokens.
-        starts: tokens of each that were in the KV cache before.
-        incarnations: of each.
-        prefills: whether each computes tokens that were given, or generated before a retraction.
-        num_drafted: proposed drafts of each share; those that only fill it up are not counted.
-        reach: how many of these may be right at once; fewer where they are a tree.
-        delay_sampling: some request's sampling depends on tokens that may still be pending.
+        shares: what the executor runs: one share per request.
+        requests: the request of each share.
+        samples: whether each share reaches the end of its request's tokens, so that a token is sampled.
+        starts: tokens of each request that were in the KV cache before the step.
+        incarnations: incarnation of each request.
+        prefills: whether each share computes prompt tokens, or tokens generated before a retraction.
+        num_drafted: proposed drafts of each share, without padding.
+        reach: most drafts of each share that can be accepted: all of a chain, the longest path of a tree.
+        delay_sampling: the sampling of some request depends on tokens that may still be pending.
         verify: the shares carry drafts.
     """
 
@@ -121,7 +121,7 @@ class ScheduledStep:
 
     @classmethod
     def plain(cls, decodes: Sequence[TrackedRequest], prefills: Sequence[tuple[TrackedRequest, int]]) -> ScheduledStep:
-        """A step that runs one token of each of `decodes`, and so many of each of `prefills`."""
+        """A step that runs one token of each request in `decodes`; `prefills` has (request, number of tokens)."""
         requests = (*decodes, *(request for request, _ in prefills))
         samples = [True] * len(decodes) + [count == request.num_uncomputed_tokens for request, count in prefills]
         shares = [ScheduledRequest(request, 1) for request in decodes]
@@ -131,7 +131,7 @@ class ScheduledStep:
             shares=tuple(shares),
             samples=tuple(samples),
             prefills=(False,) * len(decodes) + (True,) * len(prefills),
-            # Only a share that samples needs to know the tokens before.
+            # Only a share that samples needs the tokens before it.
             delay_sampling=any(
                 request.params.needs_history for request, own in zip(requests, samples, strict=True) if own
             ),
@@ -145,7 +145,7 @@ class ScheduledStep:
         num_drafted: Sequence[int],
         reach: Sequence[int],
     ) -> ScheduledStep:
-        """A step that verifies the drafts of each of `decodes`; `num_drafted` and `reach` as the attributes."""
+        """A step that verifies one draft per request in `decodes`; `num_drafted` and `reach` as in the attributes."""
         return cls._of(
             tuple(decodes),
             shares=tuple(
@@ -167,11 +167,11 @@ class ScheduledStep:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step runs, drafts too."""
+        """Tokens that the step runs, drafts included."""
         return sum(share.num_tokens + len(share.drafts) for share in self.shares)
 
     def drafts_right(self, index: int, accepted: int) -> DraftCounts:
-        """A share's proposed drafts, and how many were right, where `accepted` of all were, those that fill up too."""
+        """Draft counts of a share without padding; `accepted` counts all accepted drafts, padding included."""
         if not self.verify or not self.num_drafted[index]:
             return DraftCounts()
         return DraftCounts(1, self.num_drafted[index], min(accepted, self.reach[index]))

@@ -1,18 +1,18 @@
-"""The scheduler: which tokens of which requests each step runs, who is admitted, who is retracted, who is done.
+"""The scheduler: plans which tokens of which requests each step runs; admits, retracts and ends requests.
 
-    add        a request waits
-    schedule   decodes that run, the prompt that is cut, new prompts: what of it one step can take
-    advance    the step was launched: what it will have computed counts as computed
-    process    its tokens have come: outputs, ends, and pages that others may share
+    add        put a new request into the queue
+    schedule   plan a step: running decodes, the rest of a split prompt, new prompts, up to the limits of a step
+    advance    the step was launched: count its tokens as computed
+    process    the step has ended: make outputs, end requests, put written pages into the prefix cache
 
-In the plain loop these follow each other. In the overlap loop `schedule` and `advance` of step N + 1 come before
-`process` of step N, so that a token may be known to the device only, a request may turn out to have ended in the step
-before, and a result may be of a request that was aborted or retracted meanwhile.
+In the plain loop these run one after the other. In the overlapped loop `schedule` and `advance` of step N + 1 run
+before `process` of step N. So a token may be known to the device only, a request of step N + 1 may have ended in step
+N, and a result may belong to a request that was aborted or retracted meanwhile.
 
-KV is reserved for a whole prompt at its admission, and for one token at a time after that. Where that token has no
-block, requests are retracted: those with the fewest outputs first, of these the longest prompts (the lowest priority
-before all, where the policy is `priority`). One always stays, and it always fits: a request ends with `LENGTH` when its
-tokens fill its row or the whole cache, however many others run. So what a request gets does not depend on the load.
+KV is reserved for a whole prompt at its admission, and then for one token at a time. If there is no block for a token,
+requests are retracted: those with the fewest output tokens first, then those with the longest prompts (with policy
+`priority`, the lowest priority before all). One request always stays, and it always fits: a request ends with `LENGTH`
+when its tokens fill its row or the whole cache, however many others run. So outputs do not depend on the load.
 
 Source: SGLang's scheduler; vLLM's names.
 """
@@ -40,25 +40,25 @@ from ubatch import ConfigError, UBatchError
 
 __all__ = ["Scheduler"]
 
-# What a step looks at of a long queue, at most; the next step gets further.
-_MAX_OWN = 128  # requests of the body whose prompt is cut, as many as `lpm` may sort before those of others
-_MAX_TOLD = 256  # requests that are found to wait for a prefix that another one computes
+# Limits of the requests that one step looks at in a long queue; the next step looks further.
+_MAX_OWN = 128  # requests skipped because they are in the split prompt's group: as many as `lpm` sorts
+_MAX_TOLD = 256  # requests newly found to wait for a prefix that another request computes
 
 
 class Scheduler:
-    """See the module. Not thread-safe.
+    """Plans the steps of one data-parallel rank. Not thread-safe.
 
     Args:
         config: how steps are filled.
-        allocator: of the runner's KV cache. The scheduler alone takes from it.
+        allocator: allocates blocks of the runner's KV cache; only the scheduler uses it.
         table: the runner's request-to-token table.
         eos_token_ids: tokens that end an output, unless its request ignores them.
-        vocab_size: tokens are below it.
-        proposer: guesses tokens ahead, where the config asks for drafts.
+        vocab_size: token ids are below it.
+        proposer: proposes draft tokens; needed if the config asks for drafts.
         own_ranks: see `MixedSteps`.
 
     Raises:
-        ConfigError: the config does not fit the KV cache, or the proposer.
+        ConfigError: the config does not fit the KV cache or the proposer.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class Scheduler:
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocab_size = vocab_size
         self._kv = KVManager(allocator, table, prefix_caching=config.enable_prefix_caching)
-        self._requests: dict[str, TrackedRequest] = {}  # all that are alive
+        self._requests: dict[str, TrackedRequest] = {}  # all unfinished requests
         self._running: dict[str, TrackedRequest] = {}  # those with a row, in the order of their admission
         self._waiting = WaitingQueue(config.policy, lambda request: len(self._kv.lookup(request).blocks))
-        self._chunked: TrackedRequest | None = None  # the one whose prompt is cut
-        self._others_had_last = True  # a step in which it might have gone on
+        self._chunked: TrackedRequest | None = None  # the request whose prompt is split over several steps
+        self._others_had_last = True  # in turns: other prompts had the last step
         self._sharing = PrefixWaits(table.block_size)
         self._ratio = NewTokenRatio()
         self._speculation = Speculation(config, self._kv, min(config.max_model_len, self._kv.max_tokens), proposer)
@@ -109,25 +109,25 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests with KV, the one whose prompt is cut too."""
+        """Requests that have KV."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests without."""
+        """Requests in the queue, without KV."""
         return len(self._waiting)
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is alive."""
+        """Whether any request is unfinished."""
         return bool(self._requests)
 
     def add(self, given: RequestInput) -> None:
-        """Let a request wait.
+        """Put a new request into the queue.
 
         Raises:
-            RequestError: it can never be served: no token, or one outside the vocabulary, parameters that leave none to
-                begin with, a prompt that leaves no room for an output, an id that is in use.
+            RequestError: it can never be served: the prompt is empty, has a token outside the vocabulary or leaves no
+                room for an output, the parameters forbid every first token, or the id is in use.
             KVCacheExhausted: its prompt alone does not fit the KV cache.
         """
         if given.request_id in self._requests:
@@ -148,7 +148,7 @@ class Scheduler:
         self._waiting.push(request)
 
     def abort(self, request_id: str) -> bool:
-        """End a request now; what it holds is free at once, and nothing more comes out. False if there is none."""
+        """End a request now and free its KV; it gets no more outputs. Returns False if there is no such request."""
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -158,7 +158,7 @@ class Scheduler:
     # -- a step -------------------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep:
-        """Plan a step; one without shares if nothing can run now."""
+        """Plan a step; it has no shares if nothing can run now."""
         if not self._requests:
             self._ratio.reset()
             return ScheduledStep()
@@ -181,7 +181,7 @@ class Scheduler:
         return ScheduledStep.plain(decodes, prefills)
 
     def advance(self, step: ScheduledStep) -> None:
-        """The step was launched: later ones build on what it computes."""
+        """The step was launched: count its tokens as computed, for the planning of later steps."""
         self._mixed_steps.launched()
         if step.verify:
             for request in step.requests:
@@ -194,13 +194,13 @@ class Scheduler:
                 request.prefilling = False
 
     def process(self, step: ScheduledStep, output: StepOutput) -> list[RequestOutput]:
-        """Take a step's result, in the order of the steps.
+        """Process a step's result; must be called in the order of the steps.
 
         Returns:
-            For every request that got a token, or ended without one, what it got.
+            One output for every request that got a token or ended.
 
         Raises:
-            UBatchError: the result is of another step.
+            UBatchError: the result belongs to another step.
         """
         if len(output.tokens) != len(step.shares):
             raise UBatchError(f"a step of {len(step.shares)} shares gave tokens for {len(output.tokens)}.")
@@ -219,7 +219,7 @@ class Scheduler:
         return outputs
 
     def statistics(self) -> EngineStatistics:
-        """State and totals, as far as the scheduler knows them."""
+        """The scheduler's part of the statistics: its state and totals."""
         return EngineStatistics(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
@@ -228,13 +228,13 @@ class Scheduler:
         )
 
     def check(self, *, idle: bool = False) -> None:
-        """The conservation law of KV blocks: free + cached + held by running requests == total.
+        """Check the conservation law of KV blocks: free + cached + owned by running requests == total.
 
         Args:
-            idle: also require that no request is alive and nothing is locked.
+            idle: also require that no request is unfinished and nothing is locked.
 
         Raises:
-            KVCacheError: it does not hold.
+            KVCacheError: the law does not hold.
         """
         self._kv.check(self._running.values(), idle=idle)
         if idle and self._requests:
@@ -243,16 +243,20 @@ class Scheduler:
     # -- decodes ------------------------------------------------------------------------------------------------
 
     def _reserve_decodes(self) -> tuple[list[TrackedRequest], bool]:
-        """The requests that decode, each with a block for its last token; and whether blocks were too few for all."""
+        """Reserve a block for the last token of each decoding request, retracting some if blocks are too few.
+
+        Returns:
+            The requests that decode, and whether blocks were too few for all.
+        """
         ready = [request for request in self._running.values() if request.decodes]
         size = self._kv.block_size
-        # Of each of these exactly the last token has no block.
+        # Each of these lacks a block for its last token only.
         short = [request for request in ready if len(request.token_ids) > request.num_kv_blocks * size]
         pressed = False
         while len(short) > self._kv.num_available:
             pressed = True
             candidates = [r for r in self._running.values() if r.decodes or r.prefilling or r.verifying]
-            if len(candidates) == 1:  # it fits as soon as those are processed whose last token is on its way
+            if len(candidates) == 1:  # it fits once the requests that end in a step in flight are processed
                 return [], pressed
             victim = choose_victim(candidates, by_priority=self._by_priority)
             self._retract(victim)
@@ -262,7 +266,7 @@ class Scheduler:
         return ready, pressed
 
     def _retract(self, request: TrackedRequest) -> None:
-        """Take a request's KV away, and let it wait for its next turn. What it has written stays as long as it can."""
+        """Free a request's KV and put it back into the queue. Its written pages stay in the prefix cache, evictable."""
         self._kv.release(request)
         self._speculation.forget(request)
         self._leave(request)
@@ -276,10 +280,10 @@ class Scheduler:
     # -- prefills -----------------------------------------------------------------------------------------------
 
     def _plan_prefills(self, budget: int) -> list[tuple[TrackedRequest, int]]:
-        """The prompt that is cut, then new ones, with the tokens that each runs.
+        """The split prompt, then new ones, with the number of tokens that each runs.
 
-        One is cut at a time. As long as it needs more steps, it leaves half of each to others' prompts that fit whole;
-        where a step has no room for two pages, every other step.
+        Only one prompt is split at a time. While it needs more steps, it leaves half of each step to whole prompts of
+        other groups; if a step has no room for two pages, they take turns.
         """
         request = self._chunked
         if request is None:
@@ -299,11 +303,11 @@ class Scheduler:
         return [(request, num_tokens), *others] if num_tokens else others
 
     def _admit_waiting(self, budget: int, *, beside: TrackedRequest | None = None) -> list[tuple[TrackedRequest, int]]:
-        """Admit in the policy's order until one does not fit; nobody overtakes that one.
+        """Admit requests in the policy's order until one does not fit; later ones do not overtake it.
 
         Args:
-            budget: tokens.
-            beside: the prompt that is cut, if it stays so: then whole prompts of other groups only.
+            budget: most tokens to run.
+            beside: the split prompt, if it needs more steps: then only whole prompts of other groups are admitted.
         """
         admitted: list[tuple[TrackedRequest, int]] = []
         rows = min(self._config.max_num_seqs - len(self._running), self._kv.num_free_rows)
@@ -346,7 +350,7 @@ class Scheduler:
         return admitted
 
     def _cut(self, start: int, wanted: int, budget: int) -> int:
-        """How many of `wanted` tokens, the first at place `start`, a step takes: all, or up to the end of a page."""
+        """How many of `wanted` tokens from index `start` a step runs within `budget`: all, or up to a page's end."""
         if wanted <= budget:
             return wanted
         if not self._config.enable_chunked_prefill:
@@ -354,9 +358,9 @@ class Scheduler:
         return max(0, (start + budget) // self._kv.block_size * self._kv.block_size - start)
 
     def _fits(self, request: TrackedRequest, match: PrefixMatch, kept_tokens: int) -> bool:
-        """Whether there are blocks for the whole prompt, and for what those that run will still need."""
+        """Whether there are blocks for the whole prompt and, if any request runs, for `kept_tokens` future tokens."""
         needed = self._kv.blocks_for(len(request.token_ids)) - len(match.blocks)
-        if self._running:  # else nobody is there to be retracted
+        if self._running:  # else no request could be retracted later
             needed += self._kv.blocks_for(kept_tokens)
         return needed <= self._kv.num_available_beside(match)
 
@@ -377,7 +381,7 @@ class Scheduler:
     # -- results ------------------------------------------------------------------------------------------------
 
     def _take_prefill(self, step: ScheduledStep, index: int, output: StepOutput) -> None:
-        """Part of a prompt was computed: share what is written."""
+        """Part of a prompt was computed: put its written pages into the prefix cache."""
         request = step.requests[index]
         if request.prompt_logprobs is not None:
             request.prompt_logprobs += output.prompt_logprobs[index]
@@ -387,11 +391,11 @@ class Scheduler:
             self._sharing.wrote(request)
 
     def _take_tokens(self, step: ScheduledStep, index: int, output: StepOutput) -> RequestOutput:
-        """Tokens came: they replace the pending one, or follow the last in a verify step; the request may end.
+        """Add the tokens of a step to its request: they replace the pending one, or are appended after a verify step.
 
-        If it is corrupted, it ends with an error. In a verify step the fault may be a draft's (attention that hides a
-        nan multiplies it with 0), so it is run without drafts first. One that its parameters leave no token ends in
-        either: which tokens are left does not depend on drafts.
+        A request with values that are not finite ends with an error. In a verify step a draft may be the cause (masked
+        attention multiplies a NaN by 0), so the request first runs a step without drafts. A request whose parameters
+        leave no token ends in either kind of step, as that does not depend on drafts.
         """
         request, tokens, corrupted = step.requests[index], output.tokens[index], index in output.corrupted
         place = step.starts[index] + step.shares[index].num_tokens
@@ -417,7 +421,7 @@ class Scheduler:
             self._counts.prompt_tokens += place
         prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
         if reason is not None:
-            del request.token_ids[max(place + count, request.num_prompt_tokens) :]  # what a step in flight will add
+            del request.token_ids[max(place + count, request.num_prompt_tokens) :]  # a later step's pending token
             self._end(request, keep=reason is not FinishReason.ERROR)
         return RequestOutput(
             request.name,
@@ -443,7 +447,7 @@ class Scheduler:
         self._leave(request)
 
     def _leave(self, request: TrackedRequest) -> None:
-        """It does not run any more."""
+        """Remove a request from the running ones."""
         self._running.pop(request.name, None)
         self._sharing.drop(request)
         if self._chunked is request:

@@ -1,16 +1,16 @@
-"""Which drafts a decode step carries along, so that one step may give several tokens of a request.
+"""Chooses the drafts of a decode step, so that one step may give a request several tokens.
 
-    room        as many drafts as step, context and free KV blocks allow; blocks are reserved for all of them
-    propose     the proposer's guesses, chains or trees, of the requests that still want more than one token
-    fill        every request gets as many drafts as the one with the most
+    room        how many drafts the step, the context and the free KV blocks allow; reserves blocks for all of them
+    propose     the proposer's drafts (chains or trees), for requests that want more than one more token
+    fill        pad every request to as many drafts as the one with the most
 
-Every request of a verify step has equally many drafts, because the step is split by requests: those with fewer, or
-none, are filled up. Filled-up drafts cost compute, and are right as rarely as one would think. Where steps are replayed
-as CUDA graphs all are filled up to the most there may be (`fill_drafts`): an eager step costs more.
+Every request of a verify step has the same number of drafts, because the step is split by requests: requests with fewer
+or no drafts are padded. Padding costs compute and is rarely accepted. Where steps are replayed as CUDA graphs, all are
+padded to `num_speculative_tokens` (`fill_drafts`), because an eager step would cost more.
 
-Blocks come first because a draft model writes keys and values while it drafts. What a request does not use of them it
-needs some tokens later anyway. Rejected drafts' keys and values are never shared: the prefix cache only takes pages
-that are full of tokens the request has.
+Blocks are reserved first because a draft model writes keys and values while it drafts. Unused blocks are needed a few
+tokens later anyway. Keys and values of rejected drafts are never shared: the prefix cache only takes pages that are
+full of the request's tokens.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class VerifyDrafts:
     """The drafts of a step, one entry per request.
 
     Attributes:
-        drafts: equally many each.
-        num_real: how many of them were proposed; the rest only fills up.
-        reach: how many proposed ones may be right at once: all of a chain, of a tree its longest path.
+        drafts: padded to the same number of tokens.
+        num_real: how many tokens were proposed; the rest is padding.
+        reach: most proposed tokens that can be accepted: all of a chain, the longest path of a tree.
     """
 
     drafts: tuple[Draft, ...]
@@ -49,13 +49,13 @@ class Speculation:
     """Drafts for decode steps.
 
     Args:
-        config: how many drafts.
-        kv: where the drafts' keys and values go.
-        max_tokens: of a request, prompt, output and drafts.
-        proposer: who guesses; None for nobody.
+        config: the number of drafts.
+        kv: reserves blocks for the drafts' keys and values.
+        max_tokens: most tokens of a request: prompt, output and drafts.
+        proposer: proposes drafts; None without speculation.
 
     Raises:
-        ConfigError: drafts without a proposer, or the other way round.
+        ConfigError: the config asks for drafts and there is no proposer, or the other way round.
     """
 
     def __init__(self, config: SchedulerConfig, kv: KVManager, max_tokens: int, proposer: Proposer | None) -> None:
@@ -70,14 +70,14 @@ class Speculation:
         self._proposer = proposer
 
     def draft(self, requests: Sequence[TrackedRequest]) -> VerifyDrafts | None:
-        """Drafts for a step of these requests, with KV blocks reserved; None where the step should be a plain one.
+        """Drafts for a step of these requests, with KV blocks reserved; None if the step should run without drafts.
 
-        Nobody is retracted for drafts, and a step has drafts only if all tokens are known.
+        No request is retracted for drafts, and a step has drafts only if all tokens of its requests are known.
         """
         if self._proposer is None or not all(request.tokens_known for request in requests):
             return None
         most = self._reserve(requests)
-        # A step gives one token more than it has drafts that are right.
+        # A step gives one token more than it accepts drafts.
         wanted = [max(0, min(most, request.limit - len(request.token_ids) - 1)) for request in requests]
         asked = [index for index, count in enumerate(wanted) if count]
         if not asked:
@@ -95,12 +95,12 @@ class Speculation:
         return VerifyDrafts(tuple(filled), tuple(len(draft.tokens) for draft in drafts), tuple(map(depth_of, drafts)))
 
     def forget(self, request: TrackedRequest) -> None:
-        """A request ended, or lost its KV."""
+        """Drop the proposer's state of a request that ended or lost its KV."""
         if self._proposer is not None:
             self._proposer.forget(request)
 
     def _reserve(self, requests: Sequence[TrackedRequest]) -> int:
-        """Reserve blocks for drafts of every request, equally many; returns how many, none where there is no room."""
+        """Reserve blocks for the same number of drafts of every request; returns the number, 0 if there is no room."""
         room = self._max_tokens - max(len(request.token_ids) for request in requests)
         places = self._config.num_draft_places
         if room < places:
@@ -122,7 +122,7 @@ class Speculation:
 
 
 def depth_of(draft: Draft) -> int:
-    """Drafts on the longest path from the root."""
+    """Number of drafts on the longest path from the root."""
     if draft.parents is None:
         return len(draft.tokens)
     depths = [0]
@@ -132,7 +132,7 @@ def depth_of(draft: Draft) -> int:
 
 
 def _filled(draft: Draft, count: int, last_token: int) -> Draft:
-    """As many drafts as asked: the last one repeated, each behind the one before."""
+    """A draft padded to `count` tokens: its last token repeated, each a child of the one before."""
     have = len(draft.tokens)
     if have == count:
         return draft
@@ -143,7 +143,7 @@ def _filled(draft: Draft, count: int, last_token: int) -> Draft:
 
 
 def _certain(probs: Tensor, token: int, count: int) -> Tensor:
-    """With rows for drafts that nobody drew: all of the probability on their token."""
+    """`probs` with rows added for the padding, up to `count`: probability 1 for `token`."""
     rows = torch.zeros(count, probs.shape[1], dtype=probs.dtype, device=probs.device)
     rows[: probs.shape[0]] = probs
     rows[probs.shape[0] :, token] = 1

@@ -1,4 +1,4 @@
-"""What a scheduler has counted since it was made."""
+"""Counters of a scheduler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Totals"]
 
 @dataclass
 class Totals:
-    """Totals since the scheduler was made; see `EngineStatistics`."""
+    """Totals since the scheduler was made; the fields are those of `EngineStatistics`."""
 
     prefix_queries: int = 0
     prefix_hits: int = 0
@@ -25,7 +25,7 @@ class Totals:
     accepted_per_position: tuple[int, ...] = ()
 
     def verified(self, drafts: DraftCounts) -> None:
-        """Drafts of a request were verified in a step."""
+        """Count the verified drafts of one request in one step."""
         self.num_drafts += drafts.verified
         self.drafted_tokens += drafts.drafted
         self.accepted_tokens += drafts.accepted

@@ -53,27 +53,27 @@ _TEXT: tuple[Any, ...] = ("",)
 _LIST: tuple[Any, ...] = ([],)
 _OBJECT: tuple[Any, ...] = ({},)
 
-_FORM = "the output cannot be held to a form; ask for the form in the prompt, and check the answer"
+_FORM = "output formats are not enforced; describe the format in the prompt, and check the answer"
 _BEAMS = "there is no beam search; sample several outputs with n"
-_PROCESSORS = "requests cannot bring code; use logit_bias"
+_PROCESSORS = "requests cannot contain code; use logit_bias"
 _TEXT_ONLY = "only text is read and written"
-_NOT_TOLD = "the server does not tell this"
+_NOT_TOLD = "the server does not return this"
 _ELSEWHERE = "keys and values are not taken from other servers"
 _TOOLS = "tools cannot be called; leave them out, or set tool_choice to 'none'"
 _FUNCTIONS = "functions cannot be called; leave them out, or set function_call to 'none'"
 _CHAT_ONLY = "only a chat has it; use /v1/chat/completions"
-_KWARGS = "hand it to the chat template, in chat_template_kwargs"
+_KWARGS = "pass it in chat_template_kwargs"
 
 # Fields of OpenAI and vLLM, which are listed in /openapi.json; then SGLang's and older ones, which are not listed.
 _GENERATION: Mapping[str, Refused] = {
-    "response_format": Refused(f"{_FORM}; only {{'type': 'text'}} is", ({"type": "text"},)),
+    "response_format": Refused(f"{_FORM}; only {{'type': 'text'}} is supported", ({"type": "text"},)),
     "structured_outputs": Refused(_FORM, _OBJECT),
     "use_beam_search": Refused(_BEAMS, _FLAG),
     "length_penalty": Refused(_BEAMS, (1.0,)),
     "vllm_xargs": Refused("there are no extensions that could read it", _OBJECT),
     "repetition_detection": Refused("repetitions do not end the output; use frequency_penalty, or max_tokens"),
     "watermarking": Refused("the output has no watermark", _FLAG),
-    "logprob_token_ids": Refused("log-probabilities are told of the likeliest tokens, not of chosen ones", _LIST),
+    "logprob_token_ids": Refused("log-probabilities are of the most likely tokens, not of chosen ones", _LIST),
     "logprobs_mode": Refused(
         "log-probabilities are the model's own, before temperature and penalties", ("raw_logprobs",)
     ),
@@ -83,7 +83,7 @@ _GENERATION: Mapping[str, Refused] = {
     "cache_salt": Refused("all requests share the prefix cache; serve with --no-enable-prefix-caching instead"),
     "kv_transfer_params": Refused(_ELSEWHERE, _OBJECT),
     "ec_transfer_params": Refused(_ELSEWHERE, _OBJECT),
-    "thinking_token_budget": Refused("thinking is not told apart from the answer; use max_tokens", (-1,)),
+    "thinking_token_budget": Refused("thinking is not separated from the answer; use max_tokens", (-1,)),
     "routed_experts_prompt_start": Refused(_NOT_TOLD, (0,)),
     "return_prompt_text": Refused("/detokenize gives the text of token ids", _FLAG),
     "mm_processor_kwargs": Refused(_TEXT_ONLY, _OBJECT),
@@ -126,7 +126,7 @@ _OTHER_GENERATION: Mapping[str, Refused] = {
 }
 _CONVERSATION: Mapping[str, Refused] = {
     "chat_template": Refused(
-        "requests cannot bring a template; serve a checkpoint that has it, or use chat_template_kwargs", _TEXT
+        "requests cannot contain a template; serve a checkpoint that has it, or use chat_template_kwargs", _TEXT
     ),
     "documents": Refused("put the documents into a message", _LIST),
     "tools": Refused(_TOOLS, _LIST, unless=("tool_choice", "none")),
@@ -170,11 +170,11 @@ CHAT: Mapping[str, Refused] = {
     **_OTHER_CONVERSATION,
     "tool_choice": Refused(_TOOLS, ("none", "auto")),
     "function_call": Refused(_FUNCTIONS, ("none", "auto")),
-    "include_reasoning": Refused("reasoning is not told apart from the answer", (True,)),
+    "include_reasoning": Refused("reasoning is not separated from the answer", (True,)),
     "verbosity": Refused("ask for a short or a long answer in a message", ("medium",)),
     "modalities": Refused(_TEXT_ONLY, ([], ["text"])),
     "audio": Refused(_TEXT_ONLY),
-    "web_search_options": Refused("nothing is looked up in the web"),
+    "web_search_options": Refused("there is no web search"),
     "moderation": Refused("nothing is moderated"),
     "prompt": Refused("send it as a message, or use /v1/completions", ("", []), described=False),
 }
@@ -183,15 +183,15 @@ TOKENIZE: Mapping[str, Refused] = {
     **_OTHER_CONVERSATION,
     "mm_processor_kwargs": Refused(_TEXT_ONLY, _OBJECT),
     "media_io_kwargs": Refused(_TEXT_ONLY, _OBJECT),
-    "truncate_prompt_tokens": Refused("all tokens are told"),
+    "truncate_prompt_tokens": Refused("all tokens are returned"),
 }
 
 UNUSED: Mapping[str, str] = {
-    "user": "who asks",
-    "safety_identifier": "who asks",
+    "user": "identifies the user",
+    "safety_identifier": "identifies the user",
     "metadata": "the client's own notes",
-    "store": "nothing is kept",
-    "service_tier": "there is one",
+    "store": "nothing is stored",
+    "service_tier": "there is only one tier",
     "request_id": "send X-Request-Id",
     "rid": "send X-Request-Id",
     "session_id": "which conversation it is",
@@ -210,10 +210,10 @@ UNUSED: Mapping[str, str] = {
     "bootstrap_port": "where it runs",
     "bootstrap_room": "where it runs",
     "parallel_tool_calls": "there are no tool calls",
-    "separate_reasoning": "reasoning is not told apart from the answer",
-    "stream_reasoning": "reasoning is not told apart from the answer",
-    "return_token_offsets": "only of other end points",
-    "return_mm_kwargs": "only of other end points",
+    "separate_reasoning": "reasoning is not separated from the answer",
+    "stream_reasoning": "reasoning is not separated from the answer",
+    "return_token_offsets": "only for other end points",
+    "return_mm_kwargs": "only for other end points",
 }
 """Known fields that change no answer, and their purpose or the reason why they are ignored."""
 

@@ -1,4 +1,4 @@
-"""What can never be served is refused when it comes."""
+"""Refuses a request on arrival if it can never be served."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def check_input(
 
     Args:
         given: the request.
-        vocab_size: tokens are below it.
+        vocab_size: token ids are below it.
         eos_token_ids: of the model.
         max_model_len: most tokens of a request, prompt and output.
         max_kv_tokens: tokens of one request that the whole KV cache holds.
 
     Raises:
-        RequestError: no token, or one that is no integer or outside the vocabulary, sampling parameters that leave no
-            token to begin with, or a prompt that leaves no room for an output.
+        RequestError: the prompt is empty, has a token that is not an int or outside the vocabulary, or leaves no room
+            for an output; or the sampling parameters forbid every first token.
         KVCacheExhausted: the prompt alone does not fit the KV cache.
     """
     name, tokens = given.request_id, given.token_ids

@@ -1,7 +1,7 @@
-"""Requests that begin alike are computed once: the others wait until the first has written what they share.
+"""Requests with a common prefix compute it once: the others wait until the first request has written it.
 
-The prefix cache only has what was written. Without this, prompts that come together, and the outputs of one prompt with
-`n` > 1, would all be computed in the same step. A request waits only for one that runs, so nothing waits for ever.
+The prefix cache only has pages that are written. Without this module, equal prompts that arrive together, such as those
+of `n` > 1, would all be computed in the same step. A request waits only for a running one, so no request waits forever.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from serving.scheduler.request import TrackedRequest
 
 __all__ = ["PrefixWaits"]
 
-_WORTH_WAITING = 32  # tokens, or a page where that is more: below, the step's delay costs more than it saves
+_WORTH_WAITING = 32  # least shared tokens (or one page, if larger): below, the delay of a step costs more than it saves
 
 
 class PrefixWaits:
-    """Who computes a prompt now, and who had better wait for it.
+    """The requests that compute prompts now, and those that wait for one of them.
 
     Args:
         block_size: tokens per page; only whole pages are shared.
@@ -25,7 +25,7 @@ class PrefixWaits:
         self._block_size = block_size
         self._worth = max(_WORTH_WAITING, block_size)
         self._writers: dict[str, tuple[TrackedRequest, int]] = {}
-        # Who waits for whom, to write how much: so that a long queue of them costs a step next to nothing.
+        # Waiting request -> (writer, its incarnation, tokens to be written): makes `still_waits` cheap.
         self._waits: dict[str, tuple[TrackedRequest, int, int]] = {}
 
     def start(self, request: TrackedRequest) -> None:
@@ -45,7 +45,7 @@ class PrefixWaits:
             del self._writers[request.name]
 
     def still_waits(self, request: TrackedRequest) -> bool:
-        """Whether what `should_wait` found lately still holds; cheap."""
+        """Whether the wait that `should_wait` found still holds; cheap."""
         entry = self._waits.get(request.name)
         if entry is None:
             return False
@@ -56,7 +56,7 @@ class PrefixWaits:
         return False
 
     def should_wait(self, request: TrackedRequest, num_cached: int) -> bool:
-        """Whether somebody is computing enough of what the prefix cache, with `num_cached` tokens, has not got yet."""
+        """Whether a running request computes enough of this prompt beyond its `num_cached` tokens in the cache."""
         tokens = request.token_ids
         stop = num_cached + self._worth
         if len(tokens) <= stop or request.params.prompt_logprobs is not None:

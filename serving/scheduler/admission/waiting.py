@@ -1,17 +1,16 @@
-"""Requests that wait, in the order in which the policy wants to admit them.
+"""The queue of waiting requests, in the policy's order of admission.
 
-Bodies take turns: requests of one `group` wait in their order, and of every group one is admitted before the next of
-any other is. Each request gets the number of its turn when it comes: one after its group's newest, but not before the
-turn that is next. So a request waits for one of every group that was there before it, however many these have, and a
-later group cannot hold it up for longer. Turns are counted for each priority, where the policy is `priority`.
+Groups take turns (a `group` is one HTTP body): each turn admits one request of every waiting group, in order within the
+group. A new request gets the turn after its group's newest one, but at least the next turn. So the first request of a
+group waits for at most one request of every earlier group, however many these have, and later groups do not delay it.
+With policy `priority`, each priority counts its own turns.
 
-A request that was retracted comes before all that never ran (of its priority). `lpm` sorts by what is in the prefix
-cache, then by turns. So that nobody waits for ever there, a request whose turn was long ago comes first; and only the
-head of a long queue is sorted, because every look-up costs.
+A retracted request goes before all requests (of its priority) that never ran. `lpm` sorts by the cached prefix, then by
+turn. Two limits there: a request whose turn is long past goes first, so that none waits forever; and only the head of a
+long queue is sorted, because each look-up costs time.
 
-A turn is a body's, whatever it has: where bodies of one request come as fast as requests are served, all of those that
-wait come between one request of a large body and the next, so that the large one hardly gets on until they are fewer.
-That is intended.
+Every group has one request per turn. If bodies of one request arrive as fast as requests are served, all of those
+waiting are admitted between two requests of a large body, which then progresses slowly. That is intended.
 
 Source: start-time fair queueing (Goyal, Vin, Cheng 1996) with requests as units.
 """
@@ -29,8 +28,8 @@ from serving.scheduler.request import TrackedRequest
 
 __all__ = ["WaitingQueue"]
 
-_MAX_SORTED = 128  # requests whose match is looked up, per step
-_MAX_OVERTAKEN = 256  # turns after a request's own
+_MAX_SORTED = 128  # `lpm`: requests sorted by their cached prefix, per step
+_MAX_OVERTAKEN = 256  # `lpm`: a request whose turn is further back than this goes first
 
 
 @dataclass
@@ -38,9 +37,9 @@ class _Turns:
     """Turns of one priority.
 
     Attributes:
-        current: the latest that was admitted.
-        newest: group -> the turn of its newest request, of groups that wait.
-        waiting: group -> requests of it that have not run yet.
+        current: the latest turn of an admitted request.
+        newest: waiting group -> the turn of its newest request.
+        waiting: group -> its requests that have not run yet.
     """
 
     current: int = 0
@@ -48,32 +47,32 @@ class _Turns:
     waiting: Counter[str] = field(default_factory=Counter)
 
     def next_for(self, group: str) -> int:
-        """The turn of one more request of a group."""
+        """The turn of a new request of a group."""
         turn = max(self.current, self.newest.get(group, 0)) + 1
         self.newest[group] = turn
         self.waiting[group] += 1
         return turn
 
     def leave(self, group: str) -> None:
-        """A request of a group waits no more."""
+        """A request of a group has left the queue."""
         self.waiting[group] -= 1
         if not self.waiting[group]:
             del self.waiting[group], self.newest[group]
 
 
 class WaitingQueue:
-    """See the module.
+    """The queue; the module's text describes its order.
 
     Args:
-        policy: who comes first.
-        num_cached: tokens of a request that the prefix cache has now.
+        policy: the order of admission.
+        num_cached: a function: how much of a request the prefix cache has now.
     """
 
     def __init__(self, policy: SchedulingPolicy, num_cached: Callable[[TrackedRequest], int]) -> None:
         self._policy = policy
         self._num_cached = num_cached
         self._requests: list[TrackedRequest] = []
-        self._turns: dict[int, _Turns] = {}  # of priorities that wait
+        self._turns: dict[int, _Turns] = {}  # by priority
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -82,13 +81,13 @@ class WaitingQueue:
         return iter(self._requests)
 
     def push(self, request: TrackedRequest) -> None:
-        """Add a new request, or one that was retracted, which keeps its turn."""
+        """Add a new request, or a retracted one, which keeps its turn."""
         if not request.retracted:
             request.turn = self._turns.setdefault(self._priority(request), _Turns()).next_for(request.group)
         insort(self._requests, request, key=self._key)
 
     def remove(self, request: TrackedRequest) -> None:
-        """Take one out that ended while it waited."""
+        """Remove a request that ended while it waited."""
         del self._requests[bisect_left(self._requests, self._key(request), key=self._key)]
         if not request.retracted:
             priority = self._priority(request)
@@ -97,14 +96,14 @@ class WaitingQueue:
                 del self._turns[priority]
 
     def admit(self, request: TrackedRequest) -> None:
-        """Take one out because it runs now."""
+        """Remove a request because it runs now."""
         if not request.retracted:
             turns = self._turns[self._priority(request)]
             turns.current = max(turns.current, request.turn)
         self.remove(request)
 
     def in_order(self) -> Iterator[TrackedRequest]:
-        """All of them, first to be admitted first. Each may be taken out before the next is asked for."""
+        """Iterate over all requests in the order of admission. The current one may be removed during the iteration."""
         if self._policy is not SchedulingPolicy.LPM:
             yield from self._from(0)
             return

@@ -40,7 +40,7 @@ def test_too_many_are_refused_before_anything_runs(path: str, asked: dict[str, A
     response = post(engine, f"/v1/{path}", asked)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
-    assert f"at most {MAX_LOGPROBS} are told. Ask for fewer" in error["message"]
+    assert f"at most {MAX_LOGPROBS} are returned. Ask for fewer" in error["message"]
     assert error["param"] == ("prompt_logprobs" if "prompt_logprobs" in asked else "logprobs")
     assert not engine.requests
 
