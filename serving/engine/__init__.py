@@ -1,15 +1,15 @@
-"""An engine: one data-parallel rank that schedules and runs steps; and the client that feeds all of them.
+"""Engines, each a data-parallel rank that schedules and runs steps; and the client that sends them requests.
 
-options        what an engine is made from; `speculation` where it is about drafts
-rank/          one process: the two loops over a scheduler and an executor, and what is made and traced for them
-wire/          what travels between client and engines, where they meet, and who is let in
+options        settings of an engine; `speculation` has those of draft tokens
+rank/          a rank's process: the two loops over a scheduler and an executor; start-up and tracing
+wire/          messages between client and engines, the rendezvous, and authentication
 launch, node   the processes of one machine; a machine without the client
-routing        which rank serves a request, and the way back
-vital_signs    who is silent for too long
-failures       which of many reports names the cause
-folder         where the sockets of one machine lie
-client         all of it, as the API sees it
-offline        all of it, or one rank in this process, as `LLM` sees it
+routing        which rank serves a request, and to which stream its outputs go
+vital_signs    finds ranks and nodes that are silent for too long
+failures       picks the report that names the cause of a failure
+folder         the folder of one machine's sockets
+client         the engines as the API uses them
+offline        the engines, or one rank in this process, as `LLM` uses them
 """
 
 from serving.engine.client import EngineClient, EngineInfo

@@ -1,11 +1,11 @@
-"""The API's side of the engines: starts them, sends requests, hands out what comes back.
+"""The API's side of the engines: starts them, sends requests, delivers their outputs.
 
     generate  ->  router picks a rank  ->  Add to it, Wake to the others that step with it
                                            (with tensor parallelism to their leaders, which tell their followers)
     receive loop  ->  Outputs          ->  router  ->  the request's stream  ->  generate yields
     sentinels, Failed, vital signs     ->  first cause  ->  every stream fails, the other engines are ended
 
-Everything runs on one asyncio loop and nothing in it blocks.
+Everything runs on one asyncio loop, and nothing blocks it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class EngineInfo:
         max_model_len: most tokens of a request, prompt and output.
         vocab_size: token ids are below it.
         num_ranks: data-parallel ranks.
-        memory: what each of their processes holds, as text, one line per process.
+        memory: memory held by each process, as text, one line per process.
     """
 
     max_model_len: int
@@ -91,9 +91,9 @@ class EngineClient:
     """The engines, as the API sees them. Made by `start`.
 
     Attributes:
-        options: what the engines were made from.
+        options: the engines' settings.
         info: what they serve.
-        dead: why nothing runs any more, or None.
+        dead: why the engines have failed; None while they run.
     """
 
     info: EngineInfo
@@ -129,11 +129,11 @@ class EngineClient:
 
         Args:
             options: of all engines; `node_rank` must be 0.
-            engine_main: what their processes run.
+            engine_main: the main function of their processes.
 
         Raises:
-            ConfigError, CheckpointError: a rank cannot be made from the options.
-            EngineDead: a rank did not start for another reason, or a node did not come.
+            ConfigError, CheckpointError: a rank cannot start with these options.
+            EngineDead: a rank did not start for another reason, or a node did not join.
         """
         client = cls(options)
         try:
@@ -174,7 +174,7 @@ class EngineClient:
         return f"{host}:{self._socket.bind_to_random_port(host)}"
 
     async def _check_nodes(self, secret: ClusterSecret | None) -> None:
-        """Look for the other nodes until all have come, each with this one's secret and settings."""
+        """Wait for the other nodes, and check that each has this node's secret and settings."""
         missing = set(range(1, self.options.nnodes))
         while missing:
             for node in sorted(missing):
@@ -220,11 +220,11 @@ class EngineClient:
     # -- requests -----------------------------------------------------------------------------------------------
 
     async def generate(self, request: RequestInput) -> AsyncGenerator[RequestOutput, None]:
-        """Serve a request; yields what comes, the last with a `finish_reason`. Closing the generator aborts it.
+        """Serve a request; yields its outputs, the last with a `finish_reason`. Closing the generator aborts it.
 
         Raises:
-            RequestError, KVCacheExhausted: it cannot be served.
-            EngineDead: an engine died; nothing runs any more.
+            RequestError, KVCacheExhausted: the request cannot be served.
+            EngineDead: an engine died, so all engines were ended.
         """
         self._check_alive()
         request_id = request.request_id
@@ -268,15 +268,15 @@ class EngineClient:
         return stream
 
     async def settle(self) -> None:
-        """Wait, while no request runs, until every rank has told its last statistics: those of one that has only
-        stepped along come late.
+        """Wait until every rank has sent its last statistics; call it when no request runs. A rank that had no request
+        in the last steps sends its statistics late.
 
         Raises:
             EngineDead: an engine died.
         """
         for dp_rank in range(self.options.data_parallel_size):
             self._router.aborted(dp_rank)
-            self._send(dp_rank, encode(Abort("")))  # of nothing; a rank without work answers with its statistics
+            self._send(dp_rank, encode(Abort("")))  # aborts nothing; a rank without work answers with its statistics
         while not self._router.all_received:
             self._check_alive()
             await asyncio.sleep(_SETTLE_S)
@@ -285,12 +285,12 @@ class EngineClient:
 
     @property
     def statistics(self) -> Mapping[int, EngineStatistics]:
-        """The last statistics of every rank, from zeros on."""
+        """The last statistics of every rank; zeros before the first."""
         return self._router.statistics
 
     @property
     def num_waiting(self) -> int:
-        """Requests that do not run yet, on all ranks, those under way to them included."""
+        """Requests that do not run yet, on all ranks, including those sent but not yet received."""
         return self._router.num_waiting
 
     @property
@@ -300,7 +300,7 @@ class EngineClient:
 
     @property
     def pids(self) -> Mapping[int, int | None]:
-        """Rank -> process id, of this node's processes."""
+        """Rank -> process id, for this node's processes."""
         return {} if self._engines is None else self._engines.pids
 
     async def wait_dead(self) -> EngineDead:
@@ -308,10 +308,10 @@ class EngineClient:
         return await asyncio.shield(self._died)
 
     async def start_profile(self) -> None:
-        """Let every rank record its steps.
+        """Make every rank record its steps.
 
         Raises:
-            EngineDead: an engine died; nothing runs any more.
+            EngineDead: an engine died, so all engines were ended.
         """
         self._check_alive()
         self._send_each(StartProfile())
@@ -320,13 +320,13 @@ class EngineClient:
         """Stop recording; every rank writes a Chrome trace.
 
         Args:
-            folder: where to, on the rank's own node; by default `options.profile_folder`, or else a new one.
+            folder: where each rank writes, on its own node; by default `options.profile_folder`, or a new folder.
 
         Returns:
             The files, in the order of the ranks.
 
         Raises:
-            UBatchError: no profile was started, or a file could not be written, or not in time.
+            UBatchError: no profile was started, or a file could not be written, or not within 120 s.
             EngineDead: an engine died meanwhile.
         """
         self._check_alive()
@@ -351,7 +351,7 @@ class EngineClient:
     # -- the wire -----------------------------------------------------------------------------------------------
 
     def _send(self, dp_rank: int, message: bytes) -> None:
-        """Send to the process that takes a data-parallel rank's messages."""
+        """Send to the leader process of a data-parallel rank."""
         self._post(self.options.leader(dp_rank), message)
 
     def _send_each(self, message: ToEngine, but: int | None = None) -> None:
@@ -361,19 +361,19 @@ class EngineClient:
                 self._send(dp_rank, encode(message))
 
     def _shut_down(self) -> None:
-        """Tell every process: one whose leader is dead would not hear of it otherwise."""
+        """Send `Shutdown` to every process, not only to leaders: a follower's leader may be dead."""
         for rank in self._ready:
             self._post(rank, encode(Shutdown()))
         self._send_posted()
 
     def _post(self, rank: int, message: bytes) -> None:
-        """Send in this turn of the loop, in order, and together: requests that come together start together."""
+        """Queue a message. All of one turn of the event loop are sent together, so their requests start together."""
         if not self._posted:
             self._loop.call_soon(self._send_posted)
         self._posted.setdefault(rank, []).append(message)
 
     def _send_posted(self) -> None:
-        """Where an engine is gone, its death is about to be noticed."""
+        """Send the queued messages. Errors are ignored: if an engine is gone, its death is noticed elsewhere."""
         posted, self._posted = self._posted, {}
         for rank, messages in posted.items():
             sent = asyncio.ensure_future(self._socket.send_multipart([rank_identity(rank), *messages]))
@@ -432,7 +432,7 @@ class EngineClient:
         self._cause.report(Failed(rank, "", "", engines.describe_exit(rank), "", echo=False))
 
     def _failed(self, failed: Failed) -> None:
-        """The cause is known: nothing runs any more. Fails everything that waits, and ends the other engines."""
+        """The cause of a failure is known: fail all waiting calls, and end the other engines."""
         name = self.options.describe_rank(failed.rank)
         if not self._all_ready.done():
             self._all_ready.set_exception(start_error(failed, name))

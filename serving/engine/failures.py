@@ -1,12 +1,12 @@
-"""When engines fail: which of the reports names the cause.
+"""Picks the report that names the cause when engines fail.
 
-One failure is seen many times. The rank that failed says so and exits; ranks that shared its step say that a peer
-failed, sometimes before; and every process's exit is noticed. So after the first report the others are waited for, a
-moment, and the best one counts:
+One failure causes many reports. The failed rank sends its error and exits; ranks that shared its step report a failed
+peer, sometimes earlier; and the exit of every process is noticed. So after the first report the client waits a moment
+for others, and uses the best one:
 
     1   a rank's own error
-    2   a process that ended without a word (one that did say something ends, too)
-    3   a rank that felt a peer fail
+    2   a process that ended without a report (a process that sent one ends, too)
+    3   a rank that reports a failed peer
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ubatch import ConfigError, UBatchError
 __all__ = ["FirstCause", "again", "dead_error", "start_error"]
 
 _GRACE_S = 0.5
-"""How long a process that has ended without a word may have one under way."""
+"""How long to wait for the report of a process that has ended, in seconds."""
 _ECHO_GRACE_S = 3.0
-"""How long after a rank that felt a peer fail the peer's own report may come."""
+"""How long to wait for the failed peer's own report after a rank reported a failed peer, in seconds."""
 
 
 class FirstCause:
-    """Collects reports, and decides once.
+    """Collects reports, and decides once which one names the cause.
 
     Args:
-        decided: called with the report that counts.
+        decided: called with that report.
     """
 
     def __init__(self, decided: Callable[[Failed], None]) -> None:
@@ -40,7 +40,7 @@ class FirstCause:
         self._over = False
 
     def report(self, failed: Failed) -> None:
-        """A rank failed, or felt another one fail, or its process ended without a word."""
+        """Take a report: a rank failed, a rank noticed a failed peer, or a process ended without a report."""
         known = self._reports.get(failed.rank)
         if self._over or (known is not None and _weight(failed) == _SILENT):
             return
@@ -53,7 +53,7 @@ class FirstCause:
             self._timer = asyncio.get_running_loop().call_at(until, self._decide)
 
     def close(self) -> None:
-        """Decide nothing any more."""
+        """Ignore all further reports."""
         self._over = True
         if self._timer is not None:
             self._timer.cancel()
@@ -73,11 +73,11 @@ def _weight(failed: Failed) -> int:
 
 
 def start_error(failed: Failed, name: str) -> UBatchError:
-    """What a failed start raises: the rank's own error where it is about the settings or the checkpoint.
+    """The error of a failed start: the rank's own error if it concerns the settings or the checkpoint.
 
     Args:
-        failed: the report that counts.
-        name: what to call the rank.
+        failed: the report of the cause.
+        name: the rank's name in the message.
     """
     error = make_error(failed.kind, failed.text)
     if isinstance(error, ConfigError) or (error is not None and failed.kind.startswith("Checkpoint")):
@@ -87,17 +87,22 @@ def start_error(failed: Failed, name: str) -> UBatchError:
 
 
 def dead_error(failed: Failed, name: str, what: str = "failed") -> EngineDead:
-    """One line that names the rank and the cause; its traceback is a note. Arguments as for `start_error`."""
+    """An error with one line that names the rank and the cause, and the rank's traceback as a note.
+
+    Args:
+        failed, name: as for `start_error`.
+        what: what the rank did, such as "failed".
+    """
     if not failed.traceback:
         return EngineDead(f"{name} {failed.text}.")
-    first_line = failed.text.partition("\n")[0]  # of a time-out, for one, the rest is every lane's stack
+    first_line = failed.text.partition("\n")[0]  # a time-out, for example, goes on with the stack of every lane
     error = EngineDead(f"{name} {what}: {failed.name}: {first_line}")
     error.add_note(f"on {name}:\n{failed.traceback}")
     return error
 
 
 def again(dead: EngineDead) -> EngineDead:
-    """The same error anew, for each that waits: one raised twice would carry both tracebacks."""
+    """A copy of the error, one for each waiting call: an error raised twice would have both tracebacks."""
     error = EngineDead(str(dead))
     for note in getattr(dead, "__notes__", ()):
         error.add_note(note)

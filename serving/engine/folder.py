@@ -1,7 +1,7 @@
-"""The folder of a server's sockets, among the temporary files: readable by this user only, and never left for good.
+"""The folder of a server's sockets, in the system's temporary folder: only this user can read it.
 
-A server that is killed cannot remove its own. So each holds a lock on its folder, which ends with the process, and the
-next server that starts removes folders whose lock is free.
+A killed server cannot remove its folder. So each server holds a lock on its folder, which ends with the process, and
+the next server that starts removes folders whose lock is free.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["SocketFolder"]
 _PREFIX = "ubatch-sockets-"
 _LOCK = "lock"
 _YOUNG_S = 10.0
-"""A folder without a lock may be one that is being made."""
+"""A folder without a lock that is younger than this may still be under construction."""
 
 
 class SocketFolder:
-    """A new folder; those of servers that are gone are removed first.
+    """A new folder. Folders of dead servers are removed first.
 
     Attributes:
-        path: where it is.
+        path: of the folder.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class SocketFolder:
         _open.add(self)
 
     def remove(self) -> None:
-        """Remove it, with all that is in it."""
+        """Remove the folder and its contents."""
         if self in _open:
             _open.remove(self)
             shutil.rmtree(self.path, ignore_errors=True)
@@ -45,7 +45,7 @@ class SocketFolder:
 
     @staticmethod
     def remove_all() -> None:
-        """Those of this process, which is about to end without cleaning up."""
+        """Remove all folders of this process, before it ends without other clean-up."""
         for folder in list(_open):
             folder.remove()
 
@@ -55,7 +55,7 @@ _open: set[SocketFolder] = set()
 
 def _remove_left() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # another user's, or another server removes it just now
+        with suppress(OSError):  # it belongs to another user, or another server removes it at the same time
             if time.time() - folder.stat().st_mtime > _YOUNG_S and _is_left(folder / _LOCK):
                 shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""The engine processes of one node: started, watched, ended."""
+"""Starts, watches and ends the engine processes of one node."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from serving.engine.options import EngineOptions
 __all__ = ["EngineMain", "LocalEngines"]
 
 EngineMain: TypeAlias = Callable[[EngineOptions, int, str, int], None]
-"""What a rank's process runs: `run_engine(options, rank, store host, store port)`. A function of a module."""
+"""Main function of a rank's process, called as `run_engine(options, rank, store host, store port)`. It must be a
+module-level function, so that it can be pickled."""
 
 
 class LocalEngines:
-    """One process for every rank of this node. Starts them; they end with this process at the latest.
+    """Starts one process for every rank of this node. They end with this process at the latest.
 
     Args:
-        options: of all of them.
+        options: of all engines.
         host, port: of the rendezvous store.
-        main: what they run.
+        main: main function of the processes.
 
     Attributes:
-        ranks: theirs.
+        ranks: the ranks of this node.
     """
 
     def __init__(self, options: EngineOptions, host: str, port: int, main: EngineMain) -> None:
@@ -52,7 +53,7 @@ class LocalEngines:
 
     @property
     def pids(self) -> dict[int, int | None]:
-        """Rank -> its process id."""
+        """Rank -> process id."""
         return {rank: process.pid for rank, process in self._processes.items()}
 
     def exit_status(self, rank: int) -> int | None:
@@ -69,7 +70,7 @@ class LocalEngines:
         return f"died with exit status {status}"
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until all have ended; False if some have not within the time."""
+        """Wait until all processes have ended; returns False if some still run after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         alive = [process.sentinel for process in self._processes.values() if process.is_alive()]
         while alive and (left := deadline - time.monotonic()) > 0:
@@ -78,7 +79,7 @@ class LocalEngines:
         return not alive
 
     def kill(self) -> None:
-        """End those that still run, and wait for them."""
+        """Kill the processes that still run, and wait for them."""
         atexit.unregister(self.kill)
         for process in self._processes.values():
             if process.pid is not None and process.is_alive():

@@ -1,4 +1,4 @@
-"""A machine without the client: it starts its ranks, and supervises them until they end."""
+"""A node other than node 0, without the client: it starts its ranks, and supervises them until they end."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ _logger = logging.getLogger(__name__)
 
 _ALIVE_EVERY_S = 2.0
 _GRACE_S = 10.0
-"""How long after the first rank has ended the others may take."""
+"""How long the other ranks may take to end after the first one has ended, in seconds."""
 
 
 def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) -> int:
-    """Run this node's ranks, where `options.node_rank` is above 0. Returns when they have ended.
+    """Run the ranks of a node with `options.node_rank` above 0. Returns when they have ended.
 
-    Node 0 tells the ranks when to end. Here the deaths are noticed that node 0 cannot see, and node 0's own.
+    Node 0 tells the ranks when to end. This function reports the deaths of its ranks to node 0, and notices when node 0
+    is gone.
 
     Returns:
-        The exit status: 0 if all ranks ended well, 128 and the signal after SIGINT or SIGTERM.
+        The exit status: 0 if all ranks ended well, 1 after a failure, 128 + the signal after SIGINT or SIGTERM.
 
     Raises:
-        ConfigError: this is node 0, which has the client; node 0 has another cluster secret or other settings; another
-            node has the same rank.
+        ConfigError: this is node 0, which has the client; or node 0 has another cluster secret or other settings; or
+            another node has the same rank.
         UBatchError: node 0 does not answer.
     """
     if options.node_rank == 0:
@@ -63,13 +64,13 @@ def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) ->
 
 
 class _Told:
-    """SIGINT and SIGTERM of a node. Until `listen`, and after the first, they end the process as the system does.
+    """Handles SIGINT and SIGTERM of a node. Before `listen`, and after the first signal, they end the process at once.
 
-    In a thread that is not the main one there are none.
+    In a thread other than the main one, signals are not handled.
 
     Attributes:
-        pipe: becomes readable with the first.
-        number: which that was.
+        pipe: a file descriptor that becomes readable at the first signal.
+        number: number of that signal; 0 before it.
     """
 
     def __init__(self) -> None:
@@ -89,7 +90,7 @@ class _Told:
         os.close(self._other_end)
 
     def listen(self) -> None:
-        """There is something to end in good order from now on."""
+        """Handle signals from now on: there are engines to end cleanly."""
         for number in self._numbers:
             signal.signal(number, self._came)
 
@@ -104,7 +105,7 @@ class _Told:
 
 
 class _Supervisor:
-    """Watches one node's engines until none is left."""
+    """Watches one node's engines until all have ended."""
 
     def __init__(self, node_rank: int, engines: LocalEngines, store: dist.Store, link: EngineLink, told: _Told) -> None:
         self._node_rank = node_rank
@@ -150,6 +151,6 @@ class _Supervisor:
         self._link.send(NodeAlive(self._node_rank))
         try:
             self._store.check(["client"])
-        except RuntimeError:  # of whichever kind: the connection is lost
+        except RuntimeError:  # every kind of it means that the connection is lost
             return False
         return True

@@ -1,4 +1,4 @@
-"""Requests in, outputs back, without a server: on one rank in this process, or on several in processes of their own."""
+"""Runs requests without a server: on one rank in this process, or on several ranks in processes of their own."""
 
 from __future__ import annotations
 
@@ -30,45 +30,45 @@ class OfflineEngine(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Of the model; token ids are below it."""
+        """The model's vocabulary size; token ids are below it."""
 
     def run(self, requests: Sequence[RequestInput], on_output: OnOutput) -> None:
-        """Serve all of them; returns when the last has ended. What still runs when an error comes is aborted.
+        """Serve all requests; returns when the last has ended. An error aborts the requests that still run.
 
         Raises:
-            RequestError, KVCacheExhausted: one of them cannot be served.
+            RequestError, KVCacheExhausted: a request cannot be served.
             EngineDead: a rank died.
         """
 
     def statistics(self) -> Mapping[int, EngineStatistics]:
-        """Of every rank, after the last `run`."""
+        """Rank -> its statistics after the last `run`."""
 
     @property
     def memory(self) -> str:
-        """What every process holds, a line for each."""
+        """Memory held by each process, as text, one line per process."""
 
     def start_profile(self) -> None:
-        """Record the steps from now on."""
+        """Start to record the steps."""
 
     def stop_profile(self, folder: Path) -> list[Path]:
-        """Stop recording; returns the file of each process. Raises UBatchError where there is none."""
+        """Stop recording; returns the trace file of each process. Raises UBatchError if one was not written."""
 
     def close(self) -> None:
-        """Let go of the model."""
+        """End the engines, and free the model."""
 
 
 def make_offline_engine(options: EngineOptions) -> OfflineEngine:
-    """One rank runs here, on all cores; several run in processes of their own.
+    """Make the engine: one rank runs in this process, on all cores; several run in processes of their own.
 
     Raises:
-        CheckpointError, ConfigError: the model cannot be loaded so.
+        CheckpointError, ConfigError: the model cannot be loaded with these options.
         EngineDead: a rank did not start.
     """
     return InProcessEngine(options) if options.world_size == 1 else RankEngines(options)
 
 
 class InProcessEngine:
-    """The model in this process."""
+    """Runs one rank in this process."""
 
     def __init__(self, options: EngineOptions) -> None:
         self._runner = make_runner(options)
@@ -131,7 +131,7 @@ class InProcessEngine:
 
 
 class RankEngines:
-    """Ranks in processes of their own, and a thread that talks to them."""
+    """Runs ranks in processes of their own, with an `EngineClient` in a thread."""
 
     def __init__(self, options: EngineOptions) -> None:
         self._loop = asyncio.new_event_loop()
@@ -192,7 +192,7 @@ class RankEngines:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run something on the loop. An interrupt here cancels it, and waits until it has cleaned up."""
+        """Run a coroutine on the event loop's thread. An interrupt here cancels it, and waits until it has ended."""
         result: Future[T] = Future()
         tasks: list[asyncio.Task[T]] = []
 

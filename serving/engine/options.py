@@ -1,4 +1,4 @@
-"""What an engine is made from, on every rank: values that were checked and resolved already. It can be pickled."""
+"""The settings of an engine, the same on every rank: values already checked and resolved. They can be pickled."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ class EngineOptions:
         model: folder of a Hugging Face checkpoint.
         load_format: `auto`, `safetensors`, or `dummy` for random weights.
         dbo: when and how to overlap; its group is set on the rank.
-        dbo_auto: find out at the start and while serving when steps overlap; see `model_runner.DboAuto`.
+        dbo_auto: measure at the start and while serving which steps should overlap; see `model_runner.DboAuto`.
         scheduler: how steps are filled.
-        speculation: who guesses tokens ahead, and how many; None for nobody.
-        data_parallel_size: ranks that requests are dealt out to, over all nodes.
-        tensor_parallel_size: processes of each of them, which share its attention and dense layers. They are
-            consecutive, rank = data-parallel rank * tensor_parallel_size + tensor-parallel rank, and on one node.
+        speculation: how draft tokens are proposed, and how many; None for no speculation.
+        data_parallel_size: data-parallel ranks over all nodes; each request runs on one of them.
+        tensor_parallel_size: processes per data-parallel rank, which share its attention and dense layers. They are on
+            one node and consecutive: rank = data-parallel rank * tensor_parallel_size + tensor-parallel rank.
         enable_expert_parallel: all processes share the experts, and step together.
         all2all_backend: how tokens reach their experts; None chooses, see `model_runner.parallel.transport`.
-        all2all_options: its options; those left out follow from the steps that there will be.
-        moe_backend: who computes the experts, `ModelRunner`'s `experts_backend`.
-        emulated_link: latency in microseconds and bandwidth in MB/s of a link to deliver over; None for none.
+        all2all_options: options of the all-to-all back end; the others are derived from the largest steps.
+        moe_backend: computes the experts: `experts_backend` of `ModelRunner`.
+        emulated_link: latency in microseconds and bandwidth in MB/s of an emulated link; None for none.
         attention_backend: see `ModelRunner`, also for the next three.
-        prefill_attention_backend: another one for prefills.
-        decode_attention_backend: another one for decodes.
+        prefill_attention_backend: for prefills, if different.
+        decode_attention_backend: for decodes, if different.
         cudagraph_mode: `auto`, `none` or `full`, as in `ModelRunner`.
-        cudagraph_capture_sizes: requests of the steps that are captured; None for the usual ones.
+        cudagraph_capture_sizes: numbers of requests of the captured steps; None for the default ones.
         kv_cache_dtype: `auto` or `fp8`.
         block_size: tokens per KV block.
         kv_cache_memory: bytes of the KV cache of a rank; None for the default.
         gpu_memory_utilization: share of a GPU's memory that a rank may use, weights included; None on a CPU.
-        dtype: `float32`, `bfloat16` or `float16`: what the model computes in.
+        dtype: `float32`, `bfloat16` or `float16`, of weights and activations.
         device: `cpu` or `cuda`.
-        overlap_schedule: schedule the next step beside the running one; None where the device runs by itself.
-        profile_folder: where profiles are written; None for a new folder among the temporary files.
-        log_level: of the rank's own log, as in `serving.logs`; None leaves logging as it is.
-        nnodes: machines.
-        node_rank: this one.
-        master_addr: where node 0 is reached by the others.
-        master_port: the port of the rendezvous; 0 picks one (one node only).
-        cluster_secret_file: what all nodes know and nobody else; each process reads it (`serving.engine.wire.secret`).
+        overlap_schedule: schedule the next step while the current one runs; None: on a GPU only.
+        profile_folder: where profiles are written; None for a new temporary folder.
+        log_level: of the rank's own log, as in `serving.logs`; None leaves logging unchanged.
+        nnodes: number of nodes (machines).
+        node_rank: rank of this node.
+        master_addr: address at which the other nodes reach node 0.
+        master_port: port of the rendezvous store; 0 picks a free one (one node only).
+        cluster_secret_file: file with the nodes' shared secret; each process reads it (`serving.engine.wire.secret`).
 
     Raises:
         ConfigError: at construction, for ranks and nodes that do not fit together.
@@ -121,7 +121,7 @@ class EngineOptions:
 
     @property
     def world_size(self) -> int:
-        """Processes in all: every tensor-parallel rank of every data-parallel rank."""
+        """Total number of processes: data-parallel size x tensor-parallel size."""
         return self.data_parallel_size * self.tensor_parallel_size
 
     def dp_rank(self, rank: int) -> int:
@@ -129,7 +129,7 @@ class EngineOptions:
         return rank // self.tensor_parallel_size
 
     def tp_rank(self, rank: int) -> int:
-        """A process's place in its data-parallel rank; 0 leads it."""
+        """A process's tensor-parallel rank; 0 is the leader."""
         return rank % self.tensor_parallel_size
 
     def leader(self, dp_rank: int) -> int:
@@ -144,7 +144,7 @@ class EngineOptions:
 
     @property
     def step_size(self) -> int:
-        """How many processes step together: all where they share experts, else those of a data-parallel rank."""
+        """How many processes step together: all if they share experts, otherwise those of a data-parallel rank."""
         return self.world_size if self.enable_expert_parallel else self.tensor_parallel_size
 
     @property
@@ -159,14 +159,14 @@ class EngineOptions:
 
     @property
     def speculates(self) -> bool:
-        """Whether tokens are guessed ahead."""
+        """Whether speculation is on."""
         return self.speculation is not None
 
     @property
     def overlaps_schedule(self) -> bool:
-        """Whether the overlapped loop runs: where it is asked for, by default on a GPU; never with speculation.
+        """Whether the overlapped loop runs: if requested, by default on a GPU; never with speculation.
 
-        A verify step's tokens decide what the next step drafts, so there is nothing to schedule ahead.
+        The next drafts depend on the tokens of a verify step, so the next step cannot be scheduled ahead.
         """
         wanted = self.device != "cpu" if self.overlap_schedule is None else self.overlap_schedule
         return wanted and not self.speculates

@@ -1,4 +1,4 @@
-"""Which rank gets a request, and how its outputs find their way back. No sockets, no processes."""
+"""Chooses the rank of each request, and delivers its outputs to the waiting caller. No sockets, no processes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ __all__ = ["RequestStream", "Router"]
 
 
 class RequestStream:
-    """One request's outputs, on their way to whoever waits for them.
+    """The outputs of one request, queued for the caller that waits for them.
 
     Attributes:
-        request_id: whose.
-        rank: who serves it.
-        number: it was the rank's message of that number; outputs from before belong to an older one of the same name.
-        outstanding: tokens that the rank has still to compute for it at most.
+        request_id: id of the request.
+        rank: data-parallel rank that serves it.
+        number: the request was message `number` to its rank. Outputs sent before the rank had handled that message
+            belong to an earlier request with the same id.
+        outstanding: most tokens that the rank still has to compute for it.
     """
 
     __slots__ = ("_error", "_outputs", "_prompt_left", "_waiter", "number", "outstanding", "rank", "request_id")
@@ -37,7 +38,7 @@ class RequestStream:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, output: RequestOutput) -> None:
-        """An output came."""
+        """Add an output."""
         if output.token_ids:
             self.outstanding -= self._prompt_left + len(output.token_ids)
             self._prompt_left = 0
@@ -45,15 +46,15 @@ class RequestStream:
         self._wake()
 
     def fail(self, error: Callable[[], UBatchError]) -> None:
-        """None will come any more; `get` raises what `error` makes."""
+        """No more outputs follow; `get` raises the error that `error()` returns."""
         self._error = error
         self._wake()
 
     async def get(self) -> RequestOutput:
-        """What has come since the last call, as one output; waits for the first.
+        """All outputs since the last call, merged into one; waits for the first.
 
         Raises:
-            UBatchError: as `fail` said, once everything before it was taken.
+            UBatchError: the error given to `fail`, once all earlier outputs were returned.
         """
         while not self._outputs:
             if self._error is not None:
@@ -84,14 +85,14 @@ class RequestStream:
 
 
 class Router:
-    """The requests of all ranks.
+    """Assigns requests to ranks, and keeps their streams.
 
     Args:
-        num_ranks: ranks to choose from.
-        max_num_seqs: requests that a rank runs at once.
+        num_ranks: data-parallel ranks.
+        max_num_seqs: most requests that a rank runs at once.
 
     Attributes:
-        statistics: the last of every rank.
+        statistics: rank -> its last statistics.
     """
 
     def __init__(self, num_ranks: int, max_num_seqs: int) -> None:
@@ -109,9 +110,9 @@ class Router:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that do not run yet, on all ranks: those that wait there, and those that a rank has not seen.
+        """Requests that do not run yet, on all ranks: those that wait there, and those not yet received by a rank.
 
-        What a rank has not seen counts only as far as it would have to wait.
+        The latter count only if they exceed the rank's free places, so that they would wait.
         """
         unseen = [0] * len(self._sent)
         for stream in self._streams.values():
@@ -132,11 +133,11 @@ class Router:
         return request_id in self._streams
 
     def outstanding_tokens(self, rank: int) -> int:
-        """Tokens that a rank has still to compute at most."""
+        """Most tokens that a rank still has to compute."""
         return self._outstanding[rank]
 
     def add(self, request: RequestInput) -> RequestStream:
-        """Give a request to the rank with the least outstanding tokens; of several, to the one that had the fewest."""
+        """Assign a request to the rank with the fewest outstanding tokens; of several, to that with fewest messages."""
         rank = min(range(len(self._sent)), key=lambda each: (self._outstanding[each], self._sent[each]))
         self._sent[rank] += 1
         stream = RequestStream(request, rank, self._sent[rank])
@@ -145,18 +146,18 @@ class Router:
         return stream
 
     def drop(self, request_id: str) -> RequestStream | None:
-        """Forget a request that ended here or there; None if there is none."""
+        """Remove a request that ended, and return its stream; None if there is no such request."""
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             self._outstanding[stream.rank] -= stream.outstanding
         return stream
 
     def aborted(self, rank: int) -> None:
-        """An abort was sent to a rank."""
+        """Count an abort that was sent to a rank."""
         self._sent[rank] += 1
 
     def deliver(self, message: Outputs) -> None:
-        """Outputs came from a rank: pass them on. Requests that have ended are forgotten."""
+        """Deliver the outputs of a rank to their streams. Requests that have ended are removed."""
         self.statistics[message.rank] = message.statistics
         self._received[message.rank] = message.received
         for output in message.outputs:
@@ -170,12 +171,12 @@ class Router:
                 self.drop(output.request_id)
 
     def refuse(self, request_id: str, error: Callable[[], UBatchError]) -> None:
-        """A rank cannot serve a request."""
+        """Fail a request that its rank cannot serve."""
         stream = self.drop(request_id)
         if stream is not None:
             stream.fail(error)
 
     def fail_all(self, error: Callable[[], UBatchError]) -> None:
-        """Nothing comes any more, for any request."""
+        """Fail all requests."""
         for request_id in list(self._streams):
             self.refuse(request_id, error)

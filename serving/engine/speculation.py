@@ -1,11 +1,11 @@
-"""Speculation as it is asked for, and the proposer that does it: for engines, `ubatch generate` and benchmarks.
+"""Settings of speculation, and its proposers: for engines, `ubatch generate` and benchmarks.
 
-    ngram         what followed the last tokens when they occurred before; costs nothing
-    eagle         a trained head that goes on from the model's own hidden states
-    mtp           the same idea, where the checkpoint has a multi-token-prediction layer (DeepSeek)
+    ngram         the tokens that followed an earlier occurrence of the last tokens; costs nothing
+    eagle         a trained head that continues from the model's own hidden states
+    mtp           the same idea, with the checkpoint's multi-token-prediction layer (DeepSeek)
     draft_model   a small model with the same tokenizer
 
-A *step* of a draft network guesses one token of a chain, or one level of a tree of drafts (`topk` above 1).
+A *step* of a draft network proposes one token of a chain, or one level of a tree of drafts (`topk` above 1).
 
 Names are SGLang's, except that `num_draft_tokens` counts drafts: there the last known token is one of them.
 """
@@ -27,7 +27,7 @@ __all__ = ["Algorithm", "SpeculationConfig", "make_proposer", "make_scheduler", 
 
 
 class Algorithm(StrEnum):
-    """Who guesses."""
+    """How drafts are proposed."""
 
     NGRAM = "ngram"
     EAGLE = "eagle"
@@ -42,17 +42,17 @@ class Algorithm(StrEnum):
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Who guesses tokens, how many, and which are accepted.
+    """How drafts are proposed, how many, and which are accepted.
 
     Attributes:
-        algorithm: who guesses.
+        algorithm: how drafts are proposed.
         num_draft_tokens: drafts of a request in a verify step.
-        num_steps: of the draft network; as many as drafts where these are a chain. Not used by `ngram`.
-        topk: guesses that each step goes on from; above 1 drafts are a tree.
-        draft_model_path: folder of the draft network's checkpoint, where it has one.
-        acceptance: which drafts are right.
+        num_steps: steps of the draft network; for a chain, as many as drafts. Not used by `ngram`.
+        topk: candidates that each step continues from; above 1 the drafts are a tree.
+        draft_model_path: folder of the draft network's checkpoint, if it has one of its own.
+        acceptance: which drafts are accepted.
         ngram_max: longest run of last tokens that `ngram` looks up.
-        ngram_min: shortest one.
+        ngram_min: shortest run of last tokens that `ngram` looks up.
 
     Raises:
         ConfigError: at construction, for values that do not fit together.
@@ -81,12 +81,12 @@ class SpeculationConfig:
 
     @property
     def makes_trees(self) -> bool:
-        """Whether drafts are trees, which attention needs a mask for."""
+        """Whether drafts are trees, which need an attention mask."""
         return self.topk > 1
 
 
 def runner_options(config: SpeculationConfig | None) -> dict[str, Any]:
-    """What `ModelRunner` is told: how drafts are accepted, how many a step verifies, whether in trees, who drafts."""
+    """Arguments of `ModelRunner` for speculation: acceptance, drafts per step, trees or chains, the draft network."""
     if config is None:
         return {}
     draft = None
@@ -103,11 +103,11 @@ def runner_options(config: SpeculationConfig | None) -> dict[str, Any]:
 
 
 def make_proposer(config: SpeculationConfig, runner: ModelRunner) -> Proposer:
-    """The proposer for a runner, told from now on what the runner's steps give, if it needs that.
+    """The proposer for a runner. A draft network is also set as the runner's observer, which sees each step's results.
 
     Args:
-        config: how to speculate.
-        runner: made for that, see `runner_options`.
+        config: settings of speculation.
+        runner: a runner made with `runner_options(config)`.
 
     Raises:
         ConfigError: the runner was made without this draft network.
@@ -125,12 +125,12 @@ def make_proposer(config: SpeculationConfig, runner: ModelRunner) -> Proposer:
 
 
 def make_scheduler(scheduler: SchedulerConfig, config: SpeculationConfig | None, runner: ModelRunner) -> Scheduler:
-    """The scheduler over a runner's KV cache, and who guesses tokens for it.
+    """Make the scheduler over a runner's KV cache, with its proposer.
 
     Args:
-        scheduler: how steps are filled; what it says of drafts is not looked at.
-        config: how to speculate; None for not at all.
-        runner: made for that.
+        scheduler: how steps are filled; with speculation, its settings of drafts are replaced by those of `config`.
+        config: settings of speculation; None for none.
+        runner: a runner made with `runner_options(config)`.
 
     Raises:
         ConfigError, CheckpointError: see `make_proposer`; or the KV cache is too small for the scheduler's steps.

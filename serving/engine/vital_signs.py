@@ -1,10 +1,9 @@
-"""Which ranks and nodes still give signs of life: beats from the loops of the ranks, `NodeAlive` from nodes.
+"""Finds ranks and nodes that are silent for too long: ranks send heartbeats (`Alive`), nodes send `NodeAlive`.
 
-    rank    from `begin` on, when all are ready: `--timeout-s`, and what it, or one that it steps with, has announced
-    node    five minutes to come, then a few seconds between two signs
+    rank    checked from `begin` on: `--timeout-s` plus the silence announced by it or by a rank that steps with it
+    node    five minutes to join, then 15 s between two messages
 
-Time counts by how long this process has looked: while it stood still itself (it was stopped, or its machine slept),
-nobody was silent.
+Only the time in which this process was running counts, not the time while it was stopped or its machine slept.
 """
 
 from __future__ import annotations
@@ -27,36 +26,36 @@ _LOOKS_PER_TIMEOUT = 10
 
 @dataclass
 class _Pulse:
-    """Of a rank: when it was last heard, and what it announced then."""
+    """A rank's last heartbeat: when it arrived, and the silence that it announced, in seconds."""
 
     heard: float
     silence_s: float = 0.0
 
 
 class VitalSigns:
-    """Hears them, and looks who is missing.
+    """Records the heartbeats, and reports ranks and nodes that are silent for too long.
 
     Args:
         options: of all engines.
-        report: called with who has given none for too long; again at every look.
+        report: called with the silent rank or node; again at every check.
     """
 
     def __init__(self, options: EngineOptions, report: Callable[[Failed], None]) -> None:
         self._options, self._report = options, report
         self._timeout_s = options.dbo.timeout_s
-        self._now = 0.0  # seconds looked so far
+        self._now = 0.0  # seconds that this process has watched
         self._nodes = dict.fromkeys(range(1, options.nnodes), _NODE_JOINS_S)
         self._pulses = {rank: _Pulse(0.0) for rank in range(options.world_size)}
         self._begun = False
 
     def begin(self) -> None:
-        """All ranks are ready: from now on they beat."""
+        """All ranks are ready: check their heartbeats from now on."""
         self._begun = True
         for pulse in self._pulses.values():
             pulse.heard = self._now
 
     def heard(self, alive: Alive) -> None:
-        """A rank beat. If it takes back what it had announced, those that waited for it have all their time again."""
+        """Record a heartbeat. If an announced silence ends, the time-outs of ranks that step together start again."""
         before = self._pulses[alive.rank].silence_s
         self._pulses[alive.rank] = _Pulse(self._now, alive.silence_s)
         if alive.silence_s < before:
@@ -64,11 +63,11 @@ class VitalSigns:
                 self._pulses[rank].heard = self._now
 
     def heard_node(self, node_rank: int) -> None:
-        """A node is there."""
+        """Record a `NodeAlive` message."""
         self._nodes[node_rank] = self._now + _NODE_SILENT_S
 
     async def watch(self) -> None:
-        """Look out, until cancelled."""
+        """Check regularly, until cancelled."""
         every_s = min(_LOOK_S, self._timeout_s / _LOOKS_PER_TIMEOUT)
         last = time.monotonic()
         while True:
@@ -86,13 +85,14 @@ class VitalSigns:
         if not self._begun:
             return
         silent = [rank for rank, pulse in self._pulses.items() if self._now - pulse.heard > self._patience_s(rank)]
-        if silent:  # where the others wait for it on a device, they went silent after it
+        if silent:  # ranks that wait for a hung one on a device also go silent, but later: report the first
             first = min(silent, key=lambda rank: self._pulses[rank].heard)
             what = f"hangs: it has given no sign of life for {self._timeout_s:g} s (timeout_s)"
             self._report(Failed(first, "", "", what, "", echo=False))
 
     def _patience_s(self, rank: int) -> float:
-        """What a rank announces, those that step with it wait for, perhaps on a device, where they cannot beat."""
+        """Seconds that a rank may be silent. Includes silence announced by ranks that step with it: it may wait for
+        them on a device, where it cannot send heartbeats."""
         return self._timeout_s + max(self._pulses[each].silence_s for each in self._together(rank))
 
     def _together(self, rank: int) -> range:

@@ -243,11 +243,7 @@ class Scheduler:
     # -- decodes ------------------------------------------------------------------------------------------------
 
     def _reserve_decodes(self) -> tuple[list[TrackedRequest], bool]:
-        """Reserve a block for the last token of each decoding request, retracting some if blocks are too few.
-
-        Returns:
-            The requests that decode, and whether blocks were too few for all.
-        """
+        """Reserve a block per decode, retracting if blocks are short; returns (decodes, whether blocks were short)."""
         ready = [request for request in self._running.values() if request.decodes]
         size = self._kv.block_size
         # Each of these lacks a block for its last token only.

@@ -1,9 +1,9 @@
-"""Bad words as tokens: what `SamplingParams.bad_token_sequences` is made of.
+"""Tokenizes bad words for `SamplingParams.bad_token_sequences`.
 
-A word is forbidden as it begins a text and as it follows a space: both spellings are tokenized, as vLLM does it. It
-comes out spelled with other tokens nevertheless, where the vocabulary has several ways to write it.
+A word is forbidden at the start of a text and after a space: both spellings are tokenized, as in vLLM. The model can
+still write the word with other tokens, if the vocabulary has several ways to spell it.
 
-A spelling that ends in another one is left out: that one's last token does not come anyway.
+A spelling that ends in another one is left out: the shorter one already forbids its last token.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _Sequences = tuple[tuple[int, ...], ...]
 
 
 def check_bad_words(words: Sequence[str]) -> None:
-    """Refuse words that cannot work, or that are too many or too long.
+    """Check the words' number, types and lengths.
 
     Raises:
-        RequestError: there is one.
+        RequestError: there are too many words, or one is empty, too long or not valid text.
     """
     if len(words) > MAX_BAD_WORDS:
         raise _wrong(f"bad_words has {len(words)} words; at most {MAX_BAD_WORDS} are taken.")
@@ -47,16 +47,16 @@ def check_bad_words(words: Sequence[str]) -> None:
 
 
 def bad_token_sequences(tokenizer: PreTrainedTokenizerBase, words: Sequence[str], vocab_size: int) -> _Sequences:
-    """The tokens of each word without and with a space before it, but for those that end in others of them.
+    """The token sequences of each word, without and with a space before it. Those that end in another one are left out.
 
     Args:
         tokenizer: of the model.
-        words: to be forbidden.
-        vocab_size: of the model; its tokens are below it.
+        words: the words to forbid.
+        vocab_size: of the model; token ids are below it.
 
     Raises:
-        RequestError: a word cannot work, has no tokens or one that the model does not have; or the words are too many
-            or too long, or have more than `MAX_BAD_TOKENS` tokens in all.
+        RequestError: see `check_bad_words`; or a word has no tokens or one outside the vocabulary, or the words have
+            more than `MAX_BAD_TOKENS` tokens in total.
     """
     check_bad_words(words)
     found: dict[tuple[int, ...], None] = {}
@@ -80,8 +80,8 @@ def bad_token_sequences(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]
 
 
 def _needed(sequences: Iterable[tuple[int, ...]]) -> _Sequences:
-    """Those that do not end in another one. Sorted by their tokens from the last to the first, what ends in one comes
-    right behind it."""
+    """The sequences that do not end in another one. Sorted by reversed tokens, those that do follow the one they end
+    in."""
     kept: list[tuple[int, ...]] = []
     for each in sorted({sequence[::-1] for sequence in sequences}):
         if not kept or each[: len(kept[-1])] != kept[-1]:

@@ -1,9 +1,9 @@
-"""From token ids to text as they come, and the stop strings in it.
+"""Decodes token ids into text while they are generated, and finds stop strings in it.
 
-Text that was given out is never taken back. So a character whose last bytes are still to come is held back, and so is
-whatever may be the begin of a stop string. All of it together is `tokenizer.decode(token_ids)`, cut at the stop string,
-with one exception: where a tokenizer spells rare characters with byte tokens (`<0xE4>`), `decode` replaces *every* byte
-of a run in which one is invalid; here only the invalid ones are replaced, for the others have been given out already.
+Text that was returned is final. So an incomplete character is held back, and so is the end of the text if it may be the
+beginning of a stop string. All pieces together are `tokenizer.decode(token_ids)`, cut at the stop string, with one
+exception: if a tokenizer spells rare characters with byte tokens (`<0xE4>`), `decode` replaces *every* byte of a run
+with an invalid byte; here only the invalid bytes are replaced, because the others were returned already.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Detokenizer", "TextStream", "Vocabulary", "check_chat_template", "check_tokenizer", "load_tokenizer"]
 
-CONTEXT = 4  # tokens before one that its text may depend on: whether it is the first, what it is joined to
+CONTEXT = 4  # previous tokens that a token's text may depend on: whether it is the first, what it is joined to
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-# What decodes one token after the other, given those before. Others work on the whole text (CTC drops repetitions).
+# Decoders that work token by token, given the tokens before. Others need the whole text (CTC drops repetitions).
 STREAMABLE = {"BPEDecoder", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
 
 
 def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer, with its chat template.
 
-    Code of a checkpoint is never run: where it has a class of its own (`auto_map`), `tokenizer.json` is the tokenizer.
+    Code of a checkpoint is never run: if it has a tokenizer class of its own (`auto_map`), `tokenizer.json` is used.
 
     Raises:
-        ConfigError: the folder has none, or one whose text cannot be streamed.
+        ConfigError: the folder has no tokenizer, or one whose text cannot be streamed.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # two seconds
 
@@ -54,7 +54,7 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
     kind = PreTrainedTokenizerFast if own_class else AutoTokenizer
     try:
         tokenizer = kind.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever the files make it raise
+    except Exception as error:  # broken files raise errors of many kinds
         raise ConfigError(
             f"{model} has no tokenizer that transformers can load ({error}). Put the model's tokenizer.json and "
             f"tokenizer_config.json there."
@@ -66,7 +66,7 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
 
 
 def check_tokenizer(model: Path) -> None:
-    """What `load_tokenizer` would refuse, as far as the files show it: soon, and before any weights travel.
+    """Find early, from the files alone, most faults that `load_tokenizer` would report; run before weights are loaded.
 
     Raises:
         ConfigError: the folder has no tokenizer, or a broken or empty one.
@@ -82,22 +82,22 @@ def _has_own_class(model: Path) -> bool:
     try:
         config = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False  # none, or one that transformers complains of
+        return False  # no such file, or a broken one, which transformers reports
     return isinstance(config, dict) and bool(config.get("auto_map"))
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, model: Path) -> None:
-    """Try the chat template, where there is one, on one message. That it refuses this message is no fault of it.
+    """Try the chat template, if there is one, on one message. A template may refuse that message; this is no fault.
 
     Raises:
-        ConfigError: it is broken.
+        ConfigError: the template is broken.
     """
     if not tokenizer.chat_template:
         return
     message = {"role": "user", "content": "Hello"}
     try:
         tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # whatever it does
+    except Exception as error:  # a template can raise errors of any kind
         if type(error) is TemplateError:  # its own raise_exception; what jinja2 raises is a subclass
             return
         line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
@@ -106,10 +106,10 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, model: Path) -> None
 
 
 class Vocabulary:
-    """What single tokens stand for. One per tokenizer: `Vocabulary.of(tokenizer)`.
+    """The bytes or text of single tokens. One per tokenizer: `Vocabulary.of(tokenizer)`.
 
     Attributes:
-        all_bytes: every token is bytes, and what it gives does not depend on the tokens before.
+        all_bytes: every token is a sequence of bytes, independent of the tokens before.
 
     Raises:
         ConfigError: the tokenizer is not a `tokenizers` one, or decodes in a way that cannot be streamed.
@@ -135,7 +135,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
-        """The tokenizer's, made once."""
+        """The tokenizer's vocabulary, made once."""
         known = cls._known.get(tokenizer)
         if known is None:
             known = cls._known[tokenizer] = cls(tokenizer)
@@ -143,22 +143,22 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """Tokens without the added ones."""
+        """Number of tokens, without added tokens."""
         return int(self._backend.get_vocab_size(with_added_tokens=False))
 
     @cached_property
     def longest(self) -> int:
-        """Characters of the longest token, or more: bytes, where the vocabulary is of bytes."""
+        """Upper bound of a token's characters: the longest entry's length, in bytes if the vocabulary has bytes."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def is_special(self, token: int) -> bool:
-        """Whether the tokenizer marks it as special (end of text, begin of a turn)."""
+        """Whether the tokenizer marks the token as special (end of text, begin of a turn)."""
         return token in self._special
 
     def raw(self, token: int) -> bytes | None:
-        """The token's bytes where it is bytes, maybe only a part of a character; None where it is text.
+        """The bytes of a byte token, perhaps only part of a character; None for a text token.
 
-        A token that the tokenizer does not know (models have spare rows) is no bytes.
+        An unknown token (models have spare embedding rows) gives b"".
         """
         try:
             return self._bytes[token]
@@ -166,12 +166,12 @@ class Vocabulary:
             return self._bytes.setdefault(token, self._find_bytes(self._backend.id_to_token(token)))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of known tokens, special ones too."""
+        """The text of known tokens, special tokens included."""
         text: str = self._backend.decode(tokens, skip_special_tokens=False)
         return text
 
     def piece(self, token: int) -> bytes:
-        """What the token adds to a text in UTF-8, a leading space too; part of a character where it is only that."""
+        """The UTF-8 bytes that the token adds to a text, a leading space included; perhaps only part of a character."""
         known = self._pieces.get(token)
         if known is None:
             known = self.raw(token)
@@ -200,11 +200,11 @@ def _byte_level_characters() -> dict[int, str]:
 
 
 class Detokenizer:
-    """Text of one sequence, token by token; constant work per token.
+    """Decodes one sequence token by token, with constant work per token.
 
     Args:
-        vocabulary: of its tokenizer.
-        skip_special_tokens: special tokens give no text.
+        vocabulary: of the tokenizer.
+        skip_special_tokens: special tokens add no text.
     """
 
     def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool = True) -> None:
@@ -231,29 +231,29 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """What an incomplete character at the end decodes to."""
+        """The text of an incomplete character at the end: U+FFFD, or nothing if there is none."""
         return self._utf8.decode(b"", final=True)
 
 
 class TextStream:
     """Text of one output, piece by piece, up to its stop string.
 
-    The stop string that is complete first counts, whichever tokens it lies across; of two that are complete at the
-    same character, the longer one.
+    The stop string that is complete first ends the text, even if it spans several tokens; of two that are complete at
+    the same character, the longer one.
 
     Args:
         tokenizer: the model's.
         stop: strings that end the text.
         include_stop_str_in_output: the stop string, or the text of the stop token, is part of the text.
-        skip_special_tokens: special tokens give no text.
-        min_tokens: stop strings that are complete within so many tokens do not count.
+        skip_special_tokens: special tokens add no text.
+        min_tokens: stop strings that are complete within the first `min_tokens` tokens are ignored.
 
     Raises:
-        RequestError: a stop string cannot work, or they are too many or too long.
+        RequestError: see `check_stop_strings`.
 
     Attributes:
-        text: all that was given out.
-        stopped: the stop string that was found; None while none was.
+        text: all text returned so far.
+        stopped: the stop string that was found; None before.
         num_tokens: tokens taken, up to and with the one that completed the stop string.
     """
 
@@ -274,10 +274,10 @@ class TextStream:
         self._matcher = StopMatcher(stop)
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
-        self._held = ""  # the end of the text, which may be the beginning of a stop string: not given out
+        self._held = ""  # the end of the text, held back because it may be the beginning of a stop string
 
     def push(self, token_ids: Sequence[int], *, finished: bool = False) -> str:
-        """Take the next tokens; returns the text that has become certain. With `finished` that is all of it."""
+        """Take the next tokens; returns the new text that is final. With `finished`, nothing is held back."""
         parts: list[str] = []
         for token in token_ids:
             if self.stopped is not None:
@@ -294,7 +294,7 @@ class TextStream:
         return text
 
     def take(self, output: RequestOutput) -> str:
-        """Take what an engine put out. The text of a stop token does not count, unless stop strings are included."""
+        """Take an engine's output. The stop token adds no text, unless `include_stop_str_in_output` is set."""
         tokens, finished = output.token_ids, output.finish_reason is not None
         if output.stop_token is None or self._include_stop:
             return self.push(tokens, finished=finished)
@@ -303,7 +303,7 @@ class TextStream:
         return text
 
     def _search(self, new: str) -> str:
-        """Look for stop strings that end in `new`; returns what of the text up to there is certain."""
+        """Look for stop strings that end in `new`; returns the text that is final."""
         match = self._matcher.feed(new, counts=self.num_tokens > self._min_tokens)
         text = self._held + new
         if match is not None:

@@ -1,8 +1,8 @@
-"""Stop strings, found in a text while it comes.
+"""Finds stop strings in a text while it is generated.
 
-Knuth, Morris and Pratt's search: for each stop string one number is kept, how many characters at the end of the text
-are its beginning. So the memory is linear in the strings, the work linear in the text, and the largest of these
-numbers is what of the text may still become a stop string.
+Uses the search of Knuth, Morris and Pratt: for each stop string, one number says how many characters at the end of the
+text match its beginning. So memory is linear in the strings, and work is linear in the text. The largest of these
+numbers is the length of text to hold back, because it may still become a stop string.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ MAX_STOP_CHARACTERS = 1000
 
 
 def check_stop_strings(stop: Sequence[str]) -> None:
-    """Refuse stop strings that cannot work, or that are too many or too long.
+    """Check the stop strings' number, types and lengths.
 
     Raises:
-        RequestError: there is one.
+        RequestError: there are too many, or one is empty, too long or not a string.
     """
     if len(stop) > MAX_STOP_STRINGS:
         raise RequestError(f"stop has {len(stop)} strings; at most {MAX_STOP_STRINGS} are taken.")
@@ -37,7 +37,7 @@ def check_stop_strings(stop: Sequence[str]) -> None:
 
 
 class StopMatcher:
-    """Finds the stop string that is complete first in one text; of two complete at the same character, the longer one.
+    """Finds the first complete stop string in one text; of two complete at the same character, the longer one.
 
     Args:
         stop: the strings; none of them empty.
@@ -53,14 +53,15 @@ class StopMatcher:
         return max(self._matched, default=0)
 
     def feed(self, new: str, *, counts: bool = True) -> tuple[int, str] | None:
-        """Go on by some characters.
+        """Search the next piece of the text.
 
         Args:
-            new: the text after what was fed before.
-            counts: a stop string that is complete in it ends the text; otherwise it is passed over.
+            new: the piece.
+            counts: report stop strings that are complete in this piece; otherwise ignore them.
 
         Returns:
-            (characters of `new` up to its end, stop string) of the first that is complete; nothing may be fed after it.
+            (end of the stop string in `new`, stop string) of the first complete one, after which nothing may be fed;
+            None if there is none.
         """
         found: tuple[int, str] | None = None
         for place in range(len(self._stop)):
@@ -71,7 +72,7 @@ class StopMatcher:
         return found
 
     def _advance(self, place: int, new: str, counts: bool) -> int | None:
-        """Where in `new` one stop string is complete for the first time, if it counts."""
+        """The end in `new` of the first match of one stop string; None if there is none or `counts` is False."""
         (stop, borders), matched = self._stop[place], self._matched[place]
         if not matched and stop[0] not in new:
             return None
@@ -87,9 +88,9 @@ class StopMatcher:
         return None
 
 
-@lru_cache(maxsize=4 * MAX_STOP_STRINGS)  # the outputs of a request have the same
+@lru_cache(maxsize=4 * MAX_STOP_STRINGS)  # all outputs of a request have the same stop strings
 def _borders(stop: str) -> array[int]:
-    """For each beginning of a string: the length of its longest proper beginning that is also its end."""
+    """For each prefix of a string: the length of its longest proper prefix that is also a suffix (KMP's table)."""
     borders = array("I", [0])
     border = 0
     for character in stop[1:]:

@@ -1,4 +1,4 @@
-"""The tokenizer that a checkpoint's folder holds, looked at without `transformers`, which takes seconds to import."""
+"""Reads a checkpoint's tokenizer files without `transformers`, which takes seconds to import."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["TOKENIZER", "find_vocabulary", "no_vocabulary", "read_tokenizer"]
 
 TOKENIZER = "tokenizer.json"
 _SLOW = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")
-"""Vocabularies that `transformers` makes a `tokenizer.json` of."""
+"""Files of slow tokenizers, which `transformers` converts."""
 
 
 def find_vocabulary(model: Path) -> Path:
-    """The file that a checkpoint's tokenizer is made from. Without one, `transformers` invents an empty tokenizer.
+    """The vocabulary file of a checkpoint's tokenizer. Without one, `transformers` would make an empty tokenizer.
 
     Raises:
-        ConfigError: the folder has none.
+        ConfigError: the folder has no vocabulary file.
     """
     for pattern in (TOKENIZER, *_SLOW):
         for file in sorted(model.glob(pattern)):
@@ -34,16 +34,16 @@ def find_vocabulary(model: Path) -> Path:
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
-    """A `tokenizer.json`.
+    """Read a `tokenizer.json`.
 
     Raises:
-        ConfigError: it cannot be read, is broken, or has no vocabulary.
+        ConfigError: the file cannot be read, is broken, or has no vocabulary.
     """
     from tokenizers import Tokenizer
 
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # the library raises no narrower type
         raise ConfigError(
             f"{file} is not a tokenizer that can be read ({error}). Put the model's own {TOKENIZER} there."
         ) from error
@@ -53,7 +53,7 @@ def read_tokenizer(file: Path) -> Tokenizer:
 
 
 def no_vocabulary(where: Path) -> ConfigError:
-    """What is said of a tokenizer that would turn every text into nothing."""
+    """The error for a tokenizer with an empty vocabulary, which would turn every text into no tokens."""
     return ConfigError(
         f"{where}: its vocabulary is empty, or has only added tokens, so that text would give no tokens. Put the "
         f"model's own {TOKENIZER} there."

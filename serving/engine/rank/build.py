@@ -1,4 +1,4 @@
-"""From `EngineOptions` to a runner and the loop that drives it: the same for a rank's process and for offline use."""
+"""Makes a runner and its loop from `EngineOptions`, for a rank's process and for offline use."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def make_runner(
 
     Args:
         options: of the engine.
-        group: the ranks that share the experts; None for one alone.
-        device_index: which GPU, where `options.device` is `cuda`.
-        num_kv_blocks: size of the KV cache, whatever the options say of its memory.
+        group: the ranks that step together; None for a single rank.
+        device_index: which GPU, if `options.device` is `cuda`.
+        num_kv_blocks: size of the KV cache; overrides the options' memory settings.
 
     Raises:
         CheckpointError, ConfigError: see `ModelRunner`.
@@ -69,10 +69,10 @@ def make_runner(
 
 
 def make_core(options: EngineOptions, runner: ModelRunner) -> EngineCore:
-    """The scheduler over the runner's KV cache, who guesses tokens for it, and the loop.
+    """Make the scheduler over the runner's KV cache, with its proposer, and the loop.
 
     Raises:
-        ConfigError, CheckpointError: the draft network cannot go with the model; see `make_scheduler`.
+        ConfigError, CheckpointError: the draft network does not fit the model; see `make_scheduler`.
     """
     if options.speculates and options.overlap_schedule:
         log_event(_logger, "plain loop", reason="speculation needs a step's tokens before it can draft the next")
@@ -80,21 +80,20 @@ def make_core(options: EngineOptions, runner: ModelRunner) -> EngineCore:
         runner,
         make_scheduler(options.scheduler, options.speculation, runner),
         overlap_schedule=options.overlaps_schedule,
-        measure_overlap=not runner.streams.asynchronous,  # on a GPU, times of the host say nothing of it
+        measure_overlap=not runner.streams.asynchronous,  # on a GPU, host times do not show the overlap
         decided=runner.step_settings.reasons,
     )
 
 
 def warm_up(options: EngineOptions, runner: ModelRunner) -> None:
-    """Capture graphs; then prompts and decode steps, so that what is made at the first use is made. Then, with
-    `dbo_auto`, measure the arms that it chooses from, see `serving.tuning.auto`.
+    """Capture CUDA graphs, then run prompts and decode steps, so that buffers and kernels are made before the first
+    request. Then, with `dbo_auto`, measure the arms that it chooses from, see `serving.tuning.auto`.
 
-    On a CPU one short prompt will do. On a GPU kernels are tuned for every power of two of tokens, some seconds each
-    where the cache of `ubatch.kernels.autotune` does not know them: better here than in the step of a request. All
-    ranks must call it.
+    On a CPU one short prompt is enough. On a GPU, kernels are tuned for every power of two of tokens, some seconds each
+    if they are not in the cache of `ubatch.kernels.autotune`. All ranks must call it.
 
     Raises:
-        CaptureFailed: see there.
+        CaptureFailed: see `ModelRunner.capture_graphs`.
     """
     first = runner.group is None or runner.group.rank == 0
     capture_graphs(runner, show=first)
@@ -113,9 +112,9 @@ def warm_up(options: EngineOptions, runner: ModelRunner) -> None:
 
 
 def warm_up_lengths(options: EngineOptions) -> list[int]:
-    """Prompts of `warm_up`, the longest first: a failure for want of memory comes at once then.
+    """Lengths of the prompts of `warm_up`, the longest first, so that a lack of memory shows at once.
 
-    As many on every rank, whatever memory it has: each is a step that all of them take together.
+    Every rank has the same number, whatever its memory: all ranks run each step together.
     """
     lengths = [_WARM_UP_TOKENS]
     if options.device == "cuda":

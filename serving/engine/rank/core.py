@@ -1,4 +1,4 @@
-"""An engine's loop: schedule, launch, sample, process; plain, or with the next step scheduled beside the running one.
+"""An engine's loop: schedule, launch, sample, process; plain, or with the next step scheduled while one runs.
 
     plain        schedule N | launch N | sample N | wait, process N | schedule N+1 | ...
 
@@ -7,9 +7,8 @@
 
 In the overlapped loop step N+1 is launched before the host knows the tokens of step N: the device takes them from its
 own memory (the runner's FutureMap). Sampling that depends on those tokens on the host (penalties, `min_tokens`, bad
-sequences) waits until step N is processed; the forward of step N+1 runs meanwhile. A request that turns out to have
-ended at step N is in step N+1 once too often, and what that gives is dropped. `model_runner.step.streams` says what
-runs on which stream.
+sequences) waits until step N is processed; the forward of step N+1 runs meanwhile. A request that ended in step N is
+still in step N+1; its result there is dropped. `model_runner.step.streams` says what runs on which stream.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from ubatch import ForwardMode, Trace, UBatchError
 __all__ = ["EngineCore", "Executor", "LaunchedStep", "StepScheduler", "forward_mode"]
 
 _EMPTY_STEPS = 1000
-"""So many steps with nothing to run, though requests wait and nothing is in flight, are a fault and not a pause."""
+"""This many steps in a row without tokens, though requests wait and no step is in flight, are a scheduler's fault."""
 
 
 class LaunchedStep(Protocol):
     """A step that the device works on (`model_runner.PendingStep` is one)."""
 
     def sample(self) -> None:
-        """Sample its tokens; called once."""
+        """Sample the step's tokens; called once."""
 
     def result(self) -> StepOutput:
-        """Wait for them."""
+        """Wait for the step; returns its tokens."""
 
 
 class Executor(Protocol):
@@ -48,7 +47,7 @@ class Executor(Protocol):
         """Start the forward of a step."""
 
     def restart_clock(self) -> None:
-        """The time since the last step was started is not that of a step."""
+        """Start the step timer again: the time since the last launch was idle time, not a step's."""
 
 
 class StepScheduler(Protocol):
@@ -76,14 +75,14 @@ class _InFlight:
 
 
 class EngineCore:
-    """A scheduler and an executor, and the loop that joins them.
+    """The loop over a scheduler and an executor.
 
     Args:
         executor: runs the steps.
-        scheduler: fills them.
-        overlap_schedule: which of the two loops.
+        scheduler: fills the steps.
+        overlap_schedule: run the overlapped loop instead of the plain one.
         measure_overlap: trace some steps for the statistics; see `StepTracer`.
-        decided: tells what `--dbo-auto` has decided, by kind of step.
+        decided: returns the decisions of `--dbo-auto`: kind of step -> text.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class EngineCore:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def add(self, request: RequestInput) -> None:
-        """Take a request in.
+        """Add a request.
 
         Raises:
             RequestError, KVCacheExhausted: it can never be served.
@@ -119,25 +118,25 @@ class EngineCore:
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request, and free what it holds; False if there is none. No output follows."""
+        """End a request and free its KV; it gets no more outputs. Returns False if there is no such request."""
         return self.scheduler.abort(request_id)
 
     @property
     def has_work(self) -> bool:
-        """Whether this rank has requests, or a step whose outputs are still to come."""
+        """Whether this rank has requests, or a step in flight."""
         return self._in_flight is not None or self.scheduler.has_work
 
     @property
     def idle(self) -> bool:
-        """Whether the last turn's step had no token on any rank: the same on all. This one may have work since."""
+        """Whether the last step had no token on any rank; the same on all ranks. A request may have arrived since."""
         return self._all_idle
 
     # -- the loops ----------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """One turn of the loop; returns the outputs that came in it. With several ranks all must call it.
+        """Run one turn of the loop; returns its outputs. With several ranks all must call it.
 
-        A step without tokens is launched, too: the other ranks may have some.
+        A step without tokens is launched, too, because other ranks may have tokens.
 
         Raises:
             PeerFailed, TransferTimeout, GroupBroken, UBatchTimeout: the step did not end; see `ModelRunner.launch`.
@@ -166,7 +165,7 @@ class EngineCore:
         if current.step.delay_sampling:
             current.launched.sample()
 
-        # An empty step has nothing to overlap with. So all ranks know at once that all are idle.
+        # Process an empty step at once: it has nothing to overlap with, and all ranks learn now whether all are idle.
         if current.step.shares:
             self._in_flight = current
         else:
@@ -174,7 +173,7 @@ class EngineCore:
         return outputs
 
     def drain(self) -> list[RequestOutput]:
-        """Finish the step in flight, and start none. With several ranks all must call it."""
+        """Finish the step in flight without starting another. With several ranks all must call it."""
         previous, self._in_flight = self._in_flight, None
         return self._process(previous) if previous is not None else []
 
@@ -214,7 +213,7 @@ class EngineCore:
     # -- what is seen -------------------------------------------------------------------------------------------
 
     def statistics(self) -> EngineStatistics:
-        """The state, and the totals so far."""
+        """The current state and the totals."""
         totals = vars(self.tracer.total)
         return replace(
             self.scheduler.statistics(),
@@ -226,7 +225,7 @@ class EngineCore:
 
 
 def forward_mode(step: ScheduledStep) -> ForwardMode:
-    """What a step is, before it is launched: decode, prefill, mixed, verify or idle."""
+    """The kind of a step before its launch: decode, prefill, mixed, verify or idle."""
     if step.verify:
         return ForwardMode.TARGET_VERIFY
     decodes = [share.num_tokens == 1 and share.request.num_computed_tokens > 0 for share in step.shares]

@@ -1,4 +1,4 @@
-"""Capturing a runner's steps at the start: a progress bar with the memory each graph took, and a line in the log."""
+"""Captures a runner's CUDA graphs at the start, with a progress bar of each graph's memory and a line in the log."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _MIB = 2**20
 
 
 def capture_graphs(runner: ModelRunner, *, show: bool = True) -> list[CapturedGraph]:
-    """Capture what the runner is set up to capture; nothing where it runs eagerly. All ranks of a group must call it.
+    """Capture the runner's graphs; none if it runs eagerly. All ranks of a group must call it.
 
     Args:
-        runner: not captured yet.
-        show: a progress bar, where standard error is a terminal.
+        runner: a runner without captured graphs.
+        show: show a progress bar if standard error is a terminal.
 
     Raises:
-        CaptureFailed: see there.
+        CaptureFailed: see `ModelRunner.capture_graphs`.
     """
     total = len(runner.graph_shapes)
     if not total:

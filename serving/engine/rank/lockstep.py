@@ -1,20 +1,20 @@
-"""Tensor-parallel ranks in lock-step: what their leader takes in, and when, its followers take in too.
+"""Tensor-parallel ranks in lock-step: followers handle the same messages as their leader, before the same step.
 
-    leader      what came from the client | draw seeds | Turn to every follower | handle it, step, send what came out
-    follower    wait for the Turn                                               | handle it, step, send nothing
+    leader      receive from the client | draw seeds | send a Turn to every follower | handle it, step, send outputs
+    follower    wait for the Turn                                                    | handle it, step, send nothing
 
 Every process of a tensor-parallel group runs a scheduler of its own over a KV cache for its share of the heads, and all
-must plan the same steps. A scheduler depends on the order of its calls only, and on the tokens of its steps, which are
-the same on all of them. So it is enough that all get the same calls in the same order: before every step the leader
-sends a turn, an empty one too, and while it pauses one for whatever reaches it. Nothing that a follower does depends on
-a clock or on when a message arrives. A request without a seed gets one here: drawn twice, it would be two.
+must plan the same steps. A scheduler depends only on the order of its calls and on the tokens of its steps, which are
+the same on all processes. So all must get the same calls in the same order: the leader sends a turn before every step,
+even an empty one, and during a pause one for every batch of messages. Nothing that a follower does depends on a clock
+or on when a message arrives. The leader gives a seed to requests without one, so that all processes have the same seed.
 
-Each turn carries a checksum of what the leader's steps have given so far. A follower whose own is another one stops the
-engine: ranks that disagree on the tokens would go on computing nonsense together. (The runner compares what is
-scheduled at every step; but in the overlapped loop that is before the host knows the last tokens.)
+Each turn carries a checksum of the outputs of the leader's steps so far. A follower with another checksum stops the
+engine: ranks that disagree on the tokens would compute garbage. (The runner compares what is scheduled at every step;
+but in the overlapped loop that is before the host knows the last tokens.)
 
-A follower tells the client that it is ready, lives, has failed, or has written a profile; of requests it says nothing.
-From the client it hears only `Shutdown`, which matters where its leader is gone.
+A follower sends the client `Ready`, `Alive`, `Failed` and `ProfileWritten`, and nothing about requests. From the client
+it receives only `Shutdown`, for the case that its leader is dead.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = ["FollowerLink", "LeaderLink", "Link", "OutOfStep", "join_turns"]
 
 _LINGER_MS = 2000
 _LOOK_OUT_S = 1.0
-"""How often a follower that waits for its leader's turn looks for a `Shutdown`, and whether its parent lives."""
+"""How often a follower that waits for a turn checks for `Shutdown`, and that its parent lives, in seconds."""
 
 
 class OutOfStep(UBatchError):
@@ -63,30 +63,30 @@ class OutOfStep(UBatchError):
 
 
 class Link(Protocol):
-    """What carries messages (`EngineLink` is one)."""
+    """A connection that carries messages (`EngineLink` is one)."""
 
     def send(self, message: FromEngine) -> None:
-        """Send a message; does not wait."""
+        """Send a message without waiting."""
 
     def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
-        """The messages that have come; waits up to `wait_s` for the first. 0 is before a step, more is a pause."""
+        """The received messages; waits up to `wait_s` for the first. Callers give 0 before a step, more in a pause."""
 
     def close(self) -> None:
-        """Send what is queued, and disconnect."""
+        """Send queued messages, and disconnect."""
 
 
 def join_turns(
     link: Link, address: str, options: EngineOptions, rank: int, said: JobStore, look_out: Callable[[], None]
 ) -> Link:
-    """What a rank takes its messages from: its own link if it is alone, else the leader's or a follower's end.
+    """The link from which a rank gets its messages: `link` without tensor parallelism, else a leader's or follower's.
 
     Args:
         link: to the client.
         address: of the client.
         options: of all engines.
-        rank: this process's.
-        said: where followers say where they listen.
-        look_out: raises if nobody needs this rank any more; called now and then while it waits for its leader.
+        rank: of this process.
+        said: the run's store, in which followers post their addresses.
+        look_out: called now and then while a follower waits for its leader; raises if the parent process is gone.
     """
     if options.tensor_parallel_size == 1:
         return link
@@ -101,14 +101,14 @@ def join_turns(
 
 
 def _listen_on(client_address: str, rank: int) -> str:
-    """Beside the client's socket if that is a file, which ends with the client's folder; else a port of this host."""
+    """Address for a follower: a file in the folder of the client's socket, if that is a file; else a local TCP port."""
     if client_address.startswith("ipc://"):
         return f"{client_address.rpartition('/')[0]}/turns-{rank}"
     return "tcp://127.0.0.1:*"
 
 
 class LeaderLink:
-    """The client's messages, handed on to the followers before they are handled here.
+    """Receives the client's messages, and forwards them to the followers before this process handles them.
 
     Args:
         link: to the client.
@@ -130,7 +130,7 @@ class LeaderLink:
         self._link.send(message)
 
     def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
-        """See `Link`. The followers get the same; a pause in which nothing comes is nothing to tell."""
+        """See `Link`. Followers get the same messages; during a pause an empty batch is not sent."""
         messages = [_with_seed(message) for message in self._link.receive(wait_s)]
         if messages or not wait_s:
             turn = encode(Turn(self._number, self._told.checksum, messages))
@@ -146,17 +146,17 @@ class LeaderLink:
 
 
 class FollowerLink:
-    """The leader's turns.
+    """Receives the leader's turns.
 
     Args:
         link: to the client.
         listen_on: a zmq address; a port may be `*`.
-        names: what errors call this rank, and its leader.
+        names: names of this rank and of its leader in errors.
         timeout_s: most seconds between two turns while steps run.
         look_out: see `join_turns`.
 
     Attributes:
-        address: where the leader reaches it.
+        address: where the leader connects.
     """
 
     def __init__(
@@ -179,18 +179,18 @@ class FollowerLink:
         self._number = 0
 
     def send(self, message: FromEngine) -> None:
-        """See `Link`. What is about requests is the leader's to say."""
+        """See `Link`. Messages about requests are dropped: the leader sends them."""
         self._told.note(message)
         if isinstance(message, Ready | Alive | Failed | ProfileWritten):
             self._link.send(message)
 
     def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
-        """The next turn; before a step it is waited for, and in a pause up to `wait_s`.
+        """The messages of the next turn. With `wait_s` 0 (before a step) waits until it arrives, else up to `wait_s`.
 
         Raises:
-            OutOfStep: this rank's steps gave something else than the leader's.
-            TransferTimeout: the leader hands on nothing any more.
-            Others: see `join_turns`, `look_out`.
+            OutOfStep: this rank's steps gave other outputs than the leader's.
+            TransferTimeout: the leader sent no turn for `timeout_s`.
+            Others: raised by `look_out`, see `join_turns`.
         """
         patience = Patience(self._timeout_s)
         while not self._socket.poll(int((wait_s or _LOOK_OUT_S) * 1000)):
@@ -227,13 +227,13 @@ class FollowerLink:
 
 
 class _Told:
-    """A checksum of what steps gave: the same on ranks that gave the same, in the same order."""
+    """A checksum of a rank's outputs: the same on ranks with the same outputs in the same order."""
 
     def __init__(self) -> None:
         self.checksum = 0
 
     def note(self, message: FromEngine) -> None:
-        """Count a message in, if it is about requests."""
+        """Add a message to the checksum, if it is about requests."""
         if isinstance(message, Outputs):
             for each in message.outputs:
                 self._add(f"{each.request_id} {list(each.token_ids)} {each.finish_reason}")
@@ -245,7 +245,7 @@ class _Told:
 
 
 def _with_seed(message: ToEngine) -> ToEngine:
-    """The message; a request that is sampled and brings no seed gets one."""
+    """The message, with a seed added to a sampled request without one."""
     if not isinstance(message, Add) or message.request.params.greedy or message.request.params.seed is not None:
         return message
     request: RequestInput = message.request

@@ -1,19 +1,19 @@
-"""A rank's process: it reads one socket, steps, and sends what came out.
+"""A rank's process: it reads messages from one socket, runs steps, and sends their outputs.
 
-    loop      take in what has come, and beat | step | send outputs and statistics
-    pause     block on the socket until there is work; wake up now and then to beat
+    loop      handle received messages, send a heartbeat | step | send outputs and statistics
+    pause     block on the socket until there is work; wake up now and then to send a heartbeat
 
-With tensor parallelism only the leader of a group takes in what the client sends, and hands it on (`lockstep`).
+With tensor parallelism only the leader of a group receives the client's messages; it forwards them (`lockstep`).
 
-A rank alone pauses when it has no work. Ranks that share experts step together as long as any of them has work, the
-others with no tokens, and pause together. The vote of a step tells all of them at the same step that all are idle; but
-a request may be on its way to one of them, and one rank must not step while the others sleep. So every request has a
-number, its *epoch*, which comes to its rank with the request and to the others as `Wake`. On an all-idle step the ranks
-compare the epochs that they have seen, in one more small all-reduce. Only if all have seen the same, and none has work,
-they pause. Whoever sent them the next epoch sends it to all of them, so all come back.
+A single rank pauses when it has no work. Ranks that share experts step together as long as any of them has work (the
+others without tokens), and pause together. The vote of a step tells all ranks at the same step that all are idle. But a
+request may be on its way to one of them, and one rank must not step while the others sleep. So every request has a
+number, its *epoch*. Its rank gets the epoch with the request, the others get it in `Wake`. After an all-idle step the
+ranks compare their last epochs in one small all-reduce. They pause only if all epochs are equal and no rank has work.
+The client sends the next epoch to all ranks, so all wake up.
 
-What ends it: `Shutdown`, an error, or the end of the process that started it. Ctrl-C and SIGTERM do not: they often
-reach every process of a group, while the one that started the engines still drains them.
+The process ends after `Shutdown`, after an error, or when the process that started it has ended. It ignores Ctrl-C and
+SIGTERM: they often reach every process of a group while the process that started the engines still drains them.
 """
 
 from __future__ import annotations
@@ -74,21 +74,21 @@ __all__ = ["Engine", "Orphaned", "run_engine"]
 _logger = logging.getLogger(__name__)
 
 _LOOK_OUT_S = 1.0
-"""How often a rank that pauses looks whether its parent lives, and beats; more often where the time-out is short."""
+"""How often a pausing rank checks its parent and sends a heartbeat, in seconds; more often if the time-out is short."""
 _BEATS_PER_TIMEOUT = 4
 _REPORT_S = 0.2
-"""How often a rank whose steps give no output reports its statistics."""
+"""How often a rank whose steps give no output sends its statistics, in seconds."""
 
 
 def run_engine(options: EngineOptions, rank: int, store_host: str, store_port: int) -> None:
-    """What the process of a rank runs. It exits with status 0 after `Shutdown`, with 1 after an error."""
+    """Main function of a rank's process. It exits with status 0 after `Shutdown`, with 1 after an error."""
     started_by = multiprocessing.parent_process()
     parent = os.getppid() if started_by is None else started_by.pid
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if options.log_level is not None:
         configure_logging(options.log_level, f"rank {rank}")
-    _check_parent(parent)  # without it the store does not answer, and connecting to it would be tried for minutes
+    _check_parent(parent)  # if it is gone, so is the store, and connecting would be tried for minutes
     store = connect_store(store_host, store_port)
     run = join_run(store, options)
     client = EngineLink(run.address, f"rank-{rank}", run.curve)
@@ -103,13 +103,13 @@ def run_engine(options: EngineOptions, rank: int, store_host: str, store_port: i
             timeout_s = options.dbo.timeout_s
             Engine(ready, core, runner.group, link, parent, options.dp_rank(rank), timeout_s).serve()
     except BaseException as error:
-        stop_hearts()  # a lane that goes on must not send beside this thread
-        ending = client.shutdown_comes()  # the others may have left before this rank had read it
+        stop_hearts()  # a lane that still runs must not send heartbeats while this thread sends
+        ending = client.shutdown_comes()  # other ranks may have ended on `Shutdown` before this rank read it
         if not ending:
             _report_failure(client, rank, error)
         client.close()
         sys.stderr.flush()
-        os._exit(0 if ending else 1)  # not through the destructors of process groups, which wait for what is stuck
+        os._exit(0 if ending else 1)  # skips the destructors of process groups, which would wait for stuck operations
     link.close()
 
 
@@ -124,7 +124,7 @@ def _check_parent(parent: int | None) -> None:
 
 @contextmanager
 def _loaded(options: EngineOptions, rank: int, run: Run) -> Iterator[tuple[ModelRunner, EngineCore]]:
-    """Join the other ranks, load the model, warm it up and make its loop, while peers wait; undone at the end."""
+    """Join the other ranks, load the model, warm it up and make its loop; all is released at the end."""
     local_rank = rank - options.local_ranks.start
     if options.device == "cuda":
         _choose_gpu(local_rank, options.local_size)
@@ -132,7 +132,7 @@ def _loaded(options: EngineOptions, rank: int, run: Run) -> Iterator[tuple[Model
     elif options.local_size > 1:
         pin_rank(local_rank, options.local_size)
     collective = options.step_size > 1
-    tqdm.set_lock(threading.RLock())  # its own one is a semaphore of the system, which a killed process leaves behind
+    tqdm.set_lock(threading.RLock())  # its default lock is a system semaphore, which a killed process leaves behind
     with (
         tqdm(total=3, desc="engine", unit="stage", disable=None if rank == 0 else True, leave=False) as bar,
         ExitStack() as starting,
@@ -171,22 +171,22 @@ def _report_failure(link: EngineLink, rank: int, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
     echo = isinstance(error, PeerFailed | GroupBroken | TransferTimeout)
     if _logger.hasHandlers():
-        told = isinstance(error, ConfigError | CheckpointError | Orphaned)  # the message says all; the place is no use
+        told = isinstance(error, ConfigError | CheckpointError | Orphaned)  # the message is enough: no traceback
         _logger.error("engine failed\n%s" if not told else "engine failed: %s", error if told else text)
     link.send(Failed(rank, error_kind(error), type(error).__name__, str(error), text, echo))
 
 
 class Engine:
-    """One rank at work.
+    """Serves the requests of one rank.
 
     Args:
-        ready: what it tells the client first.
-        core: its loop; steps are collective where there is a group.
-        group: the ranks that step together; None for one alone.
+        ready: the first message to the client.
+        core: the loop; its steps are collective if there is a group.
+        group: the ranks that step together; None for a single rank.
         link: to the client.
-        parent: the process that started it, which it outlives by a step at most, or by the look-out interval.
-        dp_rank: whose requests it serves; its own number by default.
-        timeout_s: after so many seconds without a beat the client takes it for hung.
+        parent: id of the process that started it; if that ends, this one ends within a step or a second.
+        dp_rank: the data-parallel rank whose requests it serves; its own rank by default.
+        timeout_s: seconds without a heartbeat after which the client considers the rank hung.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Engine:
                 self._pause()
 
     def _all_may_pause(self, group: CommGroup) -> bool:
-        """After a step in which all ranks were idle: whether nothing is on its way to any of them."""
+        """After an all-idle step: whether all ranks have seen the same epoch and none has work."""
         connection = group.usable_connection()
         facts = torch.tensor([self._epoch, -self._epoch, int(self.core.has_work)])
         work = dist.all_reduce(facts, dist.ReduceOp.MAX, group=connection.vote_pg, async_op=True)
@@ -238,7 +238,7 @@ class Engine:
         return highest == -lowest and not busy
 
     def _pause(self) -> None:
-        """Wait, without using the CPU, for the next request of this rank or of another one that it steps with."""
+        """Wait, without using the CPU, for the next request of this rank or of one that steps with it."""
         self.core.scheduler.check(idle=True)
         self._report((), at_once=True)
         epoch = self._epoch
@@ -248,7 +248,7 @@ class Engine:
     # -- messages -----------------------------------------------------------------------------------------------
 
     def _take_in(self, wait_s: float) -> bool:
-        """Handle what has come; wait so long for the first message. False after `Shutdown`."""
+        """Handle received messages; wait up to `wait_s` for the first. Returns False after `Shutdown`."""
         _check_parent(self._parent)
         self._heart.beat()
         received = self._received
@@ -290,7 +290,7 @@ class Engine:
                 self._shutdown = True
 
     def _report(self, outputs: Sequence[RequestOutput], *, at_once: bool = False) -> None:
-        """Send outputs, with statistics; without outputs only when asked to, or now and then."""
+        """Send outputs and statistics. Without outputs: only with `at_once`, after a new message, or every 0.2 s."""
         received, at = self._reported
         now = time.monotonic()
         if not (outputs or at_once or received != self._received or now - at > _REPORT_S):

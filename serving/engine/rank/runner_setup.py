@@ -1,4 +1,4 @@
-"""What `ubatch generate` and the engines have in common about a `ModelRunner`: its link, and what it holds in words."""
+"""Helpers for a `ModelRunner`, shared by `ubatch generate` and the engines: checks, its link, and descriptions."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _logger = logging.getLogger(__name__)
 
 
 def count_gpus() -> int:
-    """CUDA devices that torch can use here."""
+    """Number of CUDA devices that torch can use here."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def backend_faults(backend: str | None, flag: str) -> Iterator[str]:
-    """Why several ranks that share experts cannot use a transport.
+    """Why several ranks that share experts cannot use an all-to-all back end.
 
     Args:
         backend: its name.
-        flag: how the user wrote it.
+        flag: the flag's name, for the message.
     """
     if backend == "local":
         yield f"{flag} local exchanges nothing, but the ranks share experts. Use torch_dist."
@@ -51,11 +51,11 @@ def backend_faults(backend: str | None, flag: str) -> Iterator[str]:
 
 
 def choose_dtype(device: str, stored: str) -> tuple[str, str]:
-    """What `--dtype auto` stands for, and why.
+    """The dtype that `--dtype auto` chooses, and the reason.
 
     Args:
         device: `cpu` or `cuda`.
-        stored: what the checkpoint says it is stored as.
+        stored: the dtype in the checkpoint's config.
     """
     if device == "cpu":
         return "float32", "fastest and exact on a CPU"
@@ -64,7 +64,7 @@ def choose_dtype(device: str, stored: str) -> tuple[str, str]:
 
 
 def make_link(emulated_link: tuple[float, float] | None) -> EmulatedLink | None:
-    """The link of `--emulated-link`: latency in microseconds and bandwidth in MB/s; None for none."""
+    """The link of `--emulated-link`, from latency in microseconds and bandwidth in MB/s; None for none."""
     if emulated_link is None:
         return None
     latency_us, megabytes_per_s = emulated_link
@@ -72,10 +72,10 @@ def make_link(emulated_link: tuple[float, float] | None) -> EmulatedLink | None:
 
 
 def read_config(model: Path) -> tuple[ModelConfig, str]:
-    """A checkpoint's settings, and the dtype that it says it is stored as; without its weights.
+    """Read a checkpoint's settings and the dtype in its config, without its weights.
 
     Raises:
-        CheckpointError: there is none, or no model for it; see `model_runner.errors`.
+        CheckpointError: there is no checkpoint, or its model is not supported; see `model_runner.errors`.
     """
     with closing(Checkpoint(model)) as checkpoint:
         kind = model_class(checkpoint.architecture, checkpoint.config)
@@ -84,13 +84,13 @@ def read_config(model: Path) -> tuple[ModelConfig, str]:
 
 
 def tensor_parallel_faults(model: ModelConfig, size: int, flag: str, *, expert_parallel: bool) -> Iterator[str]:
-    """Why a model cannot be shared by so many tensor-parallel processes.
+    """Why a model cannot be split over `size` tensor-parallel processes.
 
     Args:
         model: its checkpoint's settings.
-        size: of a tensor-parallel group.
-        flag: how the user wrote it.
-        expert_parallel: the experts are shared by all processes.
+        size: processes of a tensor-parallel group.
+        flag: the flag's name, for the message.
+        expert_parallel: all processes share the experts.
     """
     if size > 1 and model.num_experts and not expert_parallel:
         yield (
@@ -104,10 +104,10 @@ def tensor_parallel_faults(model: ModelConfig, size: int, flag: str, *, expert_p
 
 
 class WeightsBar:
-    """A progress bar for `ModelRunner(on_weights=...)`, and at its end a line in the log.
+    """A progress bar for `ModelRunner(on_weights=...)`, and a line in the log at the end.
 
     Args:
-        show: the bar, where standard error is a terminal.
+        show: show the bar if standard error is a terminal.
     """
 
     def __init__(self, *, show: bool = True) -> None:
@@ -115,7 +115,7 @@ class WeightsBar:
         self._bar: Any = None
 
     def __call__(self, done: int, total: int) -> None:
-        """So many bytes are read, of so many."""
+        """`done` of `total` bytes are read."""
         if self._bar is None:
             units = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
             self._bar = tqdm(total=total, desc="weights", **units, disable=self._hidden, leave=False)
@@ -136,7 +136,7 @@ def describe_memory(runner: ModelRunner) -> str:
 
 
 def describe_transport(runner: ModelRunner) -> list[str]:
-    """What the runner's transport can do, in words, a line for each mode where they differ; none for a dense model."""
+    """Properties of the runner's transport, as text: one line, or one per mode if they differ; none if dense."""
     if not runner.config.num_experts:
         return []
     name = type(runner.all2all).__name__

@@ -1,4 +1,4 @@
-"""What some steps of an engine looked like: every 32nd overlapped one for the statistics, all of them for a profile."""
+"""Traces steps of an engine: every 32nd overlapped step for the statistics, all steps for a profile."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["StepTracer", "TracedTime"]
 _logger = logging.getLogger(__name__)
 
 TRACE_EVERY = 32
-"""Of so many overlapped steps one is traced."""
+"""One of this many overlapped steps is traced."""
 MOST_SPANS = 1_000_000
-"""A profile stops recording beyond this, some 200 MB: whoever started it may have forgotten it."""
+"""A profile stops recording at this number of spans, some 200 MB: it may have been forgotten."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TracedTime:
     communication_s: float = 0.0
 
     def add(self, spans: Iterable[Span]) -> TracedTime:
-        """With one more step."""
+        """The totals with one more step."""
         spans = tuple(spans)
         summary = summarise(spans)
         return TracedTime(
@@ -45,14 +45,14 @@ class TracedTime:
 
 
 class StepTracer:
-    """Decides which steps of one rank are traced, and keeps what they gave.
+    """Decides which steps of one rank are traced, and keeps their totals.
 
     Args:
-        measures: whether a span says how long its work took. Where the device runs by itself it says how long the host
-            took to queue it: then there are profiles, and no statistics.
+        measures: spans measure the work itself. On a GPU they measure only how long the host took to queue it: then
+            there are profiles, but no statistics.
 
     Attributes:
-        total: over the steps that were traced for the statistics. While a profile runs there are none.
+        total: over the steps traced for the statistics. No step is added while a profile runs.
     """
 
     def __init__(self, *, measures: bool = True) -> None:
@@ -64,7 +64,7 @@ class StepTracer:
 
     @contextmanager
     def step(self) -> Iterator[Trace | None]:
-        """Around a step's launch; the trace that it goes to, or None. `engaged` must hear whether it overlapped."""
+        """Context of a step's launch; gives its trace, or None. If the step overlaps, call `engaged` when it ends."""
         if self._profile is not None:
             trace = None if self._full else self._profile
         else:
@@ -78,21 +78,21 @@ class StepTracer:
             self._trim(trace)
 
     def engaged(self, trace: Trace | None) -> None:
-        """A step that overlapped is over."""
+        """Count an overlapped step that has ended, with the trace that `step` gave."""
         if trace is None or trace is self._profile:
             self._untraced += 1
-        elif trace.spans and self._untraced >= TRACE_EVERY - 1:  # without any it was of a profile that is over
+        elif trace.spans and self._untraced >= TRACE_EVERY - 1:  # an empty trace belongs to a profile that has ended
             self.total = self.total.add(trace.spans)
             self._untraced = 0
 
     def start_profile(self) -> None:
-        """Record every step from now on; what an earlier profile recorded is dropped."""
+        """Record every step from now on; the records of an unfinished profile are dropped."""
         if self._profile is not None:
             self._profile.clear()
         self._profile, self._full = Trace(), False
 
     def stop_profile(self, path: Path, rank: int) -> str | None:
-        """Write what was recorded as a Chrome trace; returns why not, None when it is written."""
+        """Write the profile as a Chrome trace; returns None, or the reason why it was not written."""
         trace, self._profile = self._profile, None
         if trace is None:
             return "no profile was started."
@@ -108,7 +108,7 @@ class StepTracer:
             trace.clear()  # the overlapped loop may still have to process a step that was recorded in it
 
     def _trim(self, trace: Trace) -> None:
-        trace.events.clear()  # for the simulator; a profile shows spans and notes
+        trace.events.clear()  # only the simulator needs events; a profile has spans and notes
         trace.order.clear()
         if len(trace.spans) >= MOST_SPANS:
             self._full = True

@@ -1,6 +1,7 @@
-"""Settings that all nodes must have alike: each says its own in the store, and both ends compare. And who is in a run.
+"""Settings that must be the same on all nodes; each node posts its own in the store, and both sides compare them.
 
-Nodes that disagree would wait for each other for ever, for ranks that nobody starts or in a collective of other ranks.
+Nodes with different settings would wait forever: for ranks that no node starts, or in collectives that do not match.
+This module also checks which ranks and nodes belong to a run.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _FLAGS = {
     "speculative_topk": "speculative_eagle_topk",
     "speculative_acceptance": "speculative_accept",
 }
-"""Of settings that the flags call otherwise."""
+"""Setting -> name of its flag, where they differ."""
 _CHECKPOINT = "config.json of MODEL (SHA-256)"
 
 
 def describe_shape(options: EngineOptions) -> str:
-    """What must agree, as text: JSON of flag -> value. A new option must agree unless it is listed above."""
+    """The settings that must agree, as JSON: flag -> value. All options are included, except those in `_MAY_DIFFER`."""
     shape = {f"--{_FLAGS.get(name, name).replace('_', '-')}": value for name, value in _settings(options)}
     try:
         contents = (options.model / "config.json").read_bytes()
@@ -49,15 +50,15 @@ def describe_shape(options: EngineOptions) -> str:
 
 
 def require_same_shape(options: EngineOptions, theirs: str, other_node: int) -> None:
-    """Compare this node's settings with what another one said.
+    """Compare this node's settings with another node's.
 
     Args:
         options: of this node.
-        theirs: what `describe_shape` gave on the other one.
-        other_node: its node rank.
+        theirs: the result of `describe_shape` on the other node.
+        other_node: rank of the other node.
 
     Raises:
-        ConfigError: they differ; names the flags and both values.
+        ConfigError: the settings differ; the message names the flags and both values.
     """
     here, there = f"node {options.node_rank}", f"node {other_node}"
     try:
@@ -79,12 +80,12 @@ def require_same_shape(options: EngineOptions, theirs: str, other_node: int) -> 
 
 
 def rank_identity(rank: int) -> bytes:
-    """What the socket of a rank's process is called."""
+    """The zmq identity of a rank's socket."""
     return f"rank-{rank}".encode()
 
 
 def is_of_this_run(options: EngineOptions, sender: bytes, message: FromEngine) -> bool:
-    """Whether a message comes from a rank or node that this start has. `Failed` comes from a rank, or from its node."""
+    """Whether a message comes from a rank or node of this run. `Failed` may come from a rank or from its node."""
     match message:
         case Outputs(rank) | Refused(rank):
             return rank in range(options.data_parallel_size)
@@ -112,7 +113,7 @@ def _text(shape: Mapping[str, object], name: str) -> str:
 
 
 def _plain(value: object) -> object:
-    """What msgspec does not know by itself."""
+    """Converts types that msgspec cannot encode."""
     return dict(value) if isinstance(value, Mapping) else str(value)
 
 

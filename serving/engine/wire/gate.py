@@ -1,4 +1,4 @@
-"""Node 0's socket on the network: CURVE lets in who has the cluster's secret, and the rest is counted.
+"""Protects node 0's socket on the network: CURVE accepts clients with the cluster's secret; refused ones are counted.
 
 Before the handshake a stranger can make zmq hold one message of `MOST_BYTES` per connection, for `_HANDSHAKE_MS`.
 """
@@ -23,9 +23,9 @@ __all__ = ["MOST_BYTES", "CurveGate", "Seldom"]
 _logger = logging.getLogger(__name__)
 
 MOST_BYTES = 256 << 20
-"""Of a message to node 0; a longer one ends its connection. Log-probabilities of a long prompt are some 10 MB."""
+"""Most bytes of a message to node 0; a longer one ends its connection. Log-probabilities of a long prompt are 10 MB."""
 _CURVE_BYTES = 256
-"""What encryption adds to a message at most."""
+"""Most bytes that encryption adds to a message."""
 _HANDSHAKE_MS = 5000
 _DOMAIN = "ubatch"
 _REFUSED = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
@@ -33,12 +33,12 @@ _SAY_EVERY_S = 60.0
 
 
 class Seldom:
-    """Something that strangers can cause, in the log now and then, with how often it happened.
+    """Logs an event that strangers can cause at a limited rate, with the number of times it happened.
 
     Args:
-        logger: of who says it.
-        event: what is said.
-        every_s: seconds between two lines, at least.
+        logger: writes the lines.
+        event: text of the line.
+        every_s: least seconds between two lines.
     """
 
     def __init__(self, logger: logging.Logger, event: str, every_s: float = _SAY_EVERY_S) -> None:
@@ -47,7 +47,7 @@ class Seldom:
         self._said = -float("inf")
 
     def happened(self, **fields: object) -> None:
-        """It happened; `fields` as of `log_event`, of this time only."""
+        """Count the event, and log it if the last line is old enough, with the `fields` of this event (`log_event`)."""
         self._times += 1
         now = time.monotonic()
         if now - self._said >= self._every_s:
@@ -56,11 +56,11 @@ class Seldom:
 
 
 class CurveGate:
-    """Guards a socket that is to be bound.
+    """Requires CURVE authentication on a socket.
 
     Args:
         context: of the socket.
-        socket: not bound yet.
+        socket: a socket that is not bound yet.
         keys: of the run.
     """
 
@@ -72,7 +72,7 @@ class CurveGate:
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = keys.server_public, keys.server_secret
         socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # refuse everybody, should the authenticator be gone
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # refuse all connections if the authenticator is gone
         socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES + _CURVE_BYTES)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self._monitor = socket.get_monitor_socket(_REFUSED)
@@ -80,7 +80,7 @@ class CurveGate:
         self._watch = asyncio.ensure_future(self._count_refused())
 
     def close(self) -> None:
-        """Guard no more; before the socket is closed."""
+        """Stop the authenticator; call it before the socket is closed."""
         self._watch.cancel()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
@@ -93,7 +93,7 @@ class CurveGate:
 
 
 class _Only:
-    """Lets in one key."""
+    """Accepts a single public key."""
 
     def __init__(self, public_key: bytes) -> None:
         self._public_key = public_key

@@ -1,4 +1,4 @@
-"""An engine's, or a node's, end of the wire: one DEALER socket, connected to the client's ROUTER."""
+"""The connection of an engine or a node to the client: one DEALER socket, connected to the client's ROUTER."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["EngineLink"]
 
 _LINGER_MS = 2000
 _TAKE_IN_S = 0.01
-"""Least time in which messages are taken in before a step: some 70 us each, where requests come with them."""
+"""Least time budget for handling messages before a step, in seconds; a message with a request takes some 70 us."""
 _PATIENCE_S = 0.3
-"""How long an engine whose step failed looks for the `Shutdown` that would explain it."""
+"""How long an engine whose step failed waits for a `Shutdown` that would explain the failure, in seconds."""
 
 
 class EngineLink:
@@ -30,18 +30,18 @@ class EngineLink:
 
     Args:
         address: where the client listens (`ipc://` or `tcp://`).
-        identity: what the client sends to.
-        curve: of the run, where the client is beyond this machine and the cluster has a secret.
+        identity: zmq identity of this end, to which the client sends.
+        curve: keys of the run, if the client is on another machine and the cluster has a secret.
     """
 
     def __init__(self, address: str, identity: str, curve: CurveKeys | None = None) -> None:
         self._context = zmq.Context()
         self._lock = threading.Lock()
         self._received_at = time.monotonic()
-        self._taken: deque[bytes] = deque()  # messages that have come, and are still to be handled
+        self._taken: deque[bytes] = deque()  # received messages that are not handled yet
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # what is queued is bounded by the requests that the client sent
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # no limit needed: the client's requests bound the queue
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._most_bytes = None if curve is None else MOST_BYTES
@@ -51,13 +51,13 @@ class EngineLink:
         self._socket.connect(address)
 
     def send(self, message: FromEngine) -> None:
-        """Send a message; does not wait. Any thread may: lanes that wait for peers beat, too.
+        """Send a message without waiting. Thread-safe: lanes that wait for peers send heartbeats, too.
 
-        Of outputs that are longer together than node 0 takes from another machine, each goes by itself; a request whose
-        output alone is longer is refused, and the others go on.
+        Outputs that together exceed node 0's limit for messages from another machine are split; a request whose single
+        output exceeds it is refused, and the others continue.
 
         Raises:
-            UBatchError: another message is longer than that.
+            UBatchError: a message other than `Outputs` exceeds the limit.
         """
         data = encode(message)
         if self._most_bytes is not None and len(data) > self._most_bytes:
@@ -68,10 +68,10 @@ class EngineLink:
             self._socket.send(data)
 
     def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
-        """Messages that have come; waits up to `wait_s` for the first.
+        """Received messages; waits up to `wait_s` for the first.
 
-        A large body's requests do not hold up a step for longer than the step before took: the rest comes next time.
-        Where no step waits, what was sent together is taken together.
+        Handling messages delays a step by no more than the last step's time: the rest is returned by the next call.
+        With `wait_s` above 0 no step waits, and messages that were sent together are returned together.
         """
         took = time.monotonic() - self._received_at
         if wait_s and not self._taken and not self._socket.poll(int(wait_s * 1000)):
@@ -88,7 +88,7 @@ class EngineLink:
             yield decode_to_engine(self._taken.popleft())
 
     def shutdown_comes(self) -> bool:
-        """Whether `Shutdown` is among what has come, or comes in a moment. Everything else is dropped."""
+        """Whether a `Shutdown` was received or arrives within 0.3 s. All other messages are dropped."""
         deadline = time.monotonic() + _PATIENCE_S
         while (left := deadline - time.monotonic()) > 0:
             if any(isinstance(message, Shutdown) for message in self.receive(left)):
@@ -96,13 +96,13 @@ class EngineLink:
         return False
 
     def close(self) -> None:
-        """Send what is queued, and disconnect."""
+        """Send queued messages, and disconnect."""
         self._socket.close()
         self._context.term()
 
 
 def _smaller(message: FromEngine, num_bytes: int, most_bytes: int) -> Sequence[FromEngine]:
-    """What says as much in messages that are not as long; the client aborts a request that is refused."""
+    """Split a message that is too long into shorter ones. The client aborts a refused request."""
     takes = f"{num_bytes} bytes for node 0, which takes {most_bytes} from another machine"
     if not isinstance(message, Outputs) or not message.outputs:
         raise UBatchError(f"a message, {type(message).__name__}, has {takes}.")

@@ -1,13 +1,13 @@
-"""What the API process and the engines say to each other: tagged msgspec structs, in MessagePack.
+"""The messages between the API process and the engines: tagged msgspec structs, in MessagePack.
 
-    to an engine      Add, Abort, Wake, StartProfile, StopProfile, Shutdown; Unreadable is an Add that it could not read
+    to an engine      Add, Abort, Wake, StartProfile, StopProfile, Shutdown; Unreadable is an Add that it cannot decode
     from an engine    Ready, Alive, Outputs, Refused, Failed, ProfileWritten
     from a node       NodeAlive, and Failed for an engine of it that died
     to a follower     Turn, from the leader of its tensor-parallel group (see `lockstep`)
 
-Every engine reads one socket, in order. An engine counts the `Add`s and `Abort`s that it has handled and says so in
-each `Outputs`, so that the client knows what the engine knew. `Add` and `Wake` carry an `epoch`, the client's count
-of all requests: engines that step together pause only when all of them have seen the same one (see `process`).
+Every engine reads one socket, in order. It sends the number of `Add`s and `Abort`s that it has handled in each
+`Outputs`, so the client knows which messages the outputs take into account. `Add` and `Wake` carry an `epoch`, the
+client's count of all requests: engines that step together pause only when all have seen the same one (see `process`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Add(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Unreadable(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """An `Add` of a request with a value of a wrong type: refused by itself, so that nothing else ends with it."""
+    """An `Add` of a request with a value of a wrong type. Only this request is refused; the engine continues."""
 
     request_id: str
     epoch: int
@@ -65,43 +65,43 @@ class Unreadable(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Forget a request, which may have ended already."""
+    """Abort a request, which may have ended already."""
 
     request_id: str
 
 
 class Wake(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Another rank got request number `epoch`: step along."""
+    """Another rank got request number `epoch`: run steps together with it."""
 
     epoch: int
 
 
 class StartProfile(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Record the following steps."""
+    """Start to record steps."""
 
 
 class StopProfile(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Write what was recorded, every rank to a file of its own.
+    """Stop recording, and write the trace, every rank to a file of its own.
 
     Attributes:
-        prefix: of their paths; `-rank-N.json` follows.
+        prefix: start of the files' paths; `-rank-N.json` is added.
     """
 
     prefix: str
 
 
 class Shutdown(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """End, whatever still runs."""
+    """End the process, even if requests still run."""
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The model is loaded.
+    """The rank has loaded its model and can serve.
 
     Attributes:
-        rank: whose.
+        rank: the sender.
         max_model_len: most tokens of a request.
         vocab_size: token ids are below it.
-        memory: what the rank's KV cache and attention back ends hold, as text.
+        memory: memory held by the rank's KV cache and attention back ends, as text.
     """
 
     rank: int
@@ -114,8 +114,8 @@ class Alive(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The heartbeat of a rank, idle or not, from `Ready` on.
 
     Attributes:
-        rank: whose.
-        silence_s: so much longer than the time-out its next beat may take, for a call that it has announced.
+        rank: the sender.
+        silence_s: extra time beyond the time-out until its next heartbeat, in seconds, for an announced long call.
     """
 
     rank: int
@@ -123,12 +123,12 @@ class Alive(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Outputs(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """What a step gave.
+    """The outputs of a step.
 
     Attributes:
-        rank: whose; the data-parallel one, as everywhere where it is about requests.
-        received: `Add`s and `Abort`s that this rank has handled since it started.
-        outputs: of any of its requests.
+        rank: the sender's data-parallel rank, as in all messages about requests.
+        received: number of `Add`s and `Abort`s that this rank has handled since it started.
+        outputs: outputs of its requests.
         statistics: after the step.
     """
 
@@ -149,15 +149,15 @@ class Refused(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A rank ends on an error.
+    """A rank ends because of an error.
 
     Attributes:
-        rank: which.
-        kind: of the error, as for `make_error`.
-        name: of its class.
-        text: what it says.
-        traceback: where it came from; empty where the process died without a word.
-        echo: it only felt another rank fail.
+        rank: the rank that failed.
+        kind: kind of the error, as for `make_error`.
+        name: class name of the error.
+        text: message of the error.
+        traceback: its traceback; empty if the process died without a report.
+        echo: the error is only that another rank failed.
     """
 
     rank: int
@@ -177,7 +177,7 @@ class ProfileWritten(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class NodeAlive(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A node other than the client's is there, with all its engines."""
+    """The heartbeat of a node other than node 0."""
 
     node_rank: int
 
@@ -187,12 +187,12 @@ FromEngine: TypeAlias = Ready | Alive | Outputs | Refused | Failed | ProfileWrit
 
 
 class Turn(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """What a leader takes in before a step, or while it pauses.
+    """The messages that a leader handles before a step, or during a pause.
 
     Attributes:
-        number: 0, 1, 2, ...
-        told: a checksum of all that the leader's steps have given until now.
-        messages: what it handles now, seeds and all.
+        number: serial number: 0, 1, 2, ...
+        told: checksum of all outputs of the leader's steps so far.
+        messages: the messages, with seeds added to sampled requests.
     """
 
     number: int
@@ -201,7 +201,7 @@ class Turn(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class _Named(msgspec.Struct):
-    """What every request has, whatever else is in it."""
+    """The part of a request that can be decoded even if another value has a wrong type."""
 
     request_id: str
 
@@ -231,10 +231,10 @@ def encode(message: ToEngine | FromEngine | Turn) -> bytes:
 
 
 def decode_to_engine(data: bytes) -> ToEngine:
-    """A message to an engine.
+    """Decode a message to an engine.
 
     Raises:
-        msgspec.ValidationError: it is none.
+        msgspec.ValidationError: it is not a valid message.
     """
     try:
         return _to_engine.decode(data)
@@ -247,12 +247,12 @@ def decode_to_engine(data: bytes) -> ToEngine:
 
 
 def decode_from_engine(data: bytes) -> FromEngine:
-    """A message from an engine or a node; errors as `decode_to_engine`."""
+    """Decode a message from an engine or a node; errors as `decode_to_engine`."""
     return _from_engine.decode(data)
 
 
 def decode_turn(data: bytes) -> Turn:
-    """A turn from a leader; errors as `decode_to_engine`."""
+    """Decode a turn from a leader; errors as `decode_to_engine`."""
     return _turn.decode(data)
 
 
@@ -270,13 +270,13 @@ _ERRORS: dict[str, type[UBatchError]] = {
 
 
 def error_kind(error: BaseException) -> str:
-    """The name of the nearest class of `error` that can be made again from its text; its own if there is none."""
+    """The name of the nearest base class of `error` that `make_error` knows; its own class name if there is none."""
     return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS), type(error).__name__)
 
 
 def make_error(kind: str, text: str, param: str | None = None) -> UBatchError | None:
-    """The error of a kind that another process named; None for one that is not this project's. A `RequestError` has
-    the parameter that is wrong."""
+    """Make an error of the class that another process named in `kind`; None if the class is not this project's.
+    `param` is the wrong parameter of a `RequestError`."""
     made = _ERRORS.get(kind)
     if made is RequestError:
         return RequestError(text, param=param)

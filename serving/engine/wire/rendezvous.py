@@ -1,19 +1,19 @@
-"""Where the processes of an engine meet: a store on node 0, kept by the launching process.
+"""The rendezvous of the processes: a key-value store on node 0, in the launching process.
 
-    "client"        the run's name, where the client listens (a zmq address), and node 0's settings (`agreement`)
-    "nodes/N"       node N is there, with the same secret; its settings
-    "joined/N"      a counter: how many have joined as node N
-    "misfit"        a node that has joined with other settings than node 0's: why it ended
-    "turns/RANK"    where a tensor-parallel follower hears its leader: a zmq address
-    "ranks/N/..."   a torch.distributed group of ranks that step together: 0 where all share experts, else one per
+    "client"        the run's name, the client's zmq address, and node 0's settings (`agreement`)
+    "nodes/N"       settings of node N, posted when it starts
+    "joined/N"      a counter: how many nodes have joined as node N
+    "misfit"        error of a node that ended because its settings differ from node 0's
+    "turns/RANK"    zmq address at which a tensor-parallel follower listens for its leader
+    "ranks/N/..."   a torch.distributed group of ranks that step together: 0 if all share experts, otherwise one per
                     data-parallel rank
 
-The launching process outlives every rank, so a rank that dies takes no store with it.
+The launching process outlives every rank, so the store stays when a rank dies.
 
-With a cluster secret (`secret`) all that is said here carries a keyed hash (`ubatch.process.job_store`): "client" and
-"nodes/N" by a key of the secret alone, the rest by keys of the run as well. Without one, whoever reaches the ports of
-node 0 can take part. The store itself, gloo and NCCL have no authentication in either case: their network must be
-private.
+With a cluster secret (`secret`) all values carry a keyed hash (`ubatch.process.job_store`): "client" and "nodes/N" use
+a key derived from the secret alone, the others a key derived from the secret and the run's name. Without a secret,
+anyone who reaches the ports of node 0 can take part. The store itself, gloo and NCCL have no authentication in either
+case: their network must be private.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 _PATIENCE = timedelta(minutes=5)
-"""How long nodes and ranks wait for each other at the start."""
+"""How long nodes and ranks wait for each other at the start; a `timedelta`."""
 _CLIENT = "client"
 _MISFIT = "misfit"
 
 
 def host_store(options: EngineOptions) -> dist.TCPStore:
-    """Start the store, on node 0; errors as of `listening_store`."""
+    """Start the store on node 0; errors as for `listening_store`."""
     return listening_store(options.master_addr, options.master_port, _PATIENCE)
 
 
@@ -65,7 +65,7 @@ def connect_store(host: str, port: int) -> dist.TCPStore:
     """Connect to the store of node 0.
 
     Raises:
-        UBatchError: nobody answers there.
+        UBatchError: node 0 does not answer.
     """
     try:
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
@@ -74,7 +74,7 @@ def connect_store(host: str, port: int) -> dist.TCPStore:
 
 
 def announce_network(options: EngineOptions) -> None:
-    """Say in node 0's log what protects the traffic between several nodes, in one line. Nothing on a single node."""
+    """Log on node 0, in one line, what protects the traffic between the nodes. Does nothing on a single node."""
     if options.nnodes == 1:
         return
     warn_of_loopback(options.master_addr)
@@ -96,17 +96,17 @@ def announce_network(options: EngineOptions) -> None:
 
 
 class Run:
-    """One start of the engines, as one of its processes sees it.
+    """One run of the engines, from start to end, as one of its processes sees it.
 
     Args:
         store: the rendezvous store.
-        secret: the cluster's, if it has one.
-        name: drawn by node 0.
-        address: where the client listens; on node 0 empty until it does.
+        secret: the cluster's secret, if it has one.
+        name: the run's random name, made by node 0.
+        address: the client's zmq address; on node 0 empty until the client listens.
 
     Attributes:
-        curve: keys of zmq connections beyond this machine; None without a secret.
-        said: what its processes tell each other in the store.
+        curve: keys of zmq connections to other machines; None without a secret.
+        said: the run's signed part of the store, in which its processes post values.
     """
 
     def __init__(self, store: dist.Store, secret: ClusterSecret | None, name: str, address: str = "") -> None:
@@ -117,15 +117,15 @@ class Run:
 
     @classmethod
     def open(cls, store: dist.Store, secret: ClusterSecret | None) -> Run:
-        """A new one, on node 0."""
+        """Begin a new run, on node 0."""
         return cls(store, secret, secrets.token_hex(16))
 
     def key(self, purpose: str) -> bytes | None:
-        """Of a purpose in this run; None without a secret."""
+        """The key for a purpose in this run; None without a secret."""
         return None if self._secret is None else self._secret.key(f"store {purpose}", self._name)
 
     def post_client_address(self, address: str, options: EngineOptions) -> None:
-        """Tell the ranks and nodes where the client listens, the run's name, and node 0's settings."""
+        """Post the run's name, the client's address and node 0's settings for the ranks and nodes."""
         self.address = address
         _lasting(self.store, self._secret).set(_CLIENT, f"{self._name} {address} {describe_shape(options)}")
 
@@ -134,8 +134,9 @@ def join_run(store: dist.Store, options: EngineOptions) -> Run:
     """Join node 0's run, on any node; waits until it has begun.
 
     Raises:
-        ConfigError: node 0 has another secret than this node, or one of them has none; or other settings.
-        UBatchError: it has begun none in five minutes, or is gone.
+        ConfigError: this node and node 0 have different secrets, or only one of them has a secret; or their settings
+            differ.
+        UBatchError: node 0 has begun no run within five minutes, or is gone.
     """
     secret = read_secret(options.cluster_secret_file)
     said = _lasting(store, secret)
@@ -151,22 +152,22 @@ def join_run(store: dist.Store, options: EngineOptions) -> Run:
     try:
         require_same_shape(options, shape, 0)
     except ConfigError as error:
-        said.set(_MISFIT, str(error))  # node 0 looks only for nodes that it expects
+        said.set(_MISFIT, str(error))  # node 0 may not expect this node, and would not look at its settings
         raise
     return Run(store, secret, name, address)
 
 
 def post_node(store: dist.Store, options: EngineOptions) -> None:
-    """Tell node 0 that this node is there, and its settings."""
+    """Post this node's settings, which also tells node 0 that it has started."""
     said = _lasting(store, read_secret(options.cluster_secret_file))
     said.set(f"nodes/{options.node_rank}", describe_shape(options))
 
 
 def claim_node(run: Run, node_rank: int) -> None:
-    """Be the node of that rank, in a run that this process has joined.
+    """Take a node rank in a run that this process has joined.
 
     Raises:
-        ConfigError: another one has joined as the same.
+        ConfigError: another node has joined with the same node rank.
     """
     if run.said.add(f"joined/{node_rank}", 1) > 1:
         raise ConfigError(
@@ -176,17 +177,17 @@ def claim_node(run: Run, node_rank: int) -> None:
 
 
 def check_node(store: dist.Store, secret: ClusterSecret | None, options: EngineOptions, node_rank: int) -> bool:
-    """Whether a node is there, on node 0.
+    """Whether a node has started; called on node 0.
 
     Args:
         store: the rendezvous store.
-        secret: node 0's.
-        options: node 0's.
+        secret: of node 0.
+        options: of node 0.
         node_rank: of the node to look for.
 
     Raises:
-        ConfigError: it, or a node that node 0 does not expect, has another secret than node 0, or one of them has none;
-            or other settings.
+        ConfigError: that node and node 0 have different secrets, or only one of them has a secret; or the settings of
+            that node, or of a node that node 0 does not expect, differ.
     """
     said, name = _lasting(store, secret), f"nodes/{node_rank}"
     try:
@@ -201,7 +202,7 @@ def check_node(store: dist.Store, secret: ClusterSecret | None, options: EngineO
 
 
 def _lasting(store: dist.Store, secret: ClusterSecret | None) -> JobStore:
-    """What is said by those that do not know the run yet."""
+    """The part of the store for processes that do not know the run's name yet."""
     return JobStore(store, None if secret is None else secret.key("store"))
 
 
@@ -214,17 +215,17 @@ def _other_secret(error: ForgedValue, here: str, there: str) -> ConfigError:
 
 
 def post_turns_address(said: JobStore, rank: int, address: str) -> None:
-    """Tell a follower's leader where it listens."""
+    """Post the address at which a follower listens, for its leader."""
     said.set(f"turns/{rank}", address)
 
 
 def turns_address(said: JobStore, rank: int) -> str:
-    """Where a follower listens; waits until it does."""
+    """The address at which a follower listens; waits until it is posted."""
     return said.get(f"turns/{rank}")
 
 
 def init_ranks(run: Run, rank: int, options: EngineOptions) -> None:
-    """Join torch.distributed's default group, of the ranks that step with this one; every rank must call it."""
+    """Join torch.distributed's default group: the ranks that step with this one. Every rank must call it."""
     choose_interface(options.master_addr, several=options.nnodes > 1)
     group = f"ranks/{rank // options.step_size}"
     sign_job_store(run.key(group))
@@ -239,7 +240,7 @@ def init_ranks(run: Run, rank: int, options: EngineOptions) -> None:
 
 
 def numeric_address(host: str) -> str:
-    """A host's IPv4 address: zmq listens on a name only if that is an interface's."""
+    """A host's IPv4 address: zmq can listen on an address, but not on a host name."""
     return socket.gethostbyname(host)
 
 

@@ -1,10 +1,10 @@
-"""What the machines of a cluster know and nobody else does, and the keys that a run makes of it.
+"""The shared secret of a cluster's machines, and the keys that a run derives from it.
 
     secret file --HKDF-SHA256, salted with the run-->  keys of the rendezvous store (`ubatch.process.job_store`)
-                                                       key pairs of CURVE, of node 0 and of those that connect
+                                                       CURVE key pairs, of node 0 and of the processes that connect
 
-Node 0 draws the run's name anew at each start, so that nothing recorded earlier counts in it. All that connect share
-one key pair: who has the secret is trusted, whichever process it is.
+Node 0 makes a new random name for each run, so that recorded messages of earlier runs are invalid. All processes that
+connect share one key pair: every process with the secret is trusted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["ClusterSecret", "CurveKeys", "read_secret"]
 
 _FEWEST_BYTES, _MOST_BYTES = 32, 4096
 _FEWEST_DISTINCT = 8
-"""Different bytes: 64 random hexadecimal digits have fewer less than once in 10^18 files."""
+"""Least number of different byte values; 64 random hexadecimal digits have fewer in less than one of 10^18 files."""
 _HOW = "Make one with: (umask 077; openssl rand -hex 32 > FILE), and copy it to every machine."
 
 
@@ -48,7 +48,7 @@ class ClusterSecret:
         raise TypeError("a secret is not sent to another process, which reads the file by itself.")
 
     def key(self, purpose: str, run: str = "") -> bytes:
-        """32 bytes for one purpose in one run (HKDF, RFC 5869, whose first block is all that is needed)."""
+        """A 32-byte key for one purpose in one run: the first block of HKDF (RFC 5869)."""
         extracted = hmac.digest(run.encode(), self._secret, hashlib.sha256)
         return hmac.digest(extracted, f"ubatch {purpose}\x01".encode(), hashlib.sha256)
 
@@ -56,7 +56,7 @@ class ClusterSecret:
         """The key pairs of a run's zmq connections.
 
         Raises:
-            ConfigError: the zmq library here has no CURVE.
+            ConfigError: the installed zmq library has no CURVE.
         """
         if not zmq.has("curve"):
             raise ConfigError(
@@ -69,7 +69,7 @@ class ClusterSecret:
 
 @dataclass(frozen=True, repr=False)
 class CurveKeys:
-    """Key pairs of CURVE, in Z85, as zmq takes them."""
+    """Key pairs of CURVE, in zmq's Z85 encoding."""
 
     server_public: bytes
     server_secret: bytes
@@ -78,10 +78,10 @@ class CurveKeys:
 
 
 def read_secret(path: Path | None) -> ClusterSecret | None:
-    """The secret in a file; None without one. White space at its end is none of it: editors and systems differ in it.
+    """The secret in a file; None without a file. White space at its end is ignored, as editors differ in it.
 
     Raises:
-        ConfigError: it cannot be read, others could read it, or it is no secret.
+        ConfigError: the file cannot be read, other users have access to it, or it is too short, too long or guessable.
     """
     if path is None:
         return None
