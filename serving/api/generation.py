@@ -131,7 +131,7 @@ async def _run(engine: Engine, observer: RequestObserver, output: Output) -> Asy
                 yield delta
                 if delta.finish_reason is not None:
                     return
-        raise ApiError(500, f"The engine gave up request {request.request_id} without an end.")
+        raise ApiError(500, f"The engine ended request {request.request_id} without a finish reason.")
     except Exception:
         reason = "error"
         raise

@@ -107,17 +107,17 @@ class EngineOptions:
         if self.nnodes > 1 and self.master_port == 0:
             raise ConfigError("several nodes need a master_port that all of them know; 0 picks one on one node only.")
         if self.nnodes == 1 and self.cluster_secret_file is not None:
-            raise ConfigError("cluster_secret_file needs nnodes 2 or more: one node talks to itself only.")
+            raise ConfigError("cluster_secret_file needs nnodes 2 or more: a single node has no traffic to protect.")
         if self.enable_expert_parallel and self.world_size == 1:
             raise ConfigError(
-                "enable_expert_parallel needs data_parallel_size 2 or more, or tensor_parallel_size; one rank has all "
-                "experts."
+                "enable_expert_parallel needs data_parallel_size or tensor_parallel_size 2 or more: a single rank has "
+                "all experts."
             )
         for name in ("all2all_backend", "all2all_options"):
             if getattr(self, name) and not self.enable_expert_parallel:
-                raise ConfigError(f"{name} needs enable_expert_parallel: else no token travels to its experts.")
+                raise ConfigError(f"{name} needs enable_expert_parallel: without it no tokens are exchanged.")
         if self.step_size == 1 and self.emulated_link is not None:
-            raise ConfigError("emulated_link needs enable_expert_parallel or tensor_parallel_size: nothing travels.")
+            raise ConfigError("emulated_link needs enable_expert_parallel or tensor_parallel_size: no data is sent.")
 
     @property
     def world_size(self) -> int:

@@ -131,7 +131,7 @@ class Scheduler:
             KVCacheExhausted: its prompt alone does not fit the KV cache.
         """
         if given.request_id in self._requests:
-            raise RequestError(f"request {given.request_id!r} is alive already; give every request an id of its own.")
+            raise RequestError(f"request {given.request_id!r} is alive already; give every request its own id.")
         check_input(
             given,
             vocab_size=self._vocab_size,

@@ -60,7 +60,7 @@ class Speculation:
 
     def __init__(self, config: SchedulerConfig, kv: KVManager, max_tokens: int, proposer: Proposer | None) -> None:
         if (proposer is None) != (config.num_speculative_tokens == 0):
-            who = "nobody proposes them" if proposer is None else "there is a proposer"
+            who = "there is no proposer" if proposer is None else "there is a proposer"
             raise ConfigError(
                 f"num_speculative_tokens is {config.num_speculative_tokens}, but {who}. Give both, or neither."
             )

@@ -37,13 +37,13 @@ def check_bad_words(words: Sequence[str]) -> None:
         if not isinstance(word, str):
             raise _wrong(f"bad_words must be strings, not {word!r}.")
         if not word.strip():
-            raise _wrong(f"bad_words has {word!r}, in which there is no word.")
+            raise _wrong(f"bad_words has {word!r}, which is only white space.")
         if len(word) > MAX_BAD_WORD_CHARACTERS:
             raise _wrong(f"a bad word has {len(word)} characters; it may have {MAX_BAD_WORD_CHARACTERS} at most.")
         try:
             word.encode()
         except UnicodeEncodeError as error:
-            raise _wrong(f"a bad word is no text: it has half of a surrogate pair ({error}).") from error
+            raise _wrong(f"a bad word is not valid text: it has an unpaired surrogate ({error}).") from error
 
 
 def bad_token_sequences(tokenizer: PreTrainedTokenizerBase, words: Sequence[str], vocab_size: int) -> _Sequences:

@@ -96,7 +96,7 @@ class _JsonRequest(Request):
         except UnicodeDecodeError:
             raise json.JSONDecodeError("it is not UTF-8", "", 0) from None
         except msgspec.DecodeError as error:
-            reason = "it ends early, or in half of a surrogate pair" if "truncated" in str(error) else str(error)
+            reason = "it ends early, or with an unpaired surrogate" if "truncated" in str(error) else str(error)
             raise json.JSONDecodeError(reason.removeprefix("JSON is malformed: "), "", 0) from None
 
 

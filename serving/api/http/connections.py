@@ -125,7 +125,7 @@ def connection_protocol(most: int, around: Callable[[ASGIApp], ASGIApp]) -> type
     """
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
-        error = ApiError(503, f"{most} connections are open, and no more may be.", code="too_many_connections")
+        error = ApiError(503, f"{most} connections are open, which is the limit.", code="too_many_connections")
         response = error_response(error)
         response.headers["Connection"] = "close"
         await response(scope, receive, send)

@@ -62,7 +62,7 @@ router = APIRouter(route_class=JsonRoute)
 
 def _errors(**said: str) -> dict[int | str, dict[str, Any]]:
     """Descriptions of a route's errors. `default` also keeps FastAPI from adding a 422, which is never sent."""
-    known = {"401": "the server was started with an API key, and this is not it", **said, "default": "any other error"}
+    known = {"401": "the API key is missing or wrong (`invalid_api_key`)", **said, "default": "any other error"}
     return {
         int(status) if status.isdecimal() else status: {"model": ErrorBody, "description": text}
         for status, text in known.items()
@@ -72,17 +72,17 @@ def _errors(**said: str) -> dict[int | str, dict[str, Any]]:
 TOO_LARGE = "the body is larger than --max-request-bytes (`request_too_large`)"
 WRONG_VALUE = "a value is wrong, or the prompt does not fit (`context_length_exceeded`)"
 UNKNOWN_MODEL = "no model has this name (`model_not_found`)"
-NO_PROFILE = "no profile was started, or it could not be written (`no_profile`)"
+NO_PROFILE = "no profile was started, or its files could not be written (`no_profile`)"
 PROFILES_OFF = "the server was started without `--profile-dir` (`profiles_off`)"
 GENERATION_ERRORS = {
     "400": WRONG_VALUE,
     "404": UNKNOWN_MODEL,
     "413": TOO_LARGE,
-    "500": "the engine failed at this request",
-    "503": "too many requests wait, the server is about to end, or its engine is dead; see `Retry-After`",
+    "500": "the engine failed during this request",
+    "503": "too many requests wait, the server is shutting down, or its engine is dead; see `Retry-After`",
 }
 UNHEALTHY: dict[int | str, dict[str, Any]] = {
-    503: {"model": ErrorBody, "description": "the engine is dead, or the server about to end; the message says which"}
+    503: {"model": ErrorBody, "description": "the engine is dead, or the server shuts down; the message says which"}
 }
 
 TOKEN_ERRORS = {name: GENERATION_ERRORS[name] for name in ("400", "404", "413", "503")}
@@ -213,7 +213,7 @@ async def health(request: Request) -> Status:
     if dead is not None:
         raise ApiError(503, f"The engine is dead: {dead}", code="engine_dead")
     if request.app.state.draining:
-        raise ApiError(503, "The server is shutting down; look elsewhere.", code="shutting_down")
+        raise ApiError(503, "The server is shutting down; send requests to another one.", code="shutting_down")
     return Status(status="ok")
 
 

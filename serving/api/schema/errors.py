@@ -91,7 +91,7 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(500, str(error), code="engine_dead")
         case _:
             logger.error("a request failed", exc_info=error)
-            return ApiError(500, "The server failed at this request; its log says why.")
+            return ApiError(500, "The server failed during this request; its log says why.")
 
 
 def error_response(error: ApiError) -> Response:
@@ -148,7 +148,7 @@ def _validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if first["type"] == "missing":
         return ApiError(400, f"{param or 'the body'} is missing.", param=param)
     if isinstance(first.get("input"), bytes):  # without a JSON content type FastAPI passes the body on as bytes
-        return ApiError(400, "The body is read only if it is JSON and says so: Content-Type: application/json.")
+        return ApiError(400, "Send the body as JSON, with the header Content-Type: application/json.")
     if first["type"] == "too_short":
         return ApiError(400, f"{param}: Input should not be empty.", param=param)
     message = f"{param or 'the body'}: {first['msg']}"

@@ -204,7 +204,7 @@ class FollowerLink:
             if patience.over():
                 raise TransferTimeout(
                     f"{self._leader} has begun no step for {self._timeout_s} s, and {self._name} waits for it. If its "
-                    f"host really is that slow, raise timeout_s."
+                    f"host is slow, raise timeout_s."
                 )
         yield from self._next()
 
@@ -216,7 +216,7 @@ class FollowerLink:
     def _next(self) -> Sequence[ToEngine]:
         turn = decode_turn(self._socket.recv())
         if turn.number != self._number:
-            raise OutOfStep(f"{self._name} missed a turn of {self._leader}: {turn.number} came, not {self._number}.")
+            raise OutOfStep(f"{self._name} missed a turn of {self._leader}: {turn.number} arrived, not {self._number}.")
         if turn.told != self._told.checksum:
             raise OutOfStep(
                 f"{self._name} generated other tokens than {self._leader} before turn {turn.number}. They must have "

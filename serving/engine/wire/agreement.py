@@ -65,7 +65,7 @@ def require_same_shape(options: EngineOptions, theirs: str, other_node: int) -> 
         other = _shape.decode(theirs)
     except msgspec.DecodeError as error:
         raise ConfigError(
-            f"{there} says nothing about its settings that {here} can read. Install the same version on every node."
+            f"{here} cannot read the settings of {there}. Install the same version on every node."
         ) from error
     own = _shape.decode(describe_shape(options))
     names = [name for name in {**own, **other} if own.get(name) != other.get(name)]
@@ -74,8 +74,8 @@ def require_same_shape(options: EngineOptions, theirs: str, other_node: int) -> 
             f"{name} is {_text(own, name)} on {here} and {_text(other, name)} on {there}" for name in names
         )
         raise ConfigError(
-            f"{here} and {there} cannot serve together: {wrong}. Start every node with the same command, but for "
-            f"--node-rank."
+            f"{here} and {there} cannot serve together: {wrong}. Start every node with the same command, except "
+            f"for --node-rank."
         )
 
 

@@ -111,8 +111,6 @@ def _smaller(message: FromEngine, num_bytes: int, most_bytes: int) -> Sequence[F
         halves = message.outputs[:middle], message.outputs[middle:]
         return [msgspec.structs.replace(message, outputs=half) for half in halves]
     request_id = message.outputs[0].request_id
-    text = (
-        f"an output of request {request_id!r} has {takes}: ask for fewer log-probabilities, or for a shorter prompt's."
-    )
+    text = f"an output of request {request_id!r} has {takes}: ask for fewer log-probabilities, or shorten the prompt."
     refused = Refused(message.rank, request_id, RequestError.__name__, text)
     return [refused, msgspec.structs.replace(message, outputs=())]

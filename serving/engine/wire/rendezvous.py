@@ -82,7 +82,7 @@ def announce_network(options: EngineOptions) -> None:
     if options.cluster_secret_file is None:
         log_event(
             _logger,
-            f"traffic between the nodes is not authenticated: whoever reaches it can run requests and code here, so "
+            f"traffic between the nodes is not authenticated: anyone who reaches it can run requests and code here, so "
             f"{network}; with --cluster-secret-file FILE on every node, messages and what we write to the store are "
             "authenticated",
             level=logging.WARNING,
@@ -209,8 +209,8 @@ def _lasting(store: dist.Store, secret: ClusterSecret | None) -> JobStore:
 def _other_secret(error: ForgedValue, here: str, there: str) -> ConfigError:
     what = str(error).partition(". ")[0]
     return ConfigError(
-        f"{here} and {there} do not have the same cluster secret, or somebody else writes into the store: {what}. Give "
-        f"--cluster-secret-file on every node, with a copy of one file; or on none."
+        f"{here} and {there} do not have the same cluster secret, or another program writes into the store: {what}. "
+        f"Give --cluster-secret-file on every node, with a copy of one file; or on none."
     )
 
 

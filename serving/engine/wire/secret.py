@@ -45,7 +45,7 @@ class ClusterSecret:
         return "ClusterSecret(...)"
 
     def __reduce__(self) -> str:
-        raise TypeError("a secret is not sent to another process, which reads the file by itself.")
+        raise TypeError("a secret is never sent to another process; that process must read the file itself.")
 
     def key(self, purpose: str, run: str = "") -> bytes:
         """A 32-byte key for one purpose in one run: the first block of HKDF (RFC 5869)."""
@@ -101,11 +101,11 @@ def read_secret(path: Path | None) -> ClusterSecret | None:
     finally:
         os.close(descriptor)
     if len(secret) > _MOST_BYTES:
-        raise ConfigError(f"{name}: has more than {_MOST_BYTES} bytes, so it is something else. {_HOW}")
+        raise ConfigError(f"{name}: has more than {_MOST_BYTES} bytes, too many for a secret. {_HOW}")
     secret = secret.rstrip()
     if len(secret) < _FEWEST_BYTES:
         held = f"{len(secret)} bytes before the white space at its end" if secret else "nothing"
         raise ConfigError(f"{name}: holds {held}; a secret has at least {_FEWEST_BYTES} random bytes. {_HOW}")
     if (distinct := len(set(secret))) < _FEWEST_DISTINCT:
-        raise ConfigError(f"{name}: holds {distinct} different bytes only, so somebody could guess it. {_HOW}")
+        raise ConfigError(f"{name}: holds {distinct} different bytes only, so it could be guessed. {_HOW}")
     return ClusterSecret(secret)

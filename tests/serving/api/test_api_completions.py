@@ -339,7 +339,7 @@ def test_what_a_stop_string_ended_before_the_fault_is_whole() -> None:
 def test_an_engine_that_gives_nothing(stream: bool) -> None:
     response = post(FakeEngine(reply=lambda request: []), PATH, {"prompt": "a", "stream": stream})
     assert response.status_code == 500
-    assert "without an end" in response.json()["error"]["message"]
+    assert "without a finish reason" in response.json()["error"]["message"]
 
 
 def test_usage_in_every_chunk() -> None:

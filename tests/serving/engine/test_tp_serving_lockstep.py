@@ -173,7 +173,7 @@ def test_a_turn_that_is_lost_is_noticed(group: Group) -> None:
     group.leader._number += 1
     list(group.leader.receive())
     assert list(group.followers[0].receive()) == []
-    with pytest.raises(OutOfStep, match="rank 1 missed a turn of rank 0: 2 came, not 1"):
+    with pytest.raises(OutOfStep, match="rank 1 missed a turn of rank 0: 2 arrived, not 1"):
         list(group.followers[0].receive())
 
 
