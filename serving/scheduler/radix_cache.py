@@ -234,7 +234,7 @@ class RadixCache:
                 raise KVCacheError("prefix cache: an unlocked leaf could never be evicted.")
         blocks = list(self.blocks())
         if len(set(blocks)) != len(blocks):
-            raise KVCacheError("prefix cache: a block stands in it twice.")
+            raise KVCacheError("prefix cache: a block is in it twice.")
         locked = sum(len(node.blocks) for node in nodes if node.locks)
         if (len(nodes), len(blocks), locked) != (self._num_nodes, self._num_cached, self._num_locked):
             raise KVCacheError(

@@ -143,7 +143,7 @@ class CompletionChunk(BaseModel):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
-    choices: Annotated[list[CompletionChunkChoice], Field(description="empty where only the usage is told")]
+    choices: Annotated[list[CompletionChunkChoice], Field(description="empty in the chunk with the usage only")]
     usage: Annotated[Usage | None, Field(description="with stream_options.include_usage only")] = None
 
 
@@ -223,7 +223,7 @@ class ChatCompletionChunk(BaseModel):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
-    choices: Annotated[list[ChatChunkChoice], Field(description="empty where only the usage is told")]
+    choices: Annotated[list[ChatChunkChoice], Field(description="empty in the chunk with the usage only")]
     prompt_token_ids: Annotated[TokenIds, Field(description="with the first event")] = []
     usage: Annotated[Usage | None, Field(description="with stream_options.include_usage only")] = None
 

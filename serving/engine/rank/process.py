@@ -214,7 +214,7 @@ class Engine:
         self._shutdown = False
 
     def serve(self) -> None:
-        """Serve requests until `Shutdown` comes."""
+        """Serve requests until `Shutdown` arrives."""
         self._link.send(self._ready)
         while self._take_in(wait_s=0):
             if self._group is not None:
