@@ -29,7 +29,7 @@ from serving.options import (
     to_engine_options,
 )
 from serving.requests import DraftCounts, EngineStatistics
-from serving.text.detokenizer import check_tokenizer
+from serving.text.tokenizer import check_tokenizer
 from ubatch import ConfigError, DeclineReason
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from serving.options import Settings, fetch_checkpoints, notes, resolve_keywords
 from serving.options.flags.server_flags import Server
 from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput
 from serving.text.bad_words import bad_token_sequences
-from serving.text.detokenizer import TextStream, load_tokenizer
+from serving.text.detokenizer import TextStream
+from serving.text.tokenizer import load_tokenizer
 from ubatch import ConfigError, UBatchError
 
 __all__ = ["LLM", "CompletionResult", "LLMOutput"]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from serving.logs import configure_logging, log_event
 from serving.options import ServeCommand, describe_settings, fetch_checkpoints, notes, read_serve_command
-from serving.text.detokenizer import check_tokenizer
+from serving.text.tokenizer import check_tokenizer
 
 __all__ = ["read", "run"]
 

@@ -42,7 +42,7 @@ from serving.logs import log_event
 from serving.metrics import make_registry
 from serving.options import ServeCommand, Settings
 from serving.requests import EngineDead
-from serving.text.detokenizer import check_chat_template, load_tokenizer
+from serving.text.tokenizer import check_chat_template, load_tokenizer
 from ubatch import ForwardMode
 from ubatch.schedules.modes import mode_key
 

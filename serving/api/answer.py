@@ -22,7 +22,7 @@ from serving.api.schema.request_models import GenerationRequest
 from serving.api.service import Service
 from serving.api.sse import event
 from serving.requests import DraftCounts
-from serving.text.detokenizer import Vocabulary
+from serving.text.tokenizer import Vocabulary
 
 __all__ = ["MAX_LOGPROBS", "SCORED_AT_ONCE", "Answer", "Gathered", "check_common", "check_logprobs", "check_outputs"]
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from model_runner import TokenLogprobs
-from serving.text.detokenizer import Detokenizer, Vocabulary
+from serving.text.detokenizer import Detokenizer
+from serving.text.tokenizer import Vocabulary
 
 __all__ = ["COMPLETION_LISTS", "CompletionLogprobsWriter", "TokenNames", "chat_logprobs", "prompt_logprobs"]
 

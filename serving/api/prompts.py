@@ -14,7 +14,7 @@ from serving.api.schema.request_models import ChatMessage, ConversationOptions, 
 from serving.api.schema.token_ids import check_token_ids
 from serving.api.schema.unsupported_fields import log_unused
 from serving.api.service import Service
-from serving.text.detokenizer import Vocabulary
+from serving.text.tokenizer import Vocabulary
 
 SHOWN_REASON = 1000  # characters shown of a template's error
 COUNTED_CHARACTERS = 1_000_000  # a text up to this length is tokenized even if it may not fit: to cut or count it

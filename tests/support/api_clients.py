@@ -20,7 +20,7 @@ from repository import TINY_MOE
 
 from serving.api import create_app
 from serving.requests import DraftCounts, RequestInput
-from serving.text.detokenizer import load_tokenizer
+from serving.text.tokenizer import load_tokenizer
 
 MODEL = "tiny"
 SECONDS_TO_START = 60.0

@@ -19,7 +19,7 @@ from serving.options import Machine, ServeCommand, resolve_settings, to_engine_o
 from serving.options.sources import read_keywords
 from serving.requests import EngineDead
 from serving.server import _Serve, _Stop, _unless
-from serving.text.detokenizer import load_tokenizer
+from serving.text.tokenizer import load_tokenizer
 from ubatch import ConfigError
 
 

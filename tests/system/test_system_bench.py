@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_served_model_speaks(model: Path) -> None:
-    from serving.text.detokenizer import load_tokenizer
+    from serving.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     (prompt,) = random_prompts(model, Workload(1, 20, 1))

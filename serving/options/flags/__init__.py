@@ -1,0 +1,9 @@
+"""The tables of settings.
+
+server_flags  settings of `serve`: type, default and help of each
+model_flags   settings of the checkpoint and its transports
+commands      settings of the other commands
+fields        kinds of values
+foreign       flags of vLLM and SGLang under another name, and ours
+tables        which settings a command takes
+"""

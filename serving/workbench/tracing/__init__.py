@@ -1,0 +1,8 @@
+"""Recording steps, and explaining them.
+
+trace      the command `ubatch trace`
+steps      the steps of a trace, over all ranks
+diagnosis  rules that find why steps were slow or not overlapped
+inside     rules on the time inside overlapped steps
+finding    the result of a rule
+"""

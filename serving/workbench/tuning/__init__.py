@@ -1,0 +1,8 @@
+"""Measuring when overlap pays, and writing the settings.
+
+tune     the command `ubatch tune`
+measure  the measuring rounds, on every rank
+state    measurements so far, so that a stopped run can be resumed
+report   the chosen settings as tables and as a YAML file
+plot     charts of the measured speed-ups
+"""

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from serving.api import prompts
 from serving.api.http import bodies
 from serving.api.schema.request_models import CompletionRequest
-from serving.text.detokenizer import Vocabulary
+from serving.text.tokenizer import Vocabulary
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 JSON = {"Content-Type": "application/json"}

@@ -9,7 +9,7 @@ from api_clients import app_of, chat, post, says, stream, token_ids, tokenizer
 from fake_engine import FakeEngine
 from repository import TINY_MOE
 
-from serving.text.detokenizer import load_tokenizer
+from serving.text.tokenizer import load_tokenizer
 
 PATH = "/v1/chat/completions"
 

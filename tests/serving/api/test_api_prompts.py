@@ -10,7 +10,7 @@ from fake_engine import FakeEngine
 from repository import TINY_MOE
 
 from serving.api.prompts import COUNTED_CHARACTERS, _names_in
-from serving.text.detokenizer import Vocabulary, load_tokenizer
+from serving.text.tokenizer import Vocabulary, load_tokenizer
 
 pytestmark = pytest.mark.long
 

@@ -21,7 +21,7 @@ from serving.cli import main
 from serving.generate import read as read_generate
 from serving.hub import ModelNotFound, fetch_weights, find_checkpoint, looks_like_name
 from serving.options import fetch_checkpoints, notes, read_serve_command, resolve_keywords
-from serving.text.detokenizer import load_tokenizer
+from serving.text.tokenizer import load_tokenizer
 from serving.workbench.tuning.tune import read as read_tune
 from ubatch import ConfigError
 

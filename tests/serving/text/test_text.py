@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from model_runner import FinishReason, RequestError
 from serving.requests import RequestOutput
-from serving.text.detokenizer import Detokenizer, TextStream, Vocabulary, check_chat_template, load_tokenizer
+from serving.text.detokenizer import Detokenizer, TextStream
+from serving.text.tokenizer import Vocabulary, check_chat_template, load_tokenizer
 from ubatch import ConfigError
 
 WORDS = ["▁", "▁the", "▁a", "the", "s", "▁▁", "é", "中", ".", "▁.", "�"]

@@ -13,7 +13,7 @@ from repository import TINY_MOE
 import serving.llm
 from serving import LLM
 from serving.cli import main
-from serving.text.detokenizer import load_tokenizer
+from serving.text.tokenizer import load_tokenizer
 from ubatch import ConfigError
 
 TEXT = "tokenizer.json"

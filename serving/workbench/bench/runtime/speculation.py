@@ -30,7 +30,7 @@ from serving.engine.rank.core import EngineCore
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.requests import DraftCounts, RequestInput
 from serving.scheduler import SchedulerConfig
-from serving.text.detokenizer import load_tokenizer
+from serving.text.tokenizer import load_tokenizer
 from serving.workbench.bench.corpus import read_corpus
 from serving.workbench.bench.options import BlockOptions, Checkpoint
 from serving.workbench.bench.runtime.speculation_census import Census, take_census

@@ -1,0 +1,13 @@
+"""Benchmarks of a server and of whole engines.
+
+serve      a load on an OpenAI-compatible server
+load       the load's requests: lengths, prompts, arrival times
+requests   sends them when due, and times their streams
+figures    throughput, and percentiles of the latencies
+process    starts a server as a process of its own
+fairness   how much prompts delay requests that decode
+compare    `ubatch bench engine`, in these parts:
+offline    offline and served, against transformers
+overlap    `enable_dbo` against the same engines without it
+scheduler  the scheduler's time per step
+"""

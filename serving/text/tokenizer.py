@@ -1,0 +1,189 @@
+"""Loads a checkpoint's tokenizer, tries its chat template, and gives the bytes of single tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
+
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
+
+from serving.text.tokenizer_files import TOKENIZER, find_vocabulary, no_vocabulary, read_tokenizer
+from ubatch import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Vocabulary", "check_chat_template", "check_tokenizer", "load_tokenizer"]
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+# Decoders that work token by token, given the tokens before. Others need the whole text (CTC drops repetitions).
+STREAMABLE = {"BPEDecoder", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
+
+
+def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer, with its chat template.
+
+    Code of a checkpoint is never run: if it has a tokenizer class of its own (`auto_map`), `tokenizer.json` is used.
+
+    Raises:
+        ConfigError: the folder has no tokenizer, or one whose text cannot be streamed.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # two seconds
+
+    if not model.is_dir():
+        raise ConfigError(f"{model} is not a folder. `model` must be the folder of a checkpoint with its tokenizer.")
+    own_class = _has_own_class(model)
+    if own_class and not (model / TOKENIZER).is_file():
+        raise ConfigError(f"{model}: its tokenizer is code, which is never run. Put a tokenizer.json there.")
+    find_vocabulary(model)
+    kind = PreTrainedTokenizerFast if own_class else AutoTokenizer
+    try:
+        tokenizer = kind.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # broken files raise errors of many kinds
+        raise ConfigError(
+            f"{model} has no tokenizer that transformers can load ({error}). Put the model's tokenizer.json and "
+            f"tokenizer_config.json there."
+        ) from error
+    if not Vocabulary.of(tokenizer).size:
+        raise no_vocabulary(model)
+    tokenizer.model_max_length = 1 << 40  # the engine checks lengths; the tokenizer would only warn
+    return tokenizer
+
+
+def check_tokenizer(model: Path) -> None:
+    """Find early, from the files alone, most faults that `load_tokenizer` would report; run before weights are loaded.
+
+    Raises:
+        ConfigError: the folder has no tokenizer, or a broken or empty one.
+    """
+    if (model / TOKENIZER).is_file():
+        read_tokenizer(model / TOKENIZER)
+    else:
+        load_tokenizer(model)
+
+
+def _has_own_class(model: Path) -> bool:
+    """Whether a checkpoint brings code for its tokenizer."""
+    try:
+        config = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # no such file, or a broken one, which transformers reports
+    return isinstance(config, dict) and bool(config.get("auto_map"))
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase, model: Path) -> None:
+    """Try the chat template, if there is one, on one message. A template may refuse that message; this is no fault.
+
+    Raises:
+        ConfigError: the template is broken.
+    """
+    if not tokenizer.chat_template:
+        return
+    message = {"role": "user", "content": "Hello"}
+    try:
+        tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template can raise errors of any kind
+        if type(error) is TemplateError:  # its own raise_exception; what jinja2 raises is a subclass
+            return
+        line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
+        reason = line + " ".join(str(error).split())
+        raise ConfigError(f"the chat template of {model} is broken ({reason}). Correct it, or remove it.") from error
+
+
+class Vocabulary:
+    """The bytes or text of single tokens. One per tokenizer: `Vocabulary.of(tokenizer)`.
+
+    Attributes:
+        all_bytes: every token is a sequence of bytes, independent of the tokens before.
+
+    Raises:
+        ConfigError: the tokenizer is not a `tokenizers` one, or decodes in a way that cannot be streamed.
+    """
+
+    _known: ClassVar[WeakKeyDictionary[Any, Vocabulary]] = WeakKeyDictionary()
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ConfigError(f"{type(tokenizer).__name__} has no tokenizer.json behind it, which text is made with.")
+        spec = json.loads(backend.to_str())["decoder"]
+        kinds = [part["type"] for part in spec.get("decoders", [spec])] if spec else []
+        self.all_bytes = kinds == ["ByteLevel"]
+        self._byte_tokens = "ByteFallback" in kinds
+        if not self.all_bytes and (unknown := set(kinds) - STREAMABLE):
+            raise ConfigError(f"the tokenizer's decoder {', '.join(sorted(unknown))} cannot decode token by token.")
+        self._backend = backend
+        self._special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
+        self._byte_of = {character: byte for byte, character in _byte_level_characters().items()}
+        self._bytes: dict[int, bytes | None] = {}
+        self._pieces: dict[int, bytes] = {}
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
+        """The tokenizer's vocabulary, made once."""
+        known = cls._known.get(tokenizer)
+        if known is None:
+            known = cls._known[tokenizer] = cls(tokenizer)
+        return known
+
+    @property
+    def size(self) -> int:
+        """Number of tokens, without added tokens."""
+        return int(self._backend.get_vocab_size(with_added_tokens=False))
+
+    @cached_property
+    def longest(self) -> int:
+        """Upper bound of a token's characters: the longest entry's length, in bytes if the vocabulary has bytes."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+
+    def is_special(self, token: int) -> bool:
+        """Whether the tokenizer marks the token as special (end of text, begin of a turn)."""
+        return token in self._special
+
+    def raw(self, token: int) -> bytes | None:
+        """The bytes of a byte token, perhaps only part of a character; None for a text token.
+
+        An unknown token (models have spare embedding rows) gives b"".
+        """
+        try:
+            return self._bytes[token]
+        except KeyError:
+            return self._bytes.setdefault(token, self._find_bytes(self._backend.id_to_token(token)))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of known tokens, special tokens included."""
+        text: str = self._backend.decode(tokens, skip_special_tokens=False)
+        return text
+
+    def piece(self, token: int) -> bytes:
+        """The UTF-8 bytes that the token adds to a text, a leading space included; perhaps only part of a character."""
+        known = self._pieces.get(token)
+        if known is None:
+            known = self.raw(token)
+            if known is None:
+                known = self.decode([token, token])[len(self.decode([token])) :].encode()
+            self._pieces[token] = known
+        return known
+
+    def _find_bytes(self, text: str | None) -> bytes | None:
+        if text is None:
+            return b""
+        if self.all_bytes:
+            if all(character in self._byte_of for character in text):
+                return bytes(self._byte_of[character] for character in text)
+            return text.encode()
+        if self._byte_tokens and (match := BYTE_TOKEN.fullmatch(text)):
+            return bytes([int(match[1], 16)])
+        return None
+
+
+def _byte_level_characters() -> dict[int, str]:
+    """Byte -> the printable character that stands for it in a byte-level vocabulary (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
