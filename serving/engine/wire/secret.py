@@ -45,7 +45,7 @@ class ClusterSecret:
         return "ClusterSecret(...)"
 
     def __reduce__(self) -> str:
-        raise TypeError("a secret is never sent to another process; that process must read the file itself.")
+        raise TypeError("a secret is never sent to another process, which reads the file by itself.")
 
     def key(self, purpose: str, run: str = "") -> bytes:
         """A 32-byte key for one purpose in one run: the first block of HKDF (RFC 5869)."""
