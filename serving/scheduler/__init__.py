@@ -3,15 +3,13 @@
 config         settings
 scheduler      `Scheduler`: add, abort; schedule, advance, process
 request        the scheduler's state of a request; a planned step
-waiting        the queue: which request is admitted next
-sharing        which requests wait for a prefix that another request is computing
-budget         KV kept free for the outputs of running requests
+admission      the waiting queue, shared prefixes, KV kept free, what can never be served
 kv_manager     blocks, rows and the prefix cache
 radix_cache    the prefix cache: a tree of pages
 speculation    drafts for decode steps
 endings        when an output ends
+mixed_steps    the limit of prefill tokens in a step that also decodes
 totals         counters for the statistics
-checks         refuses requests that can never be served
 """
 
 from serving.scheduler.config import SchedulerConfig, SchedulingPolicy
