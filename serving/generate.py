@@ -54,7 +54,7 @@ class GenerateCommand:
 
     Attributes:
         settings: every setting in force, checked for contradictions.
-        prompts: what to generate from.
+        prompts: the prompts' texts.
         params: sampling parameters, one per prompt.
         engine: the options of the ranks' engines.
         print_config: print the settings and exit.

@@ -1,7 +1,7 @@
-"""Which cores a rank's threads run on.
+"""Choose the cores that a rank's threads run on.
 
 on a CPU     one core of its own: a lane hand-off then takes a fifth of the time
-on a GPU     those of the GPU's NUMA node: the engine, its lanes, the transports' threads and compilers all need some
+on a GPU     the cores of the GPU's NUMA node: engine, lanes, the transports' threads and compilers all need some
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ __all__ = ["DraftCounts", "EngineDead", "EngineStatistics", "QueueFull", "Reques
 
 
 class QueueFull(UBatchError):
-    """As many requests wait as `max_waiting_requests` allows. Try again later."""
+    """The queue is full: `max_waiting_requests` requests are waiting. Try again later."""
 
 
 class EngineDead(UBatchError):
@@ -105,7 +105,7 @@ class EngineStatistics:
         num_waiting: requests that hold no KV blocks.
         kv_usage: share of the KV blocks that requests hold, 0 to 1; blocks only the prefix cache holds count as free.
         prefix_queries: prompt tokens looked up in the prefix cache.
-        prefix_hits: those of them that were found.
+        prefix_hits: looked-up tokens that were in the prefix cache.
         prompt_tokens: prompt tokens of requests that have their first output token; cached ones included.
         generation_tokens: tokens generated.
         preemptions: times that a request lost its KV blocks to others, and went back to waiting.

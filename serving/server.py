@@ -1,7 +1,7 @@
 """The API process of a server, from start to end.
 
 start     take the port, load the tokenizer, start the engines
-serve     until a signal comes or an engine dies
+serve     until a signal arrives or an engine dies
 drain     new requests get 503 while running requests finish
 end       stop the engines, whatever happened before
 

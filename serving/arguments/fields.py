@@ -20,7 +20,7 @@ class Flag:
 
     Attributes:
         metavar: what `--help` shows for the value.
-        default: what `--help` shows as the default; "" shows none.
+        default: text that `--help` shows as the default; "" shows none.
         name: name of the flag, without dashes, in snake case.
         short: a second name, dash included.
         positional: the field is a positional argument, without a flag.

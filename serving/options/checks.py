@@ -22,7 +22,7 @@ __all__ = ["Machine", "check_alone", "check_with_model", "notes"]
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine has.
+    """The devices of this machine.
 
     Attributes:
         gpus: number of CUDA devices.

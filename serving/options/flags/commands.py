@@ -30,7 +30,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 class Prompts(Group):
-    """What to generate from, and how tokens are chosen."""
+    """The prompts, and how tokens are sampled."""
 
     prompt: Annotated[
         tuple[str, ...],
@@ -68,7 +68,7 @@ def _check_lanes(lanes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Measurement(Group):
-    """What to measure, and where to write what is best."""
+    """What to measure, and where to write the best settings."""
 
     out: Annotated[Path, Field(description="YAML file to write; .html and .png beside it")] = Path("dbo.yaml")
     data_parallel_size: Annotated[int, Field(ge=2, description="ranks; they share the experts")] = 2

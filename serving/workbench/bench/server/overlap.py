@@ -49,7 +49,7 @@ class Calibration:
 
     Attributes:
         bytes_per_s: the link's bandwidth.
-        step_speedup: of one full prefill step over that link, overlapped against the best serial one.
+        step_speedup: best serial time / overlapped time of one full prefill step over that link.
         decode_speedup: tokens per rank -> serial time / overlapped time of a decode step.
         decode_threshold: the tuned threshold.
     """
