@@ -64,13 +64,14 @@ $(VENV)/.installed-gpu: $(VENV)/.installed
 demo: setup ## two expert-parallel ranks generate text, with and without overlap; writes demo/trace.html
 	$(BIN)/python examples/demo.py --out demo
 
-# A file runs in one worker, whose cores are its own, and the longest files begin (tests/conftest.py). What tests start
-# imports this tree again and again: it is compiled once.
-WORKERS ?= $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2)
+# One worker more than processors, because tests wait for the processes that they start. A file runs in one worker, which
+# has cores of its own as far as there are enough; the longest files begin (tests/conftest.py). What tests start imports
+# this tree again and again: it is compiled once.
+WORKERS ?= $(shell echo $$(($$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2) + 1)))
 PYTEST := env --unset=PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: setup-test ## the tests, but for those that are long by nature: 6 minutes on 2 cores
+test: setup-test ## the tests, but for those that are long by nature: 15 minutes on 2 cores
 	$(PYTEST) -m "not slow" $(PARALLEL)
 
 test-fast: setup-test ## for every commit: the tests that start nothing and compute little, within a minute

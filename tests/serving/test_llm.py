@@ -134,7 +134,7 @@ def test_bad_words_are_made_tokens(llm: LLM) -> None:
     for wrong, why in (
         (["a" * 201], "201 characters"),
         (["a"] * 129, "129 words"),
-        ([" "], "no word"),
+        ([" "], "only white space"),
         ([3], "strings"),
     ):
         with pytest.raises(RequestError, match=why):

@@ -72,7 +72,7 @@ def test_none_of_them_is_nothing() -> None:
         ({"bad_words": "self"}, "list"),
         ({"bad_words": [3]}, "string"),
         ({"bad_words": [""]}, "at least 1 character"),
-        ({"bad_words": ["  "]}, "no word"),
+        ({"bad_words": ["  "]}, "only white space"),
         ({"bad_words": ["a" * (MAX_BAD_WORD_CHARACTERS + 1)]}, "at most 200 characters"),
         ({"bad_words": ["a"] * (MAX_BAD_WORDS + 1)}, "at most 128 items"),
         ({"bad_words": ["äöü" * 60 + str(n) for n in range(50)]}, "tokens in all, with a space before each word"),

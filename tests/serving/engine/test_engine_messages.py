@@ -155,7 +155,7 @@ def test_a_dead_engine_is_one_line_with_the_traceback_as_a_note() -> None:
         ({"data_parallel_size": 3, "nnodes": 2, "master_port": 1}, "multiple of nnodes"),
         ({"data_parallel_size": 2, "nnodes": 2, "node_rank": 2, "master_port": 1}, "0 to 1"),
         ({"data_parallel_size": 2, "nnodes": 2}, "master_port"),
-        ({"enable_expert_parallel": True}, "data_parallel_size 2"),
+        ({"enable_expert_parallel": True}, "tensor_parallel_size 2 or more"),
         ({"all2all_backend": "torch_dist"}, "enable_expert_parallel"),
         ({"emulated_link": (1.0, 1.0)}, "enable_expert_parallel"),
     ],

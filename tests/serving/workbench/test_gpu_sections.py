@@ -176,7 +176,7 @@ def test_a_rehearsal_does_not_replace_what_a_gpu_gave(tmp_path: Path, capsys: py
     file.write_text(given)
     assert checks.main(["--device", "cpu", "--only", "streams", "--json", str(file)]) == 1
     assert bench(["--device", "cpu", "--tiny", "--only", "lanes", "--json", str(file)]) == 1
-    assert capsys.readouterr().err.count("a rehearsal would replace it") == 2
+    assert capsys.readouterr().err.count("a rehearsal would replace them") == 2
     assert file.read_text() == given
 
 
