@@ -74,7 +74,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: setup-test ## the tests, but for those that are long by nature: 15 minutes on 2 cores
 	$(PYTEST) -m "not slow" $(PARALLEL)
 
-test-fast: setup-test ## for every commit: the tests that start nothing and compute little, within a minute
+test-fast: setup-test ## for every commit: the tests that start nothing and compute little, under three minutes on 2 cores
 	$(PYTEST) -m "not slow and not long and not ranks and not server and not triton and not gpu" $(PARALLEL)
 
 test-slow: setup-test ## the tests that are long by nature: more of the zoo, of interrupts, of transports, of servers
