@@ -104,9 +104,9 @@ def resolve_offline(layers: Sequence[Layer], table: Table, *, print_config: bool
             f"has at most {settings['max_model_len']} positions."
         )
     told = list(notes(settings))
-    greedy = [settings.spell(name) for name in ("top_k", "top_p", "seed") if settings.given(name)]
-    if greedy and settings["temperature"] == 0:
-        told.append(f"{', '.join(greedy)} without --temperature: the likeliest token is taken")
+    ignored = [settings.spell(name) for name in ("top_k", "top_p", "seed") if settings.given(name)]
+    if ignored and settings["temperature"] == 0:
+        told.append(f"{', '.join(ignored)} without --temperature: the likeliest token is taken")
     prompts, engine = settings["prompt"], to_engine_options(settings)
     params = tuple(_sampling_params(settings, index) for index in range(len(prompts)))
     return GenerateCommand(settings, prompts, params, engine, print_config, tuple(told))

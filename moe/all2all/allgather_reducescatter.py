@@ -15,10 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe.all2all.base import All2AllTraits, Dispatched, OnCounts, at_once, check_dispatch, refuse_gradients
+from moe.all2all.base import (
+    All2AllTraits,
+    Dispatched,
+    OnCounts,
+    at_once,
+    check_dispatch,
+    refuse_gradients,
+)
 from moe.all2all.payload import pack_rows, unpack_rows
 from moe.all2all.voted import voted_tokens
-from moe.placement import local_experts
+from moe.placement import check_group, local_experts
 from ubatch import (
     CommGroup,
     ConfigError,
@@ -55,11 +62,7 @@ class AllGatherReduceScatterAll2All:
     """
 
     def __init__(self, *, group: CommGroup, num_experts: int) -> None:
-        if not isinstance(group, CommGroup):
-            raise ConfigError(
-                f"all2all back end 'allgather_reducescatter' needs a CommGroup, not {type(group).__name__}. "
-                "Make one: CommGroup.from_process_group(pg)."
-            )
+        check_group("allgather_reducescatter", group)
         self.group = group
         self.on_counts: OnCounts = at_once
         self.num_experts = num_experts

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
-import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +26,7 @@ from serving.engine.failures import FirstCause, again, dead_error, start_error
 from serving.engine.folder import SocketFolder
 from serving.engine.launch import EngineMain, LocalEngines
 from serving.engine.options import EngineOptions
+from serving.engine.profiles import Profiles
 from serving.engine.rank.process import run_engine
 from serving.engine.routing import RequestStream, Router
 from serving.engine.vital_signs import VitalSigns
@@ -46,7 +45,6 @@ from serving.engine.wire.messages import (
     Refused,
     Shutdown,
     StartProfile,
-    StopProfile,
     ToEngine,
     Wake,
     decode_from_engine,
@@ -64,7 +62,6 @@ __all__ = ["EngineClient", "EngineInfo"]
 
 _logger = logging.getLogger(__name__)
 
-_PROFILE_S = 120.0
 _CLOSE_S = 10.0
 _LOOK_FOR_NODES_S = 0.2
 _SETTLE_S = 0.002
@@ -108,7 +105,7 @@ class EngineClient:
         self._all_ready: asyncio.Future[None] = self._loop.create_future()
         self._died: asyncio.Future[EngineDead] = self._loop.create_future()
         self._cause = FirstCause(self._failed)
-        self._profiles: dict[int, asyncio.Future[ProfileWritten]] = {}
+        self._profiles = Profiles(options)
         self._signs = VitalSigns(options, self._cause.report)
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
@@ -208,8 +205,7 @@ class EngineClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._all_ready.cancel()
         self._died.cancel()
-        for waiting in self._profiles.values():
-            waiting.cancel()
+        self._profiles.cancel()
         if self._gate is not None:
             self._gate.close()
         self._socket.close(linger=1000)
@@ -330,23 +326,7 @@ class EngineClient:
             EngineDead: an engine died meanwhile.
         """
         self._check_alive()
-        if self._profiles:
-            raise UBatchError("a profile is being written already.")
-        folder = folder or self.options.profile_folder or Path(tempfile.mkdtemp(prefix="ubatch-profile-"))
-        stamp = time.strftime("%Y%m%d-%H%M%S")  # an earlier profile in the same folder stays
-        self._profiles = {rank: self._loop.create_future() for rank in range(self.options.world_size)}
-        try:
-            self._send_each(StopProfile(str(folder / stamp)))
-            answers = await asyncio.wait_for(asyncio.gather(*self._profiles.values()), _PROFILE_S)
-        except TimeoutError as error:
-            raise UBatchError(f"not every rank has written its profile within {_PROFILE_S:.0f} s.") from error
-        finally:
-            self._profiles = {}
-        wrong = [f"{self.options.describe_rank(each.rank)}: {each.error}" for each in answers if each.error is not None]
-        written = [each.path for each in answers if each.error is None]
-        if wrong:
-            raise UBatchError(" ".join([*wrong, *(f"{path} is written." for path in written)]))
-        return [Path(path) for path in written]
+        return await self._profiles.stop(folder, self._send_each)
 
     # -- the wire -----------------------------------------------------------------------------------------------
 
@@ -409,10 +389,8 @@ class EngineClient:
                     self.info = self._make_info()
                     self._signs.begin()
                     self._all_ready.set_result(None)
-            case ProfileWritten(rank):
-                waiting = self._profiles.get(rank)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(message)
+            case ProfileWritten():
+                self._profiles.written(message)
             case NodeAlive(node_rank):
                 self._signs.heard_node(node_rank)
             case Failed():
@@ -440,9 +418,7 @@ class EngineClient:
         self.dead = dead_error(failed, name)
         log_event(_logger, "engine dead", level=logging.ERROR, rank=failed.rank, error=self.dead)
         self._router.fail_all(partial(again, self.dead))
-        for waiting in self._profiles.values():
-            if not waiting.done():
-                waiting.set_exception(again(self.dead))
+        self._profiles.fail(partial(again, self.dead))
         self._died.set_result(self.dead)
         self._shut_down()
         if self._engines is not None:

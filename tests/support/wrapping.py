@@ -13,6 +13,14 @@ from torch import Tensor, nn
 from ubatch import DeclineReason, UBatchConfig, UBatchWrapper, dbo_yield
 
 Function = Callable[..., Any]
+FIRST = {"verify": "first"}
+"""Setting with which the first call of a signature is proved."""
+
+
+def seen(wrapper: UBatchWrapper) -> tuple[int, int, dict[DeclineReason, int]]:
+    """Calls that overlapped, calls that proved, and reasons of the others."""
+    statistics = wrapper.statistics()
+    return statistics.engaged, statistics.proved, dict(statistics.declined)
 
 
 class Plain(nn.Module):

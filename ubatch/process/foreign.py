@@ -1,4 +1,4 @@
-"""Check for foreign packages with our names: PyPI has another `attention` and another `moe`."""
+"""Check for foreign packages with our names: the package index has another `attention` and another `moe`."""
 
 from __future__ import annotations
 

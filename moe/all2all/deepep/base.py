@@ -25,11 +25,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moe.all2all.base import All2AllTraits, Dispatched, check_dispatch, refuse_gradients
+from moe.all2all.base import (
+    All2AllTraits,
+    Dispatched,
+    check_dispatch,
+    refuse_gradients,
+)
 from moe.all2all.chunks import cut, ids_of_blocks
 from moe.all2all.deepep.buffers import NODE, Queued, in_one_node
 from moe.experts.quantization import quantize_tokens
-from moe.placement import local_experts
+from moe.placement import check_group, local_experts
 from ubatch import (
     CommGroup,
     ConfigError,
@@ -41,7 +46,7 @@ from ubatch import (
     on_comm_stream,
     report_sm_use,
 )
-from ubatch.ranks.collectives import check_launch
+from ubatch.ranks.launch_checks import check_launch
 
 __all__ = [
     "NODE",
@@ -129,11 +134,7 @@ class DeepEPTransport:
     max_tokens_per_rank: int
 
     def __init__(self, name: str, group: CommGroup, num_experts: int) -> None:
-        if not isinstance(group, CommGroup):
-            raise ConfigError(
-                f"all2all back end {name!r} needs a CommGroup, not {type(group).__name__}. "
-                "Make one: CommGroup.from_process_group(pg)."
-            )
+        check_group(name, group)
         check_ranks(name, group.size)
         self.name = name
         self.group = group

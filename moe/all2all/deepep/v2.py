@@ -27,8 +27,8 @@ from moe.all2all.deepep.base import DeepEPStreamed, Inputs, check_ranks, sms_in_
 from moe.all2all.deepep.buffers import DeepEPBuffers
 from moe.all2all.voted import voted_tokens
 from ubatch import CommGroup, ConfigError, Transfer
-from ubatch.ranks.collectives import check_launch
 from ubatch.ranks.connection import Connection
+from ubatch.ranks.launch_checks import check_launch
 from ubatch.ranks.long_calls import holding_gil
 
 __all__ = ["DeepEPV2All2All", "ElasticHandle"]

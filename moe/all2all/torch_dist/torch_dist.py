@@ -27,14 +27,21 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from moe.all2all.base import All2AllTraits, Dispatched, OnCounts, at_once, check_dispatch, refuse_gradients
+from moe.all2all.base import (
+    All2AllTraits,
+    Dispatched,
+    OnCounts,
+    at_once,
+    check_dispatch,
+    refuse_gradients,
+)
 from moe.all2all.chunks import only_block
 from moe.all2all.payload import pack_rows, unpack_rows
 from moe.all2all.torch_dist.blocks import BlockRoutes, BlocksHandle, TorchDistBlocks
 from moe.all2all.torch_dist.chunks import ChunkedRows, ChunkHandle, Cube, Routes, tokens_of, visits_of
-from moe.placement import local_experts
+from moe.placement import check_group, local_experts
 from moe.segments import segment_sum
-from ubatch import CommGroup, ConfigError, Transfer, copy_to_host, launch_all_to_all_single
+from ubatch import CommGroup, Transfer, copy_to_host, launch_all_to_all_single
 
 __all__ = ["TorchDistAll2All"]
 
@@ -69,11 +76,7 @@ class TorchDistAll2All:
     """
 
     def __init__(self, *, group: CommGroup, num_experts: int) -> None:
-        if not isinstance(group, CommGroup):
-            raise ConfigError(
-                f"all2all back end 'torch_dist' needs a CommGroup, not {type(group).__name__}. "
-                "Make one: CommGroup.from_process_group(pg)."
-            )
+        check_group("torch_dist", group)
         self.group = group
         self.on_counts: OnCounts = at_once
         self.num_experts = num_experts

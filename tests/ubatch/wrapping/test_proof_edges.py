@@ -11,19 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from wrapping import Plain, assert_same, rows, wrapped
+from wrapping import FIRST, Plain, assert_same, rows, seen, wrapped
 
 from ubatch import (
     DeclineReason,
-    UBatchWrapper,
 )
-
-FIRST = {"verify": "first"}
-
-
-def seen(wrapper: UBatchWrapper) -> tuple[int, int, dict[DeclineReason, int]]:
-    statistics = wrapper.statistics()
-    return statistics.engaged, statistics.proved, dict(statistics.declined)
 
 
 def equal_thrice(function: Callable[..., Any], *calls: tuple[Any, ...]) -> tuple[int, int, dict[DeclineReason, int]]:

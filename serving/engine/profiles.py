@@ -1,0 +1,74 @@
+"""Profiles of all ranks: ask every rank to write its trace, and wait for their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from serving.engine.options import EngineOptions
+from serving.engine.wire.messages import ProfileWritten, StopProfile
+from ubatch import UBatchError
+
+__all__ = ["Profiles"]
+
+_WITHIN_S = 120.0
+
+
+class Profiles:
+    """The answers of the ranks that write a profile; empty while none is written.
+
+    Args:
+        options: the engines' settings.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+        self._answers: dict[int, asyncio.Future[ProfileWritten]] = {}
+
+    async def stop(self, folder: Path | None, send: Callable[[StopProfile], object]) -> list[Path]:
+        """Stop recording on every rank; see `EngineClient.stop_profile`.
+
+        Args:
+            folder: where each rank writes.
+            send: sends a message to every rank.
+        """
+        if self._answers:
+            raise UBatchError("a profile is being written already.")
+        folder = folder or self._options.profile_folder or Path(tempfile.mkdtemp(prefix="ubatch-profile-"))
+        stamp = time.strftime("%Y%m%d-%H%M%S")  # an earlier profile in the same folder stays
+        loop = asyncio.get_running_loop()
+        self._answers = {rank: loop.create_future() for rank in range(self._options.world_size)}
+        try:
+            send(StopProfile(str(folder / stamp)))
+            answers = await asyncio.wait_for(asyncio.gather(*self._answers.values()), _WITHIN_S)
+        except TimeoutError as error:
+            raise UBatchError(f"not every rank has written its profile within {_WITHIN_S:.0f} s.") from error
+        finally:
+            self._answers = {}
+        wrong = [
+            f"{self._options.describe_rank(each.rank)}: {each.error}" for each in answers if each.error is not None
+        ]
+        written = [each.path for each in answers if each.error is None]
+        if wrong:
+            raise UBatchError(" ".join([*wrong, *(f"{path} is written." for path in written)]))
+        return [Path(path) for path in written]
+
+    def written(self, message: ProfileWritten) -> None:
+        """A rank has answered."""
+        answer = self._answers.get(message.rank)
+        if answer is not None and not answer.done():
+            answer.set_result(message)
+
+    def fail(self, make_error: Callable[[], Exception]) -> None:
+        """Raise an error in the call that waits."""
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(make_error())
+
+    def cancel(self) -> None:
+        """Cancel the call that waits."""
+        for answer in self._answers.values():
+            answer.cancel()
