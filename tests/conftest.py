@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import glob
 import os
 
@@ -31,6 +32,7 @@ from tqdm import tqdm
 
 from ubatch.kernels import c_jit
 
+gc.disable()  # until the tests are collected, which leaves hardly any garbage
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started us in the background
 torch.set_num_threads(1)
 if hasattr(os, "sched_setaffinity") and "PYTEST_XDIST_WORKER" in os.environ:
@@ -76,6 +78,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         weights[item.path] += sum(SECONDS.get(mark.name, 0.0) for mark in item.iter_markers())
     items.sort(key=lambda item: -weights[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """Keep what collecting has made out of every later garbage collection: it lives to the end anyway."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Let libraries free at exit what they look for then."""
+    gc.unfreeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -5,6 +5,7 @@ Tests start ranks of their own with it, and the ranks and engines that commands 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -64,6 +65,7 @@ def _file_descriptors(out: Any, err: Any) -> tuple[int, int]:
 
 
 def _run(target: Callable[..., Any], args: tuple[Any, ...], environ: Mapping[str, str], outputs: Any) -> None:
+    gc.freeze()  # what was imported before the fork is no garbage
     for place, descriptor in enumerate(outputs, start=1):
         os.dup2(descriptor, place)
         os.close(descriptor)

@@ -59,16 +59,24 @@ def needs_of(function: Any) -> frozenset[str]:
     left = [function]
     while left:
         thing = left.pop()
-        while isinstance(thing, FunctionType) and hasattr(thing, "__wrapped__"):
-            thing = thing.__wrapped__
-        if not isinstance(thing, FunctionType | type) or thing in seen:
-            continue
-        seen.add(thing)
-        for name, value in _named(thing):
-            if name in NEEDS:
-                found.add(NEEDS[name])
-            left.append(value)
+        if thing not in seen:
+            seen.add(thing)
+            own, named = _own_needs(thing)
+            found |= own
+            left += named
     return frozenset(found)
+
+
+@functools.cache
+def _own_needs(thing: Any) -> tuple[frozenset[str], tuple[Any, ...]]:
+    """What a function or class itself names: needs, and other functions and classes."""
+    while isinstance(thing, FunctionType) and hasattr(thing, "__wrapped__"):
+        thing = thing.__wrapped__
+    if not isinstance(thing, FunctionType | type):
+        return frozenset(), ()
+    pairs = list(_named(thing))
+    functions = {id(value): value for _, value in pairs if isinstance(value, FunctionType | type)}
+    return frozenset(NEEDS[name] for name, _ in pairs if name in NEEDS), tuple(functions.values())
 
 
 def _named(thing: FunctionType | type) -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import random
@@ -66,6 +67,7 @@ def run_ranks(
 
 
 def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, port: int, results: Any, args: Any) -> None:
+    gc.freeze()  # what was imported before the fork is no garbage
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
