@@ -123,7 +123,7 @@ def test_what_cannot_be_accepted() -> None:
 
 # -- rejection sampling ------------------------------------------------------------------------------------------------
 
-VOCAB, MANY = 6, 12_000
+VOCAB, MANY = 6, 5_000
 TARGET = torch.randn(VOCAB + 1, VOCAB, generator=torch.Generator().manual_seed(5))
 """Logits behind each token, and behind the prompt."""
 FAR = torch.tensor([0.05, 0.05, 0.1, 0.1, 0.3, 0.4])  # of the target's tokens, most likely first
