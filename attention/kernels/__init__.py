@@ -11,7 +11,6 @@ latent    attention over latents, and writing them
 fill      copies a batch into the buffers that a captured graph reads
 pages     lists of pages, for kernels that take those
 tuning    measures once which tiles are fastest
-merge     merges two attention states over different keys
 
 All kernels run compiled on a GPU. They run on a CPU, slowly, in Triton's interpreter if TRITON_INTERPRET=1 was set
 before Triton was first imported; the code is the same.

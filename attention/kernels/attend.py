@@ -34,7 +34,6 @@ __all__ = ["launch_attention"]
 @jit(*BATCH_ARGUMENTS, "num_splits")
 def _attention_kernel(
     out: tl.tensor,
-    lse: tl.tensor,
     sinks: tl.tensor,
     tiles: tl.tensor,
     partial_out: tl.tensor,
@@ -66,7 +65,6 @@ def _attention_kernel(
     SOFT_CAP: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    WRITE_LSE: tl.constexpr,
     TILED: tl.constexpr,
     WHOLE: tl.constexpr,
     FP8: tl.constexpr,
@@ -152,7 +150,6 @@ def _attention_kernel(
         token = (start + query).to(tl.int64) * NUM_HEADS + head
         finish_rows(
             out,
-            lse,
             sinks,
             total,
             highest,
@@ -163,7 +160,6 @@ def _attention_kernel(
             value_scale,
             HEAD_DIM,
             HAS_SINKS,
-            WRITE_LSE,
             BLOCK_D,
         )
     else:
@@ -181,7 +177,6 @@ def launch_attention(
     batch: PagedBatch,
     size: TileSize,
     sinks: Tensor | None,
-    lse: Tensor | None,
     *,
     tiles: Tensor | None = None,
     partials: tuple[Tensor, Tensor] | None = None,
@@ -208,7 +203,6 @@ def launch_attention(
     }
     _attention_kernel[grid](
         out=out,
-        lse=lse,
         sinks=sinks,
         tiles=tiles,
         partial_out=partial_out,
@@ -219,7 +213,6 @@ def launch_attention(
         num_splits=num_splits,
         MAX_QUERIES=max_queries,
         HAS_SINKS=sinks is not None,
-        WRITE_LSE=lse is not None,
         TILED=tiles is not None,
         WHOLE=num_splits == 1,
         **arguments,

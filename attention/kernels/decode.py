@@ -89,7 +89,6 @@ class DecodeSplits:
 @jit("query_start_loc", "num_splits")
 def _reduce_kernel(
     out: tl.tensor,
-    lse: tl.tensor,
     partial_out: tl.tensor,
     partial_lse: tl.tensor,
     query_start_loc: tl.tensor,
@@ -99,7 +98,6 @@ def _reduce_kernel(
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    WRITE_LSE: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
@@ -126,13 +124,9 @@ def _reduce_kernel(
     weight_sum = tl.sum(weights, 0)
     if HAS_SINKS:
         weight_sum += tl.exp2(sink - shift)
-    saw_any = weight_sum > 0
-    divisor = tl.where(saw_any, weight_sum, 1.0)
-    result = tl.sum(parts * weights[:, None], 0) / divisor
+    result = tl.sum(parts * weights[:, None], 0) / tl.where(weight_sum > 0, weight_sum, 1.0)
     token = (start + query).to(tl.int64) * NUM_HEADS + head
     tl.store(out + token * HEAD_DIM + dims, result, mask=dims < HEAD_DIM)
-    if WRITE_LSE:
-        tl.store(lse + token, tl.where(saw_any, (shift + tl.log2(divisor)) / LOG2_E, float("-inf")))
 
 
 def decode_attention(
@@ -145,7 +139,6 @@ def decode_attention(
     splits: DecodeSplits,
     workspace: Tensor,
     sinks: Tensor | None = None,
-    lse: Tensor | None = None,
 ) -> None:
     """Attend for every request that has 1 to `splits.max_queries` queries; other requests' rows are not written.
 
@@ -159,7 +152,6 @@ def decode_attention(
         splits: how its keys are split.
         workspace: float32, at least `splits.workspace_numbers(...)`; overwritten.
         sinks: `[num_heads]` logits, one more term in each head's denominator.
-        lse: `[T, num_heads]` float32, contiguous; written: the natural logarithm of the denominator, its sink included.
     """
     if not batch.num_reqs:
         return
@@ -175,18 +167,16 @@ def decode_attention(
         batch,
         size,
         sinks,
-        lse,
         partials=partials,
         num_splits=splits.num_splits,
         max_queries=splits.max_queries,
     )
     if splits.num_splits > 1:
-        reduce_splits(out, lse, *partials, batch, splits, sinks)
+        reduce_splits(out, *partials, batch, splits, sinks)
 
 
 def reduce_splits(
     out: Tensor,
-    lse: Tensor | None,
     partial_out: Tensor,
     partial_lse: Tensor,
     batch: PagedBatch,
@@ -197,7 +187,6 @@ def reduce_splits(
 
     Args:
         out: `[T, heads, dim]`, contiguous; written.
-        lse: `[T, heads]` float32, contiguous; written if not None.
         partial_out: `[num_reqs * max_queries, heads, num_splits, dim]` float32, flat.
         partial_lse: `[num_reqs * max_queries, heads, num_splits]` float32, flat; base-2 logarithms.
         batch: the step's batch.
@@ -208,7 +197,6 @@ def reduce_splits(
     block_s, block_d = power_of_2(splits.num_splits), power_of_2(dim)
     _reduce_kernel[batch.num_reqs * splits.max_queries, num_heads](
         out,
-        lse,
         partial_out,
         partial_lse,
         batch.query_start_loc,
@@ -218,7 +206,6 @@ def reduce_splits(
         NUM_HEADS=num_heads,
         HEAD_DIM=dim,
         HAS_SINKS=sinks is not None,
-        WRITE_LSE=lse is not None,
         BLOCK_S=block_s,
         BLOCK_D=block_d,
         num_warps=max(1, min(16, block_s * block_d // _NUMBERS_PER_WARP)),

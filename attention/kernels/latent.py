@@ -282,9 +282,7 @@ def _latent_split_kernel(
 
     if WHOLE:
         target = token * NUM_HEADS + head
-        finish_rows(
-            out, out, out, total, highest, weight_sum, target, head, is_row, value_scale, RANK, False, False, BLOCK_L
-        )
+        finish_rows(out, out, total, highest, weight_sum, target, head, is_row, value_scale, RANK, False, BLOCK_L)
     else:
         part = ((request * MAX_QUERIES + query).to(tl.int64) * NUM_HEADS + head) * num_splits + split
         store_part(partial_out, partial_lse, total, highest, weight_sum, part, is_row, value_scale, RANK, BLOCK_L)
@@ -361,4 +359,4 @@ def latent_decode(
         **batch.arguments(),
     )
     if splits.num_splits > 1:
-        reduce_splits(out, None, partial_out, partial_lse, batch, splits)
+        reduce_splits(out, partial_out, partial_lse, batch, splits)

@@ -26,7 +26,6 @@ def prefill_attention(
     tiles: Tensor,
     size: TileSize,
     sinks: Tensor | None = None,
-    lse: Tensor | None = None,
 ) -> None:
     """Attend for every query that is in a tile; other queries' rows are not written.
 
@@ -40,8 +39,7 @@ def prefill_attention(
         tiles: `[tiles, 2]` int32 from `planning.plan_tiles`, for `size.queries(shape)` queries each.
         size: the size of the tiles.
         sinks: `[num_heads]` logits, one more term in each head's denominator.
-        lse: `[T, num_heads]` float32, contiguous; written: the natural logarithm of the denominator, its sink included.
     """
     if tiles.shape[0]:
         grid = (tiles.shape[0], shape.num_kv_heads, 1)
-        launch_attention(grid, q, out, shape, cache, layer, batch, size, sinks, lse, tiles=tiles)
+        launch_attention(grid, q, out, shape, cache, layer, batch, size, sinks, tiles=tiles)

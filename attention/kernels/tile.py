@@ -291,7 +291,6 @@ def attend_keys(
 @jit()
 def finish_rows(
     out: tl.tensor,
-    lse: tl.tensor,
     sinks: tl.tensor,
     total: tl.tensor,
     highest: tl.tensor,
@@ -302,14 +301,12 @@ def finish_rows(
     value_scale: tl.tensor,
     HEAD_DIM: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    WRITE_LSE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
     """Normalise the result of `attend_keys`, and store it.
 
     Args:
         out: `[rows, HEAD_DIM]`, dense.
-        lse: `[rows]`, dense; natural logarithms.
         sinks: `[heads]`.
         total: `[BLOCK_M, BLOCK_D]`, the weighted values from `attend_keys`.
         highest: `[BLOCK_M]`, the highest scores from it.
@@ -327,13 +324,8 @@ def finish_rows(
         total = total * fade[:, None]
         weight_sum = weight_sum * fade + tl.exp2(sink - higher)
         highest = higher
-    saw_any = weight_sum > 0
-    divisor = tl.where(saw_any, weight_sum, 1.0)
-    result = total * (value_scale / divisor)[:, None]
+    result = total * (value_scale / tl.where(weight_sum > 0, weight_sum, 1.0))[:, None]
     tl.store(out + row[:, None] * HEAD_DIM + dims[None, :], result, mask=is_row[:, None] & (dims < HEAD_DIM)[None, :])
-    if WRITE_LSE:
-        natural = (highest + tl.log2(divisor)) / LOG2_E
-        tl.store(lse + row, tl.where(saw_any, natural, float("-inf")), mask=is_row)
 
 
 @jit()

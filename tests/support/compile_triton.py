@@ -32,7 +32,6 @@ from attention.backends.triton.mla import TritonMLABackend
 from attention.graph_buffers import GraphBuffers
 from attention.kernels import tuning
 from attention.kernels.fill import fill_batch
-from attention.kernels.merge import merge_states
 from attention.kernels.pages import list_pages
 from attention.kernels.ragged import pad_ragged, unpad_ragged
 from model_runner.kernels.activation import silu_mul
@@ -179,7 +178,6 @@ def main(capability: int, *, every_choice: bool) -> None:
     starts = torch.tensor([0, 3, 8], dtype=torch.int32)
     x = torch.zeros(8, 4, 64, dtype=BF16)
     unpad_ragged(pad_ragged(x, starts, 5), starts, 8)
-    merge_states(x, torch.zeros(8, 4), x, torch.zeros(8, 4))
 
 
 if __name__ == "__main__":

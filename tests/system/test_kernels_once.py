@@ -164,23 +164,6 @@ def latent_decode() -> None:
     close(out[:-1], batch.expected()[:-1], 1e-2)
 
 
-@launches("merge")
-def states_of_halves() -> None:
-    from attention.kernels.merge import merge_states
-
-    q, k, v = torch.randn(3, 2, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
-
-    def part(keys: slice) -> tuple[Tensor, Tensor]:
-        scores = torch.einsum("qhd,khd->qhk", q, k[keys])
-        return torch.einsum("qhk,khd->qhd", scores.softmax(-1), v[keys]), scores.logsumexp(-1)
-
-    whole, left, right = part(slice(0, 9)), part(slice(0, 4)), part(slice(4, 9))
-    found, lse, *other = (x.contiguous().to(DEVICE) for x in (*left, *right))
-    merge_states(found, lse, *other)
-    close(found, whole[0])
-    close(lse, whole[1])
-
-
 @launches("pad")
 def ragged_rows() -> None:
     from attention.kernels.ragged import pad_ragged, unpad_ragged

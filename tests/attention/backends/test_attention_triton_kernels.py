@@ -9,14 +9,13 @@ from torch import Tensor
 from triton_batches import DEVICE, moved, moved_cache, numbers
 
 from attention import AttentionShape, CommonAttentionMetadata, KVCacheSpec, PagedKVCache
-from attention import lse as torch_lse
 from attention.kernels.cache import write_kv
 from attention.kernels.decode import DecodeSplits, decode_attention
-from attention.kernels.merge import merge_states
 from attention.kernels.planning import num_tiles, plan_mask_offsets, plan_tiles
 from attention.kernels.prefill import prefill_attention
 from attention.kernels.ragged import pad_ragged, unpad_ragged
 from attention.kernels.tile import PagedBatch, TileSize
+from attention.lse import softmax_attention
 from ubatch import ForwardMode
 
 
@@ -25,8 +24,8 @@ def paged(metadata: CommonAttentionMetadata) -> PagedBatch:
     return PagedBatch(there.num_reqs, there.query_start_loc, there.seq_lens, there.block_table)
 
 
-def dense_state(batch: Batch, request: int) -> tuple[Tensor, Tensor]:
-    """Output `[L, heads, d]` and LSE `[L, heads]` of one request, from its keys laid out one after the other."""
+def dense_output(batch: Batch, request: int) -> Tensor:
+    """Output `[L, heads, d]` of one request, from its keys laid out one after the other."""
     cache, metadata = batch.new_cache(), batch.metadata
     cache.write(0, batch.k, batch.v, cache.write_slots(metadata.slot_mapping))
     rows = slice(*metadata.query_start_loc_cpu[request : request + 2])
@@ -34,7 +33,7 @@ def dense_state(batch: Batch, request: int) -> tuple[Tensor, Tensor]:
     blocks = metadata.block_table[request, : batch.spec.blocks_for(length)].long()
     keys, values = (pool[blocks].flatten(0, 1)[:length] for pool in (cache.keys(0), cache.values(0)))
     hidden = torch.arange(length) > torch.arange(length - queries, length)[:, None]
-    out, lse = torch_lse.softmax_attention(
+    out, _ = softmax_attention(
         batch.q[rows].transpose(0, 1)[None],
         keys.transpose(0, 1)[None],
         values.transpose(0, 1)[None],
@@ -42,7 +41,7 @@ def dense_state(batch: Batch, request: int) -> tuple[Tensor, Tensor]:
         mask=torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)[None, None],
         sinks=batch.sinks,
     )
-    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+    return out[0].transpose(0, 1)
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])
@@ -111,67 +110,34 @@ def test_tree_masks_are_found_behind_those_of_earlier_requests() -> None:
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("num_splits", [1, 2, 5])
-def test_split_decode_gives_output_and_lse(num_splits: int, sinks: bool) -> None:
+def test_split_decode_gives_each_request_its_output(num_splits: int, sinks: bool) -> None:
     """Also with more splits than keys; a request with more queries is left alone."""
     requests = [(50, 1), (3, 1), (8, 3), (20, 2)]
     batch = make_batch(requests, shape=AttentionShape(4, 2, 8, sinks=sinks), mode=ForwardMode.MIXED)
     cache = moved_cache(batch)
     write_kv(cache, 0, batch.k.to(DEVICE), batch.v.to(DEVICE), batch.metadata.slot_mapping.to(DEVICE))
-    out, lse = torch.full((7, 4, 8), 7.0, device=DEVICE), torch.full((7, 4), 7.0, device=DEVICE)
+    out = torch.full((7, 4, 8), 7.0, device=DEVICE)
     splits = DecodeSplits(2, num_splits)
     workspace = torch.full((splits.workspace_numbers(batch.shape, 4),), torch.nan, device=DEVICE)
     given = None if batch.sinks is None else batch.sinks.to(DEVICE)
-    decode_attention(
-        batch.q.to(DEVICE), out, batch.shape, cache, 0, paged(batch.metadata), splits, workspace, given, lse
-    )
+    decode_attention(batch.q.to(DEVICE), out, batch.shape, cache, 0, paged(batch.metadata), splits, workspace, given)
     for request, rows in ((0, slice(0, 1)), (1, slice(1, 2)), (3, slice(5, 7))):
-        expected_out, expected_lse = dense_state(batch, request)
-        torch.testing.assert_close(out[rows].cpu(), expected_out, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(lse[rows].cpu(), expected_lse, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(out[rows].cpu(), dense_output(batch, request), atol=1e-5, rtol=1e-5)
     assert (out[2:5] == 7).all()
-    assert (lse[2:5] == 7).all()
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
-def test_paged_prefill_gives_output_and_lse(sinks: bool) -> None:
+def test_paged_prefill_gives_each_request_its_output(sinks: bool) -> None:
     """Behind prefixes, over several tiles of queries and keys; requests without a tile are left alone."""
     batch = make_batch([(37, 9), (5, 1), (0, 18)], shape=AttentionShape(4, 2, 8, sinks=sinks))
     cache, size = moved_cache(batch), TileSize.prefill(batch.shape, torch.float32)
     write_kv(cache, 0, batch.k.to(DEVICE), batch.v.to(DEVICE), batch.metadata.slot_mapping.to(DEVICE))
-    out, lse = torch.full((28, 4, 8), 7.0, device=DEVICE), torch.full((28, 4), 7.0, device=DEVICE)
+    out = torch.full((28, 4, 8), 7.0, device=DEVICE)
     there, queries = paged(batch.metadata), size.queries(batch.shape)
     tiles = torch.zeros(num_tiles(3, 28, queries), 2, dtype=torch.int32, device=DEVICE)
     plan_tiles(tiles, there.query_start_loc, 3, queries, min_queries=2)
     given = None if batch.sinks is None else batch.sinks.to(DEVICE)
-    prefill_attention(batch.q.to(DEVICE), out, batch.shape, cache, 0, there, tiles, size, given, lse)
+    prefill_attention(batch.q.to(DEVICE), out, batch.shape, cache, 0, there, tiles, size, given)
     for request, rows in ((0, slice(0, 9)), (2, slice(10, 28))):
-        expected_out, expected_lse = dense_state(batch, request)
-        torch.testing.assert_close(out[rows].cpu(), expected_out, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(lse[rows].cpu(), expected_lse, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(out[rows].cpu(), dense_output(batch, request), atol=1e-5, rtol=1e-5)
     assert (out[9] == 7).all()
-    assert (lse[9] == 7).all()
-
-
-def test_merged_states_are_the_attention_over_all_keys() -> None:
-    q, k, v = torch.randn(1, 3, 7, 24), torch.randn(1, 3, 11, 24), torch.randn(1, 3, 11, 24)
-    whole, left, right = (
-        torch_lse.softmax_attention(q, k[:, :, keys], v[:, :, keys], scale=0.3)
-        for keys in (slice(0, 11), slice(0, 4), slice(4, 11))
-    )
-    out, lse, other, other_lse = (x.contiguous().to(DEVICE) for x in (*left, *right))
-    merge_states(out, lse, other, other_lse)
-    torch.testing.assert_close(out.cpu(), whole[0], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(lse.cpu(), whole[1], atol=1e-5, rtol=1e-5)
-
-
-def test_a_state_that_saw_nothing_weighs_nothing_whatever_it_holds() -> None:
-    out, other = torch.randn(2, 4, 8)
-    lse, other_lse = torch.tensor([1.0, -torch.inf, 2.0, -torch.inf]), torch.tensor([-torch.inf, 3.0, 1.0, -torch.inf])
-    out[1], other[0] = torch.nan, torch.inf
-    expected_out, expected_lse = torch_lse.merge_states(out, lse, other, other_lse)
-    there = [x.to(DEVICE) for x in (out.clone(), lse.clone(), other, other_lse)]
-    merge_states(*there)
-    torch.testing.assert_close(there[0].cpu(), expected_out)
-    torch.testing.assert_close(there[1].cpu(), expected_lse)
-    assert torch.equal(there[0][0].cpu(), out[0])
-    assert not there[0][3].any()
