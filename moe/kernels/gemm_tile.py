@@ -5,6 +5,9 @@ loaded by the tensor memory accelerator (TMA), else by addresses; in both cases 
 several iterations in flight. With SWAP the product is transposed: weights by rows.
 """
 
+# mypy: disable-error-code="possibly-undefined"
+# Triton evaluates the conditions on constants when it compiles.
+
 from typing import Any
 
 import triton.language as tl
@@ -87,88 +90,6 @@ def _add_scaled(
 
 
 @jit()
-def _multiply(
-    sums: tl.tensor,
-    a: tl.tensor,
-    a_row: tl.tensor,
-    first_row: tl.tensor,
-    w: tl.tensor,
-    first_weight: tl.tensor,
-    columns_left: tl.tensor,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GATED: tl.constexpr,
-    TMA_A: tl.constexpr,
-    TMA_W: tl.constexpr,
-    SWAP: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> Any:
-    """Sum a tile's products over the inner dimension, for gate and for up; without a gate both results are the same."""
-    up_sums = sums
-    for k in range(0, K, BLOCK_K):
-        x = _load_rows(a, a_row, first_row, k, K, TMA_A, BLOCK_K)
-        gate = _load_weights(w, first_weight, columns_left, k, K, TMA_W, BLOCK_N, BLOCK_K)
-        if GATED:
-            up = _load_weights(w, first_weight + N, columns_left, k, K, TMA_W, BLOCK_N, BLOCK_K)
-            sums = _multiply_add(sums, x, gate, SWAP, UPCAST)
-            up_sums = _multiply_add(up_sums, x, up, SWAP, UPCAST)
-        else:
-            sums = _multiply_add(sums, x, gate, SWAP, UPCAST)
-    return sums, up_sums
-
-
-@jit()
-def _multiply_fp8(
-    sums: tl.tensor,
-    a: tl.tensor,
-    a_row: tl.tensor,
-    a_scales: tl.tensor,
-    a_scales_stride_block: tl.tensor,
-    first_row: tl.tensor,
-    w: tl.tensor,
-    w_scales: tl.tensor,
-    first_weight: tl.tensor,
-    columns_left: tl.tensor,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GATED: tl.constexpr,
-    TMA_A: tl.constexpr,
-    TMA_W: tl.constexpr,
-    SWAP: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> Any:
-    """`_multiply` in fp8, with one block of scales per iteration. `a_scales` points to each row's first scale.
-
-    Scales are loaded one iteration before their use, because Triton's pipeline prefetches only the matrices.
-    """
-    BLOCKS: tl.constexpr = K // _SCALED
-    gate_scales = w_scales + first_weight // _SCALED * BLOCKS
-    up_scales = gate_scales + (N // _SCALED * BLOCKS if GATED else 0)
-    row_scale, gate_scale, up_scale = tl.load(a_scales), tl.load(gate_scales), tl.load(up_scales)
-    up_sums = sums
-    for k in range(0, K, BLOCK_K):
-        x = _load_rows(a, a_row, first_row, k, K, TMA_A, BLOCK_K)
-        gate = _load_weights(w, first_weight, columns_left, k, K, TMA_W, BLOCK_N, BLOCK_K)
-        block = tl.minimum(k // _SCALED + 1, BLOCKS - 1)
-        next_row_scale = tl.load(a_scales + block * a_scales_stride_block)
-        next_gate_scale = tl.load(gate_scales + block)
-        if GATED:
-            up = _load_weights(w, first_weight + N, columns_left, k, K, TMA_W, BLOCK_N, BLOCK_K)
-            next_up_scale = tl.load(up_scales + block)
-            sums = _add_scaled(sums, x, gate, row_scale, gate_scale, SWAP, UPCAST)
-            up_sums = _add_scaled(up_sums, x, up, row_scale, up_scale, SWAP, UPCAST)
-            up_scale = next_up_scale
-        else:
-            sums = _add_scaled(sums, x, gate, row_scale, gate_scale, SWAP, UPCAST)
-        row_scale, gate_scale = next_row_scale, next_gate_scale
-    return sums, up_sums
-
-
-@jit()
 def compute_tile(
     out: tl.tensor,
     out_scales: tl.tensor,
@@ -217,49 +138,31 @@ def compute_tile(
     a_row = a_rows.to(tl.int64) * a_stride
 
     sums = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
-    if FP8:
+    up_sums = sums
+    if FP8:  # one block of scales per iteration, loaded one iteration ahead: Triton prefetches only the matrices
+        BLOCKS: tl.constexpr = K // _SCALED
         row_scales = a_scales + expert.to(tl.int64) * a_scales_stride_expert
         row_scales += (a_rows - expert * capacity).to(tl.int64) * a_scales_stride_row
-        sums, up_sums = _multiply_fp8(
-            sums,
-            a,
-            a_row,
-            row_scales,
-            a_scales_stride_block,
-            first_row,
-            w,
-            w_scales,
-            first_weight,
-            N - first_column,
-            N,
-            K,
-            GATED,
-            TMA_A,
-            TMA_W,
-            SWAP,
-            UPCAST,
-            BLOCK_N,
-            BLOCK_K,
-        )
-    else:
-        sums, up_sums = _multiply(
-            sums,
-            a,
-            a_row,
-            first_row,
-            w,
-            first_weight,
-            N - first_column,
-            N,
-            K,
-            GATED,
-            TMA_A,
-            TMA_W,
-            SWAP,
-            UPCAST,
-            BLOCK_N,
-            BLOCK_K,
-        )
+        gate_scales = w_scales + first_weight // _SCALED * BLOCKS
+        up_scales = gate_scales + (N // _SCALED * BLOCKS if GATED else 0)
+        row_scale, gate_scale, up_scale = tl.load(row_scales), tl.load(gate_scales), tl.load(up_scales)
+    for k in range(0, K, BLOCK_K):
+        x = _load_rows(a, a_row, first_row, k, K, TMA_A, BLOCK_K)
+        gate = _load_weights(w, first_weight, N - first_column, k, K, TMA_W, BLOCK_N, BLOCK_K)
+        if GATED:
+            up = _load_weights(w, first_weight + N, N - first_column, k, K, TMA_W, BLOCK_N, BLOCK_K)
+        if FP8:
+            block = tl.minimum(k // _SCALED + 1, BLOCKS - 1)
+            next_row_scale = tl.load(row_scales + block * a_scales_stride_block)
+            next_gate_scale, next_up_scale = tl.load(gate_scales + block), tl.load(up_scales + block)
+            sums = _add_scaled(sums, x, gate, row_scale, gate_scale, SWAP, UPCAST)
+            if GATED:
+                up_sums = _add_scaled(up_sums, x, up, row_scale, up_scale, SWAP, UPCAST)
+            row_scale, gate_scale, up_scale = next_row_scale, next_gate_scale, next_up_scale
+        else:
+            sums = _multiply_add(sums, x, gate, SWAP, UPCAST)
+            if GATED:
+                up_sums = _multiply_add(up_sums, x, up, SWAP, UPCAST)
 
     if GATED:
         sums = sums / (1.0 + tl.exp(tl.minimum(-sums, 80.0))) * up_sums  # never overflows
