@@ -81,7 +81,7 @@ class SoftmaxTopKRouter:
         """
         self._check(router_logits)
         if _fuses(router_logits):
-            return _fused(router_logits, **self._settings())
+            return _fused(self, router_logits)
         probabilities = torch.softmax(router_logits, dim=-1, dtype=torch.float32)
         topk_weights, topk_ids = torch.topk(probabilities, self.top_k, dim=-1)
         if self.renormalize:
@@ -91,10 +91,6 @@ class SoftmaxTopKRouter:
     def _check(self, router_logits: Tensor) -> None:
         """Refuse logits that this router cannot take; see `__call__`."""
         _check_logits(router_logits, self.top_k)
-
-    def _settings(self) -> dict[str, Any]:
-        """What the kernel is told; see `moe.kernels.router.route_topk`."""
-        return {"top_k": self.top_k, "renormalize": self.renormalize}
 
 
 @dataclass(frozen=True)
@@ -129,28 +125,13 @@ class GroupLimitedRouter:
         """
         self._check(router_logits)
         if _fuses(router_logits):
-            return _fused(router_logits, **self._settings())
+            return _fused(self, router_logits)
         scores = torch.softmax(router_logits, dim=-1, dtype=torch.float32)
-        candidates = scores
-        if self.num_groups > self.top_groups:
-            group_scores = scores.unflatten(-1, (self.num_groups, -1)).amax(dim=-1)
-            candidates = _keep_best_groups(scores, group_scores, self.top_groups)
-        topk_ids = torch.topk(candidates, self.top_k, dim=-1).indices
-        return _weights(scores, topk_ids, self.renormalize, self.scale), topk_ids
+        return _best_in_groups(self, scores, scores, best=1)
 
     def _check(self, router_logits: Tensor) -> None:
         """Refuse logits that this router cannot take; see `__call__`."""
         _check_logits(router_logits, self.top_k, self.num_groups, self.top_groups)
-
-    def _settings(self) -> dict[str, Any]:
-        """What the kernel is told; see `moe.kernels.router.route_topk`."""
-        return {
-            "top_k": self.top_k,
-            "num_groups": self.num_groups,
-            "top_groups": self.top_groups,
-            "renormalize": self.renormalize,
-            "scale": self.scale,
-        }
 
 
 @dataclass(frozen=True)
@@ -189,17 +170,10 @@ class SigmoidTopKRouter:
         """
         self._check(router_logits)
         if _fuses(router_logits):
-            return _fused(router_logits, **self._settings())
+            return _fused(self, router_logits)
         scores = torch.sigmoid(router_logits.float())
-        candidates = scores
-        if self.correction_bias is not None:
-            candidates = scores + self.correction_bias
-        if self.num_groups > self.top_groups:
-            groups = candidates.unflatten(-1, (self.num_groups, -1))
-            best_two = torch.topk(groups, min(2, groups.shape[-1]), dim=-1).values
-            candidates = _keep_best_groups(candidates, best_two.sum(dim=-1), self.top_groups)
-        topk_ids = torch.topk(candidates, self.top_k, dim=-1).indices
-        return _weights(scores, topk_ids, self.renormalize, self.scale), topk_ids
+        candidates = scores if self.correction_bias is None else scores + self.correction_bias
+        return _best_in_groups(self, scores, candidates, best=2)
 
     def _check(self, router_logits: Tensor) -> None:
         """Refuse logits that this router cannot take; see `__call__`."""
@@ -208,32 +182,22 @@ class SigmoidTopKRouter:
         if bias is not None and bias.shape != router_logits.shape[1:]:
             raise ConfigError(f"correction_bias is {list(bias.shape)}, but there are {router_logits.shape[1]} experts.")
 
-    def _settings(self) -> dict[str, Any]:
-        """What the kernel is told; see `moe.kernels.router.route_topk`."""
-        return {
-            "top_k": self.top_k,
-            "num_groups": self.num_groups,
-            "top_groups": self.top_groups,
-            "renormalize": self.renormalize,
-            "scale": self.scale,
-            "sigmoid": True,
-            "bias": self.correction_bias,
-        }
 
-
-def _keep_best_groups(scores: Tensor, group_scores: Tensor, top_groups: int) -> Tensor:
-    """`scores` `[T, E]` with -inf outside the `top_groups` best groups, given `group_scores` `[T, num_groups]`."""
-    best = torch.topk(group_scores, top_groups, dim=-1).indices
-    outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
-    group_size = scores.shape[1] // group_scores.shape[1]
-    return scores.masked_fill(outside.repeat_interleave(group_size, dim=1), float("-inf"))
-
-
-def _weights(scores: Tensor, topk_ids: Tensor, renormalize: bool, scale: float) -> Tensor:
+def _best_in_groups(
+    router: GroupLimitedRouter | SigmoidTopKRouter, scores: Tensor, candidates: Tensor, *, best: int
+) -> tuple[Tensor, Tensor]:
+    """The k largest `candidates` `[T, E]` of the groups whose `best` best ones sum to most; weights from `scores`."""
+    if router.num_groups > router.top_groups:
+        groups = candidates.unflatten(-1, (router.num_groups, -1))
+        group_scores = torch.topk(groups, min(best, groups.shape[-1]), dim=-1).values.sum(dim=-1)
+        kept = torch.topk(group_scores, router.top_groups, dim=-1).indices
+        outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, kept, False)
+        candidates = groups.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(1)
+    topk_ids = torch.topk(candidates, router.top_k, dim=-1).indices
     weights = scores.gather(1, topk_ids)
-    if renormalize:
+    if router.renormalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
-    return weights * scale
+    return weights * router.scale, topk_ids
 
 
 def _check_settings(top_k: int, num_groups: int = 1, top_groups: int = 1, scale: float = 1.0) -> None:
@@ -280,7 +244,7 @@ def route(router: Router, router_logits: Tensor, num_tokens: int | Tensor) -> tu
     if isinstance(router, SoftmaxTopKRouter | GroupLimitedRouter | SigmoidTopKRouter) and _fuses(router_logits):
         router._check(router_logits)
         padded = _check_num_tokens(num_tokens, router_logits.shape[0])
-        return _fused(router_logits, **router._settings(), num_tokens=num_tokens if padded else None)
+        return _fused(router, router_logits, num_tokens if padded else None)
     topk_weights, topk_ids = router(router_logits)
     return topk_weights, mask_padding(topk_ids, num_tokens)
 
@@ -335,7 +299,19 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _fused(router_logits: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+def _fused(
+    router: SoftmaxTopKRouter | GroupLimitedRouter | SigmoidTopKRouter,
+    router_logits: Tensor,
+    num_tokens: int | Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     from moe.kernels.router import route_topk
 
-    return route_topk(router_logits, **settings)
+    return route_topk(router_logits, **_settings(router), num_tokens=num_tokens)
+
+
+def _settings(router: SoftmaxTopKRouter | GroupLimitedRouter | SigmoidTopKRouter) -> dict[str, Any]:
+    """The router's fields as arguments of `moe.kernels.router.route_topk`."""
+    settings = dict(vars(router))
+    if isinstance(router, SigmoidTopKRouter):
+        settings |= {"sigmoid": True, "bias": settings.pop("correction_bias")}
+    return settings

@@ -21,7 +21,7 @@ from ubatch import ConfigError
 
 def fused(router: Any, logits: Tensor, num_tokens: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
     """What the router gives where it is one kernel, on the CPU."""
-    settings = dict(router._settings())
+    settings = routers._settings(router)
     if settings.get("bias") is not None:
         settings["bias"] = settings["bias"].to(DEVICE)
     if isinstance(num_tokens, Tensor):
@@ -176,9 +176,9 @@ def test_route_takes_the_kernel_where_it_can_and_the_router_elsewhere(monkeypatc
     logits, own = distinct(5, 8, seed=4).to(DEVICE), SoftmaxTopKRouter(2)
     launched: list[Any] = []
 
-    def note(logits: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
-        launched.append(settings["num_tokens"])
-        return route_topk(logits, **settings)
+    def note(router: Any, logits: Tensor, num_tokens: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
+        launched.append(num_tokens)
+        return fused(router, logits, num_tokens)
 
     expected = own(logits)[0], mask_padding(own(logits)[1], 3)
     monkeypatch.setattr(routers, "_fused", note)
