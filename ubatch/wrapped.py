@@ -279,20 +279,14 @@ class WrappedModule:
         merge_sm_use(sm_use, *(pool.sm_users for pool in pools))
         table, tally = self.table, self.tally
         return UBatchStatistics(
-            calls=tally.calls,
-            engaged=tally.engaged,
-            declined=dict(tally.declined),
+            **(vars(tally) | {"declined": dict(tally.declined)}),
             handoffs=sum(pool.handoffs for pool in pools),
             lane_threads_started=sum(pool.threads_started for pool in pools),
             sm_budget=sm_use,
-            last_reason=tally.last_reason,
             graph_replays=0 if table is None else table.replays,
             graph_misses=0 if table is None else table.misses.total(),
             graph_misses_by_reason={} if table is None else dict(table.misses),
             last_graph_miss=None if table is None else table.last_miss,
-            engaged_single=tally.engaged_single,
-            proved=tally.proved,
-            proof_seconds=tally.proof_seconds,
         )
 
 

@@ -179,7 +179,7 @@ class Capturer:
             for rows in (plan.rows, plan.rows - 1):
                 part = plan.cut([slice(0, rows)])[0][0]
                 intent = replace(self._eligibility.intent(*part, context), cut=None, single=False)
-                output = self._execution.unsplit(Step(*part, intent, self._as_if_voted(intent, False), context))
+                output = self._execution.unsplit(Step(*part, intent, self._unsplit_decision(intent), context))
                 shapes.append(GraphOutput(output).shapes())
                 plain.append(GraphOutput(output).plain())
         for path in plain[0]:
@@ -199,17 +199,15 @@ class Capturer:
         if step.intent.engages(step.decision):
             yield self._capture(leaves, step, row_dims)
         whole = replace(step.intent, cut=None, single=False)
-        step = replace(step, intent=whole, decision=self._as_if_voted(whole, False))
+        step = replace(step, intent=whole, decision=self._unsplit_decision(whole))
         yield self._capture(leaves, step, row_dims)
 
-    def _as_if_voted(self, intent: Intent, engaged: bool) -> Decision:
-        """The decision without a vote: all ranks capture the same graphs."""
+    def _unsplit_decision(self, intent: Intent) -> Decision:
+        """The decision to run unsplit, without a vote: all ranks capture the same graphs."""
         group = self._config.group
         ranks = 1 if group is None else group.size
-        tokens = intent.offer.tokens if engaged else (intent.num_tokens,)
-        offer = replace(intent.offer, wish=Wish.YES, tokens=tokens, reason=None, lanes=len(tokens))
-        decision = decide([offer] * ranks)
-        return decision if engaged else replace(decision, engaged=False, reason=DeclineReason.NOT_REQUESTED)
+        offer = replace(intent.offer, wish=Wish.YES, tokens=(intent.num_tokens,), reason=None, lanes=1)
+        return replace(decide([offer] * ranks), engaged=False, reason=DeclineReason.NOT_REQUESTED)
 
     def _check(self, call: CallLeaves) -> None:
         """Refuse calls that no graph can capture: training, gradients, tensors on another device, objects as

@@ -28,7 +28,15 @@ from threading import get_ident
 from types import TracebackType
 from typing import Any, Protocol
 
-from ubatch.errors import ConfigError, ForkedLaneError, LaneAborted, UBatchError, describe, note
+from ubatch.errors import (
+    ConfigError,
+    ForkedLaneError,
+    LaneAborted,
+    UBatchError,
+    UnvotedCollectiveError,
+    describe,
+    note,
+)
 from ubatch.lanes.baton import Baton
 from ubatch.lanes.hooks import Hook, ReceiveHook
 from ubatch.schedules.forward_context import ForwardContext, _forward_context
@@ -43,6 +51,7 @@ from ubatch.trace.spans import LinkTime, Trace, current_trace
 __all__ = [
     "ReadyBarrier",
     "UBatchContext",
+    "check_voted",
     "current_lane",
     "current_schedule",
     "make_ubatch_contexts",
@@ -330,3 +339,16 @@ def current_schedule() -> Schedule:
     """The lane's schedule; `serial` outside a lane."""
     lane = _lane.get()
     return SERIAL if lane is None else lane.schedule
+
+
+def check_voted(lane: UBatchContext, ranks: Sequence[int], what: str) -> None:
+    """Refuse communication in a lane that could dead-lock.
+
+    Raises:
+        UnvotedCollectiveError: `what` is over several ranks, and they did not all vote on the lane's split.
+    """
+    if len(ranks) > 1 and not lane.voted_ranks.issuperset(ranks):
+        raise UnvotedCollectiveError(
+            f"{what} over ranks {list(ranks)} in lane {lane.id}, but they did not vote on this split, so they could "
+            "dead-lock. Set UBatchConfig.group to a CommGroup of all these ranks."
+        )

@@ -18,8 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ubatch.errors import UnvotedCollectiveError
-from ubatch.lanes.context import UBatchContext, current_lane
+from ubatch.lanes.context import check_voted, current_lane
 from ubatch.process.patches import Patches, Replacement
 
 __all__ = ["sharing_weights"]
@@ -50,7 +49,10 @@ def _sharing_pre_forward(torchs: Callable[..., Any]) -> Callable[..., Any]:
         lane = current_lane()
         if lane is not None:
             if not weights.is_unsharded:
-                _check_voted(lane, weights)
+                import torch.distributed as dist  # here, because some builds of torch lack it
+
+                ranks = dist.get_process_group_ranks(weights._all_gather_process_group)
+                check_voted(lane, ranks, "fully_shard's gather of weights")
             _inside.setdefault(weights, set()).add(lane.id)
         return torchs(weights, *args)
 
@@ -68,19 +70,3 @@ def _sharing_post_forward(torchs: Callable[..., Any]) -> Callable[..., Any]:
         return torchs(weights, module, inputs, output)
 
     return post_forward
-
-
-def _check_voted(lane: UBatchContext, weights: Any) -> None:
-    """Refuse a gather that could dead-lock.
-
-    Raises:
-        UnvotedCollectiveError: the gather includes ranks that did not vote on this split.
-    """
-    import torch.distributed as dist
-
-    ranks = dist.get_process_group_ranks(weights._all_gather_process_group)
-    if len(ranks) > 1 and not lane.voted_ranks.issuperset(ranks):
-        raise UnvotedCollectiveError(
-            f"fully_shard gathers weights over ranks {ranks} in lane {lane.id}, but they did not vote on this split, "
-            "so they could dead-lock. Set UBatchConfig.group to a CommGroup of all these ranks."
-        )

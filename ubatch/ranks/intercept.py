@@ -36,8 +36,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ubatch.dbo import dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield
-from ubatch.errors import GradientError, UnvotedCollectiveError
-from ubatch.lanes.context import UBatchContext, current_lane
+from ubatch.errors import GradientError
+from ubatch.lanes.context import UBatchContext, check_voted, current_lane
+from ubatch.process.interrupts import changing
 from ubatch.process.patches import Patches, Replacement
 from ubatch.ranks.transfer import Transfer
 from ubatch.schedules.schedule import Point
@@ -111,11 +112,8 @@ def _noted(name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
         inputs = _tensors(next(iter(arguments.values())))
         _check(lane, name, inputs, arguments["group"])
         dbo_maybe_run_recv_hook()
-        token = _launching.set(True)
-        try:
+        with changing(_launching, True):
             results = launch(*args, **kwargs)
-        finally:
-            _launching.reset(token)
         for result, sent in zip(_tensors(results), inputs, strict=True):
             _note(name, result, sent)
         return results
@@ -172,26 +170,12 @@ def _all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, 
 
 
 def _check(lane: UBatchContext, name: str, inputs: Sequence[Tensor], group: Any) -> None:
-    """Refuse, before the launch, a collective that could dead-lock or lose gradients.
-
-    Raises:
-        GradientError: an input requires grad.
-                UnvotedCollectiveError: the ranks did not vote on this split.
-    """
+    """Refuse, before the launch, a collective that could dead-lock or lose gradients."""
     if any(tensor.requires_grad for tensor in inputs):
         raise GradientError(
             f"torch's {name} in lane {lane.id} got a tensor that requires grad. Run under torch.no_grad() or "
             "torch.inference_mode(); training with collectives runs unsplit."
         )
-    ranks = _ranks(group)
-    if len(ranks) > 1 and not lane.voted_ranks.issuperset(ranks):
-        raise UnvotedCollectiveError(
-            f"torch's {name} over ranks {list(ranks)} in lane {lane.id}, but they did not vote on this split, so they "
-            "could dead-lock. Set UBatchConfig.group to a CommGroup of all these ranks."
-        )
-
-
-def _ranks(group: Any) -> Sequence[int]:
     resolved = functional._resolve_group_name(group)
     process_group = dist.distributed_c10d._resolve_process_group(resolved)
-    return dist.get_process_group_ranks(process_group)
+    check_voted(lane, dist.get_process_group_ranks(process_group), f"torch's {name}")

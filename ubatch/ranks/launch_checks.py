@@ -9,8 +9,8 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.autograd import forward_ad
 
-from ubatch.errors import ConfigError, GradientError, UnvotedCollectiveError
-from ubatch.lanes.context import UBatchContext, current_lane
+from ubatch.errors import ConfigError, GradientError
+from ubatch.lanes.context import UBatchContext, check_voted, current_lane
 from ubatch.lanes.torch_modes import function_transform
 from ubatch.ranks.connection import Connection
 from ubatch.ranks.group import CommGroup
@@ -39,11 +39,8 @@ def check_launch(x: Tensor, group: CommGroup, launches: str | None = None) -> Co
         )
     lane = current_lane()
     _check_gradients(x, lane)
-    if lane is not None and group.size > 1 and not lane.voted_ranks.issuperset(group.ranks):
-        raise UnvotedCollectiveError(
-            f"a collective over ranks {list(group.ranks)} in lane {lane.id}, but they did not vote on this split, "
-            "so they could dead-lock. Set UBatchConfig.group to a CommGroup of all these ranks."
-        )
+    if lane is not None:
+        check_voted(lane, group.ranks, "a collective")
     connection = group.usable_connection()
     if launches is not None:
         connection.note_launch(-1 if lane is None else lane.id, launches, x)

@@ -161,30 +161,24 @@ class Schedule:
 
     def one_by_one(self) -> Schedule:
         """The same work in the same pieces, one lane after the other: for measuring its stages."""
-        return Schedule(
-            "one_by_one",
-            lanes=self.lanes,
-            chunks=self.chunks,
+        return replace(
+            self,
+            name="one_by_one",
             chunk_dispatch=self.chunk_dispatch or self.chunks == 1,
+            lead=0,
             points_off=KNOWN_POINTS,
-            shared_expert=self.shared_expert,
-            comm_sms=self.comm_sms,
-            signalled=self.signalled,
+            recv=Recv.OWNER,
         )
 
     def to_mapping(self) -> dict[str, object]:
         """All fields except the name, as plain values: the form of a user's own schedule in a YAML file."""
-        return {
-            "lanes": self.lanes,
-            "chunks": self.chunks,
-            "chunk_dispatch": self.chunk_dispatch,
-            "lead": self.lead,
+        values = {field: getattr(self, field) for field in _FIELDS}
+        plain = {
             "points_off": sorted(self.points_off),
             "shared_expert": str(self.shared_expert),
             "recv": str(self.recv),
-            "comm_sms": self.comm_sms,
-            "signalled": self.signalled,
         }
+        return values | plain
 
     @classmethod
     def from_mapping(cls, name: str, values: Mapping[str, object]) -> Schedule:

@@ -23,6 +23,7 @@ from ubatch.errors import ConfigError, SplitError
 
 __all__ = [
     "UBatchSlice",
+    "check_threshold",
     "cuts_by_weight",
     "keep_together",
     "slices_at",
@@ -93,7 +94,7 @@ def split_requests(
         SplitError: a negative length, or `decode` with requests of different length.
     """
     _check_lanes(num_ubatches)
-    _check_threshold(two_chunk_threshold, num_ubatches)
+    check_threshold(two_chunk_threshold, num_ubatches)
     if not decode:
         if two_chunk_threshold > 0:
             return split_two_chunk(query_lens, two_chunk_threshold)
@@ -242,7 +243,7 @@ def split_two_chunk(query_lens: Sequence[int], threshold: float, num_ubatches: i
     Source: SGLang's two-batch overlap, two-chunk split.
     """
     _check_lanes(num_ubatches)
-    _check_threshold(threshold, num_ubatches)
+    check_threshold(threshold, num_ubatches)
     balanced = split_balanced(query_lens, num_ubatches)
     if threshold == 0:
         return balanced
@@ -268,7 +269,8 @@ def _check_lanes(num_ubatches: int) -> None:
         raise ConfigError(f"num_ubatches must be at least 2, not {num_ubatches}; one lane is the unsplit batch.")
 
 
-def _check_threshold(threshold: float, num_ubatches: int) -> None:
+def check_threshold(threshold: float, num_ubatches: int) -> None:
+    """Refuse a threshold for two-chunk splitting that is out of range, or not for two lanes."""
     if not 0 <= threshold <= 0.5:
         raise ConfigError(
             f"two_chunk_threshold must be between 0 (off) and 0.5, not {threshold}: it is the share of the tokens "

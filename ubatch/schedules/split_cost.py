@@ -20,7 +20,7 @@ from enum import StrEnum
 from itertools import accumulate
 
 from ubatch.errors import ConfigError, SplitError
-from ubatch.schedules.split import UBatchSlice, cuts_by_weight, slices_at
+from ubatch.schedules.split import UBatchSlice, check_threshold, cuts_by_weight, slices_at
 
 __all__ = ["SplitBy", "SplitCost", "split_by_cost"]
 
@@ -107,10 +107,7 @@ def split_by_cost(
         raise SplitError(
             f"{len(query_lens)} query lengths and {len(prefix_lens)} prefix lengths; give one per request."
         )
-    if not 0 <= threshold <= 0.5:
-        raise ConfigError(f"threshold must be between 0 and 0.5, not {threshold}.")
-    if threshold and num_ubatches != 2:
-        raise ConfigError(f"a request is cut only with 2 lanes, not with {num_ubatches}; set the threshold to 0.")
+    check_threshold(threshold, num_ubatches)
     weights = [cost.of(*lens) for lens in zip(query_lens, prefix_lens, strict=True)]
     total = sum(weights)
     slices = slices_at(cuts_by_weight(_as_integers(weights, total), num_ubatches), query_lens)

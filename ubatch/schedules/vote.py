@@ -212,34 +212,27 @@ def decide(offers: Sequence[Offer], rank: int = 0) -> Decision:
             "could merge theirs and went on. Name the outputs in output_dims, or set enable_dbo=False."
         )
     reason, declined_by = _common_reason(offers)
-    graph_mode, modes = _common_graph_mode(offers), tuple(offer.mode for offer in offers)
     contents = tuple(offer.content for offer in offers)
-    contents = contents if any(contents) else ()
-    prefill_tokens, period_us = tuple(offer.prefill_tokens for offer in offers), max(o.period_us for o in offers)
+    decline = Decision(
+        engaged=False,
+        reason=reason,
+        declined_by=declined_by,
+        tokens=tuple((sum(offer.tokens),) for offer in offers),
+        graph_mode=_common_graph_mode(offers),
+        modes=tuple(offer.mode for offer in offers),
+        contents=contents if any(contents) else (),
+        prefill_tokens=tuple(offer.prefill_tokens for offer in offers),
+        period_us=max(offer.period_us for offer in offers),
+    )
     if reason is None:
         busy = next(offer for offer in offers if offer.wish is Wish.YES)
         nothing = (0,) * busy.lanes
         tokens = tuple(nothing if offer.wish is Wish.IDLE else offer.tokens for offer in offers)
         prove = any(offer.unproved for offer in offers)
-        return Decision(
-            True, None, None, tokens, graph_mode, modes, busy.schedule, contents, prove, prefill_tokens, period_us
-        )
-    if declined_by is not None and offers[rank].wish is Wish.NO:
-        reason = offers[rank].reason
-    elif declined_by is not None:
-        reason = DeclineReason.PEER_DECLINED
-    totals = tuple((sum(offer.tokens),) for offer in offers)
-    return Decision(
-        False,
-        reason,
-        declined_by,
-        totals,
-        graph_mode,
-        modes,
-        contents=contents,
-        prefill_tokens=prefill_tokens,
-        period_us=period_us,
-    )
+        return replace(decline, engaged=True, tokens=tokens, schedule=busy.schedule, prove=prove)
+    if declined_by is None:
+        return decline
+    return replace(decline, reason=offers[rank].reason or DeclineReason.PEER_DECLINED)
 
 
 def _common_graph_mode(offers: Sequence[Offer]) -> int:

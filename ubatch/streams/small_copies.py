@@ -9,8 +9,8 @@ used. All plans that a step makes on the host, including attention's, are copied
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ubatch.process.interrupts import changing
 from ubatch.streams.streams import CudaStreams, Event
 
 __all__ = ["Carrier", "HostCopy", "Packing", "carried_by", "staged", "to_device", "to_host"]
@@ -167,14 +168,9 @@ def _dense(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides)) if shape else ()
 
 
-@contextmanager
-def carried_by(carrier: Carrier) -> Iterator[None]:
+def carried_by(carrier: Carrier) -> AbstractContextManager[object]:
     """Make `to_device` and `to_host` use `carrier` in the `with` block."""
-    token = _carrier.set(carrier)
-    try:
-        yield
-    finally:
-        _carrier.reset(token)
+    return changing(_carrier, carrier)
 
 
 _carrier: ContextVar[Carrier | None] = ContextVar("ubatch_carrier", default=None)

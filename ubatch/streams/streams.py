@@ -13,11 +13,7 @@ import torch
 
 from ubatch.errors import ConfigError
 
-__all__ = ["CudaStreams", "Event", "NullEvent", "NullStream", "NullStreams", "Stream", "StreamBackend", "make_streams"]
-
-
-class Stream(Protocol):
-    """An in-order queue of device work."""
+__all__ = ["CudaStreams", "Event", "NullEvent", "NullStream", "NullStreams", "StreamBackend", "make_streams"]
 
 
 class Event(Protocol):

@@ -9,13 +9,14 @@ import html
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
 
 from ubatch.errors import ConfigError
 from ubatch.trace.export import (
     Interval,
+    Mark,
     by_step,
     computing,
     describe_note,
@@ -63,20 +64,10 @@ class _Block:
 
 
 @dataclass(frozen=True)
-class _Point:
-    """A lane passes a point; if it handed on, lane `to` ran at `ran_at`."""
-
-    name: str
-    at: float
-    to: int | None
-    ran_at: float | None
-
-
-@dataclass(frozen=True)
 class _Row:
     name: str
     blocks: tuple[_Block, ...]
-    points: tuple[_Point, ...] = ()
+    points: tuple[Mark, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -208,10 +199,10 @@ def _rank(rank: int, spans: Sequence[Span], origin: float, note: StepNote | None
         whole = (span.start, span.end)
         return block(span, whole, intersection(busy, [whole]))
 
-    marks: dict[int, list[_Point]] = {}
+    marks: dict[int, list[Mark]] = {}
     for mark in points(spans):
         ran_at = None if mark.ran_at is None else _micros(mark.ran_at - origin)
-        marks.setdefault(mark.lane, []).append(_Point(mark.name, _micros(mark.at - origin), mark.to, ran_at))
+        marks.setdefault(mark.lane, []).append(replace(mark, at=_micros(mark.at - origin), ran_at=ran_at))
     lanes = tuple(
         _Row(lane_name(lane), tuple(part for span in of_lane for part in held(span)), tuple(marks.get(lane, ())))
         for lane, of_lane in sorted(_by_lane(spans).items())

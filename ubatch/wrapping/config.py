@@ -148,13 +148,6 @@ class UBatchConfig:
                 f"num_ubatches must be 2 to {MAX_LANES}, not {self.num_ubatches}. Set enable_dbo=False to run unsplit."
             )
         self._check_schedules()
-        for name in ("dbo_decode_token_threshold", "dbo_prefill_token_threshold"):
-            value = getattr(self, name)
-            if value < self.num_ubatches and self.resolved_schedule().lanes > 1:
-                raise ConfigError(
-                    f"{name} is {value}, below num_ubatches ({self.num_ubatches}): a lane would be empty. "
-                    f"Set it to at least {self.num_ubatches}."
-                )
         if not 0 <= self.tbo_token_distribution_threshold <= 0.5:
             raise ConfigError(
                 f"tbo_token_distribution_threshold is {self.tbo_token_distribution_threshold}; it must be 0 to 0.5."

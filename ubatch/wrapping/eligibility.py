@@ -297,15 +297,7 @@ class Eligibility:
 
     def _no(self, reason: DeclineReason, why: str, tokens: int, mode: ForwardMode, plan: CallPlan | None) -> Intent:
         schedule = self._config.for_mode(mode).schedule
-        offer = Offer(
-            Wish.NO,
-            (tokens,),
-            schedule.lanes,
-            reason,
-            fingerprint(schedule.describe()),
-            fingerprint(mode),
-        )
-        return Intent(offer, why, schedule, None, mode, tokens, plan)
+        return Intent(_offer((tokens,), mode, schedule, reason), why, schedule, None, mode, tokens, plan)
 
     def _even(self, plan: CallPlan, mode: ForwardMode, schedule: Schedule) -> Intent:
         if schedule.lanes == 1:
@@ -315,29 +307,21 @@ class Eligibility:
         return self._yes(plan, bounds, mode, schedule, tokens)
 
     def _single(self, plan: CallPlan | None, mode: ForwardMode, schedule: Schedule, tokens: int) -> Intent:
-        offer = Offer(
-            Wish.YES if tokens else Wish.IDLE,
-            (tokens,),
-            1,
-            None,
-            fingerprint(schedule.describe()),
-            fingerprint(mode),
-        )
-        return Intent(offer, None, schedule, None, mode, tokens, plan, single=True)
+        return Intent(_offer((tokens,), mode, schedule), None, schedule, None, mode, tokens, plan, single=True)
 
     def _yes(
         self, plan: CallPlan, bounds: Sequence[slice], mode: ForwardMode, schedule: Schedule, tokens: Sequence[int]
     ) -> Intent:
-        offer = Offer(
-            Wish.YES if any(tokens) else Wish.IDLE,
-            tuple(tokens),
-            schedule.lanes,
-            None,
-            fingerprint(schedule.describe()),
-            fingerprint(mode),
-        )
         split = CutCall(plan, tuple(bounds), *plan.cut(bounds))
-        return Intent(offer, None, schedule, split, mode, sum(tokens), plan)
+        return Intent(_offer(tuple(tokens), mode, schedule), None, schedule, split, mode, sum(tokens), plan)
+
+
+def _offer(
+    tokens: tuple[int, ...], mode: ForwardMode, schedule: Schedule, reason: DeclineReason | None = None
+) -> Offer:
+    """A no where there is a `reason`; else a yes, or idle if there are no tokens."""
+    wish = Wish.NO if reason is not None else Wish.YES if any(tokens) else Wish.IDLE
+    return Offer(wish, tokens, schedule.lanes, reason, fingerprint(schedule.describe()), fingerprint(mode))
 
 
 def _explicit_bounds(slices: Sequence[UBatchSlice], plan: CallPlan) -> list[slice]:

@@ -81,8 +81,8 @@ def test_a_long_prefix_weighs_more_than_its_tokens() -> None:
     ("arguments", "error", "message"),
     [
         (([1, 2], [0], SplitCost(1, 0)), SplitError, "2 query lengths and 1 prefix"),
-        (([1, 2], [0, 0], SplitCost(1, 0), 2, 0.6), ConfigError, "between 0 and 0.5, not 0.6"),
-        (([1, 2, 3], [0, 0, 0], SplitCost(1, 0), 3, 0.4), ConfigError, "only with 2 lanes"),
+        (([1, 2], [0, 0], SplitCost(1, 0), 2, 0.6), ConfigError, "must be between 0 .* and 0.5, not 0.6"),
+        (([1, 2, 3], [0, 0, 0], SplitCost(1, 0), 3, 0.4), ConfigError, "makes 2 lanes, not 3"),
         (([1, 2], [0, 0], SplitCost(1, 0), 1), ConfigError, "at least 2"),
     ],
 )
