@@ -38,9 +38,6 @@ def fastest_attention(
     Args:
         names: names of back ends that can be used with this shape and cache.
         make: makes a back end over a cache.
-        shape: the model's attention shape.
-        spec: the model's cache spec.
-        device: the cache's device.
         decode: time one new token per request; else time whole prompts.
 
     Raises:

@@ -12,20 +12,25 @@ real queries see the right tokens, and the padded queries' results are dropped. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from attention.backends.flashinfer_kernels import RequestBatch
+from attention.backends.flashinfer_kernels import RequestBatch, Workspace, refuse_dtype
 from attention.graph_buffers import GraphBuffers
-from attention.interface import GraphLimits
+from attention.interface import BackendTraits, GraphLimits
 from attention.kv_cache import MLAKVCache, PagedKVCache
 from attention.metadata import CommonAttentionMetadata
 from attention.modes import MODES
 from ubatch import ConfigError, ForwardMode
 
-__all__ = ["FewQueries", "FewQueryBuffers", "GraphState", "queries_per_request"]
+__all__ = ["FewQueries", "FewQueryBuffers", "GraphState", "KernelBackend", "queries_per_request"]
+
+T = TypeVar("T")
+GraphsT = TypeVar("GraphsT", bound="GraphState")
 
 
 def queries_per_request(name: str, metadata: CommonAttentionMetadata) -> int:
@@ -58,7 +63,6 @@ class FewQueryBuffers:
     Args:
         max_reqs: the most requests.
         max_tokens: the most rows of queries, padding included.
-        device: where the tensors live.
     """
 
     @torch.inference_mode(False)
@@ -81,7 +85,6 @@ class FewQueries:
 
     Args:
         buffers: large enough for these requests and rows.
-        num_reqs: `R`.
         num_queries: `Q`.
         num_rows: rows of the step, `T`.
         ragged: whether requests may have fewer than `Q` queries; if not, row `i` belongs to request `i // Q`.
@@ -178,7 +181,6 @@ class GraphState:
 
     Args:
         limits: the largest captured step.
-        kv_cache: the cache that the batch refers to.
         seq_len_fill: see `BackendTraits`.
 
     Attributes:
@@ -235,6 +237,41 @@ class GraphState:
         batch.fill(metadata, num_reqs, queries.num_rows)
         torch.eq(batch.slot_mapping[: queries.num_rows], batch.hidden_slot, out=queries.is_padding)
         queries.update(batch.query_start_loc[: num_reqs + 1], batch.seq_lens[:num_reqs])
+
+
+class KernelBackend(Generic[GraphsT]):
+    """The base of the back ends on flashinfer's kernels, which compute in `dtypes`: scratch and graph buffers."""
+
+    name: ClassVar[str]
+    traits: ClassVar[BackendTraits]
+    graphs_kind: type[GraphsT]
+
+    def __init__(self, shape: Any, kv_cache: Any, workspace_bytes: int, dtypes: Sequence[torch.dtype]) -> None:
+        refuse_dtype(self.name, kv_cache.device, kv_cache.spec.dtype, dtypes)
+        self.shape = shape
+        self.kv_cache = kv_cache
+        self.workspace = Workspace(workspace_bytes, kv_cache.device)
+        self._graphs: GraphsT | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.workspace.nbytes + (0 if self._graphs is None else self._graphs.nbytes)
+
+    def init_graph_buffers(self, limits: GraphLimits) -> None:
+        self._graphs = self.graphs_kind(limits, self.kv_cache, self.traits.seq_len_fill)
+
+    @property
+    def graphs(self) -> GraphsT:
+        """The graph buffers; `ConfigError` before `init_graph_buffers`."""
+        return self.captured(self._graphs)
+
+    def captured(self, part: T | None) -> T:
+        """What only a captured plan has; `ConfigError` if it is None."""
+        if part is None:
+            raise ConfigError(
+                f"attention back end {self.name!r} has no graph buffers; call init_graph_buffers before a capture."
+            )
+        return part
 
 
 def _as_bytes(x: Tensor) -> Tensor:

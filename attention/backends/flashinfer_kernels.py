@@ -34,7 +34,6 @@ __all__ = [
     "refuse_mla_shape",
     "refuse_tree_mask",
     "rows_of",
-    "without_graph_buffers",
 ]
 
 
@@ -104,20 +103,11 @@ def refuse_tree_mask(name: str, metadata: CommonAttentionMetadata) -> None:
         )
 
 
-def without_graph_buffers(name: str) -> ConfigError:
-    """The error of `plan_for_graph` before `init_graph_buffers`."""
-    return ConfigError(f"attention back end {name!r} has no graph buffers; call init_graph_buffers before a capture.")
-
-
 class Workspace:
     """Scratch memory of one back end object.
 
     Kernels keep counters in it: it must be zero before their first run, and they leave the counters at zero. So two
     lanes, whose kernels may run at once, must never share it.
-
-    Args:
-        num_bytes: its size.
-        device: where it lives.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -213,7 +203,6 @@ def ragged_positions(lens: Sequence[int], device: torch.device) -> tuple[Tensor,
 
     Args:
         lens: lengths of the sequences.
-        device: device of the results.
 
     Returns:
         Two tensors `[sum(lens)]` int64. The host knows all sizes, so nothing waits for the device.
@@ -231,7 +220,6 @@ def rows_of(lens: Sequence[int], members: Sequence[int], device: torch.device) -
     Args:
         lens: lengths of all sequences.
         members: the selected sequences, in order, at least one.
-        device: device of an index.
     """
     starts = (0, *accumulate(lens))
     first, last = members[0], members[-1]

@@ -36,7 +36,6 @@ from attention.backends.flashinfer_kernels import (
     FlashInferKernel,
     find_kernel,
     pad_rows,
-    without_graph_buffers,
 )
 from attention.backends.store import store_kv
 from attention.interface import AttentionShape, BackendTraits
@@ -93,9 +92,7 @@ class FlashInferBackend(WrapperBackend):
         Raises:
             ConfigError: no graph buffers, or requests that are not padded to the same number of rows.
         """
-        graphs = self._graphs
-        if graphs is None:
-            raise without_graph_buffers(self.name)
+        graphs = self.graphs
         queries = graphs.few_queries(self.name, metadata)
         has_tree = metadata.has_tree
         # Starts of each request's queries and pages, tokens in its last page, and start of its mask.
@@ -126,16 +123,13 @@ class FlashInferBackend(WrapperBackend):
         return plan
 
     def replan(self, plan: FlashInferPlan, metadata: CommonAttentionMetadata) -> None:
-        """See `AttentionBackend`."""
-        queries = plan.queries
-        if self._graphs is None or queries is None:
-            raise without_graph_buffers(self.name)
+        queries = self.captured(plan.queries)
         if metadata.num_actual_tokens and metadata.has_tree is not plan.has_tree:
             raise ConfigError(
                 f"a graph captured {'with' if plan.has_tree else 'without'} a tree mask cannot run a batch "
                 f"{'without' if plan.has_tree else 'with'} one; capture both."
             )
-        pages = self._graphs.fill_pages(queries, metadata)
+        pages = self.graphs.fill_pages(queries, metadata)
         if queries.num_queries == 1 and not plan.has_tree:
             plan.version = self._plan_decode(plan.wrapper, pages)
             return
@@ -228,7 +222,6 @@ def tree_mask(verify: SpecVerifyInput | None, window: int | None) -> Tensor | No
     """A verify batch's mask, flat bool as in `SpecVerifyInput`, with keys outside of the sliding window hidden.
 
     Args:
-        verify: the batch's drafts.
         window: how many positions a query sees, its own included. Siblings in the tree share a position.
 
     Returns:

@@ -32,7 +32,6 @@ from attention.backends.flashinfer_kernels import (
     project_latents,
     refuse_mla_shape,
     refuse_tree_mask,
-    without_graph_buffers,
 )
 from attention.backends.store import store_latents
 from attention.interface import BackendTraits, MLAInputs, MLAShape
@@ -82,9 +81,7 @@ class FlashInferMLABackend(WrapperBackend):
         Raises:
             ConfigError: no graph buffers; a tree mask; requests that are not padded to the same number of rows.
         """
-        graphs = self._graphs
-        if graphs is None:
-            raise without_graph_buffers(self.name)
+        graphs = self.graphs
         queries = graphs.few_queries(self.name, metadata)
         starts, page_starts, lens = (
             torch.zeros(queries.num_reqs + 1, dtype=torch.int32, device=self.kv_cache.device) for _ in range(3)
@@ -102,12 +99,9 @@ class FlashInferMLABackend(WrapperBackend):
         return plan
 
     def replan(self, plan: FlashInferMLAPlan, metadata: CommonAttentionMetadata) -> None:
-        """See `AttentionBackend`."""
-        queries = plan.queries
-        if self._graphs is None or queries is None:
-            raise without_graph_buffers(self.name)
+        queries = self.captured(plan.queries)
         refuse_tree_mask(self.name, metadata)
-        pages = self._graphs.fill_pages(queries, metadata)
+        pages = self.graphs.fill_pages(queries, metadata)
         plan.version = self._plan(plan.wrapper, pages)
 
     def _make_wrapper(self, **buffers: Any) -> PlannedWrapper:
@@ -139,7 +133,6 @@ class FlashInferMLAPlan(WrapperPlan):
     _backend: FlashInferMLABackend
 
     def forward(self, inputs: MLAInputs, layer: int) -> Tensor:
-        """See `MLAPlan.forward`."""
         backend, queries = self._backend, self.queries
         cache, rank = backend.kv_cache, backend.shape.kv_lora_rank
         store_latents(cache, layer, inputs, self._slots)

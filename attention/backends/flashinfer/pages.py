@@ -17,19 +17,15 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attention.backends.few_queries import FewQueries, GraphState
-from attention.backends.flashinfer_kernels import (
-    Workspace,
-    compute_capability,
-    refuse_dtype,
-)
-from attention.interface import BackendTraits, GraphLimits
+from attention.backends.few_queries import FewQueries, GraphState, KernelBackend
+from attention.backends.flashinfer_kernels import compute_capability
+from attention.interface import GraphLimits
 from attention.kv_cache import MLAKVCache, PagedKVCache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
@@ -64,46 +60,28 @@ def refuse_old_gpu(name: str, device: torch.device) -> None:
         )
 
 
-class WrapperBackend:
-    """A back end on flashinfer's wrappers: its scratch memory, how many wrappers it made, and its graph buffers.
-
-    Args:
-        shape: the attention's shape.
-        kv_cache: the cache that is read and written.
-        workspace_bytes: bytes of scratch per back end object.
+class WrapperBackend(KernelBackend["FlashInferGraphs"]):
+    """A back end on flashinfer's wrappers; counts those that it made.
 
     Raises:
         ConfigError: a dtype or a GPU that flashinfer does not run on.
     """
 
-    name: ClassVar[str]
-    traits: ClassVar[BackendTraits]
-
     def __init__(self, shape: Any, kv_cache: Any, workspace_bytes: int) -> None:
-        device = kv_cache.device
-        refuse_dtype(self.name, device, kv_cache.spec.dtype, (torch.bfloat16, torch.float16))
-        refuse_old_gpu(self.name, device)
-        self.shape = shape
-        self.kv_cache = kv_cache
-        self._workspace = Workspace(workspace_bytes, device)
-        self._graphs: FlashInferGraphs | None = None
+        super().__init__(shape, kv_cache, workspace_bytes, (torch.bfloat16, torch.float16))
+        refuse_old_gpu(self.name, kv_cache.device)
+        self.graphs_kind = FlashInferGraphs
         self._num_wrappers = 0
 
     @property
     def nbytes(self) -> int:
-        """See `AttentionBackend`."""
-        graphs = 0 if self._graphs is None else self._graphs.nbytes
-        return self._workspace.nbytes + self._num_wrappers * INT_WORKSPACE_BYTES + graphs
-
-    def init_graph_buffers(self, limits: GraphLimits) -> None:
-        """See `AttentionBackend`."""
-        self._graphs = FlashInferGraphs(limits, self.kv_cache, self.traits.seq_len_fill)
+        return super().nbytes + self._num_wrappers * INT_WORKSPACE_BYTES
 
     @torch.inference_mode(False)
     def new_wrapper(self, kind: Callable[..., Any], *args: Any, **options: Any) -> PlannedWrapper:
         """A wrapper of flashinfer over this object's scratch memory."""
         self._num_wrappers += 1
-        return PlannedWrapper(kind(self._workspace.get(), *args, **options))
+        return PlannedWrapper(kind(self.workspace.get(), *args, **options))
 
 
 class PlannedWrapper:
@@ -159,12 +137,9 @@ class WrapperPlan:
     """A planned wrapper, for every layer of a step. A subclass says how it is run.
 
     Args:
-        backend: the back end whose cache is read.
         wrapper: planned for this step.
-        version: the version of that plan.
         slots: `[T]` int64, the new tokens' slots in the cache.
         num_rows: rows of queries that belong to requests; the step's first ones.
-        queries: how the rows are padded, in a graph.
     """
 
     def __init__(

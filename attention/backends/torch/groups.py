@@ -130,7 +130,6 @@ def bundle(
     """Divide requests of one kind into few groups with little padding; a group keeps the batch's order.
 
     Args:
-        requests: the requests to divide.
         max_keys: most keys of a group, padding included; a single request may have more.
         max_requests: most requests of a group.
     """
@@ -155,7 +154,6 @@ class TokenRows:
 
     Args:
         requests: the group; all are padded to the length `L` of the longest query.
-        device: the step's device.
     """
 
     def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
@@ -200,10 +198,7 @@ class KeyPages:
     """A range of tokens of each request of a group, as blocks to gather.
 
     Args:
-        requests: the group.
         ranges: the first token (at the start of a block) and the end of the range, one pair per request.
-        metadata: the step's metadata.
-        block_size: tokens per block.
 
     Attributes:
         num_keys: `K`, gathered keys per request, whole blocks.
@@ -247,8 +242,6 @@ class KeyPages:
         scores would not stop a nan, because 0 * nan is nan.
 
         Args:
-            pool: the pool that is read.
-            layer: the layer that is read.
             buffer: `buffer_shape(row)`, of the pool's storage dtype.
         """
         torch.index_select(pool.blocks(layer), 0, self.blocks, out=buffer)
@@ -274,10 +267,8 @@ def visible_mask(
     The mask of a padded query is undefined: its result is dropped.
 
     Args:
-        requests: the group.
         positions: `[n, K]`, each key's token position in its request.
         metadata: the step's metadata; a custom mask replaces the causal one.
-        dtype: the mask's dtype.
         window: how many positions back a query sees, itself included; drafts use `SpecVerifyInput.positions`.
     """
     device = positions.device
@@ -343,12 +334,7 @@ class Workspace:
 
 
 class TorchBackend(EagerOnly):
-    """The base of the torch back ends; a subclass plans.
-
-    Args:
-        shape: the attention's shape.
-        kv_cache: the cache that is read and written.
-    """
+    """The base of the torch back ends; a subclass plans."""
 
     def __init__(self, shape: Any, kv_cache: Any) -> None:
         self.shape = shape
@@ -357,7 +343,6 @@ class TorchBackend(EagerOnly):
 
     @property
     def nbytes(self) -> int:
-        """See `AttentionBackend`."""
         return self._workspace.nbytes
 
 

@@ -210,7 +210,6 @@ class TorchMLAPlan:
         self.groups = _make_groups(step)
 
     def forward(self, inputs: MLAInputs, layer: int) -> Tensor:
-        """See `MLAPlan.forward`."""
         step = self._step
         q_rope, k_rope = inputs.rope.rotate(inputs.q_rope), inputs.rope.rotate(inputs.k_rope)
         rotated = replace(inputs, q_rope=q_rope, k_rope=k_rope)

@@ -178,7 +178,6 @@ class TorchAttentionPlan:
     """The groups of one step of one lane, with their indices and masks.
 
     Args:
-        step: the step that is planned.
         groups: together they hold each request with new tokens once.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from attention.spec_verify import SpecVerifyInput
 from ubatch import ConfigError
 from ubatch.kernels.triton_jit import INTERPRETED
 
-__all__ = ["DEVICES", "StaticTensors", "Workspace", "paged_batch", "processors", "refuse_other_batch", "tree_of"]
+__all__ = ["DEVICES", "StaticTensors", "TritonBackend", "Workspace", "paged_batch", "refuse_other_batch", "tree_of"]
 
 DEVICES = ("cuda", "cpu") if INTERPRETED else ("cuda",)
 """Device types that the kernels run on."""
@@ -27,12 +28,41 @@ DEVICES = ("cuda", "cpu") if INTERPRETED else ("cuda",)
 _INTERPRETED_PROCESSORS = 8  # assumed in the interpreter: enough to split keys at all
 
 
-def processors(name: str, kv_cache: PagedKVCache | MLAKVCache) -> int:
-    """Number of multiprocessors of the cache's device.
+class TritonBackend:
+    """The base of the back ends on this project's kernels.
 
     Raises:
         ConfigError: the cache is fp8, and the GPU is too old for that.
     """
+
+    name: ClassVar[str]
+
+    def __init__(self, shape: Any, kv_cache: Any) -> None:
+        self.shape = shape
+        self.kv_cache = kv_cache
+        self._processors = _processors(self.name, kv_cache)
+        self._workspace = Workspace(kv_cache.device)
+        self._static: StaticTensors | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._workspace.nbytes + (0 if self._static is None else self._static.nbytes)
+
+    def replan(self, plan: Any, metadata: CommonAttentionMetadata) -> None:
+        plan.replan(metadata)
+
+    def checked_static(self, metadata: CommonAttentionMetadata) -> StaticTensors:
+        """The static tensors; `ConfigError` if there are none, or this batch does not fit."""
+        if self._static is None:
+            raise ConfigError(
+                f"the {self.name} back end has no graph buffers; call init_graph_buffers before capturing."
+            )
+        self._static.buffers.check(metadata, metadata.num_reqs, metadata.slot_mapping.shape[0])
+        return self._static
+
+
+def _processors(name: str, kv_cache: PagedKVCache | MLAKVCache) -> int:
+    """Number of multiprocessors of the cache's device."""
     if kv_cache.device.type != "cuda":
         return _INTERPRETED_PROCESSORS
     properties = torch.cuda.get_device_properties(kv_cache.device)
@@ -62,9 +92,6 @@ def refuse_other_batch(
     """Refuse a batch that a captured graph cannot run.
 
     Args:
-        metadata: the batch's metadata.
-        batch: the batch that was captured.
-        num_tokens: tokens of the captured batch.
         max_queries: most queries of a request in the captured batch; None for any number.
 
     Raises:

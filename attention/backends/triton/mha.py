@@ -27,9 +27,8 @@ from torch import Tensor
 from attention.backends.triton.common import (
     DEVICES,
     StaticTensors,
-    Workspace,
+    TritonBackend,
     paged_batch,
-    processors,
     refuse_other_batch,
     tree_of,
 )
@@ -55,15 +54,10 @@ class TritonAttentionPlan:
     """The kernel launches for one step of one lane.
 
     Attributes:
-        shape: the attention's shape.
-        kv_cache: the model's KV cache.
-        batch: the step's batch, on the device.
         slots: `[T]` int64, the slots of its tokens' keys and values.
         has_padding: whether there are tokens that belong to no request.
         splits: how the keys of requests with few queries are split; None if there are no such requests.
-        workspace: for their partial results; empty if there are none.
         tiles: query tiles of the requests with more queries; None if there are no such requests.
-        tile_size: the size of those tiles.
     """
 
     shape: AttentionShape
@@ -105,11 +99,7 @@ class TritonAttentionPlan:
 
 @dataclass(frozen=True)
 class TritonGraphPlan(TritonAttentionPlan):
-    """A plan whose tensors are static.
-
-    Attributes:
-        static: the tensors.
-    """
+    """A plan whose tensors are static."""
 
     static: StaticTensors
 
@@ -122,12 +112,8 @@ class TritonGraphPlan(TritonAttentionPlan):
         self.plan_tiles()
 
 
-class TritonAttentionBackend:
-    """Plans attention with this project's Triton kernels over a paged cache.
-
-    Raises:
-        ConfigError: the cache is fp8, and the GPU is too old for that.
-    """
+class TritonAttentionBackend(TritonBackend):
+    """Plans attention with this project's Triton kernels over a paged cache."""
 
     name: ClassVar[str] = "triton"
     traits: ClassVar[BackendTraits] = BackendTraits(
@@ -140,17 +126,8 @@ class TritonAttentionBackend:
         graphs=True,
     )
 
-    def __init__(self, shape: AttentionShape, kv_cache: PagedKVCache) -> None:
-        self.shape = shape
-        self.kv_cache = kv_cache
-        self._processors = processors(self.name, kv_cache)
-        self._workspace = Workspace(kv_cache.device)
-        self._static: StaticTensors | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """See `AttentionBackend`."""
-        return self._workspace.nbytes + (0 if self._static is None else self._static.nbytes)
+    shape: AttentionShape
+    kv_cache: PagedKVCache
 
     def plan(self, metadata: CommonAttentionMetadata) -> TritonAttentionPlan:
         """See `AttentionBackend`. Nothing waits for the device, and nothing is copied to it."""
@@ -180,10 +157,7 @@ class TritonAttentionBackend:
 
     def plan_for_graph(self, metadata: CommonAttentionMetadata) -> TritonGraphPlan:
         """See `AttentionBackend`. The graph of a decode or verify batch fixes the number of tokens per request."""
-        if self._static is None:
-            raise ConfigError("the triton back end has no graph buffers; call init_graph_buffers before capturing.")
-        static, num_reqs, num_tokens = self._static, metadata.num_reqs, metadata.slot_mapping.shape[0]
-        static.buffers.check(metadata, num_reqs, num_tokens)
+        static, num_reqs, num_tokens = self.checked_static(metadata), metadata.num_reqs, metadata.slot_mapping.shape[0]
         limit = self._max_decode_queries(metadata)
         longest = max(1, metadata.max_query_len)
         splits = self._splits(num_reqs, longest if longest <= limit else 1, static.buffers.limits.max_seq_len)
@@ -204,10 +178,6 @@ class TritonAttentionBackend:
         )
         plan.replan(metadata)
         return plan
-
-    def replan(self, plan: TritonGraphPlan, metadata: CommonAttentionMetadata) -> None:
-        """See `AttentionBackend`."""
-        plan.replan(metadata)
 
     def _max_decode_queries(self, metadata: CommonAttentionMetadata) -> int:
         """The most queries of a request that the decode kernel takes; 1 in a batch with prompts. The kernel keeps

@@ -24,9 +24,8 @@ from attention.backends.torch.mla import ExpandedGroup, LatentStep, expanded_gro
 from attention.backends.triton.common import (
     DEVICES,
     StaticTensors,
-    Workspace,
+    TritonBackend,
     paged_batch,
-    processors,
     refuse_other_batch,
     tree_of,
 )
@@ -50,9 +49,6 @@ class _Absorbed:
     Attributes:
         rows: the rows of their tokens in the step.
         batch: these requests only, on the device.
-        splits: how their keys are split over programs.
-        tile: the tile size of a program.
-        workspace: for partial results.
         has_padding: whether some of their rows belong to no request.
     """
 
@@ -80,12 +76,9 @@ class TritonMLAPlan:
     """The kernel launches for one step of one lane.
 
     Attributes:
-        shape: the attention's shape.
-        kv_cache: the model's cache of latents.
         slots: `[T]` int64, the slots of its tokens' latents.
         absorbed: requests with few queries; None if there are none.
         expanded: the other requests, in groups.
-        step: the data that the groups share.
     """
 
     shape: MLAShape
@@ -127,7 +120,6 @@ class TritonMLAGraphPlan(TritonMLAPlan):
 
     Attributes:
         captured: the requests, all of them.
-        static: the tensors.
     """
 
     captured: _Absorbed
@@ -140,31 +132,24 @@ class TritonMLAGraphPlan(TritonMLAPlan):
         self.static.fill(metadata, batch.num_reqs, num_tokens)
 
 
-class TritonMLABackend:
-    """Plans latent attention with this project's Triton kernels over a paged cache of latents.
-
-    Raises:
-        ConfigError: the cache is fp8, and the GPU is too old for that.
-    """
+class TritonMLABackend(TritonBackend):
+    """Plans latent attention with this project's Triton kernels over a paged cache of latents."""
 
     name: ClassVar[str] = "triton_mla"
     traits: ClassVar[BackendTraits] = BackendTraits(
         mha=False, mla=True, devices=DEVICES, tree_mask=True, fp8=True, graphs=True
     )
 
+    shape: MLAShape
+    kv_cache: MLAKVCache
+
     def __init__(self, shape: MLAShape, kv_cache: MLAKVCache) -> None:
-        self.shape = shape
-        self.kv_cache = kv_cache
-        self._processors = processors(self.name, kv_cache)
-        self._workspace = Workspace(kv_cache.device)
+        super().__init__(shape, kv_cache)
         self._gathered = GatherWorkspace(kv_cache.spec.storage_dtype, kv_cache.device)
-        self._static: StaticTensors | None = None
 
     @property
     def nbytes(self) -> int:
-        """See `AttentionBackend`."""
-        static = 0 if self._static is None else self._static.nbytes
-        return self._workspace.nbytes + self._gathered.nbytes + static
+        return super().nbytes + self._gathered.nbytes
 
     def plan(self, metadata: CommonAttentionMetadata) -> TritonMLAPlan:
         """See `AttentionBackend`. For a batch without prompts the kernels read the metadata's own tensors."""
@@ -193,15 +178,12 @@ class TritonMLABackend:
         Raises:
             ConfigError: no graph buffers, or too small ones; or a batch with prompts.
         """
-        if self._static is None:
-            raise ConfigError("the triton_mla back end has no graph buffers; call init_graph_buffers before capturing.")
         if not MODES[metadata.mode].graph:
             raise ConfigError(
                 f"attention back end {self.name!r} captures decode, verify and draft-extend batches, not "
                 f"{metadata.mode.value}."
             )
-        static, num_reqs, num_tokens = self._static, metadata.num_reqs, metadata.slot_mapping.shape[0]
-        static.buffers.check(metadata, num_reqs, num_tokens)
+        static, num_reqs, num_tokens = self.checked_static(metadata), metadata.num_reqs, metadata.slot_mapping.shape[0]
         batch = static.batch(num_reqs, with_tree=tree_of(metadata) is not None)
         queries, longest = max(1, metadata.max_query_len), static.buffers.limits.max_seq_len
         captured = self._cut(slice(0, num_tokens), batch, queries, longest, has_padding=True)
@@ -209,10 +191,6 @@ class TritonMLABackend:
         plan = TritonMLAGraphPlan(self.shape, self.kv_cache, slots, captured, (), None, captured, static)
         plan.replan(metadata)
         return plan
-
-    def replan(self, plan: TritonMLAGraphPlan, metadata: CommonAttentionMetadata) -> None:
-        """See `AttentionBackend`."""
-        plan.replan(metadata)
 
     def _absorb_all(self, metadata: CommonAttentionMetadata) -> _Absorbed:
         num_tokens = metadata.slot_mapping.shape[0]

@@ -40,20 +40,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.backends.few_queries import FewQueries, GraphState
+from attention.backends.few_queries import FewQueries, GraphState, KernelBackend
 from attention.backends.flashinfer_kernels import (
     FlashInferKernel,
     RequestBatch,
-    Workspace,
     compute_capability,
     find_kernel,
     pad_rows,
-    refuse_dtype,
     refuse_tree_mask,
-    without_graph_buffers,
 )
 from attention.backends.store import store_kv
-from attention.interface import AttentionShape, BackendTraits, GraphLimits
+from attention.interface import AttentionShape, BackendTraits
 from attention.kv_cache import FP8, PagedKVCache, quantize_fp8
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError, ForwardMode
@@ -74,29 +71,22 @@ class _Kernels(StrEnum):
 _KERNELS_BY_MAJOR = {9: _Kernels.XQA, 10: _Kernels.TRTLLM_GEN, 12: _Kernels.XQA}
 
 
-class TRTLLMMHABackend:
+class TRTLLMMHABackend(KernelBackend[GraphState]):
     """Plans calls of TensorRT-LLM's kernels over a paged cache of keys and values."""
 
     name: ClassVar[str] = "trtllm_mha"
     traits: ClassVar[BackendTraits] = BackendTraits(
         sliding_window=True, sinks=True, fp8=True, graphs=True, block_sizes=(16, 32, 64)
     )
+    graphs_kind = GraphState
+    shape: AttentionShape
+    kv_cache: PagedKVCache
 
     def __init__(self, shape: AttentionShape, kv_cache: PagedKVCache) -> None:
-        device = kv_cache.device
-        refuse_dtype(self.name, device, kv_cache.spec.dtype, (torch.bfloat16, torch.float16))
-        self.kernels = _kernels_on(device)
+        super().__init__(shape, kv_cache, WORKSPACE_BYTES, (torch.bfloat16, torch.float16))
+        self.kernels = _kernels_on(kv_cache.device)
         self.decode = find_kernel(FlashInferKernel.TRTLLM_DECODE)
         self.context = find_kernel(FlashInferKernel.TRTLLM_CONTEXT)
-        self.shape = shape
-        self.kv_cache = kv_cache
-        self.workspace = Workspace(WORKSPACE_BYTES, device)
-        self._graphs: GraphState | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """See `AttentionBackend`."""
-        return self.workspace.nbytes + (0 if self._graphs is None else self._graphs.nbytes)
 
     def plan(self, metadata: CommonAttentionMetadata) -> TRTLLMMHAPlan:
         """See `AttentionBackend`; one call of the decode or of the context kernel.
@@ -124,21 +114,15 @@ class TRTLLMMHABackend:
             ),
         )
 
-    def init_graph_buffers(self, limits: GraphLimits) -> None:
-        """See `AttentionBackend`."""
-        self._graphs = GraphState(limits, self.kv_cache, self.traits.seq_len_fill)
-
     def plan_for_graph(self, metadata: CommonAttentionMetadata) -> TRTLLMMHAPlan:
         """See `AttentionBackend`. Smaller batches than the captured one are padded to its size.
 
         Raises:
             ConfigError: no graph buffers; a tree mask; requests that are not padded to the same number of rows.
         """
-        if self._graphs is None:
-            raise without_graph_buffers(self.name)
-        queries = self._graphs.few_queries(self.name, metadata)
+        queries = self.graphs.few_queries(self.name, metadata)
         self._refuse_queries(queries.num_queries)
-        batch = self._graphs.batch
+        batch = self.graphs.batch
         plan = TRTLLMMHAPlan(
             self,
             _Call(
@@ -147,7 +131,7 @@ class TRTLLMMHABackend:
                 seq_lens=queries.seq_lens,
                 block_table=batch.block_table[: queries.num_reqs],
                 max_query_len=queries.num_queries,
-                max_seq_len=self._graphs.longest,
+                max_seq_len=self.graphs.longest,
                 queries=queries,
             ),
         )
@@ -155,11 +139,9 @@ class TRTLLMMHABackend:
         return plan
 
     def replan(self, plan: TRTLLMMHAPlan, metadata: CommonAttentionMetadata) -> None:
-        """See `AttentionBackend`."""
-        if self._graphs is None or plan.call.queries is None:
-            raise without_graph_buffers(self.name)
+        queries = self.captured(plan.call.queries)
         refuse_tree_mask(self.name, metadata)
-        self._graphs.fill(plan.call.queries, metadata)
+        self.graphs.fill(queries, metadata)
 
     def _refuse_queries(self, most: int) -> None:
         if self.kernels is _Kernels.XQA and most > 1:
@@ -196,7 +178,6 @@ class _Call:
         max_seq_len: longest of `seq_lens`; in a graph, the longest that its limits allow.
         query_start_loc: `[R + 1]` int32, for a context call; None makes it a decode call.
         kv_start_loc: `[R + 1]` int32, cumulative sums of `seq_lens`, for a context call; None in a decode call.
-        queries: how the queries are padded, in a graph.
     """
 
     slots: Tensor
@@ -211,12 +192,7 @@ class _Call:
 
 
 class TRTLLMMHAPlan:
-    """One call, for every layer of a step.
-
-    Args:
-        backend: the back end whose kernels run.
-        call: their arguments.
-    """
+    """One call, for every layer of a step."""
 
     def __init__(self, backend: TRTLLMMHABackend, call: _Call) -> None:
         self.call = call

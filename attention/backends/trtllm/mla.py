@@ -29,21 +29,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attention.backends.few_queries import FewQueries, GraphState
+from attention.backends.few_queries import FewQueries, GraphState, KernelBackend
 from attention.backends.flashinfer_kernels import (
     FlashInferKernel,
     RequestBatch,
-    Workspace,
     absorb,
     compute_capability,
     find_kernel,
     pad_rows,
     project_latents,
-    refuse_dtype,
     refuse_mla_shape,
     refuse_tree_mask,
     rows_of,
-    without_graph_buffers,
 )
 from attention.backends.store import store_latents
 from attention.backends.trtllm.mla_prefill import ExpandedPart, plan_expanded
@@ -77,22 +74,56 @@ def padded_blocks(num_blocks: int, block_size: int) -> int:
     return -(-num_blocks // unit) * unit
 
 
-class TRTLLMMLABackend:
+class _Graphs(GraphState):
+    """The buffers of one lane's graphs, and its padded page table."""
+
+    @torch.inference_mode(False)
+    def __init__(self, limits: GraphLimits, kv_cache: MLAKVCache, seq_len_fill: int) -> None:
+        super().__init__(limits, kv_cache, seq_len_fill)
+        spec = kv_cache.spec
+        width = padded_blocks(spec.blocks_for(self.longest), spec.block_size)
+        self._block_table = torch.zeros(limits.max_reqs, width, dtype=torch.int32, device=kv_cache.device)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._block_table.nbytes
+
+    def part(self, queries: FewQueries) -> AbsorbedPart:
+        """A part that reads these buffers; `fill_part` fills them."""
+        return AbsorbedPart(
+            rows=slice(0, queries.num_rows),
+            slots=self.batch.slot_mapping[: queries.num_rows],
+            queries=queries,
+            block_table=self._block_table[: queries.num_reqs],
+            max_seq_len=self.limits.max_seq_len + queries.num_queries,
+        )
+
+    def fill_part(self, part: AbsorbedPart, metadata: CommonAttentionMetadata) -> None:
+        """Copy a batch into the buffers that `part` reads."""
+        self.fill(part.queries, metadata)
+        table = self.batch.block_table[: part.queries.num_reqs]
+        part.block_table[:, : table.shape[1]].copy_(table)
+
+
+class TRTLLMMLABackend(KernelBackend[_Graphs]):
     """Plans calls of TensorRT-LLM's kernels over a paged cache of latents."""
 
     name: ClassVar[str] = "trtllm_mla"
     traits: ClassVar[BackendTraits] = BackendTraits(mha=False, mla=True, fp8=True, graphs=True, block_sizes=(32, 64))
+    graphs_kind = _Graphs
+
+    shape: MLAShape
+    kv_cache: MLAKVCache
 
     def __init__(self, shape: MLAShape, kv_cache: MLAKVCache) -> None:
-        device = kv_cache.device
-        refuse_dtype(self.name, device, kv_cache.spec.dtype, (torch.bfloat16,))
+        super().__init__(shape, kv_cache, WORKSPACE_BYTES, (torch.bfloat16,))
         refuse_mla_shape(self.name, shape)
         if (shape.qk_head_dim, shape.v_head_dim) not in _EXPANDED_HEAD_DIMS:
             raise ConfigError(
                 f"attention back end {self.name!r} takes heads of (queries, values) {_EXPANDED_HEAD_DIMS} numbers, not "
                 f"({shape.qk_head_dim}, {shape.v_head_dim}). Choose 'torch'."
             )
-        capability = compute_capability(device)
+        capability = compute_capability(kv_cache.device)
         if capability is not None and capability[0] != 10:
             raise ConfigError(
                 f"attention back end {self.name!r} needs a GPU of SM100 or SM103, this is SM{capability[0]}"
@@ -101,15 +132,6 @@ class TRTLLMMLABackend:
         self.decode = find_kernel(FlashInferKernel.TRTLLM_MLA_DECODE)
         self.ragged = find_kernel(FlashInferKernel.TRTLLM_RAGGED)
         self.rope_quantize = find_kernel(FlashInferKernel.MLA_ROPE_QUANTIZE)
-        self.shape = shape
-        self.kv_cache = kv_cache
-        self.workspace = Workspace(WORKSPACE_BYTES, device)
-        self._graphs: _Graphs | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """See `AttentionBackend`."""
-        return self.workspace.nbytes + (0 if self._graphs is None else self._graphs.nbytes)
 
     def plan(self, metadata: CommonAttentionMetadata) -> TRTLLMMLAPlan:
         """See `AttentionBackend`; requests with few queries in one part, prompts in another.
@@ -132,29 +154,21 @@ class TRTLLMMLABackend:
             parts.append(plan_expanded(self.kv_cache, batch.select(prompts), rows, slots[rows]))
         return TRTLLMMLAPlan(self, parts)
 
-    def init_graph_buffers(self, limits: GraphLimits) -> None:
-        """See `AttentionBackend`."""
-        self._graphs = _Graphs(limits, self.kv_cache, self.traits.seq_len_fill)
-
     def plan_for_graph(self, metadata: CommonAttentionMetadata) -> TRTLLMMLAPlan:
         """See `AttentionBackend`. Smaller batches than the captured one are padded to its size.
 
         Raises:
             ConfigError: no graph buffers; a tree mask; requests that are not padded to the same number of rows.
         """
-        if self._graphs is None:
-            raise without_graph_buffers(self.name)
-        part = self._graphs.part(self._graphs.few_queries(self.name, metadata))
+        part = self.graphs.part(self.graphs.few_queries(self.name, metadata))
         plan = TRTLLMMLAPlan(self, [part], captured=part)
         self.replan(plan, metadata)
         return plan
 
     def replan(self, plan: TRTLLMMLAPlan, metadata: CommonAttentionMetadata) -> None:
-        """See `AttentionBackend`."""
-        if self._graphs is None or plan.captured is None:
-            raise without_graph_buffers(self.name)
+        part = self.captured(plan.captured)
         self._refuse(metadata)
-        self._graphs.fill_part(plan.captured, metadata)
+        self.graphs.fill_part(part, metadata)
 
     def _plan_absorbed(self, batch: RequestBatch, rows: slice | Tensor, slots: Tensor) -> AbsorbedPart:
         spec = self.kv_cache.spec
@@ -184,7 +198,6 @@ class AbsorbedPart:
     Attributes:
         rows: the rows of their tokens in the step.
         slots: `[n]` int64, the slots of their latents.
-        queries: how their rows are padded.
         block_table: `[R, padded blocks]` int32.
         max_seq_len: length of the longest request, padded; in a graph, the longest that its limits allow.
     """
@@ -252,43 +265,10 @@ class AbsorbedPart:
         return project_latents(self.queries.unpad(attended.flatten(0, 1)), inputs.w_uv)
 
 
-class _Graphs(GraphState):
-    """The buffers of one lane's graphs, and its padded page table."""
-
-    @torch.inference_mode(False)
-    def __init__(self, limits: GraphLimits, kv_cache: MLAKVCache, seq_len_fill: int) -> None:
-        super().__init__(limits, kv_cache, seq_len_fill)
-        spec = kv_cache.spec
-        width = padded_blocks(spec.blocks_for(self.longest), spec.block_size)
-        self._block_table = torch.zeros(limits.max_reqs, width, dtype=torch.int32, device=kv_cache.device)
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + self._block_table.nbytes
-
-    def part(self, queries: FewQueries) -> AbsorbedPart:
-        """A part that reads these buffers; `fill_part` fills them."""
-        return AbsorbedPart(
-            rows=slice(0, queries.num_rows),
-            slots=self.batch.slot_mapping[: queries.num_rows],
-            queries=queries,
-            block_table=self._block_table[: queries.num_reqs],
-            max_seq_len=self.limits.max_seq_len + queries.num_queries,
-        )
-
-    def fill_part(self, part: AbsorbedPart, metadata: CommonAttentionMetadata) -> None:
-        """Copy a batch into the buffers that `part` reads."""
-        self.fill(part.queries, metadata)
-        table = self.batch.block_table[: part.queries.num_reqs]
-        part.block_table[:, : table.shape[1]].copy_(table)
-
-
 class TRTLLMMLAPlan:
     """A step's parts, for every layer.
 
     Args:
-        backend: the back end whose kernels run.
-        parts: the step's requests.
         captured: the only part of a plan in a graph.
     """
 
@@ -304,7 +284,6 @@ class TRTLLMMLAPlan:
         self._backend = backend
 
     def forward(self, inputs: MLAInputs, layer: int) -> Tensor:
-        """See `MLAPlan.forward`."""
         backend, num_rows = self._backend, inputs.q_nope.shape[0]
         mine = [(part, _rows(inputs, part.rows)) for part in self._parts]
         stored: list[Any] = [part.store(backend, own, layer) for part, own in mine]

@@ -40,10 +40,7 @@ class RaggedBackend(Protocol):
     """The members of the back end that this module uses.
 
     Attributes:
-        shape: the attention's shape.
-        kv_cache: the cache of latents.
         ragged: the kernel that attends over concatenated sequences.
-        workspace: its scratch.
     """
 
     shape: MLAShape
@@ -92,7 +89,6 @@ class ExpandedPart:
         rows: the rows of their tokens in the step.
         slots: `[n]` int64, the slots of their latents.
         queries: starts and lengths of their queries in this step.
-        chunks: the chunks of their prefixes.
     """
 
     rows: slice | Tensor
@@ -162,8 +158,6 @@ def plan_expanded(kv_cache: MLAKVCache, batch: RequestBatch, rows: slice | Tenso
     """Plan the part of those requests that have a prompt, or a piece of one, in this step.
 
     Args:
-        kv_cache: holds their prefixes.
-        batch: the requests.
         rows: the rows of their tokens in the step.
         slots: `[n]` int64, the slots of those tokens.
     """
