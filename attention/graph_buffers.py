@@ -33,8 +33,6 @@ class GraphBuffers:
 
     Args:
         limits: the largest step.
-        block_size: tokens per block of the KV cache.
-        device: where the tensors live.
         hidden_slot: the slot that padding is written to, `kv_cache.hidden_slot`.
         seq_len_fill: length of a padding request; see `BackendTraits`.
 

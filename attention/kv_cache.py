@@ -153,10 +153,7 @@ class TokenPool:
     nan: no back end lets a request's result depend on them.
 
     Args:
-        spec: layers, block size, dtype, fp8 or not.
-        num_blocks: blocks to give out.
         row: shape of one token's data.
-        device: where the pool lives.
     """
 
     def __init__(self, spec: CacheSpec, num_blocks: int, row: Sequence[int], device: torch.device | str) -> None:

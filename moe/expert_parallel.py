@@ -39,7 +39,6 @@ class _Family:
     """A kind of MoE block that can be replaced.
 
     Attributes:
-        name: its name in errors.
         block: the block's class; it has `.gate` and `.experts`.
         gate: the router's class; returns (logits, weights `[T, k]`, ids `[T, k]`).
         experts: the experts' class; has `.gate_up_proj [E, 2I, H]`, `.down_proj [E, H, I]` and `.act_fn`.

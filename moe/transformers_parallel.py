@@ -115,11 +115,7 @@ def _check_installed() -> None:
 
 
 class _Implementation:
-    """The factory that transformers calls for every module of experts that it shards, in the same order on all ranks.
-
-    Args:
-        group, backend, link, options: of `register_with_transformers`.
-    """
+    """The factory that transformers calls for every module of experts that it shards, in one order on all ranks."""
 
     def __init__(
         self, group: CommGroup | None, backend: str, link: EmulatedLink | None, options: dict[str, object]
@@ -244,7 +240,6 @@ class _LocalExperts:
     def __call__(
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, scales: Tensor | None = None
     ) -> Tensor:
-        """See `Experts`."""
         here = (topk_ids >= self.expert_range.start) & (topk_ids < self.expert_range.stop)
         tokens, choices = here.nonzero(as_tuple=True)  # in the order of the tokens
         rows = self._dequantized(hidden_states, scales).index_select(0, tokens)

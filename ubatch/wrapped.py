@@ -66,13 +66,10 @@ class WrappedModule:
     """One module, and the state of its wrapper. Arguments, errors: see `UBatchWrapper`.
 
     Attributes:
-        model: the module.
         config: the settings; if they name no group, with the group over which the module's experts are spread.
         device, given_graphs, intercepts: the wrapper's arguments, kept for a copy.
         eligibility: decides whether a call may be split; keeps the results of proofs.
-        execution: runs calls, and keeps the lanes.
         table: the captured graphs; None if graphs are off.
-        tally: counts of calls.
     """
 
     def __init__(
@@ -251,11 +248,7 @@ class WrappedModule:
         return decide([offer]) if group is None else group.vote(offer)
 
     def _count_declined(self, decision: Decision | None, why: str | None) -> None:
-        """Count a call that runs unsplit.
-
-        Raises:
-            OverlapDeclined: `require_overlap` is set.
-        """
+        """Count a call that runs unsplit."""
         reason = self.tally.unsplit(decision, why)
         if self.config.require_overlap:
             raise OverlapDeclined(f"require_overlap is set, but the call declined: {self.tally.last_reason}", reason)

@@ -186,8 +186,6 @@ def launch_attention(
     """Launch programs of either kind; for the other arguments see `prefill_attention` and `decode_attention`.
 
     Args:
-        grid: the launch grid.
-        size: the size of a program's tile.
         tiles: the query tiles; None splits keys.
         partials: buffers for the splits' outputs and LSEs, if there are several splits.
         num_splits: splits of a request's keys.

@@ -54,10 +54,7 @@ def write_kv(cache: PagedKVCache, layer: int, k: Tensor, v: Tensor, slots: Tenso
     """Store new keys and values, quantised with the layer's scales if the cache is fp8.
 
     Args:
-        cache: the cache that is written.
-        layer: which layer's cache.
-        k: `[T, num_kv_heads, head_dim]`.
-        v: the same shape.
+        k, v: `[T, num_kv_heads, head_dim]`.
         slots: `[T]` int64, each real slot at most once; a negative one is not written.
     """
     if not slots.shape[0]:

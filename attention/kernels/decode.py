@@ -58,12 +58,9 @@ class DecodeSplits:
         """Choose enough splits to launch `num_programs` programs, but none shorter than `MIN_KEYS_PER_SPLIT` keys.
 
         Args:
-            shape: the attention's shape.
-            num_reqs: number of requests.
             max_queries: most queries of a request.
             max_seq_len: tokens of the longest request; for a graph, of the longest that its limits allow.
             num_programs: programs to launch, if there are enough keys to split.
-            tile: a program's tile.
             blocks: programs per request and split; None is one per key/value head.
         """
         seen = max_seq_len
@@ -145,11 +142,7 @@ def decode_attention(
     Args:
         q: `[T, num_heads, head_dim]`.
         out: `[T, num_heads, head_dim]`, contiguous; written.
-        shape: the attention's shape.
         cache: read; it holds the step's keys and values already.
-        layer: which layer's cache.
-        batch: the step's batch.
-        splits: how its keys are split.
         workspace: float32, at least `splits.workspace_numbers(...)`; overwritten.
         sinks: `[num_heads]` logits, one more term in each head's denominator.
     """
@@ -189,8 +182,6 @@ def reduce_splits(
         out: `[T, heads, dim]`, contiguous; written.
         partial_out: `[num_reqs * max_queries, heads, num_splits, dim]` float32, flat.
         partial_lse: `[num_reqs * max_queries, heads, num_splits]` float32, flat; base-2 logarithms.
-        batch: the step's batch.
-        splits: how its keys were split.
         sinks: `[heads]` logits.
     """
     _, num_heads, dim = out.shape

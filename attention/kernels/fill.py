@@ -94,7 +94,6 @@ def fill_batch(
         num_real: the batch's requests that are not padding.
         num_actual_tokens: their tokens.
         num_reqs, num_tokens: the sizes after padding.
-        block_size: tokens per block.
         seq_len_fill: length of a padding request.
         hidden_slot: the slot that padding is written to.
     """

@@ -45,7 +45,6 @@ class LatentTile:
     Attributes:
         rows: queries times heads, a power of two.
         keys: latents per iteration of the loop.
-        num_warps: warps of the program.
         num_stages: iterations of the loop whose loads are in flight.
     """
 
@@ -133,11 +132,8 @@ def write_latent(cache: MLAKVCache, layer: int, latent: Tensor, k_rope: Tensor, 
     The torch reference is `cache.write(layer, latent, rope.rotate(k_rope), slots)`.
 
     Args:
-        cache: the cache that is written.
-        layer: which layer's cache.
         latent: `[T, kv_lora_rank]`, normalised.
         k_rope: `[T, qk_rope_head_dim]`, not yet rotated.
-        rope: the rotary embedding of these tokens.
         slots: `[T]` int64, each real slot at most once; a negative one is not written.
     """
     if not slots.shape[0]:
@@ -306,14 +302,8 @@ def latent_decode(
     Args:
         q: `[T, num_heads, kv_lora_rank]`, absorbed.
         q_rope: `[T, num_heads, qk_rope_head_dim]`, not yet rotated.
-        rope: the rotary embedding of these tokens.
         out: `[T, num_heads, kv_lora_rank]`, contiguous; attended latents are written to it.
-        shape: the attention's shape.
         cache: read; it holds the step's latents already.
-        layer: which layer's cache.
-        batch: the step's batch.
-        splits: how its keys are split.
-        tile: a program's tile.
         workspace: float32, at least `splits.workspace_numbers(as_attention(shape), ...)`; overwritten.
     """
     if not batch.num_reqs:

@@ -60,7 +60,6 @@ def list_pages(
         block_table: `[R, blocks]` int32; entries past a request's pages are not read.
         query_start_loc: `[R + 1]` int32.
         seq_lens: `[R]` int32.
-        block_size: tokens per page.
         most_pages: the most pages of one request.
         padded_queries: list the pages for this many queries behind each request's prefix; a request without queries
             counts as this many tokens. 0 lists each request's real pages, and none for requests without queries.

@@ -60,7 +60,6 @@ def plan_tiles(
     Args:
         tiles: `[num_tiles(...), 2]` int32, written: request (-1 for none), first query within the request.
         query_start_loc: `[num_reqs + 1]` int32 or longer.
-        num_reqs: number of requests.
         queries_per_tile: most queries of a tile.
         min_queries: at least 1; requests with fewer get no tile.
     """
@@ -75,7 +74,6 @@ def plan_mask_offsets(offsets: Tensor, seq_lens: Tensor, num_reqs: int, num_draf
     Args:
         offsets: `[num_reqs]` int64 or longer, written.
         seq_lens: `[num_reqs]` int32 or longer; requests behind the last one that has drafts do not matter.
-        num_reqs: number of requests.
         num_drafts: drafts of every request.
     """
     if num_reqs:

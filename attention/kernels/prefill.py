@@ -32,12 +32,8 @@ def prefill_attention(
     Args:
         q: `[T, num_heads, head_dim]`.
         out: `[T, num_heads, head_dim]`, contiguous; written.
-        shape: the attention's shape.
         cache: read; it holds the step's keys and values already.
-        layer: which layer's cache.
-        batch: the step's batch.
         tiles: `[tiles, 2]` int32 from `planning.plan_tiles`, for `size.queries(shape)` queries each.
-        size: the size of the tiles.
         sinks: `[num_heads]` logits, one more term in each head's denominator.
     """
     if tiles.shape[0]:

@@ -112,7 +112,6 @@ class TileSize:
         rows: queries times heads of a group, a power of two.
         keys: keys per iteration of the loop.
         dims: elements of a head, padded to a power of two.
-        num_warps: warps of the program.
         num_stages: iterations of the loop whose loads are in flight.
     """
 
@@ -225,7 +224,6 @@ def attend_keys(
     Args:
         q: `[BLOCK_M, BLOCK_D]`, in the type to multiply in; idle rows are 0.
         keys: the layer's keys of the tile's head.
-        values: the layer's values of the tile's head, not yet scaled.
         table: the request's row of the block table.
         first: index of the first key in the request.
         last: index of the last key plus one.

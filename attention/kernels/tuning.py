@@ -166,12 +166,8 @@ def tune_decode(
     """The fastest way to decode batches like this.
 
     Args:
-        shape: the attention's shape.
-        cache: the cache that is read.
-        num_reqs: number of requests.
         max_queries: most queries of a request.
         max_seq_len: tokens of the longest request.
-        processors: multiprocessors of the device.
     """
     spec = cache.spec
     choices = decode_choices(shape, max_queries, spec.dtype, fp8=spec.fp8)

@@ -42,7 +42,6 @@ class Handle:
     """What combine needs to return results.
 
     Attributes:
-        sizes: tokens of every rank.
         padding: rows of this rank behind its tokens, which were not sent.
     """
 
@@ -55,7 +54,6 @@ class AllGatherReduceScatterAll2All:
 
     Args:
         group: the expert-parallel ranks; the same as those of the vote, in the same order.
-        num_experts: experts of all ranks.
 
     Raises:
         ConfigError: the experts do not divide by the ranks.
@@ -95,7 +93,6 @@ class AllGatherReduceScatterAll2All:
         return gathered.map(lambda arrived: self._unpack(arrived, x.shape[1], handle))
 
     def combine(self, y: Tensor, handle: Handle) -> Transfer[Tensor]:
-        """See `All2All`."""
         refuse_gradients(y, name="allgather_reducescatter")
         own_rows = launch_reduce_scatter(y, self.group, sizes=handle.sizes, name="combine")
         if not handle.padding:

@@ -41,7 +41,6 @@ def sort_pairs(x: Tensor, topk_ids: Tensor, num_experts: int) -> Batches:
     Args:
         x: `[T, H]`.
         topk_ids: `[T, k]`, any integer dtype; ids outside `range(num_experts)` have no row.
-        num_experts: `E`.
     """
     tokens, top_k = topk_ids.shape
     is_expert = (topk_ids >= 0) & (topk_ids < num_experts)
@@ -76,7 +75,6 @@ def sum_pairs(
         rows: `[T, k, H]`, contiguous; undefined where there is no expert.
         topk_ids: `[T, k]`; ids outside `range(num_experts)` count for nothing.
         topk_weights: `[T, k]` float32.
-        num_experts: `E`.
         gave_up: `[1]` int32, not 0 if the rows are incomplete: then all sums are NaN.
 
     Returns:

@@ -29,10 +29,8 @@ class EmulatedLinkAll2All:
     """Launches through another back end; the link decides when it arrives.
 
     Args:
-        group, num_experts: for the inner back end.
         link: one per rank, shared by everything that communicates.
         inner: the back end that really moves the data.
-        options: what the inner one takes beside.
 
     Raises:
         ConfigError: there is no link, or `inner` is this back end or unknown.
@@ -98,7 +96,6 @@ class EmulatedLinkAll2All:
         return self.link.carry(dispatch_cut(self.inner, x, topk_ids, topk_weights, blocks))
 
     def combine(self, y: Tensor, handle: Any) -> Transfer[Tensor]:
-        """See `All2All`."""
         return self.link.carry(self.inner.combine(y, handle))
 
     def dispatch_blocks(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[Any]]:

@@ -46,7 +46,6 @@ class HostLoopbackAll2All:
 
     Args:
         group: None, or a group of one rank.
-        num_experts: experts of the layer; all of them are here.
         bytes_factor: bytes copied per byte of payload, at least 1: the payload is copied once, then parts of it again.
             For measurements that need slower communication; there are no artificial waits.
         sms: how many SMs move the bytes, where a schedule reserves none for communication (`comm_sms`); 0 leaves it to
@@ -94,14 +93,12 @@ class HostLoopbackAll2All:
             raise ConfigError(f"sms must be at least 0 (0 takes none), not {sms}.")
 
     def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[None]]:
-        """See `All2All`."""
         check_dispatch(x, topk_ids, topk_weights, name="host_loopback")
         hidden_size = x.shape[1]
         rows = self.travel("dispatch", pack_rows(x, topk_ids, topk_weights))
         return rows.map(lambda arrived: Dispatched(*unpack_rows(arrived, hidden_size), None, self.experts))
 
     def combine(self, y: Tensor, handle: None) -> Transfer[Tensor]:
-        """See `All2All`."""
         refuse_gradients(y, name="host_loopback")
         return self.travel("combine", y.contiguous())
 
@@ -114,7 +111,6 @@ class HostLoopbackAll2All:
         """Launch a message to the host and back; what `dispatch` and `combine` do with their rows.
 
         Args:
-            name: for traces and errors.
             rows: contiguous, any shape and dtype.
 
         Returns:
@@ -153,11 +149,7 @@ class HostLoopbackAll2All:
         """Launch a prepared message to the host and back.
 
         Args:
-            name: for traces and errors.
-            message: from `prepare`.
             send: called on the communication stream, writes the payload to host memory `[bytes]` uint8.
-            fork: see `on_comm_stream`.
-            keep: what `send` reads.
         """
         arrived, host, num_bytes = message.arrived, message.host, 0
         if host is not None:
@@ -215,7 +207,6 @@ class Staging:
     """One lane's memory for messages of any size.
 
     Args:
-        device: of the tensors that travel.
         for_signals: whether it is the device's own memory, zeros; else the host's.
 
     Attributes:

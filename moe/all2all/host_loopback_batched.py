@@ -64,10 +64,8 @@ class BatchedHandle:
 
     Attributes:
         topk_ids, topk_weights: `[T, k]`, as dispatched; the weight is NaN where there was no room for a row.
-        row_of_pair: see `Batches`.
         rows_per_expert: `[E]` int32, of this chunk.
         like: `[0, H]`, of the results' dtype and device.
-        chunk: its number.
     """
 
     topk_ids: Tensor
@@ -83,8 +81,6 @@ class HostLoopbackBatchedAll2All:
 
     Args:
         group: None, or a group of one rank.
-        num_experts: experts of the layer; all of them are here.
-        bytes_factor: see `HostLoopbackAll2All`.
 
     Raises:
         ConfigError: the group has more than one rank, or a factor below 1.
@@ -225,7 +221,6 @@ class _Slot:
 
     Attributes:
         memory: for them.
-        signals: those in use.
     """
 
     memory: Staging

@@ -16,7 +16,6 @@ class LocalAll2All:
 
     Args:
         group: None, or a group of one rank.
-        num_experts: experts of the layer.
 
     Raises:
         ConfigError: the group has more than one rank.
@@ -41,9 +40,7 @@ class LocalAll2All:
         )
 
     def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[None]]:
-        """See `All2All`."""
         return Transfer.ready(Dispatched(x, topk_ids, topk_weights, None, self.experts), "dispatch")
 
     def combine(self, y: Tensor, handle: None) -> Transfer[Tensor]:
-        """See `All2All`."""
         return Transfer.ready(y, "combine")

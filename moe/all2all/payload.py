@@ -34,7 +34,6 @@ def unpack_rows(rows: Tensor, hidden_size: int) -> tuple[Tensor, Tensor, Tensor]
 
     Args:
         rows: `[N, H + 8k / itemsize]`.
-        hidden_size: `H`.
 
     Returns:
         `x [N, H]` (a strided view, not a copy), `topk_ids [N, k]` int32 and `topk_weights [N, k]` float32.

@@ -35,7 +35,6 @@ class GroupedExperts(FusedExperts):
     def forward(
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, scales: Tensor | None = None
     ) -> Tensor:
-        """See `Experts`."""
         self.check_input(hidden_states, topk_ids, topk_weights, scales)
         hidden_states = self.dequantized(hidden_states, scales)
         plan = _plan(topk_ids, self.expert_range)

@@ -64,7 +64,6 @@ class GroupedMMExperts(FusedExperts):
     def forward(
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, scales: Tensor | None = None
     ) -> Tensor:
-        """See `Experts`."""
         self.check_input(hidden_states, topk_ids, topk_weights, scales)
         report_sm_use("grouped_mm experts", obeys=self.obeys_sms)
         x = self.dequantized(hidden_states, scales)

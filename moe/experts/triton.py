@@ -33,7 +33,6 @@ class TritonExperts(TritonBatchedExperts):
     def forward(
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, scales: Tensor | None = None
     ) -> Tensor:
-        """See `Experts`."""
         self.check_input(hidden_states, topk_ids, topk_weights, scales)
         self._check_place(hidden_states)
         if not topk_ids.numel():

@@ -84,7 +84,6 @@ class TritonBatchedExperts(FusedExperts):
     Args:
         w13: `[E_local, 2 * I, H]`, see `FusedExperts`.
         w2: `[E_local, H, I]`.
-        first_expert: global id of the first of them.
         w13_scale: of w13 in float8_e4m3fn: `[E_local, 2 * I / 128, H / 128]` float32.
         w2_scale: of w2 in float8_e4m3fn: `[E_local, H / 128, I / 128]` float32.
         dtype: what experts in fp8 return, and take besides fp8; others have that of their weights.

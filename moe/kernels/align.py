@@ -40,7 +40,6 @@ class Tiles:
             are undefined.
         counters: `[3]` int32: the number of tiles; tiles claimed by the up projection; tiles claimed by the down
             projection. The claims are 0 between launches.
-        rows: most rows of a tile.
     """
 
     table: Tensor
@@ -184,7 +183,6 @@ def align_pairs(topk_ids: Tensor, first_expert: int, num_experts: int, rows_per_
     Args:
         topk_ids: `[N, k]` int32 or int64, global ids, N and k at least 1. Pairs whose expert is not local get no row.
         first_expert: global id of the first local expert.
-        num_experts: number of local experts.
         rows_per_tile: most rows of a tile; a power of two.
     """
     ids = topk_ids.contiguous().view(-1)  # contiguous() first: view(-1) of a single column would be strided

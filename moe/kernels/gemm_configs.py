@@ -48,7 +48,6 @@ class GemmConfig:
         columns: output columns of a tile, a power of two; gate and up have this many each.
         depth: elements of the inner dimension per loop iteration, a power of two.
         num_stages: iterations whose loads are in flight.
-        num_warps: warps of the program.
         per_sm: programs that share an SM.
         swap: multiply weights by rows, and transpose the result.
         flatten: merge the loop over tiles and its inner loop into one.
@@ -92,7 +91,6 @@ def gemm_configs(
     """The configs to try, the default first.
 
     Args:
-        rows: rows of a tile.
         dtype: dtype that is multiplied.
         gated: gate and up side by side, so twice the columns.
         one_per_sm: only configs with one program per SM, which can limit the GEMM to a number of SMs.

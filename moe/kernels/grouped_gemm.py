@@ -242,7 +242,6 @@ def project_up(
         weights: w13 `[E, 2 * I, H]`.
         work: an alignment of the tokens' pairs, or the tiles of batches.
         top_k: pairs of a token.
-        config: the tile configuration.
         num_programs: SMs to use, with `config.per_sm` programs each.
         compile_only: compile the kernel for later. Launches and allocates nothing; the result is empty.
 
@@ -282,8 +281,6 @@ def project_down(
         weights: w2 `[E, H, I]`.
         work: the same as for `project_up`.
         topk_weights: `[N, k]` float32 of an alignment's pairs, contiguous; None for batches.
-        dtype: dtype of the result.
-        config: the tile configuration.
         num_programs: SMs to use, with `config.per_sm` programs each.
         compile_only: compile the kernel for later. Launches and allocates nothing; the result is empty.
 

@@ -115,7 +115,6 @@ def dequantize_weights(w: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     Args:
         w: `[E, N, K]` float8_e4m3fn.
         scales: `[E, N / 128, K / 128]` float32.
-        dtype: dtype of the result.
     """
     spread = scales.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
     return (w.float() * spread).to(dtype)

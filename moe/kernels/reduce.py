@@ -57,7 +57,6 @@ def sum_choices(
         rows: `[N, k, H]`, contiguous; rows of other ranks' experts are undefined.
         topk_ids: `[N, k]` int32 or int64, global ids.
         first_expert: global id of the first local expert.
-        num_experts: number of local experts.
         topk_weights: `[N, k]` float32 if `rows` are not weighted yet; weights of other ranks' experts may be NaN.
         gave_up: `[1]` int32, not 0 if the rows are incomplete: then all sums are NaN.
 

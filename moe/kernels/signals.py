@@ -112,7 +112,6 @@ class Signals:
 
     Attributes:
         counts: `[E * ceil(C / block_rows)]` int32, zeros between uses.
-        alarm: whether a copy has given up.
         block_rows: rows of a signal's block.
         threshold: the count at which a block is done.
         patience: polls before a program gives up; after one has given up, the others do not wait.
@@ -145,10 +144,7 @@ def make_signals(
     """Signals for `[num_experts, capacity, columns]` results, all zero.
 
     Args:
-        num_experts: `E`.
         capacity: `C`.
-        columns: columns of a row.
-        device: where the results are.
         memory: allocates at least the given number of bytes, zeroed and not shared; a new tensor by default.
         alarm: an alarm shared with other signals; a new one by default.
     """

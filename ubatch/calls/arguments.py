@@ -94,7 +94,6 @@ def plan_call(
 
     Args:
         names: of the positional parameters; see `parameter_names`.
-        args, kwargs: the call.
         split_dims: the user's setting: argument -> dimension, None for "the same in every lane".
         tried: the split will be proved, so ambiguous arguments are tried instead of refused.
 

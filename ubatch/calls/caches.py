@@ -132,7 +132,6 @@ class _Place(NamedTuple):
     """The current position of a walk. The path string is built only when shown: a walk passes thousands of places.
 
     Attributes:
-        name: name of the attribute.
         in_static: whether it belongs to a layer of `_STATIC_LAYERS`.
         step: format string of this place's part of the path, after `parent`'s.
     """

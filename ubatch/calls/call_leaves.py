@@ -35,7 +35,6 @@ def leaves_of(names: _Names, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
     Args:
         names: the forward's positional parameters; see `ubatch.calls.arguments.parameter_names`.
-        args, kwargs: the call.
     """
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}

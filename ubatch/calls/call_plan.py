@@ -38,7 +38,6 @@ class Leaf:
         path: `name`, or `name.key` inside a nested argument.
         value: the caller's value, unsplit.
         dim: the dimension to split; None gives every lane the whole value.
-        splitter: for caches.
     """
 
     path: str
@@ -109,13 +108,10 @@ class CallPlan:
         return len(set(storages)) < len(storages)
 
     def copied(self, order: Sequence[int] | None) -> CallPlan:
-        """The same call with copies of everything that lanes could write to.
+        """The same call with copies of everything that lanes could write to; `CannotSplit` if one has no copy.
 
         Args:
             order: row numbers of this call, in the order that the copies have them; None copies all rows in order.
-
-        Raises:
-            CannotSplit: an argument cannot be copied.
         """
         copier = Copier(order, self.rows)
         leaves = []
@@ -187,7 +183,6 @@ class LaneParts:
     """The lanes' parts of a call's leaves.
 
     Args:
-        leaves: the call's leaves.
         parts: path of a leaf -> its parts, one per lane.
         rows: number of rows of each lane.
     """
@@ -220,11 +215,7 @@ class LaneParts:
 
 
 def merge_cache(splitter: CacheSplitter, parts: Sequence[Any], whole: Any | None) -> Any:
-    """Merge the lanes' parts of a cache, into `whole` if there is one.
-
-    Raises:
-        CannotSplit: the parts cannot be merged.
-    """
+    """Merge the lanes' parts of a cache, into `whole` if there is one; `CannotSplit` where that fails."""
     try:
         return splitter.merge(parts, whole)
     except CannotSplit:

@@ -155,11 +155,8 @@ class Learner:
     """Learns the merge rules of a call, and compares the unsplit result with the lanes'.
 
     Args:
-        compare: compares the two results.
-        parts: the lanes' parts of the arguments.
         whole: the plan of the call that ran unsplit.
         order: for each row of the call in lanes, its row number in the unsplit call.
-        output_dims: see `UBatchConfig`.
     """
 
     def __init__(
@@ -252,11 +249,7 @@ class Learner:
         return Copier(self._order, self._rows).copy(cache, None, splitter_for(cache)) if self._repeats else cache
 
     def check_argument(self, leaf: Leaf, copied: Leaf) -> None:
-        """Compare an argument after the unsplit call with its copy after the run in lanes.
-
-        Raises:
-            Unequal: they differ.
-        """
+        """Compare an argument after the unsplit call with its copy after the run in lanes; `Unequal` if they differ."""
         path, value, copy = f"argument {leaf.path!r}", leaf.value, copied.value
         if isinstance(value, Tensor):
             expected = value if leaf.dim is None else self._picked_rows(value, leaf.dim)

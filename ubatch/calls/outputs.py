@@ -36,7 +36,6 @@ def merge_outputs(
 
     Args:
         outputs: one per lane, of one structure.
-        plan: how the arguments were split.
         parts: the lanes' parts of the arguments; their caches are merged in place after all other outputs.
         output_dims: output -> dimension to concatenate, if it is not 0; None if all lanes return the same value.
 

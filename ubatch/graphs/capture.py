@@ -53,11 +53,6 @@ class Capturer:
     """Captures calls of one module into a table.
 
     Args:
-        model: the module.
-        config: its group, capture sizes and output dimensions are used.
-        eligibility, execution: the module's.
-        table: receives the graphs.
-        decide: returns the ranks' decision.
         prove: proves a call after the decision.
     """
 
@@ -82,10 +77,6 @@ class Capturer:
 
     def one(self, call: _Call, context: ForwardContext | None) -> CapturedGraph:
         """Prove a call, then capture it as it would run now.
-
-        Args:
-            call: positional and keyword arguments.
-            context: the current forward context.
 
         Raises:
             CaptureFailed, ConfigError: see `record`.
@@ -281,7 +272,6 @@ def record(
     """Warm up and capture.
 
     Args:
-        backend: does the capture.
         key: key of the graph, also used in errors.
         statics: path -> static input; the call must not change them.
         run: runs the call on the static inputs; if given a capture, begins it and runs inside it.

@@ -118,13 +118,7 @@ class Hit:
 
 
 class GraphTable:
-    """All captured graphs, and counts of replays and misses.
-
-    Args:
-        backend: captures and replays graphs.
-        eligibility: of the module.
-        model: the module.
-    """
+    """All captured graphs, and counts of replays and misses."""
 
     def __init__(self, backend: GraphBackend, eligibility: Eligibility, model: nn.Module) -> None:
         self.backend = backend
@@ -155,7 +149,6 @@ class GraphTable:
         """Add a graph; it replaces an older one with the same key.
 
         Args:
-            entry: the new graph.
             padded: whether smaller calls may be padded to it.
         """
         key = entry.graph.key
@@ -289,7 +282,6 @@ class Lookup:
         """The graph to replay; None after counting a miss.
 
         Args:
-            decision: the ranks' decision.
             several_ranks: whether there are other ranks; then all replay, or none does.
         """
         found = self._settle(decision, several_ranks)

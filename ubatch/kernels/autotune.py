@@ -70,7 +70,6 @@ class CudaTimer:
     """
 
     def tunes(self, device: torch.device) -> bool:
-        """See `Timer`."""
         return device.type == "cuda"
 
     def can_time(self, device: torch.device) -> bool:
@@ -78,7 +77,6 @@ class CudaTimer:
         return device.type == "cuda" and not capturing()
 
     def fingerprint(self, device: torch.device) -> str:
-        """See `Timer`."""
         return _fingerprint(device)
 
     def seconds(self, run: Callable[[], object], device: torch.device) -> float:
@@ -94,7 +92,6 @@ class Autotuner:
     """Stores choices in memory and in a file. `autotune` uses one instance for the whole process.
 
     Args:
-        timer: times the kernels.
         path: of the file; it need not exist. It is read at the first choice for a device that is tuned.
     """
 
@@ -215,7 +212,6 @@ def autotune(
         key: names the kernel, shapes, dtypes, and whatever else the best choice depends on.
         configs: frozen dataclasses of plain numbers, the same ones with every call; the first is the default.
         run: launches the kernel; called only to time it, several times.
-        device: where it runs.
         prepare: compiles the kernel without running it. Called before any timing, for several configs at once, each in
             its own thread.
         also: launches of other sizes; a config's time is then the geometric mean over all sizes.

@@ -36,7 +36,6 @@ class Chosen:
     """The chosen back end.
 
     Attributes:
-        name: its name.
         reason: why it was chosen, as the end of a sentence.
         works: name -> whether that back end works here. One that has not been measured (the choice came from the file)
             is run once to find out.
@@ -66,7 +65,6 @@ def fastest(
         what: names the work and everything the choice depends on: shapes, dtypes.
         makers: name -> function that makes the back end and returns one launch per batch.
         batches: description of each batch that is timed, such as "64 tokens".
-        device: where it runs.
         packages: distributions whose versions the choice also depends on.
 
     Raises:

@@ -17,8 +17,6 @@ class ReceiveHook:
 
     Args:
         lane: number of the lane that registered it (the owner).
-        streams: the owner's.
-        hook: called without arguments.
         joins: whether the compute stream first waits for all of the owner's work on the communication stream.
     """
 

@@ -43,12 +43,9 @@ class SingleLane:
     """Runs a batch as the only lane, with the interface of `LanePool`.
 
     Args:
-        device: whose streams the lane uses.
-        streams: the stream back end; the device's own by default.
         timeout_s: the longest wait for a transfer that has no time-out of its own; None waits for ever.
 
     Attributes:
-        lanes: 1.
         failure: lane 0 and the last point it had passed, if the last step failed; else None.
     """
 
@@ -80,7 +77,6 @@ class SingleLane:
 
         Raises:
             ConfigError: not one body and one forward context, or a schedule for several lanes.
-            BaseException: the body's own error, with a note of the last point.
         """
         if len(bodies) != 1 or len(forward_contexts) != 1 or schedule.lanes != 1:
             raise ConfigError(

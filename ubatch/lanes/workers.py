@@ -52,7 +52,6 @@ class PoolStatistics:
 
     Attributes:
         steps: steps run in lanes.
-        handoffs: switches from one lane to another.
         threads_started: worker threads made; more than the lanes means some were replaced.
         sm_users: name -> whether that kernel or back end keeps to the SM budget (`ubatch.streams.sm_budget`).
     """
@@ -68,9 +67,7 @@ class LanePool:
 
     Args:
         lanes: how many, at least 2.
-        device: whose streams the lanes share.
         timeout_s: a lane that holds the baton longer counts as hung.
-        streams: the stream back end; the device's own by default.
 
     Attributes:
         failure: the lane that failed in the last step, and the last point it had passed; None if none did.
@@ -105,7 +102,6 @@ class LanePool:
 
         Args:
             bodies: one per lane.
-            schedule: how they take turns.
             forward_contexts: one per lane.
             voted_ranks: global ranks that agreed to this split.
             capture: begun when all lanes are parked; every lane runs inside it. The caller ends it.

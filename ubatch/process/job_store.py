@@ -34,7 +34,6 @@ class JobStore:
     """Text values by name. Errors of the store itself pass through (`dist.DistError`).
 
     Args:
-        store: holds the values.
         key: for the hashes; None writes values without a hash.
         path: prefix of all names, ending with a slash.
     """
@@ -62,7 +61,6 @@ class JobStore:
         """Parse a value.
 
         Args:
-            name: name of the value.
             value: its text, as read by `get`.
             parse: converts the text; raises ValueError for text that no rank writes.
 

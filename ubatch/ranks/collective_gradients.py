@@ -34,7 +34,6 @@ def differentiable(x: Tensor, run: Map, transpose: Map) -> Tensor:
     """`run(x)`, with a gradient if `x` needs one. In a lane gradients are not supported, and `run` refuses.
 
     Args:
-        x: this rank's input.
         run: a collective along the first dimension, or on all elements alike.
         transpose: the collective that maps a gradient of `run(x)`'s shape to one of `x`'s shape.
     """

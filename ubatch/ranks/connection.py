@@ -68,7 +68,6 @@ class Connection:
 
     Attributes:
         ranks: global ranks, in group order.
-        rank: this process's global rank.
         timeout_s: how long a transfer or a vote may take.
         pg: carries the data.
         vote_pg: carries the votes; always gloo, on the CPU.
@@ -144,8 +143,6 @@ class Connection:
         """Wait for a transport's works without using the CPU, and watch for failed peers.
 
         Args:
-            works: what the transport returned.
-            name: for errors.
             check: called after every slice; may raise to end the wait.
 
         Raises:

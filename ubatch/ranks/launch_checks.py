@@ -24,8 +24,6 @@ def check_launch(x: Tensor, group: CommGroup, launches: str | None = None) -> Co
     """Check a launch and return the connection to launch on. Also for transports with their own way to launch.
 
     Args:
-        x: the tensor to send.
-        group: the ranks.
         launches: name of the transfer, for `ubatch.ranks.launch_order`; None if another check with the name follows.
 
     Raises:

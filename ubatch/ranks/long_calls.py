@@ -41,7 +41,6 @@ def holding_gil(what: str, limit_s: float) -> Iterator[None]:
     """Let one call in the `with` block wait for peers with the GIL held.
 
     Args:
-        what: for reports.
         limit_s: seconds after which the call gives up by itself.
     """
     limit_s += _SLACK_S

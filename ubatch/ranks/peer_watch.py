@@ -44,15 +44,11 @@ class PeerWatch:
     """A thread that watches until the connection is broken, stopped or deleted.
 
     Args:
-        rank: this process's global rank.
-        ranks: all global ranks.
-        store: holds the beats.
         patience_s: seconds that a peer's beat may stop before it counts as dead.
         failed: checks for a reported failure and handles it; True if there was one.
         lost: called with a rank whose beat has stopped, -1 if the store itself is gone. None of the three functions may
             hold a reference to the connection.
         forged: called if the store holds a forged value.
-        beat_s: seconds between two beats.
     """
 
     def __init__(

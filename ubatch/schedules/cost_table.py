@@ -129,7 +129,6 @@ def choose(table: CostTable, simplest_first: Sequence[str] = ()) -> Choice:
     """The setting with the least regret; among equally good ones the simplest.
 
     Args:
-        table: the step times.
         simplest_first: arms, simplest first; the table's order by default.
     """
     order = {arm: place for place, arm in enumerate(simplest_first or table.arms)}

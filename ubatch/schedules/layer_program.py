@@ -33,7 +33,6 @@ class LayerTimes:
         attn_prepare: norm and qkv projection.
         attn_core: attention, output projection and router.
         dispatch, combine: time on the link.
-        experts: the routed experts.
         shared: the shared expert.
         attn_gather, attn_scatter: time on the link of tensor-parallel attention; 0 without it, and then the lane passes
             no points for them.

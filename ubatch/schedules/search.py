@@ -77,11 +77,9 @@ def search_schedules(
 
     Args:
         times: stage and transfer times, measured or from a table.
-        layers: MoE layers of the model.
         max_lanes, max_chunks: largest numbers to try.
         combine_chunks: whether to try schedules whose chunks share one dispatch, which not every transport supports.
         handoff_s: seconds that a hand-off of the baton costs.
-        keep: how many to return.
 
     Raises:
         ConfigError: a limit is below 1.
@@ -114,7 +112,6 @@ class _Group:
     Attributes:
         times: times of one lane in one layer.
         bound_s: lower bound for one layer, all lanes.
-        schedules: all of them.
     """
 
     times: LayerTimes

@@ -205,7 +205,6 @@ def simulate(programs: Sequence[Sequence[Op]], schedule: Schedule, handoff_s: fl
     """Run one program per lane under `schedule`.
 
     Args:
-        programs: one per lane.
         schedule: the order of the lanes.
         handoff_s: seconds that a hand-off of the baton costs; 0 on an ideal machine.
 
@@ -227,7 +226,6 @@ def simulate_ranks(
 
     Args:
         of_ranks: every rank's programs, as of `simulate`.
-        schedule, handoff_s: see `simulate`.
 
     Returns:
         A timeline per rank.

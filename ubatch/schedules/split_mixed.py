@@ -36,9 +36,6 @@ def split_mixed(
     Args:
         query_lens: tokens of every request in this step; decodes (one token each) come first.
         prefix_lens: tokens of every request that are already in the cache.
-        cost: the costs.
-        schedule: the step's schedule, with its lanes.
-        threshold: for `split_by_cost`.
 
     Raises:
         ConfigError, SplitError: as `split_by_cost`.

@@ -29,7 +29,6 @@ class LaneStreams:
     """One lane's view of the shared streams.
 
     Attributes:
-        compute_stream: the caller's current stream; set per step.
         comm_stream: the pool's stream for communication.
         ledger: transfers not yet waited for, and tensors that the communication stream still uses.
         marked: the number of the last mark.
@@ -142,7 +141,6 @@ class LaneStreams:
         """After a transfer was waited for: release its buffers when the compute stream is ordered after it.
 
         Args:
-            kept: the buffers.
             mark: number of the mark after the transfer; None while the lane is still on the communication stream.
         """
         if self._on_comm:

@@ -89,8 +89,6 @@ class Mark:
     """A lane passes a point.
 
     Attributes:
-        step, lane: as in `Span`.
-        name: the point.
         at: seconds of `time.monotonic`.
         to: the lane that ran next; None if this lane kept the baton.
         ran_at: when lane `to` started to run; seconds of `time.monotonic`.

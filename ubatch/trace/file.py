@@ -30,7 +30,6 @@ class RankTrace:
     """One rank's recorded trace.
 
     Attributes:
-        rank: its number.
         spans: sorted by time; in seconds of `clock`.
         notes: one note per step.
         clock: its machine's clock.

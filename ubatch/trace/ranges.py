@@ -34,11 +34,7 @@ __all__ = ["LaneRanges", "profile_ranges", "ranges_wanted"]
 
 
 class LaneRanges:
-    """The ranges of one lane in one step.
-
-    Args:
-        lane: its number.
-    """
+    """The ranges of one lane in one step."""
 
     def __init__(self, lane: int) -> None:
         self._lane = lane

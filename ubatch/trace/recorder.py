@@ -18,8 +18,6 @@ class LaneRecorder:
     """Records one lane's step, in the lane's own thread.
 
     Args:
-        lane: its number.
-        trace: receives spans and events; None if only ranges are wanted.
         ranges: ranges for profilers; None if not wanted.
     """
 

@@ -93,8 +93,6 @@ class Event:
     """One event of a lane; `simulate.programs_of` turns events into the simulator's programs.
 
     Attributes:
-        step, lane: as in `Span`.
-        kind: what happened.
         name: the point, or the transfer's key (`name.number`, counted per lane and step).
         cpu_s: CPU seconds of the process (all threads) since the lane's previous event.
         wait_cpu_s: for a wait, CPU seconds during it: the transport's own copies.

@@ -44,9 +44,7 @@ class CutCall:
     """A call, split into lanes.
 
     Attributes:
-        plan: how the call is split.
         bounds: row range of every lane.
-        calls: arguments of every lane.
         parts: the lanes' parts of the call's leaves.
         rule: how the outputs merge, if a proof has learned it.
     """
@@ -68,13 +66,10 @@ class Intent:
     """What this rank would do with one call.
 
     Attributes:
-        offer: for the vote.
         why: a sentence that tells why it would run unsplit; else None.
-        schedule: the mode's schedule.
         cut: the split call, if it would overlap in lanes.
         single: whether it would overlap unsplit: one lane, with chunks of experts.
         mode: decode or prefill.
-        num_tokens: tokens of the whole call.
         plan: how the call would be split; None if it cannot be.
         signature: the call's signature, if it needs a proof or has one.
     """
@@ -98,13 +93,10 @@ class Eligibility:
     """Decides for one module and its settings.
 
     Args:
-        model: any module.
-        config: its thresholds, dimensions and schedules.
         intercept: whether waits inside torch become points; gradients are then refused.
 
     Attributes:
         names: of the module's positional parameters; see `ubatch.calls.arguments.parameter_names`.
-        proofs: results of the proofs of the module's calls.
     """
 
     def __init__(self, model: nn.Module, config: UBatchConfig, *, intercept: bool = False) -> None:
@@ -152,11 +144,7 @@ class Eligibility:
         return intent if schedule == intent.schedule else self._even(intent.plan, intent.mode, schedule)
 
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, tried: bool = False) -> CallPlan:
-        """How the call can be split. `tried`: the split will be proved, so it may be guessed.
-
-        Raises:
-            CannotSplit: it cannot be split.
-        """
+        """How the call can be split. `tried`: the split will be proved, so it may be guessed."""
         return plan_call(self.names, args, kwargs, self._config.split_dims, tried=tried)
 
     def may_run_again(self, intent: Intent) -> bool:

@@ -44,14 +44,7 @@ __all__ = ["Execution", "Step", "checked_device", "device_of", "span"]
 
 @dataclass(frozen=True)
 class Step:
-    """One call after the decision.
-
-    Attributes:
-        args, kwargs: the call.
-        intent: this rank's intent.
-        decision: the ranks' decision.
-        context: the caller's forward context, or None.
-    """
+    """One call after the decision."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -64,8 +57,6 @@ class Execution:
     """Runs one module, and keeps its lanes.
 
     Args:
-        model: any module.
-        config: its group, time-out and output dimensions are used.
         device: where the module runs; None: where its parameters are.
         intercept: overlapped calls run under `ubatch.ranks.intercept.intercepting`.
 
@@ -89,7 +80,6 @@ class Execution:
         """Run a call in lanes, split as in `cut`; returns the merged outputs.
 
         Raises:
-            CannotSplit: the outputs cannot be merged.
             ConfigError: `context` has slices, but no matching lane contexts.
             Others: what the lanes raised; see `LanePool.run`.
         """

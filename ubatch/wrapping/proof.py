@@ -87,10 +87,6 @@ class Proof:
     """One proof.
 
     Args:
-        model: the module.
-        config: its group and output dimensions count here.
-        execution: runs it.
-        table: receives the result.
         step: a call that would overlap, and whose signature is not proved.
     """
 

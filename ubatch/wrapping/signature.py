@@ -28,10 +28,7 @@ def signature_of(model: nn.Module, plan: CallPlan, mode: ForwardMode, lanes: int
     """The signature of a call.
 
     Args:
-        model: the module that is called.
-        plan: of the call.
         mode: what the step does.
-        lanes: number of lanes that the call would run in.
     """
     return (
         mode,

@@ -71,7 +71,6 @@ class Tally:
 
         Args:
             tokens: tokens of every lane.
-            schedule: its schedule.
             replayed: whether a graph is replayed.
         """
         lanes = len(tokens)

@@ -41,10 +41,8 @@ class DeepEPAutoAll2All:
     (`moe.all2all.deepep.buffers`).
 
     Args:
-        group, num_experts: for both.
         max_tokens_per_rank, share_buffer: of `deepep_low_latency`.
         worst_case: of `deepep_high_throughput`.
-        use_fp8: of both.
 
     Raises:
         ConfigError: as the two.

@@ -71,9 +71,6 @@ _ROW_BYTES = 512
 def import_deep_ep(name: str) -> Any:
     """The module `deep_ep`.
 
-    Args:
-        name: the back end that needs it.
-
     Raises:
         ConfigError: it is not installed, or cannot be loaded here.
     """
@@ -88,7 +85,6 @@ def check_ranks(name: str, num_ranks: int) -> None:
     """Refuse ranks that are neither one node nor whole nodes.
 
     Args:
-        name: of the back end.
         num_ranks: that share the experts.
 
     Raises:
@@ -105,7 +101,6 @@ def sms_in_force(name: str, default: int) -> int:
     """How many SMs the schedule in force gives DeepEP, which takes them in pairs: one sends, one receives.
 
     Args:
-        name: of the back end, for the report.
         default: the number if the schedule reserves none.
     """
     budget = current_sm_budget()
@@ -117,11 +112,6 @@ def sms_in_force(name: str, default: int) -> int:
 
 class DeepEPTransport:
     """The base of all DeepEP back ends.
-
-    Args:
-        name: of the back end.
-        group: the expert-parallel ranks.
-        num_experts: experts of all ranks.
 
     Attributes:
         max_tokens_per_rank: the most tokens of a rank that a dispatch has room for, where that is fixed.
@@ -238,7 +228,6 @@ class DeepEPStreamed(DeepEPTransport, ABC):
     later users of this memory are ordered after all its readers.
 
     Args:
-        name, group, num_experts: see `DeepEPTransport`.
         use_fp8: quantise tokens before dispatch.
         worst_case: room for all tokens of all ranks, so that no counts are exchanged.
     """
@@ -285,7 +274,6 @@ class DeepEPStreamed(DeepEPTransport, ABC):
         """
 
     def combine(self, y: Tensor, handle: Any) -> Transfer[Tensor]:
-        """See `All2All`."""
         self.check_results(y)
         check_launch(y, self.group, "combine")
         with self.ordered(self.prepare(y, quantized=False)) as order:
@@ -304,7 +292,6 @@ class DeepEPStreamed(DeepEPTransport, ABC):
         self._inputs[dbo_current_ubatch_id()] = self._make_inputs(x, topk_ids, topk_weights, blocks)
 
     def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[Any]]:
-        """See `All2All`."""
         (transfer,) = self.dispatch_chunks(x, topk_ids, topk_weights, [range(len(self.experts))])
         return transfer
 

@@ -107,7 +107,6 @@ class SizedBuffer:
     """A `deep_ep.Buffer`, and what was launched on it last.
 
     Attributes:
-        deep_ep: the buffer.
         size: what it was made for.
         under_way: the low-latency transfer that was launched last.
         dirty: it is new, or normal kernels ran on it since it was cleaned.
@@ -166,7 +165,6 @@ class DeepEPBuffers(Generic[BufferT]):
     """Buffers by key, each made at its first use.
 
     Args:
-        name: the back end, for errors.
         make: makes one; every rank calls it at the same launch.
     """
 
@@ -207,8 +205,6 @@ class SizedBuffers(DeepEPBuffers[SizedBuffer]):
     They hold none of the back ends: DeepEP lets go of a buffer when nobody has it, which all ranks do together.
 
     Args:
-        name: the back end, for errors.
-        deep_ep: the module.
         size_of: what one is made for, by hidden size; the same on every rank.
     """
 

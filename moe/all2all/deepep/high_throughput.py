@@ -46,7 +46,6 @@ class HighThroughputHandle:
 
     Attributes:
         buffer: DeepEP's, through which the tokens came.
-        layout: DeepEP's handle.
         num_sms: what dispatch took; combine must take as many.
     """
 
@@ -60,9 +59,6 @@ class _Settings:
     """DeepEP's settings of the normal kernels.
 
     Attributes:
-        name: the back end, for errors.
-        deep_ep: the module.
-        ranks: of the group.
         default_sms: where nobody reserves any.
     """
 
@@ -106,7 +102,6 @@ class DeepEPHighThroughputAll2All(DeepEPStreamed):
 
     Args:
         group: the expert-parallel ranks: 2, 4 or 8 of one node, or whole nodes.
-        num_experts: experts of all ranks.
         use_fp8: quantise tokens before dispatch, half the bytes; results travel in bfloat16.
         worst_case: receive into room for all tokens of all ranks, which the vote tells, instead of waiting on the
             host for their number.
@@ -141,11 +136,9 @@ class DeepEPHighThroughputAll2All(DeepEPStreamed):
         return {"worst_case": sizes.captured and num_ranks <= NODE}
 
     def capture(self) -> Any:
-        """See `DeepEPStreamed`."""
         return self.deep_ep.Buffer.capture()
 
     def launch(self, inputs: Inputs, ids: Tensor) -> Transfer[Dispatched[HighThroughputHandle]]:
-        """See `DeepEPStreamed`."""
         x = inputs.given[0]
         connection = check_launch(x, self.group, "dispatch")
         sized = self.buffers.buffer_for(x, connection)
@@ -180,7 +173,6 @@ class DeepEPHighThroughputAll2All(DeepEPStreamed):
         )
 
     def launch_combine(self, y: Tensor, handle: HighThroughputHandle, order: dict[str, Any]) -> tuple[Tensor, Any]:
-        """See `DeepEPStreamed`."""
         config = self.settings.config("get_combine_config", handle.num_sms)
         results, _, event = handle.buffer.combine(y, handle.layout, config=config, **order)
         return results, event

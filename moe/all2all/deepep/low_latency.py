@@ -61,7 +61,6 @@ class LowLatencyHandle:
 
     Attributes:
         buffer: through which the tokens came.
-        layout: DeepEP's handle.
         topk_ids, topk_weights: `[T, k]`, as dispatched.
     """
 
@@ -94,7 +93,6 @@ class DeepEPLowLatencyAll2All(DeepEPTransport):
 
     Args:
         group: the expert-parallel ranks; all must reach each other by RDMA (IBGDA) or NVLink.
-        num_experts: experts of all ranks.
         max_tokens_per_rank: the most tokens that any rank, or lane of it, may dispatch at once. All ranks must give the
             same. Memory is for this many.
         use_fp8: tokens are quantised on their way, half the bytes; results travel in bfloat16.
@@ -160,7 +158,6 @@ class DeepEPLowLatencyAll2All(DeepEPTransport):
     def dispatch(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor
     ) -> Transfer[BatchedDispatch[LowLatencyHandle]]:
-        """See `All2All`."""
         return self._dispatch(x, topk_ids, topk_weights, 0)
 
     def dispatch_chunks(
@@ -210,7 +207,6 @@ class DeepEPLowLatencyAll2All(DeepEPTransport):
         )
 
     def combine(self, y: Tensor, handle: LowLatencyHandle) -> Transfer[Tensor]:
-        """See `All2All`."""
         self.check_results(y)
         check_launch(y, self.group, "combine")
         buffer = handle.buffer

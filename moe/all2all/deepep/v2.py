@@ -58,8 +58,6 @@ class DeepEPV2All2All(DeepEPStreamed):
     Ids must be -1 or an expert's: DeepEP does not look.
 
     Args:
-        group: the expert-parallel ranks.
-        num_experts: experts of all ranks.
         max_tokens_per_rank: the most tokens that any rank, or lane of it, may dispatch at once. All ranks must give the
             same. DeepEP's memory is for this many: about `2 * R * max_tokens_per_rank * (2 H + 8 k)` bytes of R ranks;
             lanes share it.
@@ -108,11 +106,9 @@ class DeepEPV2All2All(DeepEPStreamed):
         return {**room, "worst_case": sizes.captured}
 
     def capture(self) -> Any:
-        """See `DeepEPStreamed`."""
         return self.deep_ep.ElasticBuffer.capture()
 
     def launch(self, inputs: Inputs, ids: Tensor) -> Transfer[Dispatched[ElasticHandle]]:
-        """See `DeepEPStreamed`."""
         x = inputs.given[0]
         self._check_shape(x, ids.shape[1])
         connection = check_launch(x, self.group, "dispatch")
@@ -139,7 +135,6 @@ class DeepEPV2All2All(DeepEPStreamed):
         )
 
     def launch_combine(self, y: Tensor, handle: ElasticHandle, order: dict[str, Any]) -> tuple[Tensor, Any]:
-        """See `DeepEPStreamed`."""
         with holding_gil("DeepEP's compiler", _GIL_HELD_S):
             results, _, event = handle.buffer.combine(y, handle.route, **order)
         return results, event

@@ -36,8 +36,6 @@ class BlockRoutes:
 
     Args:
         topk_ids: `[T, k]`.
-        ranks: how many there are.
-        num_local: experts of each.
 
     Attributes:
         blocks: of a rank's experts, the same on every rank.
@@ -77,12 +75,7 @@ class BlocksHandle:
 
 
 class TorchDistBlocks:
-    """See `BlockCombine`.
-
-    Args:
-        group: the ranks.
-        handle: of the dispatch.
-    """
+    """See `BlockCombine`."""
 
     def __init__(self, group: CommGroup, handle: BlocksHandle) -> None:
         self.blocks = handle.blocks

@@ -74,7 +74,6 @@ class ChunkHandle:
 
     Attributes:
         rows: all rows of this dispatch here; results are added to them.
-        chunk: which one.
         sent, received: rows that come back to this rank from every rank, and go back from it, in this chunk's combine.
         row_of_visit, visit_offsets: how what comes back is added up.
     """
@@ -93,8 +92,6 @@ class ChunkedRows:
     Args:
         visits, ends: of the rows that come here.
         blocks: of local experts, one per chunk.
-        experts: of this rank.
-        hidden_size: `H`.
     """
 
     def __init__(self, visits: Cube, ends: Cube, blocks: Sequence[range], experts: range, hidden_size: int) -> None:

@@ -67,10 +67,6 @@ class Handle:
 class TorchDistAll2All:
     """Sends each token once to every rank that holds one of its experts.
 
-    Args:
-        group: the expert-parallel ranks.
-        num_experts: experts of all ranks.
-
     Raises:
         ConfigError: the experts do not divide by the ranks.
     """
@@ -95,7 +91,6 @@ class TorchDistAll2All:
         )
 
     def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[Handle]]:
-        """See `All2All`."""
         check_dispatch(x, topk_ids, topk_weights, name="torch_dist")
         (hit,) = self._ranks_hit(topk_ids, [range(len(self.experts))])
         counts = self._exchange(hit.sum(1, keepdim=True))

@@ -24,7 +24,6 @@ class NativeExperts(RepackedExperts):
         del self.w2
 
     def _run_experts(self, hidden_states: Tensor, plan: RowPlan, slots: range) -> Tensor:
-        """See `GroupedExperts`."""
         self.check_usable(hidden_states)
         first_row = segment_offsets(torch.tensor(plan.rows_per_expert[slots.start : slots.stop]))
         rows = plan.rows_of(slots)
@@ -34,7 +33,6 @@ class NativeExperts(RepackedExperts):
         return self._down(inner, first_row, first_expert=slots.start)
 
     def run_expert(self, slot: int, x: Tensor) -> Tensor:
-        """See `GroupedExperts`."""
         self.check_usable(x)
         rows = torch.tensor([0, x.shape[0]])
         return self._down(self._up(x.contiguous(), rows, first_expert=slot), rows, first_expert=slot)

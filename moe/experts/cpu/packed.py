@@ -38,11 +38,9 @@ class PackedExperts(RepackedExperts):
         return torch.cat([second.unchecked(part) for (_, second), part in zip(used, down, strict=True)])
 
     def rows_of_call(self, rows: int) -> int:
-        """See `GroupedExperts`."""
         return kernel_rows(rows)
 
     def run_expert(self, slot: int, x: Tensor) -> Tensor:
-        """See `GroupedExperts`."""
         first, second = self._packed[slot]
         gate, up = first(x).chunk(2, dim=-1)
         return second(F.silu(gate) * up)

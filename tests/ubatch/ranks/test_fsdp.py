@@ -131,7 +131,7 @@ def on_ranks_that_did_not_vote(rank: int, world_size: int) -> str:
 
 def test_gathering_over_ranks_that_did_not_vote_is_refused() -> None:
     for message in run_ranks(on_ranks_that_did_not_vote, 2):
-        assert "gathers weights over ranks [0, 1] in lane 0" in message
+        assert "gather of weights over ranks [0, 1] in lane 0" in message
 
 
 def test_outside_of_the_block_torch_is_as_it_was() -> None:
