@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from attention.interface import GraphLimits
+from attention.kv_cache import check_positive
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
 
@@ -56,9 +57,7 @@ class GraphBuffers:
         hidden_slot: int,
         seq_len_fill: int = 1,
     ) -> None:
-        for name in ("max_reqs", "max_tokens", "max_seq_len"):
-            if getattr(limits, name) < 1:
-                raise ConfigError(f"graph buffers: {name} must be at least 1, not {getattr(limits, name)}.")
+        check_positive("graph buffers", limits, "max_reqs", "max_tokens", "max_seq_len")
         self.limits = limits
         self.block_size = block_size
         self.hidden_slot = hidden_slot

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from attention.kv_cache import KVCacheSpec, MLACacheSpec, MLAKVCache, PagedKVCache
+from attention.kv_cache import KVCacheSpec, MLACacheSpec, MLAKVCache, PagedKVCache, check_positive
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
 
@@ -72,7 +72,7 @@ class AttentionShape:
     sinks: bool = False
 
     def __post_init__(self) -> None:
-        _check_positive(self, "num_heads", "num_kv_heads", "head_dim")
+        check_positive("attention", self, "num_heads", "num_kv_heads", "head_dim")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"attention: {self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly."
@@ -131,7 +131,8 @@ class MLAShape:
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        _check_positive(self, "num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        sizes = ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        check_positive("attention", self, *sizes)
 
     @property
     def qk_head_dim(self) -> int:
@@ -151,12 +152,6 @@ class MLAShape:
 
 
 Shape = AttentionShape | MLAShape
-
-
-def _check_positive(shape: object, *names: str) -> None:
-    for name in names:
-        if getattr(shape, name) < 1:
-            raise ConfigError(f"attention: {name} must be at least 1, not {getattr(shape, name)}.")
 
 
 @dataclass(frozen=True)

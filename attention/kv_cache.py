@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ __all__ = [
     "MLAKVCache",
     "PagedKVCache",
     "TokenPool",
+    "check_positive",
     "make_kv_cache",
 ]
 
@@ -41,6 +42,13 @@ class KVCacheExhausted(UBatchError):
 
 class KVCacheError(UBatchError):
     """KV bookkeeping was violated: a block freed twice, a block lost, a row that is not in use."""
+
+
+def check_positive(what: str, sizes: object, *names: str) -> None:
+    """Refuse an attribute of `sizes` that is below 1; `what` begins the message."""
+    for name in names:
+        if getattr(sizes, name) < 1:
+            raise ConfigError(f"{what}: {name} must be at least 1, not {getattr(sizes, name)}.")
 
 
 @dataclass(frozen=True)
@@ -60,9 +68,8 @@ class CacheSpec(ABC):
     fp8: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name, value in (("num_layers", self.num_layers), ("block_size", self.block_size)):
-            if value < 1:
-                raise ConfigError(f"KV cache: {name} must be at least 1, not {value}.")
+        sizes = [each.name for each in fields(self) if each.name not in ("dtype", "fp8")]
+        check_positive("KV cache", self, *sizes)
 
     @property
     @abstractmethod
@@ -109,12 +116,6 @@ class KVCacheSpec(CacheSpec):
     num_kv_heads: int
     head_dim: int
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, value in (("num_kv_heads", self.num_kv_heads), ("head_dim", self.head_dim)):
-            if value < 1:
-                raise ConfigError(f"KV cache: {name} must be at least 1, not {value}.")
-
     @property
     def numbers_per_token(self) -> int:
         """Elements of the keys and values of all heads."""
@@ -132,12 +133,6 @@ class MLACacheSpec(CacheSpec):
 
     kv_lora_rank: int
     qk_rope_head_dim: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, value in (("kv_lora_rank", self.kv_lora_rank), ("qk_rope_head_dim", self.qk_rope_head_dim)):
-            if value < 1:
-                raise ConfigError(f"KV cache: {name} must be at least 1, not {value}.")
 
     @property
     def numbers_per_token(self) -> int:

@@ -147,11 +147,8 @@ class RequestToTokenTable:
             raise KVCacheExhausted(
                 f"a request needs {len(held) + len(blocks)} KV blocks, its row holds at most {self.max_blocks}."
             )
-        if blocks:
-            slots = torch.tensor(blocks, dtype=torch.int32)[:, None] * self.block_size + self._offsets
-            start = len(held) * self.block_size
-            self._slots[row, start : start + slots.numel()] = slots.flatten()
-            held.extend(blocks)
+        self._write([row] * len(blocks), range(len(held), len(held) + len(blocks)), blocks)
+        held.extend(blocks)
 
     def append_each(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
         """Give each of several requests one more block: `append` for a whole batch, in one write.
@@ -163,12 +160,9 @@ class RequestToTokenTable:
         held = [self._held(row) for row in rows]
         if any(len(own) >= self.max_blocks for own in held):
             raise KVCacheExhausted(f"a request needs {self.max_blocks + 1} KV blocks, its row holds {self.max_blocks}.")
-        if rows:
-            starts = torch.tensor([len(own) * self.block_size for own in held])[:, None]
-            slots = torch.tensor(blocks, dtype=torch.int32)[:, None] * self.block_size + self._offsets
-            self._slots[torch.tensor(rows)[:, None], starts + self._offsets] = slots
-            for own, block in zip(held, blocks, strict=True):
-                own.append(block)
+        self._write(rows, [len(own) for own in held], blocks)
+        for own, block in zip(held, blocks, strict=True):
+            own.append(block)
 
     def replace(self, row: int, start: int, blocks: Sequence[int]) -> None:
         """Replace a row's blocks from `start` on by other blocks with the same contents.
@@ -180,10 +174,8 @@ class RequestToTokenTable:
         stop = start + len(blocks)
         if start < 0 or stop > len(held):
             raise KVCacheError(f"cannot replace blocks {start} to {stop} of row {row}: it has {len(held)}.")
-        if blocks:
-            slots = torch.tensor(blocks, dtype=torch.int32)[:, None] * self.block_size + self._offsets
-            self._slots[row, start * self.block_size : stop * self.block_size] = slots.flatten()
-            held[start:stop] = blocks
+        self._write([row] * len(blocks), range(start, stop), blocks)
+        held[start:stop] = blocks
 
     def blocks(self, row: int) -> tuple[int, ...]:
         """The row's blocks, in token order."""
@@ -211,6 +203,12 @@ class RequestToTokenTable:
         widest = max((len(self._held(row)) for row in rows), default=0)
         first_slots = self._slots[:, : widest * self.block_size : self.block_size]
         return first_slots.index_select(0, torch.tensor(rows, dtype=torch.int64)) // self.block_size
+
+    def _write(self, rows: Sequence[int], places: Sequence[int], blocks: Sequence[int]) -> None:
+        """Write the slots of `blocks`, the `places`-th ones of `rows`."""
+        if blocks:
+            first, slots = (torch.tensor(each)[:, None] * self.block_size + self._offsets for each in (places, blocks))
+            self._slots[torch.tensor(rows)[:, None], first] = slots.int()
 
     def _held(self, row: int) -> list[int]:
         if row not in self._blocks:

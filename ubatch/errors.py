@@ -7,7 +7,7 @@ All derive from `UBatchError`, except `LaneAborted`: that one unwinds the *other
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -29,6 +29,7 @@ __all__ = [
     "UBatchTimeout",
     "UnvotedCollectiveError",
     "describe",
+    "named_values",
     "nearest",
     "note",
 ]
@@ -136,6 +137,23 @@ def describe(error: BaseException, how: Callable[[object], str] = repr) -> str:
         return how(error)
     except Exception:
         return f"{type(error).__name__} (which cannot be printed)"
+
+
+def named_values(values: Mapping[str, Any], known: Collection[str], what: str = "") -> dict[str, Any]:
+    """A mapping that a user wrote, its keys in snake case. `what` begins the messages.
+
+    Raises:
+        ConfigError: a key is unknown (the message has the nearest known one), or is there twice.
+    """
+    named: dict[str, Any] = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise ConfigError(f"{what}unknown key {key!r}{nearest(name, known)}")
+        if name in named:
+            raise ConfigError(f"{what}{key!r} is given twice, with hyphens and with underscores. Remove one.")
+        named[name] = value
+    return named
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

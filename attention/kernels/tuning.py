@@ -59,24 +59,14 @@ class DecodeChoice:
 
 
 @dataclass(frozen=True)
-class LatentChoice:
-    """One way to run a decode over latents.
+class LatentChoice(LatentTile):
+    """One way to run a decode over latents: the tile of a program, and how keys are split.
 
     Attributes:
-        rows, keys, num_warps, num_stages: the tile of a program; see `LatentTile`.
         waves: programs per multiprocessor that the key splits aim for.
     """
 
-    rows: int
-    keys: int
-    num_warps: int
-    num_stages: int
     waves: int
-
-    @property
-    def tile(self) -> LatentTile:
-        """The tile of a program."""
-        return LatentTile(self.rows, self.keys, self.num_warps, self.num_stages)
 
     def splits(
         self, shape: MLAShape, num_reqs: int, max_queries: int, max_seq_len: int, processors: int
@@ -88,7 +78,7 @@ class LatentChoice:
             max_queries,
             max_seq_len,
             self.waves * processors,
-            blocks=self.tile.blocks(shape, max_queries),
+            blocks=self.blocks(shape, max_queries),
         )
 
 
@@ -236,7 +226,7 @@ def tune_latent_decode(
         splits = choice.splits(shape, num_reqs, max_queries, seq_len, processors)
         numbers = splits.workspace_numbers(as_attention(shape), num_reqs)
         workspace = torch.empty(numbers, dtype=torch.float32, device=device)
-        latent_decode(q, q_rope, rope, torch.empty_like(q), shape, cache, 0, batch, splits, choice.tile, workspace)
+        latent_decode(q, q_rope, rope, torch.empty_like(q), shape, cache, 0, batch, splits, choice, workspace)
 
     heads = f"{shape.num_heads} heads over {shape.kv_lora_rank} + {shape.qk_rope_head_dim}"
     size = f"{num_reqs} x {max_queries} queries, {seq_len} keys"

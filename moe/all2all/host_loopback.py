@@ -36,6 +36,7 @@ from ubatch import (
     on_comm_stream,
     report_sm_use,
 )
+from ubatch.ranks.transfer import Queued
 from ubatch.streams.streams import Event
 
 __all__ = ["HostLoopbackAll2All", "Message", "Staging", "lane_here"]
@@ -164,7 +165,7 @@ class HostLoopbackAll2All:
                     num_bytes += size
         return Transfer(
             name,
-            (_Queued(),),
+            (Queued(),),
             lambda: arrived,
             stream_ordered=True,
             keep=(*keep, arrived),
@@ -252,18 +253,6 @@ class Staging:
 def lane_here() -> int | None:
     """The lane that this code runs in; None outside a lane."""
     return dbo_current_ubatch_id() if dbo_enabled() else None
-
-
-class _Queued:
-    """The `Work` of copies that only streams wait for: the launching lane joins the stream, also when it fails."""
-
-    def is_completed(self) -> bool:
-        """Always True: stream order does the waiting."""
-        return True
-
-    def wait(self, timeout: Any = None) -> bool:
-        """The host has nothing to wait for."""
-        return True
 
 
 def _passes(num_bytes: int, factor: float) -> list[int]:

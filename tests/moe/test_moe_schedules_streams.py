@@ -42,7 +42,7 @@ from ubatch import (
     UBatchWrapper,
     set_forward_context,
 )
-from ubatch.ranks import host_copy
+from ubatch.streams import streams
 
 EXPERTS, TOP_K = 8, 2
 
@@ -234,7 +234,7 @@ def _check_runs(
 ) -> None:
     captured = mock.patch.object(deepep, "capturing", return_value=True) if case.captured else nullcontext()
     with deepep_device() as cuda, _in_lanes(model, group, schedule) as wrapper:
-        with captured, mock.patch.object(host_copy, "CudaStreams", return_value=cuda):  # of a step outside lanes
+        with captured, mock.patch.object(streams, "CudaStreams", return_value=cuda):  # of a step outside lanes
             result = wrapper(x) * 1
         statistics = wrapper.statistics()
     assert statistics.engaged == (schedule.lanes > 1), f"{what}: {statistics}"

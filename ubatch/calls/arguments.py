@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ubatch.calls.caches import splitter_for
+from ubatch.calls.call_leaves import named_positionals
 from ubatch.calls.call_plan import CallPlan, CannotSplit, Leaf
 from ubatch.calls.containers import FUNCTIONS, PLAIN, children_of
 from ubatch.errors import ConfigError, nearest
@@ -100,11 +101,8 @@ def plan_call(
     Raises:
         CannotSplit: the call cannot be split. Has the counted reason; the message names the argument and the remedy.
     """
-    positional, rest = names
-    named = tuple(
-        (positional[index] if index < len(positional) else f"{rest or 'args'}.{index - len(positional)}", value)
-        for index, value in enumerate(args)
-    )
+    positional, _ = names
+    named = tuple(named_positionals(names, args))
     found = [leaf for name, value in (*named, *kwargs.items()) for leaf in _find(name, value, split_dims)]
     if tried:  # the result must not depend on the order of keyword arguments
         place = {name: at for at, name in enumerate(positional)}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from ubatch.calls.caches import splitter_for
 from ubatch.calls.containers import PLAIN, children_of, rebuild
 from ubatch.errors import ConfigError
 
-__all__ = ["CallLeaves", "children_unless_leaf", "leaves_of", "replace_tensors"]
+__all__ = ["CallLeaves", "children_unless_leaf", "leaves_of", "named_positionals", "replace_tensors"]
 
 _Names = tuple[tuple[str, ...], str | None]
 
@@ -38,7 +39,7 @@ def leaves_of(names: _Names, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}
-    for path, value in _named(names, args, kwargs):
+    for path, value in (*named_positionals(names, args), *kwargs.items()):
         _collect(path, value, tensors, others)
     return CallLeaves(tensors, others)
 
@@ -51,18 +52,16 @@ def replace_tensors(
     Raises:
         ConfigError: an argument holds tensors in a container of a class that cannot be rebuilt.
     """
-    made = [_replaced(path, value, by_path) for path, value in _named(names, args, kwargs)]
+    named = (*named_positionals(names, args), *kwargs.items())
+    made = [_replaced(path, value, by_path) for path, value in named]
     return tuple(made[: len(args)]), dict(zip(kwargs, made[len(args) :], strict=True))
 
 
-def _named(names: _Names, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def named_positionals(names: _Names, args: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Positional arguments with their parameters' names; those of `*args` are numbered."""
     positional, rest = names
-    count = len(positional)
-    own = [
-        (positional[index] if index < count else f"{rest or 'args'}.{index - count}", value)
-        for index, value in enumerate(args)
-    ]
-    return [*own, *kwargs.items()]
+    further = (f"{rest or 'args'}.{index}" for index in itertools.count())
+    return zip(itertools.chain(positional, further), args, strict=False)
 
 
 def children_unless_leaf(value: Any) -> list[tuple[str, Any]] | None:

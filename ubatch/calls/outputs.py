@@ -42,7 +42,7 @@ def merge_outputs(
     Raises:
         CannotSplit: an output has no batch dimension, or its size does not follow the number of rows.
     """
-    merged = _Merger(parts.rows, plan.multiples, plan.batch_first, parts, output_dims).merge("output", outputs)
+    merged = _Merger(plan, parts, output_dims).merge("output", outputs)
     parts.merge_caches()
     return merged
 
@@ -62,9 +62,7 @@ def named_dim(path: str, dims: Mapping[str, int | None]) -> tuple[int | None, bo
 class _Merger:
     """Merges the lanes' values, leaf by leaf. For the attributes see the arguments of `merge_outputs`."""
 
-    rows: Sequence[int]
-    multiples: frozenset[int]
-    batch_first: bool
+    plan: CallPlan
     parts: LaneParts
     dims: Mapping[str, int | None]
 
@@ -95,7 +93,7 @@ class _Merger:
         if type(first) in (list, tuple) and all(isinstance(value, PLAIN) for value in itertools.chain(*values)):
             if named:
                 return type(first)(itertools.chain(*values))
-            if any(value is not None for value in first) and [len(value) for value in values] == list(self.rows):
+            if any(value is not None for value in first) and [len(value) for value in values] == list(self.parts.rows):
                 raise _ambiguous(path, f"is a {type(first).__name__} of plain values, maybe one per row")
         return self._merge_children(path, values, [column or [] for column in columns])
 
@@ -136,15 +134,17 @@ class _Merger:
         counts = [value.shape[dim] for value in values]
         others = {value.shape[:dim] + value.shape[dim:][1:] for value in values}
         if len(others) > 1 or not (self._proportional(counts) if named else self._follows_rows(counts)):
-            raise _ambiguous(path, f"has shapes {[tuple(value.shape) for value in values]} for {list(self.rows)} rows")
+            raise _ambiguous(
+                path, f"has shapes {[tuple(value.shape) for value in values]} for {list(self.parts.rows)} rows"
+            )
         if not named and self._has_two_readings(first):
-            raise _ambiguous(path, f"has shape {tuple(first.shape)} for {self.rows[0]} rows, which may be either")
+            raise _ambiguous(path, f"has shape {tuple(first.shape)} for {self.parts.rows[0]} rows, which may be either")
         return torch.cat(list(values), dim)
 
     def _follows_rows(self, counts: Sequence[int]) -> bool:
         """Whether these sizes are of the batch dimension. Between equal lanes any size is proportional to the rows, so
         there the size must be a known multiple of them."""
-        return any(list(counts) == [own * multiple for own in self.rows] for multiple in self.multiples)
+        return any(list(counts) == [own * multiple for own in self.parts.rows] for multiple in self.plan.multiples)
 
     def _has_two_readings(self, value: Tensor) -> bool:
         """Whether this could be a batch-first output or another layout, such as an RNN's `[layers, batch, hidden]`.
@@ -152,15 +152,15 @@ class _Merger:
         Only possible with equal lanes that have as many rows as there are layers. If the arguments are batch-first and
         a later size of the output is one of theirs, such as the sequence length, it is batch-first.
         """
-        if len(set(self.rows)) > 1 or value.dim() < (3 if self.batch_first else 2):
+        if len(set(self.parts.rows)) > 1 or value.dim() < (3 if self.plan.batch_first else 2):
             return False
         first, second = value.shape[:2]
-        told = self.batch_first and not (self.multiples - {1}).isdisjoint(value.shape[1:])
-        return first == second == self.rows[0] and not told
+        told = self.plan.batch_first and not (self.plan.multiples - {1}).isdisjoint(value.shape[1:])
+        return first == second == self.parts.rows[0] and not told
 
     def _proportional(self, counts: Sequence[int]) -> bool:
-        total, rows = sum(counts), sum(self.rows)
-        return all(count * rows == total * own for count, own in zip(counts, self.rows, strict=True))
+        total, rows = sum(counts), sum(self.parts.rows)
+        return all(count * rows == total * own for count, own in zip(counts, self.parts.rows, strict=True))
 
 
 def _is_same_view(a: Tensor, b: Tensor) -> bool:

@@ -17,7 +17,6 @@ import logging
 import math
 import os
 import statistics
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,7 @@ import torch
 
 from ubatch.errors import ConfigError, UBatchError
 from ubatch.process.cores import num_cores
+from ubatch.process.files import write_whole
 from ubatch.ranks.long_calls import taking_long
 from ubatch.streams.graph_protocols import capturing
 
@@ -184,7 +184,8 @@ class Autotuner:
         stored.setdefault(fingerprint, {})[key] = entry
         self._stored = stored
         try:
-            _write(self.path, stored)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.path, json.dumps(stored, indent=1, sort_keys=True))
         except OSError as error:
             _logger.warning(
                 "choices of autotuning are not kept: %s cannot be written (%s). Set UBATCH_AUTOTUNE_CACHE.",
@@ -307,16 +308,3 @@ def _read(path: Path) -> dict[str, dict[str, Entry]]:
     ):
         raise ConfigError(f"the autotune cache {path} is not one of this program's. Delete it.")
     return stored
-
-
-def _write(path: Path, stored: dict[str, dict[str, Entry]]) -> None:
-    """Replace the file atomically: a reader gets the old or the new file, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(stored, file, indent=1, sort_keys=True)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

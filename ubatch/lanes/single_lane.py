@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from ubatch.errors import ConfigError, note
+from ubatch.errors import ConfigError
 from ubatch.lanes.baton import Baton
 from ubatch.lanes.context import UBatchContext
+from ubatch.lanes.crew import note_lane
 from ubatch.lanes.time_limit import transfers_end_within
 from ubatch.lanes.workers import PoolStatistics
 from ubatch.schedules.forward_context import ForwardContext
@@ -103,11 +104,7 @@ class SingleLane:
                 result = bodies[0]()
         except BaseException as error:
             self.failure = 0, str(context.last_point)
-            note(
-                error,
-                f"raised in a step of one lane, last point {str(context.last_point)!r}, {context.points_passed} "
-                "points passed",
-            )
+            note_lane(error, context, 1)
             self._streams.set_current(stream)  # Ctrl-C may have interrupted the lane's exit
             self._discard()
             raise

@@ -6,6 +6,7 @@ patches     temporary replacement of torch's functions
 cores       number of cores for this process
 machine     identity of the machine
 heartbeat   sign of life for a watching process
+files       writing files whole
 silences    calls during which the process cannot send a heartbeat
 foreign     packages of other projects that shadow ours
 lateness    a rank tells its peers that it needs longer

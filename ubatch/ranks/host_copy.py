@@ -23,7 +23,7 @@ from ubatch.lanes.context import UBatchContext, current_lane
 from ubatch.ranks.group import CommGroup
 from ubatch.ranks.transfer import Transfer
 from ubatch.streams.graph_protocols import capturing
-from ubatch.streams.streams import CudaStreams, Event
+from ubatch.streams.streams import Event, mark_now
 
 __all__ = ["CopiedWork", "check_not_capturing", "copy_to_host", "host_like", "mark_copied"]
 
@@ -94,12 +94,7 @@ def host_like(tensor: Tensor) -> Tensor:
 
 def mark_copied(device: torch.device, lane: UBatchContext | None) -> Event:
     """Record an event on the current stream for the host: the lane's existing event, or a new one outside lanes."""
-    if lane is not None:
-        return lane.mark_copied()
-    streams = CudaStreams(device)
-    copied = streams.new_event()
-    copied.record(streams.current())
-    return copied
+    return mark_now(device) if lane is None else lane.mark_copied()
 
 
 def check_not_capturing(name: str) -> None:

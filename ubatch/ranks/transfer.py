@@ -31,7 +31,7 @@ from ubatch.streams.graph_protocols import capturing
 from ubatch.streams.lifetimes import abandon_transfers
 from ubatch.trace.spans import UNSPLIT, LinkTime, SpanKind, current_trace
 
-__all__ = ["Transfer"]
+__all__ = ["Queued", "Transfer"]
 
 _LATE_S = 1.0
 """Seconds by which a lane may wake up later than planned."""
@@ -245,6 +245,29 @@ class Transfer(Generic[T]):
             for work in self._works:
                 work.wait()
         return self._stream_ordered
+
+
+class Queued:
+    """A `Work` that ends in stream order: `wait` makes the current stream wait, once, and returns immediately.
+
+    Args:
+        order: makes the stream wait: an event's wait, or the launch of the receiving kernel. None for what the lane's
+            own communication stream does: the lane joins that stream, also when it fails.
+    """
+
+    def __init__(self, order: Callable[[], object] | None = None) -> None:
+        self._order = order
+
+    def is_completed(self) -> bool:
+        """Always True: launched work needs nothing more from the host."""
+        return True
+
+    def wait(self, timeout: object = None) -> bool:
+        """Order the current stream after it."""
+        order, self._order = self._order, None
+        if order is not None:
+            order()
+        return True
 
 
 def _wait(work: Work, name: str, limit_s: float | None) -> None:

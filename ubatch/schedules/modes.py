@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from ubatch.errors import ConfigError, nearest
+from ubatch.errors import ConfigError, named_values
 from ubatch.schedules.forward_context import ForwardMode
 from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.vote import MAX_LANES
@@ -78,14 +77,7 @@ class ModeSettings:
             raise ConfigError(
                 f"{mode} must hold a mapping ({', '.join(_SETTINGS)}), not {values!r} ({type(values).__name__})."
             )
-        arguments: dict[str, Any] = {}
-        for key, value in values.items():
-            name = str(key).replace("-", "_")
-            if name not in _SETTINGS:
-                raise ConfigError(f"{mode}: unknown key {key!r}{nearest(name, _SETTINGS)}")
-            if name in arguments:
-                raise ConfigError(f"{mode}: {key!r} is given twice, with hyphens and with underscores. Remove one.")
-            arguments[name] = value
+        arguments = named_values(values, _SETTINGS, f"{mode}: ")
         try:
             return cls(**arguments)
         except ConfigError as error:
@@ -94,7 +86,7 @@ class ModeSettings:
     def to_mapping(self) -> dict[str, object]:
         """The settings that are not None, as plain values; a `Schedule` as its name."""
         schedule = self.schedule.name if isinstance(self.schedule, Schedule) else self.schedule
-        values = {"schedule": schedule, "num_ubatches": self.num_ubatches, "token_threshold": self.token_threshold}
+        values = vars(self) | {"schedule": schedule}
         return {name: value for name, value in values.items() if value is not None}
 
 

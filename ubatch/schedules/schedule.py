@@ -18,9 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
 
-from ubatch.errors import ConfigError, nearest
+from ubatch.errors import ConfigError, named_values, nearest
 
 __all__ = ["KNOWN_POINTS", "SCHEDULES", "SERIAL", "Point", "Recv", "Schedule", "SharedExpert", "get_schedule"]
 
@@ -187,19 +186,13 @@ class Schedule:
         Raises:
             ConfigError: an unknown key (with the nearest known one), or a wrong type or value.
         """
-        arguments: dict[str, Any] = {}
-        for key, value in values.items():
-            field = str(key).replace("-", "_")
-            if field not in _FIELDS:
-                raise ConfigError(f"schedule {name!r}: unknown key {key!r}{nearest(field, _FIELDS)}")
-            if field in arguments:
-                raise ConfigError(f"schedule {name!r}: {key!r} is given twice, with hyphens and with underscores.")
+        arguments = named_values(values, _FIELDS, f"schedule {name!r}: ")
+        for key, (field, value) in zip(values, arguments.items(), strict=True):
             if type(value) not in _FIELDS[field]:
                 expected = " or ".join(kind.__name__ for kind in _FIELDS[field])
                 raise ConfigError(
                     f"schedule {name!r}: {key} must be {expected}, not {value!r} ({type(value).__name__})."
                 )
-            arguments[field] = value
         if "points_off" in arguments:
             arguments["points_off"] = frozenset(map(str, arguments["points_off"]))
         for field, kind in (("shared_expert", SharedExpert), ("recv", Recv)):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ubatch.process.interrupts import changing
-from ubatch.streams.streams import CudaStreams, Event
+from ubatch.streams.streams import Event, mark_now
 
 __all__ = ["Carrier", "HostCopy", "Packing", "carried_by", "staged", "to_device", "to_host"]
 
@@ -76,10 +76,7 @@ def to_host(tensor: Tensor) -> HostCopy:
         return HostCopy(tensor)
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor, non_blocking=True)
-    streams = CudaStreams(tensor.device)
-    arrived = streams.new_event()
-    arrived.record(streams.current())
-    return HostCopy(host, arrived)
+    return HostCopy(host, mark_now(tensor.device))
 
 
 class HostCopy:

@@ -13,7 +13,16 @@ import torch
 
 from ubatch.errors import ConfigError
 
-__all__ = ["CudaStreams", "Event", "NullEvent", "NullStream", "NullStreams", "StreamBackend", "make_streams"]
+__all__ = [
+    "CudaStreams",
+    "Event",
+    "NullEvent",
+    "NullStream",
+    "NullStreams",
+    "StreamBackend",
+    "make_streams",
+    "mark_now",
+]
 
 
 class Event(Protocol):
@@ -103,25 +112,6 @@ class NullStreams:
         return 0
 
 
-class _CudaEvent:
-    __slots__ = ("_event",)
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()
-
-    def record(self, stream: Any) -> None:
-        self._event.record(stream)
-
-    def wait(self, stream: Any) -> None:
-        stream.wait_event(self._event)
-
-    def query(self) -> bool:
-        return bool(self._event.query())
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-
 class CudaStreams:
     """Streams of one CUDA device; without an index in `device`, the calling thread's current one.
 
@@ -150,14 +140,22 @@ class CudaStreams:
     def new_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self._device)
 
-    def new_event(self) -> _CudaEvent:
-        return _CudaEvent()
+    def new_event(self) -> torch.cuda.Event:
+        return torch.cuda.Event()
 
     def warm_up(self) -> None:
         torch.cuda.set_device(self._device)
 
     def sm_count(self) -> int:
         return int(torch.cuda.get_device_properties(self._device).multi_processor_count)
+
+
+def mark_now(device: torch.device) -> Event:
+    """An event behind all that is queued on the current stream of a CUDA device."""
+    streams = CudaStreams(device)
+    event = streams.new_event()
+    event.record(streams.current())
+    return event
 
 
 def make_streams(device: torch.device) -> StreamBackend:

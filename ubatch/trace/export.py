@@ -17,14 +17,14 @@ import json
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from ubatch.process.files import write_whole
 from ubatch.process.machine import machine_name
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
 
-__all__ = ["Clock", "Mark", "TraceSummary", "points", "summarise", "to_chrome", "write_chrome", "write_whole"]
+__all__ = ["Clock", "Mark", "TraceSummary", "points", "summarise", "to_chrome", "write_chrome"]
 
 Interval = tuple[float, float]
 
@@ -255,22 +255,6 @@ def write_chrome(
     }
     document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {FILE_KEY: about}}
     write_whole(Path(path), json.dumps(document, separators=(",", ":")))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: on an error, such as a full disk, the old file is kept and no partial file is left.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    part = path.with_name(f"{path.name}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise
 
 
 def describe_note(note: StepNote) -> str:

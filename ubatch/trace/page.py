@@ -14,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 from ubatch.errors import ConfigError
+from ubatch.process.files import write_whole
 from ubatch.trace.export import (
     Interval,
     Mark,
@@ -28,7 +29,6 @@ from ubatch.trace.export import (
     points,
     summarise,
     union,
-    write_whole,
 )
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from ubatch.errors import ConfigError, nearest
+from ubatch.errors import ConfigError, named_values, nearest
 from ubatch.ranks.group import CommGroup
 from ubatch.schedules.forward_context import ForwardMode
 from ubatch.schedules.modes import MODE_KEYS, ModeSettings, Resolved, mode_key
@@ -287,20 +287,13 @@ class UBatchConfig:
         Raises:
             ConfigError: an unknown key (with the nearest known one), or a wrong type or value.
         """
-        arguments: dict[str, Any] = {}
-        for key, value in values.items():
-            name = str(key).replace("-", "_")
-            if name == "verify" and not isinstance(
-                value, Mapping
-            ):  # the proof's setting; a mapping would be for verify steps
-                arguments["verify"] = "off" if value is False else value  # YAML reads `off` as False
-                continue
-            if name not in _KINDS and name not in MODE_KEYS:
-                raise ConfigError(f"unknown key {key!r}{nearest(name, {*_KINDS, *MODE_KEYS})}")
-            if name in arguments:
-                raise ConfigError(f"{key!r} is given twice, with hyphens and with underscores. Remove one.")
-            _check_type(str(key), value, Mapping if name in MODE_KEYS else _KINDS[name])
-            arguments[name] = value
+        arguments = named_values(values, {*_KINDS, *MODE_KEYS})
+        for key, (name, value) in zip(values, arguments.items(), strict=True):
+            # `verify` is the proof's setting, unless it holds those of verify steps; YAML reads `off` as False.
+            if name == "verify" and not isinstance(value, Mapping):
+                arguments[name] = "off" if value is False else value
+            else:
+                _check_type(str(key), value, Mapping if name in MODE_KEYS else _KINDS[name])
         modes = {
             key: ModeSettings.from_mapping(key, arguments.pop(key))
             for key in MODE_KEYS

@@ -214,7 +214,7 @@ class TritonMLABackend(TritonBackend):
         choice = tune_latent_decode(self.shape, self.kv_cache, batch.num_reqs, max_queries, longest, self._processors)
         splits = choice.splits(self.shape, batch.num_reqs, max_queries, longest, self._processors)
         workspace = self._workspace.room(splits.workspace_numbers(shape, batch.num_reqs))
-        return _Absorbed(rows, batch, splits, choice.tile, workspace, has_padding)
+        return _Absorbed(rows, batch, splits, choice, workspace, has_padding)
 
 
 def _decodes(request: Request) -> bool:

@@ -32,7 +32,7 @@ from moe.all2all.base import (
     refuse_gradients,
 )
 from moe.all2all.chunks import cut, ids_of_blocks
-from moe.all2all.deepep.buffers import NODE, Queued, in_one_node
+from moe.all2all.deepep.buffers import NODE, in_one_node
 from moe.experts.quantization import quantize_tokens
 from moe.placement import check_group, local_experts
 from ubatch import (
@@ -47,6 +47,7 @@ from ubatch import (
     report_sm_use,
 )
 from ubatch.ranks.launch_checks import check_launch
+from ubatch.ranks.transfer import Queued
 
 __all__ = [
     "NODE",

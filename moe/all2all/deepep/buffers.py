@@ -27,7 +27,7 @@ several within a node only, where rows are stored over NVLink and use no queue.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -36,8 +36,9 @@ from torch import Tensor
 from ubatch import ConfigError, capturing
 from ubatch.ranks.connection import Connection
 from ubatch.ranks.long_calls import holding_gil
+from ubatch.ranks.transfer import Queued
 
-__all__ = ["NODE", "BufferSize", "DeepEPBuffers", "Queued", "SizedBuffer", "SizedBuffers", "in_one_node"]
+__all__ = ["NODE", "BufferSize", "DeepEPBuffers", "SizedBuffer", "SizedBuffers", "in_one_node"]
 
 BufferT = TypeVar("BufferT")
 
@@ -50,28 +51,6 @@ _BUFFER_S = 300.0
 def in_one_node(ranks: int) -> bool:
     """Whether DeepEP takes so many ranks to be one node's."""
     return ranks <= NODE
-
-
-class Queued:
-    """A `Work` that ends in stream order: `wait` makes the current stream wait, once, and returns immediately.
-
-    Args:
-        order: makes the stream wait: an event's wait, or the launch of the receiving kernel.
-    """
-
-    def __init__(self, order: Callable[[], object] | None = None) -> None:
-        self._order = order
-
-    def is_completed(self) -> bool:
-        """Always True: launched work needs nothing more from the host."""
-        return True
-
-    def wait(self, timeout: object = None) -> bool:
-        """Order the current stream after it."""
-        order, self._order = self._order, None
-        if order is not None:
-            order()
-        return True
 
 
 @dataclass(frozen=True)
@@ -93,13 +72,7 @@ class BufferSize:
 
     def both(self, other: BufferSize) -> BufferSize:
         """A size that is enough for either, one at a time."""
-        return BufferSize(
-            max(self.nvl_bytes, other.nvl_bytes),
-            max(self.rdma_bytes, other.rdma_bytes),
-            max(self.queues, other.queues),
-            max(self.num_sms, other.num_sms),
-            self.low_latency or other.low_latency,
-        )
+        return BufferSize(*map(max, astuple(self), astuple(other)))
 
 
 @dataclass(eq=False)

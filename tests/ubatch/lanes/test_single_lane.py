@@ -84,7 +84,7 @@ def test_a_failure_is_the_callers_and_the_next_step_runs(lane: SingleLane) -> No
 
     with pytest.raises(ValueError, match="no such expert") as caught:
         lane.run([fails], SINGLE, [None])
-    assert caught.value.__notes__ == ["raised in a step of one lane, last point 'select', 1 points passed"]
+    assert caught.value.__notes__ == ["raised in lane 0 of 1, last point 'select', 1 points passed"]
     assert lane.failure == (0, "select")
     assert current_lane() is None
     assert lane.run([lambda: 5], SINGLE, [None]) == [5]

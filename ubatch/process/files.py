@@ -1,0 +1,25 @@
+"""Writing files so that a reader gets the old content or the new, never a part of it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["write_whole"]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file atomically: on an error, such as a full disk, the old file is kept and no partial file is left.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # other processes may write the same file
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
