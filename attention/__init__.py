@@ -16,7 +16,15 @@ lse          attention over pieces of the keys, and the merging of the results
 reference    the slow reference implementation that tests compare with
 """
 
-from attention.backends import (
+from attention.backends.registry import (
+    attention_backends,
+    fastest_attention_backend,
+    make_attention_backend,
+    register_attention_backend,
+    resolve_attention_backend,
+    usable_attention_backends,
+)
+from attention.interface import (
     AttentionBackend,
     AttentionPlan,
     AttentionShape,
@@ -26,12 +34,6 @@ from attention.backends import (
     MLAPlan,
     MLAShape,
     RopeTable,
-    attention_backends,
-    fastest_attention_backend,
-    make_attention_backend,
-    register_attention_backend,
-    resolve_attention_backend,
-    usable_attention_backends,
 )
 from attention.kv_cache import (
     CacheSpec,

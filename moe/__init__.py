@@ -18,48 +18,35 @@ Depends only on `ubatch`.
 
 from __future__ import annotations
 
-from moe.all2all import (
+from moe.all2all.base import (
     All2All,
     All2AllTraits,
     BatchedDispatch,
     BlockCombine,
     Dispatched,
-    EmulatedLink,
-    LinkStatistics,
     MarksInputs,
     SendsBlocks,
-    ServesChunks,
     SignalledCombine,
     SignalsCombine,
     StepSizes,
     TellsLater,
+    traits_in,
+)
+from moe.all2all.chunks import ServesChunks
+from moe.all2all.link import EmulatedLink, LinkStatistics
+from moe.all2all.registry import (
     all2all_backends,
     check_all2all_options,
     default_all2all_options,
     make_all2all,
     register_all2all_backend,
-    traits_in,
 )
 from moe.cpu_linear import PackedLinear, linear, packing_pays
 from moe.expert_parallel import ExpertParallelMoE, UnsupportedModelError, expert_parallel
-from moe.experts import (
-    BatchedExperts,
-    BlockwiseExperts,
-    Experts,
-    ExpertsNeeds,
-    ExpertsShape,
-    FusedExperts,
-    SignallingExperts,
-    dequantize_blocks,
-    experts_backends,
-    experts_class,
-    fastest_cpu_experts,
-    fastest_experts,
-    make_experts,
-    quantize_blocks,
-    register_experts_backend,
-    usable_experts,
-)
+from moe.experts.base import BatchedExperts, BlockwiseExperts, Experts, FusedExperts, SignallingExperts
+from moe.experts.fastest import ExpertsNeeds, ExpertsShape, fastest_cpu_experts, fastest_experts, usable_experts
+from moe.experts.quantization import dequantize_blocks, quantize_blocks
+from moe.experts.registry import experts_backends, experts_class, make_experts, register_experts_backend
 from moe.grouped_linear import NativeLinear
 from moe.modular_kernel import FusedMoEModularKernel
 from moe.placement import local_experts

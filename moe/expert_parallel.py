@@ -20,10 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.all2all import All2All, EmulatedLink, make_all2all
-from moe.experts import make_experts
+from moe.all2all.base import All2All
+from moe.all2all.link import EmulatedLink
+from moe.all2all.registry import make_all2all
+from moe.experts.registry import make_experts
 from moe.modular_kernel import FusedMoEModularKernel
 from ubatch import CommGroup, ConfigError
+from ubatch.ranks.group import check_group
 
 __all__ = ["ExpertParallelMoE", "UnsupportedModelError", "expert_parallel", "make_transport"]
 
@@ -132,10 +135,8 @@ def expert_parallel(
         UnsupportedModelError: no MoE block, one of an unknown family, or one whose structure is not the expected one.
         ConfigError: experts that do not divide by the ranks, an unknown back end or option, or no CommGroup.
     """
-    if group is not None and not isinstance(group, CommGroup):
-        raise ConfigError(
-            f"group must be a CommGroup, not {type(group).__name__}. Make one: CommGroup.from_process_group(pg)."
-        )
+    if group is not None:
+        check_group(group)
     blocks = list(_find_blocks(model))
     if not blocks:
         raise UnsupportedModelError(f"{type(model).__name__} has no MoE block. Known families: {_KNOWN}.")

@@ -55,16 +55,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moe.all2all import (
-    All2All,
-    BatchedDispatch,
-    Dispatched,
-    MarksInputs,
-    SendsBlocks,
-    SignalsCombine,
-)
+from moe.all2all.base import All2All, BatchedDispatch, Dispatched, MarksInputs, SendsBlocks, SignalsCombine
 from moe.all2all.chunks import blocks_of, dispatch_chunks, dispatch_cut
-from moe.experts import BatchedExperts, BlockwiseExperts, Experts, SignallingExperts
+from moe.experts.base import BatchedExperts, BlockwiseExperts, Experts, SignallingExperts
 from moe.schedule_checks import check_schedule, check_signalled_experts
 from ubatch import (
     ConfigError,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ubatch import CommGroup, ConfigError
+from ubatch import ConfigError
 
-__all__ = ["block_of", "check_group", "local_experts"]
+__all__ = ["block_of", "local_experts"]
 
 
 def local_experts(num_experts: int, rank: int, num_ranks: int) -> range:
@@ -46,16 +46,3 @@ def block_of(slots: Tensor, blocks: Sequence[range]) -> Tensor:
     for each in blocks[1:]:
         block += slots >= each.start
     return block
-
-
-def check_group(name: str, group: object) -> None:
-    """Refuse anything but a `CommGroup` as the group of back end `name`.
-
-    Raises:
-        ConfigError: it is something else, such as a process group of torch.
-    """
-    if not isinstance(group, CommGroup):
-        raise ConfigError(
-            f"all2all back end {name!r} needs a CommGroup, not {type(group).__name__}. "
-            "Make one: CommGroup.from_process_group(pg)."
-        )

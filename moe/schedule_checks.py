@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from moe.all2all import All2All, All2AllTraits, SendsBlocks, SignalsCombine, all2all_class
-from moe.experts import BlockwiseExperts, SignallingExperts
+from moe.all2all.base import All2All, All2AllTraits, SendsBlocks, SignalsCombine
+from moe.all2all.registry import all2all_class
+from moe.experts.base import BlockwiseExperts, SignallingExperts
 from ubatch import ConfigError, Schedule
 
 __all__ = ["check_schedule", "check_schedule_by_name", "check_signalled_experts"]

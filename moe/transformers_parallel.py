@@ -28,13 +28,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe.all2all import All2All, EmulatedLink, all2all_backends
+from moe.all2all.base import All2All
+from moe.all2all.link import EmulatedLink
+from moe.all2all.registry import all2all_backends
 from moe.expert_parallel import make_transport
-from moe.experts import dequantize_blocks
+from moe.experts.quantization import dequantize_blocks
 from moe.modular_kernel import FusedMoEModularKernel
 from moe.segments import segment_offsets, segment_sum
 from ubatch import CommGroup, ConfigError, all_gather, get_forward_context, set_forward_context
 from ubatch.errors import nearest
+from ubatch.ranks.group import check_group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -77,10 +80,8 @@ def register_with_transformers(
             take, or a group without the model's ranks.
     """
     _check_installed()
-    if group is not None and not isinstance(group, CommGroup):
-        raise ConfigError(
-            f"group must be a CommGroup, not {type(group).__name__}. Make one: CommGroup.from_process_group(pg)."
-        )
+    if group is not None:
+        check_group(group)
     if all2all_backend not in all2all_backends():
         raise ConfigError(
             f"there is no all2all back end {all2all_backend!r}{nearest(all2all_backend, all2all_backends())}"

@@ -25,7 +25,7 @@ from moe.all2all.base import (
 )
 from moe.all2all.payload import pack_rows, unpack_rows
 from moe.all2all.voted import voted_tokens
-from moe.placement import check_group, local_experts
+from moe.placement import local_experts
 from ubatch import (
     CommGroup,
     ConfigError,
@@ -33,6 +33,7 @@ from ubatch import (
     launch_all_gather,
     launch_reduce_scatter,
 )
+from ubatch.ranks.group import check_group
 
 __all__ = ["AllGatherReduceScatterAll2All"]
 
@@ -60,7 +61,7 @@ class AllGatherReduceScatterAll2All:
     """
 
     def __init__(self, *, group: CommGroup, num_experts: int) -> None:
-        check_group("allgather_reducescatter", group)
+        check_group(group, "all2all back end 'allgather_reducescatter' needs")
         self.group = group
         self.on_counts: OnCounts = at_once
         self.num_experts = num_experts

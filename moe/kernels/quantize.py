@@ -14,7 +14,7 @@ from torch import Tensor
 from ubatch import ConfigError
 from ubatch.kernels.triton_jit import cdiv, constant, jit, power_of_2, rows_contiguous, to_fp8, undefined
 
-__all__ = ["BLOCK", "block_scale", "dequantize_weights", "quantize_rows", "quantize_weights"]
+__all__ = ["BLOCK", "block_scale", "quantize_rows", "quantize_weights"]
 
 BLOCK = 128
 _BLOCK = constant(BLOCK)
@@ -107,14 +107,3 @@ def quantize_weights(w: Tensor) -> tuple[Tensor, Tensor]:
         rounded = (blocks / scale[:, None, :, None]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
         out[expert], scales[expert] = rounded.flatten(2).flatten(0, 1), scale
     return out, scales
-
-
-def dequantize_weights(w: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of `quantize_weights`, within rounding.
-
-    Args:
-        w: `[E, N, K]` float8_e4m3fn.
-        scales: `[E, N / 128, K / 128]` float32.
-    """
-    spread = scales.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
-    return (w.float() * spread).to(dtype)

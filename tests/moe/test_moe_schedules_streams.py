@@ -27,7 +27,7 @@ from moe import EmulatedLink, FusedMoEModularKernel, SoftmaxTopKRouter, make_all
 from moe.all2all import registry
 from moe.all2all.deepep import base as deepep
 from moe.all2all.deepep.auto import DeepEPAutoAll2All
-from moe.experts import SignallingExperts
+from moe.experts.base import SignallingExperts
 from ranks import run_ranks
 from ubatch import (
     SCHEDULES,

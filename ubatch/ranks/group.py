@@ -38,7 +38,7 @@ from ubatch.ranks.connection import Connection
 from ubatch.ranks.launch_order import BALLOT_WIDTH, check_ballots, first_difference
 from ubatch.schedules.vote import OFFER_WIDTH, Decision, Offer, decide, decode_offer, encode_offer, fingerprint
 
-__all__ = ["CommGroup"]
+__all__ = ["CommGroup", "check_group"]
 
 _POLL_S = 0.02
 _PATIENCE_S = 2.0
@@ -366,3 +366,11 @@ def _note_order(error: BaseException, connection: Connection) -> None:
 
 
 _groups: weakref.WeakSet[CommGroup] = weakref.WeakSet()
+
+
+def check_group(group: object, subject: str = "group must be") -> None:
+    """Refuse what is no `CommGroup`, such as a process group of torch. `subject` begins the message."""
+    if not isinstance(group, CommGroup):
+        raise ConfigError(
+            f"{subject} a CommGroup, not {type(group).__name__}. Make one: CommGroup.from_process_group(pg)."
+        )

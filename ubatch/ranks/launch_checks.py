@@ -13,7 +13,7 @@ from ubatch.errors import ConfigError, GradientError
 from ubatch.lanes.context import UBatchContext, check_voted, current_lane
 from ubatch.lanes.torch_modes import function_transform
 from ubatch.ranks.connection import Connection
-from ubatch.ranks.group import CommGroup
+from ubatch.ranks.group import CommGroup, check_group
 
 __all__ = ["block_sizes", "check_launch", "check_summable", "rows_of"]
 
@@ -31,10 +31,7 @@ def check_launch(x: Tensor, group: CommGroup, launches: str | None = None) -> Co
         GradientError: `x` requires grad, and a transfer has no gradient.
         UnvotedCollectiveError, GroupBroken: see `all_reduce`.
     """
-    if not isinstance(group, CommGroup):
-        raise ConfigError(
-            f"group must be a CommGroup, not {type(group).__name__}. Make one: CommGroup.from_process_group(pg)."
-        )
+    check_group(group)
     lane = current_lane()
     _check_gradients(x, lane)
     if lane is not None:

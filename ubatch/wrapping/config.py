@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ubatch.errors import ConfigError, named_values, nearest
-from ubatch.ranks.group import CommGroup
+from ubatch.ranks.group import CommGroup, check_group
 from ubatch.schedules.forward_context import ForwardMode
 from ubatch.schedules.modes import MODE_KEYS, ModeSettings, Resolved, mode_key
 from ubatch.schedules.schedule import SCHEDULES, Schedule, check_runnable
@@ -158,11 +158,8 @@ class UBatchConfig:
             raise ConfigError(f"unknown verify {self.verify!r}{nearest(self.verify, tuple(Verify))}")
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s must be positive, not {self.timeout_s}.")
-        if self.group is not None and not isinstance(self.group, CommGroup):
-            raise ConfigError(
-                f"group must be a CommGroup, not {type(self.group).__name__}. "
-                "Make one: CommGroup.from_process_group(pg)."
-            )
+        if self.group is not None:
+            check_group(self.group)
         self._by_mode  # noqa: B018 - refuses invalid settings
 
     def _check_schedules(self) -> None:

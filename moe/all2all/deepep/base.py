@@ -34,7 +34,7 @@ from moe.all2all.base import (
 from moe.all2all.chunks import cut, ids_of_blocks
 from moe.all2all.deepep.buffers import NODE, in_one_node
 from moe.experts.quantization import quantize_tokens
-from moe.placement import check_group, local_experts
+from moe.placement import local_experts
 from ubatch import (
     CommGroup,
     ConfigError,
@@ -46,6 +46,7 @@ from ubatch import (
     on_comm_stream,
     report_sm_use,
 )
+from ubatch.ranks.group import check_group
 from ubatch.ranks.launch_checks import check_launch
 from ubatch.ranks.transfer import Queued
 
@@ -125,7 +126,7 @@ class DeepEPTransport:
     max_tokens_per_rank: int
 
     def __init__(self, name: str, group: CommGroup, num_experts: int) -> None:
-        check_group(name, group)
+        check_group(group, f"all2all back end {name!r} needs")
         check_ranks(name, group.size)
         self.name = name
         self.group = group

@@ -39,9 +39,10 @@ from moe.all2all.chunks import only_block
 from moe.all2all.payload import pack_rows, unpack_rows
 from moe.all2all.torch_dist.blocks import BlockRoutes, BlocksHandle, TorchDistBlocks
 from moe.all2all.torch_dist.chunks import ChunkedRows, ChunkHandle, Cube, Routes, tokens_of, visits_of
-from moe.placement import check_group, local_experts
+from moe.placement import local_experts
 from moe.segments import segment_sum
 from ubatch import CommGroup, Transfer, copy_to_host, launch_all_to_all_single
+from ubatch.ranks.group import check_group
 
 __all__ = ["TorchDistAll2All"]
 
@@ -72,7 +73,7 @@ class TorchDistAll2All:
     """
 
     def __init__(self, *, group: CommGroup, num_experts: int) -> None:
-        check_group("torch_dist", group)
+        check_group(group, "all2all back end 'torch_dist' needs")
         self.group = group
         self.on_counts: OnCounts = at_once
         self.num_experts = num_experts

@@ -21,7 +21,7 @@ from moe import dequantize_blocks, make_experts, quantize_blocks
 from moe.experts.triton import TritonExperts
 from moe.experts.triton_batched import TritonBatchedExperts
 from moe.kernels.grouped_gemm import reference_project_down, reference_project_up
-from moe.kernels.quantize import dequantize_weights, quantize_weights
+from moe.kernels.quantize import BLOCK, quantize_weights
 from ubatch import ConfigError, GradientError, dbo_yield
 
 
@@ -202,11 +202,14 @@ def rounded(x: Tensor) -> Tensor:
     return dequantize_blocks(*quantize_blocks(x), torch.float32)
 
 
+def _dequantize(w: Tensor, scales: Tensor) -> Tensor:
+    """The inverse of `quantize_weights`, within rounding."""
+    return w.float() * scales.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+
+
 def expected_fp8(layer: Layer, x: Tensor, expert: int) -> Tensor:
     """One expert's rows, with every operand rounded as the kernels round it."""
-    w13, w2 = (
-        dequantize_weights(*quantize_weights(w[expert : expert + 1]), torch.float32)[0] for w in (layer.w13, layer.w2)
-    )
+    w13, w2 = (_dequantize(*quantize_weights(w[expert : expert + 1]))[0] for w in (layer.w13, layer.w2))
     return reference_project_down(rounded(reference_project_up(rounded(x), w13)), w2)
 
 
