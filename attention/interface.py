@@ -225,13 +225,11 @@ class AttentionPlan(Protocol):
             q: `[T, num_heads, head_dim]`, already rotated; `T` is the length of the metadata's `slot_mapping`.
             k: `[T, num_kv_heads, head_dim]`, already rotated.
             v: `[T, num_kv_heads, head_dim]`.
-            layer: which layer's cache.
             sinks: `[num_heads]`, the layer's terms for the softmax's denominator (logits), where the shape has sinks.
 
         Returns:
             `[T, num_heads, head_dim]`; rows of padding are 0.
         """
-        ...
 
 
 class MLAPlan(Protocol):
@@ -240,14 +238,9 @@ class MLAPlan(Protocol):
     def forward(self, inputs: MLAInputs, layer: int) -> Tensor:
         """Store the new latents, then attend: decode absorbed, over latents; prefill expanded, over keys and values.
 
-        Args:
-            inputs: this layer's inputs.
-            layer: which layer's cache.
-
         Returns:
             `[T, num_heads, v_head_dim]`; rows of padding are 0.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -308,7 +301,6 @@ class AttentionBackend(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes that this object holds now: its workspace and its graph buffers. The KV cache is not counted."""
-        ...
 
     def plan(self, metadata: CommonAttentionMetadata) -> Any:
         """Prepare everything that is computed once per step, for one batch.
@@ -316,7 +308,6 @@ class AttentionBackend(Protocol):
         Raises:
             ConfigError: the batch needs something that this back end lacks (a tree mask).
         """
-        ...
 
     def init_graph_buffers(self, limits: GraphLimits) -> None:
         """Make the buffers that all captured plans share.
@@ -324,7 +315,6 @@ class AttentionBackend(Protocol):
         Raises:
             ConfigError: this back end cannot be captured.
         """
-        ...
 
     def plan_for_graph(self, metadata: CommonAttentionMetadata) -> Any:
         """As `plan`, but every tensor a kernel reads lives in the graph buffers, and every scalar is the worst case.
@@ -332,7 +322,6 @@ class AttentionBackend(Protocol):
         Raises:
             ConfigError: there are no graph buffers, or the batch is larger than they are.
         """
-        ...
 
     def replan(self, plan: Any, metadata: CommonAttentionMetadata) -> None:
         """Make a plan of `plan_for_graph` describe another batch with the same number of requests and tokens.
@@ -343,7 +332,6 @@ class AttentionBackend(Protocol):
         Raises:
             ConfigError: the batch has another size than the plan, or exceeds the limits.
         """
-        ...
 
 
 class EagerOnly:

@@ -269,7 +269,6 @@ class PagedKVCache(_Cache):
         """Store new keys and values.
 
         Args:
-            layer: which layer.
             k: `[T, num_kv_heads, head_dim]`.
             v: the same shape.
             slots: `[T]` int64 from `write_slots`; each real slot at most once.
@@ -308,7 +307,6 @@ class MLAKVCache(_Cache):
         """Store new tokens.
 
         Args:
-            layer: which layer.
             latent: `[T, kv_lora_rank]`, normalised.
             k_rope: `[T, qk_rope_head_dim]`, rotated.
             slots: `[T]` int64 from `write_slots`; each real slot at most once.

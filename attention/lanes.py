@@ -79,8 +79,6 @@ class UBatchAttention:
     """Plans attention for whole batches and for lanes.
 
     Args:
-        shape: the model's attention shape.
-        kv_cache: the model's KV cache.
         prefill: name of the back end for batches with a prefill.
         decode: name of the back end for decode, verify and draft-extend batches; None is the same as `prefill`.
 

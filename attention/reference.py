@@ -38,7 +38,6 @@ def reference_attention(
         q: `[T, num_heads, head_dim]`.
         k: `[T, num_kv_heads, head_dim]`.
         v: `[T, num_kv_heads, head_dim]`.
-        layer: which layer's cache.
         metadata: the batch.
         cache: written and read.
         shape: heads, scale, window, soft cap.
@@ -71,7 +70,6 @@ def reference_mla(
 
     Args:
         inputs: of this layer; queries and keys not rotated yet.
-        layer: which layer's cache.
         metadata: the batch.
         cache: written and read.
         shape: sizes and scale.

@@ -54,7 +54,6 @@ def check_schedule_by_name(schedule: Schedule, name: str) -> None:
 
     Args:
         schedule: a step's schedule.
-        name: one of `all2all_backends()`.
 
     Raises:
         ConfigError: an unknown back end, or a signalled schedule and a back end without signals.

@@ -47,7 +47,6 @@ def register_attention_backend(name: str, target: str) -> None:
     """Register a back end.
 
     Args:
-        name: its name for `--attention-backend`.
         target: `"package.module:Class"`; imported on first use.
 
     Raises:
@@ -84,7 +83,6 @@ def fastest_attention_backend(names: Sequence[str], shape: Shape, kv_cache: KVCa
 
     Args:
         names: from `usable_attention_backends`.
-        shape: the model's attention shape.
         kv_cache: the model's KV cache; it is not written.
         decode: choose for batches without a prefill.
 
@@ -103,8 +101,6 @@ def resolve_attention_backend(name: str, shape: Shape, kv_cache: KVCache, *, dec
 
     Args:
         name: a back end's name, or `auto`.
-        shape: the model's attention shape.
-        kv_cache: the model's KV cache.
         decode: choose for batches without a prefill.
 
     Raises:

@@ -59,7 +59,6 @@ class ChecksOptions(Protocol):
 
         Args:
             options: those that are given, of the right types.
-            num_ranks: that share the experts.
 
         Raises:
             ConfigError: says what is served.
@@ -70,7 +69,6 @@ def register_all2all_backend(name: str, target: str) -> None:
     """Register a transport.
 
     Args:
-        name: its name for `--all2all-backend`.
         target: `"package.module:Class"`, an `All2All` made with `group`, `num_experts` and its own options; imported
             on first use.
 
@@ -98,9 +96,7 @@ def check_all2all_options(name: str, options: Mapping[str, object], num_ranks: i
     """Refuse options that a back end does not take, and ranks that it does not serve, before anything is made.
 
     Args:
-        name: one of `all2all_backends()`.
         options: what would be given to `make_all2all` beside group and experts.
-        num_ranks: that share the experts.
 
     Raises:
         ConfigError: an unknown back end or option, a value of another type or out of range, or a number of ranks that
@@ -130,11 +126,6 @@ def check_all2all_options(name: str, options: Mapping[str, object], num_ranks: i
 
 def default_all2all_options(name: str, sizes: StepSizes, num_ranks: int) -> dict[str, object]:
     """The options of a back end that follow from the steps that there will be.
-
-    Args:
-        name: one of `all2all_backends()`.
-        sizes: of the steps.
-        num_ranks: that share the experts.
 
     Raises:
         ConfigError: an unknown back end.

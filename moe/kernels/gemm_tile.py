@@ -103,11 +103,7 @@ def compute_tile(
     w_scales: tl.tensor,
     pair_weights: tl.tensor,
     capacity: tl.tensor,
-    column_tile: tl.tensor,
-    expert: tl.tensor,
-    first_row: tl.tensor,
-    last_row: tl.tensor,
-    pairs: tl.tensor,
+    place: tl.tuple,
     N: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -123,11 +119,10 @@ def compute_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Compute and store a tile. The arguments are the kernel's (`moe.kernels.grouped_gemm`) and the tile's place.
-
-    `column_tile` is the index of its column tile; `first_row` and `last_row` bound its rows, all of `expert`; `pairs`
-    are the rows' pairs if rows are gathered or scattered.
+    """Compute and store the tile at a place: its column tile, expert, first and last row, and the pairs of its rows if
+    they are gathered or scattered. The other arguments are the kernel's (`moe.kernels.grouped_gemm`).
     """
+    column_tile, expert, first_row, last_row, pairs = place
     COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     W_ROWS: tl.constexpr = 2 * N if GATED else N  # of an expert
     rows = first_row + tl.arange(0, BLOCK_M)

@@ -142,9 +142,7 @@ def _grouped_gemm_kernel(
     if CLAIMED:
         tile = _claim(claims, num_tiles)
         while tile < num_tiles:
-            column_tile, expert, first_row, last_row, pairs = _load_tile(
-                tiles, pair_of_row, tile, row_tiles, COLUMN_TILES, GROUP, HAS_PAIRS, BLOCK_M
-            )
+            place = _load_tile(tiles, pair_of_row, tile, row_tiles, COLUMN_TILES, GROUP, HAS_PAIRS, BLOCK_M)
             compute_tile(
                 out,
                 out_scales,
@@ -158,11 +156,7 @@ def _grouped_gemm_kernel(
                 w_scales,
                 pair_weights,
                 capacity,
-                column_tile,
-                expert,
-                first_row,
-                last_row,
-                pairs,
+                place,
                 N,
                 K,
                 TOP_K,
@@ -181,11 +175,9 @@ def _grouped_gemm_kernel(
             tile = _claim(claims, num_tiles)
     else:
         program = tl.program_id(0)
-        column_tile, expert, first_row, last_row, pairs = _load_tile(
-            tiles, pair_of_row, program, row_tiles, COLUMN_TILES, GROUP, HAS_PAIRS, BLOCK_M
-        )
+        place = _load_tile(tiles, pair_of_row, program, row_tiles, COLUMN_TILES, GROUP, HAS_PAIRS, BLOCK_M)
         for dealt in tl.range(program, num_tiles, programs, flatten=FLATTEN):
-            next_column_tile, next_expert, next_first_row, next_last_row, next_pairs = _load_tile(
+            next_place = _load_tile(
                 tiles, pair_of_row, dealt + programs, row_tiles, COLUMN_TILES, GROUP, HAS_PAIRS, BLOCK_M
             )
             compute_tile(
@@ -201,11 +193,7 @@ def _grouped_gemm_kernel(
                 w_scales,
                 pair_weights,
                 capacity,
-                column_tile,
-                expert,
-                first_row,
-                last_row,
-                pairs,
+                place,
                 N,
                 K,
                 TOP_K,
@@ -221,8 +209,7 @@ def _grouped_gemm_kernel(
                 BLOCK_N,
                 BLOCK_K,
             )
-            column_tile, expert, first_row, last_row = next_column_tile, next_expert, next_first_row, next_last_row
-            pairs = next_pairs
+            place = next_place
 
 
 def project_up(

@@ -301,7 +301,6 @@ def make_ubatch_contexts(
     """The contexts of `num_ubatches` lanes that share one baton.
 
     Args:
-        num_ubatches: lanes, at least 2.
         compute_stream, comm_stream: shared by all lanes.
         forward_contexts: one per lane.
         ready_barrier: every lane reports here when it is parked and warm; then `start` the baton

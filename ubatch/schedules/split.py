@@ -81,7 +81,6 @@ def split_requests(
     Args:
         query_lens: tokens of every request in this step.
         decode: every request has the same number of tokens (decode: 1, verify: 1 + drafts); split by count.
-        num_ubatches: lanes, at least 2.
         two_chunk_threshold: between 0 and 0.5. A request may be cut in two when the balanced split leaves one lane
             less than this share of the tokens. 0 never cuts a request; 0.5 does whenever the lanes differ.
 
@@ -116,8 +115,6 @@ def split_fixed(num_requests: int, tokens_per_request: int = 1, num_ubatches: in
 
     Args:
         num_requests: requests in the batch; 0 gives empty lanes.
-        tokens_per_request: tokens of each.
-        num_ubatches: lanes, at least 2.
 
     Raises:
         ConfigError: fewer than 2 lanes.
@@ -138,10 +135,6 @@ def split_balanced(query_lens: Sequence[int], num_ubatches: int = 2) -> tuple[UB
     Among the splits that reach that minimum, each cut is the one nearest to an even share of what is left, and of
     two equally near the later one. No lane is without requests when there are at least `num_ubatches` of them.
     For two lanes this is the cut that minimises `|left - right|`, ties to the later index (SGLang).
-
-    Args:
-        query_lens: tokens of every request.
-        num_ubatches: lanes, at least 2.
 
     Raises:
         ConfigError: fewer than 2 lanes.
@@ -194,7 +187,6 @@ def keep_together(
 
     Args:
         slices: the split to change; a cut through a request counts as a cut after its first part.
-        query_lens: tokens of every request.
         spans: (first, last) request, both inclusive, of each group that must be in one lane.
 
     Returns:
@@ -232,7 +224,6 @@ def split_two_chunk(query_lens: Sequence[int], threshold: float, num_ubatches: i
     between two requests none is cut, so that no lane has a request without tokens.
 
     Args:
-        query_lens: tokens of every request.
         threshold: between 0 (never cut a request) and 0.5 (cut whenever the lanes differ).
         num_ubatches: lanes; only 2 can be split this way.
 

@@ -96,7 +96,6 @@ def split_by_cost(
         query_lens: tokens of every request in this step.
         prefix_lens: tokens of every request that are already in the cache.
         cost: the costs.
-        num_ubatches: lanes, at least 2.
         threshold: 0 (never cut a request) to 0.5 (cut whenever the lanes differ); two lanes only.
 
     Raises:

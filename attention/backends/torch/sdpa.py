@@ -119,7 +119,6 @@ class AttentionGroup(Protocol):
     def attend(self, step: AttentionStep, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
         """Attention output of the group's tokens, `[tokens, heads, head_dim]`, in the order of `tokens.rows`. `q`, `k`
         and `v` are the whole step's; the new tokens are in the cache already."""
-        ...
 
 
 class _Fresh:

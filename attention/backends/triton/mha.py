@@ -11,8 +11,6 @@ longest request that its limits allow.
 
 Tile sizes and key splits are measured on the GPU the first time that a kind of batch is planned; see
 `attention.kernels.tuning`.
-
-The back end also runs on a CPU, slowly, in Triton's interpreter: set TRITON_INTERPRET=1 before Triton is imported.
 """
 
 from __future__ import annotations

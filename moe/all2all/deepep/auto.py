@@ -8,8 +8,7 @@ result of the vote, which is the same on all ranks:
 
 A rank without tokens follows the others, whatever its own mode is.
 
-Not yet run on several GPUs: see `moe.all2all.deepep.base`. Source: vLLM's and SGLang's `auto` mode, which go by the
-engine's role (decode or prefill) instead.
+Source: vLLM's and SGLang's `auto` mode, which go by the engine's role (decode or prefill) instead.
 """
 
 from __future__ import annotations

@@ -86,9 +86,6 @@ def import_deep_ep(name: str) -> Any:
 def check_ranks(name: str, num_ranks: int) -> None:
     """Refuse ranks that are neither one node nor whole nodes.
 
-    Args:
-        num_ranks: that share the experts.
-
     Raises:
         ConfigError: the number of ranks is neither.
     """

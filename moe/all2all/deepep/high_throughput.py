@@ -12,8 +12,7 @@ what a dispatch leaves for its combine is in its handle.
 **Capture** needs `worst_case=True`: room for every token of every rank, so that no count is needed on the host. Of one
 node only.
 
-Not yet run on several GPUs: see `moe.all2all.deepep.base`. Source: DeepEP's README; vLLM's
-`DeepEPHTPrepareAndFinalize`.
+Source: DeepEP's README; vLLM's `DeepEPHTPrepareAndFinalize`.
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ choice: a second low-latency buffer of a process fails in DeepEP.
 **Larger steps**, such as prefills, go in pieces of `max_tokens_per_rank`, where the ranks voted on them: it works, but
 `deepep_auto` sends them by other kernels, which are made for that.
 
-Not yet run on several GPUs: see `moe.all2all.deepep.base`. Source: DeepEP's README; vLLM's
-`DeepEPLLPrepareAndFinalize`.
+Source: DeepEP's README; vLLM's `DeepEPLLPrepareAndFinalize`.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ buffer serves all lanes, as in `deepep_high_throughput`; `async_with_compute_str
 **Capture** needs `worst_case=True`: room for as many tokens of every rank as the one with most has (rounded up to a
 power of two: DeepEP compiles a kernel for every number). Rows behind those that came are undefined, and routed nowhere.
 
-Not yet run on several GPUs: see `moe.all2all.deepep.base`. Source: DeepEP's `deep_ep/buffers/elastic.py`; vLLM's
-`DeepEPV2PrepareAndFinalize`.
+Source: DeepEP's `deep_ep/buffers/elastic.py`; vLLM's `DeepEPV2PrepareAndFinalize`.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from triton_batches import DEVICE
 
 from moe import GroupLimitedRouter, Router, SigmoidTopKRouter, SoftmaxTopKRouter, make_all2all
 from moe.kernels.router import route_topk
+from moe.router import _settings
 from ubatch.kernels.c_jit import why_not_c
 
 ROUTERS: list[Router] = [
@@ -34,7 +35,7 @@ def test_a_token_without_numbers_chooses_different_experts_that_exist(router: Ro
     def chosen(x: Tensor) -> tuple[Tensor, Tensor]:
         if not fused:
             return router(x)
-        settings = router._settings()
+        settings = _settings(router)
         bias = settings.get("bias")
         if bias is not None:
             settings["bias"] = bias.to(DEVICE)
