@@ -23,20 +23,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
-from train_tiny_moe import positive_int
+from train_tiny_moe import encode, learning_rate, make_parser, parse_args, prepare
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-from transformers.utils import logging as transformers_logging
 
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, generate
 from model_runner.drafting import DraftProposer, load_draft
@@ -54,7 +53,6 @@ PASS_WEIGHT = 0.8  # weight of a pass's loss, relative to the pass before
 FEATURE_WEIGHT = 1.0  # weight of the smooth L1 distance, relative to the cross-entropy
 WARMUP_STEPS = 50
 PEAK_LR = 2e-3
-FINAL_LR_FRACTION = 0.05
 WEIGHT_DECAY = 0.05
 MAX_GRAD_NORM = 1.0
 
@@ -67,34 +65,22 @@ MEASURED_PROMPTS = 64  # each twice as long as PROMPT_LENGTH
 MEASURED_TOKENS = 128
 
 
-@dataclass(frozen=True)
-class HeadConfig:
-    """The settings in `config.json`; attention heads are as in the target model."""
+AS_IN_TARGET = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+AS_IN_TARGET += ("rms_norm_eps", "rope_parameters", "max_position_embeddings")
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
 
-    def as_json(self) -> dict[str, object]:
-        """The content of `config.json`."""
-        numbers: dict[str, object] = dict(vars(self))
-        rope = {"rope_type": "default", "rope_theta": numbers.pop("rope_theta")}
-        return {
-            "architectures": ["EagleQwen3ForCausalLM"],
-            "attention_bias": False,
-            "dtype": "float16",
-            "hidden_act": "silu",
-            "model_type": "eagle_qwen3",
-            "num_hidden_layers": 1,
-            "rope_parameters": rope,
-            **numbers,
-        }
+def head_config(target: Any, intermediate_size: int = INTERMEDIATE_SIZE) -> dict[str, Any]:
+    """The head's `config.json`, for a target model with this config."""
+    return {
+        "architectures": ["EagleQwen3ForCausalLM"],
+        "attention_bias": False,
+        "dtype": "float16",
+        "hidden_act": "silu",
+        "intermediate_size": intermediate_size,
+        "model_type": "eagle_qwen3",
+        "num_hidden_layers": 1,
+        **{name: getattr(target, name) for name in AS_IN_TARGET},
+    }
 
 
 class Head(nn.Module):
@@ -103,15 +89,11 @@ class Head(nn.Module):
     Its parameters have the names of the checkpoint's tensors, without `model.` and `.weight`.
     """
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         self.config = config
-        hidden, heads, kv_heads, dim = (
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+        hidden, heads, kv_heads, dim, intermediate = (config[name] for name in sizes)
         shapes = {
             "fc": (hidden, 2 * hidden),
             "layers.0.input_layernorm": (hidden,),
@@ -122,9 +104,9 @@ class Head(nn.Module):
             "layers.0.self_attn.q_norm": (dim,),
             "layers.0.self_attn.k_norm": (dim,),
             "layers.0.post_attention_layernorm": (hidden,),
-            "layers.0.mlp.gate_proj": (config.intermediate_size, hidden),
-            "layers.0.mlp.up_proj": (config.intermediate_size, hidden),
-            "layers.0.mlp.down_proj": (hidden, config.intermediate_size),
+            "layers.0.mlp.gate_proj": (intermediate, hidden),
+            "layers.0.mlp.up_proj": (intermediate, hidden),
+            "layers.0.mlp.down_proj": (hidden, intermediate),
             "norm": (hidden,),
         }
         self.weights = nn.ParameterDict(
@@ -168,25 +150,26 @@ class Head(nn.Module):
         return estimates
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight(name), self.config.rms_norm_eps)
+        return F.rms_norm(x, (x.shape[-1],), self.weight(name), self.config["rms_norm_eps"])
 
     def _rotation(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        half = self.config.head_dim // 2
-        angles = places[:, None] * self.config.rope_theta ** (-torch.arange(half) / half)
+        half = self.config["head_dim"] // 2
+        angles = places[:, None] * self.config["rope_parameters"]["rope_theta"] ** (-torch.arange(half) / half)
         return torch.cat((angles, angles), dim=-1).cos(), torch.cat((-angles, angles), dim=-1).sin()
 
     def _heads(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each `[batch, heads, places, head_dim]`; keys and values are repeated per head."""
         cos, sin = rotation
+        dim = self.config["head_dim"]
         heads = []
         for part in ("q", "k", "v"):
             y = F.linear(x, self.weight(f"layers.0.self_attn.{part}_proj"))
-            y = y.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+            y = y.unflatten(-1, (-1, dim)).transpose(1, 2)
             if part != "v":
                 y = self._norm(y, f"layers.0.self_attn.{part}_norm")
-                y = y * cos + y.roll(self.config.head_dim // 2, dims=-1) * sin
+                y = y * cos + y.roll(dim // 2, dims=-1) * sin
             heads.append(y)
-        groups = self.config.num_attention_heads // self.config.num_key_value_heads
+        groups = self.config["num_attention_heads"] // self.config["num_key_value_heads"]
         return heads[0], heads[1].repeat_interleave(groups, dim=1), heads[2].repeat_interleave(groups, dim=1)
 
     def _mlp(self, x: Tensor) -> Tensor:
@@ -215,27 +198,6 @@ class Target:
         """Normalised hidden states, the output layer's input, of windows of ids `[batch, length]`."""
         hidden: Tensor = self.model.model(input_ids=windows, use_cache=False).last_hidden_state
         return hidden
-
-    def head_config(self) -> HeadConfig:
-        """The config of a draft head with the target's attention heads."""
-        config = self.model.config
-        return HeadConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=INTERMEDIATE_SIZE,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            rms_norm_eps=config.rms_norm_eps,
-            rope_theta=config.rope_parameters["rope_theta"],
-            max_position_embeddings=config.max_position_embeddings,
-        )
-
-
-def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tensor:
-    """All texts as one stream of ids, each closed by the end-of-text token, int64 `[num_tokens]`."""
-    encodings = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
-    return torch.tensor([id for encoding in encodings for id in (*encoding.ids, tokenizer.eos_token_id)])
 
 
 def draw_windows(stream: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
@@ -277,15 +239,6 @@ def losses(head: Head, target: Target, windows: Tensor) -> tuple[Tensor, list[fl
     return total, agreement
 
 
-def learning_rate(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine."""
-    warmup = min(WARMUP_STEPS, max(1, steps // 10))
-    if step < warmup:
-        return PEAK_LR * (step + 1) / warmup
-    cosine = 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-    return PEAK_LR * (FINAL_LR_FRACTION + (1.0 - FINAL_LR_FRACTION) * cosine)
-
-
 def train(head: Head, target: Target, stream: Tensor, generated: Tensor, steps: int, seed: int) -> None:
     """Trains in place."""
     generator = torch.Generator().manual_seed(seed)
@@ -294,7 +247,7 @@ def train(head: Head, target: Target, stream: Tensor, generated: Tensor, steps: 
     with tqdm(total=steps, unit="step", desc="training", mininterval=5) as bar:
         for step in range(steps):
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, steps)
+                group["lr"] = learning_rate(step, steps, WARMUP_STEPS, PEAK_LR)
             own = torch.randint(len(generated), (BATCH_SIZE // 2,), generator=generator)
             windows = torch.cat(
                 (draw_windows(stream, BATCH_SIZE - BATCH_SIZE // 2, SEQUENCE_LENGTH, generator), generated[own])
@@ -316,36 +269,14 @@ def save(head: Head, out: Path) -> None:
         for name, parameter in head.weights.items()
     }
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    text = json.dumps(head.config.as_json(), indent=2, sort_keys=True)
+    text = json.dumps(head.config, indent=2, sort_keys=True)
     (out / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-@dataclass
-class Acceptance:
-    """How many drafts were accepted in the verify steps.
-
-    Attributes:
-        num_prompts: number of requests.
-        right: how often draft 1, draft 2, ... was accepted.
-        steps: verify steps, counted per request.
-    """
-
-    num_prompts: int
-    right: list[int]
-    steps: int = 0
-
-    def __str__(self) -> str:
-        shares = ", ".join(f"{count / self.steps:.1%}" for count in self.right)
-        return (
-            f"held-out source text, greedy, {len(self.right)} drafts: mean accepted length "
-            f"{1 + sum(self.right) / self.steps:.2f} (accepted drafts + 1) over {self.steps} verify steps of "
-            f"{self.num_prompts} prompts; accepted per place: {shares}"
-        )
-
-
-def measure(target_path: Path, head_path: Path, prompts: Tensor) -> Acceptance:
-    """Continues every prompt with drafts of the head, in the model runner that is also used for serving."""
-    counted = Acceptance(len(prompts), [0] * NUM_DRAFTS)
+def measure(target_path: Path, head_path: Path, prompts: Tensor) -> str:
+    """Continues every prompt with drafts of the head, in the model runner that is also used for serving; returns how
+    many drafts were accepted, in words."""
+    verify_steps, right = 0, [0] * NUM_DRAFTS
     params = SamplingParams(max_tokens=MEASURED_TOKENS, ignore_eos=True)
     with ModelRunner(target_path) as runner:
         proposer = DraftProposer(runner, load_draft("eagle", head_path, runner), num_steps=NUM_DRAFTS)
@@ -361,34 +292,33 @@ def measure(target_path: Path, head_path: Path, prompts: Tensor) -> Acceptance:
             pairs = zip(running, drafts, strict=True)
             output = runner.execute([ScheduledRequest(request, 1, draft.tokens) for request, draft in pairs])
             for request, new in zip(running, output.tokens, strict=True):
-                counted.steps += 1
+                verify_steps += 1
                 for place in range(len(new) - 1):
-                    counted.right[place] += 1
+                    right[place] += 1
                 request.num_computed_tokens += len(new)
                 request.token_ids += new
-    return counted
+    return (
+        f"held-out source text, greedy, {NUM_DRAFTS} drafts: mean accepted length {1 + sum(right) / verify_steps:.2f} "
+        f"(accepted drafts + 1) over {verify_steps} verify steps of {len(prompts)} prompts; accepted per place: "
+        + ", ".join(f"{count / verify_steps:.1%}" for count in right)
+    )
 
 
-def run(target_path: Path, out: Path, steps: int, seed: int, threads: int) -> None:
-    """Trains, saves to `out` and prints how well the saved head drafts."""
+def run(args: argparse.Namespace) -> None:
+    """Trains, saves to `args.out` and prints how well the saved head drafts."""
     started = time.monotonic()
-    out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True)
-    torch.manual_seed(seed)
-    transformers_logging.disable_progress_bar()
-
+    prepare(args)
+    target_path, out, steps, seed = args.target, args.out, args.steps, args.seed
     target = Target.load(target_path)
     corpus = read_corpus(seed)
     stream = encode(target.tokenizer, corpus.train[: 8 * steps])  # a smoke test need not read all of it
     generator = torch.Generator().manual_seed(seed)
     generated = generate_windows(target_path, stream, min(GENERATED_SEQUENCES, 8 * steps), generator)
     print(f"generated {generated.numel():,} tokens after {time.monotonic() - started:.0f} s")
-    head = Head(target.head_config())
+    head = Head(head_config(target.model.config))
     with torch.no_grad():  # both halves of the input start with equal magnitude
-        hidden_size = head.config.hidden_size
         loudness = target.features(generated[:4]).square().mean() / target.embeddings.square().mean()
-        head.weight("fc")[:, :hidden_size] *= loudness.sqrt()
+        head.weight("fc")[:, : head.config["hidden_size"]] *= loudness.sqrt()
     train(head, target, stream, generated, steps, seed)
     save(head, out)
     size = (out / "model.safetensors").stat().st_size
@@ -396,38 +326,19 @@ def run(target_path: Path, out: Path, steps: int, seed: int, threads: int) -> No
     print(measure(target_path, out, held_out_prompts(target.tokenizer, corpus, seed)[: 8 * steps]))
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Train the EAGLE-style draft head of examples/models/tiny-moe. No downloads; under 15 minutes on 2 "
-        "CPU cores.",
-    )
-    parser.add_argument("--target", type=Path, default=DEFAULT_TARGET, metavar="DIR", help="(default: %(default)s)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help=f"folder to write the head to (default: {DEFAULT_OUT})")
-    parser.add_argument(
-        "--steps",
-        type=positive_int,
-        default=DEFAULT_STEPS,
-        metavar="N",
-        help="optimizer steps (default: %(default)s); another number needs --out",
-    )
-    parser.add_argument("--measure", action="store_true", help="do not train; measure the head that is in --out")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="(default: %(default)s)")
-    parser.add_argument("--threads", type=positive_int, default=2, metavar="N", help="(default: %(default)s)")
-    args = parser.parse_args(argv)
-    if args.out is None:
-        if args.steps != DEFAULT_STEPS:
-            parser.error(f"--steps {args.steps} would overwrite the committed head {DEFAULT_OUT}: give --out DIR")
-        args.out = DEFAULT_OUT
-    return args
-
-
 def main() -> int:
-    args = parse_args()
+    parser = make_parser(
+        "Train the EAGLE-style draft head of examples/models/tiny-moe. No downloads; under 15 minutes on 2 CPU cores.",
+        DEFAULT_STEPS,
+    )
+    parser.add_argument("--target", type=Path, default=DEFAULT_TARGET, metavar="DIR", help="the model to draft for")
+    parser.add_argument("--measure", action="store_true", help="do not train; measure the head that is in --out")
+    args = parse_args(parser, DEFAULT_OUT)
     if args.measure:
         tokenizer = AutoTokenizer.from_pretrained(args.target)
         print(measure(args.target, args.out, held_out_prompts(tokenizer, read_corpus(args.seed), args.seed)))
-        return 0
-    run(args.target, args.out, args.steps, args.seed, args.threads)
+    else:
+        run(args)
     return 0
 
 

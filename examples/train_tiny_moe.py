@@ -23,7 +23,6 @@ import json
 import math
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -59,18 +58,6 @@ MAX_GRAD_NORM = 1.0
 EVALUATION_WINDOWS = 256
 
 
-class TrainingError(Exception):
-    """The run cannot start or continue; the message says why and what to do."""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Result of `evaluate`: mean next-token loss in nats, and the largest share of tokens any one expert received."""
-
-    loss: float
-    busiest_expert_share: float
-
-
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE tokenizer; its only special token, id 0, begins, ends and pads."""
     tokenizer = Tokenizer(models.BPE())
@@ -96,12 +83,8 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
     """Joins all texts, each closed by the end-of-text token, into one stream of ids, int64 `[num_tokens]`."""
-    end = tokenizer.eos_token_id
-    stream: list[int] = []
-    for encoding in tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False):
-        stream.extend(encoding.ids)
-        stream.append(end)
-    return torch.tensor(stream, dtype=torch.int64)
+    encodings = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+    return torch.tensor([id for encoding in encodings for id in (*encoding.ids, tokenizer.eos_token_id)])
 
 
 def build_model(end_of_text_id: int) -> Qwen3MoeForCausalLM:
@@ -155,14 +138,14 @@ def balance_loss(model: Qwen3MoeForCausalLM, router_logits: tuple[torch.Tensor, 
     return torch.stack(per_layer).mean()
 
 
-def learning_rate(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine from `PEAK_LR` down to a fraction of it at the last step."""
-    warmup = min(WARMUP_STEPS, max(1, steps // 10))
+def learning_rate(step: int, steps: int, warmup_steps: int = WARMUP_STEPS, peak: float = PEAK_LR) -> float:
+    """Linear warm-up, then a cosine from `peak` down to a fraction of it at the last step."""
+    warmup = min(warmup_steps, max(1, steps // 10))
     if step < warmup:
-        return PEAK_LR * (step + 1) / warmup
+        return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
     cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return PEAK_LR * (FINAL_LR_FRACTION + (1.0 - FINAL_LR_FRACTION) * cosine)
+    return peak * (FINAL_LR_FRACTION + (1.0 - FINAL_LR_FRACTION) * cosine)
 
 
 def train(model: Qwen3MoeForCausalLM, stream: torch.Tensor, steps: int, seed: int) -> None:
@@ -201,8 +184,9 @@ def train(model: Qwen3MoeForCausalLM, stream: torch.Tensor, steps: int, seed: in
 
 
 @torch.inference_mode()
-def evaluate(model: Qwen3MoeForCausalLM, stream: torch.Tensor, most_windows: int) -> Evaluation:
-    """Mean loss over evenly spaced windows of `stream`, int64 `[num_tokens]`."""
+def evaluate(model: Qwen3MoeForCausalLM, stream: torch.Tensor, most_windows: int) -> tuple[float, float]:
+    """Mean next-token loss in nats over evenly spaced windows of `stream`, int64 `[num_tokens]`, and the largest share
+    of the tokens that any expert of a layer received."""
     last_start = len(stream) - SEQUENCE_LENGTH - 1
     starts = torch.linspace(0, last_start, min(most_windows, len(stream) // SEQUENCE_LENGTH)).long()
     windows = stream[starts[:, None] + torch.arange(SEQUENCE_LENGTH + 1)]
@@ -216,7 +200,7 @@ def evaluate(model: Qwen3MoeForCausalLM, stream: torch.Tensor, most_windows: int
         for layer, logits in enumerate(router_logits):
             counts[layer] += logits.topk(top_k).indices.flatten().bincount(minlength=num_experts)
     shares = counts / (len(windows) * SEQUENCE_LENGTH)
-    return Evaluation(loss=total / len(windows), busiest_expert_share=shares.max().item())
+    return total / len(windows), shares.max().item()
 
 
 def save_checkpoint(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
@@ -231,16 +215,21 @@ def save_checkpoint(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFa
     config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def run(out: Path, steps: int, seed: int, threads: int) -> None:
-    """Trains, saves to `out` and prints the losses of the saved weights."""
-    started = time.monotonic()
-    out.mkdir(parents=True, exist_ok=True)  # fail now if it is not writable, not after 15 minutes
-    torch.set_num_threads(threads)
+def prepare(args: argparse.Namespace) -> None:
+    """Makes the output folder, and the run reproducible."""
+    args.out.mkdir(parents=True, exist_ok=True)  # fail now if it is not writable, not after 15 minutes
+    torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(True)
-    torch.manual_seed(seed)
+    torch.manual_seed(args.seed)
     transformers_logging.disable_progress_bar()
 
-    corpus = read_corpus(seed)
+
+def run(args: argparse.Namespace) -> None:
+    """Trains, saves to `args.out` and prints the losses of the saved weights."""
+    started = time.monotonic()
+    prepare(args)
+    out, steps = args.out, args.steps
+    corpus = read_corpus(args.seed)
     texts = corpus.train[: 8 * steps]  # a smoke test need not read all of it
     tokenizer = train_tokenizer(texts)
     train_stream, held_out_stream = encode(tokenizer, texts), encode(tokenizer, corpus.held_out)
@@ -251,82 +240,59 @@ def run(out: Path, steps: int, seed: int, threads: int) -> None:
         f"model: {model.num_parameters():,} parameters; {steps} steps of {BATCH_SIZE} x {SEQUENCE_LENGTH} tokens"
     )
 
-    train(model, train_stream, steps, seed)
+    train(model, train_stream, steps, args.seed)
 
     model.to(torch.bfloat16)
     save_checkpoint(model, tokenizer, out)
     model.to(torch.float32)  # weights as stored, computed in fp32, which is how the checkpoint is used
     most_windows = min(EVALUATION_WINDOWS, 8 * steps)
-    on_train, on_held_out = (evaluate(model, stream, most_windows) for stream in (train_stream, held_out_stream))
+    train_loss, _ = evaluate(model, train_stream, most_windows)
+    held_out_loss, busiest = evaluate(model, held_out_stream, most_windows)
     size = sum(path.stat().st_size for path in out.iterdir() if path.is_file())
     print(
-        f"loss: train {on_train.loss:.3f}, held out {on_held_out.loss:.3f} nats per token\n"
-        f"busiest expert of any layer: {on_held_out.busiest_expert_share:.0%} of the held-out tokens "
+        f"loss: train {train_loss:.3f}, held out {held_out_loss:.3f} nats per token\n"
+        f"busiest expert of any layer: {busiest:.0%} of the held-out tokens "
         f"(balanced: {model.config.num_experts_per_tok / model.config.num_experts:.0%})\n"
         f"wrote {out} ({size / 1e6:.2f} MB) in {(time.monotonic() - started) / 60:.1f} min"
     )
 
 
-def positive_int(text: str) -> int:
-    """argparse type: an integer of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
+def make_parser(description: str, steps: int) -> argparse.ArgumentParser:
+    """The flags of a training script, which takes `steps` steps by default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write; the committed files if not given")
+    parser.add_argument("--steps", type=int, default=steps, metavar="N", help="optimizer steps; others need --out")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seeds the file split, weights and batches")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="the weights' last bits depend on them")
+    return parser
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Train a tiny Qwen3-MoE on the Python standard library's source and save it as a Hugging Face "
-        "checkpoint. No downloads; under 20 minutes on 2 CPU cores.",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="where the checkpoint goes (default: examples/models/tiny-moe, the committed one)",
-    )
-    parser.add_argument(
-        "--steps",
-        type=positive_int,
-        default=DEFAULT_STEPS,
-        metavar="N",
-        help="optimizer steps (default: %(default)s); another number needs --out",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="S",
-        help="seeds the file split, the weights and the batches (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--threads",
-        type=positive_int,
-        default=2,
-        metavar="N",
-        help="CPU threads (default: %(default)s); the last bits of the weights depend on it",
-    )
-    args = parser.parse_args(argv)
-    if args.out is None:
-        if args.steps != DEFAULT_STEPS:
-            parser.error(f"--steps {args.steps} would overwrite the committed checkpoint {DEFAULT_OUT}: give --out DIR")
-        args.out = DEFAULT_OUT
-    if args.out.exists() and not args.out.is_dir():
-        parser.error(f"--out {args.out} is a file: give a directory")
+def parse_args(parser: argparse.ArgumentParser, committed: Path) -> argparse.Namespace:
+    """The options; refuses other numbers of steps for the committed files, in `committed`."""
+    args = parser.parse_args()
+    for name in ("steps", "threads"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)} is not positive")
     if not 0 <= args.seed < 2**63:
         parser.error(f"--seed {args.seed} is out of range: give 0 to 2**63 - 1")
+    if args.out is None and args.steps != parser.get_default("steps"):
+        parser.error(f"--steps {args.steps} would overwrite the committed files in {committed}: give --out DIR")
+    args.out = args.out or committed
+    if args.out.exists() and not args.out.is_dir():
+        parser.error(f"--out {args.out} is a file: give a directory")
     return args
 
 
 def main() -> int:
-    args = parse_args()
+    parser = make_parser(
+        "Train a tiny Qwen3-MoE on the Python standard library's source and save it as a Hugging Face checkpoint. No "
+        "downloads; under 20 minutes on 2 CPU cores.",
+        DEFAULT_STEPS,
+    )
+    args = parse_args(parser, DEFAULT_OUT)
     try:
-        run(args.out, args.steps, args.seed, args.threads)
-    except (TrainingError, CorpusMissing, OSError) as error:
+        run(args)
+    except (CorpusMissing, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

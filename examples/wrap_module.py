@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from torch.nn import functional as F
 
 from serving.ranks import run_ranks
 from ubatch import CommGroup, UBatchConfig, UBatchWrapper, all_reduce, tracing
-from ubatch.trace.export import TraceSummary, summarise
+from ubatch.trace.export import summarise
 
 HIDDEN, INTERMEDIATE, BLOCKS = 256, 1024, 4
 
@@ -40,19 +39,9 @@ class Block(nn.Module):
         return x + all_reduce(partial, self.group)
 
 
-@dataclass(frozen=True)
-class Result:
-    """The results of rank 0."""
-
-    largest_difference: float
-    engaged: int
-    declined: dict[str, int]
-    summary: TraceSummary
-
-
 @torch.inference_mode()
-def rank_main(rank: int, world_size: int, tokens: int) -> Result:
-    """One rank: run the module unwrapped, then wrapped."""
+def rank_main(rank: int, world_size: int, tokens: int) -> bool:
+    """One rank: run the module unwrapped, then wrapped; whether the outputs are equal and one call overlapped."""
     torch.manual_seed(rank)
     group = CommGroup.from_process_group()
     model = nn.Sequential(*(Block(group) for _ in range(BLOCKS)))
@@ -68,26 +57,23 @@ def rank_main(rank: int, world_size: int, tokens: int) -> Result:
     overlapped(x[:8])  # too few tokens: runs unsplit, counted in `declined`
     statistics = overlapped.statistics()
     overlapped.close()
-    return Result(
-        largest_difference=float((result - plain).abs().max()),
-        engaged=statistics.engaged,
-        declined={str(reason): count for reason, count in statistics.declined.items()},
-        summary=summarise(trace.spans),
-    )
+    difference = float((result - plain).abs().max())
+    if rank == 0:
+        print(f"largest difference to the unwrapped module: {difference:.1e}")
+        declined = {str(reason): count for reason, count in statistics.declined.items()}
+        print(f"calls: {statistics.engaged} overlapped, not overlapped: {declined}")
+        print(f"all-reduce time hidden: {summarise(trace.spans).hidden_fraction:.0%}")
+    return difference < 1e-4 and statistics.engaged == 1
 
 
 def main() -> int:
-    """Run two ranks and print what happened; exit status 1 if the outputs differ or nothing overlapped."""
+    """Run two ranks; exit status 1 if the outputs differ or nothing overlapped."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, default=2048, help="rows of the batch (default 2048, at least 256)")
     tokens: int = parser.parse_args().tokens
     if tokens < 256:
         parser.error(f"--tokens is {tokens}; the example's threshold is 256, fewer would not overlap.")
-    result: Result = run_ranks(rank_main, 2, tokens)
-    print(f"largest difference to the unwrapped module: {result.largest_difference:.1e}")
-    print(f"calls: {result.engaged} overlapped, not overlapped: {result.declined}")
-    print(f"all-reduce time hidden: {result.summary.hidden_fraction:.0%}")
-    return 0 if result.largest_difference < 1e-4 and result.engaged == 1 else 1
+    return 0 if run_ranks(rank_main, 2, tokens) else 1
 
 
 if __name__ == "__main__":

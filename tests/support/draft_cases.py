@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,7 +48,17 @@ def make_head(path: Path, *, hidden_size: int = 48, vocab_size: int = 131, seed:
     """A random head of the small checkpoints, saved to `path`; returns the reference."""
     train = trainer()
     torch.manual_seed(seed)
-    head = train.Head(train.HeadConfig(vocab_size, hidden_size, 56, 4, 2, 16, 1e-6, 10_000.0, 256))
+    target = SimpleNamespace(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        max_position_embeddings=256,
+    )
+    head = train.Head(train.head_config(target, intermediate_size=56))
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.dim() == 1:
