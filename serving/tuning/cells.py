@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ubatch import SCHEDULES, Schedule, UBatchConfig
@@ -96,14 +96,14 @@ def library_arms(lanes: Sequence[int], *, chunks: bool) -> list[Arm]:
     return arms + [Arm(f"{default.name} x{count}", default.with_lanes(count)) for count in lanes]
 
 
-def arm_config(base: UBatchConfig, arm: Arm, *, schedules: Mapping[str, Schedule] | None = None) -> UBatchConfig:
-    """Settings that run every step in this arm, if the step allows it."""
-    lowest = max(2, arm.schedule.lanes)
+def arm_config(base: UBatchConfig, schedule: Schedule) -> UBatchConfig:
+    """Settings that run every step under this schedule, if the step allows it."""
+    lowest = max(2, schedule.lanes)
     return replace(
         base,
-        enable_dbo=not arm.is_serial,
-        schedule=arm.schedule,
-        schedules=dict(schedules or {}),
+        enable_dbo=schedule.overlaps,
+        schedule=schedule,
+        schedules={},
         num_ubatches=lowest,
         dbo_decode_token_threshold=lowest,
         dbo_prefill_token_threshold=lowest,

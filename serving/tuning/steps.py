@@ -105,6 +105,6 @@ class ArmSteps:
 
     def _wrapper(self, arm: Arm) -> tuple[UBatchConfig, UBatchWrapper]:
         if arm.name not in self._wrappers:
-            config = arm_config(self._runner.dbo, arm)
+            config = arm_config(self._runner.dbo, arm.schedule)
             self._wrappers[arm.name] = config, UBatchWrapper(self._runner.model, config)
         return self._wrappers[arm.name]

@@ -5,21 +5,23 @@ One process, all cores, the same checkpoint, prompts and number of new tokens, g
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from model_runner import ModelRunner, SamplingParams, generate, make_random_qwen3_moe, split_cost
 from moe import linear
+from serving.llm import LLM, CompletionResult
 from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, print_arms, timed
 from ubatch import UBatchConfig, UBatchError
 from ubatch.process.cores import num_cores
 
-__all__ = ["GenerateResult", "measure_generate", "transformers_arm"]
+__all__ = ["GenerateResult", "completions", "measure_generate", "share_of_equal", "transformers_arm"]
 
 _PROMPTS, _PROMPT_LEN, _NEW = 64, 128, 64
 _BUDGET = 2048  # prompt tokens per step, so that a step's tensors are kept by the C library when they are freed
@@ -30,13 +32,11 @@ class GenerateResult:
     """Figures of whole generations.
 
     Attributes:
-        arms_ms: raw block means.
-        tokens_per_s: our new tokens per second.
         speedup: transformers' time / our time.
         gflops_limit: GFLOP/s of one large matrix product on these cores.
         arithmetic_share: time of the model's operations at that limit, as a share of our time.
         where: kind of operation -> share of our CPU time.
-        same_tokens: share of the new tokens that equal transformers' (near-ties of a random model may differ).
+        same_tokens: share of the new tokens that equal transformers'.
     """
 
     arms_ms: Mapping[str, Sequence[float]]
@@ -50,7 +50,7 @@ class GenerateResult:
     def print(self) -> None:
         """Print the figures."""
         print(f"generate: {_PROMPTS} prompts x {_PROMPT_LEN} tokens, {_NEW} new, 100 M Qwen3-MoE, all cores")
-        print_arms(self.arms_ms, ".0f", width=14)
+        print_arms(self.arms_ms, ".0f")
         print(f"  new tokens per second   {self.tokens_per_s:.0f}")
         print(f"  speed-up over transformers   {self.speedup:.3f}   (same tokens: {self.same_tokens:.1%})")
         print(f"  share of the arithmetic limit ({self.gflops_limit:.0f} GFLOP/s)   {self.arithmetic_share:.3f}")
@@ -67,15 +67,13 @@ def measure_generate(folder: Path, blocks: int) -> GenerateResult:
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(0, runner.config.vocab_size, (_PROMPTS, _PROMPT_LEN), generator=generator)
 
-        def ours() -> Tensor:
+        def ours() -> list[Sequence[int]]:
             params = SamplingParams(max_tokens=_NEW, ignore_eos=True)
             outputs = generate(runner, prompts.tolist(), params, max_num_batched_tokens=_BUDGET)
-            return torch.tensor([output.token_ids for output in outputs])
+            return [output.token_ids for output in outputs]
 
         theirs = transformers_arm(path, prompts, _NEW)
-        same = (ours() == theirs()).float().mean().item()
-        if same < 0.5:
-            raise UBatchError(f"only {same:.1%} of the tokens equal transformers': not the same model.")
+        same = share_of_equal("ubatch", theirs().tolist(), ours())
         arms = {"ubatch": timed(ours), "transformers": timed(theirs)}
         measured = interleave_arms(arms, blocks, label="generate")
         where = _breakdown(ours)
@@ -95,14 +93,29 @@ def measure_generate(folder: Path, blocks: int) -> GenerateResult:
     )
 
 
-def transformers_arm(model: Path, prompts: Tensor, new_tokens: int) -> Callable[[], Tensor]:
-    """A function that calls transformers' greedy `generate`; it returns the new tokens `[prompts, new_tokens]`.
+def completions(llm: LLM, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[CompletionResult]:
+    """The model's greedy completion of each prompt, of `new_tokens` tokens."""
+    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+    return [each.outputs[0] for each in llm.generate(list(prompts), params, use_tqdm=False)]
 
-    Args:
-        model: a checkpoint.
-        prompts: `[prompts, tokens]`, all of one length.
-        new_tokens: number of tokens to generate per prompt.
+
+def share_of_equal(name: str, expected: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]) -> float:
+    """Share of equal elements. Not all need be: a random model has near-ties, and a tie that falls differently changes
+    all later tokens.
+
+    Raises:
+        UBatchError: less than half are equal.
     """
+    pairs = [pair for a, b in zip(expected, got, strict=True) for pair in zip(a, b, strict=True)]
+    same = sum(a == b for a, b in pairs) / len(pairs)
+    if same < 0.5:
+        raise UBatchError(f"{name} generates something else: only {same:.1%} is the same.")
+    return same
+
+
+def transformers_arm(model: Path, prompts: Tensor, new_tokens: int) -> Callable[[], Tensor]:
+    """A function that calls transformers' greedy `generate` for prompts `[prompts, tokens]` of a checkpoint; it returns
+    the new tokens `[prompts, new_tokens]`."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -127,14 +140,9 @@ def transformers_arm(model: Path, prompts: Tensor, new_tokens: int) -> Callable[
 def _gemm_flops() -> float:
     """Floating-point operations per second of one large matrix product, by the fastest library installed."""
     a, b = torch.randn(2, 2048, 2048)
-    times = []
+    arms = [timed(partial(multiply, a, b)) for multiply in (linear, torch.nn.functional.linear)]
     with torch.inference_mode():
-        for multiply in (linear, torch.nn.functional.linear):
-            for _ in range(7):
-                start = time.perf_counter()
-                multiply(a, b)
-                times.append(time.perf_counter() - start)
-    return 2 * 2048**3 / min(times)
+        return 2 * 2048**3 / min(arm() for arm in arms * 7) * 1e3
 
 
 _KINDS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from ubatch.process.cores import num_cores
 __all__ = [
     "Interval",
     "bootstrap",
+    "columns",
     "environment",
     "interleave_arms",
     "overlap_figures",
@@ -113,10 +114,20 @@ def overlap_figures(
     return efficiency, bootstrap([(c + m - t) / min(c, m) for c, m, t in columns])
 
 
-def print_arms(arms: Mapping[str, Sequence[float]], spec: str, width: int, indent: int = 2, unit: str = "ms") -> None:
+def columns(rows: Iterable[Sequence[str]], indent: int = 2) -> str:
+    """A table as text, each column as wide as its widest cell; the first column is left-aligned, the others right."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
+        lines.append(" " * indent + "  ".join(cells))
+    return "\n".join(lines)
+
+
+def print_arms(arms: Mapping[str, Sequence[float]], spec: str, indent: int = 2, unit: str = "ms") -> None:
     """Print a line for every arm."""
-    for name, values in arms.items():
-        print(f"{'':{indent}}{name:{width}} {bootstrap(values):{spec}} {unit}")
+    print(columns(((name, f"{bootstrap(values):{spec}} {unit}") for name, values in arms.items()), indent))
 
 
 def write_json(path: Path, results: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Literal
@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import torch
 import torch.distributed as dist
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from model_runner import (
     InputBatch,
@@ -32,6 +32,7 @@ from model_runner.decoder.config import DecoderConfig
 from moe import EmulatedLink, all2all_backends
 from serving.hub import fetch_weights, find_checkpoint
 from serving.options.flags.fields import one_of
+from serving.tuning.cells import arm_config
 from serving.tuning.programs import Programs, gather_steps, traced_step
 from serving.workbench.bench.options import BlockOptions
 from ubatch import (
@@ -86,27 +87,36 @@ class StepOptions(BlockOptions):
 
 
 class Setting(ABC):
-    """One rank's model, batch and link; subclasses run the model.
+    """One rank's model, batch and link, to run steps under any schedule; subclasses run the model.
+
+    Args:
+        model: this rank's model.
+        config: gives the schedule, the time-out and the rest of each wrapper's settings.
+        group: the ranks that run a step together; None for a single rank.
+        link: the emulated link between them.
 
     Attributes:
         cpu_ms: CPU time of the last timed step, over all threads of this rank, which share one core.
     """
 
-    link: EmulatedLink
-    cpu_ms = 0.0
-
-    @property
-    @abstractmethod
-    def group(self) -> CommGroup | None:
-        """The ranks that run a step together; None for a single rank."""
-
-    @abstractmethod
-    def schedule(self, lanes: int) -> Schedule:
-        """The schedule that overlaps `lanes` lanes; `SERIAL` for one lane."""
+    def __init__(self, model: nn.Module, config: UBatchConfig, group: CommGroup | None, link: EmulatedLink) -> None:
+        self.model, self.config, self.group, self.link = model, config, group, link
+        self.cpu_ms = 0.0
+        self._wrappers: dict[Schedule, UBatchWrapper] = {}
 
     @abstractmethod
     def step(self, schedule: Schedule) -> Tensor:
         """Run one step; returns its output for every token."""
+
+    def schedule(self, lanes: int) -> Schedule:
+        """The schedule of the settings, with `lanes` lanes; `SERIAL` for one lane."""
+        return SERIAL if lanes == 1 else self.config.resolved_schedule().with_lanes(lanes)
+
+    def wrapper(self, schedule: Schedule) -> UBatchWrapper:
+        """The model under a schedule, with a threshold that every step reaches."""
+        if schedule not in self._wrappers:
+            self._wrappers[schedule] = UBatchWrapper(self.model, arm_config(self.config, schedule))
+        return self._wrappers[schedule]
 
     def timed(self, schedule: Schedule) -> float:
         """Milliseconds of a step, measured from when all ranks are ready."""
@@ -122,45 +132,24 @@ class Setting(ABC):
         for schedule in schedules:
             torch.testing.assert_close(self.step(schedule), plain, atol=1e-3, rtol=1e-3)
 
+    def close(self) -> None:
+        """Stop all lanes."""
+        for wrapper in self._wrappers.values():
+            wrapper.close()
 
-@dataclass
+
 class StepSetting(Setting):
-    """One rank's model in this project's runner, its batch and link."""
+    """A batch for the model of this project's runner, over the emulated link `link`."""
 
-    runner: ModelRunner
-    batch: InputBatch
-    link: EmulatedLink
-    wrappers: dict[Schedule, UBatchWrapper] = field(default_factory=dict)
-
-    @property
-    def group(self) -> CommGroup | None:
-        """The runner's ranks."""
-        return self.runner.group
+    def __init__(self, runner: ModelRunner, batch: InputBatch, link: EmulatedLink) -> None:
+        super().__init__(runner.model, runner.dbo, runner.group, link)
+        self.runner, self.batch = runner, batch
 
     @property
     def has_shared_experts(self) -> bool:
         """Whether a token visits experts that need no communication."""
         config = self.runner.config
         return isinstance(config, DecoderConfig) and config.moe is not None and config.moe.shared_intermediate_size > 0
-
-    def schedule(self, lanes: int) -> Schedule:
-        """The runner's own schedule, for `lanes` lanes."""
-        return SERIAL if lanes == 1 else self.runner.dbo.resolved_schedule().with_lanes(lanes)
-
-    def wrapper(self, schedule: Schedule) -> UBatchWrapper:
-        """The runner's model under a schedule, with a threshold that every step reaches."""
-        if schedule not in self.wrappers:
-            lowest = max(2, schedule.lanes)
-            config = replace(
-                self.runner.dbo,
-                num_ubatches=lowest,
-                schedule=schedule,
-                enable_dbo=schedule.overlaps,
-                dbo_decode_token_threshold=lowest,
-                dbo_prefill_token_threshold=lowest,
-            )
-            self.wrappers[schedule] = UBatchWrapper(self.runner.model, config)
-        return self.wrappers[schedule]
 
     def step(self, schedule: Schedule) -> Tensor:
         """Vote, plan and run one step; hidden states `[tokens, hidden]`."""
@@ -171,11 +160,6 @@ class StepSetting(Setting):
         with set_forward_context(self.runner.forward_context(self.batch, agreed)):
             hidden: Tensor = wrapper(self.batch.input_ids, self.batch.positions)
         return hidden
-
-    def close(self) -> None:
-        """Stop all lanes."""
-        for wrapper in self.wrappers.values():
-            wrapper.close()
 
 
 @contextmanager

@@ -11,8 +11,8 @@ Attention is measured as the model runs it: one plan per step, shared by all lay
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+import timeit
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +33,7 @@ from model_runner import keep_freed_memory
 from serving.pinning import pin_rank
 from serving.workbench.bench.generate import GenerateResult, measure_generate
 from serving.workbench.bench.options import BlockOptions
-from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
+from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, print_arms, timed
 from ubatch import ForwardMode, split_fixed
 from ubatch.kernels.c_jit import why_not_c
 
@@ -196,43 +196,28 @@ def _split(options: Options) -> Interval:
     """Microseconds of one split of a decode batch."""
     step = _make_step(1, _PAGE * 4, options.requests)
     slices = split_fixed(options.requests)
-    for _ in range(100):
-        split_attn_metadata(slices, step.metadata)
-    samples = []
-    for _ in range(options.blocks):
-        start = time.perf_counter()
-        for _ in range(50):
-            split_attn_metadata(slices, step.metadata)
-        samples.append((time.perf_counter() - start) / 50 * 1e6)
-    return bootstrap(samples)
+    timer = timeit.Timer(lambda: split_attn_metadata(slices, step.metadata))
+    timer.timeit(100)  # a warm-up
+    return bootstrap([timer.timeit(50) / 50 * 1e6 for _ in range(options.blocks)])
 
 
 def _read_bandwidth() -> float:
     """Bytes per second that one core reads: the best of several passes over 256 MiB."""
     data = torch.ones(64 << 20)
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        data.sum()
-        times.append(time.perf_counter() - start)
-    return data.nbytes / min(times)
+    read = timed(data.sum)
+    return data.nbytes / min(read() for _ in range(5)) * 1e3
 
 
 def _print(options: Options, results: Mapping[str, Any], generated: GenerateResult | None) -> None:
     decode, prefill = results["decode"], results["prefill"]
     print(f"decode: {options.sequences} sequences x {options.context} tokens, {_LAYERS} layers, one core")
-    _print_arms(decode["arms_ms"])
+    print_arms(decode["arms_ms"], ".2f")
     for name, speedup in decode["speedup"].items():
         limit = f"of the memory-bandwidth limit ({decode['bandwidth_gb_s']:.1f} GB/s)"
         print(f"  {name}: {speedup:.3f}x {decode['best_loop']}; {decode['bandwidth_share'][name]:.3f} {limit}")
     print(f"prefill: {options.sequences} prompts x {options.prompt} tokens, {_LAYERS} layers, one core")
-    _print_arms(prefill["arms_ms"])
+    print_arms(prefill["arms_ms"], ".2f")
     print(f"  torch / dense   {prefill['over_dense']:.3f}")
     print(f"split_attn_metadata of {options.requests} requests into two lanes   {results['split_us']:.1f} us")
     if generated is not None:
         generated.print()
-
-
-def _print_arms(arms: Mapping[str, Sequence[float]]) -> None:
-    for name, values in arms.items():
-        print(f"  {name:14} {bootstrap(values):.2f} ms")

@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -81,26 +81,23 @@ class Options(ReportOptions):
 
 @dataclass(frozen=True)
 class AutoResult:
-    """Figures over one link.
+    """Figures over one link; see the top of this module.
 
     Attributes:
         ratio: target of communication / compute.
-        bytes_per_s: bandwidth of the link; infinite without a link.
+        bytes_per_s: bandwidth of the link; None without a link.
         load: kind and tokens of the compared steps.
         seconds: arm -> seconds of each of these steps, on its slowest rank.
         best: kind of step -> the best fixed setting.
-        against_serial, against_best: see the top of this module.
-        pooled_serial, pooled_best: the same, pooled.
         forwards: arm -> the forwards' part of `seconds`.
         ran: auto's schedule in each of the steps, as its description; "" for serial.
         preparing_s: time of auto's measurements before the load; no figure includes it.
         decided: kind of step -> auto's decision at the end, and why.
-        probes: number of probes that auto ran.
     """
 
     ratio: float
-    bytes_per_s: float
-    load: Sequence[Cell]
+    bytes_per_s: float | None
+    load: Sequence[str]
     seconds: Mapping[str, Sequence[float]]
     best: Mapping[str, Setting]
     against_serial: Interval
@@ -117,7 +114,7 @@ class AutoResult:
 def run(options: Options) -> int:
     """Measure, print each link when it is done, write."""
     results: list[AutoResult] = run_ranks(_measure_on_rank, options.ranks, options)
-    options.write(as_json(results))
+    options.write({"links": results})
     return 0
 
 
@@ -142,10 +139,7 @@ def pooled(
 ) -> dict[str, list[float]]:
     """Seconds of every step, with its forward replaced by the mean over the arms that ran it in the same schedule.
 
-    Args:
-        seconds: arm -> seconds of every step.
-        forwards: arm -> the forward's part of these seconds.
-        schedules: arm -> the schedule of every step.
+    All three are by arm and step; `forwards` are a part of `seconds`.
     """
     found: dict[str, list[float]] = {name: [] for name in seconds}
     for step in range(len(seconds[SERIAL_ARM])):
@@ -161,12 +155,9 @@ def pooled(
 def best_fixed(
     load: Sequence[Cell], seconds: Mapping[str, Sequence[float]], only_for: Mapping[str, str] | None = None
 ) -> dict[str, Setting]:
-    """For each kind of step, the arm and threshold that would have taken the least time.
+    """For each kind of step, the arm and threshold that would have taken the least `seconds` of its arm.
 
-    Args:
-        load: the steps.
-        seconds: arm -> seconds of every step; includes the serial arm.
-        only_for: arm -> the only kind of step that it is for; other arms are for all kinds.
+    `only_for` has the kind of step of arms that are not for all kinds.
     """
     found = {}
     for kind in dict.fromkeys(cell.mode for cell in load):
@@ -210,7 +201,7 @@ def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Opt
     searched = prepare_auto(auto, runner, Room(requests_needed(options.grid), options.max_prefill_tokens))
     preparing_s = time.perf_counter() - start
     arms = _arms(runner, searched.values())
-    ran: dict[str, list[_Ran]] = {name: [] for name in (*arms, _AUTO)}
+    ran: dict[str, list[tuple[float, float, str]]] = {name: [] for name in (*arms, _AUTO)}
     load: list[Cell] = []
     rank, draw = dist.get_rank(), random.Random(options.seed + 1)
     steps = progress(mixed_load(options), f"communication {ratio:g}x", options.steps, show=rank == 0)
@@ -224,25 +215,31 @@ def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Opt
                 dist.barrier()
                 ran[name].append(_run(runner, auto if name == _AUTO else arms[name], batch))
             load.append(cell)
-    seconds = slowest_rank({name: [each.seconds for each in own] for name, own in ran.items()})
-    forwards = slowest_rank({name: [each.forward_s for each in own] for name, own in ran.items()})
-    schedules = {name: [each.schedule for each in own] for name, own in ran.items()}
-    together = pooled(seconds, forwards, schedules)
+    seconds = slowest_rank({name: [whole for whole, _, _ in own] for name, own in ran.items()})
+    forwards = slowest_rank({name: [forward for _, forward, _ in own] for name, own in ran.items()})
+    schedules = {name: [schedule for _, _, schedule in own] for name, own in ran.items()}
     only_for = {arm.name: kind for kind, arm in searched.items()}
-    best = best_fixed(load, {name: seconds[name] for name in arms}, only_for)
-    pooled_best = best_fixed(load, {name: together[name] for name in arms}, only_for)
+
+    def against(times: Mapping[str, Sequence[float]]) -> tuple[dict[str, Setting], Interval, Interval]:
+        """The best fixed setting; time of serial steps / time of auto, and that of the best / time of auto."""
+        best = best_fixed(load, {name: times[name] for name in arms}, only_for)
+        under = [times[best[cell.mode].arm_for(cell.tokens)][step] for step, cell in enumerate(load)]
+        return best, _ratio_of_sums(times[SERIAL_ARM], times[_AUTO]), _ratio_of_sums(under, times[_AUTO])
+
+    best, against_serial, against_best = against(seconds)
+    _, pooled_serial, pooled_best = against(pooled(seconds, forwards, schedules))
     found = auto.statistics()
     return AutoResult(
         ratio=ratio,
-        bytes_per_s=link.bytes_per_s,
-        load=load,
-        seconds=seconds,
+        bytes_per_s=link.bytes_per_s if ratio else None,
+        load=list(map(str, load)),
+        seconds=_rounded(seconds),
         best=best,
-        against_serial=_ratio_of_sums(seconds[SERIAL_ARM], seconds[_AUTO]),
-        against_best=_ratio_of_sums(_under(best, load, seconds), seconds[_AUTO]),
-        pooled_serial=_ratio_of_sums(together[SERIAL_ARM], together[_AUTO]),
-        pooled_best=_ratio_of_sums(_under(pooled_best, load, together), together[_AUTO]),
-        forwards=forwards,
+        against_serial=against_serial,
+        against_best=against_best,
+        pooled_serial=pooled_serial,
+        pooled_best=pooled_best,
+        forwards=_rounded(forwards),
         ran=schedules[_AUTO],
         preparing_s=preparing_s,
         decided=found.reasons,
@@ -254,11 +251,11 @@ def _arms(runner: ModelRunner, searched: Iterable[Arm]) -> dict[str, UBatchConfi
     """The arms that auto may choose, by name."""
     lanes = runner.dbo.resolved_schedule().lanes
     arms = [*library_arms((lanes, lanes + 1), chunks=most_chunks(runner.all2all) > 1), *searched]
-    return {arm.name: arm_config(runner.dbo, arm) for arm in arms}
+    return {arm.name: arm_config(runner.dbo, arm.schedule) for arm in arms}
 
 
-def _run(runner: ModelRunner, how: UBatchConfig | DboAuto, batch: InputBatch) -> _Ran:
-    """Run a step, and time it on this rank, the vote and auto's decision included."""
+def _run(runner: ModelRunner, how: UBatchConfig | DboAuto, batch: InputBatch) -> tuple[float, float, str]:
+    """Run a step; its seconds on this rank, the vote and auto's decision included, its forward's part, its schedule."""
     start = time.perf_counter()
     agreed = runner.coordinate(batch, how.settings(batch.shape) if isinstance(how, DboAuto) else how)
     with how.timed(agreed.decision) if isinstance(how, DboAuto) else nullcontext():
@@ -266,7 +263,7 @@ def _run(runner: ModelRunner, how: UBatchConfig | DboAuto, batch: InputBatch) ->
         runner.forward(batch, agreed)
         ended = time.perf_counter()
     schedule = "" if agreed.schedule is None else agreed.schedule.describe()
-    return _Ran(time.perf_counter() - start, ended - begun, schedule)
+    return time.perf_counter() - start, ended - begun, schedule
 
 
 @torch.inference_mode()
@@ -281,36 +278,13 @@ def _set_link(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Op
         setting.close()
 
 
-@dataclass(frozen=True)
-class _Ran:
-    """A step that ran: its time on this rank, its forward's part of that time, and its schedule."""
-
-    seconds: float
-    forward_s: float
-    schedule: str
-
-
 # -- results --------------------------------------------------------------------------------------------------------
-
-
-def _under(
-    settings: Mapping[str, Setting], load: Sequence[Cell], seconds: Mapping[str, Sequence[float]]
-) -> list[float]:
-    """Seconds of every step under fixed settings."""
-    return [seconds[settings[cell.mode].arm_for(cell.tokens)][step] for step, cell in enumerate(load)]
 
 
 def _ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
     """Ratio of the sums with its 95% interval, by resampling blocks of consecutive steps (seeded)."""
-    pairs = [
-        (float(np.sum(a)), float(np.sum(b)))
-        for a, b in zip(
-            np.array_split(np.asarray(numerators), _DRIFT_BLOCKS),
-            np.array_split(np.asarray(denominators), _DRIFT_BLOCKS),
-            strict=True,
-        )
-    ]
-    table = np.asarray(pairs)
+    blocks = np.array_split(np.asarray([numerators, denominators]), _DRIFT_BLOCKS, axis=1)
+    table = np.asarray([block.sum(axis=1) for block in blocks])
     draws = np.random.default_rng(0).integers(0, len(table), size=(_RESAMPLES, len(table)))
     sums = table[draws].sum(axis=1)
     low, high = np.percentile(sums[:, 0] / sums[:, 1], [2.5, 97.5])
@@ -319,7 +293,7 @@ def _ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float]) -
 
 def print_result(result: AutoResult) -> None:
     """Print the arms and the figures of one link."""
-    link = "no link" if np.isinf(result.bytes_per_s) else f"{result.bytes_per_s / 1e6:.1f} MB/s"
+    link = "no link" if result.bytes_per_s is None else f"{result.bytes_per_s / 1e6:.1f} MB/s"
     print(
         f"\ncommunication {result.ratio:g}x compute ({link}), {len(result.load)} steps compared, {result.probes} probes"
     )
@@ -335,22 +309,6 @@ def print_result(result: AutoResult) -> None:
     print(f"  auto measured for {result.preparing_s:.1f} s before the load")
     print(f"  against serial {result.against_serial:.3f}, against the best {result.against_best:.3f}")
     print(f"  pooled         {result.pooled_serial:.3f}                   {result.pooled_best:.3f}", flush=True)
-
-
-def as_json(results: Sequence[AutoResult]) -> dict[str, Any]:
-    """The results as `--json` writes them."""
-    return {
-        "links": [
-            {
-                **vars(result),
-                "load": [str(cell) for cell in result.load],
-                "seconds": _rounded(result.seconds),
-                "forwards": _rounded(result.forwards),
-                "bytes_per_s": None if np.isinf(result.bytes_per_s) else result.bytes_per_s,
-            }
-            for result in results
-        ],
-    }
 
 
 def _rounded(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:

@@ -11,15 +11,15 @@ import os
 import threading
 import time
 import timeit
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Annotated
 
 import torch
 from pydantic import Field
 
 from serving.workbench.bench.options import BlockOptions
-from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired
+from serving.workbench.bench.statistics import Interval, bootstrap, columns, interleave_arms, paired
 from ubatch import dbo_yield, get_schedule
 from ubatch.lanes.wakeup import EventFdWakeUp, LockWakeUp
 from ubatch.lanes.workers import LanePool
@@ -54,27 +54,25 @@ def run(options: Options) -> int:
     settings: dict[str, dict[str, list[float]]] = {}
     for name, around, handoffs in (
         ("pinned", _pinned, options.handoffs),
-        ("unpinned", _as_is, options.handoffs),
+        ("unpinned", nullcontext, options.handoffs),
         ("busy", _busy_thread, max(10, options.handoffs // 10)),
     ):
         with around():
             settings[name] = _measure(handoffs, options.blocks, name)
-    print(
-        f"\n{'us per switch':10}" + "".join(f"{arm:>26}" for arm in settings["pinned"]) + f"{'dbo_yield / Event':>26}"
-    )
-    for name, arms in settings.items():
-        cells = "".join(f"{bootstrap(values):.2f}".rjust(26) for values in arms.values())
-        print(f"{name:13}{cells}{format(paired(arms['dbo_yield'], arms['event']), '.2f').rjust(26)}")
     pinned = settings["pinned"]
+    switches = {name: {arm: bootstrap(values) for arm, values in arms.items()} for name, arms in settings.items()}
+    ratios = {name: paired(arms["dbo_yield"], arms["event"]) for name, arms in settings.items()}
+    rows = [["us per switch", *pinned, "dbo_yield / Event"]]
+    for name, arms in switches.items():
+        rows.append([name, *(f"{each:.2f}" for each in (*arms.values(), ratios[name]))])
+    print(f"\n{columns(rows, indent=0)}")
     options.write(
         {
             "noop_ns": noop,
-            "per_switch_us": bootstrap(pinned["dbo_yield"]),
-            "event_ring_us": bootstrap(pinned["event"]),
-            "ratio_to_event": paired(pinned["dbo_yield"], pinned["event"]),
-            "settings": {
-                name: {arm: bootstrap(values) for arm, values in arms.items()} for name, arms in settings.items()
-            },
+            "per_switch_us": switches["pinned"]["dbo_yield"],
+            "event_ring_us": switches["pinned"]["event"],
+            "ratio_to_event": ratios["pinned"],
+            "settings": switches,
             "arms_us": settings,
         }
     )
@@ -142,17 +140,12 @@ def _pinned() -> Iterator[None]:
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
-    cores: Sequence[int] = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[-1]})
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
     try:
         yield
     finally:
         os.sched_setaffinity(0, cores)
-
-
-@contextmanager
-def _as_is() -> Iterator[None]:
-    yield
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def run(options: Options) -> int:
     overhead = paired(measured["lanes"], measured["back_to_back"])
     handoffs = wrapper.statistics().handoffs // wrapper.statistics().engaged
     print(f"{options.tokens} tokens, {options.layers} layers, two halves on {device}, nothing to communicate")
-    print_arms(measured, ".2f", width=13)
+    print_arms(measured, ".2f")
     print(f"  lanes / back to back   {overhead:.4f}   ({handoffs} hand-offs a step)")
     options.write({"handoffs": handoffs, "overhead": overhead, "arms_ms": measured})
     wrapper.close()

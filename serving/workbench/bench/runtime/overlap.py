@@ -36,8 +36,16 @@ import torch.distributed as dist
 from pydantic import Field
 
 from serving.ranks import run_ranks
-from serving.tuning.programs import Programs, middle_steps, predict_step, write_steps
-from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, overlap_figures, paired, print_arms
+from serving.tuning.programs import middle_steps, predict_step, write_steps
+from serving.workbench.bench.statistics import (
+    Interval,
+    bootstrap,
+    columns,
+    interleave_arms,
+    overlap_figures,
+    paired,
+    print_arms,
+)
 from serving.workbench.bench.step_setting import (
     Setting,
     SplitCompute,
@@ -48,12 +56,12 @@ from serving.workbench.bench.step_setting import (
     open_setting,
     slowest_rank,
 )
-from ubatch import Schedule
 from ubatch.schedules.schedule import SERIAL
 
-__all__ = ["LaneResult", "Options", "OverlapResult", "Stages", "measure_overlap", "run"]
+__all__ = ["LaneResult", "Options", "OverlapResult", "measure_overlap", "run"]
 
 _DRIFT = 1.02
+_FIGURES = ("efficiency", "schedule_efficiency", "hidden", "speedup")
 
 
 class Options(StepOptions):
@@ -71,33 +79,17 @@ class Options(StepOptions):
 
 @dataclass(frozen=True)
 class LaneResult:
-    """Figures of one number of lanes over one link."""
+    """Figures of one number of lanes over one link.
 
-    lanes: int
+    Attributes:
+        void: the figures are better than the bound: then the machine drifted, and the run proves nothing.
+    """
+
     efficiency: Interval
     schedule_efficiency: Interval
     hidden: Interval
     speedup: Interval
-
-    @property
-    def void(self) -> bool:
-        """Whether the figures are better than the bound: then the machine drifted, and the run proves nothing."""
-        return any(x.low > _DRIFT for x in (self.efficiency, self.schedule_efficiency, self.hidden))
-
-
-@dataclass(frozen=True)
-class Stages:
-    """Inputs with which the simulator predicts the time of an overlapped step.
-
-    Attributes:
-        steps: every rank's programs, of the steps with median times.
-        schedule: schedule of the overlapped lanes.
-        around_ms: time of a step outside its lanes.
-    """
-
-    steps: Sequence[Sequence[Programs]]
-    schedule: Schedule
-    around_ms: float
+    void: bool
 
 
 @dataclass(frozen=True)
@@ -107,17 +99,18 @@ class OverlapResult:
     Attributes:
         ratio: target of communication / split compute (of two lanes, or the fewest measured).
         bytes_per_s, latency_s: bandwidth and latency of the link.
-        arms_ms: raw block means per arm, slowest rank.
         lanes: figures per number of lanes.
-        stages: the simulator's inputs per number of lanes.
+        arms_ms: raw block means per arm, slowest rank.
+        stages: per number of lanes, what the simulator needs to predict the overlapped step: its `schedule`, its time
+            outside the lanes (`around_ms`), and every rank's programs of the steps with median times (`steps`).
     """
 
     ratio: float
     bytes_per_s: float
     latency_s: float
-    arms_ms: Mapping[str, Sequence[float]]
     lanes: Mapping[int, LaneResult]
-    stages: Mapping[int, Stages]
+    arms_ms: Mapping[str, Sequence[float]]
+    stages: Mapping[int, Mapping[str, Any]]
 
 
 def run(options: Options) -> int:
@@ -183,9 +176,14 @@ def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blo
     slowest = slowest_rank(walls)
     results = {n: _lane_result(slowest, n, lanes) for n in lanes}
     stages = {
-        n: Stages(middle_steps(steps[n], setting.schedule(n)), setting.schedule(n), split[n].around_ms()) for n in lanes
+        n: {
+            "schedule": setting.schedule(n).to_mapping(),
+            "around_ms": split[n].around_ms(),
+            "steps": write_steps(middle_steps(steps[n], setting.schedule(n))),
+        }
+        for n in lanes
     }
-    return OverlapResult(ratio, bandwidth, link.latency_s, slowest, results, stages)
+    return OverlapResult(ratio, bandwidth, link.latency_s, results, slowest, stages)
 
 
 def _overlapped(setting: Setting, lanes: int, own_ms: list[float]) -> float:
@@ -203,55 +201,28 @@ def _lane_result(arms: Mapping[str, Sequence[float]], n: int, lanes: Sequence[in
     serial_arms = ["serial_unsplit", *(f"serial_{k}" for k in lanes)]
     best = min(serial_arms, key=lambda arm: bootstrap(arms[arm]).median)
     efficiency, hidden = overlap_figures(compute, communication, overlapped)
-    return LaneResult(
-        lanes=n,
-        efficiency=efficiency,
-        schedule_efficiency=paired(arms[f"ideal_{n}"], overlapped),
-        hidden=hidden,
-        speedup=paired(arms[best], overlapped),
-    )
+    schedule_efficiency = paired(arms[f"ideal_{n}"], overlapped)
+    void = any(figure.low > _DRIFT for figure in (efficiency, schedule_efficiency, hidden))
+    return LaneResult(efficiency, schedule_efficiency, hidden, paired(arms[best], overlapped), void)
 
 
 def print_result(result: OverlapResult) -> None:
     """Print the arms and the figures of one link."""
     speed = result.bytes_per_s / 1e6
     print(f"\ncommunication {result.ratio:g}x compute (link: {speed:.1f} MB/s, {result.latency_s * 1e6:g} us)")
-    print_arms(result.arms_ms, ".1f", width=18)
-    print(f"  {'lanes':>5} {'efficiency':>22} {'schedule_efficiency':>22} {'hidden':>22} {'speedup':>22}")
-    for lane in result.lanes.values():
-        cells = (lane.efficiency, lane.schedule_efficiency, lane.hidden, lane.speedup)
-        note = "   void: better than the bound, the machine drifted" if lane.void else ""
-        print(f"  {lane.lanes:5} " + " ".join(f"{cell:.3f}".rjust(22) for cell in cells) + note, flush=True)
+    print_arms(result.arms_ms, ".1f")
+    rows: list[tuple[str, ...]] = [("lanes", *_FIGURES)]
+    rows += [(str(n), *(f"{getattr(lane, name):.3f}" for name in _FIGURES)) for n, lane in result.lanes.items()]
+    print(columns(rows))
+    for n, lane in result.lanes.items():
+        if lane.void:
+            print(f"  {n} lanes are void: better than the bound, the machine drifted")
+    print(end="", flush=True)
 
 
 def as_json(results: Sequence[OverlapResult]) -> dict[str, Any]:
     """The results for `--json`; top-level figures are those of the fewest lanes at the ratio nearest to 1."""
     head = min(results, key=lambda result: abs(result.ratio - 1.0))
     lane = head.lanes[min(head.lanes)]
-    figures = ("efficiency", "schedule_efficiency", "hidden", "speedup")
-    return {
-        "ratio": head.ratio,
-        **{name: getattr(lane, name) for name in figures},
-        "arms_ms": head.arms_ms,
-        "links": [
-            {
-                "ratio": result.ratio,
-                "bytes_per_s": result.bytes_per_s,
-                "latency_s": result.latency_s,
-                "lanes": {
-                    str(n): {**{name: getattr(lane, name) for name in figures}, "void": lane.void}
-                    for n, lane in result.lanes.items()
-                },
-                "arms_ms": result.arms_ms,
-                "stages": {
-                    str(n): {
-                        "schedule": stages.schedule.to_mapping(),
-                        "around_ms": stages.around_ms,
-                        "steps": write_steps(stages.steps),
-                    }
-                    for n, stages in result.stages.items()
-                },
-            }
-            for result in results
-        ],
-    }
+    figures = {name: getattr(lane, name) for name in _FIGURES}
+    return {"ratio": head.ratio, **figures, "arms_ms": head.arms_ms, "links": results}

@@ -20,7 +20,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,17 @@ from pydantic import Field
 from model_runner.parallel.transport import most_chunks
 from serving.ranks import run_ranks
 from serving.tuning.programs import Programs, predict_step
-from serving.tuning.stages import HANDOFF_S, StageModel, nameless, slowest_layer_times
-from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, overlap_figures, paired, print_arms
+from serving.tuning.stages import HANDOFF_S, best_schedules, nameless
+from serving.tuning.steps import ArmSteps
+from serving.workbench.bench.statistics import (
+    Interval,
+    bootstrap,
+    columns,
+    interleave_arms,
+    overlap_figures,
+    paired,
+    print_arms,
+)
 from serving.workbench.bench.step_setting import (
     SplitCompute,
     StepOptions,
@@ -45,7 +54,6 @@ from ubatch.schedules.schedule import SERIAL
 
 __all__ = ["Options", "ScheduleResult", "SchedulesResult", "measure_schedules", "run"]
 
-_STAGE_LANES = (2, 4)
 _STAGE_STEPS = 7
 _POOL = 4
 """Number of schedules that are simulated with stage times of their own, per schedule that is then measured."""
@@ -62,15 +70,7 @@ class Options(StepOptions):
 
 @dataclass(frozen=True)
 class ScheduleResult:
-    """Figures of one schedule.
-
-    Attributes:
-        name: the schedule's name, or its rank in the search.
-        schedule: its description, in a line.
-        efficiency, speedup: see the top of this module.
-        predicted_ms, measured_ms: time of a step.
-        error: predicted / measured - 1.
-    """
+    """Figures of one schedule: its name, or its rank in the search; its description; and those of the module's top."""
 
     name: str
     schedule: str
@@ -83,14 +83,8 @@ class ScheduleResult:
 
 @dataclass(frozen=True)
 class SchedulesResult:
-    """Figures over one link.
-
-    Attributes:
-        bytes_per_s, latency_s: bandwidth and latency of the link.
-        arms_ms: raw block means per arm, slowest rank.
-        named: every named schedule that can run here.
-        searched: the search's best schedules, ordered by the time predicted before they were measured.
-    """
+    """Figures over one link: of every named schedule that can run here, and of the search's best schedules, ordered by
+    the time predicted before they were measured. `arms_ms` has the raw block means of the slowest rank."""
 
     bytes_per_s: float
     latency_s: float
@@ -192,30 +186,16 @@ def _named(setting: StepSetting) -> list[Schedule]:
 
 
 def _search(setting: StepSetting, options: Options) -> list[Schedule]:
-    """The best schedules, best first, the same on every rank."""
-    model = _stage_model(setting)
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        found = model.search(max_lanes=options.max_lanes, max_chunks=options.max_chunks, keep=_POOL * options.top)
-        box = [[each.schedule for each in found if nameless(each.schedule) != nameless(SERIAL)]]
-    dist.broadcast_object_list(box, src=0)
-    pool: list[Schedule] = box[0]
+    """The best schedules, best first, the same on every rank. Errors as in `measure_schedules`."""
+    limits = {"max_lanes": options.max_lanes, "max_chunks": options.max_chunks, "keep": _POOL * options.top}
+    with ArmSteps(setting.runner, setting.link) as arms:
+        found = arms.search(setting.batch, lambda model: best_schedules(model, "prefill", [], **limits))
+    if not found:
+        raise ConfigError("the search needs a transport that sends tokens to experts, and serves four lanes.")
+    pool = [arm.schedule for arm in found]
     steps = _steps(setting, {work_of(setting, schedule): None for schedule in pool})
     seconds = {each: predict_step(steps[work_of(setting, each)], each, HANDOFF_S) for each in pool}
     return sorted(pool, key=lambda each: seconds[each])[: options.top]
-
-
-def _stage_model(setting: StepSetting) -> StageModel:
-    """Fit stage times to steps with two numbers of lanes; the same on every rank. Errors as in `measure_schedules`."""
-    config, traits = setting.runner.config, setting.runner.all2all.traits
-    if traits.max_lanes is not None and traits.max_lanes < _STAGE_LANES[-1]:
-        raise ConfigError(f"the transport serves {traits.max_lanes} lanes; the stages are measured at {_STAGE_LANES}.")
-    works = {lanes: setting.schedule(lanes).one_by_one() for lanes in _STAGE_LANES}
-    steps = _steps(setting, works.values())
-    (few, (times, layers)), (many, (more, _)) = [
-        (lanes, slowest_layer_times(steps[work])) for lanes, work in works.items()
-    ]
-    return StageModel.fit((few, times), (many, more), layers, config.num_experts, config.num_experts_per_tok, traits)
 
 
 def _steps(setting: StepSetting, works: Iterable[Schedule]) -> dict[Schedule, list[list[Programs]]]:
@@ -252,12 +232,11 @@ def print_result(options: Options, result: SchedulesResult) -> None:
     """Print the arms and the figures."""
     speed, latency = result.bytes_per_s / 1e6, result.latency_s * 1e6
     print(f"communication {options.ratio:g}x compute (link: {speed:.1f} MB/s, {latency:g} us)")
-    print_arms(result.arms_ms, ".1f", width=44)
-    print(f"  {'schedule':24} {'efficiency':>22} {'speedup':>22} {'predicted':>10} {'measured':>24} {'error':>7}")
+    print_arms(result.arms_ms, ".1f")
+    rows = [("schedule", "efficiency", "speedup", "predicted", "measured", "error")]
     for each in (*result.named, *result.searched):
-        print(
-            f"  {each.name:24} {format(each.efficiency, '.3f'):>22} {format(each.speedup, '.3f'):>22} "
-            f"{each.predicted_ms:10.1f} {format(each.measured_ms, '.1f'):>24} {each.error:+7.1%}"
-        )
+        figures = (f"{each.efficiency:.3f}", f"{each.speedup:.3f}")
+        rows.append((each.name, *figures, f"{each.predicted_ms:.1f}", f"{each.measured_ms:.1f}", f"{each.error:+.1%}"))
+    print(columns(rows))
     for each in result.searched:
         print(f"  {each.name}: {each.schedule}")

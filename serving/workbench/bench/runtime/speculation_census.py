@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model_runner import SamplingParams
 from serving.engine.speculation import SpeculationConfig
 from serving.llm import LLM
+from serving.workbench.bench.generate import completions
 from ubatch import DeclineReason, UBatchError
 
 __all__ = ["Census", "census_of", "take_census"]
@@ -78,19 +78,14 @@ def take_census(
     }
     many = [prompts[index % len(prompts)] for index in range(_RANKS * _PROMPTS_PER_RANK)]
     with LLM(model, **options) as llm:
-        wanted = _generate(llm, many, output_len)
+        wanted = [each.token_ids for each in completions(llm, many, output_len)]
     with LLM(model, **options, **overlap, **asked) as llm:
-        tokens = _generate(llm, many, output_len)
+        tokens = [each.token_ids for each in completions(llm, many, output_len)]
         steps = [dict(each.steps) for each in llm.statistics.values()]
     if tokens != wanted:
         raise UBatchError("two ranks that overlap and guess do not give the greedy tokens of two that do not.")
     engaged, above = census_of(steps)
     return Census(threshold, engaged, above, dict(sum(map(Counter, steps), Counter())))
-
-
-def _generate(llm: LLM, prompts: Sequence[Sequence[int]], output_len: int) -> list[tuple[int, ...]]:
-    params = SamplingParams(max_tokens=output_len, ignore_eos=True)
-    return [output.outputs[0].token_ids for output in llm.generate(list(prompts), params, use_tqdm=False)]
 
 
 def census_of(ranks: Sequence[Mapping[str, int]]) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -24,7 +24,7 @@ from serving.ranks import run_ranks
 from serving.workbench.bench.runtime.overlap import OverlapResult, as_json, measure_overlap, print_result
 from serving.workbench.bench.statistics import paired
 from serving.workbench.bench.step_setting import Setting, StepOptions, model_folder
-from ubatch import CommGroup, Schedule, UBatchConfig, UBatchError, UBatchWrapper
+from ubatch import CommGroup, Schedule, UBatchConfig, UBatchError
 from ubatch.schedules.schedule import SERIAL
 
 __all__ = ["Options", "TransformersSetting", "run"]
@@ -49,56 +49,27 @@ class TransformersSetting(Setting):
     """
 
     def __init__(self, model: nn.Module, ids: Tensor, link: EmulatedLink, group: CommGroup, schedule: str) -> None:
-        self.link = link
-        self._model = model
+        # No proof: the arms are compared before they are timed.
+        super().__init__(model, UBatchConfig(schedule=schedule, timeout_s=300.0, verify="off"), group, link)
         self._ids = ids
-        self._group = group
-        self._schedule = schedule
-        self._wrappers: dict[Schedule, UBatchWrapper] = {}
-
-    @property
-    def group(self) -> CommGroup | None:
-        """All ranks."""
-        return self._group
-
-    def schedule(self, lanes: int) -> Schedule:
-        """The schedule that was asked for, with `lanes` lanes."""
-        return UBatchConfig(schedule=self._schedule).resolved_schedule().with_lanes(lanes)
 
     def step(self, schedule: Schedule) -> Tensor:
         """Logits of all prompts, `[sequences, length, vocab]`; `SERIAL` runs the model without a wrapper."""
         with torch.inference_mode(False), torch.no_grad():  # `fully_shard` refuses inference tensors
             if schedule == SERIAL:
-                return self._logits(self._model)
-            wrapper = self._wrapper(schedule)
+                return self._logits(self.model)
+            wrapper = self.wrapper(schedule)
+            if not wrapper.statistics().calls:
+                self._logits(wrapper)  # a warm-up: the first call may run unsplit
             engaged = wrapper.statistics().engaged
             logits = self._logits(wrapper)
         if wrapper.statistics().engaged == engaged:
             raise UBatchError(f"{schedule.describe()}: the call declined: {wrapper.statistics().last_reason}.")
         return logits
 
-    def close(self) -> None:
-        """Stop all lanes."""
-        for wrapper in self._wrappers.values():
-            wrapper.close()
-
     def _logits(self, model: nn.Module) -> Tensor:
         logits: Tensor = model(self._ids, use_cache=False).logits
         return logits
-
-    def _wrapper(self, schedule: Schedule) -> UBatchWrapper:
-        if schedule not in self._wrappers:
-            config = UBatchConfig(
-                num_ubatches=schedule.lanes,
-                schedule=schedule,
-                dbo_decode_token_threshold=schedule.lanes,
-                dbo_prefill_token_threshold=schedule.lanes,
-                timeout_s=300.0,
-                verify="off",  # the arms are compared before they are timed
-            )
-            self._wrappers[schedule] = UBatchWrapper(self._model, config)
-            self._logits(self._wrappers[schedule])  # a warm-up: the first call may run unsplit
-        return self._wrappers[schedule]
 
 
 @contextmanager
@@ -126,8 +97,7 @@ def run(options: Options) -> int:
     print_result(result)
     over_not_wrapped = paired(result.arms_ms["serial_unsplit"], result.arms_ms[f"overlapped_{options.lanes}"])
     print(f"  wrapped, over not wrapped   {over_not_wrapped:.3f}")
-    figures: dict[str, Any] = as_json([result])
-    options.write({"over_not_wrapped": over_not_wrapped, **figures})
+    options.write({"over_not_wrapped": over_not_wrapped, **as_json([result])})
     return 1 if result.lanes[options.lanes].void else 0
 
 

@@ -19,23 +19,22 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from model_runner import RandomQwen3Moe, SamplingParams, make_random_qwen3_moe
+from model_runner import RandomQwen3Moe, make_random_qwen3_moe
 from serving.llm import LLM
-from serving.workbench.bench.generate import transformers_arm
+from serving.workbench.bench.generate import completions, share_of_equal, transformers_arm
 from serving.workbench.bench.server.process import running_server
 from serving.workbench.bench.server.requests import Server, Status, Task, send_all
-from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
+from serving.workbench.bench.statistics import Interval, bootstrap, columns, interleave_arms, paired, timed
 from ubatch import UBatchError
 from ubatch.process.cores import num_cores
 
 __all__ = ["OfflineResult", "Workload", "make_served_model", "measure_offline", "random_prompts"]
-
-_SHARE_OF_EQUAL_TOKENS = 0.5  # a random model has near-ties, and a tie that falls differently changes all later tokens
 
 
 @dataclass(frozen=True)
@@ -52,12 +51,9 @@ class Workload:
 
 @dataclass(frozen=True)
 class OfflineResult:
-    """Figures of whole generations.
+    """Figures of whole generations, per arm.
 
     Attributes:
-        workload: prompts and answers, in words.
-        arms_ms: raw block means.
-        tokens_per_s: new tokens per second, per arm.
         over_transformers: transformers' time / the arm's time.
         over_offline: time of `offline_N` / time of the served arm.
         same: share of tokens that equal transformers' (offline), or of texts that equal those of `offline_N` (served).
@@ -73,13 +69,13 @@ class OfflineResult:
     def print(self) -> None:
         """Print the figures."""
         print(f"\ngenerate: {self.workload}, all cores")
-        print(f"  {'':14} {'ms':>20} {'tokens/s':>20} {'over transformers':>20} {'over offline':>20} {'same':>7}")
+        rows = [["", "ms", "tokens/s", "over transformers", "over offline", "same"]]
         for name, values in self.arms_ms.items():
-            cells = [f"{bootstrap(values):.0f}", f"{self.tokens_per_s[name]:.0f}"]
+            rows.append([name, f"{bootstrap(values):.0f}", f"{self.tokens_per_s[name]:.0f}"])
             for column in (self.over_transformers, self.over_offline):
-                cells.append(f"{column[name]:.2f}" if name in column else "-")
-            same = f"{self.same[name]:.1%}" if name in self.same else "-"
-            print(f"  {name:14} " + " ".join(f"{cell:>20}" for cell in cells) + f" {same:>7}", flush=True)
+                rows[-1].append(f"{column[name]:.2f}" if name in column else "-")
+            rows[-1].append(f"{self.same[name]:.1%}" if name in self.same else "-")
+        print(columns(rows), flush=True)
 
 
 def make_served_model(folder: Path, size: RandomQwen3Moe | None = None) -> Path:
@@ -146,11 +142,12 @@ def measure_offline(
             options = _options(data_parallel, tensor_parallel, workload)
             count = f"{data_parallel}x{tensor_parallel}" if tensor_parallel > 1 else str(data_parallel)
             llm = stack.enter_context(LLM(model, **options))
-            generate = _offline(llm, prompts, workload.output_len)
+            generate = partial(completions, llm, prompts, workload.output_len)
             arms[f"offline_{count}"] = generate
-            tokens, texts = generate()
+            results = generate()
             if expected is not None:
-                same[f"offline_{count}"] = _equal(f"offline_{count}", expected, tokens)
+                tokens = [result.token_ids for result in results]
+                same[f"offline_{count}"] = share_of_equal(f"offline_{count}", expected, tokens)
             if served:
                 flags = _flags(options)
                 cores = {"OMP_NUM_THREADS": str(num_cores())}  # as in this process
@@ -158,7 +155,8 @@ def measure_offline(
                 for name, stream in (("served", False), ("streamed", True)):
                     arm = _served(Server(url, str(model), stream=stream), prompts, workload.output_len)
                     arms[f"{name}_{count}"] = arm
-                    same[f"{name}_{count}"] = _equal(f"{name}_{count}", [texts], [arm()])
+                    texts = [result.text for result in results]
+                    same[f"{name}_{count}"] = share_of_equal(f"{name}_{count}", [texts], [arm()])
         measured = interleave_arms({name: timed(arm) for name, arm in arms.items()}, blocks, label="generate")
     new_tokens = workload.prompts * workload.output_len
     base = {name: f"offline_{name.rsplit('_', 1)[-1]}" for name in arms if name.startswith(("served", "streamed"))}
@@ -193,16 +191,6 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def _offline(llm: LLM, prompts: list[list[int]], output_len: int) -> Callable[[], tuple[list[list[int]], list[str]]]:
-    params = SamplingParams(max_tokens=output_len, ignore_eos=True)
-
-    def generate() -> tuple[list[list[int]], list[str]]:
-        results = [each.outputs[0] for each in llm.generate(prompts, params, use_tqdm=False)]
-        return [list(result.token_ids) for result in results], [result.text for result in results]
-
-    return generate
-
-
 def _served(server: Server, prompts: list[list[int]], output_len: int) -> Callable[[], list[str]]:
     fields = {"temperature": 0, "ignore_eos": True}
     tasks = [Task(index, prompt, output_len, fields=fields) for index, prompt in enumerate(prompts)]
@@ -215,16 +203,3 @@ def _served(server: Server, prompts: list[list[int]], output_len: int) -> Callab
         return [outcome.text for outcome in outcomes]
 
     return ask
-
-
-def _equal(name: str, expected: Sequence[Sequence[Any]], got: Sequence[Sequence[Any]]) -> float:
-    """Share of equal elements.
-
-    Raises:
-        UBatchError: less than half are equal.
-    """
-    pairs = [pair for a, b in zip(expected, got, strict=True) for pair in zip(a, b, strict=True)]
-    same = sum(a == b for a, b in pairs) / len(pairs)
-    if same < _SHARE_OF_EQUAL_TOKENS:
-        raise UBatchError(f"{name} generates something else: only {same:.1%} is the same.")
-    return same

@@ -55,7 +55,7 @@ class SchedulerResult:
     def print(self) -> None:
         """Print the figures."""
         print(f"\nscheduler: {self.running} running requests; a device that takes {self.device_ms:g} ms a step")
-        print_arms(self.arms_ms, ".3f", unit="ms a step", width=22)
+        print_arms(self.arms_ms, ".3f", unit="ms a step")
         print(f"  the device waits in the plain loop   {self.exposed:.3f} ms a step")
         print(f"  of which the overlapped loop hides   {self.hidden:.2f}", flush=True)
 
