@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -34,7 +34,7 @@ from serving.text.tokenizer import load_tokenizer
 from serving.workbench.bench.corpus import read_corpus
 from serving.workbench.bench.options import BlockOptions, Checkpoint
 from serving.workbench.bench.runtime.speculation_census import Census, take_census
-from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired
+from serving.workbench.bench.statistics import Interval, bootstrap, columns, interleave_arms, paired
 from ubatch import ConfigError, UBatchError
 from ubatch.process.cores import num_cores
 
@@ -88,14 +88,12 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class SpeculationResult:
-    """Figures of one number of requests at once.
+    """Figures of `batch` requests at once, per arm.
 
     Attributes:
-        batch: number of requests at once.
-        arms_ms: raw block means of the time per generated token, per arm.
-        tokens_per_s: generated tokens per second of all requests together, per arm.
+        arms_ms: raw block means of the time per generated token.
+        tokens_per_s: generated tokens per second of all requests together.
         speedup: time without guesses / the arm's time.
-        acceptance: how good the guesses were, per arm that guesses.
     """
 
     batch: int
@@ -107,16 +105,14 @@ class SpeculationResult:
     def print(self) -> None:
         """Print the figures."""
         print(f"\nspeculation: {self.batch} request{'s' if self.batch > 1 else ''} at once")
-        print(f"  {'':12} {'ms/token':>22} {'tokens/s':>22} {'speed-up':>22} {'mean length':>12}  right at 1, 2, ...")
+        rows = [["", "ms/token", "tokens/s", "speed-up", "mean length", "right at 1, 2, ..."]]
         for name, values in self.arms_ms.items():
-            cells = [f"{bootstrap(values):.3f}", f"{self.tokens_per_s[name]:.0f}"]
-            cells.append(f"{self.speedup[name]:.3f}" if name in self.speedup else "-")
-            line = f"  {name:12} " + " ".join(f"{cell:>22}" for cell in cells)
-            if name in self.acceptance:
-                found = self.acceptance[name]
-                length = "-" if found.mean_length is None else f"{found.mean_length:.2f}"
-                line += f" {length:>12}  " + ", ".join(f"{share:.0%}" for share in found.per_position)
-            print(line, flush=True)
+            rows.append([name, f"{bootstrap(values):.3f}", f"{self.tokens_per_s[name]:.0f}"])
+            rows[-1].append(f"{self.speedup[name]:.3f}" if name in self.speedup else "-")
+            found = self.acceptance.get(name)
+            rows[-1].append("-" if found is None or found.mean_length is None else f"{found.mean_length:.2f}")
+            rows[-1].append("" if found is None else ", ".join(f"{share:.0%}" for share in found.per_position))
+        print(columns(rows), flush=True)
 
 
 def run(options: Options) -> int:
@@ -138,7 +134,7 @@ def run(options: Options) -> int:
     if options.census:
         census = take_census(options.model, _chain(options), prompts, options.output_len)
         census.print()
-    options.write({"results": list(map(asdict, results)), "census": None if census is None else asdict(census)})
+    options.write({"results": results, "census": census})
     return 0
 
 

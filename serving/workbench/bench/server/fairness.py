@@ -36,7 +36,7 @@ from serving.workbench.bench.server.figures import figures_of
 from serving.workbench.bench.server.load import Load, make_tasks, served_model
 from serving.workbench.bench.server.process import ServerProcess, running_server
 from serving.workbench.bench.server.requests import Outcome, Server, Status, Task, send_all
-from serving.workbench.bench.statistics import Interval, bootstrap, paired
+from serving.workbench.bench.statistics import bootstrap, columns, paired
 from ubatch import UBatchError
 
 __all__ = ["Options", "Round", "gaps_between", "run"]
@@ -69,12 +69,7 @@ class Options(ReportOptions):
 
 @dataclass(frozen=True)
 class Round:
-    """One visit of an arm.
-
-    Attributes:
-        alone_ms, mixed_ms: times between two tokens of a stream, in each part.
-        tokens_per_s: throughput of the mixed part.
-    """
+    """One visit of an arm: times between two tokens of a stream in each part, and the throughput of the mixed part."""
 
     alone_ms: Sequence[float]
     mixed_ms: Sequence[float]
@@ -82,12 +77,10 @@ class Round:
 
     @property
     def p99_alone(self) -> float:
-        """99th percentile of `alone_ms`."""
         return float(np.percentile(self.alone_ms, 99))
 
     @property
     def p99_mixed(self) -> float:
-        """99th percentile of `mixed_ms`."""
         return float(np.percentile(self.mixed_ms, 99))
 
     def as_json(self) -> dict[str, float]:
@@ -141,13 +134,8 @@ def run(options: Options) -> int:
                     arm.rounds.append(asyncio.run(_visit(arm, options, seed)))
         rows = [_row(arm, next(each for each in arms if each.dbo == arm.dbo)) for arm in arms]
     _print(options, rows)
-    options.write(
-        {
-            "arms": [
-                {**row, "rounds": [each.as_json() for each in arm.rounds]} for row, arm in zip(rows, arms, strict=True)
-            ]
-        }
-    )
+    rounds = ([each.as_json() for each in arm.rounds] for arm in arms)
+    options.write({"arms": [row | {"rounds": own} for row, own in zip(rows, rounds, strict=True)]})
     return 0
 
 
@@ -161,12 +149,11 @@ def _flags(options: Options, limit: str, *, dbo: bool) -> list[str]:
 async def _visit(arm: _Arm, options: Options, seed: int) -> Round:
     asked = Server(arm.server.base_url)
     server = replace(asked, model=(await served_model(asked, None)).name)
-    fields = {"temperature": 0.0, "ignore_eos": True}
-    decodes = Load(options.streams, input_len=32, output_len=options.output_len, seed=2 * seed, fields=fields)
+    decodes = Load(num_prompts=options.streams, input_len=32, output_len=options.output_len, seed=2 * seed)
     prompts = Load(
-        options.prompts, input_len=options.input_len, output_len=_PROMPT_OUTPUT, seed=2 * seed + 1, fields=fields
+        num_prompts=options.prompts, input_len=options.input_len, output_len=_PROMPT_OUTPUT, seed=2 * seed + 1
     )
-    streams, coming = await make_tasks(server, decodes), await make_tasks(server, prompts)
+    streams, coming = [await make_tasks(server, load, temperature=0.0, ignore_eos=True) for load in (decodes, prompts)]
     alone = _all_ok(await send_all(server, _shuffled(streams, seed)))
     later = [replace(task, start_s=_BEFORE_S) for task in coming]
     decoded, served = await asyncio.gather(
@@ -226,15 +213,9 @@ def _print(options: Options, rows: Sequence[Mapping[str, Any]]) -> None:
         f"{options.streams} streams on {options.ranks} ranks, {options.prompts} prompts of {options.input_len} tokens "
         f"beside them, {options.in_flight} at a time; {2 * options.rounds} visits of every arm"
     )
-    print(f"  {'limit':12} {'p99 alone':>20} {'p99 mixed':>20} {'stretch':>20} {'throughput':>20} {'overlapped':>11}")
+    table = [("limit", "p99 alone", "p99 mixed", "stretch", "throughput", "overlapped")]
     for row in rows:
         name = f"{row['limit']}{', dbo' if row['dbo'] else ''}"
-        cells = [_cell(row[key], ".0f", " ms") for key in _SHOWN[:2]] + [_cell(row[key], ".2f") for key in _SHOWN[2:]]
-        print(f"  {name:12} " + " ".join(f"{cell:>20}" for cell in cells) + f" {row['overlapped']:>10.0%}")
-
-
-def _cell(interval: Interval, spec: str, unit: str = "") -> str:
-    return f"{interval:{spec}}{unit}"
-
-
-_SHOWN: Sequence[str] = ("p99_alone_ms", "p99_mixed_ms", "stretch", "throughput")
+        times = (f"{row['p99_alone_ms']:.0f} ms", f"{row['p99_mixed_ms']:.0f} ms")
+        table.append((name, *times, f"{row['stretch']:.2f}", f"{row['throughput']:.2f}", f"{row['overlapped']:.0%}"))
+    print(columns(table))

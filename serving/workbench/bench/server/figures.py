@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from serving.workbench.bench.server.requests import Outcome, Status
+from serving.workbench.bench.statistics import columns
 
 __all__ = ["Figures", "Spread", "figures_of"]
 
@@ -36,7 +37,6 @@ class Figures:
     """A load's result.
 
     Attributes:
-        ok, failed, cancelled: number of requests by how they ended.
         first_error: error of the failed request that was sent first.
         duration_s: from the load's start to the end of its last request.
         requests_per_s: completed requests per second.
@@ -73,22 +73,21 @@ class Figures:
         print(f"  total tokens/s    {self.total_tokens_per_s:10.1f}")
         if self.uncounted:
             print(f"  {self.uncounted} answers without `usage`: their events are counted as tokens, their prompts not")
-        print(f"  {'ms':24} {'mean':>10} {'median':>10} {'p90':>10} {'p99':>10}")
-        rows = {
+        latencies = {
             "time to first token": self.ttft,
             "inter-token latency": self.itl,
             "time per output token": self.tpot,
             "end to end": self.e2e,
         }
-        for name, spread in rows.items():
-            cells = [f"{value:10.2f}" for value in vars(spread).values()] if spread is not None else [f"{'-':>10}"] * 4
-            print(f"  {name:24} " + " ".join(cells))
+        rows = [["ms", "mean", "median", "p90", "p99"]]
+        for name, spread in latencies.items():
+            rows.append([name, *(["-"] * 4 if spread is None else [f"{each:.2f}" for each in vars(spread).values()])])
+        print(columns(rows))
 
 
 def figures_of(outcomes: Sequence[Outcome]) -> Figures:
     """Compute a load's figures."""
-    by_status = {status: [each for each in outcomes if each.status is status] for status in Status}
-    ok, failed, cancelled = by_status[Status.OK], by_status[Status.FAILED], by_status[Status.CANCELLED]
+    ok, failed, cancelled = ([each for each in outcomes if each.status is status] for status in Status)
     duration = max((each.sent_s + each.latency_s for each in outcomes), default=0.0)
     served = ok + cancelled
     output = sum(each.output_tokens for each in served)

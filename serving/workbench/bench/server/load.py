@@ -6,10 +6,12 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
+from pydantic import ConfigDict, Field, PlainSerializer
 
+from serving.arguments.fields import Group
 from serving.workbench.bench.server.requests import Endpoint, RequestFailed, Server, Task, refused
 from ubatch import ConfigError
 
@@ -33,31 +35,25 @@ class Dataset(StrEnum):
     """random English words, about one token each: for servers without `/tokenize`"""
 
 
-@dataclass(frozen=True)
-class Load:
-    """The number, sizes and arrival times of requests.
+class Load(Group):
+    """The number, sizes and arrival times of requests."""
 
-    Attributes:
-        num_prompts: number of requests.
-        request_rate: requests per second on average, with Poisson arrivals; infinity sends all at once.
-        input_len: mean tokens of a prompt.
-        output_len: mean tokens of an answer.
-        range_ratio: lengths are uniform within this share below and above their mean.
-        cancel_ratio: share of the requests that are dropped midway.
-        dataset: the kind of prompts.
-        seed: seed of all random choices.
-        fields: more fields of every request's body.
-    """
-
-    num_prompts: int = 100
-    request_rate: float = float("inf")
-    input_len: int = 128
-    output_len: int = 64
-    range_ratio: float = 0.0
-    cancel_ratio: float = 0.0
-    dataset: Dataset = Dataset.RANDOM
-    seed: int = 0
-    fields: Mapping[str, Any] | None = None
+    model_config = ConfigDict(allow_inf_nan=True)
+    num_prompts: Annotated[int, Field(ge=1, description="requests")] = 100
+    request_rate: Annotated[
+        float,
+        PlainSerializer(str, when_used="json"),  # JSON knows no infinity
+        Field(gt=0, description="requests per second, Poisson; inf sends all at once"),
+    ] = float("inf")
+    dataset: Annotated[
+        Dataset,
+        Field(description="random: token ids known to /tokenize; words: English words"),
+    ] = Dataset.RANDOM
+    input_len: Annotated[int, Field(ge=1, description="mean tokens of a prompt")] = 128
+    output_len: Annotated[int, Field(ge=1, description="mean tokens of an answer")] = 64
+    range_ratio: Annotated[float, Field(ge=0, lt=1, description="lengths vary by this share, up and down")] = 0.0
+    cancel_ratio: Annotated[float, Field(ge=0, le=1, description="share of the requests dropped midway")] = 0.0
+    seed: Annotated[int, Field(description="of lengths, prompts, arrivals and drops")] = 0
 
     @property
     def longest(self) -> int:
@@ -126,8 +122,8 @@ async def _ask(server: Server, method: str, path: str, body: Mapping[str, Any] |
     return response.json()
 
 
-async def make_tasks(server: Server, load: Load) -> list[Task]:
-    """Draw the requests. The same load and tokenizer give the same tasks.
+async def make_tasks(server: Server, load: Load, **fields: Any) -> list[Task]:
+    """Draw the requests, with more `fields` in their bodies. The same load and tokenizer give the same tasks.
 
     Raises:
         RequestFailed: the dataset needs `/tokenize` and the server has none.
@@ -147,8 +143,6 @@ async def make_tasks(server: Server, load: Load) -> list[Task]:
             if server.endpoint is Endpoint.CHAT:
                 prompt = await _detokenize(server, prompt)
         midway = rng.randint(1, max(1, output_len - 1))
-        tasks.append(
-            Task(index, prompt, output_len, start_s, midway if index in cancelled else None, load.fields or {})
-        )
+        tasks.append(Task(index, prompt, output_len, start_s, midway if index in cancelled else None, fields))
         start_s += rng.expovariate(load.request_rate) if load.request_rate != float("inf") else 0.0
     return tasks

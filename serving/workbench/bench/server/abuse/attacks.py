@@ -215,15 +215,22 @@ async def _raw(target: Target, data: bytes, wait_s: float, idle_s: float = 0.0) 
     """Send bytes, wait up to `wait_s` for the status, idle for `idle_s` without reading, and disconnect."""
     reader, writer = await asyncio.open_connection(*target.address, limit=1024)
     try:
+        status = await _ask(reader, writer, data, wait_s)
+        await asyncio.sleep(idle_s)
+        return status
+    finally:
+        writer.transport.abort()
+
+
+async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes, wait_s: float) -> str:
+    """Send bytes; returns the status, `nothing` after `wait_s`, or `closed`."""
+    try:
         writer.write(data)
         line = await asyncio.wait_for(reader.readline(), wait_s)
-        await asyncio.sleep(idle_s)
     except TimeoutError:
         return "nothing"
     except OSError:
         return "closed"
-    finally:
-        writer.transport.abort()
     return line.split()[1].decode() if line else "closed"
 
 
@@ -253,15 +260,8 @@ async def _flood(target: Target) -> Answers:
     turn = asyncio.Semaphore(20)  # many connections, not many requests at once
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-        try:
-            async with turn:
-                writer.write(ask)
-                line = await asyncio.wait_for(reader.readline(), 30.0)
-        except TimeoutError:
-            return "nothing"
-        except OSError:
-            return "closed"
-        return line.split()[1].decode() if line else "closed"
+        async with turn:
+            return await _ask(reader, writer, ask, 30.0)
 
     try:
         answers: Answers = list(await asyncio.gather(*(answer(*each) for each in streams)))

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +14,10 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.workbench.bench.server.abuse.watch import Reference, ask_references, resident_bytes
+from serving.workbench.bench.server.abuse.watch import ask_references, resident_bytes
 from serving.workbench.bench.server.load import Load, make_tasks
 from serving.workbench.bench.server.process import ServerProcess
-from serving.workbench.bench.server.requests import Outcome, RequestFailed, Server, Status, send_all
+from serving.workbench.bench.server.requests import RequestFailed, Server, Status, send_all
 
 __all__ = ["Hang", "Round", "engines_of", "hang", "overlapped_steps", "rest", "rounds"]
 
@@ -66,11 +66,9 @@ class Round:
     """Result of one load of streams, a third of which is dropped.
 
     Attributes:
-        ok, cancelled, failed: number of streams by how they ended.
         wrong: complete answers that differ from those of the server without load.
         held: what the engines still hold afterwards; None for nothing.
         resident: memory in bytes of the API process and of each engine, afterwards.
-        first_error: error of the first failed stream.
     """
 
     ok: int
@@ -82,37 +80,21 @@ class Round:
     first_error: str | None
 
 
-async def rounds(server: Server, process: ServerProcess, count: int, streams: int, seed: int = 0) -> list[Round]:
+async def rounds(server: Server, process: ServerProcess, count: int, streams: int) -> list[Round]:
     """Run the same streams `count` times; a third of them is dropped midway."""
-    load = Load(
-        streams, input_len=16, output_len=24, range_ratio=0.5, cancel_ratio=1 / 3, seed=seed,
-        fields={"temperature": 0, "ignore_eos": True},
-    )  # fmt: skip
-    tasks = await make_tasks(server, load)
+    load = Load(num_prompts=streams, input_len=16, output_len=24, range_ratio=0.5, cancel_ratio=1 / 3)
+    tasks = await make_tasks(server, load, temperature=0, ignore_eos=True)
     references = await ask_references(server, [(list(map(int, task.prompt)), task.max_tokens) for task in tasks])
     done: list[Round] = []
     for _ in range(count):
         outcomes = await send_all(server, tasks)
         held = await rest(server)
         resident = tuple(resident_bytes(pid) for pid in (process.process.pid, *engines_of(process)))
-        done.append(_round(outcomes, references, held, resident))
+        ok, failed, cancelled = ([each for each in outcomes if each.status is status] for status in Status)
+        wrong = sum(not references[each.index].allows(each) for each in ok)
+        first_error = failed[0].error if failed else None
+        done.append(Round(len(ok), len(cancelled), len(failed), wrong, held, resident, first_error))
     return done
-
-
-def _round(
-    outcomes: Sequence[Outcome], references: Sequence[Reference], held: str | None, resident: tuple[int, ...]
-) -> Round:
-    by_status = {status: [each for each in outcomes if each.status is status] for status in Status}
-    failed = by_status[Status.FAILED]
-    return Round(
-        ok=len(by_status[Status.OK]),
-        cancelled=len(by_status[Status.CANCELLED]),
-        failed=len(failed),
-        wrong=sum(not references[each.index].allows(each) for each in by_status[Status.OK]),
-        held=held,
-        resident=resident,
-        first_error=failed[0].error if failed else None,
-    )
 
 
 def engines_of(process: ServerProcess) -> list[int]:
@@ -138,11 +120,9 @@ class Hang:
     """What a server did after a rank was stopped.
 
     Attributes:
-        rank: the stopped rank.
         unhealthy_s: seconds until `/health` answered 503; None if it never did.
         errors: errors of the running streams.
         ended_s: seconds until the server ended; None if it did not.
-        exit_status: the server's exit status; None if it did not end.
     """
 
     rank: int
@@ -153,16 +133,11 @@ class Hang:
 
 
 async def hang(server: Server, process: ServerProcess, timeout_s: float) -> Hang:
-    """Stop the last rank while streams run, and observe the server.
-
-    Args:
-        server: the server's address and model.
-        process: the server's process; it has ended afterwards.
-        timeout_s: seconds after which the server must notice; this function waits up to twice as long.
-    """
+    """Stop the last rank while streams run, and observe the server, up to twice the `timeout_s` after which it must
+    notice. The server has ended afterwards."""
     engines = engines_of(process)
     rank = len(engines) - 1
-    tasks = await make_tasks(server, Load(8, input_len=8, output_len=512, fields={"ignore_eos": True}))
+    tasks = await make_tasks(server, Load(num_prompts=8, input_len=8, output_len=512), ignore_eos=True)
     streams = asyncio.create_task(send_all(server, tasks))
     await asyncio.sleep(1.0)
     begun, unhealthy_s, ended_s = time.monotonic(), None, None
