@@ -17,7 +17,7 @@ from attention import AttentionShape, PagedKVCache, make_attention_backend
 from serving.workbench.bench import bootstrap, paired
 from serving.workbench.gpu.bench import Bench
 from serving.workbench.gpu.model import make_metadata
-from serving.workbench.gpu.report import Arms, Section
+from serving.workbench.gpu.report import Arms, Section, in_a_line
 from ubatch import ForwardMode
 
 __all__ = ["decode"]
@@ -79,6 +79,5 @@ def _measure(bench: Bench, section: Section, shape: AttentionShape, batch: int, 
             torch.testing.assert_close(peer().view_as(expected), expected, atol=2e-2, rtol=2e-2)
             arms[name] = bench.kernel(peer)
         except Exception as error:  # not installed, or does not support this GPU
-            note = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
-            section.add(f"batch {batch}: speed against {name}", None, note=note)
+            section.add(f"batch {batch}: speed against {name}", None, note=in_a_line(error))
     return bench.interleave(arms, f"batch {batch}")

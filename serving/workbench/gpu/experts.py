@@ -10,7 +10,7 @@ Prefill-sized batches are bound by the matrix units: 6 T k H I operations, compa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from moe import make_experts
 from serving.workbench.bench import bootstrap, paired
 from serving.workbench.gpu.bench import Bench
 from serving.workbench.gpu.peers import GROUPED_MM, Layer, grouped_products, peers
-from serving.workbench.gpu.report import Arms, Section
+from serving.workbench.gpu.report import Section, in_a_line
 
 __all__ = ["MoEShape", "decode", "make_layer", "prefill"]
 
@@ -36,10 +36,6 @@ class MoEShape:
     top_k: int = 8
     hidden: int = 2048
     intermediate: int = 768
-
-    def flops(self, tokens: int) -> int:
-        """Operations of the three products."""
-        return 6 * tokens * self.top_k * self.hidden * self.intermediate
 
 
 _TINY = MoEShape(experts=2, top_k=2, hidden=32, intermediate=16)
@@ -60,54 +56,64 @@ def make_layer(bench: Bench, shape: MoEShape, tokens: int, like: Layer | None = 
 
 def decode(bench: Bench, section: Section) -> None:
     """Goals: at least 0.8 of the floor, and no slower than any peer."""
-    shape, sizes = (_TINY, (4,)) if bench.tiny else (MoEShape(), (64, 128, 256))
-    section.shape = {**vars(shape), "tokens": list(sizes), "dtype": str(bench.dtype)}
     section.add("copy bandwidth", bench.copy_bytes_per_s / 1e9, "GB/s")
-    layer = None
-    for tokens in sizes:
-        bench.check_time(f"{tokens} tokens")
-        layer = make_layer(bench, shape, tokens, like=layer)
-        measured = _measure(bench, section, layer, f"{tokens} tokens", goal=1.0)
+    for label, layer in _layers(bench, section, (4,) if bench.tiny else (64, 128, 256)):
         floor_ms = _floor_bytes(layer) / bench.copy_bytes_per_s * 1e3
-        section.add(f"{tokens} tokens: time", bootstrap(measured[_OURS]), "ms")
-        share = bootstrap([floor_ms / each for each in measured[_OURS]])
-        section.add(f"{tokens} tokens: share of the bandwidth floor", share, at_least=0.8)
-        _add_peers(section, measured, f"{tokens} tokens", goal=1.0)
+        _measure(bench, section, layer, label, "bandwidth floor", floor_ms, at_least=0.8, peer_goal=1.0)
 
 
 def prefill(bench: Bench, section: Section) -> None:
     """Goal: at least 0.7 of the measured matrix peak."""
-    shape, sizes = (_TINY, (8,)) if bench.tiny else (MoEShape(), (4096, 8192, 16384))
-    section.shape = {**vars(shape), "tokens": list(sizes), "dtype": str(bench.dtype)}
     section.add("matrix peak", bench.matrix_flops_per_s / 1e12, "TFLOP/s")
+    for label, layer in _layers(bench, section, (8,) if bench.tiny else (4096, 8192, 16384)):
+        flops = 6 * layer.ids.numel() * layer.w2[0].numel()
+        peak_ms = flops / bench.matrix_flops_per_s * 1e3
+        _measure(bench, section, layer, label, "matrix peak", peak_ms, at_least=0.7, peer_goal=None)
+
+
+def _layers(bench: Bench, section: Section, sizes: Sequence[int]) -> Iterator[tuple[str, Layer]]:
+    """The same experts with each number of tokens."""
+    shape = _TINY if bench.tiny else MoEShape()
+    section.shape = {**vars(shape), "tokens": list(sizes), "dtype": str(bench.dtype)}
     layer = None
     for tokens in sizes:
         bench.check_time(f"{tokens} tokens")
         layer = make_layer(bench, shape, tokens, like=layer)
-        measured = _measure(bench, section, layer, f"{tokens} tokens", goal=None)
-        section.add(f"{tokens} tokens: time", bootstrap(measured[_OURS]), "ms")
-        peak_ms = shape.flops(tokens) / bench.matrix_flops_per_s * 1e3
-        share = bootstrap([peak_ms / each for each in measured[_OURS]])
-        section.add(f"{tokens} tokens: share of the matrix peak", share, at_least=0.7)
-        _add_peers(section, measured, f"{tokens} tokens", goal=None)
+        yield f"{tokens} tokens", layer
 
 
-def _measure(bench: Bench, section: Section, layer: Layer, label: str, goal: float | None) -> Arms:
-    """Block means of this project's kernels and of every peer that computes the same."""
+def _measure(
+    bench: Bench,
+    section: Section,
+    layer: Layer,
+    label: str,
+    bound: str,
+    bound_ms: float,
+    *,
+    at_least: float,
+    peer_goal: float | None,
+) -> None:
+    """This project's kernels against their bound, and against every peer that computes the same."""
     experts = make_experts(_OURS, layer.w13, layer.w2)
     expected = experts(layer.x, layer.ids, layer.weights)
     arms = {_OURS: bench.kernel(lambda: experts(layer.x, layer.ids, layer.weights))}
-    for name, run in peers(layer).items():
+    for name, make in peers(layer).items():
         try:
+            run = make(layer)
             _check_equal(run(), expected)
             arms[name] = _kernel_or_eager(bench, run)
         except Exception as error:  # a peer library may raise anything; our kernels are measured all the same
-            needed = goal if name == GROUPED_MM else None  # torch is always installed; other peers may fail
-            section.add(f"{label}: speed against {name}", None, at_least=needed, note=_in_a_line(error))
+            needed = peer_goal if name == GROUPED_MM else None  # torch is always installed; other peers may fail
+            section.add(f"{label}: speed against {name}", None, at_least=needed, note=in_a_line(error))
     if GROUPED_MM in arms:
         arms[_PRODUCTS] = bench.kernel(grouped_products(layer))
-    section.arms_ms[label] = bench.interleave(arms, label)
-    return section.arms_ms[label]
+    measured = section.arms_ms[label] = bench.interleave(arms, label)
+    section.add(f"{label}: time", bootstrap(measured[_OURS]), "ms")
+    share = bootstrap([bound_ms / each for each in measured[_OURS]])
+    section.add(f"{label}: share of the {bound}", share, at_least=at_least)
+    for name in [each for each in measured if each != _OURS]:
+        goal = peer_goal if name != _PRODUCTS else None
+        section.add(f"{label}: speed against {name}", paired(measured[name], measured[_OURS]), at_least=goal)
 
 
 def _kernel_or_eager(bench: Bench, run: Callable[[], Tensor]) -> Callable[[], float]:
@@ -117,13 +123,6 @@ def _kernel_or_eager(bench: Bench, run: Callable[[], Tensor]) -> Callable[[], fl
     except RuntimeError:
         bench.synchronize()
         return bench.kernel(run, capture=False)
-
-
-def _add_peers(section: Section, measured: Arms, label: str, goal: float | None) -> None:
-    for name in measured:
-        if name != _OURS:
-            speed = paired(measured[name], measured[_OURS])
-            section.add(f"{label}: speed against {name}", speed, at_least=goal if name != _PRODUCTS else None)
 
 
 def _floor_bytes(layer: Layer) -> int:
@@ -137,7 +136,3 @@ def _check_equal(other: Tensor, ours: Tensor) -> None:
     error = (other.float() - ours.float()).norm() / ours.float().norm()
     if not error < 2e-2:
         raise ValueError(f"its result differs by {error.item():.2g} of the norm")
-
-
-def _in_a_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:160]

@@ -17,9 +17,8 @@ from torch import Tensor
 from moe import make_all2all
 from serving.workbench.bench import bootstrap
 from serving.workbench.gpu.bench import Bench
-from serving.workbench.gpu.model import LANES, QWEN3_30B_A3B, TINY, Model, Step
+from serving.workbench.gpu.model import QWEN3_30B_A3B, TINY, Model, Step
 from serving.workbench.gpu.report import Section
-from ubatch import UBatchConfig, UBatchWrapper, set_forward_context
 
 __all__ = ["measure"]
 
@@ -34,20 +33,13 @@ def measure(bench: Bench, section: Section) -> None:
     model = Model.random(bench, size, make_all2all("local", group=None, num_experts=size.num_experts))
     step = Step(bench, model, requests, 1, context)
     section.shape = {**vars(size), "requests": requests, "context": context, "dtype": str(bench.dtype)}
-    config = UBatchConfig(dbo_decode_token_threshold=LANES, require_overlap=True, timeout_s=300.0)
-    wrapper = UBatchWrapper(model.module, config, device=bench.device)
+    wrapper = model.wrapped(bench, captured=False)
 
     def back_to_back() -> Tensor:
-        hidden = []
-        for half, *arguments in step.halves():
-            with set_forward_context(half):
-                hidden.append(model.module(*arguments))
-        return torch.cat(hidden)
+        return torch.cat(step.run_halves(model.module))
 
     def lanes() -> Tensor:
-        with set_forward_context(step.overlapped):
-            hidden: Tensor = wrapper(step.input_ids, step.positions)
-        return hidden
+        return step.run(wrapper, step.overlapped)
 
     try:
         with wrapper.no_timeout():

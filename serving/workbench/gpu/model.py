@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,16 @@ from model_runner.weights.hf_config import HFConfig
 from model_runner.weights.weights import Checkpoint
 from moe import All2All, FusedMoEModularKernel
 from serving.workbench.gpu.bench import Bench
-from ubatch import ForwardContext, ForwardMode, split_requests
+from ubatch import (
+    CapturedGraph,
+    CUDAGraphMode,
+    ForwardContext,
+    ForwardMode,
+    UBatchConfig,
+    UBatchWrapper,
+    set_forward_context,
+    split_requests,
+)
 from ubatch.streams.small_copies import to_device
 
 __all__ = ["LANES", "QWEN3_30B_A3B", "QWEN3_235B_A22B", "TINY", "Model", "Step", "make_metadata"]
@@ -80,12 +89,7 @@ class _RandomWeights(Checkpoint):
 
 @dataclass
 class Model:
-    """A Qwen3-MoE whose transport can be exchanged.
-
-    Attributes:
-        module: takes `(input_ids, positions)` under a forward context.
-        size: the model's sizes.
-    """
+    """A Qwen3-MoE whose transport can be exchanged; `module` takes `(input_ids, positions)` under a forward context."""
 
     module: CausalLM
     size: RandomQwen3Moe
@@ -112,6 +116,18 @@ class Model:
         """Use another transport from now on. Captured graphs keep the old one."""
         for kernel in self.kernels:
             kernel.all2all = all2all
+
+    def wrapped(self, bench: Bench, *, overlapped: bool = True, captured: bool = True) -> UBatchWrapper:
+        """The model in lanes (every step must overlap) or in one, with graphs if this device captures."""
+        config = UBatchConfig(
+            enable_dbo=overlapped,
+            require_overlap=overlapped,
+            dbo_decode_token_threshold=LANES,
+            dbo_prefill_token_threshold=LANES,
+            timeout_s=300.0,
+        )
+        mode = CUDAGraphMode.FULL if bench.captures and captured else CUDAGraphMode.NONE
+        return UBatchWrapper(self.module, config, mode, bench.device, graphs=bench.graphs)
 
 
 class Step:
@@ -165,12 +181,32 @@ class Step:
             num_tokens=tokens, mode=self.mode, ubatch_slices=self.slices, lane_contexts=self.lanes
         )
 
-    def halves(self) -> list[tuple[ForwardContext, Tensor, Tensor]]:
-        """Each lane's context and arguments."""
-        return [
-            (context, self.input_ids[part.token_slice], self.positions[part.token_slice])
-            for context, part in zip(self.lanes, self.slices, strict=True)
-        ]
+    def run(self, module: Callable[..., Tensor], context: ForwardContext) -> Tensor:
+        """Run the model, or its wrapper, on the whole batch."""
+        with set_forward_context(context):
+            return module(self.input_ids, self.positions)
+
+    def run_halves(self, module: Callable[..., Tensor]) -> list[Tensor]:
+        """Run the model on each lane's part, one after the other."""
+        hidden = []
+        for context, part in zip(self.lanes, self.slices, strict=True):
+            with set_forward_context(context):
+                hidden.append(module(self.input_ids[part.token_slice], self.positions[part.token_slice]))
+        return hidden
+
+    def capture(
+        self, bench: Bench, wrapper: UBatchWrapper, context: ForwardContext, run: Callable[[], Tensor], expected: Tensor
+    ) -> CapturedGraph | None:
+        """Capture the batch in a graph, if this device captures; `run` replays it, and must give `expected`."""
+        graph = None
+        with wrapper.no_timeout():
+            if bench.captures:
+                with set_forward_context(context):
+                    graph = wrapper.capture(self.input_ids, self.positions)
+            torch.testing.assert_close(run(), expected, atol=2e-2, rtol=2e-2)
+        if graph is not None and not wrapper.statistics().graph_replays:
+            raise RuntimeError(f"the captured step ran eagerly: {wrapper.statistics()}")
+        return graph
 
     def refresh(self, *, overlapped: bool) -> tuple[Tensor, Tensor]:
         """Do what the model runner does before a replay: copy the batch to the device, and update the static plans.
@@ -193,15 +229,8 @@ class Step:
 def make_metadata(
     query_lens: Sequence[int], seq_lens: Sequence[int], page: int, device: torch.device, mode: ForwardMode
 ) -> CommonAttentionMetadata:
-    """Metadata of requests of equal length, whose pages are scattered over a cache of just the size needed.
-
-    Args:
-        query_lens: new tokens of each request.
-        seq_lens: tokens of each request, the new ones included; the same for all.
-        page: tokens per block.
-        device: where the tensors go.
-        mode: the batch's mode.
-    """
+    """Metadata of requests of equal length, the new tokens included, whose pages of `page` tokens are scattered over a
+    cache of just the size needed."""
     requests, pages = len(seq_lens), -(-seq_lens[0] // page)
     generator = torch.Generator().manual_seed(0)
     table = torch.randperm(requests * pages, generator=generator).view(requests, pages).int()

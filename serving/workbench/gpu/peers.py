@@ -41,40 +41,34 @@ class Layer:
     weights: Tensor
 
 
-def peers(layer: Layer) -> dict[str, Callable[[], Tensor]]:
-    """Name -> function that computes `layer`'s output `[T, H]`, for the libraries on this machine."""
-    found: dict[str, Callable[[], Tensor]] = {GROUPED_MM: lambda: _grouped_mm_layer(layer)}
-    makers = {"flashinfer": _flashinfer, "vllm": _vllm, "sglang": _sglang}
-    for name, make in makers.items():
-        if layer.x.device.type == "cuda" and importlib.util.find_spec(name) is not None:
-            found[name] = _lazily(make, layer)
+def peers(layer: Layer) -> dict[str, Callable[[Layer], Callable[[], Tensor]]]:
+    """The libraries on this machine: name -> function that imports and prepares one, and may raise anything.
+
+    What it returns computes the layer's output `[T, H]`.
+    """
+    found: dict[str, Callable[[Layer], Callable[[], Tensor]]] = {GROUPED_MM: _grouped_mm}
+    if layer.x.device.type == "cuda":
+        makers = {"flashinfer": _flashinfer, "vllm": _vllm, "sglang": _sglang}
+        found |= {name: make for name, make in makers.items() if importlib.util.find_spec(name) is not None}
     return found
-
-
-def _lazily(make: Callable[[Layer], Callable[[], Tensor]], layer: Layer) -> Callable[[], Tensor]:
-    """Import and prepare the peer at its first call, so that the caller can catch its errors."""
-    ready: list[Callable[[], Tensor]] = []
-
-    def run() -> Tensor:
-        if not ready:
-            ready.append(make(layer))
-        return ready[0]()
-
-    return run
 
 
 # -- torch ------------------------------------------------------------------------------------------------------------
 
 
-def _grouped_mm_layer(layer: Layer) -> Tensor:
+def _grouped_mm(layer: Layer) -> Callable[[], Tensor]:
     """Sort pairs by expert, run two grouped products, weigh, un-sort, sum. Reads nothing on the host."""
-    tokens, top_k = layer.ids.shape
-    order, ends = _sorted_pairs(layer)
-    y = _products(layer, layer.x[order // top_k], ends)
-    y = y * layer.weights.flatten()[order][:, None].to(y.dtype)
-    pairs = torch.empty_like(y)
-    pairs[order] = y
-    return pairs.view(tokens, top_k, -1).sum(1)
+
+    def run() -> Tensor:
+        tokens, top_k = layer.ids.shape
+        order, ends = _sorted_pairs(layer)
+        y = _products(layer, layer.x[order // top_k], ends)
+        y = y * layer.weights.flatten()[order][:, None].to(y.dtype)
+        pairs = torch.empty_like(y)
+        pairs[order] = y
+        return pairs.view(tokens, top_k, -1).sum(1)
+
+    return run
 
 
 def grouped_products(layer: Layer) -> Callable[[], Tensor]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from serving.workbench.bench import Interval, bootstrap, overlap_figures, paired
 from serving.workbench.gpu.bench import Bench
 from serving.workbench.gpu.model import LANES, QWEN3_235B_A22B, TINY, Model, Step
 from serving.workbench.gpu.report import Arms, Section
-from ubatch import CUDAGraphMode, Transfer, UBatchConfig, UBatchWrapper, set_forward_context
+from ubatch import Schedule, Transfer
 from ubatch.schedules.layer_program import LayerTimes, layer_program
 from ubatch.schedules.simulate import simulate
 
@@ -55,15 +56,8 @@ class _StaysHere(HostLoopbackAll2All):
 
 @dataclass(frozen=True)
 class _Setting:
-    """Shared by all arms.
-
-    Attributes:
-        model, step: the model and the batch.
-        here: the transport without copies.
-        loopback: the transport with copies.
-        experts_ms: time of the experts in one layer of a half batch.
-        compute_ms: time of the whole model, in halves, without copies.
-    """
+    """Shared by all arms: the model, the batch, the transport without and with copies, the time of the experts in one
+    layer of a half batch, and that of the whole model, in halves, without copies."""
 
     model: Model
     step: Step
@@ -118,7 +112,7 @@ def _choose(bench: Bench, model: Model, here: _StaysHere) -> _Setting:
     for requests in _REQUESTS[:1] if bench.tiny else _REQUESTS:
         step = Step(bench, model, requests, tokens // requests, tokens // requests)
         experts_ms = bench.kernel(_experts_of_a_half(bench, model, step))()
-        compute_ms = _median_ms(bench, _in_halves(model, step))
+        compute_ms = _median_ms(bench, partial(step.run_halves, model.module))
         loopback = HostLoopbackAll2All(num_experts=here.num_experts)
         found.append(_Setting(model, step, here, loopback, experts_ms, compute_ms))
     return min(found, key=lambda each: abs(each.attention_ms - each.experts_ms))
@@ -126,21 +120,20 @@ def _choose(bench: Bench, model: Model, here: _StaysHere) -> _Setting:
 
 def _measure_ratio(bench: Bench, section: Section, setting: _Setting, label: str) -> None:
     model, step = setting.model, setting.step
-    config = UBatchConfig(
-        dbo_decode_token_threshold=LANES, dbo_prefill_token_threshold=LANES, require_overlap=True, timeout_s=300.0
-    )
-    mode = CUDAGraphMode.FULL if bench.captures else CUDAGraphMode.NONE
-    wrapper = UBatchWrapper(model.module, config, mode, bench.device, graphs=bench.graphs)
+    wrapper = model.wrapped(bench)
+    whole, halves = partial(step.run, model.module, step.whole), partial(step.run_halves, model.module)
     try:
         runs = {
-            "compute": bench.step(_whole(model, step)),
-            "split_compute": bench.step(_in_halves(model, step)),
+            "compute": bench.step(whole),
+            "split_compute": bench.step(halves),
             "communication": bench.step(_copies(bench, setting)),
         }
         model.travel_by(setting.loopback)
-        runs["serial"] = bench.step(_whole(model, step))
-        runs["split_serial"] = bench.step(_in_halves(model, step))
-        runs["overlapped"] = _overlapped(bench, wrapper, step, torch.cat(_in_halves(model, step)()))
+        runs["serial"] = bench.step(whole)
+        runs["split_serial"] = bench.step(halves)
+        lanes = partial(step.run, wrapper, step.overlapped)
+        graph = step.capture(bench, wrapper, step.overlapped, lanes, torch.cat(halves()))
+        runs["overlapped"] = lanes if graph is None else graph.replay
         arms = bench.interleave({name: bench.timed(run) for name, run in runs.items()}, label)
     finally:
         wrapper.close()
@@ -148,7 +141,7 @@ def _measure_ratio(bench: Bench, section: Section, setting: _Setting, label: str
     section.arms_ms[label] = arms
     for name, values in arms.items():
         section.add(f"{label}: {name}", bootstrap(values), "ms")
-    for name, figure in figures_of(arms, _ideal_ms(setting, arms, config)).items():
+    for name, figure in figures_of(arms, _ideal_ms(setting, arms, wrapper.ubatch_config.resolved_schedule())).items():
         goal = 0.95 if name in ("hidden", "efficiency") else None
         if figure.low > _DRIFT and name != "speed-up":
             section.add(f"{label}: {name}", None, at_least=goal, note=f"void, {figure:.3f}: the machine drifted")
@@ -174,7 +167,7 @@ def figures_of(arms: Arms, ideal_ms: float) -> dict[str, Interval]:
     }
 
 
-def _ideal_ms(setting: _Setting, arms: Arms, config: UBatchConfig) -> float:
+def _ideal_ms(setting: _Setting, arms: Arms, schedule: Schedule) -> float:
     """Time of this schedule on an ideal machine, from the measured stage times."""
     layers = setting.model.size.num_hidden_layers
     per_layer = statistics.median(arms["communication"]) / (LANES * layers)
@@ -185,52 +178,10 @@ def _ideal_ms(setting: _Setting, arms: Arms, config: UBatchConfig) -> float:
         dispatch=per_layer / 2,
         combine=per_layer / 2,
     )
-    schedule = config.resolved_schedule()
     return simulate([layer_program(times, layers, schedule)] * LANES, schedule).seconds
 
 
 # -- what the arms run ------------------------------------------------------------------------------------------------
-
-
-def _whole(model: Model, step: Step) -> Callable[[], object]:
-    def run() -> Tensor:
-        with set_forward_context(step.whole):
-            hidden: Tensor = model.module(step.input_ids, step.positions)
-        return hidden
-
-    return run
-
-
-def _in_halves(model: Model, step: Step) -> Callable[[], list[Tensor]]:
-    halves = step.halves()
-
-    def run() -> list[Tensor]:
-        hidden = []
-        for context, *arguments in halves:
-            with set_forward_context(context):
-                hidden.append(model.module(*arguments))
-        return hidden
-
-    return run
-
-
-def _overlapped(bench: Bench, wrapper: UBatchWrapper, step: Step, expected: Tensor) -> Callable[[], object]:
-    """The halves in lanes. The result must equal that of serial halves: same kernels, same shapes."""
-
-    def run() -> Tensor:
-        with set_forward_context(step.overlapped):
-            hidden: Tensor = wrapper(step.input_ids, step.positions)
-        return hidden
-
-    replay = None
-    with wrapper.no_timeout():
-        if bench.captures:
-            with set_forward_context(step.overlapped):
-                replay = wrapper.capture(step.input_ids, step.positions).replay
-        torch.testing.assert_close(run(), expected, atol=1e-2, rtol=1e-2)
-    if bench.captures and not wrapper.statistics().graph_replays:
-        raise RuntimeError(f"the captured step ran eagerly: {wrapper.statistics()}")
-    return run if replay is None else replay
 
 
 def _copies(bench: Bench, setting: _Setting) -> Callable[[], None]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from serving.workbench.bench import Interval
 
-__all__ = ["Arms", "Figure", "Goal", "Section", "as_markdown", "as_text"]
+__all__ = ["Arms", "Figure", "Goal", "Section", "as_markdown", "as_text", "in_a_line"]
 
 Arms = dict[str, list[float]]
 """Arm -> its block means, milliseconds."""
@@ -30,15 +30,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Figure:
-    """One row of a table.
-
-    Attributes:
-        what: the name of the row.
-        value: a median with its interval, a plain number, or None if it was not measured.
-        unit: the value's unit; empty for a ratio.
-        goal: the goal; None for a number that is only printed.
-        note: why it was not measured, or another remark.
-    """
+    """One row of a table; without a value if it was not measured, without a unit for a ratio."""
 
     what: str
     value: Interval | float | None
@@ -70,12 +62,10 @@ class Section:
     """Results of one section.
 
     Attributes:
-        name, title: the section's name and title.
         shape: the sizes that were run, as plain values.
         figures: the rows of its table.
         arms_ms: raw block means by group of arms.
         error: why it ended early: class and message; None if it ran to its end.
-        seconds: time that it took.
         environment: hardware and versions of the process that ran it.
     """
 
@@ -140,6 +130,11 @@ def _figure(values: Mapping[str, Any]) -> Figure:
         None if goal is None else Goal(**goal),
         values["note"],
     )
+
+
+def in_a_line(error: Exception) -> str:
+    """Class and first line of an error, for a note."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"[:160]
 
 
 _HEAD = ("what", "measured", "goal", "")
