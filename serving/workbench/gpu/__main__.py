@@ -27,8 +27,9 @@ def main(argv: list[str] | None = None) -> int:
 
     import torch
 
-    from serving.workbench.gpu.parts import why_not_into
-    from serving.workbench.gpu.run import Options, names_of, run
+    from serving.workbench.gpu.parts import names_in, why_not_into
+    from serving.workbench.gpu.run import Options, run
+    from serving.workbench.gpu.sections import HEADLINE, SECTIONS
 
     if options.device == "cuda" and not torch.cuda.is_available():
         print(
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         print(why_not, file=sys.stderr)
         return 1
     chosen = Options(
-        only=names_of(options.only),
+        only=names_in(SECTIONS, HEADLINE, options.only),
         device=options.device,
         tiny=options.tiny,
         blocks=options.blocks,

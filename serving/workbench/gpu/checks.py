@@ -31,7 +31,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from serving.workbench.gpu.parts import FIRST, REHEARSAL, REST, names_in, why_not_into
+from serving.workbench.gpu.parts import FIRST, REHEARSAL, REST, names_in, why_not_into, write_section
 
 __all__ = ["SECTIONS", "Section", "main"]
 
@@ -42,12 +42,7 @@ LINES = "UBATCH_TEST_LINES"
 
 @dataclass(frozen=True)
 class Section:
-    """Tests that run together.
-
-    Attributes:
-        files: test files under `tests/`, without `test_` and `.py`.
-        budget_s: seconds until its process is ended, on a GPU.
-    """
+    """Test files under `tests/`, without `test_` and `.py`, and seconds until their process is ended, on a GPU."""
 
     files: tuple[str, ...]
     budget_s: float
@@ -94,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if found["status"] or "failed" in found["counts"] or "passed" not in found["counts"]:
             failed.append(name)  # a section whose tests were all skipped proves nothing
         if options.json is not None:
-            _write(options.json, options.device, name, found)
+            write_section(options.json, {"device": options.device}, SECTIONS, name, found)
     if failed:
         print(f"\nNot everything ran and passed: {', '.join(failed)}.", file=sys.stderr)
     return 1 if failed else 0
@@ -126,14 +121,11 @@ def _run(name: str, device: str) -> dict[str, Any]:
         found = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
     seconds = round(time.monotonic() - begun, 1)
     counts = Counter(each["outcome"] for each in found)
+    ended = "done" if status in (0, 1) else f"its process ended with status {status}"
     if status is None:
         status, ended = 124, f"out of time ({budget_s:.0f} s)"
     elif status == 5:  # pytest's status for: no test was selected
         status, ended = 0, "no test here"
-    elif status not in (0, 1):
-        ended = f"its process ended with status {status}"
-    else:
-        ended = "done"
     told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
     outcome = f"{ended}: {told}" if told else ended
     return {"outcome": outcome, "status": status, "seconds": seconds, "counts": dict(counts), "tests": found}
@@ -150,14 +142,6 @@ def _end_in_time(command: list[str], budget_s: float, environment: Mapping[str, 
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def _write(file: Path, device: str, name: str, found: Mapping[str, Any]) -> None:
-    """Write a section's results in their place; other sections' results from the same kind of device are kept."""
-    old = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    sections = {**(old["sections"] if old.get("device") == device else {}), name: found}
-    ordered = {each: sections[each] for each in SECTIONS if each in sections}
-    file.write_text(json.dumps({"device": device, "sections": ordered}, indent=1) + "\n", encoding="utf-8")
 
 
 def _environment() -> dict[str, Any]:

@@ -126,8 +126,9 @@ class Model:
             dbo_prefill_token_threshold=LANES,
             timeout_s=300.0,
         )
-        mode = CUDAGraphMode.FULL if bench.captures and captured else CUDAGraphMode.NONE
-        return UBatchWrapper(self.module, config, mode, bench.device, graphs=bench.graphs)
+        if bench.captures and captured:
+            return UBatchWrapper(self.module, config, CUDAGraphMode.FULL, bench.device, graphs=bench.graphs)
+        return UBatchWrapper(self.module, config, device=bench.device)
 
 
 class Step:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-__all__ = ["FIRST", "REHEARSAL", "REST", "names_in", "why_not_into"]
+__all__ = ["FIRST", "REHEARSAL", "REST", "names_in", "why_not_into", "write_section"]
 
 FIRST, REST = "first", "rest"
 REHEARSAL = 3
@@ -14,13 +15,8 @@ REHEARSAL = 3
 
 
 def names_in(sections: Iterable[str], first: Sequence[str], asked: Sequence[str] | None) -> tuple[str, ...]:
-    """The sections that were asked for, in order; all if none was.
-
-    Args:
-        sections: all sections, in order.
-        first: the sections that `FIRST` stands for; `REST` stands for the others.
-        asked: names of sections, `FIRST` or `REST`.
-    """
+    """Those of `sections` that were asked for by name, or as `FIRST`, which stands for `first`, or `REST`, which stands
+    for the others; all if none was."""
     wanted = {FIRST, REST} if asked is None else set(asked)
     return tuple(name for name in sections if {name, FIRST if name in first else REST} & wanted)
 
@@ -33,3 +29,17 @@ def why_not_into(file: Path | None, *, rehearsal: bool) -> str | None:
     if old.get("device") != "cuda" or old.get("smoke"):
         return None
     return f"{file} has a GPU's results, and a rehearsal would replace them: give another file, or move that one."
+
+
+def write_section(
+    file: Path, kind: Mapping[str, Any], order: Iterable[str], name: str, found: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write a section's results in their place, and return all; other sections' results of the same kind of run are
+    kept. `kind` is at the head of the file: the device, and whether it was a smoke test."""
+    old = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    kept = old.pop("sections", {})
+    sections = {**(kept if old == kind else {}), name: found}
+    ordered = {each: sections[each] for each in order if each in sections}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({**kind, "sections": ordered}, indent=1) + "\n", encoding="utf-8")
+    return ordered

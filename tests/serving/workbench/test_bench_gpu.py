@@ -16,10 +16,11 @@ from serving.workbench.bench import Interval
 from serving.workbench.gpu import run as runner
 from serving.workbench.gpu.__main__ import main
 from serving.workbench.gpu.bench import Bench
+from serving.workbench.gpu.parts import names_in
 from serving.workbench.gpu.prefill import figures_of
 from serving.workbench.gpu.report import Figure, Section, as_markdown, as_text
-from serving.workbench.gpu.run import Options, names_of, run
-from serving.workbench.gpu.sections import SECTIONS, Plan, run_section
+from serving.workbench.gpu.run import Options, run
+from serving.workbench.gpu.sections import HEADLINE, SECTIONS, Plan, run_section
 
 pytestmark = pytest.mark.long
 
@@ -162,8 +163,8 @@ def test_a_section_whose_process_dies_or_hangs_is_a_result(
 def test_budgets_leave_the_whole_under_eight_minutes() -> None:
     process_start_s = 8
     assert sum(plan.budget_s + process_start_s for plan in SECTIONS.values()) <= 8 * 60
-    assert names_of(None) == tuple(SECTIONS)
-    assert names_of(["lanes", "attention"]) == ("attention", "lanes")
+    assert names_in(SECTIONS, HEADLINE, None) == tuple(SECTIONS)
+    assert names_in(SECTIONS, HEADLINE, ["lanes", "attention"]) == ("attention", "lanes")
 
 
 def test_a_machine_without_a_gpu_is_told_so(

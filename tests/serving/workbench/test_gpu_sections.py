@@ -16,7 +16,7 @@ from repository import ROOT, TESTS
 from serving.workbench.gpu import checks
 from serving.workbench.gpu.__main__ import main as bench
 from serving.workbench.gpu.checks import DECIDING, SECTIONS, files_of
-from serving.workbench.gpu.parts import FIRST, REST, names_in
+from serving.workbench.gpu.parts import FIRST, REST, names_in, write_section
 from serving.workbench.gpu.sections import HEADLINE
 from serving.workbench.gpu.sections import SECTIONS as BENCHES
 
@@ -161,12 +161,12 @@ def test_a_section_that_breaks_loses_nothing_of_itself_or_of_others(
     assert "Not everything ran and passed: crash, hang, wrong, unreadable, no syntax." in printed.err
 
 
-def test_an_earlier_runs_other_sections_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_runs_other_sections_are_kept(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     for name in ("others", "streams"):
-        checks._write(file, "cpu", name, {"status": 0})
+        write_section(file, {"device": "cpu"}, SECTIONS, name, {"status": 0})
     assert list(sections_of(file)) == ["streams", "others"]
-    checks._write(file, "cuda", "kernels", {"status": 0})
+    write_section(file, {"device": "cuda"}, SECTIONS, "kernels", {"status": 0})
     assert list(json.loads(file.read_text())["sections"]) == ["kernels"], "what a rehearsal gave is no result"
 
 
