@@ -19,7 +19,6 @@ from ubatch.errors import ConfigError, nearest
 __all__ = [
     "Constants",
     "DecodeAttentionKernel",
-    "DecodeProfile",
     "ElementwiseKernel",
     "GemmKernel",
     "Gpu",
@@ -27,8 +26,8 @@ __all__ = [
     "Kernels",
     "Link",
     "PrefillAttentionKernel",
-    "PrefillProfile",
     "PublishedGains",
+    "PublishedVerify",
     "load_constants",
 ]
 
@@ -148,30 +147,6 @@ class Hardware(_Block):
     link: Link
 
 
-class DecodeProfile(_Block):
-    """Kernel times of a published profile; the three sums are per lane and layer."""
-
-    source: str
-    tokens: int
-    tokens_per_sequence: int
-    context: int
-    ep: int
-    attention_us: float
-    gate_us: float
-    experts_us: float
-
-
-class PrefillProfile(_Block):
-    """A published profile as a whole."""
-
-    source: str
-    tokens: int
-    context: int
-    ep: int
-    redundant_experts: int
-    tokens_per_s_per_node: float
-
-
 class _Prefill(_Block):
     ep: int
     tokens: int
@@ -186,7 +161,7 @@ class _Decode(_Block):
     crossover: tuple[int, int]
 
 
-class _Verify(_Block):
+class PublishedVerify(_Block):
     ep: int
     context: int
     tokens: int
@@ -201,23 +176,17 @@ class PublishedGains(_Block):
     redundant_experts: int
     prefill: _Prefill
     decode: _Decode
-    verify: _Verify
+    verify: PublishedVerify
     points: float
 
 
 class Constants(_Block):
-    """The whole file.
-
-    Attributes:
-        deepgemm: measurements `[groups, rows per group, n, k, TFLOPS]` that the GEMM constants were derived from.
-    """
+    """The whole file, except `deepgemm`, `decode_profile` and `prefill_profile`: measurements that some constants were
+    derived from."""
 
     kernels: Kernels
     hardware: Mapping[str, Hardware]
     models: Mapping[str, Mapping[str, int]]
-    deepgemm: tuple[tuple[int, int, int, int, float], ...]
-    decode_profile: DecodeProfile
-    prefill_profile: PrefillProfile
     gates: PublishedGains
 
     def machine(self, name: str) -> Hardware:
@@ -236,9 +205,7 @@ def load_constants() -> Constants:
     """Read `constants.yaml`, which lies beside this module."""
     text = resources.files(__package__).joinpath("constants.yaml").read_text(encoding="utf-8")
     raw: dict[str, Any] = yaml.safe_load(text)
-    links = raw.pop("links")
-    gpus = raw.pop("gpus")
-    raw["deepgemm"] = raw["deepgemm"]["rows"]
+    links, gpus, *_ = [raw.pop(name) for name in ("links", "gpus", "deepgemm", "decode_profile", "prefill_profile")]
     raw["hardware"] = {
         name: {"name": name, "gpu": gpus[parts["gpu"]], "link": links[parts["link"]]}
         for name, parts in raw["hardware"].items()

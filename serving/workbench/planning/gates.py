@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from serving.workbench.planning.constants import Hardware, load_constants
+from serving.workbench.planning.constants import PublishedGains, PublishedVerify, load_constants
 from serving.workbench.planning.costs import LayerCosts
-from serving.workbench.planning.shapes import ModelShape, read_model
+from serving.workbench.planning.shapes import read_model
 from serving.workbench.planning.steps import plain_step, predict_step
 from serving.workbench.planning.workload import Mode, Workload
 from ubatch.schedules.schedule import SCHEDULES
@@ -51,33 +51,25 @@ class Gate:
 
 def published_gates() -> list[Gate]:
     """All comparisons with SGLang's two-batch overlap of DeepSeek-V3 on H100."""
-    constants = load_constants()
-    model, hardware = read_model("deepseek-v3"), constants.machine("h100-ib")
-    return [
-        *_prefill_gates(model, hardware),
-        *_decode_gates(model, hardware),
-        _verify_comparison(model, hardware),
-    ]
-
-
-def _prefill_gates(model: ModelShape, hardware: Hardware) -> Iterator[Gate]:
     published = load_constants().gates
-    low, high = published.prefill.gain
-    for context in published.prefill.contexts:
-        ep, tokens = published.prefill.ep, published.prefill.tokens
-        gain = _gain(model, hardware, Workload(Mode.PREFILL, tokens, context, ep, 1, published.redundant_experts))
+    return [*_prefill_gates(published), *_decode_gates(published), _verify_comparison(published.verify)]
+
+
+def _prefill_gates(published: PublishedGains) -> Iterator[Gate]:
+    run = published.prefill
+    low, high = run.gain
+    for context in run.contexts:
+        gain = _gain(Mode.PREFILL, run.tokens, context, run.ep)
         distance = max(0.0, low - gain, gain - high)
-        name = f"prefill, EP {ep}, {tokens} tokens, prompts of {context}"
+        name = f"prefill, EP {run.ep}, {run.tokens} tokens, prompts of {context}"
         yield Gate(name, gain, f"{low:+.0%} to {high:+.0%}", distance, published.points)
 
 
-def _decode_gates(model: ModelShape, hardware: Hardware) -> Iterator[Gate]:
-    published = load_constants().gates
+def _decode_gates(published: PublishedGains) -> Iterator[Gate]:
     run = published.decode
 
     def gain(tokens: int) -> float:
-        load = Workload(Mode.DECODE, tokens, run.context, run.ep, 1, published.redundant_experts)
-        return _gain(model, hardware, load)
+        return _gain(Mode.DECODE, tokens, run.context, run.ep)
 
     for tokens, expected in run.gains.items():
         found = gain(tokens)
@@ -90,12 +82,9 @@ def _decode_gates(model: ModelShape, hardware: Hardware) -> Iterator[Gate]:
     yield Gate(f"decode, EP {run.ep}, crossover", found, where, distance, published.points, "tokens")
 
 
-def _verify_comparison(model: ModelShape, hardware: Hardware) -> Gate:
+def _verify_comparison(run: PublishedVerify) -> Gate:
     """A comparison without a limit: the published runs slowed attention with dummy kernels, by an unknown factor."""
-    published = load_constants().gates
-    run = published.verify
-    load = Workload(Mode.VERIFY, run.tokens, run.context, run.ep, run.tokens_per_sequence, published.redundant_experts)
-    gain = _gain(model, hardware, load)
+    gain = _gain(Mode.VERIFY, run.tokens, run.context, run.ep, run.tokens_per_sequence)
     name = f"verify, EP {run.ep}, {run.tokens} tokens, simulated"
     return Gate(name, gain, f"{run.gain:+.0%}", abs(gain - run.gain), None)
 
@@ -109,8 +98,10 @@ def crossover(gains: Mapping[int, float]) -> float:
     return float(points[0][0] if points[0][1] >= 0 else points[-1][0])
 
 
-def _gain(model: ModelShape, hardware: Hardware, workload: Workload) -> float:
+def _gain(mode: Mode, tokens: int, context: int, ep: int, tokens_per_sequence: int = 1) -> float:
     """Throughput of SGLang's schedule over its plain forward."""
-    costs = LayerCosts(model, hardware, workload)
-    name = "two_batch_prefill" if workload.mode is Mode.PREFILL else "two_batch_decode"
+    constants = load_constants()
+    workload = Workload(mode, tokens, context, ep, tokens_per_sequence, constants.gates.redundant_experts)
+    costs = LayerCosts(read_model("deepseek-v3"), constants.machine("h100-ib"), workload)
+    name = "two_batch_prefill" if mode is Mode.PREFILL else "two_batch_decode"
     return plain_step(costs).seconds / predict_step(costs, SCHEDULES[name]).seconds - 1

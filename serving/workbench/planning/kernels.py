@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from serving.workbench.planning.constants import Gpu, Kernels
-from serving.workbench.planning.tables import interpolated
 
-__all__ = ["BF16", "FP8", "KernelTimes"]
+__all__ = ["BF16", "FP8", "KernelTimes", "interpolated"]
 
 FP8, BF16 = 1, 2
 """Bytes per value."""
+
+
+def interpolated(table: Mapping[int, float], at: float) -> float:
+    """A published table's value at `at`: linear in its logarithm between rows, outside the table the nearest row's."""
+    at = min(max(at, min(table)), max(table))
+    below = max(row for row in table if row <= at)
+    above = min(row for row in table if row >= at)
+    if below == above:
+        return table[below]
+    part = math.log(at / below) / math.log(above / below)
+    return table[below] + part * (table[above] - table[below])
 
 
 @dataclass(frozen=True)

@@ -135,19 +135,4 @@ def _threshold(model: ModelShape, hardware: Hardware, workload: Workload, schedu
 
 
 def _as_json(step: Step) -> dict[str, Any]:
-    schedule = step.schedule
-    return {
-        "schedule": {
-            "name": schedule.name,
-            "lanes": schedule.lanes,
-            "chunks": schedule.chunks,
-            "chunk_dispatch": schedule.chunk_dispatch,
-            "lead": schedule.lead,
-            "points_off": sorted(schedule.points_off),
-            "shared_expert": str(schedule.shared_expert),
-        },
-        "seconds": step.seconds,
-        "compute_s": step.compute_s,
-        "communication_s": step.communication_s,
-        "exposed_s": step.exposed_s,
-    }
+    return vars(step) | {"schedule": {"name": step.schedule.name, **step.schedule.to_mapping()}}

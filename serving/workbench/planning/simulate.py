@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -23,7 +23,6 @@ from serving.workbench.planning.constants import load_constants
 from serving.workbench.planning.gates import Gate, published_gates
 from serving.workbench.planning.plan import Plan, make_plan
 from serving.workbench.planning.shapes import read_model
-from serving.workbench.planning.steps import Step
 from serving.workbench.planning.workload import Mode, Workload
 from ubatch.errors import ConfigError
 
@@ -43,7 +42,7 @@ class Options(Group):
             description="deepseek-v3, qwen3-30b-a3b, qwen3-235b-a22b, a folder with a config.json, or a name on the hub"
         ),
     ] = "deepseek-v3"
-    mode: Annotated[Literal["prefill", "decode", "verify"], Field(description="what the step does")] = "decode"
+    mode: Annotated[Mode, Field(description="what the step does")] = Mode.DECODE
     ep: Annotated[int, Field(ge=2, description="expert-parallel ranks")] = 32
     tokens: Annotated[
         int | None, Field(ge=1, description="per rank; default 128 for decode, 256 for verify, 8192 for prefill")
@@ -95,7 +94,7 @@ def _check(options: Options) -> None:
         wrong, why = set(given) - {*_COMPARES, "json_file"}, f"--{compares[0]}, which predicts nothing new"
     else:
         wrong, why = set(given) & {"tokens_per_sequence"}, f"--mode {options.mode}; verify steps have it"
-        wrong = set() if Mode(options.mode) is Mode.VERIFY else wrong
+        wrong = set() if options.mode is Mode.VERIFY else wrong
     if wrong:
         raise ConfigError(f"--{sorted(wrong)[0].replace('_', '-')} has no effect with {why}. Remove it.")
 
@@ -121,7 +120,7 @@ def _plan(options: Options) -> Plan:
     if "/" in folder and looks_like_name(folder):  # a name without `/` is a preset
         folder = str(find_checkpoint(folder, "--model").folder)
     hardware, model = constants.machine(options.hardware), read_model(folder)
-    mode = Mode(options.mode)
+    mode = options.mode
     workload = Workload(
         mode=mode,
         tokens=_TOKENS[mode] if options.tokens is None else options.tokens,
@@ -163,7 +162,7 @@ def print_plan(plan: Plan) -> None:
     print(f"  bound by   {plan.bound}")
     print(f"  threshold  {_threshold(plan)}")
     for name, step in plan.named.items():
-        print(f"  {name:20} {step.seconds * 1e3:8.1f} ms  {_against(plan.serial, step)}")
+        print(f"  {name:20} {step.seconds * 1e3:8.1f} ms  {plan.serial.seconds / step.seconds:.2f}x serial")
 
 
 def _threshold(plan: Plan) -> str:
@@ -172,7 +171,3 @@ def _threshold(plan: Plan) -> str:
     if plan.threshold is None:
         return "none: it does not pay at any size"
     return f"{plan.threshold} tokens a rank"
-
-
-def _against(serial: Step, step: Step) -> str:
-    return f"{serial.seconds / step.seconds:.2f}x serial"

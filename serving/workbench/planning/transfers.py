@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from serving.workbench.planning.constants import Link
+from serving.workbench.planning.kernels import interpolated
 from serving.workbench.planning.routing import expected_destinations
 from serving.workbench.planning.shapes import ModelShape
-from serving.workbench.planning.tables import interpolated
 from ubatch.errors import ConfigError
 
 __all__ = ["Transfers"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ubatch.errors import ConfigError
-
 __all__ = ["Mode", "Workload"]
 
 
@@ -30,9 +28,6 @@ class Workload:
         tokens_per_sequence: 1, except in verify.
         redundant_experts: copies of experts besides the model's own.
         skew: load of the busiest rank over the mean; 1 is balanced.
-
-    Raises:
-        ConfigError: a number is out of range.
     """
 
     mode: Mode
@@ -42,11 +37,3 @@ class Workload:
     tokens_per_sequence: int = 1
     redundant_experts: int = 0
     skew: float = 1.0
-
-    def __post_init__(self) -> None:
-        least = {"tokens": 1, "context": 1, "ep": 2, "tokens_per_sequence": 1, "redundant_experts": 0, "skew": 1}
-        for name, bound in least.items():
-            if not getattr(self, name) >= bound:
-                raise ConfigError(f"{name} must be at least {bound}, not {getattr(self, name)}.")
-        if self.mode is not Mode.VERIFY and self.tokens_per_sequence != 1:
-            raise ConfigError(f"tokens_per_sequence is for verify; {self.mode} has 1, not {self.tokens_per_sequence}.")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from statistics import median
 
 from serving.workbench.tracing.finding import Finding, FindingKind
@@ -45,31 +46,14 @@ def diagnose(
     """
     if not steps:
         return [Finding(FindingKind.PROBLEM, "no step was recorded: send requests while it records.")]
-    rules: tuple[Rule, ...] = (declined,)
     first = [_census(steps)]
-    if measures:
-        rules = (
-            off,
-            losses,
-            gains,
-            could_overlap,
-            declined,
-            nothing_to_hide,
-            exposed,
-            meetings,
-            hand_offs,
-            idle,
-            uneven,
+    if not measures:
+        text = (
+            "the device runs asynchronously, so the spans show how long the host took to queue work and not how long "
+            "the work took: they cannot show what overlap gained."
         )
-    else:
-        first.append(
-            Finding(
-                FindingKind.FACT,
-                "the device runs asynchronously, so the spans show how long the host took to queue work and not how "
-                "long the work took: they cannot show what overlap gained.",
-            )
-        )
-    found = [finding for rule in rules for finding in rule(steps)]
+        first.append(Finding(FindingKind.FACT, text))
+    found = [finding for rule in (_RULES if measures else (declined,)) for finding in rule(steps)]
     found += outside(between)
     order = list(FindingKind)
     return first + sorted(found, key=lambda finding: order.index(finding.kind))
@@ -176,10 +160,8 @@ def _waiting(steps: Sequence[StepRecord]) -> float:
 
 
 def _by_mode(comparisons: Iterable[Comparison]) -> dict[str, list[Comparison]]:
-    modes: dict[str, list[Comparison]] = {}
-    for each in comparisons:
-        modes.setdefault(each.mode, []).append(each)
-    return modes
+    """By mode; they come sorted by mode and size."""
+    return {mode: list(own) for mode, own in groupby(comparisons, key=lambda each: each.mode)}
 
 
 def _pooled(classes: Sequence[Comparison]) -> float:
@@ -246,3 +228,7 @@ def outside(between: Sequence[tuple[float, float]]) -> Iterable[Finding]:
             f"does not change that.",
             {"share": min(shares)},
         )
+
+
+_RULES: tuple[Rule, ...] = (off, losses, gains, could_overlap, declined)
+_RULES += (nothing_to_hide, exposed, meetings, hand_offs, idle, uneven)

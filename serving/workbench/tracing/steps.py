@@ -161,11 +161,9 @@ class Comparison:
     """Overlapped steps of one mode and size class.
 
     Attributes:
-        mode: mode of the steps.
         size: their size class: from `size` to `2 * size - 1` tokens.
         changes: for every overlapped step, its time / its reference's time - 1: 0.1 is a tenth slower.
         step_s: median time of the overlapped steps.
-        basis: the kind of reference.
     """
 
     mode: str
@@ -196,7 +194,6 @@ def compare(steps: Iterable[StepRecord]) -> list[Comparison]:
     made = (
         _comparison(mode, size, members, [other for other in unsplit if other.mode == mode])
         for (mode, size), members in sorted(classes.items())
-        if len(members) >= LEAST_STEPS
     )
     return [comparison for comparison in made if comparison is not None]
 
@@ -229,7 +226,6 @@ class Group:
 
     Attributes:
         mode: mode of the steps; empty if there are several modes.
-        outcome: how they ran.
         tokens: fewest and most tokens of a step.
         step_s: median time of a step.
         total: where the time of all these steps went, summed.

@@ -23,6 +23,7 @@ from serving.generate import GenerateCommand, print_generated, print_notes, reso
 from serving.llm import LLM
 from serving.options import TRACE, Layer, Settings, describe_settings, merge, read_layers
 from serving.options.sources import Source, settle_environment
+from serving.workbench.bench.statistics import columns
 from serving.workbench.tracing.diagnosis import diagnose
 from serving.workbench.tracing.finding import Finding
 from serving.workbench.tracing.steps import Group, StepRecord, between_steps, group_steps, read_steps
@@ -51,18 +52,12 @@ class TraceCommand:
 
     Attributes:
         settings: every setting in force.
-        url, seconds, api_key, files, out: as the flags.
         run: the run to record here; None for a server or files.
         print_config: print the settings and exit.
         notes: settings that are allowed but may be mistakes, one sentence each.
     """
 
     settings: Settings
-    url: str | None
-    seconds: float
-    api_key: str | None
-    files: tuple[Path, ...]
-    out: Path
     run: GenerateCommand | None
     print_config: bool
     notes: tuple[str, ...]
@@ -92,8 +87,7 @@ def read(program: str, description: str, words: Sequence[str]) -> TraceCommand:
                 "`ubatch serve` there, and show the files with --files."
             )
         settings, told = run.settings, run.notes
-    own = {name: settings[name] for name in ("url", "seconds", "api_key", "files", "out")}
-    return TraceCommand(settings, **own, run=run, print_config=print_config, notes=(*idle, *told))
+    return TraceCommand(settings, run, print_config, (*idle, *told))
 
 
 def run(command: TraceCommand) -> int:
@@ -118,8 +112,7 @@ def run(command: TraceCommand) -> int:
         return 1
     for path in _write(command, ranks, recorded, steps, findings):
         print(f"wrote {path}")
-    for row in _columns(_table(steps)):
-        print(row)
+    print(columns(_table(steps), indent=0))
     for finding in findings:
         print(_line(finding))
     return 0
@@ -158,22 +151,22 @@ def _check(s: Settings, words: Layer) -> str:
 # --------------------------------------------------------------------------------------------------------- recording
 
 
-def _record(options: TraceCommand) -> list[RankTrace]:
-    if options.run is not None:
-        return _offline(options.run)
-    return _from_files(options.files) if options.url is None else _from_server(options)
+def _record(command: TraceCommand) -> list[RankTrace]:
+    if command.run is not None:
+        return _offline(command.run)
+    return _from_files(command.settings["files"]) if command.settings["url"] is None else _from_server(command.settings)
 
 
-def _from_server(options: TraceCommand) -> list[RankTrace]:
+def _from_server(s: Settings) -> list[RankTrace]:
     """Record a server's ranks for some seconds. The server's files stay where it wrote them."""
-    base = str(options.url).rstrip("/").removesuffix("/v1")
-    headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
+    base = s["url"].rstrip("/").removesuffix("/v1")
+    headers = {} if s["api_key"] is None else {"Authorization": f"Bearer {s['api_key']}"}
     # No proxies: the files are read here, so the server is near.
     with httpx.Client(base_url=base, headers=headers, timeout=_ANSWER_S, trust_env=False) as client:
         _ask(client, "/start_profile")
-        print(f"recording {options.seconds:g} s of {base}", file=sys.stderr)
+        print(f"recording {s['seconds']:g} s of {base}", file=sys.stderr)
         try:
-            time.sleep(options.seconds)
+            time.sleep(s["seconds"])
         finally:  # on Ctrl-C, too: otherwise the server would keep recording
             files = [Path(name) for name in _ask(client, "/stop_profile")["files"]]
     missing = [str(path) for path in files if not path.is_file()]
@@ -216,7 +209,7 @@ def _offline(command: GenerateCommand) -> list[RankTrace]:
 
 
 def _write(
-    options: TraceCommand,
+    command: TraceCommand,
     ranks: Sequence[RankTrace],
     recorded: Iterable[RankTrace],
     steps: Sequence[StepRecord],
@@ -225,13 +218,14 @@ def _write(
     spans = {rank.rank: rank.spans for rank in ranks}
     notes = {rank.rank: rank.notes for rank in ranks}
     measures = all(rank.measures for rank in ranks)
-    source = options.url or (", ".join(map(str, options.files)) if options.files else str(options.settings["model"]))
+    s, out = command.settings, command.settings["out"]
+    source = s["url"] or ", ".join(map(str, s["files"])) or str(s["model"])
     facts = {"source": source, "ranks": str(len(ranks))}
     if len({rank.clock.host for rank in recorded}) > 1:
         facts["clock"] = "time of day: the ranks ran on several machines"
-    paths = [options.out / name for name in ("trace.json", "trace.html", "summary.json")]
+    paths = [out / name for name in ("trace.json", "trace.html", "summary.json")]
     try:
-        options.out.mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
         write_chrome(paths[0], spans, notes=notes, measures=measures, clock=ranks[0].clock)
         write_html(
             paths[1],
@@ -249,9 +243,7 @@ def _write(
         }
         paths[2].write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"cannot write to {options.out}: {error.strerror}. Choose another folder with --out."
-        ) from error
+        raise ConfigError(f"cannot write to {out}: {error.strerror}. Choose another folder with --out.") from error
     return paths
 
 
@@ -274,16 +266,6 @@ def _row(group: Group) -> list[str]:
         f"{group.step_s * 1e3:.2f}",
         f"{total.hidden_fraction:.0%}" if total.communication_s else "none sent",
         *(f"{share / total.wall_s:.1%}" if total.wall_s else "-" for share in shares),
-    ]
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
     ]
 
 

@@ -150,8 +150,8 @@ def test_the_source_on_the_line_beats_that_of_the_file(own: tuple[str, ...], tmp
     file = tmp_path / "trace.yaml"
     file.write_text("url: http://file\nfiles: [a, b]\nprompt: [hello]\n")
     command = trace.read("ubatch trace", "", [*own, "--config", str(file)])
-    assert command.url == ("http://line" if "--url" in own else None)
-    assert command.files == ((Path("f"),) if "--files" in own else ())
+    assert command.settings["url"] == ("http://line" if "--url" in own else None)
+    assert command.settings["files"] == ((Path("f"),) if "--files" in own else ())
     assert (command.run is not None) == ("--prompt" in own)
     told = [note for note in command.notes if "is given on the command line" in note]
     assert len(told) == 2
