@@ -79,12 +79,14 @@ def interleave_arms(
     return measured
 
 
-def timed(arm: Callable[[], object]) -> Callable[[], float]:
-    """A function that runs `arm` and returns its milliseconds."""
+def timed(arm: Callable[[], object], synchronize: Callable[[], object] = lambda: None) -> Callable[[], float]:
+    """A function that runs `arm` and returns its milliseconds, from one `synchronize` to the next."""
 
     def run() -> float:
+        synchronize()
         start = time.perf_counter()
         arm()
+        synchronize()
         return (time.perf_counter() - start) * 1e3
 
     return run

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from serving.workbench.bench import bootstrap, environment, interleave_arms
+from serving.workbench.bench.statistics import bootstrap, environment, interleave_arms, timed
 from serving.workbench.gpu.report import Arms
 from ubatch import UBatchError
 
@@ -90,13 +90,19 @@ class Bench:
 
     def timed(self, run: Callable[[], object]) -> Callable[[], float]:
         """An arm: milliseconds from calling `run` until the device has finished, the host's time included."""
+        return timed(run, self.synchronize)
+
+    def launched(self, run: Callable[[], object], calls: int = 1) -> Callable[[], float]:
+        """An arm: milliseconds until `run` returns, called on an idle device; the mean of some calls."""
+        launch = timed(run)
 
         def arm() -> float:
+            spent = 0.0
+            for _ in range(calls):
+                self.synchronize()
+                spent += launch()
             self.synchronize()
-            start = time.perf_counter()
-            run()
-            self.synchronize()
-            return (time.perf_counter() - start) * 1e3
+            return spent / calls
 
         return arm
 

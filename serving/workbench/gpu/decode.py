@@ -12,7 +12,6 @@ expected to pay; the device's times show its cost.
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -77,13 +76,14 @@ def _measure_graph(bench: Bench, section: Section, model: Model, step: Step, nam
         return hidden
 
     try:
+        calls = 1 if bench.tiny else 20
         graph = step.capture(bench, wrapper, context, whole_step, whole_step().clone())
         arms: dict[str, Callable[[], float]] = {}
         if graph is not None:
             section.add(f"{name}: capture", graph.seconds, "s")
             section.add(f"{name}: the graph pool grew by", graph.nbytes / 2**20, "MiB")
-            arms["replay"] = _cpu(bench, graph.replay)
-        arms["whole_step"] = _cpu(bench, whole_step)
+            arms["replay"] = bench.launched(graph.replay, calls)
+        arms["whole_step"] = bench.launched(whole_step, calls)
         arms["device"] = bench.timed(whole_step)
         measured = bench.interleave(arms, f"{name} decode")
         launches = _launches(bench, whole_step)
@@ -108,23 +108,6 @@ def _add(
     if launches is not None:
         rest = ", ".join(f"{count} {kind}" for kind, count in launches.items() if kind != "GraphLaunch")
         section.add(f"{name}: other launches per step", float(launches.total() - launches["GraphLaunch"]), note=rest)
-
-
-def _cpu(bench: Bench, run: Callable[[], object]) -> Callable[[], float]:
-    """An arm: milliseconds until `run` returns, on an idle device; the mean of a few calls."""
-    calls = 1 if bench.tiny else 20
-
-    def arm() -> float:
-        spent = 0.0
-        for _ in range(calls):
-            bench.synchronize()
-            start = time.perf_counter()
-            run()
-            spent += time.perf_counter() - start
-        bench.synchronize()
-        return spent / calls * 1e3
-
-    return arm
 
 
 def _microseconds(milliseconds: list[float]) -> Interval:

@@ -7,8 +7,6 @@ are bound by the CPU that launches kernels, and every hand-off delays it.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -48,8 +46,8 @@ def measure(bench: Bench, section: Section) -> None:
         arms = {
             "back_to_back": bench.timed(back_to_back),
             "lanes": bench.timed(lanes),
-            "back_to_back_launched": _launched(bench, back_to_back),
-            "lanes_launched": _launched(bench, lanes),
+            "back_to_back_launched": bench.launched(back_to_back),
+            "lanes_launched": bench.launched(lanes),
         }
         measured = bench.interleave(arms, "eager lanes")
         seen = wrapper.statistics()
@@ -66,17 +64,3 @@ def measure(bench: Bench, section: Section) -> None:
         extra_us = [(lane - plain) * 1e3 for lane, plain in pairs]
         section.add(f"lanes' cost per layer, {what}", bootstrap([each / layers for each in extra_us]), "us")
         section.add(f"lanes' cost per hand-off, {what}", bootstrap([each / handoffs for each in extra_us]), "us")
-
-
-def _launched(bench: Bench, run: Callable[[], object]) -> Callable[[], float]:
-    """An arm: milliseconds until everything is launched."""
-
-    def arm() -> float:
-        bench.synchronize()
-        start = time.perf_counter()
-        run()
-        spent = time.perf_counter() - start
-        bench.synchronize()
-        return spent * 1e3
-
-    return arm

@@ -11,16 +11,15 @@ that all ranks decide alike. A step's time is that of its slowest rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from model_runner import ModelRunner
+from model_runner import InputBatch, ModelRunner
 from model_runner.parallel.transport import most_chunks
 from serving.progress import progress
 from serving.tuning.batches import make_batch
@@ -42,7 +41,6 @@ class Plan:
     """What to measure, and for how long.
 
     Attributes:
-        grid: the cells (mode and size of a step) to measure.
         lanes: numbers of lanes to try under the default schedule.
         rounds: most rounds.
         max_seconds: limit of the whole run, earlier parts of a resumed run included; a started cell is finished.
@@ -72,7 +70,7 @@ class Tuner:
         self._plan = plan
         self._state = state
         self._state_path = state_path
-        self._rank = 0 if runner.group is None else runner.group.rank
+        self._rank = dist.get_rank()
         self._steps = steps
         self._start = time.monotonic() - state.seconds
 
@@ -119,9 +117,10 @@ class Tuner:
             for arm in racing:
                 self._steps.run(arm, batch)  # a warm-up: after other arms the caches are cold
             for arm in [*racing, *reversed(racing)]:
-                times[arm.name].append(self._timed(lambda arm=arm: self._steps.run(arm, batch)))  # type: ignore[misc]
-        slowest = self._slowest([sum(times[arm.name]) / 2 for arm in racing])
-        for arm, seconds in zip(racing, slowest, strict=True):
+                times[arm.name].append(self._timed(arm, batch))
+        slowest = torch.tensor([sum(times[arm.name]) / 2 for arm in racing], dtype=torch.float64, device="cpu")
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        for arm, seconds in zip(racing, slowest.tolist(), strict=True):
             own = samples[arm.name]
             if own is not None:
                 own.append(seconds)
@@ -144,42 +143,24 @@ class Tuner:
         with make_batch(self._runner, cell, self._plan.grid, seed=self._rank) as batch:
             return self._steps.search(batch, lambda model: best_schedules(model, mode, self.arms(mode), **limits))
 
-    # -- the ranks ---------------------------------------------------------------------------------------------
+    # -- the ranks; what they exchange goes over the default group, which runs on the host ------------------------
 
-    def _timed(self, body: Callable[[], object]) -> float:
-        """Seconds of `body`, from when all ranks are ready; on a GPU, until its work is done."""
-        self._barrier()
+    def _timed(self, arm: Arm, batch: InputBatch) -> float:
+        """Seconds of a step, from when all ranks are ready; on a GPU, until its work is done."""
+        self._wait_for_device()
+        dist.barrier()
         start = time.perf_counter()
-        body()
+        self._steps.run(arm, batch)
         self._wait_for_device()
         return time.perf_counter() - start
-
-    def _barrier(self) -> None:
-        self._wait_for_device()
-        if self._runner.group is not None:
-            dist.barrier()  # on the default group, which runs on the host
 
     def _wait_for_device(self) -> None:
         if self._runner.device.type == "cuda":
             torch.cuda.synchronize(self._runner.device)
 
-    def _slowest(self, values: Sequence[float]) -> list[float]:
-        """For each value, the largest over the ranks."""
-        if self._runner.group is None:
-            return list(values)
-        table = torch.tensor(values, dtype=torch.float64, device="cpu")
-        dist.all_reduce(table, dist.ReduceOp.MAX)
-        largest: list[float] = table.tolist()
-        return largest
-
     def _time_is_up(self) -> bool:
         """Whether the time is up, by rank 0's clock."""
-        return bool(self._from_rank_0(time.monotonic() - self._start > self._plan.max_seconds))
-
-    def _from_rank_0(self, value: Any) -> Any:
-        if self._runner.group is None:
-            return value
-        box = [value]
+        box = [time.monotonic() - self._start > self._plan.max_seconds]
         dist.broadcast_object_list(box, src=0)
         return box[0]
 

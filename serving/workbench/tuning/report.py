@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from serving.tuning.cells import Arm, Cell
+from serving.workbench.bench.statistics import columns
 from serving.workbench.tuning.state import State
 from ubatch import SCHEDULES, UBatchConfig
 from ubatch.schedules.cost_table import SERIAL_ARM, Choice, CostTable, choose
@@ -20,21 +21,12 @@ __all__ = ["ModeResult", "Result", "make_result"]
 
 @dataclass(frozen=True)
 class ModeResult:
-    """Result for one mode.
-
-    Attributes:
-        mode: `decode`, `prefill` or `verify`.
-        table: seconds of a step by tokens and arm.
-        choice: the best setting.
-        arms: name -> arm, all that were measured.
-        rounds: number of rounds, of the size that has the fewest.
-    """
+    """Result for one mode: the seconds of a step by tokens and arm, the best setting, and all arms by name."""
 
     mode: str
     table: CostTable
     choice: Choice
     arms: Mapping[str, Arm]
-    rounds: int
 
     @property
     def arm(self) -> Arm:
@@ -46,29 +38,26 @@ class ModeResult:
         setting = self.choice.setting
         if setting.threshold is None:
             return f"{self.mode}: serial; no arm is faster by enough at any size (regret {self.choice.regret:.1%})"
-        gains = {size: self.table.seconds[size][SERIAL_ARM] / self.table.time(setting, size) for size in self._chosen()}
+        sizes = [size for size in self.table.sizes if size >= setting.threshold]
+        gains = {size: self.table.seconds[size][SERIAL_ARM] / self.table.time(setting, size) for size in sizes}
         size = max(gains, key=lambda tokens: gains[tokens])
         return (
             f"{self.mode}: {setting.arm} from {setting.threshold} tokens on, up to {gains[size]:.2f}x at {size} "
             f"(regret {self.choice.regret:.1%})"
         )
 
-    def _chosen(self) -> list[int]:
-        threshold = self.choice.setting.threshold or 0
-        return [size for size in self.table.sizes if size >= threshold]
-
-    def lines(self) -> Iterator[str]:
+    def text(self) -> str:
         """The table as text, milliseconds; the fastest arm of a size has a star."""
-        columns = [SERIAL_ARM, *self.table.arms]
-        yield f"{self.mode:>8} " + " ".join(f"{name:>{_width(name)}}" for name in columns)
+        arms = [SERIAL_ARM, *self.table.arms]
+        rows = [[self.mode, *arms]]
         for tokens in self.table.sizes:
-            row, best = self.table.seconds[tokens], self.table.best(tokens)
-            cells = []
-            for name in columns:
-                star = "*" if row.get(name) == best else " "
-                text = f"{row[name] * 1e3:.2f}{star}" if name in row else "- "
-                cells.append(f"{text:>{_width(name)}}")
-            yield f"{tokens:8} " + " ".join(cells)
+            times, best = self.table.seconds[tokens], self.table.best(tokens)
+            stars = ["*" if times.get(name) == best else " " for name in arms]
+            cells = (
+                f"{times[name] * 1e3:.2f}{s}" if name in times else "- " for name, s in zip(arms, stars, strict=True)
+            )
+            rows.append([str(tokens), *cells])
+        return columns(rows)
 
 
 @dataclass(frozen=True)
@@ -106,7 +95,7 @@ class Result:
         head += [f"{name}: {value}" for name, value in self.facts.items()]
         head += ["", "Milliseconds of a step by tokens of a rank, * the fastest:"]
         for each in self.modes:
-            head += ["", *each.lines()]
+            head += ["", *each.text().splitlines()]
         head += ["", *(each.sentence() for each in self.modes)]
         comments = "\n".join(f"# {line}".rstrip() for line in head)
         return f"{comments}\n\n{yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=120)}"
@@ -114,9 +103,7 @@ class Result:
     def print(self) -> None:
         """Print the tables and the choices."""
         for each in self.modes:
-            print()
-            for line in each.lines():
-                print(line)
+            print(f"\n{each.text()}")
         print()
         for each in self.modes:
             print(each.sentence())
@@ -130,13 +117,13 @@ class Result:
 def make_result(
     cells: Sequence[Cell], arms: Mapping[str, Sequence[Arm]], state: State, facts: Mapping[str, Any]
 ) -> Result:
-    """Choose the best setting of every mode.
+    """Choose the best setting of every mode, from the measured times.
 
     Args:
         cells: the cells that were measured.
         arms: mode -> the arms that were measured.
         state: the measured times.
-        facts: facts for the head of the file.
+        facts: see `Result`.
     """
     results = []
     for mode in dict.fromkeys(cell.mode for cell in cells):
@@ -145,8 +132,7 @@ def make_result(
         table = CostTable(seconds)
         known = {arm.name: arm for arm in arms[mode]}
         order = sorted(table.arms, key=lambda name: known[name].complexity)
-        rounds = min(len(samples[SERIAL_ARM] or ()) for samples in by_tokens.values())
-        results.append(ModeResult(mode, table, choose(table, order), known, rounds))
+        results.append(ModeResult(mode, table, choose(table, order), known))
     return Result(results, facts)
 
 
@@ -169,7 +155,3 @@ def _mode_settings(result: ModeResult) -> dict[str, Any]:
     if schedule.lanes > 1:
         settings["num_ubatches"] = schedule.lanes
     return settings | {"token_threshold": max(result.choice.setting.threshold or 0, schedule.lanes)}
-
-
-def _width(name: str) -> int:
-    return max(10, len(name) + 1)

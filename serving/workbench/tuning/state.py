@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from serving.tuning.cells import Arm
-from ubatch import ConfigError, Schedule
+from ubatch import ConfigError
 
 __all__ = ["State", "load_state", "save_state", "state_file"]
 
@@ -41,20 +42,8 @@ def state_file(out: Path) -> Path:
 
 def save_state(path: Path, state: State) -> None:
     """Write the state atomically."""
-    text = json.dumps(
-        {
-            "key": state.key,
-            "samples": state.samples,
-            "searched": {
-                mode: [{"name": arm.name, "schedule": arm.schedule.to_mapping()} for arm in arms]
-                for mode, arms in state.searched.items()
-            },
-            "rounds": state.rounds,
-            "seconds": state.seconds,
-        }
-    )
     part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
+    part.write_bytes(msgspec.json.encode(state))
     os.replace(part, path)
 
 
@@ -67,13 +56,7 @@ def load_state(path: Path, key: Mapping[str, Any]) -> State | None:
     if not path.exists():
         return None
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if values["key"] != json.loads(json.dumps(key)):
-            return None
-        searched = {
-            mode: [Arm(each["name"], Schedule.from_mapping(each["name"], each["schedule"])) for each in arms]
-            for mode, arms in values["searched"].items()
-        }
-        return State(key, values["samples"], searched, int(values["rounds"]), float(values["seconds"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        state = msgspec.json.decode(path.read_bytes(), type=State)
+    except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"{path} is no state of `ubatch tune` ({error}). Remove it to start anew.") from error
+    return state if state.key == key else None

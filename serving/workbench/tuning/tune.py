@@ -178,7 +178,7 @@ _NO_FIGURE = frozenset(("out", "rounds", "max_seconds", "trust_remote_code", "do
 
 
 def _key(options: TuneCommand) -> dict[str, Any]:
-    """The settings and facts that the figures depend on."""
+    """The settings and facts that the figures depend on, as plain values."""
     settings = options.settings
     values = {name: settings[name] for name in settings.table.settings if name not in _NO_FIGURE}
     config = options.engine.model / "config.json"

@@ -7,7 +7,6 @@ hand-offs, contexts, splitting and merging.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Annotated, Literal
 
@@ -19,7 +18,7 @@ from model_runner import keep_freed_memory
 from moe import FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all, make_experts
 from serving.pinning import pin_rank
 from serving.workbench.bench.options import BlockOptions
-from serving.workbench.bench.statistics import interleave_arms, paired, print_arms
+from serving.workbench.bench.statistics import interleave_arms, paired, print_arms, timed
 from ubatch import ConfigError, UBatchConfig, UBatchWrapper
 
 __all__ = ["Options", "run"]
@@ -76,9 +75,9 @@ def run(options: Options) -> int:
     }
     with torch.inference_mode():
         torch.testing.assert_close(arms["lanes"](), arms["back_to_back"]())
-        measured = interleave_arms(
-            {name: _timed(arm, device) for name, arm in arms.items()}, options.blocks, label="lanes"
-        )
+        synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        timed_arms = {name: timed(arm, synchronize) for name, arm in arms.items()}
+        measured = interleave_arms(timed_arms, options.blocks, label="lanes")
     overhead = paired(measured["lanes"], measured["back_to_back"])
     handoffs = wrapper.statistics().handoffs // wrapper.statistics().engaged
     print(f"{options.tokens} tokens, {options.layers} layers, two halves on {device}, nothing to communicate")
@@ -87,16 +86,3 @@ def run(options: Options) -> int:
     options.write({"handoffs": handoffs, "overhead": overhead, "arms_ms": measured})
     wrapper.close()
     return 0
-
-
-def _timed(arm: Callable[[], Tensor], device: torch.device) -> Callable[[], float]:
-    def run() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        arm()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) * 1e3
-
-    return run
