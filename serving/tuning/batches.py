@@ -15,14 +15,7 @@ __all__ = ["kv_blocks_needed", "make_batch", "request_shapes", "requests_needed"
 
 @contextmanager
 def make_batch(runner: ModelRunner, cell: Cell, grid: Grid, seed: int) -> Iterator[InputBatch]:
-    """A batch of this cell; its KV blocks are released at the end of the `with` block.
-
-    Args:
-        runner: the runner with the KV cache.
-        cell: kind and tokens.
-        grid: contexts, prompt lengths and drafts.
-        seed: different on every rank.
-    """
+    """A batch of this cell, random by `seed`; its KV blocks are released at the end of the `with` block."""
     generator = torch.Generator().manual_seed(seed)
     shares: list[ScheduledRequest] = []
     try:

@@ -14,12 +14,7 @@ __all__ = ["Arm", "Cell", "Grid", "arm_config", "library_arms"]
 
 @dataclass(frozen=True)
 class Cell:
-    """One kind of step, of one size.
-
-    Attributes:
-        mode: `decode`, `prefill` or `verify`.
-        tokens: tokens on every rank.
-    """
+    """One kind of step (`decode`, `prefill` or `verify`) with so many tokens on every rank."""
 
     mode: str
     tokens: int
@@ -33,7 +28,6 @@ class Grid:
     """Sizes and shapes of the synthetic steps.
 
     Attributes:
-        modes: kinds of steps.
         max_decode_tokens: requests of the largest decode step; tokens of the largest verify step.
         max_prefill_tokens: tokens of the largest prefill step.
         context: tokens that a decoding request has in the cache.
@@ -66,12 +60,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to run a step.
-
-    Attributes:
-        name: unique among the arms.
-        schedule: with its lanes; the serial one for the serial arm.
-    """
+    """A way to run a step: a schedule with its lanes, and a name of its own."""
 
     name: str
     schedule: Schedule

@@ -45,12 +45,7 @@ Programs = list[list[Op]]
 
 @dataclass(frozen=True)
 class TracedStep:
-    """The result of a traced step.
-
-    Attributes:
-        programs: one per lane.
-        lanes_s: seconds from the start of the first lane to the end of the last one, without the rest of the call.
-    """
+    """One program per lane, and seconds from the start of the first lane to the end of the last one."""
 
     programs: Programs
     lanes_s: float
@@ -95,9 +90,6 @@ def predict_step(steps: Sequence[Sequence[Programs]], schedule: Schedule, handof
         steps: step -> rank -> programs, with as many lanes and chunks as `schedule`.
         schedule: the schedule to simulate.
         handoff_s: seconds of a hand-off of the baton.
-
-    Raises:
-        ConfigError: see `simulate_ranks`.
     """
     return median(_seconds(ranks, schedule, handoff_s) for ranks in steps)
 

@@ -44,15 +44,8 @@ HANDOFF_S = 30e-6
 
 @dataclass(frozen=True)
 class StageModel:
-    """Stage times of one lane and layer: `fixed + whole / lanes` of each stage.
-
-    Attributes:
-        fixed: seconds that every lane takes, independent of its tokens.
-        whole: seconds of all tokens together; each lane takes its share.
-        layers: MoE layers of the model.
-        num_experts, top_k: of the router.
-        traits: traits of the transport.
-    """
+    """Stage times of one lane and layer: `fixed + whole / lanes` of each stage, in seconds. `fixed` every lane takes,
+    independent of its tokens; of `whole` each lane takes its share."""
 
     fixed: LayerTimes
     whole: LayerTimes
@@ -165,11 +158,8 @@ def _transfer(key: str) -> str:
 
 
 def slowest_layer_times(steps: Sequence[Sequence[Programs]]) -> tuple[LayerTimes, int]:
-    """`layer_times` of the slowest rank: the mean over each rank's lanes, then the maximum over ranks, stage by stage.
-
-    Args:
-        steps: step -> rank -> programs; medians are taken over the steps.
-    """
+    """`layer_times` of the slowest rank: the mean over each rank's lanes, then the maximum over ranks, stage by stage,
+    from the medians over the steps (step -> rank -> programs)."""
     found = [[layer_times(program) for program in median_programs(samples)] for samples in zip(*steps, strict=True)]
     names = [field.name for field in fields(LayerTimes)]
     slowest = {name: max(mean(getattr(times, name) for times, _ in lanes) for lanes in found) for name in names}

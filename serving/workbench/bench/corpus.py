@@ -34,11 +34,7 @@ class Corpus:
 
 
 def read_corpus(seed: int) -> Corpus:
-    """The running interpreter's standard library, of which a seeded sample of the files is held out.
-
-    Raises:
-        CorpusMissing: the interpreter ships no source files.
-    """
+    """The running interpreter's standard library, of which a seeded sample of the files is held out."""
     root = Path(sysconfig.get_path("stdlib"))
     texts: list[str] = []
     for path in sorted(root.rglob("*.py")):

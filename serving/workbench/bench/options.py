@@ -25,11 +25,7 @@ Checkpoint = Annotated[Path, AfterValidator(_is_checkpoint)]
 
 
 class ReportOptions(Group):
-    """Options of a benchmark that can write its figures to a file.
-
-    Attributes:
-        unwritten: options that the file leaves out: secrets, and folders of this machine.
-    """
+    """Options of a benchmark that can write its figures to a file; `unwritten` are options that the file leaves out."""
 
     unwritten: ClassVar[frozenset[str]] = frozenset()
 

@@ -96,7 +96,7 @@ def environment() -> dict[str, Any]:
     """Hardware and versions that the figures were measured with."""
     return {
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "machine": platform.machine(),
         "system": f"{platform.system()} {platform.release()}",
         "cores": num_cores(),

@@ -262,10 +262,6 @@ class SplitCompute:
     """An arm that runs a schedule's lanes one after the other without waiting, and records the times of their stages.
 
     The link delivers at once, and records how long it would have been busy; see `serving.tuning.programs`.
-
-    Args:
-        setting: this rank's model, batch and link.
-        schedule: gives the lanes, the chunks and the place of the shared expert.
     """
 
     def __init__(self, setting: Setting, schedule: Schedule) -> None:

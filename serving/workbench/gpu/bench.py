@@ -40,9 +40,7 @@ class Bench:
     """One section's tools.
 
     Attributes:
-        device: the device to measure.
         tiny: use shapes for a smoke test.
-        blocks: number of A B B A blocks.
         budget_s: seconds that this section may take; no new table row starts after that.
         graphs: captures overlapped steps; None uses the device's own graphs, and captures nothing on a CPU.
         show: draw progress bars.
@@ -109,9 +107,8 @@ class Bench:
     def kernel(self, run: Callable[[], object], *, capture: bool = True) -> Callable[[], float]:
         """An arm: the device's milliseconds for one `run`, from a graph of several runs, so that launches cost nothing.
 
-        Args:
-            run: launches the same work on the same tensors every time.
-            capture: False if `run` cannot be captured; then the figure includes launches.
+        `run` launches the same work on the same tensors every time. If it cannot be captured, the figure includes
+        launches.
         """
         self.warm_up(run)
         once = self.timed(run)()

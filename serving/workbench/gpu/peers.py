@@ -24,15 +24,8 @@ GROUPED_MM = "torch._grouped_mm"
 
 @dataclass(frozen=True)
 class Layer:
-    """One MoE layer's experts and a batch for them.
-
-    Attributes:
-        w13: `[E, 2 * I, H]`, gate first.
-        w2: `[E, H, I]`.
-        x: `[T, H]`.
-        ids: `[T, k]` int64.
-        weights: `[T, k]` float32.
-    """
+    """One MoE layer's experts and a batch for them: `w13` `[E, 2 * I, H]` (gate first), `w2` `[E, H, I]`, `x` `[T, H]`,
+    `ids` `[T, k]` int64 and `weights` `[T, k]` float32."""
 
     w13: Tensor
     w2: Tensor

@@ -150,12 +150,8 @@ def _measure_ratio(bench: Bench, section: Section, setting: _Setting, label: str
 
 
 def figures_of(arms: Arms, ideal_ms: float) -> dict[str, Interval]:
-    """The figures listed at the top of this module, from a set of arms.
-
-    Args:
-        arms: block means, milliseconds.
-        ideal_ms: the schedule's time on an ideal machine.
-    """
+    """The figures listed at the top of this module, from the arms' block means and the schedule's time on an ideal
+    machine."""
     overlapped = arms["overlapped"]
     efficiency, hidden = overlap_figures(arms["split_compute"], arms["communication"], overlapped)
     best = min(("serial", "split_serial"), key=lambda name: bootstrap(arms[name]).median)

@@ -16,13 +16,8 @@ __all__ = ["HEADLINE", "SECTIONS", "Plan", "run_section"]
 
 @dataclass(frozen=True)
 class Plan:
-    """One section.
-
-    Attributes:
-        title: title of its table.
-        target: `"module:function"`, called with a `Bench` and the `Section` to fill.
-        budget_s: seconds it may take on one H200, without imports.
-    """
+    """One section: the title of its table; `"module:function"`, called with a `Bench` and the `Section` to fill; and
+    seconds it may take on one H200, without imports."""
 
     title: str
     target: str

@@ -53,11 +53,6 @@ class LaneCosts:
 class LayerCosts:
     """The cost table of one model, machine and workload.
 
-    Args:
-        model: the model's sizes.
-        hardware: GPU and link.
-        workload: the step of every rank.
-
     Raises:
         ConfigError: there are no published figures of this link for that many ranks.
     """

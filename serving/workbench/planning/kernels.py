@@ -30,8 +30,6 @@ class KernelTimes:
     """Seconds of a kernel, the gap to the next one included.
 
     Attributes:
-        gpu: the datasheet.
-        kernels: the constants.
         share: share of the SMs that compute has: below 1 while communication runs on the others. Compute has the same
             share of the memory bandwidth, as communication uses the rest.
         unlisted: factor on every time, for kernels that the roofline does not list.
@@ -43,14 +41,8 @@ class KernelTimes:
     unlisted: float = 1.0
 
     def gemm(self, rows: float, n: int, k: int, *, width: int = FP8, groups: float = 1.0) -> float:
-        """`[rows, k] x [k, n]` with a bf16 output; with `groups`, that many `[k, n]`, each for an equal share of rows.
-
-        Args:
-            rows: rows of all groups together.
-            n, k: sizes of one matrix.
-            width: bytes per value in both inputs.
-            groups: number of matrices; an expected value, so it need not be whole.
-        """
+        """`[rows, k] x [k, n]` with a bf16 output, `width` bytes per value in both inputs; with `groups` (an expected
+        value, so it need not be whole), that many `[k, n]`, each for an equal share of the rows."""
         kernel, gpu = self.kernels.gemm, self.gpu
         moved = groups * n * k * width + rows * k * width + rows * n * BF16
         tiled = groups * kernel.tile_rows * -(-rows / groups // kernel.tile_rows)

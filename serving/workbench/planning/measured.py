@@ -65,11 +65,7 @@ def gates_of_results(path: Path) -> list[Gate]:
 
 
 def live_gates(options: Options) -> list[Gate]:
-    """Measure stages once and lanes over every link, and compare.
-
-    Args:
-        options: options of `ubatch bench overlap`; each of `ratios` is one link.
-    """
+    """Measure stages once and lanes over every link (one for each of `ratios`), and compare."""
     with model_folder(options) as model:
         gates: list[Gate] = run_ranks(_on_rank, options.ranks, options, model)
     return gates
@@ -78,13 +74,7 @@ def live_gates(options: Options) -> list[Gate]:
 def over_link(
     programs: Sequence[Sequence[Op]], *, latency_s: float, measured_bytes_per_s: float, bytes_per_s: float
 ) -> list[list[Op]]:
-    """The same programs over a link of another bandwidth.
-
-    Args:
-        programs: the lanes' programs, with measured times.
-        latency_s: latency of both links.
-        measured_bytes_per_s, bytes_per_s: bandwidth of the link that was measured, and of the other.
-    """
+    """The same programs over a link of another bandwidth and the same latency."""
     slower = measured_bytes_per_s / bytes_per_s
 
     def travel(seconds: float) -> float:

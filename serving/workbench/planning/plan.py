@@ -28,7 +28,6 @@ class Plan:
     """A prediction.
 
     Attributes:
-        model, hardware, workload: inputs of the prediction.
         best: the step under the fastest schedule found.
         serial: the step in one lane, without chunks.
         named: steps under the named schedules, for comparison.
@@ -82,11 +81,7 @@ class Plan:
 def make_plan(
     model: ModelShape, hardware: Hardware, workload: Workload, *, max_lanes: int = 4, max_chunks: int = 4
 ) -> Plan:
-    """Search all schedules, simulate the best exactly, and find the token threshold.
-
-    Args:
-        model, hardware, workload: inputs of the prediction.
-        max_lanes, max_chunks: limits of the search; there are never more lanes than tokens.
+    """Search all schedules, simulate the best exactly, and find the token threshold; never more lanes than tokens.
 
     Raises:
         ConfigError: there are no published figures for this machine, or a limit of the search is too small.

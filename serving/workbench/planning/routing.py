@@ -10,16 +10,11 @@ __all__ = ["expected_destinations"]
 
 
 def expected_destinations(model: ModelShape, places: int, chunks: int = 1) -> float:
-    """Expected transfers of one token: it travels once to each place that holds one of its experts.
+    """Expected transfers of one token: it travels once to each place (rank or node) that holds one of its experts.
 
     With chunks, it travels once to each chunk of a place that holds one of its experts, so there are more transfers
-    (x1.48 for 2 places, 32 experts, top 4; x1.06 for 32 places, 256 experts, top 8). Each chunk is assumed to hold an
-    even mix of its place's groups.
-
-    Args:
-        model: gives the numbers of experts and groups, and how many of each a token visits.
-        places: number of ranks or nodes; each has an equal share of the experts.
-        chunks: blocks into which every place's experts are cut.
+    (x1.48 for 2 places, 32 experts, top 4; x1.06 for 32 places, 256 experts, top 8). Each place has an equal share of
+    the experts, and each chunk is assumed to hold an even mix of its place's groups.
     """
     here = model.experts / places  # experts of one place
     spanned = max(1, round(model.groups / places))  # groups that a place's experts belong to

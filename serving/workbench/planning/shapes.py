@@ -20,19 +20,16 @@ class ModelShape:
     """Sizes of a decoder with MoE layers.
 
     Attributes:
-        hidden: width of the residual stream.
         layers: number of layers, dense ones included.
-        dense_layers: layers with a dense MLP instead of experts.
-        dense_intermediate: width of that MLP.
+        dense_layers, dense_intermediate: layers with a dense MLP instead of experts, and its width.
         experts, top_k, intermediate: number of routed experts, experts per token, width of one expert.
         shared_intermediate: width of all shared experts together; 0 for none.
         groups, top_groups: groups of experts, and how many of them a token uses; 1 and 1 without groups.
-        heads, head_dim: number of query heads, and size of a head's value.
+        head_dim: size of a head's value.
         kv_heads: number of key/value heads; not used with latent attention.
         q_lora_rank: size of the compressed query; 0 if it is not compressed.
         kv_lora_rank: size of the latent; 0 for multi-head and grouped-query attention.
         nope_dim, rope_dim: sizes of the parts of a head's key without and with rotary embedding. Latent attention only.
-        vocab: size of the vocabulary.
     """
 
     name: str

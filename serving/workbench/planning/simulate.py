@@ -82,11 +82,7 @@ def run(options: Options) -> int:
 
 
 def _check(options: Options) -> None:
-    """Refuse flags that have no effect.
-
-    Raises:
-        ConfigError: a flag has no effect.
-    """
+    """Refuse flags that have no effect."""
     fields = Options.model_fields
     given = [name for name, field in fields.items() if getattr(options, name) != field.get_default()]
     compares = [name for name in _COMPARES if name in given]

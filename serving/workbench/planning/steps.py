@@ -17,7 +17,6 @@ class Step:
     """The simulator's prediction for one step.
 
     Attributes:
-        schedule: schedule of the step.
         seconds: time of the whole step, the dense layers and the head included.
         compute_s, communication_s: compute time and busy time of the link in the MoE layers, over all lanes.
         exposed_s: time that compute waited for the link.

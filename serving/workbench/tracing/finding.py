@@ -22,13 +22,7 @@ class FindingKind(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding of the diagnosis.
-
-    Attributes:
-        kind: how serious it is.
-        text: the sentence.
-        figures: its numbers, by name; shares and changes as fractions, times in seconds.
-    """
+    """One finding of the diagnosis: a sentence, and its numbers by name; shares are fractions, times are seconds."""
 
     kind: FindingKind
     text: str

@@ -48,14 +48,8 @@ _SOURCES = ("url", "files", "prompt")
 
 @dataclass(frozen=True)
 class TraceCommand:
-    """What to trace: a server (`url`), files, or a checkpoint and prompts to run here.
-
-    Attributes:
-        settings: every setting in force.
-        run: the run to record here; None for a server or files.
-        print_config: print the settings and exit.
-        notes: settings that are allowed but may be mistakes, one sentence each.
-    """
+    """What to trace: a server (`url`), files, or a checkpoint and prompts to run here (`run`), by the settings in
+    force; `notes` are settings that are allowed but may be mistakes, one sentence each."""
 
     settings: Settings
     run: GenerateCommand | None
@@ -131,11 +125,7 @@ def _chosen_sources(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
 
 
 def _check(s: Settings, words: Layer) -> str:
-    """Find the flag that says what to trace, and refuse other flags without effect (not a file's: it may be shared).
-
-    Raises:
-        ConfigError: no flag says what to trace, or a flag has no effect with it.
-    """
+    """Find the flag that says what to trace, and refuse other flags without effect (not a file's: it may be shared)."""
     sources = {"--url": s["url"] is not None, "--files": bool(s["files"]), "--prompt": bool(s["prompt"])}
     chosen = [name for name, there in sources.items() if there]
     if not chosen:

@@ -62,12 +62,7 @@ class ModeResult:
 
 @dataclass(frozen=True)
 class Result:
-    """Results of all modes.
-
-    Attributes:
-        modes: one result per mode, in the order that was asked for.
-        facts: facts about the machine and the run, for the head of the file.
-    """
+    """Results of all modes, in the order that was asked for, and facts about the machine and the run."""
 
     modes: Sequence[ModeResult]
     facts: Mapping[str, Any]
@@ -117,14 +112,7 @@ class Result:
 def make_result(
     cells: Sequence[Cell], arms: Mapping[str, Sequence[Arm]], state: State, facts: Mapping[str, Any]
 ) -> Result:
-    """Choose the best setting of every mode, from the measured times.
-
-    Args:
-        cells: the cells that were measured.
-        arms: mode -> the arms that were measured.
-        state: the measured times.
-        facts: see `Result`.
-    """
+    """Choose the best setting of every mode, from the measured times. `arms` are those that were measured, by mode."""
     results = []
     for mode in dict.fromkeys(cell.mode for cell in cells):
         by_tokens = {cell.tokens: state.samples[str(cell)] for cell in cells if cell.mode == mode}

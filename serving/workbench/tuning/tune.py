@@ -47,14 +47,8 @@ _TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class TuneCommand:
-    """What to measure, and where to write the best settings.
-
-    Attributes:
-        settings: every setting in force, checked for contradictions.
-        engine: the options of the ranks' engines.
-        print_config: print the settings and exit.
-        notes: settings that are allowed but may be mistakes, one sentence each.
-    """
+    """What to measure, and where to write the best settings: the settings in force, and the options of the ranks'
+    engines; `notes` are settings that are allowed but may be mistakes, one sentence each."""
 
     settings: Settings
     engine: EngineOptions

@@ -36,14 +36,8 @@ class Options(BlockOptions):
 
 @dataclass(frozen=True)
 class ExpertsResult:
-    """One back end at one number of tokens.
-
-    Attributes:
-        layer_ms: time of one layer's experts.
-        over_grouped: speed-up over the `grouped` back end (plain torch), block by block.
-        gflops: GFLOP/s of the products.
-        weights_gb_s: GB/s of weights, if each was read once.
-    """
+    """One back end at one number of tokens: the time of a layer's experts, the speed-up over the `grouped` back end
+    (plain torch), the rate of the products, and of reading the weights once."""
 
     layer_ms: Interval
     over_grouped: Interval

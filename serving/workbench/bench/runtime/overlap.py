@@ -133,14 +133,8 @@ def _measure_on_rank(rank: int, world_size: int, options: Options, model: Path) 
 
 @torch.inference_mode()
 def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blocks: int) -> OverlapResult:
-    """Calibrate the link to `ratio`, run all arms, and compute the figures. Every rank calls it; all get the same.
-
-    Args:
-        setting: this rank's model, batch and link.
-        lanes: numbers of lanes to compare.
-        ratio: communication as a multiple of the split compute of the fewest lanes.
-        blocks: A B B A blocks.
-    """
+    """Calibrate the link, run all arms for all numbers of lanes, and compute the figures. Every rank calls it; all get
+    the same. `ratio` is communication as a multiple of the split compute of the fewest lanes."""
     lanes = sorted(lanes)
     link = setting.link
     bandwidth = calibrate(setting, lanes[0], ratio)

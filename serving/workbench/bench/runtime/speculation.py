@@ -72,9 +72,7 @@ class Acceptance:
     """How good the guesses were, over all prompts.
 
     Attributes:
-        same: whether the tokens equal those without guesses.
         verify_steps: verify steps of all requests: a step with three requests counts three times.
-        drafted: number of guessed tokens.
         mean_length: tokens per verify step of a request; None if nothing was guessed.
         per_position: share of these verify steps in which at least 1, 2, ... guesses were right.
     """
@@ -139,11 +137,7 @@ def run(options: Options) -> int:
 
 
 def held_out_prompts(model: Path, count: int, length: int) -> list[list[int]]:
-    """Pieces of source files that neither model nor head was trained on, the same at every call.
-
-    Raises:
-        UBatchError: there is not enough text.
-    """
+    """Pieces of source files that neither model nor head was trained on, the same at every call."""
     tokenizer = load_tokenizer(model)
     stream = [token for text in read_corpus(0).held_out for token in tokenizer.encode(text)]
     between = len(stream) // count

@@ -22,13 +22,12 @@ _VERIFY = "target_verify/"
 
 @dataclass(frozen=True)
 class Census:
-    """Counts of steps over all ranks.
+    """Counts of steps over all ranks, by "mode/outcome".
 
     Attributes:
         threshold: fewest tokens of a verify step that overlaps.
         engaged: verify steps that ran in two lanes.
         above: verify steps in which every rank with tokens reached the threshold.
-        steps: "mode/outcome" -> steps, all ranks together.
     """
 
     threshold: int
@@ -49,14 +48,8 @@ class Census:
 def take_census(
     model: Path, speculation: SpeculationConfig, prompts: Sequence[Sequence[int]], output_len: int
 ) -> Census:
-    """Generate on two expert-parallel ranks, without and with overlap and guesses; the tokens must be the same.
-
-    Args:
-        model: a checkpoint.
-        speculation: the settings of speculation, chains of drafts.
-        prompts: token ids; repeated until every rank has enough.
-        output_len: tokens to generate per prompt.
-    """
+    """Generate on two expert-parallel ranks, without and with overlap and guesses; the tokens must be the same. The
+    prompts are repeated until every rank has enough."""
     threshold = 2 * (1 + speculation.num_draft_tokens)  # a single request cannot be split
     options: dict[str, Any] = {
         "data_parallel_size": _RANKS,

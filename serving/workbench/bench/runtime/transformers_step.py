@@ -38,15 +38,8 @@ class Options(StepOptions):
 
 
 class TransformersSetting(Setting):
-    """One rank's part of a model that transformers shards, its batch and its link.
-
-    Args:
-        model: sharded with `ep_implementation="ubatch"`, over `link`.
-        ids: `[sequences, length]`, this rank's prompts.
-        link: this rank's emulated link.
-        group: all ranks.
-        schedule: name of the lanes' schedule.
-    """
+    """One rank's part of a model that transformers shards with `ep_implementation="ubatch"` over `link`, and its
+    prompts `[sequences, length]`."""
 
     def __init__(self, model: nn.Module, ids: Tensor, link: EmulatedLink, group: CommGroup, schedule: str) -> None:
         # No proof: the arms are compared before they are timed.

@@ -115,12 +115,7 @@ class _Arm:
 
 
 def run(options: Options) -> int:
-    """Start the servers, measure, print, write.
-
-    Raises:
-        ServerFailed: a server did not start.
-        UBatchError: a request failed.
-    """
+    """Start the servers, measure, print, write."""
     with ExitStack() as stack:
         arms = []
         for dbo, limit in product((False, True), ("off", *options.limits)):

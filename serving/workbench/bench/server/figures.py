@@ -43,10 +43,8 @@ class Figures:
         output_tokens_per_s: output tokens of completed and cancelled requests per second.
         total_tokens_per_s: the same with their prompts' tokens.
         uncounted: completed requests for which the server gave no token counts; their events are counted instead.
-        ttft: time to first token.
-        itl: inter-token latency, from one event with text to the next.
-        tpot: time per output token after the first.
-        e2e: end-to-end latency. All latencies are those of completed requests; None if there are none.
+        ttft, itl, tpot, e2e: time to first token; between two events with text; per output token after the first; of a
+            whole request. All are of completed requests; None if there are none.
     """
 
     ok: int

@@ -81,7 +81,6 @@ async def served_model(server: Server, name: str | None) -> ServedModel:
     """The model called `name`, or the first one.
 
     Raises:
-        RequestFailed: the server cannot be reached or refuses.
         ConfigError: the server does not have that model.
     """
     listing = await _ask(server, "GET", "/v1/models")
@@ -93,11 +92,7 @@ async def served_model(server: Server, name: str | None) -> ServedModel:
 
 
 async def token_pool(server: Server) -> list[int]:
-    """Token ids that are plain text for the served model, by its `/tokenize`.
-
-    Raises:
-        RequestFailed: the server has no `/tokenize`.
-    """
+    """Token ids that are plain text for the served model, by its `/tokenize`."""
     body = {"model": server.model, "prompt": _TEXT, "add_special_tokens": False}
     try:
         answer = await _ask(server, "POST", "/tokenize", body)
@@ -123,11 +118,7 @@ async def _ask(server: Server, method: str, path: str, body: Mapping[str, Any] |
 
 
 async def make_tasks(server: Server, load: Load, **fields: Any) -> list[Task]:
-    """Draw the requests, with more `fields` in their bodies. The same load and tokenizer give the same tasks.
-
-    Raises:
-        RequestFailed: the dataset needs `/tokenize` and the server has none.
-    """
+    """Draw the requests, with more `fields` in their bodies. The same load and tokenizer give the same tasks."""
     rng = random.Random(load.seed)
     pool = await token_pool(server) if load.dataset is Dataset.RANDOM else []
     cancelled = set(rng.sample(range(load.num_prompts), round(load.cancel_ratio * load.num_prompts)))

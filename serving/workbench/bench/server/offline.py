@@ -79,14 +79,8 @@ class OfflineResult:
 
 
 def make_served_model(folder: Path, size: RandomQwen3Moe | None = None) -> Path:
-    """Make a random Qwen3-MoE, with a tokenizer that has one made-up word per token, so that it can be served.
-
-    Token 7 is the word `w7`; a text is words with blanks between.
-
-    Args:
-        folder: the model's folder is made in this one.
-        size: the model's sizes; 100 M parameters by default.
-    """
+    """Make a random Qwen3-MoE (100 M parameters by default) in `folder`, with a tokenizer that has one made-up word per
+    token, so that it can be served: token 7 is the word `w7`; a text is words with blanks between."""
     path = make_random_qwen3_moe(folder / "random-qwen3-moe", seed=0, size=size)
     words = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"}
     vocabulary = {f"\u2581w{index}": index for index in range(_vocab_size(path))}
@@ -122,11 +116,7 @@ def measure_offline(
         blocks: A B B A blocks.
         workload: what to generate.
         ranks: numbers of data-parallel ranks, and of tensor-parallel processes of each, to compare.
-        transformers: measure transformers, too.
-        served: measure servers, too.
-
-    Raises:
-        UBatchError: two arms do not generate the same tokens.
+        transformers, served: measure transformers, and servers, too.
     """
     torch.set_num_threads(num_cores())
     prompts = random_prompts(model, workload)

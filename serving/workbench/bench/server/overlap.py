@@ -102,14 +102,8 @@ class ServedOverlap:
 def measure_served_overlap(
     model: Path, blocks: int, *, step_tokens: int, workloads: Mapping[str, Workload]
 ) -> ServedOverlap:
-    """Calibrate, start both engines, run all arms, and compute the figures.
-
-    Args:
-        model: a checkpoint with a tokenizer.
-        blocks: A B B A blocks.
-        step_tokens: most tokens of a rank's step; the link is calibrated on a prefill of this size.
-        workloads: name -> workload; prompts of all ranks together.
-    """
+    """Calibrate, start both engines, run all arms, and compute the figures. `step_tokens` is the most tokens of a
+    rank's step; the link is calibrated on a prefill of this size."""
     prompt_len = max(workload.input_len for workload in workloads.values())
     calibration: Calibration = run_ranks(_calibrate, _RANKS, model, step_tokens, prompt_len)
     options: dict[str, Any] = {

@@ -35,13 +35,8 @@ class ServerFailed(UBatchError):
 
 @dataclass
 class ServerProcess:
-    """A running `ubatch serve`.
-
-    Attributes:
-        process: the API process; the engines are its children.
-        base_url: the server's URL without `/v1`.
-        log: file with its standard output and standard error.
-    """
+    """A running `ubatch serve`: the API process, whose children are the engines; its URL without `/v1`; and the file
+    with its output."""
 
     process: subprocess.Popen[bytes]
     base_url: str
@@ -87,13 +82,7 @@ def running_server(
 ) -> Iterator[ServerProcess]:
     """Run `ubatch serve MODEL FLAGS` on a free port; enters the block once it is healthy, and stops it at the end.
 
-    Args:
-        model: folder of the checkpoint.
-        flags: more flags.
-        environment: variables on top of this process's.
-
-    Raises:
-        ServerFailed: see `ServerProcess.wait_until_healthy`.
+    `environment` has variables on top of this process's. Raises what `ServerProcess.wait_until_healthy` raises.
     """
     port, variables = free_port(), os.environ | (environment or {})
     command = [*UBATCH, "serve", str(model), "--port", str(port), *flags]

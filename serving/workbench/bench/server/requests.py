@@ -49,9 +49,6 @@ class Server:
 
     Attributes:
         base_url: the server's URL without `/v1`.
-        model: the model's served name.
-        endpoint: completions or chat.
-        stream: stream the answers.
         api_key: sent as a bearer token; None sends none.
         timeout_s: a request fails after this many seconds without a byte from the server.
     """
@@ -82,7 +79,6 @@ class Task:
     Attributes:
         index: its place in the load.
         prompt: token ids, or text (for chat, the only user message).
-        max_tokens: most tokens of the answer.
         start_s: time at which it is due, in seconds after the load's start.
         cancel_after: drop the connection after this many events with text; None reads to the end.
         fields: more fields of the request's body.
@@ -101,8 +97,6 @@ class Outcome:
     """The result of a request. Times are seconds.
 
     Attributes:
-        index: the request's place in the load.
-        status: how it ended.
         sent_s: time of sending, after the load's start.
         latency_s: from sending to its end.
         ttft_s: from sending to the first text; None without streaming or without text.
@@ -110,8 +104,6 @@ class Outcome:
         prompt_tokens: the server's count; 0 if it gave none.
         output_tokens: the server's count; if it gave none, the number of events with text.
         counted: whether the server gave token counts.
-        text: all text received.
-        finish_reason: the server's finish reason.
         error: why the request failed; None if it did not.
     """
 
@@ -218,16 +210,10 @@ async def send_all(
     max_concurrency: int | None = None,
     on_done: Callable[[Outcome], object] = lambda _: None,
 ) -> list[Outcome]:
-    """Send every request when it is due. A failed request gets an outcome of its own; the others continue.
+    """Send every request when it is due, at most `max_concurrency` at once; a request's latency starts when it is sent.
 
-    Args:
-        server: where to send the requests.
-        tasks: the requests.
-        max_concurrency: most requests at once. A request's latency starts when it is sent, not while it waits for this.
-        on_done: called with each outcome when its request ends.
-
-    Returns:
-        One outcome per task, in their order.
+    A failed request gets an outcome of its own; the others continue. `on_done` is called with each outcome when its
+    request ends. Returns one outcome per task, in their order.
     """
     turn = asyncio.Semaphore(max_concurrency if max_concurrency is not None else max(1, len(tasks)))
     started = time.perf_counter()
@@ -245,14 +231,8 @@ async def send_all(
 
 
 async def send(server: Server, client: httpx.AsyncClient, task: Task, started: float) -> Outcome:
-    """Send one request and read its answer; a failure is returned as an outcome.
-
-    Args:
-        server: where to send it.
-        client: made by `Server.client`.
-        task: the request, sent at once.
-        started: `time.perf_counter()` at the load's start.
-    """
+    """Send one request now and read its answer; a failure is returned as an outcome. `started` is `time.perf_counter()`
+    at the load's start."""
     reading = _Reading(time.perf_counter())
     status, error = Status.OK, None
     try:

@@ -36,15 +36,8 @@ _VOCABULARY = 1000
 
 @dataclass(frozen=True)
 class SchedulerResult:
-    """Figures of the loops.
-
-    Attributes:
-        running: requests that decode in every step.
-        device_ms: time that the device takes for a step.
-        arms_ms: raw block means of a step, per arm.
-        exposed: milliseconds per step for which the device waits for the host in the plain loop.
-        hidden: share of that time that the overlapped loop removes.
-    """
+    """Figures of the loops: raw block means of a step per arm; milliseconds per step for which the device waits for the
+    host in the plain loop; and the share of that time that the overlapped loop removes."""
 
     running: int
     device_ms: float

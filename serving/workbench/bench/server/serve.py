@@ -39,12 +39,7 @@ class Options(Load, ReportOptions):
 
 
 def run(options: Options) -> int:
-    """Send the load, print and write; returns 1 if a request failed.
-
-    Raises:
-        ConfigError: options that contradict each other, or the server's model.
-        RequestFailed: the server cannot be reached.
-    """
+    """Send the load, print and write; returns 1 if a request failed."""
     if options.cancel_ratio and not options.stream:
         raise ConfigError("--cancel-ratio drops streams midway; it needs --stream.")
     model, outcomes = asyncio.run(_measure(options))

@@ -25,11 +25,8 @@ class Target:
     """The server under attack.
 
     Attributes:
-        server: its address and model.
         tokens: ids of tokens that are plain text.
         poisoned: id of a token whose embedding is nan.
-        max_model_len: most tokens of a request.
-        max_connections: most connections that the server accepts.
         arrivals_s: seconds for which prompts keep arriving.
     """
 
@@ -65,8 +62,6 @@ class Attack:
     """One way to harm a server.
 
     Attributes:
-        name: its name in the report.
-        run: runs the attack, and returns the server's answers.
         answers: answers that the server may give; any other is a fault.
         needs: answers that must occur; otherwise the attack did not reach its target.
     """

@@ -101,13 +101,7 @@ def _open_files() -> None:
 
 
 class _Abuse:
-    """One run of the command.
-
-    Args:
-        options: the command's options.
-        process: the server.
-        poisoned: id of the token whose embedding is nan.
-    """
+    """One run of the command on a server, whose token `poisoned` has nan as its embedding."""
 
     def __init__(self, options: Options, process: ServerProcess, poisoned: int) -> None:
         self._options, self._process, self._poisoned = options, process, poisoned

@@ -26,14 +26,11 @@ class Row:
     """The results of a window.
 
     Attributes:
-        name: what happened in it, such as an attack's name.
-        seconds: its length.
         answers: answer -> how often it occurred.
         waits_s: seconds that short requests waited.
         unexpected: answers that are not allowed, and required ones that are missing, as `no 503`.
         health_s: seconds of the slowest `/health`; 0 in a window too short for one.
         unhealthy: answers of `/health` other than 200.
-        seen: how the streams fared.
     """
 
     name: str

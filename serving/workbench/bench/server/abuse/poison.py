@@ -15,16 +15,13 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def poisoned_copy(model: Path, folder: Path) -> int:
-    """Fill `folder` with links to the checkpoint's files and a changed embedding; returns the poisoned token's id.
+    """Fill an empty folder with links to the checkpoint's files and a changed embedding; returns the poisoned token's
+    id.
 
     A tied output head is untied, so that it keeps its weights.
 
-    Args:
-        model: folder of a checkpoint in safetensors.
-        folder: where the copy goes; it exists and is empty.
-
     Raises:
-        ConfigError: the folder holds no such checkpoint, or its embedding has another name.
+        ConfigError: the model is no checkpoint in safetensors, or its embedding has another name.
     """
     try:
         config = json.loads((model / "config.json").read_text())

@@ -23,12 +23,9 @@ _TIE = 1e-3
 
 @dataclass(frozen=True)
 class Reference:
-    """The expected answer to a prompt.
+    """The expected answer to a prompt: the server's greedy answer before any attack.
 
     Attributes:
-        prompt: token ids.
-        max_tokens: number of tokens of the answer.
-        text: the server's greedy answer before any attack.
         ties: character positions of tokens that nearly tie with another; after the first of them, answers may differ.
     """
 
@@ -48,15 +45,7 @@ class Reference:
 
 
 async def ask_references(server: Server, asked: Sequence[tuple[Sequence[int], int]]) -> list[Reference]:
-    """Get the answers of an undisturbed server, and the positions of their near-ties.
-
-    Args:
-        server: the server.
-        asked: prompts, and the number of tokens of their answers.
-
-    Raises:
-        RequestFailed: the server refused a request.
-    """
+    """The answers of an undisturbed server to prompts and numbers of tokens, and the positions of their near-ties."""
     async with server.client() as client:
 
         async def ask(prompt: Sequence[int], max_tokens: int) -> Reference:
@@ -80,14 +69,8 @@ def _margin(likeliest: Mapping[str, float]) -> float:
 
 @dataclass
 class Window:
-    """A span of time, and the observations in it.
-
-    Attributes:
-        name: what happened in it, such as an attack's name.
-        begun, ended: seconds of `time.perf_counter()`.
-        health_s: seconds that each request to `/health` took.
-        unhealthy: answers of `/health` other than 200.
-    """
+    """A span of time (seconds of `time.perf_counter()`), what happened in it, such as an attack's name, and how
+    `/health` answered: seconds of each request, and the answers other than 200."""
 
     name: str
     begun: float
@@ -101,12 +84,10 @@ class Seen:
     """How the streams fared in a window.
 
     Attributes:
-        ended: number of streams that ended.
         wrong: number of streams whose text differs from their reference.
         failed: the error of each failed stream.
         tokens_per_s: events with text per second, about one per token.
         gap_median_s: median time between two events with text, over gaps that overlap the window; None without gaps.
-        gap_p99_s: 99th percentile of the same.
     """
 
     ended: int
@@ -120,14 +101,7 @@ class Seen:
 class Watch:
     """Keeps as many streams running as there are references, and asks `/health` ten times a second.
 
-    Use as an asynchronous context manager; `window` starts the next window.
-
-    Args:
-        server: the server to watch.
-        references: prompts, and their expected answers.
-
-    Attributes:
-        windows: all windows so far.
+    Use as an asynchronous context manager; `window` starts the next window, `windows` has all so far.
     """
 
     def __init__(self, server: Server, references: Sequence[Reference]) -> None:
@@ -215,11 +189,7 @@ class Watch:
 
 
 def resident_bytes(pid: int, *, peak: bool = False) -> int:
-    """Resident memory of a process: now, or its peak so far.
-
-    Raises:
-        RequestFailed: the process is gone.
-    """
+    """Resident memory of a process: now, or its peak so far."""
     field_name = "VmHWM:" if peak else "VmRSS:"
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
