@@ -17,7 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +44,6 @@ PROMPTS_PER_RANK = 24
 STEP_TOKENS = 1024
 
 
-@dataclass(frozen=True)
-class DemoResult:
-    """The results of rank 0."""
-
-    texts: Sequence[tuple[str, str]]
-    equal: bool
-    generated: int
-    seconds: dict[str, list[float]]
-    engaged: int
-    declined: dict[str, int]
-    measured: OverlapResult
-    traces: dict[int, list[Span]]
-
-
 def main() -> int:
     """Run two ranks, print the results and write the traces."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -68,13 +54,11 @@ def main() -> int:
     if options.blocks < 2 or options.max_tokens < 1:
         parser.error("--blocks must be at least 2 and --max-tokens at least 1.")
     print("two ranks, expert parallel over gloo and an emulated link: starting ...", flush=True)
-    result: DemoResult = run_ranks(rank_main, 2, options.blocks, options.max_tokens)
-    report(result, options.out)
-    return 0 if result.equal else 1
+    return 0 if run_ranks(rank_main, 2, options.blocks, options.max_tokens, options.out) else 1
 
 
-def rank_main(rank: int, world_size: int, blocks: int, max_tokens: int) -> DemoResult:
-    """One rank: measure, generate with overlap off and on, trace."""
+def rank_main(rank: int, world_size: int, blocks: int, max_tokens: int, out: Path) -> bool:
+    """One rank: measure, trace, generate with overlap off and on; whether the tokens are equal. Rank 0 reports."""
     group = CommGroup.from_process_group()
     link = EmulatedLink(20e-6, float("inf"))
     tokenizer = read_tokenizer(MODEL / TOKENIZER)
@@ -87,22 +71,17 @@ def rank_main(rank: int, world_size: int, blocks: int, max_tokens: int) -> DemoR
         outputs, seconds, steps = generate_both_ways(runner, own, max_tokens)
     equal = torch.tensor(outputs["off"] == outputs["on"], dtype=torch.int32)
     dist.all_reduce(equal, dist.ReduceOp.MIN)
-    shown = [(prompt, tokenizer.decode(tokens)) for prompt, tokens in zip(SHOWN, outputs["on"], strict=False)]
     shares: list[Any] = [None] * world_size
     dist.all_gather_object(shares, (spans, steps, sum(map(len, outputs["on"]))))
-    declined: Counter[str] = Counter()
-    for _, (_, reasons), _ in shares:
-        declined.update(reasons)
-    return DemoResult(
-        texts=shown,
-        equal=bool(equal),
-        generated=sum(tokens for _, _, tokens in shares),
-        seconds=seconds,
-        engaged=sum(engaged for _, (engaged, _), _ in shares),
-        declined=dict(declined),
-        measured=measured,
-        traces={number: share[0] for number, share in enumerate(shares)},
-    )
+    if rank == 0:
+        for prompt, tokens in zip(SHOWN, outputs["on"], strict=False):
+            print(f"\n--- {prompt!r}\n{prompt}{tokenizer.decode(tokens)}")
+        generated = sum(tokens for _, _, tokens in shares)
+        print(f"\ntokens with overlap on and off: {'equal' if equal else 'DIFFERENT'} ({generated} generated)")
+        print_generation(seconds, [steps for _, steps, _ in shares])
+        print_result(measured)
+        write_traces(measured, {number: spans for number, (spans, _, _) in enumerate(shares)}, out)
+    return bool(equal)
 
 
 def make_prompts(tokenizer: Any, rank: int) -> list[list[int]]:
@@ -151,31 +130,30 @@ def trace_steps(setting: StepSetting) -> list[Span]:
     return trace.spans
 
 
-def report(result: DemoResult, out: Path) -> None:
-    """Print the completions and one table; write two files."""
-    for prompt, text in result.texts:
-        print(f"\n--- {prompt!r}\n{prompt}{text}")
-    print(
-        f"\ntokens with overlap on and off: {'equal' if result.equal else 'DIFFERENT'} ({result.generated} generated)"
-    )
-    best = {name: min(times) for name, times in result.seconds.items()}
+def print_generation(seconds: dict[str, list[float]], steps: Sequence[tuple[int, dict[str, int]]]) -> None:
+    """Print how long generation took, and what all ranks' steps did with overlap on."""
+    best = {name: min(times) for name, times in seconds.items()}
     faster = f"{best['off'] / best['on']:.2f}x faster with overlap"
-    print(f"generation, best of {len(result.seconds['on'])}: {best['off']:.2f} s off, {best['on']:.2f} s on: {faster}")
-    print(f"steps with overlap on: {describe_steps(result.engaged, result.declined)}")
-    print_result(result.measured)
+    print(f"generation, best of {len(seconds['on'])}: {best['off']:.2f} s off, {best['on']:.2f} s on: {faster}")
+    declined: Counter[str] = Counter()
+    for _, reasons in steps:
+        declined.update(reasons)
+    print(f"steps with overlap on: {describe_steps(sum(engaged for engaged, _ in steps), declined)}")
+
+
+def write_traces(measured: OverlapResult, traces: dict[int, list[Span]], out: Path) -> None:
+    """Write the traces of all ranks, for a browser and for Perfetto."""
     out.mkdir(parents=True, exist_ok=True)
-    write_chrome(out / "trace.json", result.traces)
-    lane = result.measured.lanes[2]
-    last = max(span.step for span in result.traces[0])
-    hidden = summarise(span for span in result.traces[0] if span.step == last).hidden_fraction
+    write_chrome(out / "trace.json", traces)
+    lane = measured.lanes[2]
+    last = max(span.step for span in traces[0])
+    hidden = summarise(span for span in traces[0] if span.step == last).hidden_fraction
     facts = {
         "speed-up over best serial": f"{lane.speedup.median:.2f}x",
         "of the bound": f"{lane.efficiency.median:.0%}",
         "communication hidden in this step": f"{hidden:.0%}",
     }
-    write_html(
-        out / "trace.html", result.traces, title="ubatch: one prefill step in two lanes", summary=facts, step=last
-    )
+    write_html(out / "trace.html", traces, title="ubatch: one prefill step in two lanes", summary=facts, step=last)
     print(f"\nwrote {out / 'trace.html'} (open it in a browser) and {out / 'trace.json'} (ui.perfetto.dev)")
 
 

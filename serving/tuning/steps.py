@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 
 import msgspec
 import torch
@@ -40,9 +39,7 @@ class ArmSteps:
     def __enter__(self) -> ArmSteps:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for _, wrapper in self._wrappers.values():
             wrapper.close()
 

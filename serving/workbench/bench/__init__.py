@@ -6,15 +6,3 @@ runtime              steps and pieces of them: hand-offs, lanes, experts, attent
 server               whole engines and servers, under load and under attack
 generate, corpus     whole generations against transformers', and held-out text
 """
-
-from serving.workbench.bench.statistics import (
-    Interval,
-    bootstrap,
-    environment,
-    interleave_arms,
-    overlap_figures,
-    paired,
-    write_json,
-)
-
-__all__ = ["Interval", "bootstrap", "environment", "interleave_arms", "overlap_figures", "paired", "write_json"]

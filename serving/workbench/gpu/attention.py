@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attention import AttentionShape, PagedKVCache, make_attention_backend
-from serving.workbench.bench import bootstrap, paired
+from serving.workbench.bench.statistics import bootstrap, paired
 from serving.workbench.gpu.bench import Bench
 from serving.workbench.gpu.model import make_metadata
 from serving.workbench.gpu.report import Arms, Section, in_a_line

@@ -23,7 +23,7 @@ from torch import Tensor
 from model_runner.random_checkpoint import RandomQwen3Moe
 from moe import All2All, make_all2all
 from moe.all2all.host_loopback import HostLoopbackAll2All
-from serving.workbench.bench import Interval, bootstrap
+from serving.workbench.bench.statistics import Interval, bootstrap
 from serving.workbench.gpu.bench import Bench
 from serving.workbench.gpu.model import QWEN3_30B_A3B, TINY, Model, Step
 from serving.workbench.gpu.report import Section

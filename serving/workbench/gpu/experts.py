@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe import make_experts
-from serving.workbench.bench import bootstrap, paired
+from serving.workbench.bench.statistics import bootstrap, paired
 from serving.workbench.gpu.bench import Bench
 from serving.workbench.gpu.peers import GROUPED_MM, Layer, grouped_products, peers
 from serving.workbench.gpu.report import Section, in_a_line

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe import make_all2all
-from serving.workbench.bench import bootstrap
+from serving.workbench.bench.statistics import bootstrap
 from serving.workbench.gpu.bench import Bench
 from serving.workbench.gpu.model import QWEN3_30B_A3B, TINY, Model, Step
 from serving.workbench.gpu.report import Section

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from moe.all2all.host_loopback import HostLoopbackAll2All
-from serving.workbench.bench import Interval, bootstrap, overlap_figures, paired
+from serving.workbench.bench.statistics import Interval, bootstrap, overlap_figures, paired
 from serving.workbench.gpu.bench import Bench
 from serving.workbench.gpu.model import LANES, QWEN3_235B_A22B, TINY, Model, Step
 from serving.workbench.gpu.report import Arms, Section

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from serving.workbench.bench import Interval
+from serving.workbench.bench.statistics import Interval
 
 __all__ = ["Arms", "Figure", "Goal", "Section", "as_markdown", "as_text", "in_a_line"]
 

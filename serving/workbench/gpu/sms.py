@@ -19,7 +19,7 @@ from moe.all2all.host_loopback import HostLoopbackAll2All
 from moe.kernels.align import align_pairs
 from moe.kernels.gemm_configs import gemm_configs
 from moe.kernels.grouped_gemm import Rows, Weights, project_down, project_up
-from serving.workbench.bench import paired
+from serving.workbench.bench.statistics import paired
 from serving.workbench.gpu.bench import Bench
 from serving.workbench.gpu.report import Section
 

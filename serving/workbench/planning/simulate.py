@@ -18,7 +18,7 @@ from pydantic import Field
 
 from serving.arguments.fields import Flag, Group
 from serving.hub import find_checkpoint, looks_like_name
-from serving.workbench.bench import write_json
+from serving.workbench.bench.statistics import write_json
 from serving.workbench.planning.constants import load_constants
 from serving.workbench.planning.gates import Gate, published_gates
 from serving.workbench.planning.plan import Plan, make_plan

@@ -25,15 +25,14 @@ body { margin: 28px auto; max-width: 820px; padding: 0 20px; background: var(--p
   font: 14px/1.45 system-ui, sans-serif; font-variant-numeric: tabular-nums; }
 h1 { font-size: 22px; } h2 { font-size: 16px; margin: 30px 0 6px; } p, li, dt { color: var(--muted); }
 svg { width: 100%; height: auto; } svg text { fill: var(--muted); font-size: 12px; }
-table { border-collapse: collapse; margin-top: 8px; } th, td { padding: 3px 12px; text-align: right;
-  border-bottom: 1px solid var(--line); } td.best { font-weight: 700; }
+pre { overflow-x: auto; }
 .legend span { display: inline-block; margin-right: 16px; } .legend i { display: inline-block; width: 14px;
   height: 3px; margin-right: 6px; vertical-align: middle; }
 """
 
 
 def write_html(result: Result, path: Path) -> None:
-    """Write a page with a chart and a table per mode, and the choices in words."""
+    """Write a page with a chart and a table (milliseconds, * the fastest) per mode, and the choices in words."""
     facts = "".join(f"<li>{html.escape(f'{name}: {value}')}</li>" for name, value in result.facts.items())
     modes = "".join(map(_section, result.modes))
     path.write_text(
@@ -78,22 +77,8 @@ def _section(each: ModeResult) -> str:
     )
     return (
         f"<h2>{html.escape(each.mode)}</h2><p>{html.escape(each.sentence())}</p>{_chart(each)}"
-        f'<div class="legend">{legend}</div>{_table(each)}'
+        f'<div class="legend">{legend}</div><pre>{html.escape(each.text())}</pre>'
     )
-
-
-def _table(each: ModeResult) -> str:
-    columns = [SERIAL_ARM, *each.table.arms]
-    rows = ["<tr><th>tokens</th>" + "".join(f"<th>{html.escape(name)}</th>" for name in columns) + "</tr>"]
-    for tokens in each.table.sizes:
-        times, best = each.table.seconds[tokens], each.table.best(tokens)
-        cells = [
-            f'<td class="{"best" if times.get(name) == best else ""}">'
-            f"{f'{times[name] * 1e3:.2f} ms' if name in times else '-'}</td>"
-            for name in columns
-        ]
-        rows.append(f"<tr><td>{tokens}</td>{''.join(cells)}</tr>")
-    return f"<table>{''.join(rows)}</table>"
 
 
 def _chart(each: ModeResult) -> str:

@@ -12,7 +12,7 @@ import torch
 from fake_graphs import FakeGraphs
 from repository import ROOT
 
-from serving.workbench.bench import Interval
+from serving.workbench.bench.statistics import Interval
 from serving.workbench.gpu import run as runner
 from serving.workbench.gpu.__main__ import main
 from serving.workbench.gpu.bench import Bench
