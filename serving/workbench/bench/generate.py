@@ -48,7 +48,6 @@ class GenerateResult:
     same_tokens: float
 
     def print(self) -> None:
-        """Print the figures."""
         print(f"generate: {_PROMPTS} prompts x {_PROMPT_LEN} tokens, {_NEW} new, 100 M Qwen3-MoE, all cores")
         print_arms(self.arms_ms, ".0f")
         print(f"  new tokens per second   {self.tokens_per_s:.0f}")

@@ -133,7 +133,6 @@ class Setting(ABC):
             torch.testing.assert_close(self.step(schedule), plain, atol=1e-3, rtol=1e-3)
 
     def close(self) -> None:
-        """Stop all lanes."""
         for wrapper in self._wrappers.values():
             wrapper.close()
 

@@ -14,7 +14,6 @@ _NEEDED = ("torch", "triton", "numpy", "tqdm", "safetensors")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the command line and run."""
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         print(

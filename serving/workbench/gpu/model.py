@@ -109,7 +109,6 @@ class Model:
 
     @property
     def kernels(self) -> Iterator[FusedMoEModularKernel]:
-        """The expert kernels of all layers."""
         return (module for module in self.module.modules() if isinstance(module, FusedMoEModularKernel))
 
     def travel_by(self, all2all: All2All[Any]) -> None:

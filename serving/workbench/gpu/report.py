@@ -88,7 +88,6 @@ class Section:
         at_most: float | None = None,
         note: str = "",
     ) -> None:
-        """Add a row to the table."""
         goal = None
         if at_least is not None:
             goal = Goal(at_least)
@@ -103,22 +102,13 @@ class Section:
 
     def as_json(self) -> dict[str, Any]:
         """The section as plain values."""
-        return {
-            "title": self.title,
-            "environment": dict(self.environment),
-            "shape": self.shape,
-            "figures": [{**asdict(each), "verdict": each.verdict} for each in self.figures],
-            "error": self.error,
-            "seconds": round(self.seconds, 1),
-            "arms_ms": self.arms_ms,
-        }
+        figures = [{**asdict(each), "verdict": each.verdict} for each in self.figures]
+        return {**asdict(self), "figures": figures, "seconds": round(self.seconds, 1)}
 
     @classmethod
-    def from_json(cls, name: str, values: Mapping[str, Any]) -> Section:
+    def from_json(cls, values: Mapping[str, Any]) -> Section:
         """The inverse of `as_json`."""
-        figures = [_figure(each) for each in values["figures"]]
-        plain = {key: values[key] for key in ("title", "environment", "shape", "error", "seconds", "arms_ms")}
-        return cls(name, figures=figures, **plain)
+        return cls(**{**values, "figures": [_figure(each) for each in values["figures"]]})
 
 
 def _figure(values: Mapping[str, Any]) -> Figure:
@@ -152,7 +142,6 @@ def as_text(section: Section, *, judge: bool) -> str:
 
 
 def as_markdown(sections: Iterable[Section], *, judge: bool) -> str:
-    """All sections as one document."""
     parts = ["# On a GPU\n\nWritten by `make bench-gpu`; medians with their 95 % bootstrap interval."]
     for section in sections:
         where = section.environment

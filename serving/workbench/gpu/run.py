@@ -56,7 +56,7 @@ def run(options: Options, *, in_process: bool = False) -> int:
             kind = {"device": options.device, **smoke}
             sections = write_section(options.json_file, kind, SECTIONS, name, section.as_json())
             if options.markdown_file is not None:
-                found = [Section.from_json(each, values) for each, values in sections.items()]
+                found = [Section.from_json(values) for values in sections.values()]
                 options.markdown_file.write_text(as_markdown(found, judge=judge), encoding="utf-8")
     if not complete:
         print("\nNot every figure could be measured; see above.", file=sys.stderr)
@@ -64,7 +64,6 @@ def run(options: Options, *, in_process: bool = False) -> int:
 
 
 def run_here(options: Options, name: str) -> Section:
-    """Run one section in this process."""
     bench = Bench(
         torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu"),
         tiny=options.tiny,
@@ -92,5 +91,5 @@ def _run_apart(options: Options, name: str) -> Section:
         except subprocess.TimeoutExpired as late:
             ended = f"it took more than {late.timeout:.0f} s, and was ended"
         if file.exists():
-            return Section.from_json(name, json.loads(file.read_text(encoding="utf-8"))["sections"][name])
+            return Section.from_json(json.loads(file.read_text(encoding="utf-8"))["sections"][name])
     return Section(name, SECTIONS[name].title, error=ended, environment=describe_machine())

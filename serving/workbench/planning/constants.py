@@ -202,7 +202,6 @@ class Constants(_Block):
 
 @cache
 def load_constants() -> Constants:
-    """Read `constants.yaml`, which lies beside this module."""
     text = resources.files(__package__).joinpath("constants.yaml").read_text(encoding="utf-8")
     raw: dict[str, Any] = yaml.safe_load(text)
     links, gpus, *_ = [raw.pop(name) for name in ("links", "gpus", "deepgemm", "decode_profile", "prefill_profile")]

@@ -114,7 +114,6 @@ class LayerCosts:
         return core + kernels.elementwise(tokens * 3 * width) + kernels.gemm(tokens, self.model.hidden, width)
 
     def gate_s(self, kernels: KernelTimes, tokens: int) -> float:
-        """Seconds of norm, router and top-k."""
         model = self.model
         norm = kernels.elementwise(tokens * 7 * model.hidden)
         choice = 2 * kernels.elementwise(tokens * 8 * model.experts)

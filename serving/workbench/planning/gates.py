@@ -40,7 +40,6 @@ class Gate:
 
     @property
     def passed(self) -> bool:
-        """Whether the distance is within the limit."""
         return self.limit is None or self.distance <= self.limit
 
     def __str__(self) -> str:

@@ -46,7 +46,6 @@ class Plan:
 
     @property
     def speedup(self) -> float:
-        """Serial time / best time."""
         return self.serial.seconds / self.best.seconds
 
     @property
@@ -62,7 +61,6 @@ class Plan:
         return f"the order of the stages ({busy}; {waits})"
 
     def as_json(self) -> dict[str, Any]:
-        """The plan as `--json` writes it."""
         return {
             "prediction": True,
             "hardware": self.hardware.name,

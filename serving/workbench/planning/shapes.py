@@ -54,7 +54,6 @@ class ModelShape:
 
     @property
     def moe_layers(self) -> int:
-        """Layers with experts."""
         return self.layers - self.dense_layers
 
     @property

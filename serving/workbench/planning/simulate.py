@@ -135,7 +135,6 @@ def _plan(options: Options) -> Plan:
 
 
 def print_gates(gates: Sequence[Gate]) -> None:
-    """Print a line for each comparison, and how many failed."""
     print(f"{'':48} {'predicted':>12} {'observed':>24} {'points off':>10}")
     for gate in gates:
         print(gate)
@@ -144,7 +143,6 @@ def print_gates(gates: Sequence[Gate]) -> None:
 
 
 def print_plan(plan: Plan) -> None:
-    """Print the prediction."""
     load = plan.workload
     print(
         f"prediction for {plan.model.name} on {plan.hardware.name}, EP {load.ep}, {load.mode}: "

@@ -49,7 +49,6 @@ def lane_program(costs: LaneCosts, layers: int, schedule: Schedule) -> list[Op]:
 
 
 def predict_step(costs: LayerCosts, schedule: Schedule) -> Step:
-    """Simulate one step under `schedule`."""
     lane = costs.lane(schedule.lanes, schedule.chunks, schedule.chunk_dispatch)
     program = lane_program(lane, costs.model.moe_layers, schedule)
     return _step(costs, schedule, simulate([program] * schedule.lanes, schedule))

@@ -9,8 +9,6 @@ __all__ = ["Mode", "Workload"]
 
 
 class Mode(StrEnum):
-    """The kind of a step."""
-
     PREFILL = "prefill"
     DECODE = "decode"
     VERIFY = "verify"

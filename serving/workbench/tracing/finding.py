@@ -10,8 +10,6 @@ __all__ = ["Finding", "FindingKind"]
 
 
 class FindingKind(StrEnum):
-    """How serious a finding is."""
-
     PROBLEM = "problem"
     """overlap costs time"""
     HINT = "hint"

@@ -25,7 +25,6 @@ UNEVEN = 1.25
 
 
 def nothing_to_hide(steps: Sequence[StepRecord]) -> Iterable[Finding]:
-    """Find overlapped steps that send nothing."""
     chosen = _overlapped(steps)
     if chosen and not any(step.summary.communication_s for step in chosen):
         yield Finding(

@@ -174,7 +174,6 @@ class Comparison:
 
     @property
     def change(self) -> float:
-        """Median of `changes`."""
         return median(self.changes)
 
 

@@ -45,7 +45,6 @@ def write_html(result: Result, path: Path) -> None:
 
 
 def can_draw_png() -> bool:
-    """Whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 

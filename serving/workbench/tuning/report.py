@@ -30,11 +30,9 @@ class ModeResult:
 
     @property
     def arm(self) -> Arm:
-        """The chosen arm."""
         return self.arms[self.choice.setting.arm]
 
     def sentence(self) -> str:
-        """The choice in words."""
         setting = self.choice.setting
         if setting.threshold is None:
             return f"{self.mode}: serial; no arm is faster by enough at any size (regret {self.choice.regret:.1%})"
@@ -68,7 +66,6 @@ class Result:
     facts: Mapping[str, Any]
 
     def settings(self) -> dict[str, Any]:
-        """The settings that the file contains."""
         chosen = [each.arm for each in self.modes if not each.arm.is_serial]
         own = {arm.schedule.name: arm.schedule for arm in chosen if arm.schedule.name not in SCHEDULES}
         settings: dict[str, Any] = {"enable-dbo": bool(chosen)}
@@ -96,7 +93,6 @@ class Result:
         return f"{comments}\n\n{yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=120)}"
 
     def print(self) -> None:
-        """Print the tables and the choices."""
         for each in self.modes:
             print(f"\n{each.text()}")
         print()
@@ -104,7 +100,6 @@ class Result:
             print(each.sentence())
 
     def write(self, path: Path) -> None:
-        """Write the YAML file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(self.yaml(), encoding="utf-8")
 

@@ -36,12 +36,10 @@ class State:
 
 
 def state_file(out: Path) -> Path:
-    """The state file of a run that writes `out`."""
     return out.with_name(out.name + ".state.json")
 
 
 def save_state(path: Path, state: State) -> None:
-    """Write the state atomically."""
     part = path.with_name(path.name + ".part")
     part.write_bytes(msgspec.json.encode(state))
     os.replace(part, path)

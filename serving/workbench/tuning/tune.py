@@ -57,7 +57,6 @@ class TuneCommand:
 
     @property
     def out(self) -> Path:
-        """The file to write."""
         path: Path = self.settings["out"]
         return path
 
@@ -98,7 +97,6 @@ def _derive(s: Settings, machine: Machine) -> Settings:
 
 
 def run(options: TuneCommand) -> int:
-    """Measure, print and write."""
     if options.print_config:
         print(describe_settings(options.settings))
         return 0

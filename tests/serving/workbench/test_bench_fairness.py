@@ -68,7 +68,7 @@ def fake_run(monkeypatch: pytest.MonkeyPatch, gap_s: float) -> list[tuple[str, t
     monkeypatch.setattr(fairness, "served_model", served)
     monkeypatch.setattr(serve_load, "token_pool", tokens)
     monkeypatch.setattr(fairness, "send_all", send)
-    monkeypatch.setattr(fairness._Arm, "overlapped", lambda arm: (0.0, 0.0))
+    monkeypatch.setattr(fairness._Arm, "overlapped", lambda arm: 0.0)
     return sent
 
 

@@ -186,7 +186,7 @@ def test_verdicts_and_tables() -> None:
     section.add("plain", 3, "ms")
     assert [figure.verdict for figure in section.figures] == ["met", "missed", "met", "", ""]
     assert not section.complete
-    again = Section.from_json("x", json.loads(json.dumps(section.as_json(), default=vars)))
+    again = Section.from_json(json.loads(json.dumps(section.as_json(), default=vars)))
     assert again == section
     lines = as_text(section, judge=True).splitlines()
     assert lines[2].split() == ["above", "0.9", ">=", "0.8", "met"]

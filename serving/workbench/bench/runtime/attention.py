@@ -73,7 +73,6 @@ class _Step:
 
 
 def run(options: Options) -> int:
-    """Measure, print, write."""
     results: dict[str, Any] = {}
     generated = None
     if options.generate:  # first, because this process is pinned to one core afterwards

@@ -75,7 +75,6 @@ class Options(ReportOptions):
 
     @property
     def grid(self) -> Grid:
-        """Shapes of the steps."""
         return Grid(("decode", "prefill"), self.max_decode_tokens, self.max_prefill_tokens, 64, 128, 0)
 
 
@@ -112,7 +111,6 @@ class AutoResult:
 
 
 def run(options: Options) -> int:
-    """Measure, print each link when it is done, write."""
     results: list[AutoResult] = run_ranks(_measure_on_rank, options.ranks, options)
     options.write({"links": results})
     return 0
@@ -248,7 +246,6 @@ def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Opt
 
 
 def _arms(runner: ModelRunner, searched: Iterable[Arm]) -> dict[str, UBatchConfig]:
-    """The arms that auto may choose, by name."""
     lanes = runner.dbo.resolved_schedule().lanes
     arms = [*library_arms((lanes, lanes + 1), chunks=most_chunks(runner.all2all) > 1), *searched]
     return {arm.name: arm_config(runner.dbo, arm.schedule) for arm in arms}
@@ -292,7 +289,6 @@ def _ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float]) -
 
 
 def print_result(result: AutoResult) -> None:
-    """Print the arms and the figures of one link."""
     link = "no link" if result.bytes_per_s is None else f"{result.bytes_per_s / 1e6:.1f} MB/s"
     print(
         f"\ncommunication {result.ratio:g}x compute ({link}), {len(result.load)} steps compared, {result.probes} probes"
@@ -312,5 +308,4 @@ def print_result(result: AutoResult) -> None:
 
 
 def _rounded(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """The seconds, rounded to microseconds."""
     return {name: [round(value, 6) for value in values] for name, values in seconds.items()}

@@ -46,7 +46,6 @@ class ExpertsResult:
 
 
 def run(options: Options) -> int:
-    """Measure, print, write."""
     torch.set_num_threads(options.threads)
     arms_ms: dict[str, Mapping[str, Sequence[float]]] = {}
     results: dict[str, dict[str, ExpertsResult]] = {}

@@ -48,7 +48,6 @@ class _EventWakeUp:
 
 
 def run(options: Options) -> int:
-    """Measure, print, write."""
     noop = _noop_ns(options.blocks)
     print(f"dbo_yield outside a lane: {noop:.0f} ns")
     settings: dict[str, dict[str, list[float]]] = {}

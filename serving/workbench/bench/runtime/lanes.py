@@ -57,7 +57,6 @@ class _MoELayer(nn.Module):
 
 
 def run(options: Options) -> int:
-    """Measure, print, write."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda, but this torch sees no CUDA device. Use --device cpu.")
     device = torch.device(options.device)

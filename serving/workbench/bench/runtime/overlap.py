@@ -114,7 +114,6 @@ class OverlapResult:
 
 
 def run(options: Options) -> int:
-    """Measure, print each link when it is done, write."""
     with model_folder(options) as model:
         results: list[OverlapResult] = run_ranks(_measure_on_rank, options.ranks, options, model)
     options.write(as_json(results))
@@ -201,7 +200,6 @@ def _lane_result(arms: Mapping[str, Sequence[float]], n: int, lanes: Sequence[in
 
 
 def print_result(result: OverlapResult) -> None:
-    """Print the arms and the figures of one link."""
     speed = result.bytes_per_s / 1e6
     print(f"\ncommunication {result.ratio:g}x compute (link: {speed:.1f} MB/s, {result.latency_s * 1e6:g} us)")
     print_arms(result.arms_ms, ".1f")

@@ -94,7 +94,6 @@ class SchedulesResult:
 
 
 def run(options: Options) -> int:
-    """Measure, print, write."""
     with model_folder(options) as model:
         result: SchedulesResult = run_ranks(_measure_on_rank, options.ranks, options, model)
     print_result(options, result)
@@ -229,7 +228,6 @@ def _result(
 
 
 def print_result(options: Options, result: SchedulesResult) -> None:
-    """Print the arms and the figures."""
     speed, latency = result.bytes_per_s / 1e6, result.latency_s * 1e6
     print(f"communication {options.ratio:g}x compute (link: {speed:.1f} MB/s, {latency:g} us)")
     print_arms(result.arms_ms, ".1f")

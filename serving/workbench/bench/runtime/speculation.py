@@ -101,7 +101,6 @@ class SpeculationResult:
     acceptance: Mapping[str, Acceptance]
 
     def print(self) -> None:
-        """Print the figures."""
         print(f"\nspeculation: {self.batch} request{'s' if self.batch > 1 else ''} at once")
         rows = [["", "ms/token", "tokens/s", "speed-up", "mean length", "right at 1, 2, ..."]]
         for name, values in self.arms_ms.items():
@@ -114,7 +113,6 @@ class SpeculationResult:
 
 
 def run(options: Options) -> int:
-    """Measure, print, write."""
     if options.prompts < max(options.batches):
         raise ConfigError(f"--batches has {max(options.batches)}, but --prompts is {options.prompts}. Raise --prompts.")
     threads = num_cores() if options.threads is None else options.threads
@@ -242,7 +240,6 @@ def _accept(
     wanted: Sequence[Sequence[Sequence[int]]],
     options: Options,
 ) -> Acceptance:
-    """Generate all prompts once, and compare the tokens."""
     before = core.statistics()
     done = [_generate(core, own, options.output_len) for own in batches]
     if [each.tokens for each in done] != list(wanted):

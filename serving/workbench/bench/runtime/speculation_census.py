@@ -36,7 +36,6 @@ class Census:
     steps: Mapping[str, int]
 
     def print(self) -> None:
-        """Print the counts."""
         share = self.engaged / self.above if self.above else 0.0
         print(
             f"\ncensus: {_RANKS} ranks, --enable-dbo; of {self.above} verify steps with {self.threshold} tokens or "

@@ -84,7 +84,6 @@ def open_transformers(rank: int, options: Options, folder: Path) -> Iterator[Tra
 
 
 def run(options: Options) -> int:
-    """Measure, print, write."""
     with model_folder(options) as model:
         result: OverlapResult = run_ranks(_measure_on_rank, options.ranks, options, model)
     print_result(result)

@@ -28,8 +28,6 @@ __all__ = ["Options", "Part", "run"]
 
 
 class Part(StrEnum):
-    """The parts of the benchmark."""
-
     OFFLINE = "offline"
     SERVED = "served"
     OVERLAP = "overlap"
@@ -58,7 +56,6 @@ DECODE_HEAVY = Workload(prompts=64, input_len=32, output_len=64)
 
 
 def run(options: Options) -> int:
-    """Measure, print each part when it is done, write."""
     parts: dict[str, Any] = {}
     if set(options.only) - {Part.SCHEDULER}:
         with tempfile.TemporaryDirectory() as folder:

@@ -24,16 +24,14 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
 from typing import Annotated, Any
 
-import httpx
 import numpy as np
-from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field
 
 from serving.arguments.fields import Flag
 from serving.progress import progress
 from serving.workbench.bench.options import Checkpoint, ReportOptions
 from serving.workbench.bench.server.figures import figures_of
-from serving.workbench.bench.server.load import Load, make_tasks, served_model
+from serving.workbench.bench.server.load import Load, make_tasks, read_steps, served_model
 from serving.workbench.bench.server.process import ServerProcess, running_server
 from serving.workbench.bench.server.requests import Outcome, Server, Status, Task, send_all
 from serving.workbench.bench.statistics import bootstrap, columns, paired
@@ -101,21 +99,14 @@ class _Arm:
     server: ServerProcess
     rounds: list[Round] = field(default_factory=list)
 
-    def overlapped(self) -> tuple[float, float]:
-        """Number of mixed steps so far that overlapped, and of all mixed steps."""
-        text = httpx.get(f"{self.server.base_url}/metrics", timeout=30.0, trust_env=False).text
-        counts = [
-            (sample.labels["outcome"], sample.value)
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if family.name == "ubatch:steps" and sample.labels.get("mode") == "mixed"
-        ]
-        engaged = sum(value for outcome, value in counts if outcome.startswith("engaged"))
-        return engaged, sum(value for _, value in counts)
+    def overlapped(self) -> float:
+        """Share of the mixed steps so far that overlapped."""
+        steps = asyncio.run(read_steps(Server(self.server.base_url), "mixed"))
+        engaged = sum(count for outcome, count in steps.items() if outcome.startswith("engaged"))
+        return engaged / steps.total() if steps else 0.0
 
 
 def run(options: Options) -> int:
-    """Start the servers, measure, print, write."""
     with ExitStack() as stack:
         arms = []
         for dbo, limit in product((False, True), ("off", *options.limits)):
@@ -190,7 +181,6 @@ def gaps_between(outcome: Outcome, begin_s: float, end_s: float) -> list[float]:
 
 
 def _row(arm: _Arm, off: _Arm) -> dict[str, Any]:
-    engaged, steps = arm.overlapped()
     return {
         "limit": arm.limit,
         "dbo": arm.dbo,
@@ -199,7 +189,7 @@ def _row(arm: _Arm, off: _Arm) -> dict[str, Any]:
         "stretch": paired([each.p99_mixed for each in arm.rounds], [each.p99_alone for each in arm.rounds]),
         "tokens_per_s": bootstrap([each.tokens_per_s for each in arm.rounds]),
         "throughput": paired([e.tokens_per_s for e in arm.rounds], [e.tokens_per_s for e in off.rounds]),
-        "overlapped": engaged / steps if steps else 0.0,
+        "overlapped": arm.overlapped(),
     }
 
 

@@ -62,7 +62,6 @@ class Figures:
     e2e: Spread | None
 
     def print(self) -> None:
-        """Print the figures."""
         print(f"requests   {self.ok} ok, {self.failed} failed, {self.cancelled} cancelled in {self.duration_s:.2f} s")
         if self.first_error is not None:
             print(f"  first error: {self.first_error}")
@@ -84,7 +83,6 @@ class Figures:
 
 
 def figures_of(outcomes: Sequence[Outcome]) -> Figures:
-    """Compute a load's figures."""
     ok, failed, cancelled = ([each for each in outcomes if each.status is status] for status in Status)
     duration = max((each.sent_s + each.latency_s for each in outcomes), default=0.0)
     served = ok + cancelled

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from pydantic import ConfigDict, Field, PlainSerializer
 
 from serving.arguments.fields import Group
 from serving.workbench.bench.server.requests import Endpoint, RequestFailed, Server, Task, refused
 from ubatch import ConfigError
 
-__all__ = ["Dataset", "Load", "ServedModel", "make_tasks", "served_model", "token_pool"]
+__all__ = ["Dataset", "Load", "ServedModel", "make_tasks", "read_metrics", "read_steps", "served_model", "token_pool"]
 
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
@@ -27,8 +30,6 @@ _TEXT = (
 
 
 class Dataset(StrEnum):
-    """The kind of prompts."""
-
     RANDOM = "random"
     """tokens that the server's `/tokenize` knows, in random order: prompts have exactly the length asked for"""
     WORDS = "words"
@@ -99,6 +100,22 @@ async def token_pool(server: Server) -> list[int]:
     except RequestFailed as error:
         raise RequestFailed(f"{error} Random token prompts need it; use --dataset words.") from error
     return sorted(set(answer["tokens"]))
+
+
+async def read_steps(server: Server, mode: str | None = None) -> Counter[str]:
+    """Steps so far over all ranks, of one mode or of all, by outcome: from the server's `/metrics`."""
+    steps: Counter[str] = Counter()
+    for sample in await read_metrics(server):
+        if sample.name == "ubatch:steps_total" and sample.labels["mode"] == (mode or sample.labels["mode"]):
+            steps[sample.labels["outcome"]] += int(sample.value)
+    return steps
+
+
+async def read_metrics(server: Server) -> list[Sample]:
+    """All samples of the server's `/metrics`."""
+    async with server.client() as client:
+        text = (await client.get("/metrics")).raise_for_status().text
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
 async def _detokenize(server: Server, tokens: Sequence[int]) -> str:

@@ -67,7 +67,6 @@ class OfflineResult:
     same: Mapping[str, float]
 
     def print(self) -> None:
-        """Print the figures."""
         print(f"\ngenerate: {self.workload}, all cores")
         rows = [["", "ms", "tokens/s", "over transformers", "over offline", "same"]]
         for name, values in self.arms_ms.items():

@@ -74,14 +74,11 @@ class ServedOverlapResult:
 
 @dataclass(frozen=True)
 class ServedOverlap:
-    """All results over one link."""
-
     calibration: Calibration
     step_tokens: int
     results: Mapping[str, ServedOverlapResult]
 
     def print(self) -> None:
-        """Print the results."""
         link = self.calibration
         print(
             f"\noverlap: {_RANKS} ranks over {link.bytes_per_s / 1e6:.1f} MB/s, {_LATENCY_US:g} us; "

@@ -47,13 +47,13 @@ class ServerProcess:
         self.log.flush()
         return Path(self.log.name).read_bytes()[-_TAIL:].decode(errors="replace")
 
-    def wait_until_healthy(self, timeout_s: float = _START_S) -> None:
+    def wait_until_healthy(self) -> None:
         """Return once `/health` answers 200.
 
         Raises:
-            ServerFailed: the process ended, or `timeout_s` passed.
+            ServerFailed: the process ended, or it took more than five minutes.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
             if (status := self.process.poll()) is not None:
                 raise ServerFailed(f"the server ended with status {status} before it was ready:\n{self.output()}")
@@ -63,7 +63,7 @@ class ServerProcess:
             except httpx.HTTPError:
                 pass  # not listening yet
             time.sleep(0.2)
-        raise ServerFailed(f"the server was not ready after {timeout_s:g} s:\n{self.output()}")
+        raise ServerFailed(f"the server was not ready after {_START_S:g} s:\n{self.output()}")
 
     def stop(self) -> int:
         """Ask the server to end (SIGTERM), and kill it if it does not; returns its exit status."""

@@ -24,20 +24,15 @@ class RequestFailed(UBatchError):
 
 
 class Endpoint(StrEnum):
-    """The API that is called."""
-
     COMPLETIONS = "completions"
     CHAT = "chat"
 
     @property
     def path(self) -> str:
-        """The path under the base URL."""
         return "/v1/completions" if self is Endpoint.COMPLETIONS else "/v1/chat/completions"
 
 
 class Status(StrEnum):
-    """How a request ended."""
-
     OK = "ok"
     FAILED = "failed"
     CANCELLED = "cancelled"

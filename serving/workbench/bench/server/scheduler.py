@@ -46,7 +46,6 @@ class SchedulerResult:
     hidden: Interval
 
     def print(self) -> None:
-        """Print the figures."""
         print(f"\nscheduler: {self.running} running requests; a device that takes {self.device_ms:g} ms a step")
         print_arms(self.arms_ms, ".3f", unit="ms a step")
         print(f"  the device waits in the plain loop   {self.exposed:.3f} ms a step")
@@ -61,7 +60,6 @@ class _Device:
         self._free_at = 0.0
 
     def launch(self, scheduled: Sequence[ScheduledRequest], /) -> _Step:
-        """Start a step."""
         self._free_at = max(time.perf_counter(), self._free_at) + self.seconds
         return _Step(len(scheduled), self._free_at)
 
@@ -87,7 +85,6 @@ class _Step:
 
 
 def measure_scheduler(blocks: int, running: int = 64) -> SchedulerResult:
-    """Run all arms, and compute the figures."""
     steps = (blocks + 1) * 2 * _STEPS + 10  # steps per core; no request may end before
     cores = {
         "host": _core(0.0, running, steps, overlapped=False),

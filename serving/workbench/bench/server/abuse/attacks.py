@@ -39,12 +39,10 @@ class Target:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port."""
         url = httpx.URL(self.server.base_url)
         return url.host, url.port or 80
 
     def prompt(self, length: int, seed: int = 0) -> list[int]:
-        """A prompt of `length` random tokens."""
         return random.Random(seed).choices(self.tokens, k=length)
 
     def body(self, **fields: Any) -> dict[str, Any]:

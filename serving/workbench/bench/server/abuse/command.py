@@ -27,9 +27,9 @@ from serving.workbench.bench.server.abuse.judge import (
     stretch,
 )
 from serving.workbench.bench.server.abuse.poison import poisoned_copy
-from serving.workbench.bench.server.abuse.rounds import Hang, Round, hang, overlapped_steps, rest, rounds
+from serving.workbench.bench.server.abuse.rounds import Hang, Round, hang, rest, rounds
 from serving.workbench.bench.server.abuse.watch import Seen, Watch, Window, ask_references, resident_bytes
-from serving.workbench.bench.server.load import served_model, token_pool
+from serving.workbench.bench.server.load import read_steps, served_model, token_pool
 from serving.workbench.bench.server.process import ServerProcess, running_server
 from serving.workbench.bench.server.requests import Server
 from ubatch import ConfigError
@@ -116,7 +116,7 @@ class _Abuse:
         pool = [token for token in await token_pool(server) if token != self._poisoned]
         target = Target(server, pool, self._poisoned, model.max_model_len or 1024, _MAX_CONNECTIONS, options.arrivals_s)
         rows = await self._attack(target, attacks)
-        peak, overlapped = resident_bytes(process.process.pid, peak=True), await overlapped_steps(server)
+        peak, overlapped = resident_bytes(process.process.pid, peak=True), (await read_steps(server))["engaged"]
         print(f"the API process took at most {peak / 1e6:.0f} MB; {overlapped} steps overlapped")
         self._faults += faults_of_memory(peak, overlapped)
         done = await self._rounds(server)

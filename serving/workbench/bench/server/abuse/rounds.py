@@ -6,40 +6,22 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from serving.workbench.bench.server.abuse.watch import ask_references, resident_bytes
-from serving.workbench.bench.server.load import Load, make_tasks
+from serving.workbench.bench.server.load import Load, make_tasks, read_metrics
 from serving.workbench.bench.server.process import ServerProcess
 from serving.workbench.bench.server.requests import RequestFailed, Server, Status, send_all
 
-__all__ = ["Hang", "Round", "engines_of", "hang", "overlapped_steps", "rest", "rounds"]
+__all__ = ["Hang", "Round", "engines_of", "hang", "rest", "rounds"]
 
 _REST_S = 60.0
 _AT_REST = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-
-
-async def read_totals(server: Server) -> Mapping[str, float]:
-    """Read `/metrics`: each sample summed over the ranks; steps by outcome as `steps/OUTCOME`."""
-    async with server.client() as client:
-        text = (await client.get("/metrics")).raise_for_status().text
-    totals: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            name = f"steps/{sample.labels['outcome']}" if family.name == "ubatch:steps" else sample.name
-            totals[name] = totals.get(name, 0.0) + sample.value
-    return totals
-
-
-async def overlapped_steps(server: Server) -> int:
-    """Number of steps that ran in lanes, over all ranks."""
-    return int((await read_totals(server)).get("steps/engaged", 0))
 
 
 async def rest(server: Server) -> str | None:
@@ -50,7 +32,9 @@ async def rest(server: Server) -> str | None:
     """
     deadline = time.monotonic() + _REST_S
     while True:
-        totals = await read_totals(server)
+        totals: defaultdict[str, float] = defaultdict(float)
+        for sample in await read_metrics(server):
+            totals[sample.name] += sample.value
         if missing := [name for name in _AT_REST if name not in totals]:
             raise RequestFailed(f"/metrics of {server.base_url} has no {', '.join(missing)}: nothing can be checked.")
         held = {name: totals[name] for name in _AT_REST if totals[name]}

@@ -164,7 +164,6 @@ class Watch:
         return Seen(ended, wrong, tuple(failed), len(gaps) / (window.ended - window.begun), median, p99)
 
     async def _stream(self, reference: Reference) -> None:
-        """Run streams of the same prompt, one after the other."""
         fields = {"temperature": 0, "ignore_eos": True}
         while not self._stopping.is_set():
             task = Task(0, reference.prompt, reference.max_tokens, fields=fields)
