@@ -11,8 +11,6 @@ with overlap off and on; the tokens must be equal. Then the demo measures the fi
 from __future__ import annotations
 
 import argparse
-import importlib
-import inspect
 import sys
 import time
 from collections import Counter
@@ -29,6 +27,7 @@ from moe import EmulatedLink
 from serving.generate import describe_steps
 from serving.ranks import run_ranks
 from serving.text.tokenizer_files import TOKENIZER, read_tokenizer
+from serving.workbench.bench.corpus import read_corpus
 from serving.workbench.bench.runtime.overlap import OverlapResult, measure_overlap, print_result
 from serving.workbench.bench.step_setting import StepSetting, prefill_batch
 from ubatch import CommGroup, Span, UBatchConfig, UBatchWrapper, tracing
@@ -37,8 +36,6 @@ from ubatch.trace.page import write_html
 
 MODEL = Path(__file__).parent / "models" / "tiny-moe"
 SHOWN = ("def main(", "class Server:\n    def __init__(self, ", "    for line in ", "    raise ValueError(")
-MODULES = ("argparse", "bisect", "calendar", "configparser", "csv", "dataclasses", "difflib", "fractions", "heapq")
-MODULES += ("inspect", "json.decoder", "logging", "queue", "sched", "shlex", "statistics", "textwrap", "threading")
 PROMPT_TOKENS = 128
 PROMPTS_PER_RANK = 24
 STEP_TOKENS = 1024
@@ -85,10 +82,9 @@ def rank_main(rank: int, world_size: int, blocks: int, max_tokens: int, out: Pat
 
 
 def make_prompts(tokenizer: Any, rank: int) -> list[list[int]]:
-    """A few short prompts to show, and pieces of Python's standard library, different ones on every rank."""
+    """A few short prompts to show, and pieces of source text that the model was not trained on, others on every rank."""
     prompts: list[list[int]] = [tokenizer.encode(text).ids for text in SHOWN]
-    source = "\n".join(inspect.getsource(importlib.import_module(name)) for name in MODULES)
-    ids = tokenizer.encode(source).ids
+    ids = tokenizer.encode("\n".join(read_corpus(0).held_out)).ids
     wanted = PROMPTS_PER_RANK - len(prompts)
     stride = len(ids) // (2 * wanted)
     starts = range(rank * stride, 2 * wanted * stride, 2 * stride)

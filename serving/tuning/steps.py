@@ -14,7 +14,7 @@ from moe import EmulatedLink
 from serving.tuning.cells import Arm, arm_config
 from serving.tuning.programs import gather_steps, gather_texts, traced_step
 from serving.tuning.stages import StageModel, slowest_layer_times
-from ubatch import SCHEDULES, UBatchConfig, UBatchWrapper, set_forward_context
+from ubatch import SCHEDULES, UBatchWrapper, set_forward_context
 from ubatch.schedules.layer_program import LayerTimes
 
 __all__ = ["ArmSteps"]
@@ -34,19 +34,19 @@ class ArmSteps:
     def __init__(self, runner: ModelRunner, link: EmulatedLink | None = None) -> None:
         self._runner = runner
         self._link = link
-        self._wrappers: dict[str, tuple[UBatchConfig, UBatchWrapper]] = {}
+        self._wrappers: dict[str, UBatchWrapper] = {}
 
     def __enter__(self) -> ArmSteps:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for _, wrapper in self._wrappers.values():
+        for wrapper in self._wrappers.values():
             wrapper.close()
 
     def run(self, arm: Arm, batch: InputBatch) -> bool:
         """Vote, plan and run a step; returns whether it ran in this arm, the same on every rank."""
-        config, wrapper = self._wrapper(arm)
-        agreed = self._runner.coordinate(batch, config)
+        wrapper = self._wrapper(arm)
+        agreed = self._runner.coordinate(batch, wrapper.ubatch_config)
         if agreed.decision.engaged == arm.is_serial:
             return False
         with set_forward_context(self._runner.forward_context(batch, agreed)):
@@ -100,8 +100,7 @@ class ArmSteps:
         samples = [traced_step(lambda: self.run(arm, batch), self._link).programs for _ in range(_TRACED_STEPS)]
         return slowest_layer_times(gather_steps(samples))
 
-    def _wrapper(self, arm: Arm) -> tuple[UBatchConfig, UBatchWrapper]:
+    def _wrapper(self, arm: Arm) -> UBatchWrapper:
         if arm.name not in self._wrappers:
-            config = arm_config(self._runner.dbo, arm.schedule)
-            self._wrappers[arm.name] = config, UBatchWrapper(self._runner.model, config)
+            self._wrappers[arm.name] = UBatchWrapper(self._runner.model, arm_config(self._runner.dbo, arm.schedule))
         return self._wrappers[arm.name]

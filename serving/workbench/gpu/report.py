@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from serving.workbench.bench.statistics import Interval
 
@@ -14,18 +14,8 @@ Arms = dict[str, list[float]]
 """Arm -> its block means, milliseconds."""
 
 
-@dataclass(frozen=True)
-class Goal:
-    """The goal of a figure: at least `value`, or at most `value` if `at_most`."""
-
-    value: float
-    at_most: bool = False
-
-    def met_by(self, figure: float) -> bool:
-        return figure <= self.value if self.at_most else figure >= self.value
-
-    def __str__(self) -> str:
-        return f"{'<=' if self.at_most else '>='} {self.value:g}"
+Goal = tuple[Literal[">=", "<="], float]
+"""At least or at most a number."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +44,8 @@ class Figure:
         """`met` or `missed`, by the median; empty without a goal or a value."""
         if self.goal is None or self.number is None:
             return ""
-        return "met" if self.goal.met_by(self.number) else "missed"
+        sign, value = self.goal
+        return "met" if (self.number <= value if sign == "<=" else self.number >= value) else "missed"
 
 
 @dataclass
@@ -88,11 +79,9 @@ class Section:
         at_most: float | None = None,
         note: str = "",
     ) -> None:
-        goal = None
-        if at_least is not None:
-            goal = Goal(at_least)
-        elif at_most is not None:
-            goal = Goal(at_most, at_most=True)
+        goal: Goal | None = None if at_least is None else (">=", at_least)
+        if at_most is not None:
+            goal = ("<=", at_most)
         self.figures.append(Figure(what, value, unit, goal, note))
 
     @property
@@ -117,7 +106,7 @@ def _figure(values: Mapping[str, Any]) -> Figure:
         values["what"],
         Interval(**value) if isinstance(value, dict) else value,
         values["unit"],
-        None if goal is None else Goal(**goal),
+        None if goal is None else tuple(goal),
         values["note"],
     )
 
@@ -161,7 +150,7 @@ def _rows(section: Section, judge: bool) -> list[Sequence[str]]:
         (
             each.what,
             each.shown + (f" ({each.note})" if each.note else ""),
-            "" if each.goal is None else str(each.goal),
+            "" if each.goal is None else f"{each.goal[0]} {each.goal[1]:g}",
             each.verdict if judge else "",
         )
         for each in section.figures
