@@ -82,7 +82,7 @@ def rank_main(rank: int, world_size: int, blocks: int, max_tokens: int, out: Pat
 
 
 def make_prompts(tokenizer: Any, rank: int) -> list[list[int]]:
-    """A few short prompts to show, and pieces of source text that the model was not trained on, others on every rank."""
+    """A few short prompts to show, and source text that the model was not trained on, others on every rank."""
     prompts: list[list[int]] = [tokenizer.encode(text).ids for text in SHOWN]
     ids = tokenizer.encode("\n".join(read_corpus(0).held_out)).ids
     wanted = PROMPTS_PER_RANK - len(prompts)
