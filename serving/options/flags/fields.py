@@ -64,7 +64,7 @@ def _read_off(value: Any) -> Any:
     Raises:
         ValueError: another word, or true: YAML reads `on` as true, and pydantic would read that as 1.
     """
-    if value is True or (isinstance(value, str) and value not in ("auto", "off")):
+    if value is True or (isinstance(value, str) and value not in ("auto", "off") and not value.isdecimal()):
         raise ValueError("expected a number of tokens, auto or off")
     return "off" if value is False else value
 

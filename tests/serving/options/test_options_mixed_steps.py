@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from repository import TINY_MOE
 
-from serving.options import resolve_settings, to_engine_options
+from serving.options import read_serve_command, resolve_settings, to_engine_options
 from serving.options.sources import read_file, read_keywords
 from ubatch import ConfigError
 
@@ -19,6 +19,12 @@ NAME = "max_prefill_tokens_per_mixed_step"
 def test_it_reaches_the_scheduler(given: int | str, limit: int | str | None) -> None:
     settings = resolve_settings(read_keywords({"model": TINY_MOE, NAME: given}))
     assert to_engine_options(settings).scheduler.max_prefill_tokens_per_mixed_step == limit
+
+
+@pytest.mark.parametrize(("word", "value"), [("64", 64), ("auto", "auto"), ("off", "off")])
+def test_on_the_command_line_a_number_is_a_number(word: str, value: int | str) -> None:
+    command = read_serve_command("serve", "", [str(TINY_MOE), f"--{NAME.replace('_', '-')}", word])
+    assert command.settings[NAME] == value
 
 
 def test_off_is_the_default() -> None:
