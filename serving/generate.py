@@ -16,7 +16,6 @@ from serving.hub import looks_like_name
 from serving.options import (
     GENERATE,
     Layer,
-    Machine,
     Settings,
     Source,
     Table,
@@ -148,7 +147,7 @@ def _check_launcher() -> None:
         )
 
 
-def _size_for_prompts(s: Settings, _: Machine) -> Settings:
+def _size_for_prompts(s: Settings, _: int) -> Settings:
     """Set `max_num_seqs` to a rank's number of prompts; on one machine only, as other machines have no prompts."""
     if s["max_num_seqs"] is not None or s["nnodes"] > 1:
         return s

@@ -1,4 +1,4 @@
-"""The settings of an engine, the same on every rank: values already checked and resolved. They can be pickled."""
+"""The settings of an engine, the same on every rank. They can be pickled. `serving.options` checks and derives them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ from pathlib import Path
 
 from serving.engine.speculation import SpeculationConfig
 from serving.scheduler import SchedulerConfig
-from ubatch import ConfigError, UBatchConfig
+from ubatch import UBatchConfig
 
 __all__ = ["EngineOptions"]
-
-
-def _no_overlap() -> UBatchConfig:
-    return UBatchConfig(enable_dbo=False)
 
 
 @dataclass(frozen=True)
@@ -32,21 +28,8 @@ class EngineOptions:
         tensor_parallel_size: processes per data-parallel rank, which share its attention and dense layers. They are on
             one node and consecutive: rank = data-parallel rank * tensor_parallel_size + tensor-parallel rank.
         enable_expert_parallel: all processes share the experts, and step together.
-        all2all_backend: how tokens reach their experts; None chooses, see `model_runner.parallel.transport`.
-        all2all_options: options of the all-to-all back end; the others are derived from the largest steps.
-        moe_backend: computes the experts: `experts_backend` of `ModelRunner`.
         emulated_link: latency in microseconds and bandwidth in MB/s of an emulated link; None for none.
-        attention_backend: see `ModelRunner`, also for the next three.
-        prefill_attention_backend: for prefills, if different.
-        decode_attention_backend: for decodes, if different.
-        cudagraph_mode: `auto`, `none` or `full`, as in `ModelRunner`.
-        cudagraph_capture_sizes: numbers of requests of the captured steps; None for the default ones.
-        kv_cache_dtype: `auto` or `fp8`.
-        block_size: tokens per KV block.
-        kv_cache_memory: bytes of the KV cache of a rank; None for the default.
-        gpu_memory_utilization: share of a GPU's memory that a rank may use, weights included; None on a CPU.
-        dtype: `float32`, `bfloat16` or `float16`, of weights and activations.
-        device: `cpu` or `cuda`.
+        moe_backend: `experts_backend` of `ModelRunner`. Those not listed here have the same name there.
         overlap_schedule: schedule the next step while the current one runs; None: on a GPU only.
         profile_folder: where profiles are written; None for a new temporary folder.
         log_level: of the rank's own log, as in `serving.logs`; None leaves logging unchanged.
@@ -55,14 +38,11 @@ class EngineOptions:
         master_addr: address at which the other nodes reach node 0.
         master_port: port of the rendezvous store; 0 picks a free one (one node only).
         cluster_secret_file: file with the nodes' shared secret; each process reads it (`serving.engine.wire.secret`).
-
-    Raises:
-        ConfigError: at construction, for ranks and nodes that do not fit together.
     """
 
     model: Path
     load_format: str = "auto"
-    dbo: UBatchConfig = field(default_factory=_no_overlap)
+    dbo: UBatchConfig = field(default_factory=lambda: UBatchConfig(enable_dbo=False))
     dbo_auto: bool = False
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig | None = None
@@ -92,32 +72,6 @@ class EngineOptions:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     cluster_secret_file: Path | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("data_parallel_size", "tensor_parallel_size", "nnodes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
-        if self.data_parallel_size % self.nnodes:
-            raise ConfigError(
-                f"data_parallel_size ({self.data_parallel_size}) must be a multiple of nnodes ({self.nnodes}): every "
-                f"node starts equally many ranks, each with all of its tensor-parallel processes."
-            )
-        if not 0 <= self.node_rank < self.nnodes:
-            raise ConfigError(f"node_rank is {self.node_rank}; with {self.nnodes} nodes it is 0 to {self.nnodes - 1}.")
-        if self.nnodes > 1 and self.master_port == 0:
-            raise ConfigError("several nodes need a master_port that all of them know; 0 picks one on one node only.")
-        if self.nnodes == 1 and self.cluster_secret_file is not None:
-            raise ConfigError("cluster_secret_file needs nnodes 2 or more: a single node has no traffic to protect.")
-        if self.enable_expert_parallel and self.world_size == 1:
-            raise ConfigError(
-                "enable_expert_parallel needs data_parallel_size or tensor_parallel_size 2 or more: a single rank has "
-                "all experts."
-            )
-        for name in ("all2all_backend", "all2all_options"):
-            if getattr(self, name) and not self.enable_expert_parallel:
-                raise ConfigError(f"{name} needs enable_expert_parallel: without it no tokens are exchanged.")
-        if self.step_size == 1 and self.emulated_link is not None:
-            raise ConfigError("emulated_link needs enable_expert_parallel or tensor_parallel_size: no data is sent.")
 
     @property
     def world_size(self) -> int:

@@ -53,9 +53,6 @@ class SpeculationConfig:
         acceptance: which drafts are accepted.
         ngram_max: longest run of last tokens that `ngram` looks up.
         ngram_min: shortest run of last tokens that `ngram` looks up.
-
-    Raises:
-        ConfigError: at construction, for values that do not fit together.
     """
 
     algorithm: Algorithm
@@ -66,18 +63,6 @@ class SpeculationConfig:
     acceptance: Acceptance = Acceptance.MATCH
     ngram_max: int = 4
     ngram_min: int = 2
-
-    def __post_init__(self) -> None:
-        for name in ("num_draft_tokens", "topk", "ngram_max", "ngram_min"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
-        if self.ngram_max < self.ngram_min:
-            raise ConfigError(f"ngram_max is {self.ngram_max}, below ngram_min ({self.ngram_min}).")
-        if self.algorithm.has_path != (self.draft_model_path is not None):
-            needs = "needs a" if self.algorithm.has_path else "takes no"
-            raise ConfigError(f"speculation by {self.algorithm} {needs} draft_model_path.")
-        if self.algorithm is Algorithm.NGRAM and (self.topk > 1 or self.num_steps):
-            raise ConfigError("speculation by ngram has no num_steps and no topk: it looks up one chain of tokens.")
 
     @property
     def makes_trees(self) -> bool:

@@ -8,7 +8,7 @@ checks                  contradictions between settings; `speculation` has those
 resolve                 all of these steps, up to `EngineOptions`
 """
 
-from serving.options.checks import Machine, notes
+from serving.options.checks import notes
 from serving.options.flags.commands import GENERATE, TRACE, TUNE
 from serving.options.flags.tables import SERVE, Table
 from serving.options.folders import fetch_checkpoints
@@ -29,7 +29,6 @@ __all__ = [
     "TRACE",
     "TUNE",
     "Layer",
-    "Machine",
     "ServeCommand",
     "Setting",
     "Settings",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from model_runner import ModelConfig
 from model_runner.parallel.transport import LOCAL, check_schedules_by_name
@@ -17,18 +16,7 @@ from serving.options.speculation import check_speculation
 from ubatch import ConfigError
 from ubatch.schedules.modes import MODE_KEYS
 
-__all__ = ["Machine", "check_alone", "check_with_model", "notes"]
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The devices of this machine.
-
-    Attributes:
-        gpus: number of CUDA devices.
-    """
-
-    gpus: int = 0
+__all__ = ["check_alone", "check_with_model", "notes"]
 
 
 def check_alone(settings: Settings) -> None:
@@ -42,13 +30,13 @@ def check_alone(settings: Settings) -> None:
             raise ConfigError(message)
 
 
-def check_with_model(settings: Settings, model: ModelConfig, machine: Machine) -> None:
-    """Check the settings against the checkpoint and the machine, once all values are derived.
+def check_with_model(settings: Settings, model: ModelConfig, gpus: int) -> None:
+    """Check the settings against the checkpoint and this machine's GPUs, once all values are derived.
 
     Raises:
         ConfigError: a setting exceeds what the checkpoint or the machine has, or contradicts another.
     """
-    checks = (_checkpoint(settings, model), _device(settings, machine), _steps(settings), _graph_sizes(settings))
+    checks = (_checkpoint(settings, model), _device(settings, gpus), _steps(settings), _graph_sizes(settings))
     for check in (*checks, _transport(settings), _signals(settings, model)):
         for message in check:
             raise ConfigError(message)
@@ -241,7 +229,7 @@ def _checkpoint(s: Settings, model: ModelConfig) -> Iterator[str]:
         )
 
 
-def _device(s: Settings, machine: Machine) -> Iterator[str]:
+def _device(s: Settings, gpus: int) -> Iterator[str]:
     local = _num_processes(s) // s["nnodes"]
     if s["device"] == "cpu":
         if s["gpu_memory_utilization"] is not None:
@@ -255,18 +243,21 @@ def _device(s: Settings, machine: Machine) -> Iterator[str]:
                 yield f"{s.spell(name)} is for CUDA graphs, and the ranks run on a CPU. Remove it."
         if s["comm_sms"]:
             yield f"{s.spell('comm_sms')} shares out a GPU's SMs, and the ranks run on a CPU. Remove it."
-    elif machine.gpus == 0:
+    elif gpus == 0:
         yield f"{s.spell('device')} cuda: there is no GPU here that torch can use. Use --device cpu."
-    elif local > machine.gpus:
+    elif local > gpus:
         names = ("data_parallel_size", "tensor_parallel_size")
         flags = " times ".join(s.spell(name) for name in names if s[name] > 1)
-        yield (
-            f"{flags}: {local} processes on this machine, which has {machine.gpus} GPUs. Use fewer, or --device cpu."
-        )
+        yield (f"{flags}: {local} processes on this machine, which has {gpus} GPUs. Use fewer, or --device cpu.")
 
 
 def _steps(s: Settings) -> Iterator[str]:
     tokens = s["max_num_batched_tokens"]
+    if s["enable_chunked_prefill"] and tokens < s["block_size"]:
+        yield (
+            f"{s.spell('max_num_batched_tokens')} is {tokens}, below {s.spell('block_size')} ({s['block_size']}): "
+            "prompts are cut between pages. Raise the one or lower the other."
+        )
     if tokens < s["max_num_seqs"]:
         yield (
             f"{s.spell('max_num_batched_tokens')} is {tokens}, below {s.spell('max_num_seqs')} ({s['max_num_seqs']}): "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from model_runner import (
 from model_runner.parallel.transport import AUTO, choose_all2all
 from serving.engine.options import EngineOptions
 from serving.engine.rank.runner_setup import choose_dtype, count_gpus, read_config
-from serving.options.checks import Machine, check_alone, check_with_model
+from serving.options.checks import check_alone, check_with_model
 from serving.options.command_line import read_command_line
 from serving.options.flags.tables import SERVE, Table
 from serving.options.folders import locate
@@ -103,17 +103,18 @@ def resolve_keywords(model: str | Path, keywords: Mapping[str, Any]) -> Settings
 
 def resolve_settings(
     *layers: Layer,
-    machine: Machine | None = None,
+    gpus: int | None = None,
     table: Table = SERVE,
-    first: Callable[[Settings, Machine], Settings] | None = None,
+    first: Callable[[Settings, int], Settings] | None = None,
 ) -> Settings:
     """The settings in force.
 
     Args:
         layers: settings by source, the weakest first.
-        machine: the machine's devices; this machine by default.
+        gpus: number of CUDA devices; those of this machine by default.
         table: the command's settings.
-        first: derives what this command derives differently from the server; runs before the other derivations.
+        first: derives what this command derives differently from the server, also from the number of GPUs; runs before
+            the other derivations.
 
     Raises:
         ConfigError: settings contradict each other, the checkpoint or the machine, or there is no checkpoint.
@@ -125,19 +126,19 @@ def resolve_settings(
         model, stored_dtype = read_config(settings.folders["model"])
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    machine = Machine(gpus=count_gpus()) if machine is None else machine
+    gpus = count_gpus() if gpus is None else gpus
     if first is not None:
-        settings = first(settings, machine)
-    settings = _derive(settings, model, stored_dtype, machine)
-    check_with_model(settings, model, machine)
+        settings = first(settings, gpus)
+    settings = _derive(settings, model, stored_dtype, gpus)
+    check_with_model(settings, model, gpus)
     check_draft_network(settings, model)
     return settings
 
 
-def _derive(s: Settings, model: ModelConfig, stored_dtype: str, machine: Machine) -> Settings:
+def _derive(s: Settings, model: ModelConfig, stored_dtype: str, gpus: int) -> Settings:
     """Derive the settings that nobody gave, each after the settings that it depends on."""
     if s["device"] == "auto":
-        s = s.derive("device", "cuda" if machine.gpus else "cpu", f"{machine.gpus or 'no'} GPU here")
+        s = s.derive("device", "cuda" if gpus else "cpu", f"{gpus or 'no'} GPU here")
     on_gpu = s["device"] == "cuda"
     if s["dtype"] == "auto":
         s = s.derive("dtype", *choose_dtype(s["device"], stored_dtype))
@@ -194,64 +195,28 @@ def to_engine_options(s: Settings) -> EngineOptions:
     """Make the engines' options from the settings.
 
     Raises:
-        ConfigError: the runtime, the scheduler or the engine refuses a value.
+        ConfigError: the runtime refuses a value.
     """
     mixed = s["max_prefill_tokens_per_mixed_step"]
-    scheduler = SchedulerConfig(
-        **{
-            name: s[name]
-            for name in (
-                "max_num_seqs",
-                "max_num_batched_tokens",
-                "max_model_len",
-                "enable_chunked_prefill",
-                "enable_prefix_caching",
-                "prefill_first",
-            )
-        },
-        max_prefill_tokens_per_mixed_step=None if mixed == "off" else mixed,
-        policy=SchedulingPolicy(s["scheduling_policy"]),
-    )
-    return EngineOptions(
-        dbo=overlap_config(s),
-        scheduler=scheduler,
-        speculation=speculation_config(s),
-        model=s.folders["model"],
-        profile_folder=s["profile_dir"],
-        **{name: s[name] for name in _SAME_NAME},
-    )
+    scheduler = {
+        **_of_same_name(SchedulerConfig, s),
+        "max_prefill_tokens_per_mixed_step": None if mixed == "off" else mixed,
+        "policy": SchedulingPolicy(s["scheduling_policy"]),
+    }
+    engine = {
+        **_of_same_name(EngineOptions, s),
+        "model": s.folders["model"],
+        "dbo": overlap_config(s),
+        "scheduler": SchedulerConfig(**scheduler),
+        "speculation": speculation_config(s),
+        "profile_folder": s["profile_dir"],
+    }
+    return EngineOptions(**engine)
 
 
-_SAME_NAME = (
-    "load_format",
-    "dbo_auto",
-    "data_parallel_size",
-    "tensor_parallel_size",
-    "enable_expert_parallel",
-    "all2all_backend",
-    "all2all_options",
-    "moe_backend",
-    "emulated_link",
-    "attention_backend",
-    "prefill_attention_backend",
-    "decode_attention_backend",
-    "cudagraph_mode",
-    "cudagraph_capture_sizes",
-    "kv_cache_dtype",
-    "block_size",
-    "kv_cache_memory",
-    "gpu_memory_utilization",
-    "dtype",
-    "device",
-    "overlap_schedule",
-    "log_level",
-    "nnodes",
-    "node_rank",
-    "master_addr",
-    "master_port",
-    "cluster_secret_file",
-)
-"""Settings that have the same name in `EngineOptions`."""
+def _of_same_name(kind: type[SchedulerConfig | EngineOptions], s: Settings) -> dict[str, Any]:
+    """The settings that are called like a field of `kind`."""
+    return {each.name: s[each.name] for each in fields(kind) if each.name in s.all}
 
 
 def describe_settings(settings: Settings) -> str:

@@ -1,4 +1,4 @@
-"""Settings of the scheduler, named as in vLLM or SGLang."""
+"""Settings of the scheduler, named as in vLLM or SGLang. `serving.options` checks them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from serving.scheduler.mixed_steps import PrefillLimit
-from ubatch import ConfigError
 
 __all__ = ["SchedulerConfig", "SchedulingPolicy"]
 
@@ -42,9 +41,6 @@ class SchedulerConfig:
             size and can be replayed as CUDA graphs. By default a step is padded to its longest draft.
         num_draft_places: KV slots after a request's last token that the proposer writes while it drafts. May exceed the
             drafts of a step: a tree search explores more tokens than are verified.
-
-    Raises:
-        ConfigError: at construction, for values that cannot work.
     """
 
     max_num_seqs: int = 256
@@ -58,27 +54,3 @@ class SchedulerConfig:
     num_speculative_tokens: int = 0
     fill_drafts: bool = False
     num_draft_places: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
-        for name in ("num_speculative_tokens", "num_draft_places"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}.")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs ({self.max_num_seqs}): "
-                f"not every running request could decode in a step. Raise the one or lower the other."
-            )
-        limit = self.max_prefill_tokens_per_mixed_step
-        if isinstance(limit, int) and limit < 1:
-            raise ConfigError(f"max_prefill_tokens_per_mixed_step must be at least 1, not {limit}.")
-        if limit is not None and (self.prefill_first or not self.enable_chunked_prefill):
-            why = "prefill_first has no mixed steps" if self.prefill_first else "prompts must run in chunks for that"
-            raise ConfigError(f"max_prefill_tokens_per_mixed_step is {limit}, but {why}. Remove one.")
-        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
-            raise ConfigError(
-                f"without chunked prefill a prompt runs in one step: max_num_batched_tokens "
-                f"({self.max_num_batched_tokens}) must be at least max_model_len ({self.max_model_len})."
-            )

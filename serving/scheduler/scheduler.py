@@ -36,7 +36,7 @@ from serving.scheduler.radix_cache import PrefixMatch
 from serving.scheduler.request import ScheduledStep, TrackedRequest
 from serving.scheduler.speculation import Speculation
 from serving.scheduler.totals import Totals
-from ubatch import ConfigError, UBatchError
+from ubatch import UBatchError
 
 __all__ = ["Scheduler"]
 
@@ -58,7 +58,7 @@ class Scheduler:
         own_ranks: see `MixedSteps`.
 
     Raises:
-        ConfigError: the config does not fit the KV cache or the proposer.
+        ConfigError: the config does not fit the proposer.
     """
 
     def __init__(
@@ -72,20 +72,11 @@ class Scheduler:
         proposer: Proposer | None = None,
         own_ranks: range = range(1),
     ) -> None:
-        if config.enable_chunked_prefill and config.max_num_batched_tokens < table.block_size:
-            raise ConfigError(
-                f"max_num_batched_tokens is {config.max_num_batched_tokens}, below the block size "
-                f"({table.block_size}): prompts are cut between blocks. Raise the one or lower the other."
-            )
-        limit = config.max_prefill_tokens_per_mixed_step
-        if isinstance(limit, int) and limit < table.block_size:
-            raise ConfigError(
-                f"max_prefill_tokens_per_mixed_step is {limit}, below the block size ({table.block_size}): prompts are "
-                f"cut between blocks. Raise the one or lower the other."
-            )
         self._config = config
         self._by_priority = config.policy is SchedulingPolicy.PRIORITY
-        self._mixed_steps = MixedSteps(limit, table.block_size, config.max_num_batched_tokens, own_ranks)
+        self._mixed_steps = MixedSteps(
+            config.max_prefill_tokens_per_mixed_step, table.block_size, config.max_num_batched_tokens, own_ranks
+        )
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocab_size = vocab_size
         self._kv = KVManager(allocator, table, prefix_caching=config.enable_prefix_caching)

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from repository import TINY_MOE
 
 from serving import server
-from serving.options import Machine, ServeCommand, resolve_settings, to_engine_options
+from serving.options import ServeCommand, resolve_settings, to_engine_options
 from serving.options.sources import read_keywords
 from serving.requests import EngineDead
 from serving.server import _Serve, _Stop, _unless
@@ -30,7 +30,7 @@ class FakeClient:
 def drain(happens: Callable[[FakeClient, _Stop, asyncio.Future[Any]], None], drain_timeout_s: float) -> FakeClient:
     """Drain a server with one request, while something happens a moment later."""
     keywords = {"model": TINY_MOE, "drain_timeout_s": drain_timeout_s}
-    settings = resolve_settings(read_keywords(keywords), machine=Machine())
+    settings = resolve_settings(read_keywords(keywords), gpus=0)
     client = FakeClient()
     second: list[int] = []
 
@@ -92,7 +92,7 @@ def test_a_broken_chat_template_ends_the_start(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(server, "load_tokenizer", broken)
     monkeypatch.delattr(server.EngineClient, "start")
     monkeypatch.setattr(server, "_Stop", lambda _: SimpleNamespace(first=asyncio.Event()))
-    settings = resolve_settings(read_keywords({"model": TINY_MOE}), machine=Machine())
+    settings = resolve_settings(read_keywords({"model": TINY_MOE}), gpus=0)
     with socket.socket() as listener, pytest.raises(ConfigError, match="chat template"):
         asyncio.run(_Serve(ServeCommand(settings, to_engine_options(settings), False), listener, 100).run())
 

@@ -19,7 +19,6 @@ from serving.engine.rank.build import make_runner
 from serving.generate import print_notes
 from serving.options import (
     TUNE,
-    Machine,
     Settings,
     describe_settings,
     fetch_checkpoints,
@@ -88,11 +87,11 @@ def read(program: str, description: str, words: Sequence[str]) -> TuneCommand:
     return TuneCommand(s, to_engine_options(s), print_config, tuple(notes(s)))
 
 
-def _derive(s: Settings, machine: Machine) -> Settings:
+def _derive(s: Settings, gpus: int) -> Settings:
     """Derive the device (`cuda` if each rank here can have its own GPU), and a launcher's number of machines."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", s["data_parallel_size"]))
     if s["device"] == "auto":
-        s = s.derive("device", "cuda" if machine.gpus >= local else "cpu", f"{local} ranks, {machine.gpus or 'no'} GPU")
+        s = s.derive("device", "cuda" if gpus >= local else "cpu", f"{local} ranks, {gpus or 'no'} GPU")
     return s.derive("nnodes", max(1, s["data_parallel_size"] // local), "as launched")
 
 

@@ -28,7 +28,7 @@ from ranks import run_ranks
 from serving.engine import EngineClient, EngineOptions
 from serving.engine.rank.build import make_core, make_runner, warm_up
 from serving.engine.rank.process import run_engine
-from serving.options import SERVE, Machine, resolve_settings, to_engine_options
+from serving.options import SERVE, resolve_settings, to_engine_options
 from serving.options.command_line import read_command_line
 from serving.requests import RequestInput
 from ubatch import CommGroup
@@ -57,7 +57,7 @@ def options_of(checkpoint: str, ranks: int, backend: str) -> EngineOptions:
         *("--all2all-backend", backend, "--dtype", "bfloat16", "--no-enable-prefix-caching"),
         *("--kv-cache-memory", "16M"),
     )
-    settings = resolve_settings(read_command_line(SERVE, "ubatch serve", "", command).settings, machine=Machine())
+    settings = resolve_settings(read_command_line(SERVE, "ubatch serve", "", command).settings, gpus=0)
     return replace(
         to_engine_options(settings),
         attention_backend=static_attention.NAME,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from repository import TINY_MOE
 
 from attention import KVCacheExhausted
 from model_runner import CheckpointError, FinishReason, RequestError, SamplingParams, TensorMissing, TokenLogprobs
@@ -34,6 +35,7 @@ from serving.engine.wire.messages import (
     error_kind,
     make_error,
 )
+from serving.options import resolve_keywords
 from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
 from ubatch import ConfigError, PeerFailed
 
@@ -152,17 +154,17 @@ def test_a_dead_engine_is_one_line_with_the_traceback_as_a_note() -> None:
     ("wrong", "message"),
     [
         ({"data_parallel_size": 0}, "at least 1"),
-        ({"data_parallel_size": 3, "nnodes": 2, "master_port": 1}, "multiple of nnodes"),
+        ({"data_parallel_size": 3, "nnodes": 2, "master_port": 1}, "does not divide by nnodes"),
         ({"data_parallel_size": 2, "nnodes": 2, "node_rank": 2, "master_port": 1}, "0 to 1"),
-        ({"data_parallel_size": 2, "nnodes": 2}, "master_port"),
-        ({"enable_expert_parallel": True}, "tensor_parallel_size 2 or more"),
-        ({"all2all_backend": "torch_dist"}, "enable_expert_parallel"),
-        ({"emulated_link": (1.0, 1.0)}, "enable_expert_parallel"),
+        ({"data_parallel_size": 2, "nnodes": 2, "master_addr": "10.0.0.1"}, "master-port"),
+        ({"enable_expert_parallel": True}, "tensor-parallel-size; one rank has all"),
+        ({"all2all_backend": "torch_dist"}, "enable-expert-parallel"),
+        ({"emulated_link": (1.0, 1.0)}, "enable-expert-parallel"),
     ],
 )
 def test_ranks_and_nodes_that_do_not_fit_are_refused(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        EngineOptions(Path("model"), **wrong)  # type: ignore[arg-type]
+        resolve_keywords(TINY_MOE, wrong)
 
 
 def test_each_node_starts_its_share_of_the_ranks() -> None:

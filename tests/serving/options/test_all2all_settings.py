@@ -25,7 +25,7 @@ from model_runner.parallel.transport import check_schedules, most_chunks
 from model_runner.step.graph_sizes import graph_families
 from moe import StepSizes, check_all2all_options, check_schedule, default_all2all_options, make_all2all, traits_in
 from serving.engine.rank.runner_setup import describe_transport
-from serving.options import SERVE, Machine, Settings, describe_settings, resolve_settings, to_engine_options
+from serving.options import SERVE, Settings, describe_settings, resolve_settings, to_engine_options
 from serving.options.command_line import read_command_line
 from serving.options.sources import Source, read_file, read_keywords
 from serving.tuning.steps import ArmSteps
@@ -37,13 +37,13 @@ from ubatch.schedules.schedule import get_schedule
 TINY = str(TINY_MOE)
 EP = ("--data-parallel-size", "2", "--enable-expert-parallel")
 AUTO = ("--all2all-backend", "deepep_auto", "--all2all-options")
-GPUS, CPU = Machine(gpus=2), Machine()
+GPUS, CPU = {"gpus": 2}, {"gpus": 0}
 TRITON = "triton", torch.device("cpu")
 DECODE, PREFILL, VERIFY = ForwardMode.DECODE, ForwardMode.PREFILL, ForwardMode.TARGET_VERIFY
 
 
-def resolve(*words: str, machine: Machine = GPUS) -> Settings:
-    return resolve_settings(read_command_line(SERVE, "ubatch serve", "", [TINY, *words]).settings, machine=machine)
+def resolve(*words: str, machine: dict[str, int] = GPUS) -> Settings:
+    return resolve_settings(read_command_line(SERVE, "ubatch serve", "", [TINY, *words]).settings, **machine)
 
 
 @contextmanager
@@ -65,11 +65,11 @@ def test_options_come_from_the_line_a_file_and_python(tmp_path: Path) -> None:
     assert to_engine_options(from_line).all2all_options == wanted
     keywords = {"model": TINY, "data_parallel_size": 2, "enable_expert_parallel": True}
     from_python = read_keywords(keywords | {"all2all_backend": "deepep_auto", "all2all_options": wanted})
-    assert to_engine_options(resolve_settings(from_python, machine=GPUS)).all2all_options == wanted
+    assert to_engine_options(resolve_settings(from_python, **GPUS)).all2all_options == wanted
     file = tmp_path / "serve.yaml"
     file.write_text(describe_settings(from_line))
     assert yaml.safe_load(file.read_text())["all2all-options"] == wanted
-    assert to_engine_options(resolve_settings(read_file(file), machine=GPUS)) == to_engine_options(from_line)
+    assert to_engine_options(resolve_settings(read_file(file), **GPUS)) == to_engine_options(from_line)
 
 
 def test_options_are_written_alike_in_a_file_and_on_the_line(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_the_log_says_what_a_transport_does_in_each_mode() -> None:
         ((), CPU, "torch_dist", "rows travel only to ranks that hold their experts"),
     ],
 )
-def test_auto_says_what_it_chose_and_why(words: tuple[str, ...], machine: Machine, name: str, why: str) -> None:
+def test_auto_says_what_it_chose_and_why(words: tuple[str, ...], machine: dict[str, int], name: str, why: str) -> None:
     settings = resolve(*EP, *words, machine=machine)
     assert settings.all["all2all_backend"].source is Source.DERIVED
     assert to_engine_options(settings).all2all_backend == name

@@ -15,7 +15,6 @@ from repository import ROOT
 from serving.cli import main
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.options import (
-    Machine,
     Settings,
     Source,
     describe_settings,
@@ -138,22 +137,24 @@ def test_example_file_serves_both_commands() -> None:
     [
         (
             {},
-            Machine(),
+            {"gpus": 0},
             {"device": "cpu", "dtype": "float32", "overlap_schedule": False, "gpu_memory_utilization": None},
         ),
-        ({}, Machine(1), {"device": "cuda", "dtype": "bfloat16", "overlap_schedule": True}),
-        ({}, Machine(1), {"gpu_memory_utilization": 0.9}),
-        ({"kv_cache_memory": "1G"}, Machine(1), {"gpu_memory_utilization": None, "kv_cache_memory": 2**30}),
-        ({"device": "cpu", "dtype": "bfloat16"}, Machine(1), {"dtype": "bfloat16", "overlap_schedule": False}),
-        ({"speculative_algorithm": "ngram"}, Machine(1), {"overlap_schedule": False, "speculative_ngram_max": 4}),
-        ({"max_num_batched_tokens": 100}, Machine(), {"max_num_seqs": 100}),
-        ({"max_num_seqs": 4000}, Machine(), {"max_num_batched_tokens": 4000}),
-        ({"enable_chunked_prefill": False}, Machine(), {"max_num_batched_tokens": 2048, "max_model_len": 1024}),
-        ({}, Machine(), {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "served_model_name": TINY}),
+        ({}, {"gpus": 1}, {"device": "cuda", "dtype": "bfloat16", "overlap_schedule": True}),
+        ({}, {"gpus": 1}, {"gpu_memory_utilization": 0.9}),
+        ({"kv_cache_memory": "1G"}, {"gpus": 1}, {"gpu_memory_utilization": None, "kv_cache_memory": 2**30}),
+        ({"device": "cpu", "dtype": "bfloat16"}, {"gpus": 1}, {"dtype": "bfloat16", "overlap_schedule": False}),
+        ({"speculative_algorithm": "ngram"}, {"gpus": 1}, {"overlap_schedule": False, "speculative_ngram_max": 4}),
+        ({"max_num_batched_tokens": 100}, {"gpus": 0}, {"max_num_seqs": 100}),
+        ({"max_num_seqs": 4000}, {"gpus": 0}, {"max_num_batched_tokens": 4000}),
+        ({"enable_chunked_prefill": False}, {"gpus": 0}, {"max_num_batched_tokens": 2048, "max_model_len": 1024}),
+        ({}, {"gpus": 0}, {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "served_model_name": TINY}),
     ],
 )
-def test_what_follows_from_the_rest(keywords: dict[str, Any], machine: Machine, expected: dict[str, Any]) -> None:
-    settings = resolve_settings(read_keywords({"model": TINY, **keywords}), machine=machine)
+def test_what_follows_from_the_rest(
+    keywords: dict[str, Any], machine: dict[str, int], expected: dict[str, Any]
+) -> None:
+    settings = resolve_settings(read_keywords({"model": TINY, **keywords}), **machine)
     assert {name: settings[name] for name in expected} == expected
     for name in set(expected) - set(keywords):
         assert not settings.given(name)
@@ -200,7 +201,7 @@ def test_no_bytes(text: str | int) -> None:
 
 def test_every_value_has_a_distinct_derivation() -> None:
     """What differs between machines is said; what does not is a default."""
-    settings = resolve_settings(read_keywords({"model": TINY}), machine=Machine())
+    settings = resolve_settings(read_keywords({"model": TINY}), gpus=0)
     derived = {name for name, setting in settings.all.items() if setting.source is Source.DERIVED}
     assert derived == {
         "device",
@@ -235,7 +236,7 @@ def test_what_is_printed_can_be_read_again(tmp_path: Path, monkeypatch: pytest.M
     assert "hush" not in text
     file = tmp_path / "again.yaml"
     file.write_text(text)
-    again = resolve_settings(read_file(file), machine=Machine())
+    again = resolve_settings(read_file(file), gpus=0)
     assert {n: s.value for n, s in again.all.items() if n != "api_key"} == {
         n: s.value for n, s in settings.all.items() if n != "api_key"
     }
@@ -371,7 +372,7 @@ def test_wrong_files_are_one_clear_line(
 )
 def test_wrong_keywords(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve_settings(read_keywords({"model": TINY, **keywords}), machine=Machine(1))
+        resolve_settings(read_keywords({"model": TINY, **keywords}), gpus=1)
 
 
 def test_what_the_checkpoint_has_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

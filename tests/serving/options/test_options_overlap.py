@@ -14,7 +14,7 @@ from model_runner import make_random_qwen3_moe
 from moe import FusedExperts
 from serving.cli import main
 from serving.engine.rank.build import make_runner
-from serving.options import Machine, describe_settings, notes, read_serve_command, resolve_settings, to_engine_options
+from serving.options import describe_settings, notes, read_serve_command, resolve_settings, to_engine_options
 from serving.options.sources import read_file, read_keywords
 from ubatch import SCHEDULES, ConfigError, ForwardMode, Schedule, UBatchConfig
 
@@ -161,9 +161,9 @@ def test_notes_know_both_flags(file: Path) -> None:
 
 
 def test_comm_sms_and_profile_ranges_reach_the_runtime() -> None:
-    gpu = Machine(gpus=2)
+    gpus = 2
     words = {"enable_dbo": True, "data_parallel_size": 2, "enable_expert_parallel": True, "comm_sms": 24}
-    settings = resolve_settings(read_keywords({"model": TINY, **words}), machine=gpu)
+    settings = resolve_settings(read_keywords({"model": TINY, **words}), gpus=gpus)
     config = to_engine_options(settings).dbo
     assert {config.for_mode(mode).schedule.comm_sms for mode in (DECODE, PREFILL, VERIFY)} == {24}
     assert not config.profile_ranges

@@ -18,7 +18,6 @@ from serving.engine.rank.build import make_core
 from serving.engine.speculation import Algorithm, SpeculationConfig, runner_options
 from serving.generate import read as read_generate
 from serving.options import (
-    Machine,
     resolve_keywords,
     resolve_settings,
     to_engine_options,
@@ -76,7 +75,7 @@ def test_print_config_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert rows["speculative-eagle-topk"].endswith(f"# {file}")
     assert rows["speculative-num-draft-tokens"].split() == ["8", "#", "derived:", "of", "a", "tree"]
     assert rows["speculative-accept"].startswith('"match"')
-    settings = resolve_settings(read_file(file), read_keywords({"model": TINY}), machine=Machine())
+    settings = resolve_settings(read_file(file), read_keywords({"model": TINY}), gpus=0)
     assert to_engine_options(settings).speculation == SpeculationConfig(Algorithm.EAGLE, 8, 3, 2, Path(HEAD))
 
 
@@ -186,13 +185,15 @@ def test_a_runner_that_was_made_for_no_draft_network_is_refused() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"num_draft_tokens": 0}, "num_draft_tokens must be at least 1"),
-        ({"ngram_max": 1}, r"ngram_max is 1, below ngram_min \(2\)"),
-        ({"topk": 2}, "no num_steps and no topk"),
-        ({"draft_model_path": Path(HEAD)}, "takes no draft_model_path"),
-        ({"algorithm": Algorithm.EAGLE}, "needs a draft_model_path"),
+        ({"num_draft_tokens": 0}, "num_draft_tokens: it should be at least 1"),
+        ({"ngram_max": 1, "ngram_min": 2}, r"ngram_max is 1, below speculative_ngram_min \(2\)"),
+        ({"eagle_topk": 2}, "no effect with speculative_algorithm ngram"),
+        ({"draft_model_path": Path(HEAD)}, "no effect with speculative_algorithm ngram"),
+        ({"algorithm": "eagle"}, "needs --speculative-draft-model-path"),
     ],
 )
 def test_configs_that_cannot_work(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        SpeculationConfig(**{"algorithm": Algorithm.NGRAM, "num_draft_tokens": 3, **wrong})
+        resolve_keywords(
+            TINY, {f"speculative_{name}": value for name, value in ({"algorithm": "ngram"} | wrong).items()}
+        )

@@ -11,7 +11,7 @@ from repository import TINY_MOE
 
 from serving.cli import main
 from serving.engine import EngineOptions
-from serving.options import Machine, notes, read_serve_command, resolve_settings
+from serving.options import notes, read_serve_command, resolve_settings
 from serving.options.sources import read_keywords
 from ubatch import ConfigError
 
@@ -106,10 +106,10 @@ def test_too_few_gpus_are_the_fault_of_both_sizes() -> None:
     more = {"enable_expert_parallel": True, "device": "cuda"}
     for sizes, flags in (({"tensor_parallel_size": 2}, "^tensor"), ({"data_parallel_size": 2}, "^data")):
         with pytest.raises(ConfigError, match=rf"{flags}_parallel_size: 2 processes on this machine, which has 1 GPUs"):
-            resolve_settings(read_keywords({"model": TINY, **sizes, **more}), machine=Machine(gpus=1))
+            resolve_settings(read_keywords({"model": TINY, **sizes, **more}), gpus=1)
     sizes = {"tensor_parallel_size": 2, "data_parallel_size": 2}
     with pytest.raises(ConfigError, match="data_parallel_size times tensor_parallel_size: 4 processes"):
-        resolve_settings(read_keywords({"model": TINY, **sizes, **more}), machine=Machine(gpus=1))
+        resolve_settings(read_keywords({"model": TINY, **sizes, **more}), gpus=1)
 
 
 def test_the_processes_of_a_rank_are_neighbours_on_one_node() -> None:
@@ -127,5 +127,5 @@ def test_the_processes_of_a_rank_are_neighbours_on_one_node() -> None:
     assert EngineOptions(TINY_MOE, tensor_parallel_size=2, enable_expert_parallel=True).step_size == 2
     both = EngineOptions(TINY_MOE, data_parallel_size=3, tensor_parallel_size=2, enable_expert_parallel=True)
     assert both.step_size == 6
-    with pytest.raises(ConfigError, match="tensor_parallel_size must be at least 1"):
-        EngineOptions(TINY_MOE, tensor_parallel_size=0)
+    with pytest.raises(ConfigError, match="tensor_parallel_size: it should be at least 1"):
+        read_keywords({"tensor_parallel_size": 0})

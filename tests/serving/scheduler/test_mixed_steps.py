@@ -8,10 +8,12 @@ import pytest
 from fake_runner import Loop, expected, make_loop
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from repository import TINY_MOE
 
 from model_runner import SamplingParams
 from model_runner.step.dp import BatchShape, make_offer
-from serving.scheduler import ScheduledStep, SchedulerConfig
+from serving.options import resolve_keywords
+from serving.scheduler import ScheduledStep
 from serving.scheduler.mixed_steps import MeasuredLimit, MixedSteps
 from ubatch import ConfigError, Decision, ForwardMode, UBatchConfig
 from ubatch.schedules.vote import decide
@@ -88,14 +90,15 @@ def test_a_step_without_decodes_is_not_limited() -> None:
 
 
 def test_limits_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"max_prefill_tokens_per_mixed_step is 8, below the block size \(16\)"):
-        filled(8)
-    with pytest.raises(ConfigError, match="must be at least 1, not 0"):
-        SchedulerConfig(max_prefill_tokens_per_mixed_step=0)
-    with pytest.raises(ConfigError, match="prefill_first has no mixed steps"):
-        SchedulerConfig(max_prefill_tokens_per_mixed_step="auto", prefill_first=True)
-    with pytest.raises(ConfigError, match="prompts must run in chunks"):
-        SchedulerConfig(max_prefill_tokens_per_mixed_step=64, enable_chunked_prefill=False)
+    name = "max_prefill_tokens_per_mixed_step"
+    for keywords, why in (
+        ({name: 8}, rf"{name} is 8, below --block-size \(16\)"),
+        ({name: 0}, f"{name}: "),
+        ({name: "auto", "prefill_first": True}, "no step is mixed"),
+        ({name: 64, "enable_chunked_prefill": False}, "cuts prompts, and enable_chunked_prefill forbids that"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            resolve_keywords(TINY_MOE, keywords)
 
 
 # -- several ranks ----------------------------------------------------------------------------------------------------

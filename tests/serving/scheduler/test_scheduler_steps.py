@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 from fake_runner import expected, make_loop, repeating
+from repository import TINY_MOE
 
 from model_runner import SamplingParams
+from serving.options import resolve_keywords
 from serving.scheduler import ScheduledStep
 from ubatch import ConfigError
 
@@ -97,8 +99,8 @@ def test_no_more_requests_run_than_allowed() -> None:
 
 
 def test_pages_longer_than_a_step_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"max_num_batched_tokens is 16, below the block size \(32\)"):
-        make_loop(max_num_batched_tokens=16, block_size=32)
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens is 16, below block_size \(32\)"):
+        resolve_keywords(TINY_MOE, {"max_num_batched_tokens": 16, "block_size": 32})
 
 
 def test_sampling_is_delayed_where_it_depends_on_the_tokens_before() -> None:
