@@ -57,12 +57,7 @@ def resolve_experts(
     """The experts' back end: `auto` is resolved, any other name is returned. With a group on a GPU it is collective.
 
     Args:
-        name: a back end of `moe.experts`, or `auto`.
-        config: the model's config; None for a network without experts.
-        all2all: the transport of tokens to experts.
-        dtype: dtype of the weights.
         device: device of the weights; they are not loaded yet, so its memory is free for measuring.
-        dbo: settings with the schedules that the experts must support.
         group: the ranks that choose together; None for a rank that chooses alone.
 
     Raises:
@@ -126,10 +121,6 @@ def resolve_attention(
     """Attention back ends for batches with a prefill and for others: `auto` is resolved, any other name is returned.
 
     Args:
-        prefill: a back end of `attention.backends`, or `auto`.
-        decode: the same.
-        shape: shape of the model's attention.
-        kv_cache: the model's KV cache; it is not written.
         group: the ranks that choose together; None for a rank that chooses alone.
 
     Raises:

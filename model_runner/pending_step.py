@@ -75,13 +75,10 @@ class SamplingContext:
     """The runner's parts that sampling needs, the same for every step.
 
     Attributes:
-        compute_logits: from hidden states to logits.
-        vocab_size: columns of the logits.
         eos_token_ids: the model's end-of-sequence tokens that are in its vocabulary.
         future_map: tokens that the host does not know yet.
         prompt_carry: state of prompts that run in chunks.
         together: context whose errors are reported to the other ranks.
-        streams: the streams of steps.
         kv_cache: the model's KV cache; accepted drafts of trees are moved in it.
         tensor_parallel: the ranks that must get the same tokens; None for a rank that is a replica by itself.
         acceptance: when drafts of sampled requests are accepted.

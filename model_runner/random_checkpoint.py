@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from safetensors.torch import save_file
@@ -33,11 +33,15 @@ from ubatch import ConfigError
 __all__ = ["RandomDeepseekV3", "RandomQwen3Moe", "make_random_checkpoint", "make_random_qwen3_moe"]
 
 
-class RandomModel(Protocol):
-    """A model's size."""
-
-    def hf_config(self, dtype: torch.dtype) -> dict[str, object]:
-        """The content of `config.json`."""
+def _common_config(dtype: torch.dtype) -> dict[str, object]:
+    """Entries of `config.json` that both models have."""
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "norm_topk_prob": True,
+    }
 
 
 @dataclass(frozen=True)
@@ -60,16 +64,12 @@ class RandomQwen3Moe:
     def hf_config(self, dtype: torch.dtype) -> dict[str, object]:
         """The content of `config.json`."""
         return {
+            **_common_config(dtype),
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
-            "dtype": str(dtype).removeprefix("torch."),
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "rms_norm_eps": 1e-6,
             "intermediate_size": 3 * self.hidden_size,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
-            "norm_topk_prob": True,
             "initializer_range": 0.02,
             "use_sliding_window": False,
             **vars(self),
@@ -104,19 +104,18 @@ class RandomDeepseekV3:
     def hf_config(self, dtype: torch.dtype) -> dict[str, object]:
         """The content of `config.json`."""
         return {
+            **_common_config(dtype),
             "architectures": ["DeepseekV3ForCausalLM"],
             "model_type": "deepseek_v3",
-            "dtype": str(dtype).removeprefix("torch."),
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "rms_norm_eps": 1e-6,
-            "norm_topk_prob": True,
             "routed_scaling_factor": 2.5,
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
             "num_key_value_heads": self.num_attention_heads,
             **vars(self),
         }
+
+
+RandomModel: TypeAlias = RandomQwen3Moe | RandomDeepseekV3
 
 
 def make_random_qwen3_moe(

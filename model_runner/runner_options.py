@@ -21,22 +21,14 @@ def with_group(config: UBatchConfig, group: CommGroup | None) -> UBatchConfig:
 
 
 def is_fp8(kv_cache_dtype: str) -> bool:
-    """Whether the KV cache stores one byte per number.
-
-    Raises:
-        ConfigError: the value is neither `auto` nor `fp8`.
-    """
+    """Whether the KV cache stores one byte per number."""
     if kv_cache_dtype not in ("auto", "fp8"):
         raise ConfigError(f"unknown kv_cache_dtype {kv_cache_dtype!r}{nearest(kv_cache_dtype, ('auto', 'fp8'))}")
     return kv_cache_dtype == "fp8"
 
 
 def check_max_model_len(asked: int | None, limit: int) -> int:
-    """The longest sequence in tokens: `asked`, or the model's `limit` if None.
-
-    Raises:
-        ConfigError: `asked` is above the limit, or not positive.
-    """
+    """The longest sequence in tokens: `asked`, or the model's `limit` if None."""
     if asked is None:
         return limit
     if not 1 <= asked <= limit:

@@ -46,11 +46,9 @@ class MoEConfig:
 
     Attributes:
         layers: numbers of the layers with a MoE; the others have a dense MLP.
-        intermediate_size: intermediate size of a routed expert.
         router: chooses experts; `SigmoidTopKRouter` gets every layer's own bias.
         shared_intermediate_size: intermediate size of all shared experts together; 0 for none.
         float32_gate: the router's logits are computed in float32 even if the model's dtype is another.
-        names: names of the tensors.
     """
 
     layers: frozenset[int]
@@ -66,9 +64,7 @@ class DecoderConfig(ModelConfig):
     """All settings in which the families of `DecoderLM` differ.
 
     Attributes:
-        intermediate_size: intermediate size of a dense MLP.
         rms_norm_eps: epsilon of all norms except those inside latent attention.
-        rope: rotary embeddings.
         tie_word_embeddings: logits come from the embedding's weights.
         attention_bias: attention's projections have biases; in latent attention only the first and the last ones.
         mlp_bias: the dense MLPs' projections have biases.
@@ -112,9 +108,6 @@ def read_decoder(
     """Read the entries that every family has, as a dense model without biases and without query and key norms.
 
     Args:
-        config: `config.json`.
-        generation: `generation_config.json`.
-        attention: the family's attention; see `read_grouped_query`.
         rope: result of `read_rope`, for a family with its own defaults; None to read it here.
         default_eps: the family's `rms_norm_eps`, used if the config has none.
 
@@ -142,11 +135,7 @@ def read_decoder(
 
 
 def read_grouped_query(config: HFConfig, *, sliding_window: int | None = None) -> AttentionShape:
-    """The heads of multi-head and grouped-query attention.
-
-    Args:
-        config: `config.json`.
-        sliding_window: the window of all layers in tokens; None for none.
+    """The heads of multi-head and grouped-query attention, all over a window of `sliding_window` tokens if given.
 
     Raises:
         CheckpointError: an entry is missing, the key/value heads do not divide the heads, or the head size is odd.

@@ -129,10 +129,8 @@ class DecoderLayer(nn.Module):
         """Run the layer on `[T, hidden_size]`; returns the residual, and the update still to be added to it.
 
         Args:
-            hidden: the residual.
             update: the previous layer's output, not yet added to the residual; None in the first layer.
             rotary: a `Rotation` for multi-head attention, a `RopeTable` for latent attention.
-            plan: an `AttentionPlan`, or an `MLAPlan`.
             num_tokens: number of rows that are tokens; the rest is padding.
             layout: how the rows are spread over the ranks that share attention; None if this rank has all rows. With a
                 layout, residual and update hold this rank's share only.

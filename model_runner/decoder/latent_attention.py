@@ -48,14 +48,10 @@ class LatentAttention(nn.Module):
         """Load the weights: this rank's heads, and the whole projections to the latents.
 
         Args:
-            checkpoint: source of the weights.
             prefix: prefix of the tensors' names, without the last dot.
-            layer: number of the layer in the KV cache.
-            hidden_size: the model's hidden size.
             shape: heads of all ranks, and the latent's size.
             q_lora_rank: size of the compressed query; None if it is not compressed.
             bias: whether the compressing projections and the output projection have a bias.
-            shard: this rank's heads.
         """
         super().__init__()
         self.layer = layer

@@ -45,11 +45,7 @@ class Projection(nn.Module):
         self._packed: NativeLinear | None = None
 
     def pack(self) -> None:
-        """Replace the weight by its packed form; a second call does nothing.
-
-        Raises:
-            ConfigError: the weight is not float32 on the CPU.
-        """
+        """Replace the weight by its packed form; a second call does nothing."""
         if self.weight is not None:
             self._packed = NativeLinear(self.weight)
             self.weight = None
@@ -111,14 +107,9 @@ class Attention(nn.Module):
         """Load the weights of this rank's heads.
 
         Args:
-            checkpoint: source of the weights.
             prefix: prefix of the tensors' names, without the last dot.
-            layer: number of the layer in the KV cache.
-            hidden_size: the model's hidden size.
             shape: heads of all ranks.
-            bias: whether the projections have a bias.
             norm_eps: epsilon of the query and key norms; None for a family without them.
-            shard: this rank's heads.
         """
         super().__init__()
         self.layer = layer

@@ -34,7 +34,6 @@ def add_rms_norm(update: Tensor, residual: Tensor, weight: Tensor, eps: float) -
         update: `[T, hidden_size]`, a layer's output.
         residual: same shape; not changed.
         weight: `[hidden_size]`, of the norm.
-        eps: epsilon of the norm.
 
     Returns:
         The normalised sum, and the sum.
@@ -52,12 +51,8 @@ def normalise_and_rotate(heads: Tensor, rotation: Rotation, weight: Tensor | Non
 
     Args:
         heads: `[T, heads, head_dim]`, a slice of a fused projection; it may be overwritten.
-        rotation: rotation of the tokens.
         weight: `[heads, head_dim]`, weights of the heads' norms; None for a family without them.
         eps: epsilon of the norms; None for a family without them.
-
-    Returns:
-        The same shape and dtype.
     """
     if _fuses(heads):
         from model_runner.kernels.rope import rotate_heads

@@ -133,7 +133,6 @@ def read_rope(config: HFConfig, default_theta: float = 10_000.0) -> Rope:
     """Read `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (earlier versions).
 
     Args:
-        config: the checkpoint's config.
         default_theta: the family's base, used if the config has none.
 
     Raises:
@@ -215,14 +214,7 @@ class Rotation:
 
 
 class RotaryEmbedding(nn.Module):
-    """Makes the `Rotation` of a step, in the "rotate half" order of Hugging Face checkpoints.
-
-    Args:
-        rope: frequencies and factor.
-        head_dim: size of a head; even.
-        dtype: dtype of queries and keys.
-        device: device of the frequencies.
-    """
+    """Makes the `Rotation` of a step, in the "rotate half" order of Hugging Face checkpoints; `head_dim` is even."""
 
     inv_freq: Tensor
 
@@ -249,11 +241,9 @@ class RotaryTable(nn.Module):
     """Makes the `RopeTable` of a step: one table for all steps, and the step's positions.
 
     Args:
-        rope: frequencies and factor.
         rope_dim: size of the rotated part of a head; even.
         num_positions: rows of the table: tokens of the longest sequence.
         interleaved: a rotated pair is two neighbouring dimensions.
-        device: device of the table.
     """
 
     cos_sin: Tensor

@@ -64,7 +64,6 @@ class Layout:
     """How one lane's rows (or a whole batch's) are spread. Made per forward by `current_layout`.
 
     Attributes:
-        parallel: the ranks that share the replica.
         num_tokens: rows of this rank's replica, before padding to equal shares.
         rows: rows of its padded lane: `ForwardContext.local_dp_buffer_len`.
         tokens_across_ranks: every rank's own tokens, as in the `ForwardContext`.
@@ -158,7 +157,6 @@ def comm_prepare_attn(
     Args:
         update: the previous layer's output, `SCATTERED`, not yet added to the residual; None in the first layer.
         hidden: the residual, `SCATTERED`.
-        weight, eps: of the norm.
         layout: layout of the rows; None if every rank has all rows of its replica.
 
     Returns:
@@ -177,9 +175,6 @@ def comm_prepare_mlp(
 
     Args:
         update: attention's output: partial sums of all rows of the replica.
-        hidden: the residual, `SCATTERED`.
-        weight, eps: of the norm.
-        mode: rows of the MLP's input.
         layout: see `comm_prepare_attn`.
     """
     if layout is None:
@@ -190,13 +185,7 @@ def comm_prepare_mlp(
 
 
 def postprocess(update: Tensor, mode: ScatterMode, layout: Layout | None) -> Tensor:
-    """Scatter the MLP's output, to be added to the residual: `SCATTERED`.
-
-    Args:
-        update: the MLP's output, in `mode`.
-        mode: rows of the MLP's input.
-        layout: see `comm_prepare_attn`.
-    """
+    """Scatter the MLP's output, to be added to the residual: `SCATTERED`."""
     return update if layout is None else layout.scatter(update, mode, Point.MLP_SCATTER)
 
 

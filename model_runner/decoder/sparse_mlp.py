@@ -34,15 +34,9 @@ class SparseMLP(nn.Module):
         """Load the weights.
 
         Args:
-            checkpoint: source of the weights.
             prefix: prefix of the tensors' names, without the last dot.
-            hidden_size: the model's hidden size.
             num_experts: routed experts over all ranks.
-            config: settings of the MoE layers.
             parallel: transport, back end and this rank's experts.
-
-        Raises:
-            ConfigError: the experts' back end is unknown.
         """
         super().__init__()
         # Scores of experts may be close together, so some families compute the gate in float32.

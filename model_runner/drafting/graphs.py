@@ -40,9 +40,14 @@ from ubatch.graphs.inputs_outputs import GraphOutput
 from ubatch.ranks.long_calls import taking_long
 from ubatch.streams.graph_protocols import PLAIN, Capture
 
-__all__ = ["DraftGraphs", "DraftShape", "can_capture"]
+__all__ = ["DraftGraphs", "DraftShape", "can_capture", "most_nodes"]
 
 _logger = logging.getLogger(__name__)
+
+
+def most_nodes(num_steps: int, topk: int) -> int:
+    """Number of candidate nodes of a tree with `num_steps` levels."""
+    return topk + (num_steps - 1) * topk * topk
 
 
 @dataclass(frozen=True)
@@ -53,13 +58,34 @@ class DraftShape:
         num_steps: drafts of a chain, or levels of a tree.
         topk: nodes of a level; 1 for chains.
         num_drafts: drafts of a request in a verify step.
-        sampled: drafts of sampled requests are drawn at random.
+        sampled: drafts of sampled requests are drawn at random, for rejection sampling; chains only.
+
+    Raises:
+        ConfigError: at construction, if the numbers contradict each other.
     """
 
     num_steps: int
     topk: int
     num_drafts: int
     sampled: bool
+
+    def __post_init__(self) -> None:
+        num_steps, topk = self.num_steps, self.topk
+        for name in ("num_steps", "topk", "num_drafts"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if topk == 1 and self.num_drafts != num_steps:
+            raise ConfigError(
+                f"num_drafts is {self.num_drafts}, num_steps {num_steps}: a chain has one draft per step. Make them "
+                "equal, or choose topk above 1 for a tree."
+            )
+        if topk > 1 and self.sampled:
+            raise ConfigError(f"drafts that are drawn are chains; topk is {topk}. Use 1, or drafts that are not drawn.")
+        if self.num_drafts > most_nodes(num_steps, topk):
+            raise ConfigError(
+                f"num_drafts is {self.num_drafts}; a tree of num_steps {num_steps} and topk {topk} has "
+                f"{most_nodes(num_steps, topk)} nodes to choose from."
+            )
 
     @property
     def num_places(self) -> int:
@@ -103,8 +129,6 @@ class DraftGraphs:
         network: the draft network; `can_capture` must hold for it.
         attention: attention of its extends and levels.
         steps: attention of its chains.
-        setting: the runner's graph settings.
-        shape: the shape of the drafts.
 
     Attributes:
         replays: number of replays so far.
@@ -171,10 +195,6 @@ class DraftGraphs:
         self, progress: Callable[[CapturedGraph], None] | None = None, only: Sequence[GraphShape] | None = None
     ) -> list[CapturedGraph]:
         """Capture every shape. It is not collective, but peers are told that it takes long, and wait.
-
-        Args:
-            progress: called after each graph.
-            only: some of `shapes`, in their order; all by default.
 
         Raises:
             CaptureFailed: a capture failed; no step is replayed then.
@@ -276,12 +296,10 @@ class DraftGraphs:
         """Draft whole chains by replaying the graph that `find_chain` returned.
 
         Args:
-            shape: the graph's shape.
             starts: the position of each request's first draft.
             block_table: `[R, pages]` int32.
             slots: `[drafts - 1, R]` int64, KV slots of the drafts; -1 for drafts that are not needed.
             positions: `starts` on the device, `[R]` int64.
-            hidden: `[R, hidden_size]`.
             draws: random numbers for drafts that are drawn; None if none is.
 
         Returns:

@@ -88,7 +88,6 @@ def load_draft(algorithm: str, path: str | Path | None, runner: TargetRunner) ->
     Args:
         algorithm: `eagle`, `mtp` or `draft_model`.
         path: folder of the checkpoint; None for `mtp`, which is in the target's.
-        runner: the target's runner.
 
     Raises:
         ConfigError: the algorithm is unknown, the path is missing or not allowed, or the network does not fit the
@@ -151,11 +150,7 @@ _LOADERS: dict[str, Callable[[TargetRunner, Checkpoint], DraftNetwork]] = {
 
 
 def _decoder(runner: TargetRunner) -> DecoderLM:
-    """The target as a `DecoderLM`, whose embeddings the draft head shares.
-
-    Raises:
-        ConfigError: the target is no `DecoderLM`.
-    """
+    """The target as a `DecoderLM`, whose embeddings the draft head shares."""
     if not isinstance(runner.model, DecoderLM):
         raise ConfigError(
             f"{type(runner.model).__name__} is no DecoderLM, so a draft head cannot share its embeddings; choose a "

@@ -32,7 +32,7 @@ from model_runner.drafting.graphs import DraftShape
 from model_runner.drafting.network import DraftNetwork
 from model_runner.drafting.runner import DraftBatch, DraftRunner
 from model_runner.drafting.target import TargetRunner
-from model_runner.drafting.tree import draft_trees, most_nodes
+from model_runner.drafting.tree import draft_trees
 from model_runner.errors import RequestError
 from model_runner.speculation.extend import draft_extend_batch
 from model_runner.speculation.proposer import Draft
@@ -48,42 +48,24 @@ class DraftProposer:
     """A `Proposer` and `StepObserver` around a draft network. Pass it to `ModelRunner.set_observer`.
 
     Args:
-        runner: the target's runner.
-        draft: the network; `load_draft` makes one.
-        num_steps: drafts of a chain, or levels of a tree.
-        topk: 1 for chains; more for trees, see `draft_trees`.
-        num_draft_tokens: drafts of a request, by default `num_steps`; for a chain it must be `num_steps`.
-        sampled: draw the drafts of sampled requests at random, for rejection sampling; chains only.
+        shape: drafts of a request; trees with `topk` above 1, see `draft_trees`.
 
     Attributes:
         num_places: positions after a request's last known token that need KV slots while drafts are made or verified.
 
     Raises:
-        ConfigError: the numbers contradict each other, or the attention back end has no tree masks.
+        ConfigError: the attention back end has no tree masks.
     """
 
-    def __init__(
-        self,
-        runner: TargetRunner,
-        draft: DraftNetwork,
-        *,
-        num_steps: int,
-        topk: int = 1,
-        num_draft_tokens: int | None = None,
-        sampled: bool = False,
-    ) -> None:
-        count = num_steps if num_draft_tokens is None else num_draft_tokens
-        _check_numbers(num_steps, topk, count, sampled)
+    def __init__(self, runner: TargetRunner, draft: DraftNetwork, shape: DraftShape) -> None:
         self._runner = runner
-        shape = DraftShape(num_steps, topk, count, sampled)
         self._draft = DraftRunner(runner, draft, shape)
-        if topk > 1 and not self._draft.attention.takes_trees:
+        if shape.topk > 1 and not self._draft.attention.takes_trees:
             raise ConfigError(
                 f"attention back end {self._draft.attention.decode_name!r} has no tree masks, so the draft network "
-                f"cannot draft trees (topk {topk}) on it. Choose another decode attention back end, or topk 1."
+                f"cannot draft trees (topk {shape.topk}) on it. Choose another decode attention back end, or topk 1."
             )
-        self._num_steps = num_steps
-        self._topk = topk
+        self._num_steps, self._topk = shape.num_steps, shape.topk
         self._reads_hidden = draft.reads_hidden
         self._shift = int(draft.reads_hidden)  # from a position to the index of the token read there
         self.num_places = shape.num_places
@@ -203,23 +185,3 @@ def _following(batch: InputBatch, tokens: Sequence[tuple[int, ...]]) -> list[int
         own[0] if own else share.request.token_ids[end]
         for share, own, end in zip(batch.scheduled, tokens, ends, strict=True)
     ]
-
-
-def _check_numbers(num_steps: int, topk: int, count: int, sampled: bool) -> None:
-    for name, value in (("num_steps", num_steps), ("topk", topk), ("num_draft_tokens", count)):
-        if value < 1:
-            raise ConfigError(f"{name} must be at least 1, not {value}.")
-    if topk == 1:
-        if count != num_steps:
-            raise ConfigError(
-                f"num_draft_tokens is {count}, num_steps {num_steps}: a chain has one draft per step. Give only one of "
-                "them, or topk above 1 for a tree."
-            )
-        return
-    if sampled:
-        raise ConfigError(f"drafts that are drawn are chains; topk is {topk}. Use 1, or drafts that are not drawn.")
-    if count > most_nodes(num_steps, topk):
-        raise ConfigError(
-            f"num_draft_tokens is {count}; a tree of num_steps {num_steps} and topk {topk} has "
-            f"{most_nodes(num_steps, topk)} nodes to choose from."
-        )

@@ -70,8 +70,6 @@ class DraftRunner:
 
     Args:
         runner: the target's runner; its device, pages and attention back ends are used.
-        network: the draft network.
-        shape: the shape of the drafts.
 
     Attributes:
         graphs: its captured steps; None if all run eagerly.
@@ -124,7 +122,6 @@ class DraftRunner:
         """Run the last positions before each request's `start`, from tokens alone.
 
         Args:
-            batch: the requests.
             ids: the tokens at these positions, at least one per request.
             hidden: `[*, hidden_size]`; passed on, but not used.
 
@@ -146,7 +143,6 @@ class DraftRunner:
         """A chain for every request: draft `i` is run at position `start + i`, except the last draft.
 
         Args:
-            batch: the requests.
             hidden: `[R, hidden_size]`, input of the first drafts' logits.
             num_drafts: number of drafts wanted; a replayed graph always makes its full number.
 
@@ -174,7 +170,6 @@ class DraftRunner:
         """Run the nodes of one level of the trees; returns `[R * width, hidden_size]`.
 
         Args:
-            batch: the requests.
             depth: number of levels already run.
             ids: `[R, width]` int64.
             hidden: `[R * width, hidden_size]`.

@@ -38,13 +38,7 @@ class DraftDraws:
 
     @classmethod
     def of(cls, requests: Sequence[Request], num_steps: int, device: torch.device) -> DraftDraws:
-        """Draws for these requests: drafts of sampled requests are drawn, at their temperature.
-
-        Args:
-            requests: the requests to draft for.
-            num_steps: drafts of each.
-            device: device of the logits.
-        """
+        """Draws for these requests: drafts of sampled requests are drawn, at their temperature."""
         drawn = [not request.params.greedy for request in requests]
         pairs = list(zip(requests, drawn, strict=True))
         temperatures = torch.tensor([request.params.temperature if own else 1.0 for request, own in pairs])
@@ -87,7 +81,6 @@ def draft_chain(
     """Draft a chain of `len(plans) + 1` tokens for every request.
 
     Args:
-        network: the draft network.
         context: forward context of every step, without its plan.
         plans: attention plans, one per draft that is run: all but the last.
         positions: `[R]` int64, positions of the first drafts.

@@ -59,11 +59,4 @@ class LoadedDraft:
                 f"attention back end {runner.attention.decode_name!r} has no tree masks, so it cannot verify drafts of "
                 f"topk {shape.topk}. Choose another decode attention back end, or topk 1."
             )
-        return DraftProposer(
-            runner,
-            self.network,
-            num_steps=shape.num_steps,
-            topk=shape.topk,
-            num_draft_tokens=shape.num_drafts,
-            sampled=shape.sampled,
-        )
+        return DraftProposer(runner, self.network, shape)

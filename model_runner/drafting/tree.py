@@ -16,15 +16,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from model_runner.drafting.graphs import most_nodes
 from model_runner.drafting.runner import DraftBatch, DraftRunner
 from model_runner.speculation.proposer import Draft
 
-__all__ = ["draft_trees", "most_nodes", "select_nodes"]
-
-
-def most_nodes(num_steps: int, topk: int) -> int:
-    """Number of candidate nodes of a tree with `num_steps` levels."""
-    return topk + (num_steps - 1) * topk * topk
+__all__ = ["draft_trees", "select_nodes"]
 
 
 def draft_trees(
@@ -33,11 +29,8 @@ def draft_trees(
     """A tree for every request.
 
     Args:
-        runner: runs the levels.
-        batch: the requests.
         hidden: `[R, hidden_size]`, input of the first level's logits.
         counts: most nodes of each request.
-        num_steps: levels.
         topk: nodes of a level that are extended, and tokens after each.
     """
     requests = hidden.shape[0]

@@ -29,7 +29,6 @@ class GraphSetting:
         sizes: sizes to capture, in requests, ascending.
         max_seq_len: tokens of the longest possible sequence.
         backend: captures and replays; all graphs share its pool, as they never run at the same time.
-        planning: context for planning attention; see `StepStreams.planning`.
     """
 
     asked: str
@@ -59,12 +58,7 @@ class CapturedSteps(Protocol):
 
 
 def batch_to_capture(shape: GraphShape, kv_cache: PagedKVCache | MLAKVCache) -> CommonAttentionMetadata:
-    """A full batch for one lane of a graph. Keys and values are not stored; drafts with a tree mask are chains.
-
-    Args:
-        shape: shape of the graph.
-        kv_cache: the KV cache that the steps use.
-    """
+    """A full batch for one lane of a graph. Keys and values are not stored; drafts with a tree mask are chains."""
     requests, tokens, device = shape.lane_requests, shape.tokens_per_request, kv_cache.device
     lens = [tokens] * requests
     table = torch.zeros(requests, kv_cache.spec.blocks_for(tokens), dtype=torch.int32, device=device)

@@ -28,11 +28,8 @@ class GraphsAsked:
     """The user's settings for CUDA graphs.
 
     Attributes:
-        mode: `auto`, `none` or `full`.
         backend: captures and replays; None for CUDA.
         sizes: sizes to capture, in requests; None for the default ones.
-        num_speculative_tokens: drafts of verify steps; 0 for none.
-        trees: drafts may be trees.
     """
 
     mode: str
@@ -55,10 +52,6 @@ def resolve_graph_mode(
     """Resolve the mode to `none` or `full`.
 
     Args:
-        asked: `auto`, `none` or `full`.
-        device: the model's device.
-        model: its experts and transport must be capturable.
-        attention: its decode back end must be capturable.
         simulated: graphs are captured by something other than CUDA, so any device is allowed.
         tensor_parallel: the ranks of a replica, whose gathers must be capturable.
         steps: name of the steps to capture, for the log.
@@ -115,10 +108,8 @@ def capturable_families(
     """The families that the transport can capture: large steps may need a transport path that cannot be captured.
 
     Args:
-        families: families to capture.
         all2all: the model's transport; it can be captured in decode steps of one token.
         asked: `auto` leaves out shapes that cannot be captured, with a warning; `full` raises.
-        tensor_parallel_size: ranks of a replica, which share its tokens.
 
     Raises:
         ConfigError: the mode is `full`, and a shape cannot be captured.

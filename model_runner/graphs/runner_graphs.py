@@ -17,7 +17,7 @@ from model_runner.step.streams import StepStreams
 from moe import All2All
 from ubatch import CommGroup, CUDAGraphMode, CudaGraphs, GraphBackend, UBatchConfig, UBatchWrapper
 
-__all__ = ["make_graph_steps", "make_wrapper"]
+__all__ = ["CapturingRunner", "make_graph_steps", "make_wrapper"]
 
 
 class CapturingRunner(Protocol):
@@ -49,10 +49,6 @@ class CapturingRunner(Protocol):
 def make_wrapper(runner: CapturingRunner, asked: GraphsAsked) -> tuple[UBatchWrapper, GraphBackend | None]:
     """The wrapper that runs the model in lanes, and the graph back end; None if nothing is captured.
 
-    Args:
-        runner: a runner that has its model and attention.
-        asked: the user's settings.
-
     Raises:
         ConfigError: the model cannot be captured; see `resolve_graph_mode`.
     """
@@ -71,13 +67,7 @@ def make_wrapper(runner: CapturingRunner, asked: GraphsAsked) -> tuple[UBatchWra
 
 
 def make_graph_steps(runner: CapturingRunner, asked: GraphsAsked, backend: GraphBackend | None) -> GraphSteps | None:
-    """The steps to capture; None if all run eagerly.
-
-    Args:
-        runner: a runner that has its cache and attention.
-        asked: the user's settings.
-        backend: the graph back end; None if nothing is captured.
-    """
+    """The steps to capture; None if all run eagerly."""
     if backend is None:
         return None
     sizes = capture_sizes(runner.max_num_seqs, asked.sizes)

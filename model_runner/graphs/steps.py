@@ -64,10 +64,6 @@ class GraphSteps:
     """The captured steps of one runner.
 
     Args:
-        families: families of shapes to capture.
-        attention: the model's attention.
-        wrapper: the model's wrapper; it captures and replays.
-        setting: the runner's graph settings.
         num_ranks: number of ranks that step together.
         tensor_parallel_size: number of ranks that share a replica.
 
@@ -227,13 +223,7 @@ class GraphSteps:
     # -- a step -------------------------------------------------------------------------------------------------
 
     def offer(self, batch: BatchShape, max_seq_len: int, *, tree: bool = False) -> int:
-        """This rank's offer in the vote: 0 if the step must run eagerly here; see `Offer.graph_mode`.
-
-        Args:
-            batch: this rank's batch.
-            max_seq_len: tokens of its longest sequence.
-            tree: its drafts have a tree mask.
-        """
+        """This rank's offer in the vote: 0 if the step must run eagerly here; see `Offer.graph_mode`."""
         if not self._captured:
             return 0
         if not batch.query_lens:
@@ -284,8 +274,6 @@ class GraphSteps:
 
         Args:
             batch: this rank's batch; without requests, the whole graph is padding.
-            agreed: result of the vote.
-            shape: `agreed.graph`.
 
         Returns:
             `[T, hidden_size]`, as of an eager step: in the batch's order, without padding.

@@ -51,7 +51,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Args:
         x: floating point; rows may be strided, as in a slice of a fused projection.
         weight: `[size]`.
-        eps: added to the mean of the squares.
     """
     rows = rows_contiguous(x.reshape(-1, x.shape[-1]))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -66,7 +65,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         x: `[..., size]`, floating point.
         residual: the same shape.
         weight: `[size]`.
-        eps: added to the mean of the squares.
     """
     out, summed = (torch.empty(residual.shape, dtype=residual.dtype, device=x.device) for _ in range(2))
     rows, residual_rows = (rows_contiguous(each.reshape(-1, each.shape[-1])) for each in (x, residual))

@@ -44,7 +44,6 @@ def place_lane(
         tokens: the lane's tokens in the batch.
         start: the lane's first row in the graph.
         rows: number of the lane's rows in the graph.
-        lane: the lane's number.
     """
     count = tokens.stop - tokens.start
     _place_kernel[(cdiv(rows, _BLOCK),)](*static, *batch, tokens.start, count, start, rows, lane, BLOCK=_BLOCK)

@@ -70,7 +70,6 @@ def rotate_heads(
         cos: `[T, 1, head_dim]`, dense; cosines of each token's angles.
         sin: the sines, same shape; negative in the first half. See `Rotation`.
         weight: `[heads, head_dim]`, dense, norm weights of each head; None for heads that are not normalised.
-        eps: epsilon of the norm.
 
     Raises:
         ConfigError: `head_dim` is odd or not dense, or only one of weight and eps is given.

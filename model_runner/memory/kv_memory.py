@@ -21,9 +21,6 @@ class KVMemory:
     """The size of a KV cache; at most one of the three is given, 256 MiB if none is.
 
     Attributes:
-        device: device of the cache.
-        num_kv_blocks: size in blocks.
-        kv_cache_memory: size in bytes.
         gpu_memory_utilization: share of the GPU's memory that this process may use, above 0 and at most 1; the cache
             gets what weights, the largest step and graphs leave of it, see `model_runner.memory.memory_profile`.
             Memory of other processes is not counted as the GPU's.
@@ -59,7 +56,6 @@ class KVMemory:
         """Blocks of the cache; call it when the model is loaded.
 
         Args:
-            spec: spec of the cache.
             measure: returns the blocks that fit in a share of the GPU's memory.
 
         Raises:
@@ -76,10 +72,7 @@ def blocks_beside(bytes_per_block: int, allowed: int, held: int, share: float, p
     """Blocks that fit in `allowed - held` bytes, without the cache's additional block for padding.
 
     Args:
-        bytes_per_block: bytes of a block in the cache, and in a draft network's cache.
-        allowed: bytes that this process may use.
         held: bytes used by everything except the cache.
-        share: the `gpu_memory_utilization`, for the message.
         parts: what `held` consists of, for the message.
 
     Raises:

@@ -23,18 +23,18 @@ from typing import Protocol
 
 import torch
 
-from attention import CacheSpec, MLAKVCache, PagedKVCache
+from attention import CacheSpec
 from model_runner.drafting.proposer import DraftProposer
 from model_runner.drafting.setting import LoadedDraft
+from model_runner.drafting.target import TargetRunner
 from model_runner.graphs.batches import CapturedSteps
 from model_runner.memory.kv_memory import blocks_beside
-from model_runner.parallel.tensor_parallel import TensorParallel
 from model_runner.pending_step import StepOutput
 from model_runner.sampling.sampling_params import SamplingParams
 from model_runner.speculation.proposer import Draft, Proposer, StepObserver
 from model_runner.step.graph_sizes import GraphShape
 from model_runner.step.request import Request, ScheduledRequest
-from ubatch import CapturedGraph, UBatchWrapper
+from ubatch import CapturedGraph
 
 __all__ = ["CudaMemory", "DeviceMemory", "MemoryUse", "graphs_in_all", "largest_step", "measured_blocks"]
 
@@ -104,17 +104,12 @@ class CudaMemory:
         torch.cuda.empty_cache()
 
 
-class MeasuredRunner(Protocol):
+class MeasuredRunner(TargetRunner, Protocol):
     """The runner that is measured; `ModelRunner` documents each attribute and method."""
 
-    max_num_seqs: int
-    max_model_len: int
     num_speculative_tokens: int
-    tensor_parallel: TensorParallel | None
     draft: LoadedDraft | None
     proposer: DraftProposer | None
-    kv_cache: PagedKVCache | MLAKVCache
-    wrapper: UBatchWrapper
 
     @property
     def captured_steps(self) -> tuple[CapturedSteps, ...]: ...
@@ -166,10 +161,8 @@ def measured_blocks(
 
     Args:
         runner: a runner with its model, and no cache yet.
-        spec: spec of the cache.
         share: share of the memory that is free or held by this process.
         open_cache: gives the runner a cache of this number of blocks, and closes its previous one.
-        memory: memory of the device.
         max_num_batched_tokens: tokens of the largest step; None for the default number.
 
     Raises:
@@ -206,9 +199,6 @@ def largest_step(
     """Number and length of the prompts in the step that needs the most memory: as many prompts as may run at once.
 
     Args:
-        spec: spec of the KV cache.
-        tokens: most tokens of the step.
-        max_num_seqs: most prompts.
         max_model_len: most tokens of a prompt, its sampled token, and drafts.
         num_blocks: KV blocks that must hold all prompts.
         places: positions for drafts, after a prompt's sampled token.
@@ -222,7 +212,6 @@ def graphs_in_all(shapes: Iterable[GraphShape], sampled: Sequence[tuple[GraphSha
     """Estimate of the bytes of all graphs, from a sample of captured ones.
 
     Args:
-        shapes: all shapes that will be captured.
         sampled: in order of capture, largest first: a shape, and the bytes of its graph.
     """
     left: defaultdict[object, int] = defaultdict(int)
@@ -244,7 +233,6 @@ class _Steps:
 
     Attributes:
         requests: number of prompts of the prefill, and of requests of the decode step.
-        length: tokens of a prompt.
         verified: most requests of the verify step.
         drafts: drafts of each of them; 0 for no verify step.
         places: positions for drafts, after a prompt's sampled token.

@@ -42,7 +42,6 @@ class EagleHead(nn.Module):
     """The head of a target. A `DraftNetwork`.
 
     Args:
-        target: the model whose embeddings and output layer the head uses.
         checkpoint: the head's checkpoint; its architecture is `EAGLE_ARCHITECTURE`.
         parallel: settings for a single rank; a head has no experts.
 

@@ -35,7 +35,6 @@ class MTPLayer(nn.Module):
 
     Args:
         target: the model; its embeddings, rotary embeddings and output layer are used.
-        checkpoint: the model's checkpoint.
         parallel: settings for a single rank, which holds all experts.
 
     Raises:

@@ -174,8 +174,6 @@ def make_tensor_parallel(group: CommGroup | None, size: int, link: EmulatedLink 
     Every rank of `group` must call this.
 
     Args:
-        group: all ranks.
-        size: ranks of a replica.
         link: emulated link for gathers and scatters; the experts' transfers may use it, too.
 
     Raises:

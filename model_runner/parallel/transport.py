@@ -95,8 +95,6 @@ def make_transport(
     Args:
         name, group: see `resolve_all2all`.
         link: emulated link to deliver over; None for the real one.
-        num_experts: experts of all ranks; 0 for a dense model.
-        options: options of the back end.
         sizes: sizes of the steps, to derive options that are not given; None for the back end's own defaults.
 
     Raises:
@@ -123,13 +121,6 @@ def check_schedules(
 ) -> None:
     """Refuse a schedule that transport or experts do not support in its mode's steps, before any step runs.
 
-    Args:
-        config: the runner's config.
-        all2all: the transport of its model, which has experts.
-        experts: the experts' back end.
-        device: device of the experts.
-        verifies: whether there are verify steps.
-
     Raises:
         ConfigError: see `moe.check_schedule` and `moe.check_signalled_experts`.
     """
@@ -144,11 +135,7 @@ def check_schedules(
 
 
 def check_schedules_by_name(config: UBatchConfig, all2all_backend: str, *, verifies: bool) -> None:
-    """Like `check_schedules`, but only from the transport's name, before any rank starts.
-
-    Raises:
-        ConfigError: see `moe.check_schedule_by_name`.
-    """
+    """Like `check_schedules`, but only from the transport's name, before any rank starts."""
     _check_modes(config, lambda schedule, _: check_schedule_by_name(schedule, all2all_backend), verifies=verifies)
 
 
@@ -180,8 +167,6 @@ def traits_in_lanes(all2all: All2All, mode: ForwardMode, tokens: int, lanes: int
     The number of chunks is one that it supports in any number of lanes: a lane with fewer tokens may use another path.
 
     Args:
-        all2all: the back end.
-        mode: mode of the step.
         tokens: tokens of the step, the most of any rank.
         lanes: number of lanes for which all other traits are returned.
     """

@@ -8,10 +8,8 @@ __all__ = ["BadSequences"]
 
 
 class BadSequences:
-    """Token sequences, indexed by their tokens before the last one; a look-up costs one step per different length.
-
-    Args:
-        sequences: bad sequences, none of them empty.
+    """Token sequences, none of them empty, indexed by their tokens before the last one; a look-up costs one step per
+    different length.
 
     Attributes:
         single: tokens that are a sequence by themselves, so they are always forbidden.

@@ -57,7 +57,6 @@ def adjust_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
     Args:
         logits: `[R, vocab]`.
-        rows: one per row.
 
     Raises:
         RequestError: a token is outside the vocabulary.

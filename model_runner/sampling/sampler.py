@@ -92,7 +92,7 @@ def distributions(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
     Args:
         logits: `[R, vocab]`, floating point; not changed.
-        rows: how each row is sampled; none is greedy.
+        rows: one per row; none is greedy.
 
     Raises:
         RequestError: a row's bias or stop tokens are outside the vocabulary.

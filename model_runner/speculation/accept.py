@@ -88,10 +88,9 @@ def accepted_nodes(drafts: Sequence[int], parents: Sequence[int] | None, says: S
 
 @dataclass(frozen=True)
 class DraftRows:
-    """A sampled request in a verify step.
+    """A sampled request in a verify step; its drafts are a chain.
 
     Attributes:
-        share: its drafts, a chain.
         first: index of its root's row among the step's rows.
         rows: how the rows of root and drafts are sampled.
         draws: for each draft the uniform random number that accepts or rejects it.

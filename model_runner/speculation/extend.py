@@ -49,7 +49,6 @@ def draft_extend_batch(batch: InputBatch, accepted_rows: Sequence[Sequence[int]]
     """Build the draft-extend batch of a step.
 
     Args:
-        batch: the target's batch.
         accepted_rows: as `StepObserver.observe` gets them; used for a verify step only.
 
     Raises:

@@ -50,12 +50,7 @@ class NgramProposer:
 
 
 class NgramIndex:
-    """Index of the runs of one growing sequence.
-
-    Args:
-        shortest: tokens of the shortest run to look up, at least 1.
-        longest: tokens of the longest run to look up.
-    """
+    """Index of the runs of one growing sequence."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest = shortest

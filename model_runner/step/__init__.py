@@ -3,8 +3,7 @@
 request           a request during generation, and its share of one step
 request_memory    its row of the block table, and its blocks
 input_batch       shares, flattened into one batch
-draft_trees       trees of drafts in a batch
-verify            checks the drafts of a batch
+draft_trees       drafts in a batch: chains and trees
 graph_sizes       which steps are captured, and which graph a step is padded to
 dp                the vote with the other ranks, and this rank's lanes
 context           the forward context of a step and of its lanes

@@ -22,9 +22,6 @@ def step_context(
     """One context and attention plan for the batch, or if it overlaps in lanes, one of each per lane.
 
     Args:
-        batch: this rank's batch.
-        agreed: result of the vote on it.
-        attention: makes the plans.
         tensor_parallel_size: ranks that share a replica, and have the same batch.
     """
     decision = agreed.decision

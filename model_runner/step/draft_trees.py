@@ -1,4 +1,14 @@
-"""Trees of drafts in a batch: their layout for attention and acceptance.
+"""The drafts that a verify step runs after each request's last token: a chain or a tree, and its layout in the batch.
+
+    rows of a request  last token (the root), draft 1, ..., draft D
+    a row's token      the model's token after this row's draft, given the drafts on its path
+    accepted           drafts from the root on, as long as each equals the token of its parent's row
+    new tokens         the accepted drafts, and the token of the last accepted one's row: 1 to D + 1
+
+`model_runner.speculation.accept` has the acceptance. After a step the keys and values of accepted drafts are moved to
+the slots of their positions: node i was written to position prefix + i. In a chain they are there already.
+
+The layout:
 
     node 0             the last known token, the root; node j + 1 is draft j
     rows               root and nodes of request r are rows r * N to (r + 1) * N of the batch, N = D + 1
@@ -25,24 +35,40 @@ from torch import Tensor
 
 from attention import SpecVerifyInput
 from model_runner.errors import RequestError
+from model_runner.step.request import ScheduledRequest
 from ubatch.streams.small_copies import to_device
 
-__all__ = ["DraftTrees", "chain_of_drafts", "check_parents", "path_to"]
+__all__ = ["DraftTrees", "chain_of_drafts", "check_parents", "drafts_per_request", "path_to"]
 
 _NONE = -1
 
 
-def check_parents(name: int | str, parents: Sequence[int], num_drafts: int) -> None:
-    """Check that the drafts of a request form a tree, parents before children.
-
-    Args:
-        name: name of the request, for messages.
-        parents: see `Draft.parents`.
-        num_drafts: drafts of the request.
+def drafts_per_request(shares: Sequence[ScheduledRequest]) -> int:
+    """Number of drafts of every share; 0 for a step without drafts.
 
     Raises:
-        RequestError: they do not.
+        RequestError: the numbers differ, a share with drafts is not a decode, or its drafts are no tree.
     """
+    if not any(share.drafts for share in shares):
+        return 0
+    counts = {len(share.drafts) for share in shares}
+    if len(counts) > 1:
+        raise RequestError(f"the shares of a verify step have {sorted(counts)} drafts; all must have equally many.")
+    for share in shares:
+        if share.num_tokens != 1 or not share.samples:
+            raise RequestError(
+                f"request {share.request.request_id!r} has drafts, {share.num_tokens} tokens in this step and "
+                f"{share.request.num_uncomputed_tokens} to run; drafts need exactly one of each."
+            )
+        if min(share.drafts) < 0:
+            raise RequestError(f"request {share.request.request_id!r} has draft {min(share.drafts)}; it is no token.")
+        if share.parents is not None:
+            check_parents(share.request.request_id, share.parents, len(share.drafts))
+    return counts.pop()
+
+
+def check_parents(name: int | str, parents: Sequence[int], num_drafts: int) -> None:
+    """Check that the drafts of a request form a tree, parents before children."""
     if len(parents) != num_drafts:
         raise RequestError(
             f"request {name!r} has {num_drafts} drafts and the parents of {len(parents)}; every draft has one."
@@ -105,7 +131,6 @@ class DraftTrees:
         Args:
             prefix_lens: tokens of each request in the cache.
             input_ids: `[R * N]` int64, on the device.
-            positions: as from `positions`, on the device.
         """
         requests, nodes = self.depth.shape
         index = torch.arange(requests * nodes).view(requests, nodes)

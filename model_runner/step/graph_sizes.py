@@ -79,8 +79,6 @@ class GraphFamily:
     """Steps of one kind, and the graphs they may replay.
 
     Attributes:
-        mode: mode of the steps.
-        tokens_per_request: tokens of each request in a step.
         shapes: plain and overlapped shapes, ascending.
     """
 
@@ -117,14 +115,7 @@ class GraphFamily:
 
 
 def default_capture_sizes(max_num_seqs: int, largest: int | None = None) -> tuple[int, ...]:
-    """1, 2, 4, then multiples of 8 below 256, and of 16 from there on; and the largest possible size.
-
-    Args:
-        max_num_seqs: most requests of a step.
-        largest: no size above this; 512 by default.
-
-    Source: vLLM's default for `cudagraph_capture_sizes`.
-    """
+    """1, 2, 4, then multiples of 8 below 256, and of 16 from there on; and the largest possible size."""
     top = min(max_num_seqs, _LARGEST_BY_DEFAULT if largest is None else largest)
     usual = (1, 2, 4, *range(8, 256, 8), *range(256, top + 1, 16))
     return tuple(sorted({*(size for size in usual if size <= top), top}))
@@ -170,8 +161,6 @@ def graph_families(
     """The families to capture: every size plain, and also overlapped if a step padded to it may overlap.
 
     Args:
-        sizes: sizes in requests.
-        config: thresholds, lanes and chunks.
         num_speculative_tokens: drafts of a verify step; 0 for no such steps.
         trees: drafts may be trees, so every verify step has a mask.
     """

@@ -23,10 +23,9 @@ from attention import (
 )
 from model_runner.errors import RequestError
 from model_runner.step.dp import BatchShape
-from model_runner.step.draft_trees import DraftTrees, chain_of_drafts
+from model_runner.step.draft_trees import DraftTrees, chain_of_drafts, drafts_per_request
 from model_runner.step.logprobs import PromptSpan
 from model_runner.step.request import PENDING_TOKEN, Request, ScheduledRequest
-from model_runner.step.verify import drafts_per_request
 from ubatch import ForwardMode
 from ubatch.streams.small_copies import to_device
 

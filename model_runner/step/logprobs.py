@@ -57,7 +57,6 @@ def score_tokens(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
     Args:
         logits: `[R, vocab]`.
         tokens: `[R]` int64, on the same device.
-        num_top: number of most likely tokens to list.
 
     Returns:
         `[R, 2 + 2 * num_top]` float64: log-probability, rank, the top log-probabilities, the top tokens.
@@ -77,9 +76,6 @@ def score_prompt_rows(
     Args:
         hidden: `[R, hidden_size]`, the input of `compute_logits`.
         tokens: `[R]` int64, the token after each row.
-        num_top: number of most likely tokens to list.
-        compute_logits: from hidden states to logits.
-        vocab_size: columns of the logits.
     """
     size = max(1, _SLICE_NUMBERS // vocab_size)
     parts = [
@@ -105,7 +101,6 @@ class PromptSpan:
 
     Attributes:
         share: index of the request's share in the step.
-        request: the request.
         start, stop: range of the part in the prompt.
         first_row: the row of `start` in the batch.
         targets: the tokens that the rows score, from `start + 1` on; the last may be the next chunk's first.
@@ -140,12 +135,8 @@ class PromptCarry:
         self._launched[span.request] = span.stop
 
     def read(self, span: PromptSpan, scored: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs | None, ...]:
-        """One entry per token of the part, None for a prompt's first.
-
-        Args:
-            span: the part; parts of a request are read in their order.
-            scored: scores of its `targets`.
-        """
+        """One entry per token of the part, None for a prompt's first. Parts of a request are read in their order, each
+        with the scores of its `targets`."""
         first = self._scores.pop(span.request, None) if span.start else None
         own = span.stop - span.start - 1
         if len(scored) > own:
@@ -157,7 +148,7 @@ class PromptScores:
     """The scores of a step's prompt rows, being copied to the host.
 
     Args:
-        spans: the scored spans, in the order of the rows.
+        spans: in the order of the rows.
         scores: `[rows of all spans, 2 + 2 * most top tokens]` from `score_prompt_rows`.
     """
 

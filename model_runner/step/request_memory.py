@@ -11,14 +11,7 @@ __all__ = ["RequestMemory"]
 
 
 class RequestMemory:
-    """Gives requests a row of the request table and KV blocks.
-
-    Args:
-        table: the request table.
-        allocator: allocates the blocks.
-        blocks_for: number of blocks for a number of tokens.
-        max_model_len: longest sequence, for messages.
-    """
+    """Gives requests a row of the request table and KV blocks."""
 
     def __init__(
         self,

@@ -54,8 +54,6 @@ class StepStreams:
     """The forward, upload and download streams of one runner.
 
     Args:
-        device: the runner's device.
-        streams: stream back end; the device's own by default.
         group: ranks of the steps' collectives.
 
     Attributes:
@@ -157,11 +155,7 @@ class StepStreams:
             self._let_go()
 
     def _await(self, event: Event) -> None:
-        """Make the host wait for an event.
-
-        Raises:
-            PeerFailed, GroupBroken, TransferTimeout: see `Transfer.wait`.
-        """
+        """Make the host wait for an event."""
         if self._group is None:
             event.synchronize()
         else:

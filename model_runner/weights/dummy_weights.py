@@ -27,13 +27,10 @@ _POOL = 2**20 + 7
 
 
 class DummyCheckpoint(Checkpoint):
-    """A checkpoint whose tensors are all random. Matrices keep the scale of their input, norms are 1 and biases 0, so
-    that activations stay of order 1 and logits finite.
+    """A checkpoint of which only `config.json` is read: all tensors are random.
 
-    Args:
-        path: the folder; only `config.json` is read.
-        seed: seed of the random numbers.
-        options: as of `Checkpoint`.
+    Matrices keep the scale of their input, norms are 1 and biases 0, so that activations stay of order 1 and logits
+    finite.
     """
 
     def __init__(self, path: str | Path, *, seed: int = 0, **options: Any) -> None:
@@ -71,13 +68,7 @@ def open_checkpoint(path: str | Path, load_format: str = "auto", **options: Any)
     """Open a checkpoint in the given `load_format`.
 
     Args:
-        path: the folder.
         load_format: `dummy` for random weights; `safetensors` or `auto` for those in the folder.
-        options: as of `Checkpoint`.
-
-    Raises:
-        ConfigError: the format is unknown.
-        CheckpointError: see `Checkpoint`.
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"unknown load_format {load_format!r}{nearest(load_format, LOAD_FORMATS)}")

@@ -14,12 +14,7 @@ _REQUIRED: Any = object()
 
 
 class HFConfig:
-    """A Hugging Face `config.json`.
-
-    Args:
-        values: its content.
-        path: where it came from, for messages.
-    """
+    """A Hugging Face `config.json`."""
 
     def __init__(self, values: Mapping[str, Any], path: Path) -> None:
         self.values = values

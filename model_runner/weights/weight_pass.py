@@ -100,8 +100,6 @@ class WeightPass:
     """The wanted tensors, and the pass that reads them.
 
     Args:
-        device: device of the destinations.
-        streams: stream back end; the device's own by default.
         pinned_bytes: most pinned memory at once.
     """
 

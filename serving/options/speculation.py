@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 from model_runner import Checkpoint, CheckpointError, ModelConfig
-from model_runner.drafting.tree import most_nodes
+from model_runner.drafting.graphs import most_nodes
 from model_runner.speculation import Acceptance
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.options.sources import Settings
@@ -157,11 +157,7 @@ def check_draft_network(s: Settings, model: ModelConfig) -> None:
 
 
 def speculation_config(s: Settings) -> SpeculationConfig | None:
-    """The engines' speculation settings; None without speculation.
-
-    Raises:
-        ConfigError: values contradict each other.
-    """
+    """The engines' speculation settings; None without speculation."""
     if s["speculative_algorithm"] is None:
         return None
     return SpeculationConfig(

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
-from model_runner.drafting import DraftProposer
+from model_runner.drafting import DraftNetwork, DraftProposer, DraftShape
 from model_runner.speculation import Draft
 
 EXAMPLES = ROOT / "examples"
@@ -156,6 +156,18 @@ def verify(runner: ModelRunner, requests: Sequence[Request], drafts: Sequence[Dr
     pairs = zip(requests, drafts, strict=True)
     shares = [ScheduledRequest(request, 1, draft.tokens, draft.parents, draft.probs) for request, draft in pairs]
     return step(runner, shares)
+
+
+def draft_shape(
+    num_steps: int, topk: int = 1, num_draft_tokens: int | None = None, *, sampled: bool = False
+) -> DraftShape:
+    """The shape of drafts; by default one draft per step."""
+    return DraftShape(num_steps, topk, num_steps if num_draft_tokens is None else num_draft_tokens, sampled)
+
+
+def make_proposer(runner: ModelRunner, network: DraftNetwork, **shape: Any) -> DraftProposer:
+    """A proposer around a network, not set as observer; arguments of `draft_shape`."""
+    return DraftProposer(runner, network, draft_shape(**shape))
 
 
 def drafted_tokens(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from dense_checkpoint import DenseQwen3
-from draft_cases import Recording, admitted, make_head, prefill, step, verify
+from draft_cases import Recording, admitted, make_head, make_proposer, prefill, step, verify
 from fake_graphs import FakeGraphs
 from runner_graph_cases import SIZES, TINY, make_checkpoint, make_runner
 
@@ -47,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 
 def attached(runner: ModelRunner, network: Any, **settings: Any) -> DraftProposer:
-    proposer = DraftProposer(runner, network, **settings)
+    proposer = make_proposer(runner, network, **settings)
     runner.set_observer(proposer)
     return proposer
 

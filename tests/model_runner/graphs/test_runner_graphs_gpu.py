@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from draft_cases import admitted, drafted_tokens, prefill
+from draft_cases import admitted, drafted_tokens, make_proposer, prefill
 from runner_graph_cases import TINY, make_captured, make_checkpoint, make_load, make_runner, serve, start
 
 from model_runner import SamplingParams, ScheduledRequest, generate
-from model_runner.drafting import DraftProposer, load_draft
+from model_runner.drafting import load_draft
 
 pytestmark = pytest.mark.gpu
 
@@ -56,7 +56,7 @@ def test_drafts_of_graphs(checkpoint: Path, shape: dict[str, int]) -> None:
         expected = [list(output.token_ids) for output in generate(eager, prompts, params)]
     options = {"num_speculative_tokens": drafts, "speculative_trees": "topk" in shape}
     with make_captured(checkpoint, **CAPTURED, **options) as runner:
-        proposer = DraftProposer(runner, load_draft("draft_model", checkpoint, runner), **shape)
+        proposer = make_proposer(runner, load_draft("draft_model", checkpoint, runner), **shape)
         runner.set_observer(proposer)
         requests = admitted(runner, prompts, ignore_eos=True)
         prefill(runner, requests)

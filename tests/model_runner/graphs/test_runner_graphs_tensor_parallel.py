@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch
 from checkpoints import make_checkpoint as make_family
-from draft_cases import PROMPTS, admitted, drafted_tokens, make_head, plain_tokens, prefill
+from draft_cases import PROMPTS, admitted, drafted_tokens, make_head, make_proposer, plain_tokens, prefill
 from runner_graph_cases import EXPERTS, make_captured, make_checkpoint, make_runner, start
 
 from model_runner import ModelRunner, SamplingParams, ScheduledRequest, generate
-from model_runner.drafting import DraftProposer, load_draft
+from model_runner.drafting import load_draft
 from moe import EmulatedLink
 from ranks import run_ranks
 from ubatch import CommGroup, ConfigError, capturing
@@ -156,7 +156,7 @@ def draft_on_rank(rank: int, world_size: int, path: str, head: str) -> tuple[lis
         }
         with make_captured(Path(path), lanes=2, threshold=2, **options) as runner:
             network = load_draft("eagle", head, runner)
-            proposer = DraftProposer(runner, network, num_steps=3, topk=2, num_draft_tokens=5)
+            proposer = make_proposer(runner, network, num_steps=3, topk=2, num_draft_tokens=5)
             runner.set_observer(proposer)
             requests = admitted(runner, ignore_eos=True)
             prefill(runner, requests)

@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_qwen3_moe_checkpoint
-from draft_cases import TOLERANCE, Recording, Reference, admitted, drafted_tokens, make_head, prefill, step
+from draft_cases import (
+    TOLERANCE,
+    Recording,
+    Reference,
+    admitted,
+    drafted_tokens,
+    make_head,
+    make_proposer,
+    prefill,
+    step,
+)
 from run_examples import run_example
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -21,7 +31,7 @@ from torch.nn import functional as F
 
 from model_runner import ModelRunner, ScheduledRequest
 from model_runner.decoder.base import CausalLM
-from model_runner.drafting import DraftProposer, load_draft
+from model_runner.drafting import load_draft
 from serving.cli import main
 from ubatch import ConfigError
 
@@ -81,7 +91,7 @@ def test_the_layer_for_multi_token_prediction(tmp_path: Path) -> None:
     reference = Reference(path, mtp_estimates(path))
     with ModelRunner(path, num_kv_blocks=128, block_size=4) as runner:
         network = Recording(load_draft("mtp", None, runner))
-        proposer = DraftProposer(runner, network, num_steps=3)
+        proposer = make_proposer(runner, network, num_steps=3)
         runner.set_observer(proposer)
         requests = admitted(runner)
         prefill(runner, requests, chunk=6)

@@ -19,9 +19,11 @@ from draft_cases import (
     Recording,
     Reference,
     admitted,
+    draft_shape,
     drafted_tokens,
     head_estimates,
     make_head,
+    make_proposer,
     plain_tokens,
     prefill,
     step,
@@ -32,7 +34,7 @@ from transformers import AutoTokenizer
 
 from attention import CommonAttentionMetadata, UBatchAttention
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
-from model_runner.drafting import DraftProposer, load_draft
+from model_runner.drafting import DraftProposer, DraftSetting, load_draft
 from model_runner.drafting.sampling import DraftDraws, choose_drafts
 from model_runner.errors import RequestError
 from model_runner.speculation import Acceptance, Draft
@@ -59,7 +61,7 @@ def runner(made: SimpleNamespace) -> Iterator[ModelRunner]:
 
 
 def attached(runner: ModelRunner, network: Any, **settings: Any) -> DraftProposer:
-    proposer = DraftProposer(runner, network, **settings)
+    proposer = make_proposer(runner, network, **settings)
     runner.set_observer(proposer)
     return proposer
 
@@ -220,7 +222,7 @@ def test_trees_need_a_back_end_with_masks(
     head = load_draft("eagle", made.head, runner)
     monkeypatch.setattr(UBatchAttention, "takes_trees", False)
     with pytest.raises(ConfigError, match=r"back end '\w+' has no tree masks, so the draft network cannot draft trees"):
-        DraftProposer(runner, head, num_steps=3, topk=2)
+        make_proposer(runner, head, num_steps=3, topk=2)
 
 
 def test_drawn_drafts_say_what_they_were_drawn_from(made: SimpleNamespace, runner: ModelRunner) -> None:
@@ -279,7 +281,7 @@ def test_numbers_that_do_not_fit(
     made: SimpleNamespace, runner: ModelRunner, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        DraftProposer(runner, load_draft("eagle", made.head, runner), **settings)
+        DraftSetting("eagle", made.head, draft_shape(**settings))
 
 
 def test_drawn_drafts_are_right_more_often() -> None:

@@ -18,6 +18,7 @@ from draft_cases import (
     drafted_tokens,
     head_estimates,
     make_head,
+    make_proposer,
     plain_tokens,
     prefill,
     verify,
@@ -28,8 +29,9 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from model_runner import ModelRunner
-from model_runner.drafting import DraftProposer, load_draft
-from model_runner.drafting.tree import most_nodes, select_nodes
+from model_runner.drafting import load_draft
+from model_runner.drafting.graphs import most_nodes
+from model_runner.drafting.tree import select_nodes
 from model_runner.step.draft_trees import check_parents, path_to
 
 Nodes = tuple[int, ...]
@@ -62,7 +64,7 @@ def test_the_most_likely_nodes(tmp_path: Path, num_steps: int, topk: int, count:
     reference = Reference(target, head_estimates(make_head(tmp_path / "head")))
     with ModelRunner(target, num_kv_blocks=128, block_size=4) as runner:
         network = Recording(load_draft("eagle", tmp_path / "head", runner))
-        proposer = DraftProposer(runner, network, num_steps=num_steps, topk=topk, num_draft_tokens=count)
+        proposer = make_proposer(runner, network, num_steps=num_steps, topk=topk, num_draft_tokens=count)
         runner.set_observer(proposer)
         requests = admitted(runner, PROMPTS)
         prefill(runner, requests)
@@ -89,7 +91,7 @@ def mean_lengths(target: Path, prompts: list[list[int]], kind: str, path: Path, 
     means = []
     for shape in shapes:
         with ModelRunner(target, num_kv_blocks=512, block_size=4) as runner:
-            proposer = DraftProposer(runner, load_draft(kind, path, runner), num_steps=3, **shape)
+            proposer = make_proposer(runner, load_draft(kind, path, runner), num_steps=3, **shape)
             runner.set_observer(proposer)
             requests = admitted(runner, prompts, ignore_eos=True)
             prefill(runner, requests)
@@ -119,9 +121,9 @@ def test_fewer_nodes_than_the_tree_has(tmp_path: Path) -> None:
     make_head(tmp_path / "head")
     with ModelRunner(target, num_kv_blocks=128, block_size=4) as runner:
         network = load_draft("eagle", tmp_path / "head", runner)
-        proposer = DraftProposer(runner, network, num_steps=3, topk=2, num_draft_tokens=7)
+        proposer = make_proposer(runner, network, num_steps=3, topk=2, num_draft_tokens=7)
         assert proposer.num_places == 7
-        assert DraftProposer(runner, network, num_steps=4, topk=4, num_draft_tokens=5).num_places == 12
+        assert make_proposer(runner, network, num_steps=4, topk=4, num_draft_tokens=5).num_places == 12
         runner.set_observer(proposer)
         requests = admitted(runner, PROMPTS)
         prefill(runner, requests)

@@ -27,7 +27,7 @@ from attention import AttentionBackend, make_attention_backend
 from attention.backends.flashinfer.pages import PackedMask, PageLists, list_pages_in_torch
 from attention.kernels.pages import list_pages
 from model_runner import ModelRunner, SamplingParams, generate
-from model_runner.drafting import DraftProposer, load_draft
+from model_runner.drafting import DraftProposer, DraftShape, load_draft
 from model_runner.step.streams import StepStreams
 from ubatch import ForwardMode
 from ubatch.streams.small_copies import staged, to_device, to_host
@@ -235,10 +235,8 @@ def test_drafting(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, attention: 
     """A draft model that is the target: its catching up, its steps or levels, and their verification."""
     fake = StepStreamsFake()
     with made(checkpoint, fake, attention_backend=attention) as runner:
-        proposer = DraftProposer(
-            runner, load_draft("draft_model", checkpoint, runner), num_steps=3, topk=topk,
-            num_draft_tokens=3 if topk == 1 else 5,
-        )  # fmt: skip
+        shape = DraftShape(3, topk, num_drafts=3 if topk == 1 else 5, sampled=False)
+        proposer = DraftProposer(runner, load_draft("draft_model", checkpoint, runner), shape)
         runner.set_observer(proposer)
         device = [*tensors_of(proposer), *tensors_of(proposer._draft.kv_cache)]
         network: Any = proposer._draft.network._model  # type: ignore[attr-defined]
