@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model_runner import SamplingParams
-from serving.engine.options import EngineOptions
 from serving.hub import looks_like_name
 from serving.options import (
     GENERATE,
+    Command,
     Layer,
     Settings,
     Source,
@@ -48,24 +48,16 @@ _MOST_PROMPTS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
-class GenerateCommand:
+class GenerateCommand(Command):
     """What to run.
 
     Attributes:
-        settings: every setting in force, checked for contradictions.
         prompts: the prompts' texts.
         params: sampling parameters, one per prompt.
-        engine: the options of the ranks' engines.
-        print_config: print the settings and exit.
-        notes: settings that are allowed but may be mistakes, one sentence each.
     """
 
-    settings: Settings
     prompts: tuple[str, ...]
     params: tuple[SamplingParams, ...]
-    engine: EngineOptions
-    print_config: bool = False
-    notes: tuple[str, ...] = ()
 
 
 def read(program: str, description: str, words: Sequence[str]) -> GenerateCommand:
@@ -85,7 +77,7 @@ def resolve_offline(layers: Sequence[Layer], table: Table, *, print_config: bool
     Args:
         layers: settings by source, the weakest first.
         table: the command's settings.
-        print_config: see `GenerateCommand`.
+        print_config: see `Command`.
 
     Raises:
         ConfigError: settings that contradict each other, the checkpoint or the machine; no prompt, or no tokenizer.
@@ -108,7 +100,7 @@ def resolve_offline(layers: Sequence[Layer], table: Table, *, print_config: bool
         told.append(f"{', '.join(ignored)} without --temperature: the likeliest token is taken")
     prompts, engine = settings["prompt"], to_engine_options(settings)
     params = tuple(_sampling_params(settings, index) for index in range(len(prompts)))
-    return GenerateCommand(settings, prompts, params, engine, print_config, tuple(told))
+    return GenerateCommand(settings, engine, print_config, tuple(told), prompts, params)
 
 
 def _sampling_params(s: Settings, index: int) -> SamplingParams:

@@ -9,21 +9,14 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any, TextIO
 
-__all__ = ["LOG_LEVELS", "configure_logging", "log_event", "request_id"]
+__all__ = ["configure_logging", "log_event", "request_id"]
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Id of the request that is being answered; every line logged for that request ends with it."""
 
-LOG_LEVELS: Mapping[str, int] = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-}
 _OURS = ("ubatch", "moe", "attention", "model_runner", "serving")
 
 
@@ -33,7 +26,7 @@ def configure_logging(level: str, process: str, stream: TextIO | None = None) ->
     Libraries log from WARNING upwards, whatever the level.
 
     Args:
-        level: one of `LOG_LEVELS`, for this project's own loggers.
+        level: `debug`, `info`, `warning` or `error`, for this project's own loggers.
         process: name of this process in every line, for example `api` or `rank 1`.
         stream: standard error by default.
     """
@@ -44,9 +37,10 @@ def configure_logging(level: str, process: str, stream: TextIO | None = None) ->
         if isinstance(old.formatter, _Lines):  # left by an earlier call
             root.removeHandler(old)
     root.addHandler(handler)
-    root.setLevel(max(logging.WARNING, LOG_LEVELS[level]))
+    own = logging.getLevelNamesMapping()[level.upper()]
+    root.setLevel(max(logging.WARNING, own))
     for name in _OURS:
-        logging.getLogger(name).setLevel(LOG_LEVELS[level])
+        logging.getLogger(name).setLevel(own)
 
 
 def log_event(logger: logging.Logger, event: str, *, level: int = logging.INFO, **fields: Any) -> None:

@@ -168,11 +168,6 @@ class RequestMetrics:
         )
         self._ended = {reason: ended.labels(model_name, reason) for reason in ("stop", "length", "abort", "error")}
 
-    @property
-    def num_alive(self) -> int:
-        """Number of requests that have arrived and not ended."""
-        return len(self._alive)
-
     def started(self, request_id: str, num_prompt_tokens: int) -> None:
         """A request arrived."""
         now = self._clock()

@@ -8,7 +8,16 @@ from dataclasses import dataclass, field
 from model_runner import FinishReason, RequestError, SamplingParams, TokenLogprobs
 from ubatch import UBatchError
 
-__all__ = ["DraftCounts", "EngineDead", "EngineStatistics", "QueueFull", "RequestInput", "RequestOutput"]
+__all__ = [
+    "DraftCounts",
+    "EngineDead",
+    "EngineStatistics",
+    "QueueFull",
+    "RequestInput",
+    "RequestOutput",
+    "SchedulerTotals",
+    "TracedTime",
+]
 
 
 class QueueFull(UBatchError):
@@ -96,14 +105,11 @@ class RequestOutput:
     drafts: DraftCounts = DraftCounts()
 
 
-@dataclass(frozen=True)
-class EngineStatistics:
-    """One rank's state and its totals since it started, after some step.
+@dataclass
+class SchedulerTotals:
+    """A scheduler's totals since it started.
 
     Attributes:
-        num_running: requests that hold KV blocks, a partly prefilled one included.
-        num_waiting: requests that hold no KV blocks.
-        kv_usage: share of the KV blocks that requests hold, 0 to 1; blocks only the prefix cache holds count as free.
         prefix_queries: prompt tokens looked up in the prefix cache.
         prefix_hits: looked-up tokens that were in the prefix cache.
         prompt_tokens: prompt tokens of requests that have their first output token; cached ones included.
@@ -114,20 +120,8 @@ class EngineStatistics:
         drafted_tokens: drafts that were verified.
         accepted_tokens: drafts that were right.
         accepted_per_position: how often at least 1, 2, ... drafts of a request were right.
-        steps: "mode/outcome" -> number of steps; the outcome is `engaged`, `engaged_single` (single-batch overlap) or
-            the reason against overlap (`ubatch.DeclineReason`).
-        graph_replays: steps that were replayed as CUDA graphs; the others ran eagerly.
-        dbo_auto: what `--dbo-auto` has decided for `decode`, `prefill` and `verify` steps, and why; empty without it.
-        traced_steps: overlapped steps that were traced; the times below, in seconds, are sums over these steps.
-        hidden_s: communication during which some lane computed.
-        exposed_s: communication that a lane waited for.
-        handoff_wait_s: from one lane's hand-off until the next lane runs.
-        communication_s: all communication.
     """
 
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_usage: float = 0.0
     prefix_queries: int = 0
     prefix_hits: int = 0
     prompt_tokens: int = 0
@@ -138,11 +132,53 @@ class EngineStatistics:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
-    steps: Mapping[str, int] = field(default_factory=dict)
-    graph_replays: int = 0
-    dbo_auto: Mapping[str, str] = field(default_factory=dict)
+
+    def verified(self, drafts: DraftCounts) -> None:
+        """Count the verified drafts of one request in one step."""
+        self.num_drafts += drafts.verified
+        self.drafted_tokens += drafts.drafted
+        self.accepted_tokens += drafts.accepted
+        known, accepted = self.accepted_per_position, drafts.accepted
+        longer = (*known, *[0] * (accepted - len(known)))
+        self.accepted_per_position = tuple(count + (place < accepted) for place, count in enumerate(longer))
+
+
+@dataclass
+class TracedTime:
+    """Times of the overlapped steps that were traced, in seconds; sums over these steps.
+
+    Attributes:
+        traced_steps: number of these steps.
+        hidden_s: communication during which some lane computed.
+        exposed_s: communication that a lane waited for.
+        handoff_wait_s: from one lane's hand-off until the next lane runs.
+        communication_s: all communication.
+    """
+
     traced_steps: int = 0
     hidden_s: float = 0.0
     exposed_s: float = 0.0
     handoff_wait_s: float = 0.0
     communication_s: float = 0.0
+
+
+@dataclass
+class EngineStatistics(SchedulerTotals, TracedTime):
+    """One rank's state and its totals since it started, after some step.
+
+    Attributes:
+        num_running: requests that hold KV blocks, a partly prefilled one included.
+        num_waiting: requests that hold no KV blocks.
+        kv_usage: share of the KV blocks that requests hold, 0 to 1; blocks only the prefix cache holds count as free.
+        steps: "mode/outcome" -> number of steps; the outcome is `engaged`, `engaged_single` (single-batch overlap) or
+            the reason against overlap (`ubatch.DeclineReason`).
+        graph_replays: steps that were replayed as CUDA graphs; the others ran eagerly.
+        dbo_auto: what `--dbo-auto` has decided for `decode`, `prefill` and `verify` steps, and why; empty without it.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    steps: Mapping[str, int] = field(default_factory=dict)
+    graph_replays: int = 0
+    dbo_auto: Mapping[str, str] = field(default_factory=dict)

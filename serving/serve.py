@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 
 from serving.logs import configure_logging, log_event
-from serving.options import ServeCommand, describe_settings, fetch_checkpoints, notes, read_serve_command
+from serving.options import Command, describe_settings, fetch_checkpoints, read_serve_command
 from serving.text.tokenizer import check_tokenizer
 
 __all__ = ["read", "run"]
@@ -17,7 +17,7 @@ __all__ = ["read", "run"]
 _logger = logging.getLogger(__name__)
 
 
-def read(program: str, description: str, words: Sequence[str]) -> ServeCommand:
+def read(program: str, description: str, words: Sequence[str]) -> Command:
     """Read the command line, the settings file that it names, and the environment; check that there is a tokenizer.
 
     Raises:
@@ -30,7 +30,7 @@ def read(program: str, description: str, words: Sequence[str]) -> ServeCommand:
     return command
 
 
-def run(command: ServeCommand) -> int:
+def run(command: Command) -> int:
     """Serve until told to end; the exit status is 0 after a drain.
 
     Raises:
@@ -43,7 +43,7 @@ def run(command: ServeCommand) -> int:
         return 0
     settings, node = command.settings, command.engine.node_rank
     configure_logging(settings["log_level"], f"node {node}" if node else "api")
-    for note in notes(settings):
+    for note in command.notes:
         log_event(_logger, note, level=logging.WARNING)
     fetch_checkpoints(settings)
     if node:

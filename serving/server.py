@@ -26,7 +26,7 @@ import uvicorn
 from fastapi import FastAPI
 from prometheus_client import make_asgi_app
 
-from serving.api import SamplingDefaults, create_app
+from serving.api import Service, create_app
 from serving.api.http.connections import (
     CannotListen,
     Listener,
@@ -36,11 +36,12 @@ from serving.api.http.connections import (
     raise_file_limit,
 )
 from serving.api.request_log import RequestLog
+from serving.api.sampling import checkpoint_defaults
 from serving.engine.client import EngineClient
 from serving.engine.folder import SocketFolder
 from serving.logs import log_event
 from serving.metrics import make_registry
-from serving.options import ServeCommand, Settings
+from serving.options import Command, Settings
 from serving.requests import EngineDead
 from serving.text.tokenizer import check_chat_template, load_tokenizer
 from ubatch import ForwardMode
@@ -60,7 +61,7 @@ _SICK_S = 2.0
 """After an engine died, seconds for which `/health` reports why before the server ends."""
 
 
-def run_server(command: ServeCommand) -> int:
+def run_server(command: Command) -> int:
     """Serve until told to end; the exit status is 0 after a drain.
 
     Raises:
@@ -131,7 +132,7 @@ class _Serve:
         files: limit of open files.
     """
 
-    def __init__(self, command: ServeCommand, listener: socket.socket, files: int) -> None:
+    def __init__(self, command: Command, listener: socket.socket, files: int) -> None:
         self.settings: Settings = command.settings
         self.options = command.engine
         self.listener = listener
@@ -164,21 +165,24 @@ class _Serve:
         try:
             model_name = self.settings["served_model_name"]
             registry, observer = make_registry(model_name, lambda: client.statistics)
-            app = create_app(
+            service = Service(
                 client,
                 tokenizer,
-                served_model_name=model_name,
-                api_key=self.settings["api_key"],
+                (model_name,),
+                checkpoint_defaults(self.options.model),
+                observer,
                 max_waiting_requests=self.settings["max_waiting_requests"],
-                max_request_bytes=self.settings["max_request_bytes"],
                 max_outputs_per_request=self.settings["max_outputs_per_request"],
-                defaults=SamplingDefaults.from_checkpoint(self.options.model),
-                observer=observer,
-                metrics_app=make_asgi_app(registry),
                 profiles=self.settings["profile_dir"] is not None,
-                around=self._around,
                 log_requests=self.settings["enable_log_requests"],
                 max_log_len=self.settings["max_log_len"],
+            )
+            app = create_app(
+                service,
+                api_key=self.settings["api_key"],
+                max_request_bytes=self.settings["max_request_bytes"],
+                metrics_app=make_asgi_app(registry),
+                around=self._around,
             )
             return await self._serve(client, app, stop)
         finally:
@@ -201,7 +205,7 @@ class _Serve:
             await self._say_ready(client, server, serving)
             await asyncio.wait({serving, died, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if stopped.done() and not died.done():
-                await self._drain(client, app, stop, died)
+                await self._drain(client, app.state.service, stop, died)
             elif died.done():
                 await _unless(stop.came, asyncio.sleep(_SICK_S))
             if died.done():
@@ -261,9 +265,9 @@ class _Serve:
                     chunks=own.schedule.chunks,
                 )
 
-    async def _drain(self, client: EngineClient, app: FastAPI, stop: _Stop, died: asyncio.Task[EngineDead]) -> None:
+    async def _drain(self, client: EngineClient, service: Service, stop: _Stop, died: asyncio.Task[EngineDead]) -> None:
         """Wait until the running requests have ended, the time-out has passed, or an engine has died."""
-        app.state.draining = True
+        service.draining = True
         patience = self.settings["drain_timeout_s"]
         log_event(_logger, "draining", signal=signal.Signals(stop.number).name, requests=client.num_outstanding)
         deadline = asyncio.get_running_loop().time() + patience

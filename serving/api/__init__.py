@@ -12,7 +12,6 @@ observer, request_log              events for the metrics; the request log
 
 from serving.api.http.app import create_app
 from serving.api.observer import RequestObserver
-from serving.api.sampling import SamplingDefaults
-from serving.api.service import Engine
+from serving.api.service import Service
 
-__all__ = ["Engine", "RequestObserver", "SamplingDefaults", "create_app"]
+__all__ = ["RequestObserver", "Service", "create_app"]

@@ -34,11 +34,7 @@ SCORED_AT_ONCE = 256  # prompt tokens whose log-probabilities are encoded as JSO
 
 
 def check_common(body: GenerationRequest) -> None:
-    """Refuse fields that contradict each other.
-
-    Raises:
-        ApiError: 400.
-    """
+    """Refuse fields that contradict each other."""
     if body.stream_options is not None and not body.stream:
         message = "stream_options is only for streams; set stream to true or leave it out."
         raise ApiError(400, message, param="stream_options")
@@ -50,11 +46,7 @@ def check_common(body: GenerationRequest) -> None:
 
 
 def check_outputs(service: Service, num_prompts: int, n: int | None) -> None:
-    """Refuse a body that asks for more outputs than one request may have.
-
-    Raises:
-        ApiError: 400.
-    """
+    """Refuse a body that asks for more outputs than one request may have."""
     limit, outputs = service.max_outputs_per_request, num_prompts * (n or 1)
     if limit is not None and outputs > limit:
         message = (
@@ -69,10 +61,6 @@ def check_logprobs(of_prompts: int, of_outputs: int, body: GenerationRequest) ->
     Args:
         of_prompts: log-probabilities of prompt tokens in the answer.
         of_outputs: most log-probabilities of output tokens in the answer. A stream sends them one by one: not counted.
-        body: the request.
-
-    Raises:
-        ApiError: 400.
     """
     of_outputs = 0 if body.stream else of_outputs
     if of_prompts + of_outputs > MAX_LOGPROBS:
@@ -91,9 +79,6 @@ class Gathered:
     """What one output has produced so far, collected for an answer that is not streamed.
 
     Attributes:
-        logprobs: of its tokens, if requested.
-        text: its pieces, in order.
-        token_ids: its token ids, if requested.
         finish_reason: set once the output has ended.
     """
 
@@ -104,14 +89,7 @@ class Gathered:
 
 
 class Answer(ABC):
-    """An answer while it is generated. A prompt's log-probabilities come with its first output and serve all outputs.
-
-    Args:
-        service: the server's engine, tokenizer and settings.
-        body: the request.
-        answer_id: the answer's `id`.
-        outputs: one per choice.
-    """
+    """An answer while it is generated. A prompt's log-probabilities come with its first output, and serve all."""
 
     kind: str
     chunk_kind: str

@@ -46,12 +46,7 @@ class ChatAnswer(Answer):
 
     @classmethod
     async def make(cls, service: Service, body: ChatCompletionRequest, size: int) -> ChatAnswer:
-        """Make the answer of a request.
-
-        Args:
-            service: the server's engine, tokenizer and settings.
-            body: the request.
-            size: bytes of the body.
+        """Make the answer of a request whose body has `size` bytes.
 
         Raises:
             RequestError, ApiError, QueueFull: the request cannot be served.

@@ -51,12 +51,7 @@ class CompletionAnswer(Answer):
 
     @classmethod
     async def make(cls, service: Service, body: CompletionRequest, size: int) -> CompletionAnswer:
-        """Make the answer of a request.
-
-        Args:
-            service: the server's engine, tokenizer and settings.
-            body: the request.
-            size: bytes of the body.
+        """Make the answer of a request whose body has `size` bytes.
 
         Raises:
             RequestError, ApiError, QueueFull: the request cannot be served.

@@ -8,10 +8,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from model_runner import FAULTS, FinishReason, SamplingParams, TokenLogprobs
-from serving.api.observer import RequestObserver
 from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import GenerationRequest
-from serving.api.service import Engine, Service
+from serving.api.service import Service
 from serving.requests import DraftCounts, RequestInput, RequestOutput
 from serving.text.detokenizer import TextStream
 
@@ -27,14 +26,9 @@ class Output:
     """One requested output and its state.
 
     Attributes:
-        index: index of its choice in the answer.
         prompt: index of its prompt in the request.
-        request: the request sent to the engine.
-        text: decodes its tokens into text.
         nothing: `max_tokens` is 0: the one token that the engine must generate is dropped.
-        num_tokens: tokens generated so far.
         num_cached_tokens: prompt tokens found in the prefix cache.
-        drafts: counts of its draft tokens.
     """
 
     index: int
@@ -52,10 +46,7 @@ class Delta:
     """The new part of an output.
 
     Attributes:
-        output: the output it belongs to.
-        text: its new text.
         token_ids: the new tokens, up to the one that completed a stop string; some may have no text yet.
-        logprobs: of the new tokens, if requested; some may have no text yet.
         prompt_logprobs: of the prompt, if requested; only in the first delta of its first output.
         finish_reason: set in the last delta only.
     """
@@ -78,7 +69,7 @@ async def run_outputs(service: Service, outputs: Sequence[Output]) -> AsyncGener
     if len(outputs) == 1:
         async with service.entrance:
             service.check_queue()  # from here to the engine nothing is awaited
-        async with aclosing(_run(service.engine, service.observer, outputs[0])) as deltas:
+        async with aclosing(_run(service, outputs[0])) as deltas:
             async for delta in deltas:
                 yield delta
         return
@@ -86,7 +77,7 @@ async def run_outputs(service: Service, outputs: Sequence[Output]) -> AsyncGener
 
     async def forward(output: Output) -> None:
         try:
-            async with aclosing(_run(service.engine, service.observer, output)) as deltas:
+            async with aclosing(_run(service, output)) as deltas:
                 async for delta in deltas:
                     arrived.put_nowait(delta)
             arrived.put_nowait(None)
@@ -115,12 +106,12 @@ async def run_outputs(service: Service, outputs: Sequence[Output]) -> AsyncGener
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _run(engine: Engine, observer: RequestObserver, output: Output) -> AsyncGenerator[Delta, None]:
-    request = output.request
+async def _run(service: Service, output: Output) -> AsyncGenerator[Delta, None]:
+    request, observer = output.request, service.observer
     observer.started(request.request_id, len(request.token_ids))
     reason = "abort"  # unless something else sets it: the client left
     try:
-        async with aclosing(engine.generate(request)) as steps:
+        async with aclosing(service.engine.generate(request)) as steps:
             async for step in steps:
                 delta = _take(output, step)
                 observer.tokens(request.request_id, len(step.token_ids))

@@ -21,7 +21,6 @@ class TokenNames:
     """Names of tokens in log-probabilities.
 
     Attributes:
-        vocabulary: of the model's tokenizer.
         by_id: name tokens `token_id:5` instead of by their text.
     """
 
@@ -36,9 +35,7 @@ class CompletionLogprobsWriter:
     """Writes the log-probabilities of a completion: parallel lists, with each token's offset in the text.
 
     Args:
-        names: names of tokens.
         num_top: most likely tokens listed per position.
-        skip_special_tokens: special tokens add no text.
         offset: offset of the first token, in characters.
     """
 
@@ -85,8 +82,6 @@ def prompt_logprobs(
     """The log-probabilities of a prompt in vLLM's format: per token, token id -> its entry; None for the first token.
 
     Args:
-        vocabulary: of the model's tokenizer.
-        entries: one per token.
         num_top: most likely tokens listed per position, besides the prompt's own token.
     """
 

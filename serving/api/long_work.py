@@ -43,9 +43,6 @@ class LongWork:
 
     Work that has not begun is dropped when its client leaves or the server drains. Work that has begun cannot be
     stopped; then neither the request nor the end of the process waits for it.
-
-    Args:
-        draining: whether the server is about to end.
     """
 
     def __init__(self, draining: Callable[[], bool]) -> None:

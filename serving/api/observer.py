@@ -25,17 +25,5 @@ class RequestObserver(Protocol):
         """The output ended. `reason`: `stop`, `length`, `abort` (the client left, or it was aborted) or `error`."""
 
 
-class NoObserver:
+class NoObserver(RequestObserver):
     """An observer that ignores all events."""
-
-    def started(self, request_id: str, num_prompt_tokens: int) -> None:
-        """Not counted."""
-
-    def tokens(self, request_id: str, count: int) -> None:
-        """Not counted."""
-
-    def drafts(self, request_id: str, counts: DraftCounts) -> None:
-        """Not counted."""
-
-    def finished(self, request_id: str, reason: str) -> None:
-        """Not counted."""

@@ -53,13 +53,7 @@ def check_characters(service: Service, text: str, param: str, *, at_least: int =
     """Refuse a text before it is tokenized if it is longer than a context full of the vocabulary's longest token.
 
     Args:
-        service: has the context length and the vocabulary.
-        text: the prompt.
-        param: the request's field with the text, for the error.
         at_least: a text of up to this many characters always passes.
-
-    Raises:
-        ApiError: 400 `context_length_exceeded`.
     """
     context = service.engine.info.max_model_len
     limit = max(at_least, context * Vocabulary.of(service.tokenizer).longest)
@@ -77,9 +71,6 @@ def prompts_of(
     """(text, token ids) of each prompt; the text is None if token ids were sent or the prompt was truncated.
 
     Args:
-        service: has the tokenizer and the context length.
-        prompt: as the client sent it.
-        body: how to tokenize and truncate.
         wanted: tokens of the output that truncation to the context leaves room for.
 
     Raises:
@@ -123,17 +114,7 @@ def prompts_in(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[i
 
 
 def check_length(service: Service, num_tokens: int, max_tokens: int | None, param: str) -> int:
-    """Tokens of the context that are left for the output.
-
-    Args:
-        service: has the context length.
-        num_tokens: tokens of the prompt.
-        max_tokens: the output length that the request asks for; None if it gives none.
-        param: the request's field with the prompt, for the error.
-
-    Raises:
-        ApiError: 400 `context_length_exceeded`.
-    """
+    """Tokens of the context that are left for the output."""
     limit = service.engine.info.max_model_len
     left = limit - num_tokens
     problem = None
@@ -150,11 +131,7 @@ def check_length(service: Service, num_tokens: int, max_tokens: int | None, para
 
 
 def check_conversation(options: ConversationOptions) -> None:
-    """Refuse `continue_final_message` together with `add_generation_prompt`.
-
-    Raises:
-        ApiError: 400.
-    """
+    """Refuse `continue_final_message` together with `add_generation_prompt`."""
     if options.continue_final_message and options.begins_turn:
         message = "continue_final_message and add_generation_prompt cannot both be true: the prompt has one end."
         raise ApiError(400, message, param="continue_final_message")

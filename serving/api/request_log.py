@@ -30,9 +30,7 @@ class RequestLog:
     """Middleware around the whole application: gives every request its id, and logs its status and duration.
 
     Args:
-        app: the application.
         access_log: log every request. The query string is left out, as it may hold secrets.
-        headers: send the id in the response's `X-Request-Id` header.
     """
 
     def __init__(self, app: ASGIApp, *, access_log: bool = False, headers: bool = True) -> None:
@@ -70,8 +68,6 @@ def log_outputs(answer_id: str, outputs: Sequence[Output], most: int | None) -> 
     """Log a request's outputs: ids and parameters at level info, prompts at level debug.
 
     Args:
-        answer_id: the answer's `id`.
-        outputs: one per choice.
         most: most token ids logged of each prompt; None for all.
     """
     for output in outputs:

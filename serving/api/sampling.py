@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from model_runner import SamplingParams
@@ -12,53 +13,39 @@ from serving.api.schema.request_models import GenerationRequest
 from serving.api.schema.token_ids import check_token_ids
 from ubatch import ConfigError
 
-__all__ = ["SamplingDefaults", "sampling_params"]
+__all__ = ["checkpoint_defaults", "sampling_params"]
 
 _MAX_DIGITS = 20
 """Most digits of a token id: Python refuses to parse integers of thousands of digits."""
 
 
-@dataclass(frozen=True)
-class SamplingDefaults:
-    """Default sampling parameters: the checkpoint's where it has them, otherwise OpenAI's.
+_OPENAI = {"temperature": 1.0}
+"""OpenAI's defaults, where they are not those of `SamplingParams`."""
+_DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Parameters for which a checkpoint may have its own default."""
 
-    Attributes:
-        temperature: see `SamplingParams`, as for the others.
-        top_k: 0 for all tokens.
-        top_p: 1 for all tokens.
-        min_p: 0 for all tokens.
-        repetition_penalty: 1 for none.
+
+def checkpoint_defaults(model: Path) -> dict[str, float]:
+    """The sampling parameters in the folder's `generation_config.json`, read as vLLM does (`do_sample` is ignored).
+
+    Raises:
+        ConfigError: the file cannot be read, or has a value that cannot work.
     """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-
-    @classmethod
-    def from_checkpoint(cls, model: Path) -> SamplingDefaults:
-        """The defaults in the folder's `generation_config.json`, read as vLLM does (`do_sample` is ignored).
-
-        Raises:
-            ConfigError: the file cannot be read, or has a value that cannot work.
-        """
-        file = model / "generation_config.json"
-        if not file.is_file():
-            return cls()
-        try:
-            found = json.loads(file.read_text())
-            own = {item.name: found[item.name] for item in fields(cls) if found.get(item.name) is not None}
-            defaults = cls(**own)
-            SamplingParams(**own)
-        except (OSError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{file} cannot be used: {error}") from error
-        return defaults
+    file = model / "generation_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text())
+        own = {name: found[name] for name in _DEFAULTED if found.get(name) is not None}
+        SamplingParams(**own)
+    except (OSError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} cannot be used: {error}") from error
+    return own
 
 
 def sampling_params(
     request: GenerationRequest,
-    defaults: SamplingDefaults,
+    defaults: Mapping[str, float],
     *,
     max_tokens: int,
     logprobs: int | None,
@@ -69,20 +56,12 @@ def sampling_params(
     """The parameters of each of the request's `n` outputs; output i has the request's seed + i.
 
     `limits` has the request's allowed and forbidden tokens (`serving.api.token_limits`).
-
-    Raises:
-        RequestError, ApiError: for values that cannot work.
     """
-    own = {item.name: getattr(request, item.name) for item in fields(defaults)}
-    merged = replace(defaults, **{name: value for name, value in own.items() if value is not None})
+    own = {name: value for name in _DEFAULTED if (value := getattr(request, name)) is not None}
     stop_token_ids = tuple(request.stop_token_ids or ())
     check_token_ids(stop_token_ids, vocab_size, "stop_token_ids")
     params = SamplingParams(
-        temperature=merged.temperature,
-        top_k=merged.top_k,
-        top_p=merged.top_p,
-        min_p=merged.min_p,
-        repetition_penalty=merged.repetition_penalty,
+        **{**_OPENAI, **defaults, **own},
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),

@@ -4,58 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from serving.api.long_work import LongWork
 from serving.api.observer import NoObserver, RequestObserver
-from serving.api.sampling import SamplingDefaults
 from serving.api.schema.errors import ApiError, shown, shutting_down
-from serving.requests import EngineDead, QueueFull, RequestInput, RequestOutput
+from serving.requests import QueueFull
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Engine", "Limits", "Service"]
+    from serving.engine.client import EngineClient
 
-
-class Limits(Protocol):
-    """What the engine can hold."""
-
-    @property
-    def max_model_len(self) -> int:
-        """Context length: most tokens of a prompt and its output together."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding; token ids are below it."""
-
-
-class Engine(Protocol):
-    """The part of `EngineClient` that the API uses."""
-
-    @property
-    def info(self) -> Limits:
-        """The engine's limits."""
-
-    @property
-    def dead(self) -> EngineDead | None:
-        """Why the engine has failed; None while it runs."""
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that no rank runs yet."""
-
-    def generate(self, request: RequestInput) -> AsyncGenerator[RequestOutput, None]:
-        """Yield a request's outputs as they are generated; closing the generator aborts the request."""
-
-    async def start_profile(self) -> None:
-        """Start to trace the steps of all ranks."""
-
-    async def stop_profile(self) -> Sequence[Path]:
-        """Stop tracing; returns the trace files."""
+__all__ = ["Service"]
 
 
 @dataclass
@@ -63,41 +26,38 @@ class Service:
     """The parts and settings of a server.
 
     Attributes:
-        engine: generates the outputs.
-        tokenizer: the model's.
         names: the model's names; answers to requests without a name have the first.
-        defaults: sampling parameters that a request leaves out.
-        observer: receives the events of every output.
+        defaults: the checkpoint's sampling parameters, for those that a request leaves out.
         max_waiting_requests: how many requests may wait for a rank; None for no limit.
         max_outputs_per_request: how many outputs one body may ask for, over all its prompts; None for no limit.
-        long_work: runs in threads what would block the event loop.
-        profiles: the engine may record profiles.
         log_requests: log each request's outputs; see `serving.api.request_log`.
         max_log_len: most token ids logged of a prompt; None for all.
+        draining: the server is shutting down: new requests are refused.
+        long_work: runs in threads what would block the event loop.
         created: when the server was started, in seconds since 1970.
         entrance: lock held from the check of the queue until the engine counts the new requests.
     """
 
-    engine: Engine
+    engine: EngineClient
     tokenizer: PreTrainedTokenizerBase
     names: tuple[str, ...]
-    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    defaults: Mapping[str, float] = field(default_factory=dict)
     observer: RequestObserver = field(default_factory=NoObserver)
     max_waiting_requests: int | None = None
     max_outputs_per_request: int | None = None
-    long_work: LongWork = field(default_factory=lambda: LongWork(lambda: False))
     profiles: bool = False
     log_requests: bool = False
     max_log_len: int | None = None
+    draining: bool = False
+    long_work: LongWork = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
     entrance: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def model_name(self, name: str | None) -> str:
-        """The model name of a request; the first one if it gives none.
+    def __post_init__(self) -> None:
+        self.long_work = LongWork(lambda: self.draining)
 
-        Raises:
-            ApiError: 404, no model has this name.
-        """
+    def model_name(self, name: str | None) -> str:
+        """The model name of a request; the first one if it gives none."""
         if name is None:
             return self.names[0]
         if name not in self.names:
@@ -106,11 +66,8 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
         return name
 
-    def admit(self, *, draining: bool) -> None:
+    def admit(self) -> None:
         """Check that one more request can be accepted.
-
-        Args:
-            draining: the server is shutting down.
 
         Raises:
             ApiError: 503, the engine is dead or the server is shutting down.
@@ -118,16 +75,12 @@ class Service:
         """
         if self.engine.dead is not None:
             raise ApiError(503, f"The engine is dead: {self.engine.dead}", code="engine_dead")
-        if draining:
+        if self.draining:
             raise shutting_down()
         self.check_queue()
 
     def check_queue(self) -> None:
-        """Check that one more request may wait. Hold `entrance` until the engine counts it, or too many may pass.
-
-        Raises:
-            QueueFull: too many requests wait already.
-        """
+        """Check that one more request may wait. Hold `entrance` until the engine counts it, or too many may pass."""
         limit = self.max_waiting_requests
         if limit is None:
             return

@@ -33,7 +33,6 @@ async def until_client_leaves(receive: Receive, work: Coroutine[Any, Any, Result
 
     Args:
         receive: of the ASGI call, whose body was read already.
-        work: the coroutine to run.
 
     Raises:
         ClientLeft: the client closed its connection first; the work was cancelled and has ended.
@@ -61,9 +60,6 @@ class EventStream(Response):
 
     Nothing is sent before the first event, so an error before it is an ordinary response with its status. A later error
     is sent as an event. When the client leaves, the generator is closed at once.
-
-    Args:
-        events: encoded events (see `event`).
     """
 
     media_type = "text/event-stream"

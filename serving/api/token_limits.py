@@ -19,13 +19,7 @@ list to the engine, which decodes it between steps."""
 
 
 async def token_limits(service: Service, body: GenerationRequest, num_prompts: int, size: int) -> SamplingParams:
-    """Sampling parameters with only the body's allowed and forbidden tokens set, checked.
-
-    Args:
-        service: has the tokenizer and the vocabulary size.
-        body: the request.
-        num_prompts: prompts in the body.
-        size: bytes of the body.
+    """Sampling parameters with only the allowed and forbidden tokens of a body of `size` bytes set, checked.
 
     Raises:
         RequestError, ApiError: a limit is invalid.

@@ -41,8 +41,6 @@ class WrongValue(UBatchError):
     """A setting was given a wrong value. Not a ValueError, because pydantic would wrap it.
 
     Attributes:
-        name: the setting's name.
-        value: the wrong value.
         why: what the value should be; completes a sentence that starts with the setting's name.
         missing: the setting is required but was not given.
         unreadable: the value has the wrong type, or is none of the allowed ones.

@@ -16,15 +16,12 @@ offline        the engines, or one rank in this process, as `LLM` uses them
 from serving.engine.client import EngineClient, EngineInfo
 from serving.engine.node import run_node
 from serving.engine.options import EngineOptions
-from serving.engine.rank.core import EngineCore, Executor, LaunchedStep, StepScheduler
+from serving.engine.rank.core import EngineCore
 
 __all__ = [
     "EngineClient",
     "EngineCore",
     "EngineInfo",
     "EngineOptions",
-    "Executor",
-    "LaunchedStep",
-    "StepScheduler",
     "run_node",
 ]

@@ -72,15 +72,11 @@ class EngineInfo:
     """What the engines serve.
 
     Attributes:
-        max_model_len: most tokens of a request, prompt and output.
-        vocab_size: token ids are below it.
-        num_ranks: data-parallel ranks.
         memory: memory held by each process, as text, one line per process.
     """
 
     max_model_len: int
     vocab_size: int
-    num_ranks: int
     memory: str
 
 
@@ -88,8 +84,6 @@ class EngineClient:
     """The engines, as the API sees them. Made by `start`.
 
     Attributes:
-        options: the engines' settings.
-        info: what they serve.
         dead: why the engines have failed; None while they run.
     """
 
@@ -122,11 +116,7 @@ class EngineClient:
 
     @classmethod
     async def start(cls, options: EngineOptions, *, engine_main: EngineMain = run_engine) -> EngineClient:
-        """Start the engines of this node, and wait until those of all nodes are ready.
-
-        Args:
-            options: of all engines; `node_rank` must be 0.
-            engine_main: the main function of their processes.
+        """Start the engines of node 0, and wait until those of all nodes are ready.
 
         Raises:
             ConfigError, CheckpointError: a rank cannot start with these options.
@@ -304,11 +294,7 @@ class EngineClient:
         return await asyncio.shield(self._died)
 
     async def start_profile(self) -> None:
-        """Make every rank record its steps.
-
-        Raises:
-            EngineDead: an engine died, so all engines were ended.
-        """
+        """Make every rank record its steps."""
         self._check_alive()
         self._send_each(StartProfile())
 
@@ -399,8 +385,7 @@ class EngineClient:
     def _make_info(self) -> EngineInfo:
         ready = [self._ready[rank] for rank in sorted(self._ready)]
         memory = "\n".join(f"{self.options.describe_rank(each.rank)}: {each.memory}" for each in ready)
-        max_model_len = min(each.max_model_len for each in ready)
-        return EngineInfo(max_model_len, ready[0].vocab_size, self.options.data_parallel_size, memory)
+        return EngineInfo(min(each.max_model_len for each in ready), ready[0].vocab_size, memory)
 
     # -- failures -----------------------------------------------------------------------------------------------
 

@@ -27,11 +27,7 @@ _ECHO_GRACE_S = 3.0
 
 
 class FirstCause:
-    """Collects reports, and decides once which one names the cause.
-
-    Args:
-        decided: called with that report.
-    """
+    """Collects reports, and decides once which one names the cause."""
 
     def __init__(self, decided: Callable[[Failed], None]) -> None:
         self._decided = decided
@@ -73,12 +69,7 @@ def _weight(failed: Failed) -> int:
 
 
 def start_error(failed: Failed, name: str) -> UBatchError:
-    """The error of a failed start: the rank's own error if it concerns the settings or the checkpoint.
-
-    Args:
-        failed: the report of the cause.
-        name: the rank's name in the message.
-    """
+    """The error of a failed start: the rank's own error if it concerns the settings or the checkpoint."""
     error = make_error(failed.kind, failed.text)
     if isinstance(error, ConfigError) or (error is not None and failed.kind.startswith("Checkpoint")):
         error.add_note(f"on {name}")
@@ -87,12 +78,7 @@ def start_error(failed: Failed, name: str) -> UBatchError:
 
 
 def dead_error(failed: Failed, name: str, what: str = "failed") -> EngineDead:
-    """An error with one line that names the rank and the cause, and the rank's traceback as a note.
-
-    Args:
-        failed, name: as for `start_error`.
-        what: what the rank did, such as "failed".
-    """
+    """An error with one line that names the rank and the cause, and the rank's traceback as a note."""
     if not failed.traceback:
         return EngineDead(f"{name} {failed.text}.")
     first_line = failed.text.partition("\n")[0]  # a time-out, for example, goes on with the stack of every lane

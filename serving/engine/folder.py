@@ -23,11 +23,7 @@ _YOUNG_S = 10.0
 
 
 class SocketFolder:
-    """A new folder. Folders of dead servers are removed first.
-
-    Attributes:
-        path: of the folder.
-    """
+    """A new folder. Folders of dead servers are removed first."""
 
     def __init__(self) -> None:
         _remove_left()

@@ -20,16 +20,7 @@ module-level function, so that it can be pickled."""
 
 
 class LocalEngines:
-    """Starts one process for every rank of this node. They end with this process at the latest.
-
-    Args:
-        options: of all engines.
-        host, port: of the rendezvous store.
-        main: main function of the processes.
-
-    Attributes:
-        ranks: the ranks of this node.
-    """
+    """Starts one process for every rank of this node. They end with this process at the latest."""
 
     def __init__(self, options: EngineOptions, host: str, port: int, main: EngineMain) -> None:
         self.ranks = options.local_ranks

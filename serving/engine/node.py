@@ -12,7 +12,7 @@ from typing import Self
 
 import torch.distributed as dist
 
-from serving.engine.launch import EngineMain, LocalEngines
+from serving.engine.launch import LocalEngines
 from serving.engine.options import EngineOptions
 from serving.engine.rank.process import run_engine
 from serving.engine.wire.link import EngineLink
@@ -31,7 +31,7 @@ _GRACE_S = 10.0
 """How long the other ranks may take to end after the first one has ended, in seconds."""
 
 
-def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) -> int:
+def run_node(options: EngineOptions) -> int:
     """Run the ranks of a node with `options.node_rank` above 0. Returns when they have ended.
 
     Node 0 tells the ranks when to end. This function reports the deaths of its ranks to node 0, and notices when node 0
@@ -55,7 +55,7 @@ def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) ->
         claim_node(run, options.node_rank)
         link = EngineLink(run.address, f"node-{options.node_rank}", run.curve)
         told.listen()
-        engines = LocalEngines(options, options.master_addr, options.master_port, engine_main)
+        engines = LocalEngines(options, options.master_addr, options.master_port, run_engine)
         try:
             return _Supervisor(options.node_rank, engines, store, link, told).run()
         finally:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from serving.engine.client import EngineClient
 from serving.engine.options import EngineOptions
@@ -25,48 +25,6 @@ OnOutput: TypeAlias = Callable[[RequestOutput], bool]
 """Called with every output; False ends its request."""
 
 
-class OfflineEngine(Protocol):
-    """Runs batches of requests."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The model's vocabulary size; token ids are below it."""
-
-    def run(self, requests: Sequence[RequestInput], on_output: OnOutput) -> None:
-        """Serve all requests; returns when the last has ended. An error aborts the requests that still run.
-
-        Raises:
-            RequestError, KVCacheExhausted: a request cannot be served.
-            EngineDead: a rank died.
-        """
-
-    def statistics(self) -> Mapping[int, EngineStatistics]:
-        """Rank -> its statistics after the last `run`."""
-
-    @property
-    def memory(self) -> str:
-        """Memory held by each process, as text, one line per process."""
-
-    def start_profile(self) -> None:
-        """Start to record the steps."""
-
-    def stop_profile(self, folder: Path) -> list[Path]:
-        """Stop recording; returns the trace file of each process. Raises UBatchError if one was not written."""
-
-    def close(self) -> None:
-        """End the engines, and free the model."""
-
-
-def make_offline_engine(options: EngineOptions) -> OfflineEngine:
-    """Make the engine: one rank runs in this process, on all cores; several run in processes of their own.
-
-    Raises:
-        CheckpointError, ConfigError: the model cannot be loaded with these options.
-        EngineDead: a rank did not start.
-    """
-    return InProcessEngine(options) if options.world_size == 1 else RankEngines(options)
-
-
 class InProcessEngine:
     """Runs one rank in this process."""
 
@@ -80,7 +38,12 @@ class InProcessEngine:
             raise
 
     def run(self, requests: Sequence[RequestInput], on_output: OnOutput) -> None:
-        """See `OfflineEngine`."""
+        """Serve all requests; returns when the last has ended. An error aborts the requests that still run.
+
+        Raises:
+            RequestError, KVCacheExhausted: a request cannot be served.
+            EngineDead: a rank died.
+        """
         core = self._core
         running: set[str] = set()
         try:
@@ -100,20 +63,20 @@ class InProcessEngine:
             core.drain()
 
     def statistics(self) -> Mapping[int, EngineStatistics]:
-        """See `OfflineEngine`."""
+        """Rank -> its statistics after the last `run`."""
         return {0: self._core.statistics()}
 
     @property
     def memory(self) -> str:
-        """See `OfflineEngine`."""
+        """Memory held by each process, as text, one line per process."""
         return f"rank 0: {describe_memory(self._runner)}"
 
     def start_profile(self) -> None:
-        """See `OfflineEngine`."""
+        """Start to record the steps."""
         self._core.tracer.start_profile()
 
     def stop_profile(self, folder: Path) -> list[Path]:
-        """See `OfflineEngine`."""
+        """Stop recording; returns the trace file of each process. Raises UBatchError if one was not written."""
         path = folder / "rank-0.json"
         wrong = self._core.tracer.stop_profile(path, 0)
         if wrong is not None:
@@ -122,16 +85,16 @@ class InProcessEngine:
 
     @property
     def vocab_size(self) -> int:
-        """See `OfflineEngine`."""
+        """The model's vocabulary size; token ids are below it."""
         return self._runner.config.vocab_size
 
     def close(self) -> None:
-        """See `OfflineEngine`."""
+        """End the engines, and free the model."""
         self._runner.close()
 
 
 class RankEngines:
-    """Runs ranks in processes of their own, with an `EngineClient` in a thread."""
+    """Runs ranks in processes of their own, with an `EngineClient` in a thread. Methods as of `InProcessEngine`."""
 
     def __init__(self, options: EngineOptions) -> None:
         self._loop = asyncio.new_event_loop()
@@ -144,33 +107,27 @@ class RankEngines:
             raise
 
     def run(self, requests: Sequence[RequestInput], on_output: OnOutput) -> None:
-        """See `OfflineEngine`. `on_output` is called in another thread, one call at a time."""
+        """See `InProcessEngine`. `on_output` is called in another thread, one call at a time."""
         self._call(self._run(requests, on_output))
 
     def statistics(self) -> Mapping[int, EngineStatistics]:
-        """See `OfflineEngine`."""
         return dict(self._client.statistics)
 
     @property
     def memory(self) -> str:
-        """See `OfflineEngine`."""
         return self._client.info.memory
 
     def start_profile(self) -> None:
-        """See `OfflineEngine`."""
         self._call(self._client.start_profile())
 
     def stop_profile(self, folder: Path) -> list[Path]:
-        """See `OfflineEngine`."""
         return self._call(self._client.stop_profile(folder))
 
     @property
     def vocab_size(self) -> int:
-        """See `OfflineEngine`."""
         return self._client.info.vocab_size
 
     def close(self) -> None:
-        """See `OfflineEngine`."""
         if not self._loop.is_closed():
             self._call(self._client.close())
             self._stop_loop()
@@ -223,3 +180,17 @@ class RankEngines:
         self._thread.join()
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
+
+
+OfflineEngine: TypeAlias = InProcessEngine | RankEngines
+"""Runs batches of requests."""
+
+
+def make_offline_engine(options: EngineOptions) -> OfflineEngine:
+    """Make the engine: one rank runs in this process, on all cores; several run in processes of their own.
+
+    Raises:
+        CheckpointError, ConfigError: the model cannot be loaded with these options.
+        EngineDead: a rank did not start.
+    """
+    return InProcessEngine(options) if options.world_size == 1 else RankEngines(options)

@@ -18,23 +18,14 @@ _WITHIN_S = 120.0
 
 
 class Profiles:
-    """The answers of the ranks that write a profile; empty while none is written.
-
-    Args:
-        options: the engines' settings.
-    """
+    """The answers of the ranks that write a profile; empty while none is written."""
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
         self._answers: dict[int, asyncio.Future[ProfileWritten]] = {}
 
     async def stop(self, folder: Path | None, send: Callable[[StopProfile], object]) -> list[Path]:
-        """Stop recording on every rank; see `EngineClient.stop_profile`.
-
-        Args:
-            folder: where each rank writes.
-            send: sends a message to every rank.
-        """
+        """Stop recording on every rank; see `EngineClient.stop_profile`."""
         if self._answers:
             raise UBatchError("a profile is being written already.")
         folder = folder or self._options.profile_folder or Path(tempfile.mkdtemp(prefix="ubatch-profile-"))

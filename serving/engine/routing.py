@@ -18,8 +18,6 @@ class RequestStream:
     """The outputs of one request, queued for the caller that waits for them.
 
     Attributes:
-        request_id: id of the request.
-        rank: data-parallel rank that serves it.
         number: the request was message `number` to its rank. Outputs sent before the rank had handled that message
             belong to an earlier request with the same id.
         outstanding: most tokens that the rank still has to compute for it.
@@ -87,19 +85,16 @@ class RequestStream:
 class Router:
     """Assigns requests to ranks, and keeps their streams.
 
-    Args:
-        num_ranks: data-parallel ranks.
-        max_num_seqs: most requests that a rank runs at once.
-
     Attributes:
         statistics: rank -> its last statistics.
+        outstanding: by rank, the most tokens that it still has to compute.
     """
 
     def __init__(self, num_ranks: int, max_num_seqs: int) -> None:
         self.statistics = {rank: EngineStatistics() for rank in range(num_ranks)}
         self._max_num_seqs = max_num_seqs
         self._streams: dict[str, RequestStream] = {}
-        self._outstanding = [0] * num_ranks
+        self.outstanding = [0] * num_ranks
         self._sent = [0] * num_ranks
         self._received = [0] * num_ranks
 
@@ -132,24 +127,20 @@ class Router:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._streams
 
-    def outstanding_tokens(self, rank: int) -> int:
-        """Most tokens that a rank still has to compute."""
-        return self._outstanding[rank]
-
     def add(self, request: RequestInput) -> RequestStream:
         """Assign a request to the rank with the fewest outstanding tokens; of several, to that with fewest messages."""
-        rank = min(range(len(self._sent)), key=lambda each: (self._outstanding[each], self._sent[each]))
+        rank = min(range(len(self._sent)), key=lambda each: (self.outstanding[each], self._sent[each]))
         self._sent[rank] += 1
         stream = RequestStream(request, rank, self._sent[rank])
         self._streams[request.request_id] = stream
-        self._outstanding[rank] += stream.outstanding
+        self.outstanding[rank] += stream.outstanding
         return stream
 
     def drop(self, request_id: str) -> RequestStream | None:
         """Remove a request that ended, and return its stream; None if there is no such request."""
         stream = self._streams.pop(request_id, None)
         if stream is not None:
-            self._outstanding[stream.rank] -= stream.outstanding
+            self.outstanding[stream.rank] -= stream.outstanding
         return stream
 
     def aborted(self, rank: int) -> None:
@@ -166,7 +157,7 @@ class Router:
                 continue  # of a request that was aborted
             before = stream.outstanding
             stream.put(output)
-            self._outstanding[message.rank] += stream.outstanding - before
+            self.outstanding[message.rank] += stream.outstanding - before
             if output.finish_reason is not None:
                 self.drop(output.request_id)
 

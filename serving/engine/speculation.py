@@ -90,10 +90,6 @@ def runner_options(config: SpeculationConfig | None) -> dict[str, Any]:
 def make_proposer(config: SpeculationConfig, runner: ModelRunner) -> Proposer:
     """The proposer for a runner. A draft network is also set as the runner's observer, which sees each step's results.
 
-    Args:
-        config: settings of speculation.
-        runner: a runner made with `runner_options(config)`.
-
     Raises:
         ConfigError: the runner was made without this draft network.
     """
@@ -114,8 +110,6 @@ def make_scheduler(scheduler: SchedulerConfig, config: SpeculationConfig | None,
 
     Args:
         scheduler: how steps are filled; with speculation, its settings of drafts are replaced by those of `config`.
-        config: settings of speculation; None for none.
-        runner: a runner made with `runner_options(config)`.
 
     Raises:
         ConfigError, CheckpointError: see `make_proposer`; or the KV cache is too small for the scheduler's steps.

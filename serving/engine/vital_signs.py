@@ -36,7 +36,6 @@ class VitalSigns:
     """Records the heartbeats, and reports ranks and nodes that are silent for too long.
 
     Args:
-        options: of all engines.
         report: called with the silent rank or node; again at every check.
     """
 

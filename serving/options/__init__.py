@@ -13,7 +13,7 @@ from serving.options.flags.commands import GENERATE, TRACE, TUNE
 from serving.options.flags.tables import SERVE, Table
 from serving.options.folders import fetch_checkpoints
 from serving.options.resolve import (
-    ServeCommand,
+    Command,
     describe_settings,
     read_layers,
     read_serve_command,
@@ -28,8 +28,8 @@ __all__ = [
     "SERVE",
     "TRACE",
     "TUNE",
+    "Command",
     "Layer",
-    "ServeCommand",
     "Setting",
     "Settings",
     "Source",

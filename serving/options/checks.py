@@ -20,11 +20,7 @@ __all__ = ["check_alone", "check_with_model", "notes"]
 
 
 def check_alone(settings: Settings) -> None:
-    """Check the settings that need neither the checkpoint nor the machine.
-
-    Raises:
-        ConfigError: two settings contradict each other, or one needs another.
-    """
+    """Check the settings that need neither the checkpoint nor the machine."""
     for check in (_model, _overlap, _parallelism, _nodes, _memory, _graphs, check_speculation):
         for message in check(settings):
             raise ConfigError(message)

@@ -21,9 +21,7 @@ class CommandLine:
     """A parsed command line.
 
     Attributes:
-        settings: the settings that were given.
         config: the settings file; None without `--config`.
-        print_config: print the settings in force, and exit.
     """
 
     settings: Layer
@@ -33,11 +31,6 @@ class CommandLine:
 
 def read_command_line(table: Table, program: str, description: str, words: Sequence[str]) -> CommandLine:
     """Parse the words after the command.
-
-    Args:
-        table: the command's settings.
-        program, description: the start of `--help`.
-        words: the words after the command.
 
     Raises:
         ConfigError: an unknown flag, a wrong value, or two names of a setting with different values; one line.

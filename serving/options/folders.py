@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from serving.hub import Located, fetch_weights, find_checkpoint
 from serving.options.sources import Settings
 from ubatch import ConfigError
@@ -26,15 +28,11 @@ def locate(s: Settings) -> Settings:
     for name, each in located.items():
         if each.name is None and s["load_format"] != "dummy":
             fetch_weights(each, s.spell(name))
-    return s.at(located)
+    return replace(s, located=located)
 
 
 def fetch_checkpoints(s: Settings) -> None:
-    """Download the weights that are missing, before any rank starts.
-
-    Raises:
-        ModelNotFound, CheckpointError: see `fetch_weights`.
-    """
+    """Download the weights that are missing, before any rank starts."""
     for name, each in s.located.items():
         if each.name is not None and s["load_format"] != "dummy":
             fetch_weights(each, s.spell(name))

@@ -49,11 +49,7 @@ def derive_overlap(s: Settings) -> Settings:
 
 
 def overlap_config(s: Settings) -> UBatchConfig:
-    """The runtime's settings.
-
-    Raises:
-        ConfigError: settings contradict each other, or name an unknown schedule.
-    """
+    """The runtime's settings."""
     schedules = UBatchConfig.from_mapping({"schedules": s["schedules"] or {}}).schedules
     modes = {key: mode for key in MODE_KEYS if (mode := _mode(s, key, schedules)) is not None}
     return UBatchConfig(

@@ -17,7 +17,7 @@ from model_runner import (
 from model_runner.parallel.transport import AUTO, choose_all2all
 from serving.engine.options import EngineOptions
 from serving.engine.rank.runner_setup import choose_dtype, count_gpus, read_config
-from serving.options.checks import check_alone, check_with_model
+from serving.options.checks import check_alone, check_with_model, notes
 from serving.options.command_line import read_command_line
 from serving.options.flags.tables import SERVE, Table
 from serving.options.folders import locate
@@ -39,7 +39,7 @@ from serving.scheduler import SchedulerConfig, SchedulingPolicy
 from ubatch import ConfigError
 
 __all__ = [
-    "ServeCommand",
+    "Command",
     "describe_settings",
     "read_layers",
     "read_serve_command",
@@ -53,21 +53,23 @@ _GPU_MEMORY_UTILIZATION = 0.9
 
 
 @dataclass(frozen=True)
-class ServeCommand:
-    """A resolved `ubatch serve` command.
+class Command:
+    """A resolved command that runs engines.
 
     Attributes:
         settings: every setting in force, checked for contradictions.
         engine: the options of the engines.
-        print_config: print the settings and exit.
+        print_config: print the settings, and exit.
+        notes: settings that are allowed but may be mistakes, one sentence each.
     """
 
     settings: Settings
     engine: EngineOptions
     print_config: bool
+    notes: tuple[str, ...]
 
 
-def read_serve_command(program: str, description: str, words: Sequence[str]) -> ServeCommand:
+def read_serve_command(program: str, description: str, words: Sequence[str]) -> Command:
     """Read the command line, the settings file that it names, and the environment.
 
     Raises:
@@ -76,15 +78,11 @@ def read_serve_command(program: str, description: str, words: Sequence[str]) -> 
     """
     layers, print_config = read_layers(SERVE, program, description, words)
     settings = resolve_settings(*layers)
-    return ServeCommand(settings, to_engine_options(settings), print_config)
+    return Command(settings, to_engine_options(settings), print_config, tuple(notes(settings)))
 
 
 def read_layers(table: Table, program: str, description: str, words: Sequence[str]) -> tuple[list[Layer], bool]:
-    """Settings from file, environment and command line, the weakest first; and whether to only print them.
-
-    Raises:
-        ConfigError, SystemExit: see `read_serve_command`.
-    """
+    """Settings from file, environment and command line, the weakest first; and whether to only print them."""
     line = read_command_line(table, program, description, words)
     file = {} if line.config is None else read_file(line.config, table)
     return [file, read_environment(table), line.settings], line.print_config
@@ -112,7 +110,6 @@ def resolve_settings(
     Args:
         layers: settings by source, the weakest first.
         gpus: number of CUDA devices; those of this machine by default.
-        table: the command's settings.
         first: derives what this command derives differently from the server, also from the number of GPUs; runs before
             the other derivations.
 
@@ -192,11 +189,7 @@ def _derive_graphs(s: Settings) -> Settings:
 
 
 def to_engine_options(s: Settings) -> EngineOptions:
-    """Make the engines' options from the settings.
-
-    Raises:
-        ConfigError: the runtime refuses a value.
-    """
+    """Make the engines' options from the settings."""
     mixed = s["max_prefill_tokens_per_mixed_step"]
     scheduler = {
         **_of_same_name(SchedulerConfig, s),

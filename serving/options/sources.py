@@ -117,10 +117,6 @@ class Settings:
         """The folders of the checkpoints."""
         return {name: each.folder for name, each in self.located.items()}
 
-    def at(self, located: Mapping[str, Located]) -> Settings:
-        """A copy with the checkpoints' places."""
-        return replace(self, located=located)
-
     def __getitem__(self, name: str) -> Any:
         """The value in force."""
         return self.all[name].value
@@ -191,25 +187,21 @@ def read_file(path: Path, table: Table = SERVE) -> Layer:
     return make_layer(items, Source.FILE, str(path))
 
 
-def read_environment(table: Table = SERVE, environment: Mapping[str, str] | None = None) -> Layer:
+def read_environment(table: Table = SERVE) -> Layer:
     """Read the API key (other users can read a command line) and the transport (under vLLM's variable).
 
     `settle_environment` checks a value later, and only if it has an effect: a shell sets a variable for all commands.
     """
     layer: dict[str, Setting] = {}
     for name, variable in _VARIABLES.items():
-        value = (os.environ if environment is None else environment).get(variable)
+        value = os.environ.get(variable)
         if name in table.settings and (value or (value == "" and name == "api_key")):
             layer[name] = Setting(value, Source.ENVIRONMENT, variable, variable)
     return layer
 
 
 def settle_environment(s: Settings) -> Settings:
-    """Check the values from the environment. Those without effect are dropped, with a note if it is the transport.
-
-    Raises:
-        ConfigError: an empty key, or an unknown transport.
-    """
+    """Check the values from the environment. Those without effect are dropped, with a note if it is the transport."""
     for name, setting in s.all.items():
         if setting.source is not Source.ENVIRONMENT:
             continue
@@ -224,11 +216,7 @@ def settle_environment(s: Settings) -> Settings:
 
 
 def read_keywords(keywords: Mapping[str, Any]) -> Layer:
-    """Settings given from Python, in snake case.
-
-    Raises:
-        ConfigError: an unknown name, or a wrong type or value.
-    """
+    """Settings given from Python, in snake case."""
     items = []
     for name, value in keywords.items():
         setting = SERVE.setting(name)

@@ -7,9 +7,7 @@ admission      the waiting queue, shared prefixes, KV kept free, what can never 
 kv_manager     blocks, rows and the prefix cache
 radix_cache    the prefix cache: a tree of pages
 speculation    drafts for decode steps
-endings        when an output ends
 mixed_steps    the limit of prefill tokens in a step that also decodes
-totals         counters for the statistics
 """
 
 from serving.scheduler.config import SchedulerConfig, SchedulingPolicy

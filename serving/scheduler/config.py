@@ -26,8 +26,6 @@ class SchedulerConfig:
     """How steps are filled.
 
     Attributes:
-        max_num_seqs: most requests that run at once.
-        max_num_batched_tokens: most tokens of a step.
         max_model_len: most tokens of a request, prompt and output.
         enable_chunked_prefill: split a prompt over several steps if it does not fit the current one.
         enable_prefix_caching: keep keys and values of prompts and outputs for requests with the same prefix.

@@ -24,22 +24,23 @@ class KVManager:
     """Allocates, shares and frees the KV blocks of requests.
 
     Args:
-        allocator: allocates blocks of the runner's KV cache.
-        table: the runner's request-to-token table.
         prefix_caching: keep written pages for requests with the same prefix.
+
+    Attributes:
+        tree: the prefix cache; empty if prefix caching is off.
     """
 
     def __init__(self, allocator: BlockAllocator, table: RequestToTokenTable, *, prefix_caching: bool = True) -> None:
         self._allocator = allocator
         self._table = table
-        self._tree = RadixCache(table.block_size)
-        self._prefix_caching = prefix_caching
+        self.tree = RadixCache(table.block_size)
+        self.prefix_caching = prefix_caching
         self.block_size = table.block_size
 
     @property
     def num_available(self) -> int:
         """Blocks that are free or can be evicted."""
-        return self._allocator.num_free + self._tree.num_evictable
+        return self._allocator.num_free + self.tree.num_evictable
 
     @property
     def num_free_rows(self) -> int:
@@ -56,16 +57,6 @@ class KVManager:
         """Share of the blocks that running requests use, 0 to 1."""
         return 1 - self.num_available / self._allocator.num_blocks
 
-    @property
-    def prefix_caching(self) -> bool:
-        """Whether prefix caching is on."""
-        return self._prefix_caching
-
-    @property
-    def tree(self) -> RadixCache:
-        """The prefix cache; empty if prefix caching is off."""
-        return self._tree
-
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks needed for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
@@ -76,13 +67,13 @@ class KVManager:
         It is empty for a request with `prompt_logprobs`: these need the whole prompt to be computed.
         """
         pages = (len(request.token_ids) - 1) // self.block_size
-        if not self._prefix_caching or pages == 0 or request.params.prompt_logprobs is not None:
-            return PrefixMatch(self._tree.root, ())
-        return self._tree.match(request.token_ids, pages * self.block_size)
+        if not self.prefix_caching or pages == 0 or request.params.prompt_logprobs is not None:
+            return PrefixMatch(self.tree.root, ())
+        return self.tree.match(request.token_ids, pages * self.block_size)
 
     def num_available_beside(self, match: PrefixMatch) -> int:
         """Blocks that would be free or evictable if this match were locked."""
-        return self.num_available - self._tree.num_unlocked(match.node)
+        return self.num_available - self.tree.num_unlocked(match.node)
 
     def admit(self, request: TrackedRequest, match: PrefixMatch, num_tokens: int) -> None:
         """Give a request a row, the blocks of its match, and new blocks up to `num_tokens` tokens in total.
@@ -95,17 +86,17 @@ class KVManager:
             raise KVCacheExhausted(
                 f"request {request.request_id!r} needs {needed} KV blocks; its row holds {self._table.max_blocks}."
             )
-        self._tree.lock(match.node)
+        self.tree.lock(match.node)
         try:
             blocks = self._allocate(needed - len(match.blocks))
         except KVCacheExhausted:
-            self._tree.unlock(match.node)
+            self.tree.unlock(match.node)
             raise
         try:
             row = self._table.add_row()
         except KVCacheExhausted:
             self._allocator.free(blocks)
-            self._tree.unlock(match.node)
+            self.tree.unlock(match.node)
             raise
         self._table.append(row, [*match.blocks, *blocks])
         request.row, request.node, request.num_kv_blocks = row, match.node, needed
@@ -113,11 +104,7 @@ class KVManager:
         request.num_computed_tokens = request.num_written_tokens = request.num_shared_tokens = cached
 
     def reserve(self, request: TrackedRequest, num_tokens: int) -> None:
-        """Give an admitted request more blocks, for `num_tokens` tokens in total.
-
-        Raises:
-            KVCacheExhausted: not enough blocks; nothing is allocated then.
-        """
+        """Give an admitted request more blocks, for `num_tokens` tokens in total."""
         more = self.blocks_for(num_tokens) - request.num_kv_blocks
         if more > 0:
             if request.num_kv_blocks + more > self._table.max_blocks:
@@ -129,11 +116,7 @@ class KVManager:
             request.num_kv_blocks += more
 
     def reserve_block_each(self, requests: Sequence[TrackedRequest]) -> None:
-        """Give each of several admitted requests one more block, as `reserve` does for one request at a page's end.
-
-        Raises:
-            KVCacheExhausted: not enough blocks; nothing is allocated then.
-        """
+        """Give each of several admitted requests one more block, as `reserve` does for one request at a page's end."""
         if not requests:
             return
         rows = [self._row(request) for request in requests]
@@ -150,15 +133,15 @@ class KVManager:
         """Move the whole pages that the request has written into the prefix cache."""
         pages = request.num_written_tokens // self.block_size
         known = request.num_shared_tokens // self.block_size
-        if not self._prefix_caching or pages <= known or request.node is None:
+        if not self.prefix_caching or pages <= known or request.node is None:
             return
         row = self._row(request)
-        inserted = self._tree.insert(request.token_ids[: pages * self.block_size], self._table.blocks(row)[:pages])
+        inserted = self.tree.insert(request.token_ids[: pages * self.block_size], self._table.blocks(row)[:pages])
         if inserted.duplicates:
             self._table.replace(row, known, inserted.blocks[known:])
             self._allocator.free(inserted.duplicates)
-        self._tree.lock(inserted.node)
-        self._tree.unlock(request.node)
+        self.tree.lock(inserted.node)
+        self.tree.unlock(request.node)
         request.node = inserted.node
         request.num_shared_tokens = pages * self.block_size
 
@@ -168,7 +151,6 @@ class KVManager:
         A page that a step in flight still writes is freed. It can be reused at once, because steps run in order.
 
         Args:
-            request: a request that ends or is retracted.
             keep: whether pages written since the last `cache_written` go into the prefix cache.
         """
         if keep:
@@ -176,7 +158,7 @@ class KVManager:
         blocks = self._table.remove_row(self._row(request))
         self._allocator.free(blocks[request.num_shared_tokens // self.block_size :])
         if request.node is not None:
-            self._tree.unlock(request.node)
+            self.tree.unlock(request.node)
         request.row, request.node, request.num_kv_blocks = None, None, 0
         request.num_computed_tokens = request.num_written_tokens = request.num_shared_tokens = 0
 
@@ -184,15 +166,11 @@ class KVManager:
         """Check the conservation law: free + cached + owned by `requests` == total, and no block has two owners.
 
         Args:
-            requests: all requests that have a row.
             idle: also require that nothing is locked.
-
-        Raises:
-            KVCacheError: the law does not hold.
         """
         self._allocator.check()
-        self._tree.check()
-        cached = set(self._tree.blocks())
+        self.tree.check()
+        cached = set(self.tree.blocks())
         own: Counter[int] = Counter()
         for request in requests:
             blocks = self._table.blocks(self._row(request))
@@ -208,16 +186,16 @@ class KVManager:
                 f"KV blocks are not conserved: {self._allocator.num_free} free + {len(cached)} cached + {len(own)} of "
                 f"requests != {self._allocator.num_blocks}."
             )
-        if idle and (own or self._tree.num_locked):
+        if idle and (own or self.tree.num_locked):
             raise KVCacheError(
-                f"{len(own)} KV blocks are held and {self._tree.num_locked} locked although nothing runs."
+                f"{len(own)} KV blocks are held and {self.tree.num_locked} locked although nothing runs."
             )
 
     def _allocate(self, count: int) -> list[int]:
         """Allocate blocks; evict cached ones if too few are free."""
         missing = count - self._allocator.num_free
-        if 0 < missing <= self._tree.num_evictable:
-            self._allocator.free(self._tree.evict(missing))
+        if 0 < missing <= self.tree.num_evictable:
+            self._allocator.free(self.tree.evict(missing))
         return self._allocator.allocate(count)
 
     def _row(self, request: TrackedRequest) -> int:

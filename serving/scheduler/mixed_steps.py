@@ -157,9 +157,6 @@ class MixedSteps:
     """Applies the limit; `launched` and `processed` must be called for every step, in order.
 
     Args:
-        limit: most prompt tokens of a mixed step.
-        block_size: tokens per page.
-        most: most tokens of a step.
         own_ranks: the ranks of a vote that plan the same steps: this one, and its tensor-parallel group's.
     """
 

@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from attention import KVCacheError
-from ubatch import ConfigError
 
 __all__ = ["Insertion", "PrefixMatch", "RadixCache", "RadixNode", "common_prefix"]
 
@@ -42,8 +41,6 @@ class RadixNode:
 
     Attributes:
         parent: None for the root, and for an evicted node.
-        tokens: token ids of its pages, in order.
-        blocks: one per page.
         children: first page -> child.
         locks: how many requests use this node or one below it.
         last_used: when it was last matched or inserted, by the tree's clock.
@@ -78,7 +75,6 @@ class Insertion:
     """The result of an insertion.
 
     Attributes:
-        node: the end of the path.
         blocks: blocks of the path's pages; the sequence must use these from now on.
         duplicates: given blocks that the tree did not take over, because it has blocks with the same contents.
     """
@@ -91,42 +87,27 @@ class Insertion:
 class RadixCache:
     """The tree; the module's text describes it.
 
-    Args:
-        block_size: tokens per page.
+    Attributes:
+        root: the empty prefix.
+        num_cached: blocks that the tree owns.
+        num_locked: owned blocks that are locked.
     """
 
     def __init__(self, block_size: int) -> None:
-        if block_size < 1:
-            raise ConfigError(f"radix cache: block_size must be at least 1, not {block_size}.")
         self.block_size = block_size
         self._clock = 0
         self._serial = 0
-        self._root = RadixNode(None, [], [], 0)
+        self.root = RadixNode(None, [], [], 0)
         self._num_nodes = 0
-        self._num_cached = 0
-        self._num_locked = 0
+        self.num_cached = 0
+        self.num_locked = 0
         # Has every unlocked leaf with its current `last_used`, and outdated entries, which `evict` skips.
         self._heap: list[tuple[int, int, RadixNode]] = []
 
     @property
-    def root(self) -> RadixNode:
-        """The empty prefix."""
-        return self._root
-
-    @property
-    def num_cached(self) -> int:
-        """Blocks that the tree owns."""
-        return self._num_cached
-
-    @property
-    def num_locked(self) -> int:
-        """Owned blocks that are locked."""
-        return self._num_locked
-
-    @property
     def num_evictable(self) -> int:
         """Owned blocks that `evict` could return."""
-        return self._num_cached - self._num_locked
+        return self.num_cached - self.num_locked
 
     def match(self, tokens: Sequence[int], stop: int | None = None) -> PrefixMatch:
         """The longest cached prefix of `tokens[:stop]`, in whole pages. Nothing is locked."""
@@ -162,25 +143,21 @@ class RadixCache:
     def lock(self, node: RadixNode) -> None:
         """Protect a node and the path to it from eviction."""
         step: RadixNode | None = node
-        while step is not None and step is not self._root:
+        while step is not None and step is not self.root:
             if step.locks == 0:
-                self._num_locked += len(step.blocks)
+                self.num_locked += len(step.blocks)
             step.locks += 1
             step = step.parent
 
     def unlock(self, node: RadixNode) -> None:
-        """Remove one lock from a node and the path to it.
-
-        Raises:
-            KVCacheError: a node has no lock.
-        """
+        """Remove one lock from a node and the path to it."""
         step: RadixNode | None = node
-        while step is not None and step is not self._root:
+        while step is not None and step is not self.root:
             if step.locks == 0:
                 raise KVCacheError("a node of the prefix cache was unlocked more often than locked.")
             step.locks -= 1
             if step.locks == 0:
-                self._num_locked -= len(step.blocks)
+                self.num_locked -= len(step.blocks)
                 self._note_evictable(step)
             step = step.parent
 
@@ -201,7 +178,7 @@ class RadixCache:
                 continue
             keep = max(0, len(node.blocks) - (num_blocks - len(evicted)))
             evicted += reversed(node.blocks[keep:])
-            self._num_cached -= len(node.blocks) - keep
+            self.num_cached -= len(node.blocks) - keep
             if keep:
                 del node.blocks[keep:], node.tokens[keep * self.block_size :]
                 self._note_evictable(node)
@@ -214,11 +191,7 @@ class RadixCache:
         return (block for node in self._nodes() for block in node.blocks)
 
     def check(self) -> None:
-        """Check the tree: pages match their keys, locks and counts are right, every unlocked leaf can be evicted.
-
-        Raises:
-            KVCacheError: one of these does not hold.
-        """
+        """Check the tree: pages match their keys, locks and counts are right, every unlocked leaf can be evicted."""
         waiting = {id(node) for last_used, _, node in self._heap if self._is_evictable(node, last_used)}
         nodes = list(self._nodes())
         for node in nodes:
@@ -236,17 +209,17 @@ class RadixCache:
         if len(set(blocks)) != len(blocks):
             raise KVCacheError("prefix cache: a block is in it twice.")
         locked = sum(len(node.blocks) for node in nodes if node.locks)
-        if (len(nodes), len(blocks), locked) != (self._num_nodes, self._num_cached, self._num_locked):
+        if (len(nodes), len(blocks), locked) != (self._num_nodes, self.num_cached, self.num_locked):
             raise KVCacheError(
                 f"prefix cache: {len(nodes)} nodes, {len(blocks)} blocks, {locked} locked, but it counted "
-                f"{self._num_nodes}, {self._num_cached}, {self._num_locked}."
+                f"{self._num_nodes}, {self.num_cached}, {self.num_locked}."
             )
 
     # -- the tree -----------------------------------------------------------------------------------------------
 
     def _walk(self, tokens: Sequence[int], stop: int) -> tuple[RadixNode, list[int]]:
         """Follow `tokens[:stop]` by whole pages; splits a node that matches in part, updates the path's `last_used`."""
-        size, node, start = self.block_size, self._root, 0
+        size, node, start = self.block_size, self.root, 0
         blocks: list[int] = []
         while start + size <= stop:
             child = node.children.get(tuple(tokens[start : start + size]))
@@ -285,7 +258,7 @@ class RadixCache:
         leaf = RadixNode(parent, tokens, blocks, self._clock)
         parent.children[self._key(leaf)] = leaf
         self._num_nodes += 1
-        self._num_cached += len(blocks)
+        self.num_cached += len(blocks)
         return leaf
 
     def _remove(self, leaf: RadixNode) -> None:
@@ -301,7 +274,7 @@ class RadixCache:
         return tuple(node.tokens[: self.block_size])
 
     def _nodes(self) -> Iterator[RadixNode]:
-        stack = list(self._root.children.values())
+        stack = list(self.root.children.values())
         while stack:
             node = stack.pop()
             stack += node.children.values()

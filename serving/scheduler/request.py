@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from model_runner import PENDING_TOKEN, Draft, Request, ScheduledRequest, TokenLogprobs
+from model_runner import PENDING_TOKEN, Draft, FinishReason, Request, ScheduledRequest, TokenLogprobs
 from serving.requests import DraftCounts, RequestInput
 from serving.scheduler.radix_cache import RadixNode
 
@@ -21,10 +21,7 @@ class TrackedRequest(Request):
     plain loop; in the overlapped loop one, or two between `advance` of a step and `process` of the step before.
 
     Attributes:
-        priority: lower runs earlier, with policy `priority`.
-        arrival: serial number of the request.
         group: the HTTP body it belongs to; groups take turns, see `serving.scheduler.admission.waiting`.
-        turn: its turn in the queue.
         limit: most tokens, prompt and output; the request ends when it has as many.
         ends: token ids that end the output.
         node: the end of its locked path in the prefix cache; None while it waits.
@@ -90,6 +87,19 @@ class TrackedRequest(Request):
         """Whether its next step runs its last token and samples another one."""
         return not self.prefilling and not self.verifying and len(self.token_ids) < self.limit
 
+    def ending(self, tokens: Sequence[int], start: int) -> tuple[int, FinishReason | None]:
+        """How many of a step's tokens belong to the output, and the finish reason if the output ends with them.
+
+        A token that ends the output is its last token. `start` is the index of the first new token in `token_ids`.
+        """
+        fewest = self.num_prompt_tokens + self.params.min_tokens
+        for count, token in enumerate(tokens, 1):
+            if token in self.ends and start + count >= fewest:
+                return count, FinishReason.STOP
+            if start + count >= self.limit:
+                return count, FinishReason.LENGTH
+        return len(tokens), None
+
 
 @dataclass(frozen=True)
 class ScheduledStep:
@@ -97,10 +107,8 @@ class ScheduledStep:
 
     Attributes:
         shares: what the executor runs: one share per request.
-        requests: the request of each share.
         samples: whether each share reaches the end of its request's tokens, so that a token is sampled.
         starts: tokens of each request that were in the KV cache before the step.
-        incarnations: incarnation of each request.
         prefills: whether each share computes prompt tokens, or tokens generated before a retraction.
         num_drafted: proposed drafts of each share, without padding.
         reach: most drafts of each share that can be accepted: all of a chain, the longest path of a tree.

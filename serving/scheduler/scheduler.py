@@ -23,19 +23,17 @@ from collections.abc import Sequence
 
 from attention import BlockAllocator, KVCacheError, RequestToTokenTable
 from model_runner import FAULTS, PENDING_TOKEN, FinishReason, Proposer, RequestError, StepOutput
-from serving.requests import EngineStatistics, RequestInput, RequestOutput
+from serving.requests import EngineStatistics, RequestInput, RequestOutput, SchedulerTotals
 from serving.scheduler.admission.budget import NewTokenRatio, choose_victim
 from serving.scheduler.admission.checks import check_input
 from serving.scheduler.admission.sharing import PrefixWaits
 from serving.scheduler.admission.waiting import WaitingQueue
 from serving.scheduler.config import SchedulerConfig, SchedulingPolicy
-from serving.scheduler.endings import ending
 from serving.scheduler.kv_manager import KVManager
 from serving.scheduler.mixed_steps import MixedSteps
 from serving.scheduler.radix_cache import PrefixMatch
 from serving.scheduler.request import ScheduledStep, TrackedRequest
 from serving.scheduler.speculation import Speculation
-from serving.scheduler.totals import Totals
 from ubatch import UBatchError
 
 __all__ = ["Scheduler"]
@@ -49,11 +47,7 @@ class Scheduler:
     """Plans the steps of one data-parallel rank. Not thread-safe.
 
     Args:
-        config: how steps are filled.
         allocator: allocates blocks of the runner's KV cache; only the scheduler uses it.
-        table: the runner's request-to-token table.
-        eos_token_ids: tokens that end an output, unless its request ignores them.
-        vocab_size: token ids are below it.
         proposer: proposes draft tokens; needed if the config asks for drafts.
         own_ranks: see `MixedSteps`.
 
@@ -79,24 +73,19 @@ class Scheduler:
         )
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocab_size = vocab_size
-        self._kv = KVManager(allocator, table, prefix_caching=config.enable_prefix_caching)
+        self.kv = KVManager(allocator, table, prefix_caching=config.enable_prefix_caching)
         self._requests: dict[str, TrackedRequest] = {}  # all unfinished requests
         self._running: dict[str, TrackedRequest] = {}  # those with a row, in the order of their admission
-        self._waiting = WaitingQueue(config.policy, lambda request: len(self._kv.lookup(request).blocks))
+        self._waiting = WaitingQueue(config.policy, lambda request: len(self.kv.lookup(request).blocks))
         self._chunked: TrackedRequest | None = None  # the request whose prompt is split over several steps
         self._others_had_last = True  # in turns: other prompts had the last step
         self._sharing = PrefixWaits(table.block_size)
         self._ratio = NewTokenRatio()
-        self._speculation = Speculation(config, self._kv, min(config.max_model_len, self._kv.max_tokens), proposer)
+        self._speculation = Speculation(config, self.kv, min(config.max_model_len, self.kv.max_tokens), proposer)
         self._num_arrived = 0
-        self._counts = Totals()
+        self._counts = SchedulerTotals()
 
     # -- requests -----------------------------------------------------------------------------------------------
-
-    @property
-    def kv(self) -> KVManager:
-        """The requests' KV memory."""
-        return self._kv
 
     @property
     def num_running(self) -> int:
@@ -128,11 +117,11 @@ class Scheduler:
             vocab_size=self._vocab_size,
             eos_token_ids=self._eos_token_ids,
             max_model_len=self._config.max_model_len,
-            max_kv_tokens=self._kv.max_tokens,
+            max_kv_tokens=self.kv.max_tokens,
         )
         asked = len(given.token_ids) + given.params.max_tokens
         # The last token of an output is never computed, so it needs no KV.
-        limit = min(asked, self._config.max_model_len, self._kv.max_tokens + 1)
+        limit = min(asked, self._config.max_model_len, self.kv.max_tokens + 1)
         request = TrackedRequest.of(given, arrival=self._num_arrived, limit=limit, eos_token_ids=self._eos_token_ids)
         self._num_arrived += 1
         self._requests[request.name] = request
@@ -189,9 +178,6 @@ class Scheduler:
 
         Returns:
             One output for every request that got a token or ended.
-
-        Raises:
-            UBatchError: the result belongs to another step.
         """
         if len(output.tokens) != len(step.shares):
             raise UBatchError(f"a step of {len(step.shares)} shares gave tokens for {len(output.tokens)}.")
@@ -214,7 +200,7 @@ class Scheduler:
         return EngineStatistics(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            kv_usage=self._kv.usage,
+            kv_usage=self.kv.usage,
             **vars(self._counts),
         )
 
@@ -223,11 +209,8 @@ class Scheduler:
 
         Args:
             idle: also require that no request is unfinished and nothing is locked.
-
-        Raises:
-            KVCacheError: the law does not hold.
         """
-        self._kv.check(self._running.values(), idle=idle)
+        self.kv.check(self._running.values(), idle=idle)
         if idle and self._requests:
             raise KVCacheError(f"{len(self._requests)} requests are alive: {', '.join(list(self._requests)[:3])}, ...")
 
@@ -236,11 +219,11 @@ class Scheduler:
     def _reserve_decodes(self) -> tuple[list[TrackedRequest], bool]:
         """Reserve a block per decode, retracting if blocks are short; returns (decodes, whether blocks were short)."""
         ready = [request for request in self._running.values() if request.decodes]
-        size = self._kv.block_size
+        size = self.kv.block_size
         # Each of these lacks a block for its last token only.
         short = [request for request in ready if len(request.token_ids) > request.num_kv_blocks * size]
         pressed = False
-        while len(short) > self._kv.num_available:
+        while len(short) > self.kv.num_available:
             pressed = True
             candidates = [r for r in self._running.values() if r.decodes or r.prefilling or r.verifying]
             if len(candidates) == 1:  # it fits once the requests that end in a step in flight are processed
@@ -249,12 +232,12 @@ class Scheduler:
             self._retract(victim)
             ready = [request for request in ready if request is not victim]
             short = [request for request in short if request is not victim]
-        self._kv.reserve_block_each(short)
+        self.kv.reserve_block_each(short)
         return ready, pressed
 
     def _retract(self, request: TrackedRequest) -> None:
         """Free a request's KV and put it back into the queue. Its written pages stay in the prefix cache, evictable."""
-        self._kv.release(request)
+        self.kv.release(request)
         self._speculation.forget(request)
         self._leave(request)
         request.incarnation += 1
@@ -279,7 +262,7 @@ class Scheduler:
         if missing <= budget:
             self._chunked = None
             return [(request, missing), *self._admit_waiting(budget - missing)]
-        page = self._kv.block_size
+        page = self.kv.block_size
         share = budget // 2
         if budget < 2 * page:  # no room for both: in turns
             share = 0 if self._others_had_last or budget < page else budget
@@ -297,7 +280,7 @@ class Scheduler:
             beside: the split prompt, if it needs more steps: then only whole prompts of other groups are admitted.
         """
         admitted: list[tuple[TrackedRequest, int]] = []
-        rows = min(self._config.max_num_seqs - len(self._running), self._kv.num_free_rows)
+        rows = min(self._config.max_num_seqs - len(self._running), self.kv.num_free_rows)
         if budget < 1 or rows < 1 or not self._waiting:
             return admitted
         kept = self._ratio.tokens(self._running.values())
@@ -315,9 +298,9 @@ class Scheduler:
                     continue
             if self._sharing.still_waits(request):
                 continue
-            match = self._kv.lookup(request)
-            start = len(match.blocks) * self._kv.block_size
-            if self._kv.prefix_caching and self._sharing.should_wait(request, start):
+            match = self.kv.lookup(request)
+            start = len(match.blocks) * self.kv.block_size
+            if self.kv.prefix_caching and self._sharing.should_wait(request, start):
                 told_to_wait += 1
                 continue
             missing = len(request.token_ids) - start
@@ -342,24 +325,24 @@ class Scheduler:
             return wanted
         if not self._config.enable_chunked_prefill:
             return 0
-        return max(0, (start + budget) // self._kv.block_size * self._kv.block_size - start)
+        return max(0, (start + budget) // self.kv.block_size * self.kv.block_size - start)
 
     def _fits(self, request: TrackedRequest, match: PrefixMatch, kept_tokens: int) -> bool:
         """Whether there are blocks for the whole prompt and, if any request runs, for `kept_tokens` future tokens."""
-        needed = self._kv.blocks_for(len(request.token_ids)) - len(match.blocks)
+        needed = self.kv.blocks_for(len(request.token_ids)) - len(match.blocks)
         if self._running:  # else no request could be retracted later
-            needed += self._kv.blocks_for(kept_tokens)
-        return needed <= self._kv.num_available_beside(match)
+            needed += self.kv.blocks_for(kept_tokens)
+        return needed <= self.kv.num_available_beside(match)
 
     def _admit(self, request: TrackedRequest, match: PrefixMatch) -> None:
-        self._kv.admit(request, match, len(request.token_ids))
+        self.kv.admit(request, match, len(request.token_ids))
         self._waiting.admit(request)
         self._running[request.name] = request
         self._sharing.start(request)
         request.prefilling, request.retracted = True, False
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed_tokens
-            if self._kv.prefix_caching and request.params.prompt_logprobs is None:
+            if self.kv.prefix_caching and request.params.prompt_logprobs is None:
                 self._counts.prefix_queries += request.num_prompt_tokens
                 self._counts.prefix_hits += request.num_computed_tokens
         if request.params.prompt_logprobs is not None and request.num_output_tokens == 0:
@@ -374,7 +357,7 @@ class Scheduler:
             request.prompt_logprobs += output.prompt_logprobs[index]
         if step.incarnations[index] == request.incarnation:
             request.num_written_tokens = step.starts[index] + step.shares[index].num_tokens
-            self._kv.cache_written(request)
+            self.kv.cache_written(request)
             self._sharing.wrote(request)
 
     def _take_tokens(self, step: ScheduledStep, index: int, output: StepOutput) -> RequestOutput:
@@ -386,7 +369,7 @@ class Scheduler:
         """
         request, tokens, corrupted = step.requests[index], output.tokens[index], index in output.corrupted
         place = step.starts[index] + step.shares[index].num_tokens
-        count, reason = ending(request, tokens, place)
+        count, reason = request.ending(tokens, place)
         request.suspect = corrupted and step.verify
         stuck = index in output.out_of_tokens
         if reason is None and (stuck or (corrupted and not step.verify)):
@@ -430,7 +413,7 @@ class Scheduler:
         if request.row is None:
             self._waiting.remove(request)
         else:
-            self._kv.release(request, keep=keep)
+            self.kv.release(request, keep=keep)
         self._leave(request)
 
     def _leave(self, request: TrackedRequest) -> None:

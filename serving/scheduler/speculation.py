@@ -49,10 +49,7 @@ class Speculation:
     """Drafts for decode steps.
 
     Args:
-        config: the number of drafts.
-        kv: reserves blocks for the drafts' keys and values.
         max_tokens: most tokens of a request: prompt, output and drafts.
-        proposer: proposes drafts; None without speculation.
 
     Raises:
         ConfigError: the config asks for drafts and there is no proposer, or the other way round.

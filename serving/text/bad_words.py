@@ -49,11 +49,6 @@ def check_bad_words(words: Sequence[str]) -> None:
 def bad_token_sequences(tokenizer: PreTrainedTokenizerBase, words: Sequence[str], vocab_size: int) -> _Sequences:
     """The token sequences of each word, without and with a space before it. Those that end in another one are left out.
 
-    Args:
-        tokenizer: of the model.
-        words: the words to forbid.
-        vocab_size: of the model; token ids are below it.
-
     Raises:
         RequestError: see `check_bad_words`; or a word has no tokens or one outside the vocabulary, or the words have
             more than `MAX_BAD_TOKENS` tokens in total.

@@ -25,12 +25,7 @@ CONTEXT = 4  # previous tokens that a token's text may depend on: whether it is 
 
 
 class Detokenizer:
-    """Decodes one sequence token by token, with constant work per token.
-
-    Args:
-        vocabulary: of the tokenizer.
-        skip_special_tokens: special tokens add no text.
-    """
+    """Decodes one sequence token by token, with constant work per token."""
 
     def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool = True) -> None:
         self._vocabulary = vocabulary
@@ -67,8 +62,6 @@ class TextStream:
     the same character, the longer one.
 
     Args:
-        tokenizer: the model's.
-        stop: strings that end the text.
         include_stop_str_in_output: the stop string, or the text of the stop token, is part of the text.
         skip_special_tokens: special tokens add no text.
         min_tokens: stop strings that are complete within the first `min_tokens` tokens are ignored.

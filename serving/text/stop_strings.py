@@ -39,8 +39,7 @@ def check_stop_strings(stop: Sequence[str]) -> None:
 class StopMatcher:
     """Finds the first complete stop string in one text; of two complete at the same character, the longer one.
 
-    Args:
-        stop: the strings; none of them empty.
+    None of them may be empty.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -56,7 +55,6 @@ class StopMatcher:
         """Search the next piece of the text.
 
         Args:
-            new: the piece.
             counts: report stop strings that are complete in this piece; otherwise ignore them.
 
         Returns:

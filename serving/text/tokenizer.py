@@ -77,11 +77,7 @@ def _has_own_class(model: Path) -> bool:
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, model: Path) -> None:
-    """Try the chat template, if there is one, on one message. A template may refuse that message; this is no fault.
-
-    Raises:
-        ConfigError: the template is broken.
-    """
+    """Try the chat template, if there is one, on one message. A template may refuse that message; this is no fault."""
     if not tokenizer.chat_template:
         return
     message = {"role": "user", "content": "Hello"}

@@ -18,11 +18,7 @@ _SLOW = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")
 
 
 def find_vocabulary(model: Path) -> Path:
-    """The vocabulary file of a checkpoint's tokenizer. Without one, `transformers` would make an empty tokenizer.
-
-    Raises:
-        ConfigError: the folder has no vocabulary file.
-    """
+    """The vocabulary file of a checkpoint's tokenizer. Without one, `transformers` would make an empty tokenizer."""
     for pattern in (TOKENIZER, *_SLOW):
         for file in sorted(model.glob(pattern)):
             if file.is_file():
@@ -34,11 +30,7 @@ def find_vocabulary(model: Path) -> Path:
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
-    """Read a `tokenizer.json`.
-
-    Raises:
-        ConfigError: the file cannot be read, is broken, or has no vocabulary.
-    """
+    """Read a `tokenizer.json`."""
     from tokenizers import Tokenizer
 
     try:

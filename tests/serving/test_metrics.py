@@ -173,7 +173,7 @@ def test_cut_off_requests_are_counted_but_not_timed() -> None:
         assert metrics.value("vllm:request_success_total", finished_reason=reason) == 1
     assert metrics.value("vllm:e2e_request_latency_seconds_count") == 1
     assert metrics.value("ubatch:request_mean_accepted_length_count") == 0  # nothing was guessed
-    assert metrics.requests.num_alive == 0
+    assert len(metrics.requests._alive) == 0
 
 
 def test_a_server_without_statistics_yet_has_all_names() -> None:

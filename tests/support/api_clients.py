@@ -18,7 +18,7 @@ from fake_engine import FakeEngine
 from fastapi import FastAPI
 from repository import TINY_MOE
 
-from serving.api import create_app
+from serving.api import Service, create_app
 from serving.requests import DraftCounts, RequestInput
 from serving.text.tokenizer import load_tokenizer
 
@@ -63,7 +63,10 @@ def says(text: str) -> Any:
 
 def app_of(engine: FakeEngine, **options: Any) -> FastAPI:
     """The application under test."""
-    return create_app(engine, tokenizer(), **{"served_model_name": MODEL, **options})
+    own = ("api_key", "max_request_bytes", "metrics_app", "around")
+    around = {name: options.pop(name) for name in own if name in options}
+    fake: Any = engine
+    return create_app(Service(fake, tokenizer(), **{"names": (MODEL,), **options}), **around)
 
 
 def call(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:

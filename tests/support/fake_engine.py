@@ -35,7 +35,7 @@ def logprobs_of(token: int, count: int) -> TokenLogprobs:
 
 @dataclass
 class FakeEngine:
-    """Implements `serving.api.Engine`.
+    """Implements what the API uses of `EngineClient`.
 
     Attributes:
         reply: the tokens of an output; it is cut at `max_tokens`, the end of sequence and stop tokens.

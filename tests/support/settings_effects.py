@@ -124,14 +124,26 @@ def of_serve(words: Sequence[str]) -> Effects:
         pytest.raises(Enough),
     ):
         serve.run(command)
-    for _, kwargs in seen.get("app", ()):
-        kwargs.pop("metrics_app"), kwargs.pop("defaults")
+    for (service,), kwargs in seen.get("app", ()):
+        kwargs.pop("metrics_app")
         kwargs["around"] = kwargs["around"].keywords
+        kwargs |= {name: getattr(service, name) for name in _OF_SERVICE}
+    seen["app"] = [kwargs for _, kwargs in seen.get("app", ())]
     seen["connections"] = [args[0] for args, _ in seen.get("connections", ())]
     seen["metrics"] = [args[0] for args, _ in seen.get("metrics", ())]
     _of_runner(seen, command.engine)
     seen["drains at once"] = command.settings.given("drain_timeout_s") and asyncio.run(_drains_at_once(command))
     return seen
+
+
+_OF_SERVICE = (
+    "names",
+    "max_waiting_requests",
+    "max_outputs_per_request",
+    "profiles",
+    "log_requests",
+    "max_log_len",
+)
 
 
 async def _drains_at_once(command: Any) -> bool:

@@ -11,11 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 from repository import TINY_MOE
 
 from serving import server
-from serving.options import ServeCommand, resolve_settings, to_engine_options
+from serving.options import Command, resolve_settings, to_engine_options
 from serving.options.sources import read_keywords
 from serving.requests import EngineDead
 from serving.server import _Serve, _Stop, _unless
@@ -35,17 +34,18 @@ def drain(happens: Callable[[FakeClient, _Stop, asyncio.Future[Any]], None], dra
     second: list[int] = []
 
     async def run() -> None:
-        app, stop = FastAPI(), _Stop(second.append)
+        service: Any = SimpleNamespace(draining=False)
+        stop = _Stop(second.append)
         died: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         signal.raise_signal(signal.SIGTERM)
         await asyncio.wait_for(stop.came.wait(), 30)
         with socket.socket() as listener:
-            serve = _Serve(ServeCommand(settings, to_engine_options(settings), False), listener, 1024)
+            serve = _Serve(Command(settings, to_engine_options(settings), False, ()), listener, 1024)
             asyncio.get_running_loop().call_later(0.05, happens, client, stop, died)
             fake: Any = client
             task: Any = died
-            await asyncio.wait_for(serve._drain(fake, app, stop, task), 30)
-            assert app.state.draining
+            await asyncio.wait_for(serve._drain(fake, service, stop, task), 30)
+            assert service.draining
             signal.raise_signal(signal.SIGINT)
             await asyncio.sleep(0.01)
             assert second == [signal.SIGINT]
@@ -94,7 +94,7 @@ def test_a_broken_chat_template_ends_the_start(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(server, "_Stop", lambda _: SimpleNamespace(first=asyncio.Event()))
     settings = resolve_settings(read_keywords({"model": TINY_MOE}), gpus=0)
     with socket.socket() as listener, pytest.raises(ConfigError, match="chat template"):
-        asyncio.run(_Serve(ServeCommand(settings, to_engine_options(settings), False), listener, 100).run())
+        asyncio.run(_Serve(Command(settings, to_engine_options(settings), False, ()), listener, 100).run())
 
 
 def test_work_is_called_off_and_waited_for() -> None:

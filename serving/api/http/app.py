@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from secrets import compare_digest
-from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
@@ -15,15 +14,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from serving.api.http.bodies import BodyLimit
 from serving.api.http.description import complete_description
 from serving.api.http.routes import router
-from serving.api.long_work import LongWork
-from serving.api.observer import NoObserver, RequestObserver
 from serving.api.request_log import RequestLog
-from serving.api.sampling import SamplingDefaults
 from serving.api.schema.errors import ApiError, add_error_handlers, error_response
-from serving.api.service import Engine, Service
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from serving.api.service import Service
 
 __all__ = ["create_app"]
 
@@ -32,55 +25,24 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/openapi.js
 
 
 def create_app(
-    engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
+    service: Service,
     *,
-    served_model_name: str | Sequence[str],
     api_key: str | None = None,
-    max_waiting_requests: int | None = None,
     max_request_bytes: int | None = None,
-    max_outputs_per_request: int | None = None,
-    defaults: SamplingDefaults | None = None,
-    observer: RequestObserver | None = None,
     metrics_app: ASGIApp | None = None,
-    profiles: bool = False,
     around: Callable[[ASGIApp], ASGIApp] = RequestLog,
-    log_requests: bool = False,
-    max_log_len: int | None = None,
 ) -> FastAPI:
-    """The HTTP API over an engine. Set `app.state.draining` to True to refuse new requests.
+    """The HTTP API of a service.
 
     Args:
-        engine: generates the outputs.
-        tokenizer: the model's.
-        served_model_name: the model's name or names; answers to requests without a name have the first.
+        service: the engine, the tokenizer and the settings.
         api_key: clients must send it as `Authorization: Bearer`, except to `OPEN_PATHS`; None for no key.
-        max_waiting_requests: further requests get 503 and `Retry-After`; None for no limit.
         max_request_bytes: a larger body gets 413; None for no limit.
-        max_outputs_per_request: a body that asks for more gets 400; None for no limit.
-        defaults: sampling parameters that a request leaves out.
-        observer: receives the events of every output.
         metrics_app: answers `/metrics`.
-        profiles: allow `/start_profile`; 404 otherwise.
         around: outermost middleware, which gives every request its id and logs its status.
-        log_requests: log each output's id and parameters; at level debug also the prompt.
-        max_log_len: most token ids logged of a prompt; None for all.
     """
     app = FastAPI(title="ubatch", description="An OpenAI-compatible server.")
-    app.state.service = Service(
-        engine=engine,
-        tokenizer=tokenizer,
-        names=(served_model_name,) if isinstance(served_model_name, str) else tuple(served_model_name),
-        defaults=SamplingDefaults() if defaults is None else defaults,
-        observer=NoObserver() if observer is None else observer,
-        max_waiting_requests=max_waiting_requests,
-        max_outputs_per_request=max_outputs_per_request,
-        long_work=LongWork(lambda: app.state.draining),
-        profiles=profiles,
-        log_requests=log_requests,
-        max_log_len=max_log_len,
-    )
-    app.state.draining = False
+    app.state.service = service
     add_error_handlers(app, router.routes)
     if max_request_bytes is not None:
         app.add_middleware(BodyLimit, max_bytes=max_request_bytes)

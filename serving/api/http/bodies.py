@@ -24,12 +24,7 @@ _DISCARD_S = 1.0
 
 
 class BodyLimit:
-    """Middleware that answers 413 and closes the connection as soon as a body exceeds the limit.
-
-    Args:
-        app: the application, called for smaller bodies.
-        max_bytes: most bytes of a body.
-    """
+    """Middleware that answers 413 and closes the connection as soon as a body exceeds the limit."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app

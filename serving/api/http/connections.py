@@ -95,11 +95,7 @@ class Listener(socket.socket):
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[Listener]:
-    """The server's socket, bound before the engines start. The server calls `listen` once the engines are ready.
-
-    Raises:
-        CannotListen: the host cannot be resolved, or the port cannot be bound.
-    """
+    """The server's socket, bound before the engines start. The server calls `listen` once the engines are ready."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = Listener(family, kind, protocol)

@@ -108,7 +108,7 @@ def _service(request: Request) -> Service:
 def _admit(request: Request, model: str | None) -> Service:
     service = _service(request)
     service.model_name(model)
-    service.admit(draining=request.app.state.draining)
+    service.admit()
     return service
 
 
@@ -209,10 +209,10 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 @router.post("/ping", responses=UNHEALTHY)
 async def health(request: Request) -> Status:
     """Whether the server accepts new requests: the engine runs, and the server is not shutting down."""
-    dead = _service(request).engine.dead
-    if dead is not None:
-        raise ApiError(503, f"The engine is dead: {dead}", code="engine_dead")
-    if request.app.state.draining:
+    service = _service(request)
+    if service.engine.dead is not None:
+        raise ApiError(503, f"The engine is dead: {service.engine.dead}", code="engine_dead")
+    if service.draining:
         raise ApiError(503, "The server is shutting down; send requests to another one.", code="shutting_down")
     return Status(status="ok")
 

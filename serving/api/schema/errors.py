@@ -46,9 +46,6 @@ class ApiError(UBatchError):
     """An error that is sent to the client.
 
     Args:
-        status: HTTP status.
-        message: what is wrong and what to do.
-        param: the request's field that is wrong.
         code: identifies the kind of error, for programs.
     """
 
@@ -107,7 +104,6 @@ def add_error_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     """Give every error of the application OpenAI's body, including FastAPI's own errors.
 
     Args:
-        app: the application.
         routes: the included router's routes, which `app.routes` may lack.
     """
 

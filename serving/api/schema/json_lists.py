@@ -11,11 +11,7 @@ __all__ = ["JsonLists"]
 
 
 class JsonLists:
-    """Growing lists stored as encoded JSON: a fraction of the objects' memory, and cheap to put into the answer.
-
-    Args:
-        names: names of the lists.
-    """
+    """Growing lists stored as encoded JSON: a fraction of the objects' memory, and cheap to put into the answer."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._lists = {name: bytearray() for name in names}

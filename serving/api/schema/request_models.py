@@ -125,8 +125,8 @@ class StreamOptions(_Body):
 
     place = "stream_options."
 
-    include_usage: Annotated[bool, Field(description="send the token usage in a last chunk")] = False
-    continuous_usage_stats: Annotated[bool, Field(description="send it in every chunk; needs include_usage")] = False
+    include_usage: bool = Field(False, description="send the token usage in a last chunk")
+    continuous_usage_stats: bool = Field(False, description="send it in every chunk; needs include_usage")
 
 
 _STREAMED_OR_NOT = _either({"stream": _OFF, "stream_options": _NULL}, {"stream": _ON, "prompt_logprobs": _NULL})
@@ -137,66 +137,60 @@ class GenerationRequest(_Body):
     (`generation_config.json`), or OpenAI's if the checkpoint has none."""
 
     model: ModelName = None
-    n: Annotated[int | None, Field(ge=1, le=MAX_OUTPUTS, description="outputs per prompt (1)")] = None
-    stop: Annotated[Stop, Field(description="strings that end the output; not part of the text")] = None
-    stop_token_ids: Annotated[
-        Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None,
-        Field(description="tokens that end the output"),
-    ] = None
-    seed: Annotated[int | None, Int64, Field(description="makes the outputs repeatable; output i has seed + i")] = None
-    temperature: Annotated[float | None, Field(ge=0, le=2, description="0 is greedy (1)")] = None
-    top_p: Annotated[float | None, Field(gt=0, le=1, description="most likely tokens with this mass (1)")] = None
-    top_k: Annotated[
-        int | None, Field(ge=-1, le=2**63 - 1, description="only the k most likely tokens; 0 or -1 for all (0)")
-    ] = None
-    min_p: Annotated[float | None, Field(ge=0, le=1, description="least share of the highest probability (0)")] = None
-    presence_penalty: Annotated[float | None, Field(ge=-2, le=2, description="for tokens in the output (0)")] = None
-    frequency_penalty: Annotated[
-        float | None, Field(ge=-2, le=2, description="the same, once per occurrence in the output (0)")
-    ] = None
-    repetition_penalty: Annotated[
-        float | None, Field(gt=0, description="divides logits of tokens in prompt and output (1)")
-    ] = None
-    logit_bias: Annotated[
-        Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None,
-        Field(description="token id -> -100 to 100"),
-    ] = None
-    allowed_token_ids: Annotated[TokenIds | None, Field(description="generate only these tokens")] = None
-    bad_words: Annotated[
-        BadWords | None,
-        Field(
-            description="words whose token sequences are never generated, with or without a space before; at most "
-            f"{MAX_BAD_TOKENS} tokens in all"
-        ),
-    ] = None
-    min_tokens: Annotated[int | None, Field(ge=0, description="least tokens before the output may end (0)")] = None
-    ignore_eos: Annotated[bool | None, Field(description="go on after an end-of-sequence token")] = None
-    skip_special_tokens: Annotated[bool | None, Field(description="leave out special tokens (true)")] = None
-    include_stop_str_in_output: Annotated[bool | None, Field(description="keep the stop string in the text")] = None
-    stream: Annotated[bool | None, Field(description="answer with server-sent events")] = None
-    stream_options: Annotated[StreamOptions | None, Field(description="only with stream")] = None
-    priority: Annotated[
-        int | None, Int64, Field(description="lower runs earlier, with --scheduling-policy priority")
-    ] = None
-    add_special_tokens: Annotated[bool | None, Field(description="the tokenizer adds its special tokens")] = None
-    best_of: Annotated[
-        int | None, Field(description="must be 1 or n: all outputs are returned", json_schema_extra={"enum": [1, None]})
-    ] = None
-    truncate_prompt_tokens: Annotated[
-        TruncatedLength,
-        Field(description="truncate a longer prompt to this many tokens; -1: to what fits the context"),
-    ] = None
-    truncation_side: Annotated[
-        Literal["left", "right"] | None, Field(description="which end is cut off: left keeps the last tokens (left)")
-    ] = None
-    prompt_logprobs: Annotated[
-        int | None,
-        Field(ge=0, le=20, description="log-probabilities of the prompt and this many top tokens; not in streams"),
-    ] = None
-    return_token_ids: Annotated[bool | None, Field(description="also return the token ids of prompt and output")] = None
-    return_tokens_as_token_ids: Annotated[
-        bool | None, Field(description="logprobs names tokens as `token_id:5`, not by their text")
-    ] = None
+    n: int | None = Field(None, ge=1, le=MAX_OUTPUTS, description="outputs per prompt (1)")
+    stop: Stop = Field(None, description="strings that end the output; not part of the text")
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = Field(
+        None, description="tokens that end the output"
+    )
+    seed: Annotated[int | None, Int64] = Field(None, description="makes the outputs repeatable; output i has seed + i")
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy (1)")
+    top_p: float | None = Field(None, gt=0, le=1, description="most likely tokens with this mass (1)")
+    top_k: int | None = Field(
+        None, ge=-1, le=2**63 - 1, description="only the k most likely tokens; 0 or -1 for all (0)"
+    )
+    min_p: float | None = Field(None, ge=0, le=1, description="least share of the highest probability (0)")
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description="for tokens in the output (0)")
+    frequency_penalty: float | None = Field(
+        None, ge=-2, le=2, description="the same, once per occurrence in the output (0)"
+    )
+    repetition_penalty: float | None = Field(
+        None, gt=0, description="divides logits of tokens in prompt and output (1)"
+    )
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = Field(
+        None, description="token id -> -100 to 100"
+    )
+    allowed_token_ids: TokenIds | None = Field(None, description="generate only these tokens")
+    bad_words: BadWords | None = Field(
+        None,
+        description="words whose token sequences are never generated, with or without a space before; at most "
+        f"{MAX_BAD_TOKENS} tokens in all",
+    )
+    min_tokens: int | None = Field(None, ge=0, description="least tokens before the output may end (0)")
+    ignore_eos: bool | None = Field(None, description="go on after an end-of-sequence token")
+    skip_special_tokens: bool | None = Field(None, description="leave out special tokens (true)")
+    include_stop_str_in_output: bool | None = Field(None, description="keep the stop string in the text")
+    stream: bool | None = Field(None, description="answer with server-sent events")
+    stream_options: StreamOptions | None = Field(None, description="only with stream")
+    priority: Annotated[int | None, Int64] = Field(
+        None, description="lower runs earlier, with --scheduling-policy priority"
+    )
+    add_special_tokens: bool | None = Field(None, description="the tokenizer adds its special tokens")
+    best_of: int | None = Field(
+        None, description="must be 1 or n: all outputs are returned", json_schema_extra={"enum": [1, None]}
+    )
+    truncate_prompt_tokens: TruncatedLength = Field(
+        None, description="truncate a longer prompt to this many tokens; -1: to what fits the context"
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="which end is cut off: left keeps the last tokens (left)"
+    )
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=20, description="log-probabilities of the prompt and this many top tokens; not in streams"
+    )
+    return_token_ids: bool | None = Field(None, description="also return the token ids of prompt and output")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="logprobs names tokens as `token_id:5`, not by their text"
+    )
 
 
 class CompletionRequest(GenerationRequest):
@@ -209,10 +203,10 @@ class CompletionRequest(GenerationRequest):
         _either({"min_tokens": _FEW}, {"max_tokens": {"type": "integer"}}),
     )
 
-    prompt: Annotated[Prompt, Field(description="text or token ids, or several of either")]
-    max_tokens: Annotated[int | None, Field(ge=0, description="tokens per output (16); 0 only with echo")] = None
-    logprobs: Annotated[int | None, Field(ge=0, le=20, description="of the output and this many top tokens")] = None
-    echo: Annotated[bool | None, Field(description="the text begins with the prompt")] = None
+    prompt: Prompt = Field(description="text or token ids, or several of either")
+    max_tokens: int | None = Field(None, ge=0, description="tokens per output (16); 0 only with echo")
+    logprobs: int | None = Field(None, ge=0, le=20, description="of the output and this many top tokens")
+    echo: bool | None = Field(None, description="the text begins with the prompt")
 
 
 class TextPart(_Body):
@@ -245,17 +239,16 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 class ConversationOptions(BaseModel):
     """How a conversation becomes a prompt."""
 
-    add_generation_prompt: Annotated[
-        bool | None, Field(description="begin the assistant's turn (true; false with continue_final_message)")
-    ] = None
-    continue_final_message: Annotated[
-        bool | None, Field(description="the answer continues the last message; not with add_generation_prompt")
-    ] = None
-    reasoning_effort: Annotated[
-        ReasoningEffort | None,
-        Field(description="passed to the chat template as reasoning_effort; sets enable_thinking, false for none"),
-    ] = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="variables for the chat template")] = None
+    add_generation_prompt: bool | None = Field(
+        None, description="begin the assistant's turn (true; false with continue_final_message)"
+    )
+    continue_final_message: bool | None = Field(
+        None, description="the answer continues the last message; not with add_generation_prompt"
+    )
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="passed to the chat template as reasoning_effort; sets enable_thinking, false for none"
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the chat template")
 
     @property
     def begins_turn(self) -> bool:
@@ -272,12 +265,12 @@ class ChatCompletionRequest(GenerationRequest, ConversationOptions):
     refused = CHAT
     between_fields = (_STREAMED_OR_NOT, _ONE_ENDING, _either({"top_logprobs": _NULL}, {"logprobs": _ON}))
 
-    messages: Annotated[Messages, Field(description="the conversation so far")]
-    max_completion_tokens: Annotated[int | None, Field(ge=1, description="(what is left of the context)")] = None
-    max_tokens: Annotated[int | None, Field(ge=1, description="older name of max_completion_tokens")] = None
-    logprobs: Annotated[bool | None, Field(description="return the output's log-probabilities")] = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=20, description="number of top tokens per position")] = None
-    echo: Annotated[bool | None, Field(description="begin with the last message, if it has the answer's role")] = None
+    messages: Messages = Field(description="the conversation so far")
+    max_completion_tokens: int | None = Field(None, ge=1, description="(what is left of the context)")
+    max_tokens: int | None = Field(None, ge=1, description="older name of max_completion_tokens")
+    logprobs: bool | None = Field(None, description="return the output's log-probabilities")
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="number of top tokens per position")
+    echo: bool | None = Field(None, description="begin with the last message, if it has the answer's role")
 
 
 class TokenizeRequest(_Body, ConversationOptions):
@@ -290,15 +283,15 @@ class TokenizeRequest(_Body, ConversationOptions):
     )
 
     model: ModelName = None
-    prompt: Annotated[str | None, Field(description="a text")] = None
-    messages: Annotated[Messages | None, Field(description="a conversation")] = None
-    add_special_tokens: Annotated[bool | None, Field(description="true for a prompt, false for messages")] = None
-    return_token_strs: Annotated[bool | None, Field(description="also return the vocabulary's strings")] = None
+    prompt: str | None = Field(None, description="a text")
+    messages: Messages | None = Field(None, description="a conversation")
+    add_special_tokens: bool | None = Field(None, description="true for a prompt, false for messages")
+    return_token_strs: bool | None = Field(None, description="also return the vocabulary's strings")
 
 
 class DetokenizeRequest(_Body):
     """Token ids to turn into text."""
 
     model: ModelName = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, description="token ids")]
-    skip_special_tokens: Annotated[bool | None, Field(description="leave out special tokens (false)")] = None
+    tokens: list[Annotated[int, Field(ge=0)]] = Field(fail_fast=True, description="token ids")
+    skip_special_tokens: bool | None = Field(None, description="leave out special tokens (false)")

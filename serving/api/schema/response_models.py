@@ -44,9 +44,9 @@ class ErrorDetail(BaseModel):
 
     message: str
     type: Literal["invalid_request_error", "server_error"]
-    param: Annotated[str | None, Field(description="the field that is wrong")]
-    code: Annotated[str | None, Field(description="identifies the kind of error, for programs")]
-    request_id: Annotated[str, Field(description="the request's `X-Request-Id`, or a generated one")] = ""
+    param: str | None = Field(description="the field that is wrong")
+    code: str | None = Field(description="identifies the kind of error, for programs")
+    request_id: str = Field("", description="the request's `X-Request-Id`, or a generated one")
 
 
 class ErrorBody(BaseModel):
@@ -58,14 +58,14 @@ class ErrorBody(BaseModel):
 class PromptTokensDetails(BaseModel):
     """Details of the prompt's tokens."""
 
-    cached_tokens: Annotated[int, Field(description="tokens found in the prefix cache")]
+    cached_tokens: int = Field(description="tokens found in the prefix cache")
 
 
 class CompletionTokensDetails(BaseModel):
     """Details of the output's tokens."""
 
-    accepted_prediction_tokens: Annotated[int, Field(description="draft tokens that were accepted")]
-    rejected_prediction_tokens: Annotated[int, Field(description="draft tokens that were rejected")]
+    accepted_prediction_tokens: int = Field(description="draft tokens that were accepted")
+    rejected_prediction_tokens: int = Field(description="draft tokens that were rejected")
 
 
 class Usage(BaseModel):
@@ -81,8 +81,8 @@ class Usage(BaseModel):
 class CompletionLogprobs(BaseModel):
     """Log-probabilities, one entry per token. A token that is part of a character is named `bytes:\\xe4\\xb8`."""
 
-    text_offset: Annotated[list[int], Field(description="where each token's text begins in the choice's text")]
-    token_logprobs: Annotated[list[float | None], Field(description="null for a prompt's first token")]
+    text_offset: list[int] = Field(description="where each token's text begins in the choice's text")
+    token_logprobs: list[float | None] = Field(description="null for a prompt's first token")
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None]
 
@@ -91,7 +91,7 @@ class PromptLogprob(BaseModel):
     """The log-probability of a token at a position of the prompt."""
 
     logprob: float
-    rank: Annotated[int, Field(description="1 is the most likely")]
+    rank: int = Field(description="1 is the most likely")
     decoded_token: str
 
 
@@ -133,7 +133,7 @@ class CompletionChunkChoice(BaseModel):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReasonName | None
     token_ids: TokenIds = []
-    prompt_token_ids: Annotated[TokenIds, Field(description="with the first event of each choice")] = []
+    prompt_token_ids: TokenIds = Field([], description="with the first event of each choice")
 
 
 class CompletionChunk(BaseModel):
@@ -143,8 +143,8 @@ class CompletionChunk(BaseModel):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
-    choices: Annotated[list[CompletionChunkChoice], Field(description="empty in the chunk with the usage only")]
-    usage: Annotated[Usage | None, Field(description="with stream_options.include_usage only")] = None
+    choices: list[CompletionChunkChoice] = Field(description="empty in the chunk with the usage only")
+    usage: Usage | None = Field(None, description="with stream_options.include_usage only")
 
 
 class TopLogprob(BaseModel):
@@ -171,7 +171,7 @@ class ChatLogprobs(BaseModel):
 class AssistantMessage(BaseModel):
     """The answer."""
 
-    role: Annotated[str, Field(description="assistant, unless the answer continues a message of another role")]
+    role: str = Field(description="assistant, unless the answer continues a message of another role")
     content: str
     refusal: None = None
 
@@ -223,9 +223,9 @@ class ChatCompletionChunk(BaseModel):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
-    choices: Annotated[list[ChatChunkChoice], Field(description="empty in the chunk with the usage only")]
-    prompt_token_ids: Annotated[TokenIds, Field(description="with the first event")] = []
-    usage: Annotated[Usage | None, Field(description="with stream_options.include_usage only")] = None
+    choices: list[ChatChunkChoice] = Field(description="empty in the chunk with the usage only")
+    prompt_token_ids: TokenIds = Field([], description="with the first event")
+    usage: Usage | None = Field(None, description="with stream_options.include_usage only")
 
 
 class ModelCard(BaseModel):
@@ -235,7 +235,7 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "ubatch"
-    max_model_len: Annotated[int, Field(description="context length: most tokens of prompt and output together")]
+    max_model_len: int = Field(description="context length: most tokens of prompt and output together")
 
 
 class ModelList(BaseModel):

@@ -10,16 +10,7 @@ __all__ = ["check_token_ids"]
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Refuse ids outside the model's vocabulary.
-
-    Args:
-        token_ids: ids as the client sent them.
-        vocab_size: valid ids are below it.
-        param: the request's field with the ids, for the error.
-
-    Raises:
-        ApiError: 400.
-    """
+    """Refuse ids outside the model's vocabulary."""
     for token in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= token < vocab_size:
             raise ApiError(400, f"{param}: {shown(token)} is not a token id from 0 to {vocab_size - 1}.", param=param)

@@ -225,9 +225,6 @@ def check_fields(data: Mapping[Any, Any], known: Collection[str], refused: Mappi
     """Check the fields of a JSON object that its model does not have: refuse or log them.
 
     Args:
-        data: the object.
-        known: fields of the model.
-        refused: fields that would change the answer.
         place: path of the object in the body, for the log: empty, or a field's name with a dot after it.
 
     Raises:

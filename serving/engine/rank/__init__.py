@@ -3,8 +3,7 @@
 process        the process: it reads messages, runs steps, sends outputs
 core           the loop: schedule, launch, sample, process
 lockstep       tensor-parallel ranks handle the same messages before the same step
-build          makes a runner and its loop from `EngineOptions`
+build          makes a runner and its loop from `EngineOptions`; captures graphs, warms up
 runner_setup   checks and descriptions of a runner
-graph_capture  captures CUDA graphs at the start
 tracing        traces of steps, for statistics and profiles
 """

@@ -5,22 +5,23 @@ from __future__ import annotations
 import logging
 
 import torch
+from tqdm import tqdm
 
 from model_runner import DboAuto, ModelRunner, SamplingParams, generate
 from serving.engine.options import EngineOptions
 from serving.engine.rank.core import EngineCore
-from serving.engine.rank.graph_capture import capture_graphs
 from serving.engine.rank.runner_setup import WeightsBar, make_link
 from serving.engine.speculation import make_scheduler, runner_options
 from serving.logs import log_event
 from serving.tuning.auto import Room, prepare_auto
-from ubatch import CommGroup, ConfigError
+from ubatch import CapturedGraph, CommGroup, ConfigError
 
-__all__ = ["make_core", "make_runner", "warm_up", "warm_up_lengths"]
+__all__ = ["capture_graphs", "make_core", "make_runner", "warm_up", "warm_up_lengths"]
 
 _logger = logging.getLogger(__name__)
 
 _WARM_UP_TOKENS = 16
+_MIB = 2**20
 
 
 def make_runner(
@@ -29,9 +30,6 @@ def make_runner(
     """Load the model on this rank.
 
     Args:
-        options: of the engine.
-        group: the ranks that step together; None for a single rank.
-        device_index: which GPU, if `options.device` is `cuda`.
         num_kv_blocks: size of the KV cache; overrides the options' memory settings.
 
     Raises:
@@ -69,11 +67,7 @@ def make_runner(
 
 
 def make_core(options: EngineOptions, runner: ModelRunner) -> EngineCore:
-    """Make the scheduler over the runner's KV cache, with its proposer, and the loop.
-
-    Raises:
-        ConfigError, CheckpointError: the draft network does not fit the model; see `make_scheduler`.
-    """
+    """Make the scheduler over the runner's KV cache, with its proposer, and the loop."""
     if options.speculates and options.overlap_schedule:
         log_event(_logger, "plain loop", reason="speculation needs a step's tokens before it can draft the next")
     return EngineCore(
@@ -109,6 +103,38 @@ def warm_up(options: EngineOptions, runner: ModelRunner) -> None:
             log_event(_logger, "schedule found", steps=kind, schedule=arm.schedule.describe())
         for kind, setting in runner.step_settings.statistics().settings.items() if first else ():
             log_event(_logger, "dbo_auto begins", steps=kind, arm=setting.arm, from_tokens=setting.threshold)
+
+
+def capture_graphs(runner: ModelRunner, *, show: bool = True) -> list[CapturedGraph]:
+    """Capture the runner's graphs; none if it runs eagerly. All ranks of a group must call it.
+
+    Args:
+        show: show a progress bar if standard error is a terminal.
+
+    Raises:
+        CaptureFailed: see `ModelRunner.capture_graphs`.
+    """
+    total = len(runner.graph_shapes)
+    if not total:
+        return []
+    with tqdm(total=total, desc="capture", unit="graph", disable=None if show else True, leave=False) as bar:
+
+        def progress(graph: CapturedGraph) -> None:
+            size = f"{graph.nbytes / _MIB:.1f} MiB"
+            bar.set_postfix_str(f"{graph.key}: {size}")
+            bar.update()
+            log_event(_logger, "graph captured", level=logging.DEBUG, key=graph.key, memory=size, seconds=graph.seconds)
+
+        graphs = runner.capture_graphs(progress)
+    log_event(
+        _logger,
+        "graphs captured",
+        graphs=len(graphs),
+        overlapped=sum(graph.key.overlapped for graph in graphs),
+        memory=f"{sum(graph.nbytes for graph in graphs) / _MIB:.1f} MiB",
+        seconds=sum(graph.seconds for graph in graphs),
+    )
+    return graphs
 
 
 def warm_up_lengths(options: EngineOptions) -> list[int]:

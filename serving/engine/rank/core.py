@@ -21,10 +21,10 @@ from typing import Protocol
 from model_runner import ScheduledRequest, StepOutput
 from serving.engine.rank.tracing import StepTracer
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
-from serving.scheduler import ScheduledStep
+from serving.scheduler import ScheduledStep, Scheduler
 from ubatch import ForwardMode, Trace, UBatchError
 
-__all__ = ["EngineCore", "Executor", "LaunchedStep", "StepScheduler", "forward_mode"]
+__all__ = ["EngineCore", "Executor", "LaunchedStep", "forward_mode"]
 
 _EMPTY_STEPS = 1000
 """This many steps in a row without tokens, though requests wait and no step is in flight, are a scheduler's fault."""
@@ -50,20 +50,6 @@ class Executor(Protocol):
         """Start the step timer again: the time since the last launch was idle time, not a step's."""
 
 
-class StepScheduler(Protocol):
-    """What fills steps (`serving.scheduler.Scheduler` is one)."""
-
-    def add(self, request: RequestInput) -> None: ...
-    def abort(self, request_id: str) -> bool: ...
-    def schedule(self) -> ScheduledStep: ...
-    def advance(self, step: ScheduledStep) -> None: ...
-    def process(self, step: ScheduledStep, output: StepOutput) -> list[RequestOutput]: ...
-    def statistics(self) -> EngineStatistics: ...
-    def check(self, *, idle: bool = False) -> None: ...
-    @property
-    def has_work(self) -> bool: ...
-
-
 @dataclass(frozen=True)
 class _InFlight:
     """A step between its launch and its processing."""
@@ -78,9 +64,6 @@ class EngineCore:
     """The loop over a scheduler and an executor.
 
     Args:
-        executor: runs the steps.
-        scheduler: fills the steps.
-        overlap_schedule: run the overlapped loop instead of the plain one.
         measure_overlap: trace some steps for the statistics; see `StepTracer`.
         decided: returns the decisions of `--dbo-auto`: kind of step -> text.
     """
@@ -88,7 +71,7 @@ class EngineCore:
     def __init__(
         self,
         executor: Executor,
-        scheduler: StepScheduler,
+        scheduler: Scheduler,
         *,
         overlap_schedule: bool,
         measure_overlap: bool = True,

@@ -81,10 +81,6 @@ def join_turns(
     """The link from which a rank gets its messages: `link` without tensor parallelism, else a leader's or follower's.
 
     Args:
-        link: to the client.
-        address: of the client.
-        options: of all engines.
-        rank: of this process.
         said: the run's store, in which followers post their addresses.
         look_out: called now and then while a follower waits for its leader; raises if the parent process is gone.
     """
@@ -108,12 +104,7 @@ def _listen_on(client_address: str, rank: int) -> str:
 
 
 class LeaderLink:
-    """Receives the client's messages, and forwards them to the followers before this process handles them.
-
-    Args:
-        link: to the client.
-        addresses: where the followers listen.
-    """
+    """Receives the client's messages, and forwards them to the followers before this process handles them."""
 
     def __init__(self, link: Link, addresses: Sequence[str]) -> None:
         self._link = link
@@ -125,7 +116,6 @@ class LeaderLink:
         self._number = 0
 
     def send(self, message: FromEngine) -> None:
-        """See `Link`."""
         self._told.note(message)
         self._link.send(message)
 
@@ -140,7 +130,6 @@ class LeaderLink:
         yield from messages
 
     def close(self) -> None:
-        """See `Link`."""
         _close(self._context, self._sockets)
         self._link.close()
 
@@ -149,11 +138,9 @@ class FollowerLink:
     """Receives the leader's turns.
 
     Args:
-        link: to the client.
         listen_on: a zmq address; a port may be `*`.
         names: names of this rank and of its leader in errors.
         timeout_s: most seconds between two turns while steps run.
-        look_out: see `join_turns`.
 
     Attributes:
         address: where the leader connects.
@@ -209,7 +196,6 @@ class FollowerLink:
         yield from self._next()
 
     def close(self) -> None:
-        """See `Link`."""
         _close(self._context, [self._socket])
         self._link.close()
 

@@ -180,10 +180,7 @@ class Engine:
     """Serves the requests of one rank.
 
     Args:
-        ready: the first message to the client.
         core: the loop; its steps are collective if there is a group.
-        group: the ranks that step together; None for a single rank.
-        link: to the client.
         parent: id of the process that started it; if that ends, this one ends within a step or a second.
         dp_rank: the data-parallel rank whose requests it serves; its own rank by default.
         timeout_s: seconds without a heartbeat after which the client considers the rank hung.

@@ -38,12 +38,7 @@ def count_gpus() -> int:
 
 
 def backend_faults(backend: str | None, flag: str) -> Iterator[str]:
-    """Why several ranks that share experts cannot use an all-to-all back end.
-
-    Args:
-        backend: its name.
-        flag: the flag's name, for the message.
-    """
+    """Why several ranks that share experts cannot use an all-to-all back end."""
     if backend == "local":
         yield f"{flag} local exchanges nothing, but the ranks share experts. Use torch_dist."
     if backend == "emulated_link":
@@ -51,12 +46,7 @@ def backend_faults(backend: str | None, flag: str) -> Iterator[str]:
 
 
 def choose_dtype(device: str, stored: str) -> tuple[str, str]:
-    """The dtype that `--dtype auto` chooses, and the reason.
-
-    Args:
-        device: `cpu` or `cuda`.
-        stored: the dtype in the checkpoint's config.
-    """
+    """The dtype that `--dtype auto` chooses, and the reason."""
     if device == "cpu":
         return "float32", "fastest and exact on a CPU"
     known = stored in ("float32", "float16", "bfloat16")
@@ -84,14 +74,7 @@ def read_config(model: Path) -> tuple[ModelConfig, str]:
 
 
 def tensor_parallel_faults(model: ModelConfig, size: int, flag: str, *, expert_parallel: bool) -> Iterator[str]:
-    """Why a model cannot be split over `size` tensor-parallel processes.
-
-    Args:
-        model: its checkpoint's settings.
-        size: processes of a tensor-parallel group.
-        flag: the flag's name, for the message.
-        expert_parallel: all processes share the experts.
-    """
+    """Why a model cannot be split over `size` tensor-parallel processes."""
     if size > 1 and model.num_experts and not expert_parallel:
         yield (
             f"{flag} {size} shares attention and dense layers, and this model has {model.num_experts} experts. Add "
@@ -104,11 +87,7 @@ def tensor_parallel_faults(model: ModelConfig, size: int, flag: str, *, expert_p
 
 
 class WeightsBar:
-    """A progress bar for `ModelRunner(on_weights=...)`, and a line in the log at the end.
-
-    Args:
-        show: show the bar if standard error is a terminal.
-    """
+    """A progress bar for `ModelRunner(on_weights=...)`, and a line in the log at the end."""
 
     def __init__(self, *, show: bool = True) -> None:
         self._hidden = None if show else True

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from serving.logs import log_event
-from ubatch import Span, Trace, summarise, tracing, write_chrome
+from serving.requests import TracedTime
+from ubatch import Trace, summarise, tracing, write_chrome
 
-__all__ = ["StepTracer", "TracedTime"]
+__all__ = ["StepTracer"]
 
 _logger = logging.getLogger(__name__)
 
@@ -19,29 +19,6 @@ TRACE_EVERY = 32
 """One of this many overlapped steps is traced."""
 MOST_SPANS = 1_000_000
 """A profile stops recording at this number of spans, some 200 MB: it may have been forgotten."""
-
-
-@dataclass(frozen=True)
-class TracedTime:
-    """Totals over the traced steps, in seconds; the fields are those of `EngineStatistics`."""
-
-    traced_steps: int = 0
-    hidden_s: float = 0.0
-    exposed_s: float = 0.0
-    handoff_wait_s: float = 0.0
-    communication_s: float = 0.0
-
-    def add(self, spans: Iterable[Span]) -> TracedTime:
-        """The totals with one more step."""
-        spans = tuple(spans)
-        summary = summarise(spans)
-        return TracedTime(
-            self.traced_steps + 1,
-            self.hidden_s + summary.hidden_s,
-            self.exposed_s + summary.exposed_s,
-            self.handoff_wait_s + summary.handoff_s,
-            self.communication_s + summary.communication_s,
-        )
 
 
 class StepTracer:
@@ -82,7 +59,12 @@ class StepTracer:
         if trace is None or trace is self._profile:
             self._untraced += 1
         elif trace.spans and self._untraced >= TRACE_EVERY - 1:  # an empty trace belongs to a profile that has ended
-            self.total = self.total.add(trace.spans)
+            summary, total = summarise(tuple(trace.spans)), self.total
+            total.traced_steps += 1
+            total.hidden_s += summary.hidden_s
+            total.exposed_s += summary.exposed_s
+            total.handoff_wait_s += summary.handoff_s
+            total.communication_s += summary.communication_s
             self._untraced = 0
 
     def start_profile(self) -> None:

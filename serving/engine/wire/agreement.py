@@ -53,9 +53,7 @@ def require_same_shape(options: EngineOptions, theirs: str, other_node: int) -> 
     """Compare this node's settings with another node's.
 
     Args:
-        options: of this node.
         theirs: the result of `describe_shape` on the other node.
-        other_node: rank of the other node.
 
     Raises:
         ConfigError: the settings differ; the message names the flags and both values.

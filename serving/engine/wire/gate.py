@@ -36,8 +36,6 @@ class Seldom:
     """Logs an event that strangers can cause at a limited rate, with the number of times it happened.
 
     Args:
-        logger: writes the lines.
-        event: text of the line.
         every_s: least seconds between two lines.
     """
 
@@ -56,13 +54,7 @@ class Seldom:
 
 
 class CurveGate:
-    """Requires CURVE authentication on a socket.
-
-    Args:
-        context: of the socket.
-        socket: a socket that is not bound yet.
-        keys: of the run.
-    """
+    """Requires CURVE authentication on a socket that is not bound yet."""
 
     def __init__(self, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, keys: CurveKeys) -> None:
         self._socket = socket

@@ -29,7 +29,6 @@ class EngineLink:
     """A connection to the client.
 
     Args:
-        address: where the client listens (`ipc://` or `tcp://`).
         identity: zmq identity of this end, to which the client sends.
         curve: keys of the run, if the client is on another machine and the cluster has a secret.
     """

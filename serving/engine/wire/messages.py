@@ -12,7 +12,7 @@ client's count of all requests: engines that step together pause only when all h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -98,9 +98,6 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The rank has loaded its model and can serve.
 
     Attributes:
-        rank: the sender.
-        max_model_len: most tokens of a request.
-        vocab_size: token ids are below it.
         memory: memory held by the rank's KV cache and attention back ends, as text.
     """
 
@@ -114,7 +111,6 @@ class Alive(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The heartbeat of a rank, idle or not, from `Ready` on.
 
     Attributes:
-        rank: the sender.
         silence_s: extra time beyond the time-out until its next heartbeat, in seconds, for an announced long call.
     """
 
@@ -128,8 +124,6 @@ class Outputs(msgspec.Struct, tag=True, array_like=True, frozen=True):
     Attributes:
         rank: the sender's data-parallel rank, as in all messages about requests.
         received: number of `Add`s and `Abort`s that this rank has handled since it started.
-        outputs: outputs of its requests.
-        statistics: after the step.
     """
 
     rank: int
@@ -152,10 +146,7 @@ class Failed(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """A rank ends because of an error.
 
     Attributes:
-        rank: the rank that failed.
         kind: kind of the error, as for `make_error`.
-        name: class name of the error.
-        text: message of the error.
         traceback: its traceback; empty if the process died without a report.
         echo: the error is only that another rank failed.
     """
@@ -190,7 +181,6 @@ class Turn(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The messages that a leader handles before a step, or during a pause.
 
     Attributes:
-        number: serial number: 0, 1, 2, ...
         told: checksum of all outputs of the leader's steps so far.
         messages: the messages, with seeds added to sampled requests.
     """
@@ -221,8 +211,6 @@ def _unpack(kind: type, value: Any) -> TokenIds:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine, dec_hook=_unpack)
 _loose_add = msgspec.msgpack.Decoder(tuple[Literal["Add"], _Named, int])
-_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-_turn = msgspec.msgpack.Decoder(Turn, dec_hook=_unpack)
 
 
 def encode(message: ToEngine | FromEngine | Turn) -> bytes:
@@ -246,14 +234,9 @@ def decode_to_engine(data: bytes) -> ToEngine:
         return Unreadable(named.request_id, epoch, str(error))
 
 
-def decode_from_engine(data: bytes) -> FromEngine:
-    """Decode a message from an engine or a node; errors as `decode_to_engine`."""
-    return _from_engine.decode(data)
-
-
-def decode_turn(data: bytes) -> Turn:
-    """Decode a turn from a leader; errors as `decode_to_engine`."""
-    return _turn.decode(data)
+decode_from_engine: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode
+decode_turn: Callable[[bytes], Turn] = msgspec.msgpack.Decoder(Turn, dec_hook=_unpack).decode
+"""Decode a message from an engine or a node, or a turn from a leader; errors as `decode_to_engine`."""
 
 
 _ERRORS: dict[str, type[UBatchError]] = {

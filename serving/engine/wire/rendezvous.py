@@ -99,8 +99,6 @@ class Run:
     """One run of the engines, from start to end, as one of its processes sees it.
 
     Args:
-        store: the rendezvous store.
-        secret: the cluster's secret, if it has one.
         name: the run's random name, made by node 0.
         address: the client's zmq address; on node 0 empty until the client listens.
 
@@ -178,12 +176,6 @@ def claim_node(run: Run, node_rank: int) -> None:
 
 def check_node(store: dist.Store, secret: ClusterSecret | None, options: EngineOptions, node_rank: int) -> bool:
     """Whether a node has started; called on node 0.
-
-    Args:
-        store: the rendezvous store.
-        secret: of node 0.
-        options: of node 0.
-        node_rank: of the node to look for.
 
     Raises:
         ConfigError: that node and node 0 have different secrets, or only one of them has a secret; or the settings of

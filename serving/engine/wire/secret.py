@@ -30,11 +30,7 @@ _HOW = "Make one with: (umask 077; openssl rand -hex 32 > FILE), and copy it to 
 
 
 class ClusterSecret:
-    """The contents of a secret file; never printed.
-
-    Args:
-        secret: at least 32 bytes.
-    """
+    """The contents of a secret file; never printed."""
 
     __slots__ = ("_secret",)
 

@@ -32,33 +32,26 @@ def _as_tuple(value: Any) -> Any:
 class Prompts(Group):
     """The prompts, and how tokens are sampled."""
 
-    prompt: Annotated[
-        tuple[str, ...],
-        BeforeValidator(_as_tuple),
-        Field(description="one or more prompts"),
-    ] = ()
-    max_tokens: Annotated[Positive, Field(description="tokens to generate per prompt")] = 64
-    temperature: Annotated[float, Field(ge=0, description="0 is greedy")] = 0.0
-    top_k: Annotated[int, Field(ge=0, description="sample from the k likeliest tokens; 0 for all")] = 0
-    top_p: Annotated[float, Field(gt=0, le=1, description="sample from the likeliest tokens of this mass")] = 1.0
-    seed: Annotated[int | None, Field(description="seed of the first prompt; prompt i gets seed + i")] = None
+    prompt: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field((), description="one or more prompts")
+    max_tokens: Positive = Field(64, description="tokens to generate per prompt")
+    temperature: float = Field(0.0, ge=0, description="0 is greedy")
+    top_k: int = Field(0, ge=0, description="sample from the k likeliest tokens; 0 for all")
+    top_p: float = Field(1.0, gt=0, le=1, description="sample from the likeliest tokens of this mass")
+    seed: int | None = Field(None, description="seed of the first prompt; prompt i gets seed + i")
 
 
 class Source(Group):
     """What to look at, and where to write."""
 
-    url: Annotated[str | None, Field(description="record a running server, such as http://127.0.0.1:8000")] = None
-    seconds: Annotated[float, Field(gt=0, description="with --url: how long; send requests meanwhile")] = 5.0
-    api_key: Annotated[
-        str | None, Field(min_length=1, description="with --url: sent as a bearer token; better use UBATCH_API_KEY")
-    ] = None
-    files: Annotated[
-        tuple[Path, ...],
-        BeforeValidator(_as_tuple),
-        Flag(metavar="FILE [FILE ...]"),
-        Field(description="show what /stop_profile wrote earlier or elsewhere, one file per rank"),
-    ] = ()
-    out: Annotated[Path, Field(description="folder for trace.json, trace.html and summary.json")] = Path("trace")
+    url: str | None = Field(None, description="record a running server, such as http://127.0.0.1:8000")
+    seconds: float = Field(5.0, gt=0, description="with --url: how long; send requests meanwhile")
+    api_key: str | None = Field(
+        None, min_length=1, description="with --url: sent as a bearer token; better use UBATCH_API_KEY"
+    )
+    files: Annotated[tuple[Path, ...], BeforeValidator(_as_tuple), Flag(metavar="FILE [FILE ...]")] = Field(
+        (), description="show what /stop_profile wrote earlier or elsewhere, one file per rank"
+    )
+    out: Path = Field(Path("trace"), description="folder for trace.json, trace.html and summary.json")
 
 
 def _check_lanes(lanes: tuple[int, ...]) -> tuple[int, ...]:
@@ -70,32 +63,26 @@ def _check_lanes(lanes: tuple[int, ...]) -> tuple[int, ...]:
 class Measurement(Group):
     """What to measure, and where to write the best settings."""
 
-    out: Annotated[Path, Field(description="YAML file to write; .html and .png beside it")] = Path("dbo.yaml")
-    data_parallel_size: Annotated[int, Field(ge=2, description="ranks; they share the experts")] = 2
+    out: Path = Field(Path("dbo.yaml"), description="YAML file to write; .html and .png beside it")
+    data_parallel_size: int = Field(2, ge=2, description="ranks; they share the experts")
     modes: Annotated[
         Annotated[tuple[Mode, ...], Field(min_length=1)],
         BeforeValidator(_as_tuple),
         AfterValidator(lambda modes: tuple(dict.fromkeys(modes))),
-        Field(description="kinds of steps"),
-    ] = ("decode", "prefill", "verify")
+    ] = Field(("decode", "prefill", "verify"), description="kinds of steps")
     lanes: Annotated[
-        Annotated[tuple[int, ...], Field(min_length=1)],
-        BeforeValidator(_as_tuple),
-        AfterValidator(_check_lanes),
-        Field(description="numbers of lanes to try"),
-    ] = (2, 3, 4)
-    search_best: Annotated[
-        int, Field(ge=0, description="schedules that the simulator may propose for each mode, beside the named ones")
-    ] = 2
-    max_decode_tokens: Annotated[int, Field(ge=8, description="requests of the largest decode step of a rank")] = 256
-    max_prefill_tokens: Annotated[int, Field(ge=16, description="tokens of the largest prefill step of a rank")] = 2048
-    context: Annotated[Positive, Field(description="tokens that a decoding request has in the cache")] = 64
-    prompt_len: Annotated[Positive, Field(description="tokens of a prompt")] = 128
-    draft_tokens: Annotated[Positive, Field(description="drafts of a request in verify steps")] = 3
-    rounds: Annotated[Positive, Field(description="most times that every arm is measured at every size")] = 9
-    max_seconds: Annotated[float, Field(gt=0, description="stop after the first round that ends later than this")] = (
-        240.0
+        Annotated[tuple[int, ...], Field(min_length=1)], BeforeValidator(_as_tuple), AfterValidator(_check_lanes)
+    ] = Field((2, 3, 4), description="numbers of lanes to try")
+    search_best: int = Field(
+        2, ge=0, description="schedules that the simulator may propose for each mode, beside the named ones"
     )
+    max_decode_tokens: int = Field(256, ge=8, description="requests of the largest decode step of a rank")
+    max_prefill_tokens: int = Field(2048, ge=16, description="tokens of the largest prefill step of a rank")
+    context: Positive = Field(64, description="tokens that a decoding request has in the cache")
+    prompt_len: Positive = Field(128, description="tokens of a prompt")
+    draft_tokens: Positive = Field(3, description="drafts of a request in verify steps")
+    rounds: Positive = Field(9, description="most times that every arm is measured at every size")
+    max_seconds: float = Field(240.0, gt=0, description="stop after the first round that ends later than this")
 
 
 _EXCHANGE = ("all2all_backend", "all2all_options", "moe_backend", "emulated_link")

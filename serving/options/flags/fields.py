@@ -28,11 +28,7 @@ _TOO_MANY_BYTES = 2**63
 
 
 def parse_bytes(value: int | str | None) -> int | None:
-    """`512M` and `512MiB` are 512 * 2**20 bytes, `512m` is 512 * 10**6, as in vLLM; a number is bytes.
-
-    Raises:
-        ValueError: the text is no size, or the size is below one byte.
-    """
+    """`512M` and `512MiB` are 512 * 2**20 bytes, `512m` is 512 * 10**6, as in vLLM; a number is bytes."""
     if isinstance(value, str):
         match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgtKMGT]?)(?:i?B)?", value.strip())
         if match is None:
@@ -73,11 +69,7 @@ TokensAutoOff = Annotated[Positive | Literal["auto", "off"], BeforeValidator(_re
 
 
 def _read_values(words: list[str]) -> dict[str, Any]:
-    """Parse `name=value` words; true, false and numbers are converted, any other value is text.
-
-    Raises:
-        ValueError: a word without a name, or a name twice.
-    """
+    """Parse `name=value` words; true, false and numbers are converted, any other value is text."""
     pairs = []
     for word in words:
         name, equals, text = word.partition("=")
@@ -97,11 +89,7 @@ def _read_value(text: str) -> bool | int | float | str:
 
 
 def _in_snake_case(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Convert the names from kebab to snake case.
-
-    Raises:
-        ValueError: a name twice.
-    """
+    """Convert the names from kebab to snake case."""
     values: dict[str, Any] = {}
     for name, value in pairs:
         known = name.replace("-", "_")
@@ -112,11 +100,7 @@ def _in_snake_case(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_values(values: Any) -> Any:
-    """Check a mapping's values, and convert its names to snake case.
-
-    Raises:
-        ValueError: a name twice, or a value that is a list or a mapping.
-    """
+    """Check a mapping's values, and convert its names to snake case."""
     if isinstance(values, list) and all(isinstance(word, str) for word in values):
         return _read_values(values)
     if not isinstance(values, dict):

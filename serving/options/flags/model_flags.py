@@ -29,11 +29,7 @@ _NOT_HERE = {
 
 
 def _transport(name: str | None) -> str | None:
-    """The transport's name here, from that name or vLLM's.
-
-    Raises:
-        ValueError: there is no such transport here.
-    """
+    """The transport's name here, from that name or vLLM's."""
     if name in _NOT_HERE:
         raise ValueError(f"{name} is not here; use {_NOT_HERE[name]}")
     known = (AUTO, *all2all_backends())
@@ -50,39 +46,27 @@ class Model(Group):
     """The checkpoint, its data type and its device."""
 
     model: Annotated[
-        str | None,
-        Flag(metavar="MODEL", default="here, with --model, or in the file", positional=True),
-        Field(description="folder of a Hugging Face checkpoint, or its name on the hub, like Qwen/Qwen3-30B-A3B"),
-    ] = None
-    named_model: Annotated[
-        str | None,
-        Flag(name="model", metavar="MODEL", default=""),
-        Field(description="the same, instead of MODEL"),
-    ] = None
-    revision: Annotated[
-        str | None,
-        Flag(default="main"),
-        Field(min_length=1, description="branch, tag or commit on the hub"),
-    ] = None
-    download_dir: Annotated[
-        Path | None,
-        Flag(default="the hub's cache, HF_HUB_CACHE"),
-        Field(description="folder that keeps what is downloaded from the hub"),
-    ] = None
-    load_format: Annotated[
-        Literal["auto", "safetensors", "dummy"],
-        Field(description="dummy makes random weights, so that a config and a tokenizer are enough"),
-    ] = "auto"
-    trust_remote_code: Annotated[
-        bool, Field(description="no effect, accepted as vLLM has it: no code of a checkpoint is ever run")
-    ] = False
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        Field(description="data type; auto is float32 on a CPU, else the checkpoint's"),
-    ] = "auto"
-    device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto is a GPU where there is one")] = "auto"
-    max_model_len: Annotated[
-        Positive | None,
-        Flag(default="the checkpoint's"),
-        Field(description="longest sequence, prompt and output together"),
-    ] = None
+        str | None, Flag(metavar="MODEL", default="here, with --model, or in the file", positional=True)
+    ] = Field(None, description="folder of a Hugging Face checkpoint, or its name on the hub, like Qwen/Qwen3-30B-A3B")
+    named_model: Annotated[str | None, Flag(name="model", metavar="MODEL", default="")] = Field(
+        None, description="the same, instead of MODEL"
+    )
+    revision: Annotated[str | None, Flag(default="main")] = Field(
+        None, min_length=1, description="branch, tag or commit on the hub"
+    )
+    download_dir: Annotated[Path | None, Flag(default="the hub's cache, HF_HUB_CACHE")] = Field(
+        None, description="folder that keeps what is downloaded from the hub"
+    )
+    load_format: Literal["auto", "safetensors", "dummy"] = Field(
+        "auto", description="dummy makes random weights, so that a config and a tokenizer are enough"
+    )
+    trust_remote_code: bool = Field(
+        False, description="no effect, accepted as vLLM has it: no code of a checkpoint is ever run"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="data type; auto is float32 on a CPU, else the checkpoint's"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto is a GPU where there is one")
+    max_model_len: Annotated[Positive | None, Flag(default="the checkpoint's")] = Field(
+        None, description="longest sequence, prompt and output together"
+    )

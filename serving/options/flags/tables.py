@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 from pydantic import Field, create_model
 from pydantic.fields import FieldInfo
@@ -38,16 +38,12 @@ _FLAG_NAMES = {"named_model": "model"}
 class Own(Group):
     """Flags that are no settings."""
 
-    config: Annotated[
-        Path | None,
-        Flag(metavar="FILE", default="none"),
-        Field(description="YAML file of settings, named as the flags without dashes in front; flags beat it"),
-    ] = None
-    print_config: Annotated[
-        bool,
-        Flag(default="", has_off=False),
-        Field(description="print the settings in force and where each came from, and exit"),
-    ] = False
+    config: Annotated[Path | None, Flag(metavar="FILE", default="none")] = Field(
+        None, description="YAML file of settings, named as the flags without dashes in front; flags beat it"
+    )
+    print_config: Annotated[bool, Flag(default="", has_off=False)] = Field(
+        False, description="print the settings in force and where each came from, and exit"
+    )
 
 
 @dataclass(frozen=True)
@@ -96,8 +92,8 @@ class Table:
 
 def pick(group: type[Group], *names: str) -> type[Group]:
     """A group with only the named settings of `group`."""
-    hints = get_type_hints(group, include_extras=True)
-    fields: dict[str, Any] = {name: (hints[name], group.model_fields[name].get_default()) for name in names}
+    known = group.model_fields
+    fields: dict[str, Any] = {name: (known[name].annotation, known[name]) for name in names}
     return create_model(group.__name__, __base__=Group, __doc__=group.__doc__, **fields)
 
 

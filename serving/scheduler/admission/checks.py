@@ -16,13 +16,6 @@ def check_input(
 ) -> None:
     """Refuse a request that could never get a token.
 
-    Args:
-        given: the request.
-        vocab_size: token ids are below it.
-        eos_token_ids: of the model.
-        max_model_len: most tokens of a request, prompt and output.
-        max_kv_tokens: tokens of one request that the whole KV cache holds.
-
     Raises:
         RequestError: the prompt is empty, has a token that is not an int or outside the vocabulary, or leaves no room
             for an output; or the sampling parameters forbid every first token.

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from serving.engine.rank.build import make_runner
 from serving.generate import print_notes
 from serving.options import (
     TUNE,
+    Command,
     Settings,
     describe_settings,
     fetch_checkpoints,
@@ -44,15 +45,8 @@ __all__ = ["TuneCommand", "read", "run"]
 _TIMEOUT_S = 300.0
 
 
-@dataclass(frozen=True)
-class TuneCommand:
-    """What to measure, and where to write the best settings: the settings in force, and the options of the ranks'
-    engines; `notes` are settings that are allowed but may be mistakes, one sentence each."""
-
-    settings: Settings
-    engine: EngineOptions
-    print_config: bool = False
-    notes: tuple[str, ...] = ()
+class TuneCommand(Command):
+    """What to measure, and where to write the best settings."""
 
     @property
     def out(self) -> Path:

@@ -14,8 +14,7 @@ from runner_graph_cases import TINY, make_checkpoint, make_runner
 
 from model_runner import ModelRunner, SamplingParams
 from serving.engine.options import EngineOptions
-from serving.engine.rank.build import make_core, warm_up, warm_up_lengths
-from serving.engine.rank.graph_capture import capture_graphs
+from serving.engine.rank.build import capture_graphs, make_core, warm_up, warm_up_lengths
 from serving.engine.speculation import Algorithm, SpeculationConfig, runner_options
 from serving.requests import EngineStatistics, RequestInput
 from serving.scheduler import SchedulerConfig

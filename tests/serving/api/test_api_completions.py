@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from attention import KVCacheExhausted
 from model_runner import FinishReason, RequestError
-from serving.api import SamplingDefaults
 from serving.api.completions import _pieces
+from serving.api.sampling import checkpoint_defaults
 from serving.requests import EngineDead, RequestInput, RequestOutput
 from ubatch import ConfigError
 
@@ -115,8 +115,8 @@ def test_every_field_reaches_the_engine() -> None:
 def test_defaults_are_openais_or_the_checkpoints() -> None:
     engine = FakeEngine()
     complete(engine, {})
-    complete(app_of(engine, defaults=SamplingDefaults(temperature=0.6, top_k=20)), {"top_k": None, "unknown": {"a": 1}})
-    complete(app_of(engine, defaults=SamplingDefaults(temperature=0.6, top_k=20)), {"temperature": 0.0, "top_k": 0})
+    complete(app_of(engine, defaults={"temperature": 0.6, "top_k": 20}), {"top_k": None, "unknown": {"a": 1}})
+    complete(app_of(engine, defaults={"temperature": 0.6, "top_k": 20}), {"temperature": 0.0, "top_k": 0})
     params = [
         (request.params.temperature, request.params.top_k, request.params.max_tokens) for request in engine.requests
     ]
@@ -124,14 +124,14 @@ def test_defaults_are_openais_or_the_checkpoints() -> None:
 
 
 def test_defaults_of_a_checkpoint(tmp_path: Any) -> None:
-    assert SamplingDefaults.from_checkpoint(tmp_path) == SamplingDefaults()
+    assert checkpoint_defaults(tmp_path) == {}
     file = tmp_path / "generation_config.json"
     file.write_text('{"temperature": 0.7, "top_p": null, "do_sample": true, "eos_token_id": 0}')
-    assert SamplingDefaults.from_checkpoint(tmp_path) == SamplingDefaults(temperature=0.7)
+    assert checkpoint_defaults(tmp_path) == {"temperature": 0.7}
     for wrong in ('{"top_p": 3}', "{", "[]", '{"top_k": "many"}'):
         file.write_text(wrong)
         with pytest.raises(ConfigError, match=r"generation_config\.json"):
-            SamplingDefaults.from_checkpoint(tmp_path)
+            checkpoint_defaults(tmp_path)
 
 
 def test_the_default_length_shrinks_to_the_context() -> None:

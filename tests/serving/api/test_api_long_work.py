@@ -178,7 +178,7 @@ def test_the_server_answers_and_drains_while_a_prompt_is_tokenized(
             answer = asyncio.create_task(client.post(path, json=body_of(path)))
             await until(lambda: gate.begun)
             assert (await client.get("/health")).status_code == 200
-            app.state.draining = True
+            app.state.service.draining = True
             response = await answer
         assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
         assert "retry-after" in response.headers

@@ -33,7 +33,7 @@ def body_of(path: str) -> dict[str, Any]:
 
 
 def test_models() -> None:
-    app = app_of(FakeEngine(), served_model_name=["big/one", "alias"])
+    app = app_of(FakeEngine(), names=("big/one", "alias"))
     listed = call(app, "GET", "/v1/models").json()
     assert listed["object"] == "list"
     assert [(card["id"], card["object"], card["max_model_len"]) for card in listed["data"]] == [
@@ -176,7 +176,7 @@ def test_requests_that_come_together_do_not_pass_the_full_queue(outputs: int, ta
 
 def test_a_draining_server_takes_nothing_new() -> None:
     app = app_of(FakeEngine())
-    app.state.draining = True
+    app.state.service.draining = True
     for path in GENERATING:
         assert post(app, path, body_of(path)).status_code == 503
     for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):

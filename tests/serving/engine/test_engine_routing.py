@@ -30,8 +30,8 @@ def test_the_rank_with_the_least_outstanding_tokens_is_chosen() -> None:
     router = Router(2, max_num_seqs=8)
     assert router.add(request("long", prompt=100)).rank == 0
     assert [router.add(request(f"short {index}")).rank for index in range(5)] == [1] * 5
-    assert router.outstanding_tokens(0) == 110
-    assert router.outstanding_tokens(1) == 100
+    assert router.outstanding[0] == 110
+    assert router.outstanding[1] == 100
     assert router.add(request("next", prompt=20)).rank == 1
     assert router.add(request("last")).rank == 0
 
@@ -49,12 +49,12 @@ def test_outstanding_tokens_go_down_as_outputs_come_and_vanish_with_the_request(
     router.add(request("a"))
     router.add(request("b"))
     router.deliver(outputs(0, 2, RequestOutput("a", [1, 2])))
-    assert router.outstanding_tokens(0) == 8 + 20
+    assert router.outstanding[0] == 8 + 20
     router.deliver(outputs(0, 2, end("a")))
-    assert router.outstanding_tokens(0) == 20
+    assert router.outstanding[0] == 20
     assert router.drop("b") is not None
     assert router.drop("b") is None
-    assert router.outstanding_tokens(0) == 0
+    assert router.outstanding[0] == 0
     assert router.num_outstanding == 0
 
 
