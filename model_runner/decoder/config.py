@@ -103,12 +103,14 @@ def read_decoder(
     attention: AttentionShape | MLAShape,
     *,
     rope: Rope | None = None,
+    moe: MoEConfig | None = None,
     default_eps: float = 1e-6,
 ) -> DecoderConfig:
-    """Read the entries that every family has, as a dense model without biases and without query and key norms.
+    """Read the entries that every family has, as a model without biases and without query and key norms.
 
     Args:
         rope: result of `read_rope`, for a family with its own defaults; None to read it here.
+        moe: the MoE layers; None for a dense model.
         default_eps: the family's `rms_norm_eps`, used if the config has none.
 
     Raises:
@@ -124,13 +126,14 @@ def read_decoder(
         num_layers=config.integer("num_hidden_layers"),
         attention=attention,
         max_position_embeddings=config.integer("max_position_embeddings"),
-        num_experts=0,
-        num_experts_per_tok=0,
+        num_experts=0 if moe is None else read_num_experts(config),
+        num_experts_per_tok=0 if moe is None else read_top_k(config),
         eos_token_ids=generation.integers("eos_token_id") or config.integers("eos_token_id"),
         intermediate_size=config.integer("intermediate_size"),
         rms_norm_eps=config.number("rms_norm_eps", default_eps),
         rope=read_rope(config) if rope is None else rope,
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        moe=moe,
     )
 
 

@@ -42,7 +42,6 @@ class DeepseekV2ForCausalLM(DecoderLM):
 def read_deepseek(config: HFConfig, generation: HFConfig, router: Router) -> DecoderConfig:
     """Read the config entries that DeepSeek-V2 and V3 share: all except the router's."""
     rope = read_rope(config)
-    common = read_decoder(config, generation, _read_latent(config, rope), rope=rope)
     intermediate_size = config.integer("moe_intermediate_size")
     moe = MoEConfig(
         layers=_sparse_layers(config),
@@ -52,13 +51,10 @@ def read_deepseek(config: HFConfig, generation: HFConfig, router: Router) -> Dec
         float32_gate=True,
     )
     return replace(
-        common,
-        num_experts=read_num_experts(config),
-        num_experts_per_tok=read_top_k(config),
+        read_decoder(config, generation, _read_latent(config, rope), rope=rope, moe=moe),
         attention_bias=config.flag("attention_bias", False),
         q_lora_rank=config.optional_integer("q_lora_rank"),
         rope_interleaved=config.flag("rope_interleave", True),
-        moe=moe,
     )
 
 

@@ -14,7 +14,6 @@ from model_runner.decoder.config import (
     MoEConfig,
     read_decoder,
     read_grouped_query,
-    read_num_experts,
     read_top_k,
 )
 from model_runner.decoder.decoder import DecoderLM
@@ -31,20 +30,14 @@ class Qwen3MoeForCausalLM(DecoderLM):
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
         """See `CausalLM.read_config`."""
-        top_k = read_top_k(config)
         moe = MoEConfig(
             layers=_sparse_layers(config),
             intermediate_size=config.integer("moe_intermediate_size"),
-            router=SoftmaxTopKRouter(top_k, renormalize=config.flag("norm_topk_prob", False)),
+            router=SoftmaxTopKRouter(read_top_k(config), renormalize=config.flag("norm_topk_prob", False)),
         )
-        return replace(
-            read_decoder(config, generation, read_grouped_query(config, sliding_window=read_sliding_window(config))),
-            num_experts=read_num_experts(config),
-            num_experts_per_tok=top_k,
-            attention_bias=config.flag("attention_bias", False),
-            qk_norm=True,
-            moe=moe,
-        )
+        attention = read_grouped_query(config, sliding_window=read_sliding_window(config))
+        common = read_decoder(config, generation, attention, moe=moe)
+        return replace(common, attention_bias=config.flag("attention_bias", False), qk_norm=True)
 
 
 def _sparse_layers(config: HFConfig) -> frozenset[int]:

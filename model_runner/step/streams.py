@@ -236,11 +236,6 @@ class PinnedBuffers:
         self._free: list[Tensor] = []
         self._lent: deque[tuple[Event, Tensor, Callable[[Event], None]]] = deque()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers that are free or lent."""
-        return sum(buffer.nbytes for buffer in (*self._free, *(buffer for _, buffer, _ in self._lent)))
-
     @torch.inference_mode(False)  # inference tensors cannot be written outside inference mode
     def take(self, nbytes: int) -> Tensor:
         """A free buffer of at least `nbytes` bytes, uint8. Return it by `lend` or `give`."""

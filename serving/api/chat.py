@@ -63,13 +63,12 @@ class ChatAnswer(Answer):
         )
         left = check_length(service, len(token_ids), most, "messages")
         params = sampling_params(
+            service,
             body,
-            service.defaults,
             max_tokens=left if wanted is None else wanted,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
             limits=limits,
-            vocab_size=service.engine.info.vocab_size,
         )
         of_prompt = 0 if body.prompt_logprobs is None else len(token_ids) * (body.prompt_logprobs + 1)
         of_outputs = sum(each.max_tokens for each in params) * ((body.top_logprobs or 0) + 1) if body.logprobs else 0

@@ -72,13 +72,12 @@ class CompletionAnswer(Answer):
             left = check_length(service, len(token_ids), body.max_tokens, "prompt")
             wanted = min(DEFAULT_MAX_TOKENS, left) if body.max_tokens is None else body.max_tokens
             params = sampling_params(
+                service,
                 body,
-                service.defaults,
                 max_tokens=max(1, wanted),  # an engine generates at least one
                 logprobs=body.logprobs,
                 prompt_logprobs=max((count for count in asked if count is not None), default=None),
                 limits=limits,
-                vocab_size=service.engine.info.vocab_size,
             )
             requested.append((token_ids, params))
         check_logprobs(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from model_runner import SamplingParams
 from serving.api.schema.errors import ApiError, shown
 from serving.api.schema.request_models import GenerationRequest
 from serving.api.schema.token_ids import check_token_ids
+from serving.api.service import Service
 from ubatch import ConfigError
 
 __all__ = ["checkpoint_defaults", "sampling_params"]
@@ -44,24 +44,24 @@ def checkpoint_defaults(model: Path) -> dict[str, float]:
 
 
 def sampling_params(
+    service: Service,
     request: GenerationRequest,
-    defaults: Mapping[str, float],
     *,
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
     limits: SamplingParams,
-    vocab_size: int,
 ) -> list[SamplingParams]:
     """The parameters of each of the request's `n` outputs; output i has the request's seed + i.
 
     `limits` has the request's allowed and forbidden tokens (`serving.api.token_limits`).
     """
+    vocab_size = service.engine.info.vocab_size
     own = {name: value for name in _DEFAULTED if (value := getattr(request, name)) is not None}
     stop_token_ids = tuple(request.stop_token_ids or ())
     check_token_ids(stop_token_ids, vocab_size, "stop_token_ids")
     params = SamplingParams(
-        **{**_OPENAI, **defaults, **own},
+        **{**_OPENAI, **service.defaults, **own},
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),

@@ -66,6 +66,9 @@ class EngineCore:
     Args:
         measure_overlap: trace some steps for the statistics; see `StepTracer`.
         decided: returns the decisions of `--dbo-auto`: kind of step -> text.
+
+    Attributes:
+        idle: whether the last step had no token on any rank; the same on all ranks. A request may have arrived since.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class EngineCore:
         self._in_flight: _InFlight | None = None
         self._steps: Counter[str] = Counter()
         self._graph_replays = 0
-        self._all_idle = False
+        self.idle = False
         self._empty_steps = 0
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -108,11 +111,6 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether this rank has requests, or a step in flight."""
         return self._in_flight is not None or self.scheduler.has_work
-
-    @property
-    def idle(self) -> bool:
-        """Whether the last step had no token on any rank; the same on all ranks. A request may have arrived since."""
-        return self._all_idle
 
     # -- the loops ----------------------------------------------------------------------------------------------
 
@@ -161,7 +159,7 @@ class EngineCore:
         return self._process(previous) if previous is not None else []
 
     def _launch(self) -> _InFlight:
-        self._all_idle = False  # until this turn has processed an empty step
+        self.idle = False  # until this turn has processed an empty step
         step = self.scheduler.schedule()
         mode = forward_mode(step)
         with self.tracer.step() as trace:
@@ -176,7 +174,7 @@ class EngineCore:
         return outputs
 
     def _count(self, flight: _InFlight, output: StepOutput) -> None:
-        self._all_idle = output.all_idle
+        self.idle = output.all_idle
         if not output.all_idle:
             decision = output.decision
             overlapped = "engaged" if decision.num_lanes > 1 else "engaged_single"
