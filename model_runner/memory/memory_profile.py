@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -36,7 +36,7 @@ from model_runner.step.graph_sizes import GraphShape
 from model_runner.step.request import Request, ScheduledRequest
 from ubatch import CapturedGraph
 
-__all__ = ["CudaMemory", "DeviceMemory", "MemoryUse", "graphs_in_all", "largest_step", "measured_blocks"]
+__all__ = ["CudaMemory", "DeviceMemory", "graphs_in_all", "largest_step", "measured_blocks"]
 
 _logger = logging.getLogger(__name__)
 
@@ -80,22 +80,18 @@ class CudaMemory:
         self._device = device
 
     def held(self) -> int:
-        """See `DeviceMemory`."""
         self._trim()
         return torch.cuda.memory_reserved(self._device)
 
     def free(self) -> int:
-        """See `DeviceMemory`."""
         self._trim()
         return torch.cuda.mem_get_info(self._device)[0]
 
     def reset_peak(self) -> None:
-        """See `DeviceMemory`."""
         self._trim()
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int:
-        """See `DeviceMemory`."""
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_reserved(self._device)
 
@@ -127,26 +123,6 @@ class MeasuredRunner(TargetRunner, Protocol):
         progress: Callable[[CapturedGraph], None] | None = None,
         choose: Callable[[Sequence[GraphShape]], Sequence[GraphShape]] | None = None,
     ) -> list[CapturedGraph]: ...
-
-
-@dataclass(frozen=True)
-class MemoryUse:
-    """Bytes beside the KV cache.
-
-    Attributes:
-        weights, step, graphs: see the module's docstring.
-    """
-
-    weights: int
-    step: int = 0
-    graphs: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.step + self.graphs
-
-    def __str__(self) -> str:
-        return f"weights {self.weights}, the largest step {self.step}, graphs {self.graphs}"
 
 
 def measured_blocks(
@@ -184,11 +160,12 @@ def measured_blocks(
     cache = runner.kv_cache.nbytes + (0 if runner.proposer is None else runner.proposer.kv_cache.nbytes)
     for _ in range(2):
         memory.reset_peak()
-        _run(runner, _Steps(requests, length, tokens // (1 + drafts), drafts, places))
+        _run(runner, requests, length, places, drafted=tokens // (1 + drafts) if drafts else 0, drafts=drafts)
     step = memory.peak() - weights - cache
     allowed = int(share * (memory.free() + memory.held()))
-    use = MemoryUse(weights, step, _graphs(runner, memory))
-    blocks = blocks_beside(block_bytes, allowed, use.total, share, str(use))
+    graphs = _graphs(runner, memory)
+    use = f"weights {weights}, the largest step {step}, graphs {graphs}"
+    blocks = blocks_beside(block_bytes, allowed, weights + step + graphs, share, use)
     _logger.info("of %d bytes: %s, KV cache %d", allowed, use, blocks * block_bytes)
     return blocks
 
@@ -227,38 +204,21 @@ def _kind(shape: GraphShape) -> object:
     return shape.mode, shape.tokens_per_request, shape.lanes, shape.single
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """The steps to run for the measurement.
-
-    Attributes:
-        requests: number of prompts of the prefill, and of requests of the decode step.
-        verified: most requests of the verify step.
-        drafts: drafts of each of them; 0 for no verify step.
-        places: positions for drafts, after a prompt's sampled token.
-    """
-
-    requests: int
-    length: int
-    verified: int
-    drafts: int
-    places: int
-
-
-def _run(runner: MeasuredRunner, steps: _Steps) -> None:
-    """Run a prefill, a verify step with drafts if there are any, and a decode step."""
+def _run(runner: MeasuredRunner, count: int, length: int, places: int, *, drafted: int, drafts: int) -> None:
+    """Run a prefill of `count` prompts of `length` tokens, each with `places` positions for drafts; then a verify step
+    of `drafted` of them with `drafts` drafts each, if any; then a decode step."""
     proposer = runner.proposer
-    requests = [Request(number, [0] * steps.length, replace(_SAMPLED)) for number in range(steps.requests)]
+    requests = [Request(number, [0] * length, replace(_SAMPLED)) for number in range(count)]
     runner.set_observer(proposer)
     try:
         for request in requests:
-            runner.admit(request, steps.length + 1 + steps.places)
+            runner.admit(request, length + 1 + places)
         with runner.wrapper.no_timeout():
-            prefilled = runner.execute([ScheduledRequest(request, steps.length) for request in requests])
+            prefilled = runner.execute([ScheduledRequest(request, length) for request in requests])
             for request, tokens in zip(requests, prefilled.tokens, strict=True):
-                request.advance(steps.length, tokens[0] if tokens else 0)  # no token if the logits are not finite
-            if steps.drafts and steps.verified:
-                runner.execute(_drafted(requests[: steps.verified], steps.drafts, proposer))
+                request.advance(length, tokens[0] if tokens else 0)  # no token if the logits are not finite
+            if drafted:
+                runner.execute(_drafted(requests[:drafted], drafts, proposer))
             runner.execute([ScheduledRequest(request, 1) for request in requests])
     finally:
         runner.set_observer(None)

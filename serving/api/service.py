@@ -30,6 +30,7 @@ class Service:
         defaults: the checkpoint's sampling parameters, for those that a request leaves out.
         max_waiting_requests: how many requests may wait for a rank; None for no limit.
         max_outputs_per_request: how many outputs one body may ask for, over all its prompts; None for no limit.
+        profiles: `/start_profile` is allowed.
         log_requests: log each request's outputs; see `serving.api.request_log`.
         max_log_len: most token ids logged of a prompt; None for all.
         draining: the server is shutting down: new requests are refused.

@@ -44,7 +44,6 @@ from serving.engine.wire.messages import (
     decode_turn,
     encode,
 )
-from serving.engine.wire.rendezvous import post_turns_address, turns_address
 from serving.requests import RequestInput
 from ubatch import TransferTimeout, UBatchError
 from ubatch.process.heartbeat import beat
@@ -89,10 +88,10 @@ def join_turns(
     leader = options.leader(options.dp_rank(rank))
     if rank == leader:
         followers = range(leader + 1, leader + options.tensor_parallel_size)
-        return LeaderLink(link, [turns_address(said, follower) for follower in followers])
+        return LeaderLink(link, [said.get(f"turns/{follower}") for follower in followers])
     names = options.describe_rank(rank), options.describe_rank(leader)
     follower = FollowerLink(link, _listen_on(address, rank), names, options.dbo.timeout_s, look_out)
-    post_turns_address(said, rank, follower.address)
+    said.set(f"turns/{rank}", follower.address)
     return follower
 
 

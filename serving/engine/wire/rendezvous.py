@@ -44,8 +44,6 @@ __all__ = [
     "join_run",
     "numeric_address",
     "post_node",
-    "post_turns_address",
-    "turns_address",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -204,16 +202,6 @@ def _other_secret(error: ForgedValue, here: str, there: str) -> ConfigError:
         f"{here} and {there} do not have the same cluster secret, or another program writes into the store: {what}. "
         f"Give --cluster-secret-file on every node, with a copy of one file; or on none."
     )
-
-
-def post_turns_address(said: JobStore, rank: int, address: str) -> None:
-    """Post the address at which a follower listens, for its leader."""
-    said.set(f"turns/{rank}", address)
-
-
-def turns_address(said: JobStore, rank: int) -> str:
-    """The address at which a follower listens; waits until it is posted."""
-    return said.get(f"turns/{rank}")
 
 
 def init_ranks(run: Run, rank: int, options: EngineOptions) -> None:

@@ -24,7 +24,7 @@ from attention import KVCacheSpec
 from model_runner import Acceptance, GraphShape, ModelRunner, Request, SamplingParams, ScheduledRequest, generate
 from model_runner import runner as runner_module
 from model_runner.memory.kv_memory import blocks_beside
-from model_runner.memory.memory_profile import MemoryUse, graphs_in_all, largest_step
+from model_runner.memory.memory_profile import graphs_in_all, largest_step
 from model_runner.step.dp import Coordination
 from model_runner.step.input_batch import InputBatch
 from ranks import run_ranks
@@ -293,12 +293,10 @@ def test_what_does_not_fit_is_refused_with_all_numbers(checkpoint: Path, monkeyp
 
 def test_the_cache_gets_what_is_left() -> None:
     block = KVCacheSpec(2, 1, 8, block_size=4).bytes_per_block
-    use = MemoryUse(weights=1000, step=300, graphs=200)
-    assert use.total == 1500
-    assert blocks_beside(block, 1500 + 11 * block, use.total, 0.5) == 10, "one is for padding"
-    assert blocks_beside(block, 1499 + 11 * block, use.total, 0.5) == 9
-    with pytest.raises(ConfigError, match=r"takes 1500 \(weights 1000, the largest step 300, graphs 200\), and two"):
-        blocks_beside(block, 1500 + block, use.total, 0.5, str(use))
+    assert blocks_beside(block, 1500 + 11 * block, 1500, 0.5) == 10, "one is for padding"
+    assert blocks_beside(block, 1499 + 11 * block, 1500, 0.5) == 9
+    with pytest.raises(ConfigError, match=r"takes 1500 \(weights 1000, the largest step 300\), and two"):
+        blocks_beside(block, 1500 + block, 1500, 0.5, "weights 1000, the largest step 300")
 
 
 @pytest.mark.parametrize(

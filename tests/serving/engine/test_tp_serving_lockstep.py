@@ -33,7 +33,6 @@ from serving.engine.wire.messages import (
     Shutdown,
     ToEngine,
 )
-from serving.engine.wire.rendezvous import turns_address
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
 from serving.scheduler import SchedulerConfig
 from ubatch import TransferTimeout
@@ -146,7 +145,7 @@ def test_where_followers_listen(tmp_path: Path) -> None:
         follower = join_turns(clients[0], address, options, 3, said, lambda: None)
         leader = join_turns(clients[1], address, options, 2, said, lambda: None)
         with closing(follower), closing(leader):
-            assert turns_address(said, 3).startswith(expected)
+            assert said.get("turns/3").startswith(expected)
             assert list(leader.receive()) == list(follower.receive()) == [Abort("a")]
     alone = Client()
     assert join_turns(alone, address, EngineOptions(Path("model")), 0, said, lambda: None) is alone
