@@ -195,6 +195,7 @@ def test_where_none_of_them_can_run_it_is_grouped(monkeypatch: pytest.MonkeyPatc
 # ----------------------------------------------------------------------------------------------------------- attention
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", [MHA, MLA], ids=["mha", "mla"])
 @pytest.mark.parametrize(("times", "name"), [((2.0,), "flashinfer"), ((0.5,), "triton")])
 def test_prefill_and_decode_are_measured_apart(

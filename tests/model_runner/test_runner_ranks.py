@@ -85,6 +85,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen3_moe_checkpoint(tmp_path_factory.mktemp("ranks"), num_hidden_layers=2, mlp_only_layers=[])
 
 
+@pytest.mark.slow
 def test_overlapped_and_not_equal_transformers(checkpoint: Path) -> None:
     reference = load_reference(checkpoint)
     ranks = run_ranks(generate_in_all_arms, 2, str(checkpoint))
@@ -180,6 +181,7 @@ def _experts_read(path: str, group: CommGroup) -> set[str]:
     return {name.split(".experts.")[1].split(".")[0] for name in read if ".experts." in name}
 
 
+@pytest.mark.slow
 def test_bad_input_failures_idle_ranks_and_lazy_loading(checkpoint: Path, tmp_path: Path) -> None:
     uneven = make_qwen3_moe_checkpoint(tmp_path, num_experts=5, num_hidden_layers=1)
     first, second = run_ranks(fail_and_recover, 2, str(checkpoint), str(uneven))

@@ -272,6 +272,7 @@ def whole_order(family: str, name: str, lanes: int) -> list[str]:
     return [f"{LANE_NAMES[lane]}.{'+'.join(label for _, label in turn)}" for lane, turn in turns]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -306,6 +307,7 @@ def test_tokens_are_transformers_in_every_schedule(ranks: Sequence[Any], checkpo
                     assert results[family, name, lanes]["tokens"] == expected, (family, name, lanes, rank)
 
 
+@pytest.mark.slow
 def test_in_chunks_too(checkpoints: dict[str, Path]) -> None:
     """One lane or several: every chunk's combine was launched, and the tokens are transformers'."""
     ranks = run_ranks(run_chunked, 2, {family: str(path) for family, path in checkpoints.items()})

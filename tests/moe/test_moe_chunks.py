@@ -127,6 +127,7 @@ def test_a_tokens_bits_do_not_depend_on_the_lanes() -> None:
     torch.testing.assert_close(outputs[0], outputs[1])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recv", list(Recv))
 @pytest.mark.parametrize("base", [BASE, DECODE], ids=lambda schedule: schedule.name)
 @torch.inference_mode()

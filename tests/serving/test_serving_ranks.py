@@ -70,6 +70,7 @@ def test_rank_0_brings_the_result_back() -> None:
     assert run_ranks(add_up, 2, 10) == (21, 1)
 
 
+@pytest.mark.slow
 def test_ranks_listen_on_loopback_only() -> None:
     assert run_ranks(listening, 2) == {"127.0.0.1"}
 

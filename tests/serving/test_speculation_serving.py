@@ -138,6 +138,7 @@ def test_retracted_and_shared_prefixes_with_drafts(checkpoint: Path, wanted: lis
     assert not proposer.known
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "speculation",
     [
@@ -332,6 +333,7 @@ def test_speculation_uses_the_plain_loop_and_says_so_once(caplog: pytest.LogCapt
     assert sum("plain loop" in record.getMessage() for record in caplog.records) == 1
 
 
+@pytest.mark.slow
 def test_the_generate_command_speculates(capsys: pytest.CaptureFixture[str]) -> None:
     plain, nothing = generated(capsys)
     assert nothing == ""

@@ -81,6 +81,7 @@ def on_a_rank(rank: int, world_size: int) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 def test_ranks_overlap_their_verify_steps_and_give_the_same_tokens() -> None:
     first, second = run_ranks(on_a_rank, 2)
     for name in first:

@@ -10,6 +10,7 @@ from repository import ROOT
 from run_examples import run_example
 
 
+@pytest.mark.slow
 def test_wrap_module() -> None:
     output = run_example("wrap_module.py", "--tokens", "512")
     assert "calls: 1 overlapped, not overlapped: {'below_prefill_threshold': 1}" in output

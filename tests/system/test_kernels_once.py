@@ -18,6 +18,7 @@ from triton_batches import DEVICE, moved, moved_cache
 from attention import AttentionShape, MLAKVCache, MLAShape, make_attention_backend
 from attention.kernels import decode as decode_kernels
 from moe import SigmoidTopKRouter, make_experts, quantize_blocks
+from moe import router as routers
 from ubatch.kernels import autotune
 from ubatch.kernels.triton_jit import INTERPRETED
 
@@ -120,7 +121,7 @@ def routing() -> None:
     router = SigmoidTopKRouter(4, num_groups=4, top_groups=2, scale=2.5, correction_bias=bias)
     logits = torch.stack([torch.randperm(32) for _ in range(5)]) / 4 - 4.0
     weights, ids = router(logits)
-    settings = {**router._settings(), "bias": bias.to(DEVICE)}
+    settings = {**routers._settings(router), "bias": bias.to(DEVICE)}
     found, found_ids = route_topk(logits.to(DEVICE), **settings)
     assert torch.equal(found_ids.cpu(), ids)
     close(found, weights)
@@ -292,6 +293,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return names
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", list(CASES))
 def test_once(case: str, launched: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotune.CudaTimer, "tunes", lambda *_: False)  # the default tiles: tuning takes a minute

@@ -30,6 +30,7 @@ def expected() -> list[tuple[int, ...]]:
     return generate()[0]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(140)
 def test_mixed_steps_above_the_threshold_overlap_and_smaller_ones_do_not() -> None:
     """Long prompts behind decodes on both ranks, so that nearly every mixed step is as large as the limit lets it."""

@@ -163,6 +163,7 @@ def test_a_second_signal_does_not_wait() -> None:
     assert '"finish_reason":"length"' not in "".join(lines)  # an error in the stream, or the connection cut
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_starting_ends_the_ranks() -> None:
     server = Server(MODEL, *EP, "--port", "0")
     server.wait_for("starting model=")

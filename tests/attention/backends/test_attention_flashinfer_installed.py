@@ -80,6 +80,7 @@ def binding(find: Callable[[FlashInferKernel], Any]) -> Callable[[FlashInferKern
     return find_bound
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "mla", "fp8"),
     [

@@ -243,7 +243,7 @@ def addresses(plan: TritonMLAGraphPlan) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in found.items()}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_a_captured_plan_serves_longer_and_other_batches_in_place(kind: str) -> None:
     captured = Captured(kind)

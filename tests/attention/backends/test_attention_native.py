@@ -174,6 +174,7 @@ def test_the_mask_of_a_single_draft_is_obeyed() -> None:
 # -- the same whoever else is there ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("heads", [(8, 2, 64), (5, 1, 20), (40, 8, 16), (36, 4, 16), (70, 2, 8)])
 def test_a_request_is_bit_for_bit_the_same_alone_and_on_any_threads(heads: tuple[int, int, int]) -> None:
     rng = random.Random(0)

@@ -115,7 +115,7 @@ def test_of_keys_and_values(name: str, fp8: bool, shape: str, step: str) -> None
     check(make_batch(requests, shape=SHAPES[shape], fp8=fp8, num_layers=2, **options), name)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(("shape", "fp8"), [("plain", True), ("window", False)], ids=["fp8", "window"])
 def test_of_keys_and_values_by_triton(shape: str, fp8: bool, step: str) -> None:
@@ -123,7 +123,7 @@ def test_of_keys_and_values_by_triton(shape: str, fp8: bool, step: str) -> None:
     check(make_batch(requests, shape=SHAPES[shape], fp8=fp8, **options), "triton")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])
 @pytest.mark.parametrize("name", ["torch", "triton"])

@@ -289,7 +289,7 @@ def addresses(plan: TritonGraphPlan) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in found.items() if tensor is not None}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_a_captured_plan_serves_longer_and_other_batches_in_place(kind: str) -> None:
     """As a graph replays: the same launches over the same addresses."""

@@ -33,6 +33,7 @@ def launched_kernels() -> set[str]:
     return {name for name in functions if name.endswith("_kernel")}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(140)
 def test_every_kernel_compiles_for_a_gpu_and_fits_its_shared_memory(tmp_path: Path) -> None:
     """And those that read keys have further tiles on the way while they wait for one."""

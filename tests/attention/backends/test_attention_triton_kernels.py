@@ -108,6 +108,7 @@ def test_tree_masks_are_found_behind_those_of_earlier_requests() -> None:
     assert tuple(offsets.tolist()) == verify.mask_offsets
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("num_splits", [1, 2, 5])
 def test_split_decode_gives_each_request_its_output(num_splits: int, sinks: bool) -> None:

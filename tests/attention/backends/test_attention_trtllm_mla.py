@@ -210,6 +210,7 @@ def test_an_idle_batch_calls_nothing(kernels: StandIns) -> None:
     assert not kernels.calls
 
 
+@pytest.mark.slow
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     requests=st.lists(st.tuples(st.integers(0, 70), st.integers(0, 5)), max_size=5),

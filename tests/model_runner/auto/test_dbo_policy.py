@@ -90,7 +90,7 @@ def serve(link: float, seed: int, policy: Policy, spread: float = NOISE, steps: 
     return served
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("link", [0.0, 0.25, 0.5, 1.0, 2.0, 4.0])
 def test_never_below_serial_and_close_to_the_best_fixed_setting(link: float) -> None:
     for seed in range(2):
@@ -127,7 +127,7 @@ def measured_steps(link: float, seed: int, spread: float) -> list[tuple[Seen, fl
     ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("link", [0.0, 0.25, 0.5, 1.0, 2.0, 4.0])
 def test_a_short_load_after_a_measurement(link: float) -> None:
     """It begins with settings that are nearly right; the mean of some loads, on a noisy machine."""

@@ -66,6 +66,7 @@ def run(
     return tokens, core.statistics()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("overlap", "drafts"), [(False, 0), (True, 0), (False, 2)])
 def test_engines_give_the_same_outputs(
     checkpoint: Path, requests: list[RequestInput], overlap: bool, drafts: int
@@ -84,6 +85,7 @@ def test_engines_give_the_same_outputs(
     assert drafts == 0 or (statistics.accepted_tokens > 0 and any(step.startswith("target_verify") for step in uniform))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("topk", "drafts"), [(1, 3), (2, 5)], ids=["chains", "trees"])
 def test_a_draft_network_is_replayed_beside_the_model(
     checkpoint: Path, requests: list[RequestInput], tmp_path: Path, topk: int, drafts: int

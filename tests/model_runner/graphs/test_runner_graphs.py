@@ -61,6 +61,7 @@ def test_the_load_is_one(load: Load) -> None:
     assert {1, 2, 3, 4, 5, 6, 7, 8} <= set(load.sizes)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("lanes", "room"), [(0, 7), (2, 2 * 4), (3, 3 * 3)])
 def test_tokens_are_those_of_eager_steps(checkpoint: Path, load: Load, lanes: int, room: int) -> None:
     with make_captured(checkpoint, lanes=lanes) as runner:

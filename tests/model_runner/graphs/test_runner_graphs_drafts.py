@@ -86,6 +86,7 @@ def check_same(eager: Sequence[Any], replayed: Sequence[Any]) -> None:
             torch.testing.assert_close(own, wanted, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("algorithm", "shape", "sampled"),
     [

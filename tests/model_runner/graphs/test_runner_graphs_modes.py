@@ -136,7 +136,7 @@ def thin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("thin") / "tiny", size)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("lanes", "experts"), [(0, EXPERTS), (2, EXPERTS), (2, "triton")])
 def test_triton_kernels(thin: Path, lanes: int, experts: str) -> None:
     """Their launches are recorded, too. Lengths are far beyond those at capture, so that keys are split."""
@@ -158,6 +158,7 @@ def test_triton_kernels(thin: Path, lanes: int, experts: str) -> None:
         assert statistics.engaged >= (sum(size >= 2 for size in expected[1]) if lanes else 0)
 
 
+@pytest.mark.slow
 def test_latent_attention(tmp_path: Path) -> None:
     """DeepSeek-V2, with a dense layer and shared experts, on Triton's latent attention."""
     from checkpoints import make_checkpoint as make_family

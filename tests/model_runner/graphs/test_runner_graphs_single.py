@@ -56,6 +56,7 @@ def test_single_batch_steps_are_replayed_where_they_would_overlap(checkpoint: Pa
         assert seen.engaged == plain.statistics().engaged_single == 0
 
 
+@pytest.mark.slow
 def test_signalled_steps_are_captured_and_replayed(checkpoint: Path) -> None:
     pytest.importorskip("triton", reason="Triton is not installed; `make test` installs it")
     modes = {"decode": ModeSettings("single_batch_signalled", token_threshold=4)}

@@ -86,6 +86,7 @@ def replay_on_rank(rank: int, world_size: int, path: str) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 def test_two_ranks_of_one_replica(tmp_path: Path) -> None:
     """Dense layers and sparse ones; one token, of which one rank has nothing; decode and verify, plain and in lanes."""
     ranks = run_ranks(replay_on_rank, 2, str(make_family(tmp_path, "Qwen3Moe")))

@@ -205,6 +205,7 @@ def test_ranks_of_a_replica_measure_with_the_same_steps(checkpoint: Path) -> Non
     assert first == second
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("lanes", [0, 2])
 def test_and_for_all_graphs(checkpoint: Path, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with measured(checkpoint, monkeypatch, lanes=lanes) as (eager, _):
@@ -225,6 +226,7 @@ def test_and_for_all_graphs(checkpoint: Path, lanes: int, monkeypatch: pytest.Mo
     assert [each.token_ids for each in out] == [each.token_ids for each in expected]
 
 
+@pytest.mark.slow
 def test_and_for_a_draft_network(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights, its cache of as many blocks, its steps and its graphs."""
     make_head(tmp_path / "head", hidden_size=TINY.hidden_size, vocab_size=TINY.vocab_size)
@@ -248,6 +250,7 @@ def test_and_for_a_draft_network(checkpoint: Path, tmp_path: Path, monkeypatch: 
         assert 0 < sum(graph.nbytes for graph in captured) <= room + block
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("lanes", [0, 2])
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_the_memory_of_the_cache_is_the_only_one(

@@ -65,6 +65,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_of_kernels_equals_transformers(
     checkpoints: dict[str, Path], family: str, launched: dict[str, int]
@@ -81,6 +82,7 @@ def test_a_model_of_kernels_equals_transformers(
     assert set(launched) == expected
 
 
+@pytest.mark.slow
 def test_so_it_does_in_two_lanes(
     checkpoints: dict[str, Path], launched: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -263,6 +263,7 @@ def test_a_vote_of_one_rank_has_no_content() -> None:
 # -- the simulator --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_gathers_and_scatters_are_simulated() -> None:
     times = LayerTimes(attn_prepare=1.0, attn_core=2.0, dispatch=0.5, experts=4.0, combine=0.7, shared=1.5)
     shared = replace(times, attn_gather=0.3, attn_scatter=0.4)

@@ -62,6 +62,7 @@ def is_right(token: int, draw: float, tokens: Sequence[int], weights: Sequence[f
     return before - rounding <= draw <= before + weights[place] / total + rounding
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_draws_fall_where_exact_arithmetic_puts_them(kind: str, dtype: torch.dtype) -> None:

@@ -315,6 +315,7 @@ def generate_on_rank(rank: int, world_size: int, target: str, head: str) -> list
         return [request.output_token_ids for request in requests]
 
 
+@pytest.mark.slow
 def test_ranks_draft_by_themselves(made: SimpleNamespace) -> None:
     by_rank = run_ranks(generate_on_rank, 2, str(made.target), str(made.head))
     expected = plain_tokens(made.target, [*PROMPTS, [1, 2], [3]], 60)

@@ -179,6 +179,7 @@ def always_accepted(logits: Tensor, requests: list[DraftRows]) -> Tensor:
     return torch.where(drafts < 0, by_rejection(logits, requests), drafts)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("known", [True, False], ids=["drawn", "certain"])
 @pytest.mark.parametrize("params", PARAMS)
 def test_tokens_have_the_targets_distribution(params: str, known: bool) -> None:
@@ -191,6 +192,7 @@ def test_tokens_have_the_targets_distribution(params: str, known: bool) -> None:
     assert p_value(counts.flatten(), pairs.flatten()) > 1e-3
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("known", [True, False], ids=["drawn", "certain"])
 @pytest.mark.parametrize("wrong", [with_the_wrong_rest, always_accepted])
 def test_the_test_sees_wrong_rules(wrong: Callable[[Tensor, list[DraftRows]], Tensor], known: bool) -> None:

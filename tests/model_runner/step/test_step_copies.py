@@ -102,7 +102,7 @@ ATTENTION = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("name", "mla", "kind"), ATTENTION)
 def test_attention_of_a_step(monkeypatch: pytest.MonkeyPatch, name: str, mla: bool, kind: str) -> None:
     requests, options = BATCHES[kind]
@@ -154,6 +154,7 @@ def test_attention_before_a_replay(monkeypatch: pytest.MonkeyPatch, name: str, m
 # -- pages, and masks -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("padded_queries", [0, 3])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_listing_pages(block_size: int, padded_queries: int) -> None:
@@ -217,6 +218,7 @@ def made(checkpoint: Path, fake: StepStreamsFake | None = None, **options: Any) 
         yield runner
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("attention", MHA)
 def test_steps_of_a_runner(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, attention: str) -> None:
     fake = StepStreamsFake()

@@ -264,6 +264,7 @@ def write_weights_first(steps: Steps) -> None:
     steps.monkeypatch.setattr(steps.runner, "launch", launched)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("plant", "found"),
     [

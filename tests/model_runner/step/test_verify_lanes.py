@@ -77,6 +77,7 @@ def check_parts(whole: SpecVerifyInput, slices: Sequence[UBatchSlice], parts: Se
     assert whole.custom_mask is None or entries == len(whole.custom_mask)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_in_lanes_as_whole(part: int) -> None:
     rng = random.Random(part)

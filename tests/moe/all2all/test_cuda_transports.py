@@ -71,6 +71,7 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_one_rank() -> None:
     run_ranks(_check_all, 1, ["transports_1"])
 

@@ -39,6 +39,7 @@ from ubatch.streams.graph_protocols import mark_capturing
 DECODE, PREFILL = ForwardMode.DECODE, ForwardMode.PREFILL
 
 
+@pytest.mark.slow
 def test_one_buffer_between_nodes() -> None:
     run_checks(_both_paths, _as_on_a_device, _captured, _after_a_reset, ranks=4)
 

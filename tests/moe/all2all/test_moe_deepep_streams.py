@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import deep_ep_standin
+import pytest
 import torch
 from deepep_cases import TOP_K, Stack, close, lanes_of, layer_of, rows_of, run_checks, transport
 from deepep_device import FakeCudaWithDeepEP, deepep_device
@@ -35,10 +36,12 @@ def test_order_and_memory() -> None:
     run_checks(_in_order)
 
 
+@pytest.mark.slow
 def test_what_a_dispatch_would_convert_is_behind_its_mark() -> None:
     run_checks(_converted)
 
 
+@pytest.mark.slow
 def test_what_is_left_out_is_found() -> None:
     run_checks(_planted)
 

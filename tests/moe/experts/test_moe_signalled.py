@@ -55,7 +55,7 @@ def in_one_lane(module: nn.Module, *given: Tensor, schedule: Schedule = ONE) -> 
 # --------------------------------------------------------------------------------------------------------------- right
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("schedule", **NAMES)
 def test_outputs_are_those_of_the_plain_loop(schedule: Schedule) -> None:
     with overlapped(Model(), schedule) as wrapper:
@@ -65,7 +65,7 @@ def test_outputs_are_those_of_the_plain_loop(schedule: Schedule) -> None:
         assert counted(wrapper) == ((0, 3) if schedule.lanes == 1 else (3, 0))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("signalled", [False, True], ids=["after", "signalled"])
 def test_any_routing(signalled: bool, chunks: int) -> None:
@@ -100,7 +100,7 @@ def traced(schedule: Schedule) -> tuple[list[tuple[int, str]], list[tuple[int, s
     return trace.order, [(event.lane, event.kind, event.name) for event in trace.events]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("recv", list(Recv))
 @pytest.mark.parametrize("schedule", **NAMES)
 def test_a_trace_shows_what_it_shows_of_others(schedule: Schedule, recv: Recv) -> None:
@@ -159,7 +159,7 @@ def on_fake_device(schedule: Schedule, *patches: Any) -> FakeCuda:
     return cuda
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("schedule", **NAMES)
 def test_streams_alone_order_all_but_the_signals(schedule: Schedule) -> None:
     cuda = on_fake_device(replace(schedule, comm_sms=16))
@@ -292,7 +292,7 @@ def unfinished(times: int) -> Any:
     return mock.patch.object(TritonBatchedExperts, "project_down_signalling", project)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("schedule", **NAMES)
 def test_a_copy_that_gives_up_spoils_its_step_and_is_told(schedule: Schedule) -> None:
     given = inputs(20, 0)

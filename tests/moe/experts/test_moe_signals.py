@@ -45,6 +45,7 @@ def check(out: Tensor, x: Tensor, w2: Tensor, rows: list[int], untouched: float)
         assert (out[expert, count:] == untouched).all()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("programs", [1, 3])
 @pytest.mark.parametrize(("experts", "capacity", "columns", "depth", "rows"), CASES)
 def test_blocks_are_signalled_copied_and_reset(

@@ -58,7 +58,7 @@ def tiles_of(device: Device, tiles: list[int]) -> list[list[int]]:
     ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("absent", ABSENT.values(), ids=ABSENT)
 def test_programs_that_never_start_leave_no_tile(absent: Callable[[int], Collection[int]]) -> None:
     """Both projections, in a lane that overlaps."""

@@ -105,6 +105,7 @@ def test_quantized_rows_of_batches_stop_at_the_counts() -> None:
     assert torch.equal(scales[:2], expected_scales)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("swap", [False, True], ids=["", "swap"])
 @pytest.mark.parametrize("loop", ["dealt", "flatten", "claimed"])
 @pytest.mark.parametrize(("hidden", "intermediate"), [(64, 48), (40, 20), (13, 7)], ids=["tma", "masks", "pointers"])

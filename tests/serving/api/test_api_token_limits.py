@@ -170,6 +170,7 @@ def test_the_description_says_the_limits() -> None:
         assert (allowed["minItems"], allowed["maxItems"], allowed["items"]["minimum"]) == (1, MAX_ALLOWED_OF_ALL, 0)
 
 
+@pytest.mark.slow
 @given(
     text=st.text(alphabet="ab é🎉", min_size=1, max_size=12),
     stop=st.lists(st.text(alphabet="ab é", min_size=1, max_size=3), min_size=1, max_size=2),

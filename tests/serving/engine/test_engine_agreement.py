@@ -107,6 +107,7 @@ def test_another_version_is_an_error(text: str) -> None:
         require_same_shape(two_nodes(), text, 1)
 
 
+@pytest.mark.slow
 def test_another_process_says_the_same_of_the_same_settings() -> None:
     """Whatever order its sets have."""
     script = "from serving.engine.wire.agreement import *; from engine_mains import tiny; print(describe_shape(tiny()))"
@@ -137,12 +138,13 @@ def sleep_for_ever(options: EngineOptions, rank: int, host: str, port: int) -> N
     asyncio.run(asyncio.sleep(3600))
 
 
-def test_a_server_of_two_nodes_takes_none_of_four() -> None:
+def test_a_server_of_two_nodes_takes_none_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
+    monkeypatch.setattr("serving.engine.node.run_engine", sleep_for_ever)
 
     async def scenario() -> list[Any]:
         stranger = tiny(4, nnodes=4, node_rank=3, master_port=port)
-        node = asyncio.create_task(asyncio.to_thread(run_node, stranger, engine_main=sleep_for_ever))
+        node = asyncio.create_task(asyncio.to_thread(run_node, stranger))
         start = EngineClient.start(tiny(2, nnodes=2, master_port=port), engine_main=sleep_for_ever)
         return await asyncio.wait_for(asyncio.gather(start, node, return_exceptions=True), 60)
 

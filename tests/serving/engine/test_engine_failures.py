@@ -110,6 +110,7 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(
     asyncio.run(scenario())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("when", ["serving", "starting"])
 def test_an_engine_does_not_outlive_its_parent(when: str) -> None:
     parent = subprocess.Popen(

@@ -141,6 +141,7 @@ def namespace() -> Iterator[str]:
         ip("netns", "delete", name)
 
 
+@pytest.mark.slow
 def test_gloo_listens_on_the_network_of_node_0_or_not_at_all(namespace: str) -> None:
     hosts = ("10.91.1.1", "10.91.1.7", "10.91.1.9", "10.92.1.1", "10.92.1.9", "10.93.1.1", "10.93.1.9", "10.99.1.1")
     command = ["ip", "netns", "exec", namespace, sys.executable, "-c", SCRIPT, *hosts]

@@ -133,7 +133,7 @@ def test_who_runs_out_of_tokens_is_not_corrupted(models: Callable[[str], Path], 
             assert statistics.num_drafts > 0
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("model", ["mha", "mla"])
 def test_only_who_uses_it_ends_with_an_error(models: Callable[[str], Path], model: str, loop: str) -> None:
@@ -196,6 +196,7 @@ def test_captured_steps(models: Callable[[str], Path]) -> None:
         assert runner.wrapper.statistics().graph_replays > 0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("share", ["data_parallel_size", "tensor_parallel_size"])
 def test_several_ranks(models: Callable[[str], Path], share: str) -> None:
     with make_llm(models("mha"), enable_expert_parallel=True, **{share: 2}) as llm:

@@ -152,6 +152,7 @@ def test_the_death_of_a_follower_reaches_every_stream(served: Served) -> None:
     assert served.run(wait_for(lambda: not is_alive(pids[0] or 0)))
 
 
+@pytest.mark.slow
 def test_two_ranks_of_two_share_the_experts(expected: list[list[int]]) -> None:
     """DP 2 x TP 2: each request is served by one pair, and the other pair steps along."""
     served = Served(tiny(2, tensor_parallel_size=2, expert_parallel=True))
@@ -173,6 +174,7 @@ def test_two_ranks_of_two_share_the_experts(expected: list[list[int]]) -> None:
 # ----------------------------------------------------------------------------------------------------------- offline
 
 
+@pytest.mark.slow
 def test_a_dense_model_offline_gives_the_same_tokens(tmp_path: Path) -> None:
     dense = make_small(tmp_path / "dense", dense=True)
     prompts = [[(7 * place + index) % 380 + 1 for place in range(5 + 4 * index)] for index in range(6)]
@@ -194,6 +196,7 @@ def test_a_dense_model_offline_gives_the_same_tokens(tmp_path: Path) -> None:
     assert generated(tensor_parallel_size=2) == generated()
 
 
+@pytest.mark.slow
 def test_generate_gives_the_same_text(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["generate", str(TINY_MOE), "--prompt", "def main(", "import os", "class Server:", "--max-tokens", "12"]
     overlap = ["--enable-dbo", "--dbo-decode-token-threshold", "2"]

@@ -328,6 +328,7 @@ def test_nothing_is_lost_and_nobody_waits_for_two_of_another_group(
     assert not queue._turns, "what is known of groups goes with them"
 
 
+@pytest.mark.slow
 def test_the_next_is_found_without_looking_at_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = WaitingQueue(SchedulingPolicy.FCFS, lambda request: 0)
     body = [tracked(f"a{number}", number, "a") for number in range(50_000)]

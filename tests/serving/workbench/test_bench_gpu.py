@@ -42,6 +42,7 @@ FIGURES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in ("prefill", "decode") else []) for name in SECTIONS]
 )
@@ -75,6 +76,7 @@ def check(section: Section) -> None:
     assert all(min(map(min, arms.values())) > 0 for arms in section.arms_ms.values())
 
 
+@pytest.mark.slow
 def test_the_command_line_writes_a_smoke_file_that_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """In a process per section, as `make bench-gpu` does it."""
     file = tmp_path / "gpu.json"

@@ -132,6 +132,7 @@ BREAKING = {
 }
 
 
+@pytest.mark.slow
 def test_a_section_that_breaks_loses_nothing_of_itself_or_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,6 +171,7 @@ def test_an_earlier_runs_other_sections_are_kept(tmp_path: Path) -> None:
     assert list(json.loads(file.read_text())["sections"]) == ["kernels"], "what a rehearsal gave is no result"
 
 
+@pytest.mark.slow
 def test_a_rehearsal_does_not_replace_what_a_gpu_gave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "results.json"
     given = json.dumps({"device": "cuda", "sections": {"streams": {}}})

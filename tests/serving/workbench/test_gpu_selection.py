@@ -43,6 +43,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_gpu_tests_that_need_a_missing_package_are_skipped_by_name(folder: Path) -> None:
     """But not those that lack what should have been in this tree."""
     done = run_pytest(folder, "-m", "gpu")

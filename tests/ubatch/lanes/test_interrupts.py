@@ -138,6 +138,7 @@ def modes(*named: str) -> list[Any]:
     return [pytest.param(mode, marks=pytest.mark.slow if mode in SLOW else []) for mode in named]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mode", modes(*(mode for mode in MODES if mode != "proving")))
 def test_later_calls(mode: str, make: Callable[[str], Case]) -> None:
     case = make(mode)
@@ -171,6 +172,7 @@ def test_first_calls(mode: str, make: Callable[[str], Case]) -> None:
     interrupt_everywhere(call, check)
 
 
+@pytest.mark.slow
 def test_proving_calls(make: Callable[[str], Case]) -> None:
     case = make("proving")
     case.call()

@@ -158,6 +158,7 @@ CASES: list[tuple[Callable[..., Any], tuple[int, ...]]] = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("case", "dying"), CASES, ids=[case.__name__.strip("_") for case, _ in CASES])
 def test_watch(case: Callable[..., Any], dying: tuple[int, ...]) -> None:
     run_ranks(case, 2, dying=dying)

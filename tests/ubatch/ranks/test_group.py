@@ -111,6 +111,7 @@ def whatever_batches(rank: int, world_size: int, calls: int, lanes: int) -> dict
     return {"engaged": expected_engaged, "declined": dict(statistics_.declined)}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("world_size", "lanes"), [(2, 2), (2, 3), (3, 2)])
 def test_ranks_with_different_batches_split_alike_and_are_right(world_size: int, lanes: int) -> None:
     results = run_ranks(whatever_batches, world_size, 60, lanes)

@@ -88,6 +88,7 @@ def on_tensor_parallel_ranks(rank: int, world_size: int, lanes: int) -> tuple[Te
     return plain, overlapped, trace.order, sum(span.kind is SpanKind.TRANSFER for span in trace.spans)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("lanes", [2, 3])
 def test_a_sharded_module_overlaps_its_all_reduces(lanes: int) -> None:
     expected = blocks()(torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(1)))
@@ -197,6 +198,7 @@ def on_a_llama(rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor, int]
     return reference, plain, overlapped.logits, trace.order.count((1, "collective"))
 
 
+@pytest.mark.slow
 def test_a_dense_llama_of_transformers() -> None:
     for reference, plain, overlapped, points in run_ranks(on_a_llama, 2):
         torch.testing.assert_close(plain, reference)

@@ -251,6 +251,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_promptly() -> None:
     """It ends with transfers that will never complete. The transport would wait 4 x 10 s for each of them."""
     command = [sys.executable, "-c", LEAVE]

@@ -28,6 +28,7 @@ def best_of(times: LayerTimes, *, lanes: int, chunks: int) -> Candidate:
     return found[0]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("times", "lanes", "chunks", "efficiency", "shape"),
     [

@@ -60,6 +60,7 @@ def test_recorders_are_refused(wrapper: UBatchWrapper, way: str, gradients: bool
     assert wrapper.statistics().engaged == 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("parent", [False, True])
 def test_compiled_it_is_right(wrapper: UBatchWrapper, parent: bool) -> None:
     torch.compiler.reset()

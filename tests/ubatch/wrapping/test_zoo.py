@@ -35,6 +35,7 @@ def module_of(entry: Entry, batch: int) -> nn.Module:
     return _built(entry, batch if entry.per_batch else 0)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", SAMPLED)
 def test_equal_and_overlapped_or_declined(name: str) -> None:
     """Thrice at every batch, and one wrapper at all of them."""
@@ -85,6 +86,7 @@ BY_HAND = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", BY_HAND)
 def test_the_expected_outcome_is_right(name: str) -> None:
     """By hand, with the bare module alone: where rows are independent a call should overlap, and only there."""
