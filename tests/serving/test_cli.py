@@ -55,6 +55,12 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     assert (ran.returncode, ran.stderr) == (1, "")
 
 
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys, serving.cli; serving.cli.main(['--help']); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generat"]) == 2
     assert "did you mean 'generate'" in capsys.readouterr().err
