@@ -52,27 +52,31 @@ class PackedLinear:
     Few rows gain most, because then the time goes into reading the weight: 8 rows by 512 x 512 take 0.6 of the time.
 
     Args:
-        weight: `[out, in]` float32 on the CPU; it may be freed afterwards.
+        weight: `[out, in]` float32 or bfloat16 on the CPU; it may be freed afterwards.
 
     Raises:
         ConfigError: another dtype or device.
     """
 
     def __init__(self, weight: Tensor) -> None:
-        if weight.dtype is not torch.float32 or weight.device.type != "cpu":
-            raise ConfigError(f"only float32 weights on a CPU can be packed, not {weight.dtype} on {weight.device}.")
+        if not _may_pack(weight.dtype, weight.device):
+            raise ConfigError(
+                f"only float32 and bfloat16 weights on a CPU can be packed, not {weight.dtype} on {weight.device}."
+            )
+        self._dtype = weight.dtype
         self._in_features = weight.shape[1]
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACKED_FOR_ROWS)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x` `[..., in]` float32 to `[..., out]`.
+        """`x` `[..., in]` to `[..., out]`, of the weight's dtype.
 
         Raises:
             ConfigError: another dtype or width; or the call needs a gradient, which is not supported.
         """
-        if x.dtype is not torch.float32 or x.shape[-1] != self._in_features:
+        if x.dtype is not self._dtype or x.shape[-1] != self._in_features:
             raise ConfigError(
-                f"a packed linear layer takes float32 [..., {self._in_features}], not {x.dtype} {list(x.shape)}."
+                f"this packed linear layer takes {self._dtype} [..., {self._in_features}], not {x.dtype} "
+                f"{list(x.shape)}."
             )
         if torch.is_grad_enabled() and x.requires_grad:
             raise ConfigError("packed weights have no gradients. Use torch.inference_mode(), or unpacked weights.")
@@ -98,11 +102,16 @@ def kernel_rows(rows: int) -> int:
 
 
 def packing_pays(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `PackedLinear` is the fastest here for the few rows that an expert has in a decode step; float32, CPU.
+    """Whether `PackedLinear` is faster here than `linear` for the few rows that an expert has in a decode step.
 
     This does not follow from oneDNN's speed on large matrices: with few rows the layout of the weights matters more.
+    False for what `PackedLinear` refuses.
     """
-    return dtype is torch.float32 and device.type == "cpu" and _packed_is_faster()
+    return _may_pack(dtype, device) and _packed_is_faster(dtype)
+
+
+def _may_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    return dtype in (torch.float32, torch.bfloat16) and device.type == "cpu"
 
 
 def _onednn_may_run(x: Tensor, weight: Tensor) -> bool:
@@ -140,13 +149,14 @@ def _onednn_is_faster(few_rows: bool) -> bool:
 
 
 @functools.cache
-def _packed_is_faster() -> bool:
-    """Measured once per process."""
+def _packed_is_faster(dtype: torch.dtype) -> bool:
+    """Measured once per process and dtype."""
     if not _has_onednn():
         return False
     with torch.inference_mode():
         tokens, inputs, outputs = _EXPERT_PROBE
-        x, weight = torch.ones(tokens, inputs, device="cpu"), torch.ones(outputs, inputs, device="cpu")
+        x = torch.ones(tokens, inputs, dtype=dtype, device="cpu")
+        weight = torch.ones(outputs, inputs, dtype=dtype, device="cpu")
         packed = PackedLinear(weight)
         own, onednn = best_times((lambda: linear(x, weight), lambda: packed(x)))
         return own > _MARGIN * onednn

@@ -61,12 +61,13 @@ class Projection(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Called by `to`, `cuda`, `half` and the like."""
-        moved = fn(torch.empty(0, dtype=torch.float32, device="cpu"))
-        if self._packed is not None and (moved.dtype is not torch.float32 or moved.device.type != "cpu"):
-            raise ConfigError(
-                f"packed weights are float32 on the CPU for good and cannot become {moved.dtype} on {moved.device}. "
-                "Use experts_backend='grouped', which packs nothing."
-            )
+        if self._packed is not None:
+            moved = fn(torch.empty(0, dtype=self._packed.dtype, device="cpu"))
+            if moved.dtype is not self._packed.dtype or moved.device.type != "cpu":
+                raise ConfigError(
+                    f"packed weights are {self._packed.dtype} on the CPU for good and cannot become {moved.dtype} on "
+                    f"{moved.device}. Use experts_backend='grouped', which packs nothing."
+                )
         return super()._apply(fn, recurse)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Projection:

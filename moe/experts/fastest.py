@@ -1,8 +1,8 @@
 """Finds the fastest experts on this machine by timing them.
 
-On a CPU this happens once per process, with a fixed probe. On a GPU it uses the model's own sizes, before its weights
-are loaded, and the result is kept in the file of `ubatch.kernels.autotune`. Other libraries' kernels compete with this
-project's, which are first in the list and so are used if nothing can be timed.
+On a CPU this happens once per process and dtype, with a fixed probe. On a GPU it uses the model's own sizes, before its
+weights are loaded, and the result is kept in the file of `ubatch.kernels.autotune`. Other libraries' kernels compete
+with this project's, which are first in the list and so are used if nothing can be timed.
 """
 
 from __future__ import annotations
@@ -165,24 +165,25 @@ def _inputs(
 def fastest_cpu_experts(dtype: torch.dtype, device: torch.device) -> str:
     """The experts back end for a model of `dtype` on `device`: `native` if C can be compiled and is faster, else
     `packed` if oneDNN's layout is faster, else `grouped`."""
-    if dtype is not torch.float32 or device.type != "cpu":
+    if dtype not in (torch.float32, torch.bfloat16) or device.type != "cpu":
         return "grouped"
     otherwise = "packed" if packing_pays(dtype, device) else "grouped"
-    return "native" if why_not_c() is None and _native_is_faster(otherwise) else otherwise
+    return "native" if why_not_c() is None and _native_is_faster(otherwise, dtype) else otherwise
 
 
 @cache
-def _native_is_faster(than: str) -> bool:
+def _native_is_faster(than: str, dtype: torch.dtype) -> bool:
     with torch.inference_mode():
-        w13 = torch.ones(_EXPERTS, 2 * _INTERMEDIATE, _HIDDEN, device="cpu")
-        w2 = torch.ones(_EXPERTS, _HIDDEN, _INTERMEDIATE, device="cpu")
+        w13 = torch.ones(_EXPERTS, 2 * _INTERMEDIATE, _HIDDEN, dtype=dtype, device="cpu")
+        w2 = torch.ones(_EXPERTS, _HIDDEN, _INTERMEDIATE, dtype=dtype, device="cpu")
         try:
             both = [make_experts(name, w13, w2) for name in ("native", than)]
         except ConfigError:  # this kernel cannot be compiled, though others can
             return False
         relative = 1.0
         for tokens in _TOKENS:
-            x, weights = torch.ones(tokens, _HIDDEN, device="cpu"), torch.ones(tokens, _TOP_K, device="cpu")
+            x = torch.ones(tokens, _HIDDEN, dtype=dtype, device="cpu")
+            weights = torch.ones(tokens, _TOP_K, device="cpu")
             ids = (torch.arange(tokens, device="cpu")[:, None] + torch.arange(_TOP_K, device="cpu")) % _EXPERTS
             native, other = best_times([partial(experts, x, ids, weights) for experts in both])
             relative *= native / other

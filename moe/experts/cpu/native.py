@@ -14,7 +14,7 @@ __all__ = ["NativeExperts"]
 
 
 class NativeExperts(RepackedExperts):
-    """Experts on `GroupedLinear`. CPU and float32; errors as `FusedExperts`, `GroupedLinear` and `RepackedExperts`."""
+    """Experts on `GroupedLinear`. CPU; errors as `FusedExperts`, `GroupedLinear` and `RepackedExperts`."""
 
     def __init__(self, w13: Tensor, w2: Tensor, first_expert: int = 0) -> None:
         super().__init__(w13, w2, first_expert)

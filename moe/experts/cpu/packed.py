@@ -16,7 +16,7 @@ _CACHED_BYTES = 4 << 20  # bytes of all experts' rows that stay in the cache whe
 
 
 class PackedExperts(RepackedExperts):
-    """Experts with packed weights. CPU and float32; errors as `FusedExperts`, `PackedLinear` and `RepackedExperts`."""
+    """Experts with packed weights. CPU; errors as `FusedExperts`, `PackedLinear` and `RepackedExperts`."""
 
     def __init__(self, w13: Tensor, w2: Tensor, first_expert: int = 0) -> None:
         super().__init__(w13, w2, first_expert)

@@ -26,8 +26,8 @@ class RepackedExperts(GroupedExperts):
         moved = fn(torch.empty(0, dtype=self.dtype, device="cpu"))
         if moved.dtype is not self.dtype or moved.device.type != "cpu":
             raise ConfigError(
-                f"repacked experts are float32 on the CPU for good and cannot become {moved.dtype} on {moved.device}. "
-                "Use experts_backend='grouped'."
+                f"repacked experts are {self.dtype} on the CPU for good and cannot become {moved.dtype} on "
+                f"{moved.device}. Use experts_backend='grouped'."
             )
         return super()._apply(fn, recurse)
 

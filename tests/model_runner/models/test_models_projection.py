@@ -18,8 +18,10 @@ from model_runner.decoder.layers import Projection, pack_projections
 from ubatch import ConfigError
 
 
-def packed_projection(bias: bool = True) -> tuple[Projection, torch.Tensor, torch.Tensor | None]:
-    weight, b = torch.randn(40, 24), torch.randn(40) if bias else None
+def packed_projection(
+    bias: bool = True, dtype: torch.dtype = torch.float32
+) -> tuple[Projection, torch.Tensor, torch.Tensor | None]:
+    weight, b = torch.randn(40, 24, dtype=dtype), torch.randn(40, dtype=dtype) if bias else None
     projection = Projection(weight, b)
     pack_projections(torch.nn.Sequential(projection))
     return projection, weight, b
@@ -42,16 +44,17 @@ def test_packing_changes_no_result(bias: bool) -> None:
 
 
 @needs_c
-def test_a_packed_weight_is_kept_once_and_stays_where_it_is() -> None:
-    packed, *_ = packed_projection()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_weight_is_kept_once_and_stays_where_it_is(dtype: torch.dtype) -> None:
+    packed, *_ = packed_projection(dtype=dtype)
     assert list(packed.state_dict()) == ["bias"]
-    assert packed.eval().to("cpu").float() is packed
-    with pytest.raises(ConfigError, match=r"cannot become torch.bfloat16 on cpu.*experts_backend='grouped'"):
-        packed.bfloat16()
+    assert packed.eval().to("cpu").to(dtype) is packed
+    with pytest.raises(ConfigError, match=rf"are {dtype} .* become torch.float16 on cpu.*experts_backend='grouped'"):
+        packed.half()
     with pytest.raises(ConfigError, match="cannot be copied"):
         copy.deepcopy(packed)
-    with pytest.raises(ConfigError, match="weights must be float32"):
-        Projection(torch.randn(4, 4).bfloat16()).pack()
+    with pytest.raises(ConfigError, match="weights must be float32 or bfloat16"):
+        Projection(torch.randn(4, 4).half()).pack()
 
 
 def test_a_plain_one_is_a_module_like_any_other() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -47,9 +48,9 @@ def test_against_one_product_per_expert(
 ) -> None:
     total = sum(rows)
     weight = torch.randn(len(rows), outputs * (2 if gated else 1), inputs)
-    library = grouped_linear._library
+    kernel = grouped_linear._kernel
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouped_linear, "_library", lambda: library(LANES=lanes))
+        patch.setattr(grouped_linear, "_kernel", lambda dtype: kernel(dtype, LANES=lanes))
         linear = GroupedLinear(weight, gated=gated)
     given_rows = torch.randn(total + 3, inputs + 5)[:, :inputs] * inputs**-0.5
     source = torch.randint(0, total + 3, (total,))
@@ -83,7 +84,7 @@ def test_a_new_thread_has_as_many_compute_threads_as_torch() -> None:
     """One that has computed nothing yet would get OpenMP's default."""
     linear, asked = GroupedLinear(torch.randn(1, 32, 8)), []
     real = linear._kernel
-    linear._kernel = lambda *args: asked.append(args[-1]) or real(*args)  # type: ignore[assignment,func-returns-value]
+    linear._kernel = replace(real, run=lambda *args: asked.append(args[-1]) or real.run(*args))  # type: ignore[func-returns-value]
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -119,58 +120,64 @@ def test_a_layer() -> None:
         torch.testing.assert_close(layer(x), F.linear(x, weight), atol=2e-5, rtol=2e-5)
     across = torch.randn(24, 5).T
     torch.testing.assert_close(layer(across), F.linear(across, weight), atol=2e-5, rtol=2e-5)
-    with pytest.raises(ConfigError, match=r"takes float32 \[..., 24\]"):
+    with pytest.raises(ConfigError, match=r"takes torch.float32 \[..., 24\]"):
         layer(torch.randn(2, 23))
-    with pytest.raises(ConfigError, match=r"takes float32 \[..., 24\]"):
-        layer(torch.randn(2, 24).double())
+    for dtype in (torch.float64, torch.bfloat16):
+        with pytest.raises(ConfigError, match=r"takes torch.float32 \[..., 24\]"):
+            layer(torch.randn(2, 24, dtype=dtype))
     with pytest.raises(ConfigError, match="no gradients"):
         layer(torch.randn(2, 24, requires_grad=True))
-    with pytest.raises(ConfigError, match="weights must be float32"):
-        NativeLinear(weight.bfloat16())
+    with pytest.raises(ConfigError, match="weights must be float32 or bfloat16"):
+        NativeLinear(weight.half())
 
 
 @needs_c
-def test_native_experts_stay_what_they_are() -> None:
-    experts = make_experts("native", torch.randn(2, 32, 24), torch.randn(2, 24, 16))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_experts_stay_what_they_are(dtype: torch.dtype) -> None:
+    experts = make_experts("native", torch.randn(2, 32, 24, dtype=dtype), torch.randn(2, 24, 16, dtype=dtype))
     assert not list(experts.state_dict())
-    with pytest.raises(ConfigError, match=r"cannot become torch\.bfloat16"):
-        experts.bfloat16()
+    assert experts.to(dtype) is experts
+    with pytest.raises(ConfigError, match=rf"are {dtype} on the CPU for good and cannot become torch\.float16"):
+        experts.half()
     x, ids, weights = torch.randn(3, 24, requires_grad=True), torch.tensor([[0], [1], [0]]), torch.ones(3, 1)
+    x = x.to(dtype)
     with pytest.raises(ConfigError, match="no gradients"):
         experts(x, ids, weights)
 
 
 def test_who_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fastest_cpu_experts(torch.bfloat16, CPU) == "grouped"
+    assert fastest_cpu_experts(torch.float16, CPU) == "grouped"
     assert fastest_cpu_experts(torch.float32, torch.device("cuda")) == "grouped"
     monkeypatch.setattr(fastest, "packing_pays", lambda *_: True)
-    monkeypatch.setattr(fastest, "_native_is_faster", lambda than: than == "packed")
+    monkeypatch.setattr(fastest, "_native_is_faster", lambda than, dtype: than == "packed")
     monkeypatch.setattr(fastest, "why_not_c", lambda: None)
     assert fastest_cpu_experts(torch.float32, CPU) == "native"
+    assert fastest_cpu_experts(torch.bfloat16, CPU) == "native"
     monkeypatch.setattr(fastest, "packing_pays", lambda *_: False)
     assert fastest_cpu_experts(torch.float32, CPU) == "grouped"
-    monkeypatch.setattr(fastest, "_native_is_faster", lambda than: True)
+    monkeypatch.setattr(fastest, "_native_is_faster", lambda than, dtype: True)
     monkeypatch.setattr(fastest, "why_not_c", lambda: "no compiler")
     assert fastest_cpu_experts(torch.float32, CPU) == "grouped"
 
 
 def test_a_kernel_that_cannot_be_compiled_is_not_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**defines: int) -> None:
+    def refuse(dtype: torch.dtype) -> None:
         raise ConfigError("the C compiler failed")
 
-    monkeypatch.setattr(grouped_linear, "_library", refuse)
+    monkeypatch.setattr(grouped_linear, "_kernel", refuse)
     monkeypatch.setattr(fastest, "_native_is_faster", cache(fastest._native_is_faster.__wrapped__))
     monkeypatch.setattr(fastest, "why_not_c", lambda: None)
     assert fastest_cpu_experts(torch.float32, CPU) in ("packed", "grouped")
 
 
 @needs_c
-def test_it_is_measured_by_running_them() -> None:
-    assert fastest_cpu_experts(torch.float32, CPU) in ("native", "packed", "grouped")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_measured_by_running_them(dtype: torch.dtype) -> None:
+    assert fastest_cpu_experts(dtype, CPU) in ("native", "packed", "grouped")
 
 
 def test_without_c_native_experts_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped_linear, "why_not_c", lambda: "no C compiler is installed.")
-    monkeypatch.setattr(grouped_linear, "_library", cache(grouped_linear._library.__wrapped__))
+    monkeypatch.setattr(grouped_linear, "_kernel", cache(grouped_linear._kernel.__wrapped__))
     with pytest.raises(ConfigError, match="no C compiler is installed"):
         make_experts("native", torch.randn(2, 32, 24), torch.randn(2, 24, 16))

@@ -21,7 +21,7 @@ def onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     if chosen and not torch.backends.mkldnn.is_available():
         pytest.skip("this torch was built without oneDNN, which its x86 builds have: nothing to choose")
     monkeypatch.setattr(cpu_linear, "_onednn_is_faster", lambda _: chosen)
-    monkeypatch.setattr(cpu_linear, "_packed_is_faster", lambda: chosen)
+    monkeypatch.setattr(cpu_linear, "_packed_is_faster", lambda _: chosen)
     return chosen
 
 
@@ -45,10 +45,16 @@ def test_gradients_autocast_and_other_dtypes_are_torchs_own(onednn: bool) -> Non
 
 
 @pytest.mark.parametrize(
-    ("question", "asked"), [("_onednn_is_faster", [True]), ("_onednn_is_faster", [False]), ("_packed_is_faster", [])]
+    ("question", "asked"),
+    [
+        ("_onednn_is_faster", [True]),
+        ("_onednn_is_faster", [False]),
+        ("_packed_is_faster", [torch.float32]),
+        ("_packed_is_faster", [torch.bfloat16]),
+    ],
 )
 def test_the_faster_library_is_found_by_measuring(
-    question: str, asked: list[bool], monkeypatch: pytest.MonkeyPatch
+    question: str, asked: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = iter([[2.0, 1.0], [1.0, 1.0]])  # torch's own, oneDNN
     monkeypatch.setattr(cpu_linear, "best_times", lambda _: next(measured))
@@ -63,23 +69,24 @@ def packed_experts() -> FusedExperts:
     return make_experts("packed", w13, w2)
 
 
-def test_a_packed_linear_layer(onednn: bool) -> None:
-    weight = torch.randn(3, 40, 48)[1]
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+def test_a_packed_linear_layer(onednn: bool, dtype: torch.dtype, tolerance: float) -> None:
+    weight = torch.randn(3, 40, 48, dtype=dtype)[1]
     packed = PackedLinear(weight)
     for rows in (0, 1, 7, 64, 130):
-        x = torch.randn(rows, 48)
-        torch.testing.assert_close(packed(x), F.linear(x, weight), atol=1e-4, rtol=1e-4)
-    assert packing_pays(torch.float32, torch.device("cpu")) is onednn
-    assert not packing_pays(torch.bfloat16, torch.device("cpu"))
-    assert not packing_pays(torch.float32, torch.device("cuda"))
-    with pytest.raises(ConfigError, match=r"takes float32 \[\.\.\., 48\], not torch.float32 \[2, 47\]"):
-        packed(torch.randn(2, 47))
+        x = torch.randn(rows, 48, dtype=dtype)
+        torch.testing.assert_close(packed(x), F.linear(x, weight), atol=tolerance, rtol=tolerance)
+    assert packing_pays(dtype, torch.device("cpu")) is onednn
+    assert not packing_pays(torch.float16, torch.device("cpu"))
+    assert not packing_pays(dtype, torch.device("cuda"))
+    with pytest.raises(ConfigError, match=rf"takes {dtype} \[\.\.\., 48\], not {dtype} \[2, 47\]"):
+        packed(torch.randn(2, 47, dtype=dtype))
     with pytest.raises(ConfigError, match=r"not torch\.float64"):
         packed(torch.randn(2, 48).double())
     with pytest.raises(ConfigError, match="no gradients"):
-        packed(torch.randn(2, 48, requires_grad=True))
-    with pytest.raises(ConfigError, match="only float32 weights on a CPU can be packed"):
-        PackedLinear(weight.bfloat16())
+        packed(torch.randn(2, 48, dtype=dtype, requires_grad=True))
+    with pytest.raises(ConfigError, match="only float32 and bfloat16 weights on a CPU can be packed"):
+        PackedLinear(weight.half())
 
 
 def test_packed_experts_stay_what_they_are() -> None:

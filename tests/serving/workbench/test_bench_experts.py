@@ -29,18 +29,18 @@ def test_every_back_end_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     report = json.loads(file.read_text())
     for tokens in ("3", "9"):
         found = report["results"][tokens]
-        assert found.keys() >= {"grouped"}
-        assert ("native" in found) == (why_not_c() is None)
-        assert found["grouped"]["over_grouped"]["median"] == 1.0
+        for dtype in ("float32", "bfloat16"):
+            assert (f"native {dtype}" in found) == (why_not_c() is None)
+            assert found[f"grouped {dtype}"]["over_grouped"]["median"] == 1.0
         assert all(len(arm) == 2 for arm in report["arms_ms"][tokens].values())
-    assert "9 tokens, grouped" in capsys.readouterr().out
+    assert "9 tokens, grouped bfloat16" in capsys.readouterr().out
 
 
 def test_without_c_it_says_what_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(experts, "why_not_c", lambda: "no C compiler is installed.")
-    assert run(Options(tokens=(3,), threads=1, blocks=2)) == 0
+    assert run(Options(tokens=(3,), dtypes=("bfloat16",), threads=1, blocks=2)) == 0
     out = capsys.readouterr().out
     assert "native is left out: no C compiler is installed." in out
     assert "tokens, native" not in out

@@ -1,0 +1,203 @@
+"""Products in bfloat16 by every kind of instructions, against the product in float64 of the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from c_kernels import needs_c
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe import NativeLinear, grouped_linear, make_experts
+from moe.grouped_linear import GroupedLinear
+from moe.segments import segment_offsets
+from ubatch.kernels.c_jit import compile_c
+
+_FLAGS = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace") if Path("/proc/cpuinfo").exists() else ""
+_FLOATS, _DOTS, _TILES = range(3)
+_ULP = 2.0**-8  # half the distance of two numbers in bfloat16 is at most this, relative to a number
+
+
+class Kind(NamedTuple):
+    """Defines that choose the instructions, and the processor's flag that they need."""
+
+    defines: dict[str, int]
+    flag: str = ""
+
+
+KINDS = {
+    "floats": Kind({"KIND": _FLOATS}),
+    "floats of 8 lanes": Kind({"KIND": _FLOATS, "LANES": 8}),
+    "dots": Kind({"KIND": _DOTS}, "avx512_bf16"),
+    "tiles": Kind({"KIND": _TILES}, "amx_bf16"),
+    "emulated tiles": Kind({"KIND": _TILES, "LANES": 16, "EMULATED_TILES": 1}),
+}
+
+SOURCE = (grouped_linear._FOLDER / "grouped_linear_bf16.c").read_text(encoding="utf-8")
+
+pytestmark = needs_c
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The instructions that a test runs with."""
+    chosen_name: str = request.param
+    chosen = KINDS[chosen_name]
+    if chosen.flag not in _FLAGS:
+        pytest.skip(f"this processor has no {chosen.flag}")
+    if chosen_name == "tiles" and not compile_c(SOURCE, **chosen.defines).suitable():
+        pytest.skip("the system does not grant the registers of AMX")
+    kernel = grouped_linear._kernel(torch.bfloat16, **chosen.defines)
+    monkeypatch.setattr(grouped_linear, "_kernel", lambda dtype: kernel)
+    return chosen_name
+
+
+def drawn(*size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(sum(size))).bfloat16()
+
+
+def product(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
+    """In float64, of the rows of one expert."""
+    out = x.double() @ weight.double().T
+    if gated:
+        gate, up = out.chunk(2, dim=-1)
+        out = F.silu(gate) * up
+    return out
+
+
+def assert_rounded_once(out: Tensor, exact: Tensor, magnitude: Tensor | float) -> None:
+    """Half a unit in the last place, and what sums in float32 of numbers of that magnitude lose."""
+    assert out.dtype is torch.bfloat16
+    allowed = exact.abs() * _ULP + 1e-5 * magnitude
+    worst = ((out.double() - exact).abs() - allowed).max() if out.numel() else torch.tensor(-1.0)
+    assert worst <= 0, f"{worst} more than rounding explains"
+
+
+@given(
+    rows=st.lists(st.one_of(st.integers(0, 40), st.just(300)), min_size=1, max_size=3),
+    inputs=st.one_of(st.integers(1, 70), st.just(513)),
+    outputs=st.integers(1, 70),
+    gated=st.booleans(),
+    scattered=st.booleans(),
+)
+def check_products(rows: list[int], inputs: int, outputs: int, gated: bool, scattered: bool) -> None:
+    total = sum(rows)
+    weight = drawn(len(rows), outputs * (2 if gated else 1), inputs)
+    linear = GroupedLinear(weight, gated=gated)
+    rows_given = drawn(total + 3, inputs + 5)[:, :inputs] * inputs**-0.5
+    source = torch.randint(0, total + 3, (total,)) if scattered else None
+    taken = rows_given[:total] if source is None else rows_given[source]
+    out = linear(rows_given if scattered else taken, segment_offsets(torch.tensor(rows)), source)
+    assert out.shape == (total, outputs)
+    for part, result, own in zip(taken.split(rows), out.split(rows), weight, strict=True):
+        magnitude = part.double().abs() @ own.double().abs().T
+        if gated:
+            gate, up = magnitude.chunk(2, dim=-1)
+            magnitude = gate * up + gate + up
+        assert_rounded_once(result, product(part, own, gated), magnitude)
+
+
+def test_products_are_rounded_once(kind: str) -> None:
+    check_products()
+
+
+def test_a_thousand_rows(kind: str) -> None:
+    """More than one block of rows."""
+    weight, x = drawn(1, 96, 200), drawn(1000, 200)
+    out = GroupedLinear(weight)(x, torch.tensor([0, 1000]))
+    assert_rounded_once(out, product(x, weight[0], gated=False), 200.0)
+
+
+def test_a_row_does_not_depend_on_its_company(kind: str) -> None:
+    """Bit by bit: alone, in another order, from strided rows, by other experts' numbers, and by one thread or two."""
+    weight, x, first_row = drawn(3, 64, 100), drawn(640, 100), torch.tensor([0, 13, 13, 640])
+    linear = GroupedLinear(weight, gated=True)
+    whole = linear(x, first_row)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            assert torch.equal(linear(x, first_row), whole)
+            for row in (0, 12, 13, 30, 639):
+                alone = linear(x[row : row + 1], torch.tensor([0, 1]), first_expert=0 if row < 13 else 2)
+                assert torch.equal(alone[0], whole[row])
+    finally:
+        torch.set_num_threads(before)
+    backwards = torch.arange(639, 12, -1)
+    assert torch.equal(linear(x, torch.tensor([0, 627]), backwards, first_expert=2), whole[backwards])
+    strided = torch.cat([x, x], dim=1)[:, 100:]
+    assert torch.equal(linear(strided, first_row), whole)
+
+
+def test_nan_and_infinity_stay_in_their_row(kind: str) -> None:
+    weight, x = drawn(1, 40, 50), drawn(35, 50)
+    linear, rows = GroupedLinear(weight), torch.tensor([0, 35])
+    clean = linear(x, rows)
+    x[3, 7], x[20, 49] = torch.nan, torch.inf
+    out = linear(x, rows)
+    others = [row for row in range(35) if row not in (3, 20)]
+    assert torch.equal(out[others], clean[others])
+    assert out[3].isnan().all()
+    assert not out[20].isfinite().any()
+
+
+def test_the_gate_of_large_and_strange_numbers(kind: str) -> None:
+    values = torch.tensor([0.0, -0.0, 1e-30, 1.0, -1.0, 20.0, -20.0, 87.5, -87.5, 1e4, -1e4, 1e30, -1e30]).bfloat16()
+    weight = torch.eye(13).repeat(2, 1)[None].bfloat16()
+    out = GroupedLinear(weight, gated=True)(torch.diag(values), torch.tensor([0, 13])).diagonal()
+    expected = F.silu(values.double()) * values.double()
+    finite = expected.abs() < 1e38
+    torch.testing.assert_close(out[finite].double(), expected[finite], atol=1e-30, rtol=_ULP + 1e-6)
+    assert out[~finite].isinf().all()
+
+
+def test_rounding_is_to_even_and_up_to_infinity(kind: str) -> None:
+    """1 + 2^-8 and 1 + 3 * 2^-8 are between two numbers; the largest number, doubled, is infinite."""
+    x = torch.tensor([[1.0, 2.0**-8, 0], [1.0, 3 * 2.0**-8, 0], [0, 0, 3.3895e38], [0, 0, torch.nan]]).bfloat16()
+    weight = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 2.0]]).bfloat16()[None]
+    out = GroupedLinear(weight)(x, torch.tensor([0, 4]))
+    assert out[:2, 0].tolist() == [1.0, 1.015625]
+    assert out[2, 1] == torch.inf
+    assert out[3].isnan().all()
+
+
+def test_a_layer(kind: str) -> None:
+    weight = drawn(40, 24)
+    layer = NativeLinear(weight)
+    for shape in ((0, 24), (24,), (1, 24), (2, 9, 24), (70, 24)):
+        x = drawn(*shape)
+        assert_rounded_once(layer(x), product(x, weight, gated=False), 50.0)
+    assert torch.equal(layer(drawn(24, 5).T), layer(drawn(24, 5).T.contiguous()))
+
+
+@torch.inference_mode()
+def test_experts(kind: str) -> None:
+    w13, w2, x = drawn(4, 80, 48), drawn(4, 48, 40), drawn(50, 48)
+    ids, weights = torch.rand(50, 4).topk(2).indices, torch.rand(50, 2)
+    out = make_experts("native", w13 / 7, w2 / 7)(x, ids, weights)
+    expected = make_experts("reference", (w13 / 7).float(), (w2 / 7).float())(x.float(), ids, weights)
+    torch.testing.assert_close(out.float(), expected, atol=0.02, rtol=0.02)
+
+
+def test_a_kind_that_is_not_suitable_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the system does not grant the registers of AMX."""
+    asked: list[object] = []
+
+    class Library:
+        def __init__(self, kind: int) -> None:
+            self.kind, self.suitable = lambda: kind, lambda: kind == _FLOATS
+            self.lanes = self.depth = lambda: 16
+            self.copied_row_bytes = self.grouped_linear = lambda: None
+
+    def compiled(source: str, **defines: int) -> Library:
+        asked.append(defines.get("KIND"))
+        return Library(defines.get("KIND", _TILES))
+
+    monkeypatch.setattr(grouped_linear, "compile_c", compiled)
+    grouped_linear._kernel.__wrapped__(torch.bfloat16)
+    assert asked == [None, _DOTS, _FLOATS]
