@@ -1,6 +1,7 @@
 """The `native` back end: the `torch` back end on a CPU, with a C kernel for decodes (`native_decode.c`).
 
-    decode                      one new token: the kernel reads keys and values in place in the cache, once
+    decode                      one new token: the kernel reads keys and values in place in the cache, once, and
+                                computes in float32, also from a bfloat16 cache
     fresh, extend, verify       as in the `torch` back end (`attention.backends.torch.sdpa`)
     latent attention            `torch_mla` runs it, also under this name (`attention.backends.registry`)
 
@@ -38,13 +39,14 @@ __all__ = ["CHUNK_KEYS", "NativeAttentionBackend"]
 
 CHUNK_KEYS = 256
 """Keys per work item; a request that sees more keys is merged from several items."""
+_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class NativeAttentionBackend(TorchAttentionBackend):
-    """Plans decodes in C over a float32 cache on a CPU, and everything else as `torch`.
+    """Plans decodes in C over a float32 or bfloat16 cache on a CPU, and everything else as `torch`.
 
     Raises:
-        ConfigError: C cannot be compiled here, or the cache is not float32.
+        ConfigError: C cannot be compiled here, or the cache has another dtype.
     """
 
     name: ClassVar[str] = "native"
@@ -54,12 +56,14 @@ class NativeAttentionBackend(TorchAttentionBackend):
 
     def __init__(self, shape: AttentionShape, kv_cache: PagedKVCache) -> None:
         dtype = kv_cache.spec.dtype
-        if dtype is not torch.float32:
-            raise ConfigError(f"attention back end 'native' computes in float32, not {dtype}. Choose 'torch'.")
+        if dtype not in _DTYPES:
+            raise ConfigError(
+                f"attention back end 'native' reads caches of float32 or bfloat16, not {dtype}. Choose 'torch'."
+            )
         reason = why_not_c()
         if reason is not None:
             raise ConfigError(f"attention back end 'native' needs kernels in C. {reason} Or choose 'torch'.")
-        _kernel()
+        _kernel(dtype)
         super().__init__(shape, kv_cache)
 
     def plan(self, metadata: CommonAttentionMetadata) -> TorchAttentionPlan:
@@ -128,9 +132,10 @@ class _Decodes:
         )
         self._address = ctypes.addressof(self._plan)
         self._num_parts = num_parts
-        self._scratch = num_parts * shape.num_heads * (shape.head_dim + 2)
+        floats = num_parts * shape.num_heads * (shape.head_dim + 2)
+        self._scratch = floats * torch.float32.itemsize // spec.dtype.itemsize  # numbers of the workspace
         step.workspace.reserve(self._scratch)
-        kernel = _kernel()
+        kernel = _kernel(spec.dtype)
         bad = kernel.find_bad_request(self._address)
         if bad >= 0:
             raise KVCacheError(
@@ -143,17 +148,19 @@ class _Decodes:
         """See `AttentionGroup`.
 
         Raises:
-            ConfigError: queries or sinks do not fit the shape, or are not float32.
+            ConfigError: queries or sinks do not fit the shape, or queries do not have the cache's dtype.
         """
         heads, dim = step.shape.num_heads, step.shape.head_dim
-        if q.shape != (step.metadata.slot_mapping.shape[0], heads, dim) or q.dtype is not torch.float32:
-            raise ConfigError(f"{step.shape} needs queries of its own size in float32, not {q.dtype} {[*q.shape]}.")
+        dtype = step.kv_cache.spec.dtype
+        if q.shape != (step.metadata.slot_mapping.shape[0], heads, dim) or q.dtype is not dtype:
+            raise ConfigError(f"{step.shape} needs queries of its own size in {dtype}, not {q.dtype} {[*q.shape]}.")
         if sinks is not None:
             if sinks.shape != (heads,):
                 raise ConfigError(f"{step.shape} needs a sink for each of its heads, not {[*sinks.shape]}.")
             sinks = sinks.to(torch.float32).contiguous()
         if q.stride(2) != 1 or q.stride(1) != dim:
             q = q.contiguous()
+        q = q.to(torch.float32)
         cache = step.kv_cache
         out = q.new_empty(self.tokens.count, heads, dim)
         self._decode(
@@ -168,7 +175,7 @@ class _Decodes:
             self._num_parts,
             torch.get_num_threads(),
         )
-        return out
+        return out.to(dtype)
 
 
 def _tables(requests: Sequence[Request], metadata: CommonAttentionMetadata, num_blocks: int) -> Tensor:
@@ -195,14 +202,19 @@ class _Kernel:
 
 
 @cache
-def _kernel() -> _Kernel:
-    return _load_kernel()
+def _kernel(dtype: torch.dtype) -> _Kernel:
+    return _load_kernel(dtype)
 
 
-def _load_kernel(lanes: int | None = None) -> _Kernel:
-    """Compile and load the functions, with `lanes` floats per vector; by default as many as the processor has."""
+def _load_kernel(dtype: torch.dtype = torch.float32, lanes: int | None = None) -> _Kernel:
+    """Compile and load the functions for a cache of `dtype`.
+
+    Args:
+        lanes: floats per vector; by default as many as the processor has.
+    """
     source = Path(__file__).with_name("native_decode.c").read_text(encoding="utf-8")
-    library = compile_c(source, CHUNK=CHUNK_KEYS, **({"LANES": lanes} if lanes else {}))
+    own = {"LANES": lanes} if lanes else {}
+    library = compile_c(source, CHUNK=CHUNK_KEYS, BFLOAT16=int(dtype is torch.bfloat16), **own)
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.find_bad_request.argtypes = [pointer]
     library.find_bad_request.restype = number

@@ -1,4 +1,5 @@
-// Attention of one query token per request over a paged float32 cache, read in place.
+// Attention of one query token per request over a paged cache of float32 or bfloat16, read in place. Queries, sums and
+// results are float32.
 //
 //     item      (request, chunk of CHUNK visible keys); threads take items as they come, and share an item's
 //               key/value heads where there are too few items
@@ -9,20 +10,36 @@
 //     merge     a request of several chunks: their outputs, weighted by exp(maximum) and divided by the denominator
 //
 // Everything is fixed by the request alone: chunks start at its first visible key, sums have one order. So a result
-// depends neither on the batch nor on the number of threads. The compile command defines CHUNK.
+// depends neither on the batch nor on the number of threads. The compile command defines CHUNK, and BFLOAT16 (0 or 1), the
+// cache's type.
 #include <string.h>
 
 #define VECTORS (LANES / 4)
 #define HEADS 4
 #define TILE 16
 #define PASS 32          // query heads whose scores are kept at once
-#define LINE 16          // floats of a cache line
+#define LINE (64 / (int)sizeof(number)) // numbers of a cache line
 #define FEW_FLOATS 32768 // below this many floats to read, waking other threads costs more than it saves
 // Keeps a vector in a register; GCC would load it again for every use.
 #if defined(__AVX512F__) || (defined(__AVX__) && LANES == 8)
 #define KEEP(x) __asm__("" : "+v"(x))
 #else
 #define KEEP(x)
+#endif
+
+#if BFLOAT16
+typedef uint16_t number;
+typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+INLINE vec read(const number *from) { return (vec)(__builtin_convertvector(*(const halves *)from, uvec) << 16); }
+INLINE float read_one(number from) {
+    const union { uint32_t bits; float value; } x = {(uint32_t)from << 16};
+    return x.value;
+}
+#else
+typedef float number;
+INLINE vec read(const number *from) { return load(from); }
+INLINE float read_one(number from) { return from; }
 #endif
 
 typedef struct {
@@ -73,27 +90,27 @@ INLINE vec sums(vec *x) {
 
 // -- one block: `heads` query heads that share their keys -------------------------------------------------------------
 
-// Prefetches the `count` rows of `width` floats at `base + offsets[..]` into the L2 cache. Prefetching into L1 is 1.7
+// Prefetches the `count` rows of `width` numbers at `base + offsets[..]` into the L2 cache. Prefetching into L1 is 1.7
 // times slower, because its few pending misses would always wait for memory.
-INLINE void prefetch(const float *base, const int64_t *offsets, int count, int width) {
+INLINE void prefetch(const number *base, const int64_t *offsets, int count, int width) {
     for (int i = 0; i < count; i++)
         for (int at = 0; at < width; at += LINE) __builtin_prefetch(base + offsets[i] + at, 0, 1);
 }
 
 // `scores` [keys, heads] of the keys at `base + offsets[..]`, up to whole vectors of them: -inf behind `count`.
-INLINE void score_keys(const Plan *plan, int heads, const float *q, const float *base, const int64_t *offsets,
-                       int count, const float *next, const int64_t *next_offsets, float *scores) {
+INLINE void score_keys(const Plan *plan, int heads, const float *q, const number *base, const int64_t *offsets,
+                       int count, const number *next, const int64_t *next_offsets, float *scores) {
     const int step = LANES / heads, dim = plan->head_dim, whole = dim / LANES * LANES;
     for (int key = 0; key < count; key += step) {
         if (next) prefetch(next, next_offsets + key, step, dim);
-        const float *k[LANES];
+        const number *k[LANES];
         vec sum[LANES];
         UNROLL for (int i = 0; i < step; i++) k[i] = base + offsets[key + i];
         UNROLL for (int i = 0; i < LANES; i++) sum[i] = all(0.0f);
         for (int d = 0; d < whole; d += LANES) {
             vec part[LANES];
             UNROLL for (int i = 0; i < step; i++) {
-                part[i] = load(k[i] + d);
+                part[i] = read(k[i] + d);
                 KEEP(part[i]);
             }
             UNROLL for (int h = 0; h < heads; h++) {
@@ -106,7 +123,7 @@ INLINE void score_keys(const Plan *plan, int heads, const float *q, const float 
             vec own, other;
             UNROLL for (int i = 0; i < LANES; i++) {
                 own[i] = q[(int64_t)(i % heads) * dim + d];
-                other[i] = k[i / heads][d];
+                other[i] = read_one(k[i / heads][d]);
             }
             found += own * other;
         }
@@ -142,26 +159,26 @@ INLINE void weigh(int heads, int count, float *scores, float *most, float *total
 }
 
 // Adds weighted values to `out` [heads, head_dim], numbers d .. d + vectors * LANES of every head.
-INLINE void add_vectors(const Plan *plan, int heads, int vectors, int d, const float *base, const int64_t *offsets,
-                        int count, const float *next, const float *weights, float *out) {
+INLINE void add_vectors(const Plan *plan, int heads, int vectors, int d, const number *base, const int64_t *offsets,
+                        int count, const number *next, const float *weights, float *out) {
     const int64_t dim = plan->head_dim;
     vec sum[HEADS * VECTORS];
     UNROLL for (int h = 0; h < heads; h++)
         UNROLL for (int j = 0; j < vectors; j++) sum[h * vectors + j] = load(out + h * dim + d + j * LANES);
     for (int key = 0; key < count; key++) {
-        const float *v = base + offsets[key] + d;
+        const number *v = base + offsets[key] + d;
         if (next) prefetch(next + d, offsets + TILE + key, 1, vectors * LANES);
         UNROLL for (int h = 0; h < heads; h++) {
             const vec weight = all(weights[key * heads + h]);
-            UNROLL for (int j = 0; j < vectors; j++) sum[h * vectors + j] += weight * load(v + j * LANES);
+            UNROLL for (int j = 0; j < vectors; j++) sum[h * vectors + j] += weight * read(v + j * LANES);
         }
     }
     UNROLL for (int h = 0; h < heads; h++)
         UNROLL for (int j = 0; j < vectors; j++) store(out + h * dim + d + j * LANES, sum[h * vectors + j]);
 }
 
-INLINE void add_values(const Plan *plan, int heads, const float *base, const int64_t *offsets, int count,
-                       const float *next, const float *weights, float *out) {
+INLINE void add_values(const Plan *plan, int heads, const number *base, const int64_t *offsets, int count,
+                       const number *next, const float *weights, float *out) {
     const int64_t dim = plan->head_dim;
     int d = 0;
     for (; d + VECTORS * LANES <= dim; d += VECTORS * LANES)
@@ -169,13 +186,13 @@ INLINE void add_values(const Plan *plan, int heads, const float *base, const int
     for (; d + LANES <= dim; d += LANES) add_vectors(plan, heads, 1, d, base, offsets, count, next, weights, out);
     for (; d < dim; d++)
         for (int key = 0; key < count; key++)
-            for (int h = 0; h < heads; h++) out[h * dim + d] += weights[key * heads + h] * base[offsets[key] + d];
+            for (int h = 0; h < heads; h++) out[h * dim + d] += weights[key * heads + h] * read_one(base[offsets[key] + d]);
 }
 
 #define FOR_HEADS(call) heads == 4 ? call(4) : heads == 2 ? call(2) : call(1)
 
-static void score_block(const Plan *plan, int heads, const float *q, const float *base, const int64_t *offsets,
-                        int count, const float *next, const int64_t *next_offsets, float *scores) {
+static void score_block(const Plan *plan, int heads, const float *q, const number *base, const int64_t *offsets,
+                        int count, const number *next, const int64_t *next_offsets, float *scores) {
 #define CALL(n) score_keys(plan, n, q, base, offsets, count, next, next_offsets, scores)
     FOR_HEADS(CALL);
 #undef CALL
@@ -187,8 +204,8 @@ static void weigh_block(int heads, int count, float *scores, float *most, float 
 #undef CALL
 }
 
-static void add_block(const Plan *plan, int heads, const float *base, const int64_t *offsets, int count,
-                      const float *next, const float *weights, float *out) {
+static void add_block(const Plan *plan, int heads, const number *base, const int64_t *offsets, int count,
+                      const number *next, const float *weights, float *out) {
 #define CALL(n) add_values(plan, n, base, offsets, count, next, weights, out)
     FOR_HEADS(CALL);
 #undef CALL
@@ -217,7 +234,7 @@ static int list_blocks(const Plan *plan, int64_t head, int64_t end, Block *block
 // Writes the item's result for the query heads `first_head` to `end_head`, at most PASS of them, into `out` [heads,
 // head_dim]. If `stats` [heads, 2] is given, `out` is not divided, and `stats` gets the maxima and denominators.
 static void run_pass(const Plan *plan, int64_t first_head, int64_t end_head, const int64_t *offsets, int count,
-                     const float *q, const float *keys, const float *values, const float *sinks, float *out,
+                     const float *q, const number *keys, const number *values, const float *sinks, float *out,
                      float *stats) {
     const int64_t dim = plan->head_dim;
     float scores[PASS * CHUNK] __attribute__((aligned(64)));
@@ -227,7 +244,7 @@ static void run_pass(const Plan *plan, int64_t first_head, int64_t end_head, con
     for (int key = 0; key < count; key += TILE)
         for (const Block *block = blocks; block < end; block++) {
             const int last = key + TILE >= count, tile = last ? count - key : TILE;
-            const float *next = (last ? values : keys) + block->column;
+            const number *next = (last ? values : keys) + block->column;
             score_block(plan, block->heads, q + block->head * dim, keys + block->column, offsets + key, tile,
                         block->leads ? next : NULL, last ? offsets : offsets + key + TILE,
                         scores + (block->head - first_head) * CHUNK + key * block->heads);
@@ -253,7 +270,7 @@ static void run_pass(const Plan *plan, int64_t first_head, int64_t end_head, con
     for (int key = 0; key < count; key += TILE)
         for (const Block *block = blocks; block < end; block++) {
             const int last = key + TILE >= count;
-            const float *base = values + block->column;
+            const number *base = values + block->column;
             add_block(plan, block->heads, base, offsets + key, last ? count - key : TILE,
                       block->leads && !last ? base : NULL,
                       scores + (block->head - first_head) * CHUNK + key * block->heads, out + block->head * dim);
@@ -263,7 +280,7 @@ static void run_pass(const Plan *plan, int64_t first_head, int64_t end_head, con
 }
 
 static void run_item(const Plan *plan, const int32_t *item, int64_t first_head, int64_t end_head, const float *q,
-                     int64_t q_stride, const float *keys, const float *values, const float *sinks, float *out,
+                     int64_t q_stride, const number *keys, const number *values, const float *sinks, float *out,
                      float *parts, float *stats) {
     const int64_t row = plan->num_kv_heads * plan->head_dim, result = plan->num_heads * plan->head_dim;
     const int64_t request = item[0], first = item[1], part = item[3];
@@ -325,7 +342,7 @@ int64_t find_bad_request(const Plan *plan) {
 
 // `q` rows of q_stride floats, each [num_heads, head_dim]; `keys`, `values` [num_blocks, block_size, num_kv_heads,
 // head_dim]; `out` [requests, num_heads, head_dim]; `scratch`: num_heads * (head_dim + 2) floats for each part.
-void decode(const Plan *plan, const float *q, int64_t q_stride, const float *keys, const float *values,
+void decode(const Plan *plan, const float *q, int64_t q_stride, const number *keys, const number *values,
             const float *sinks, float *out, float *scratch, int64_t num_parts, int64_t threads) {
     const int64_t kv_heads = plan->num_kv_heads;
     const int64_t splits = plan->num_items < 4 * threads ? kv_heads : 1;

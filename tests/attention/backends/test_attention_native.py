@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -71,8 +72,7 @@ def on_threads(count: int, compute: Callable[[], Tensor]) -> Tensor:
 @pytest.fixture(params=[16, 8])
 def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Numbers a vector: AVX-512's, and everybody else's."""
-    kernel = native._load_kernel(request.param)
-    monkeypatch.setattr(native, "_kernel", lambda: kernel)
+    monkeypatch.setattr(native, "_kernel", lambda dtype: native._load_kernel(dtype, request.param))
     return request.param
 
 
@@ -131,6 +131,18 @@ def test_long_contexts_in_chunks(window: int | None, sinks: bool, heads: tuple[i
     lengths = (CHUNK_KEYS - 1, CHUNK_KEYS, CHUNK_KEYS + 1, LONG)
     batch = make_batch([(length - 1, 1) for length in lengths], shape=shape, block_size=16)
     torch.testing.assert_close(run("native", batch), run("torch", batch), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("lanes")
+@pytest.mark.parametrize("heads", [(8, 2, 64), (5, 1, 20), (70, 2, 8), (4, 4, 3)])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 17, "soft_cap": 1.5, "sinks": True}], ids=["plain", "all"])
+def test_a_bfloat16_cache_gives_what_the_same_numbers_give_in_float32(
+    heads: tuple[int, int, int], options: dict[str, Any]
+) -> None:
+    """Bit for bit, rounded once at the end."""
+    shape = AttentionShape(*heads, **options)
+    batch = make_batch([(30, 1), (0, 1), (LONG, 1), (CHUNK_KEYS, 1)], shape=shape, block_size=16).to(torch.bfloat16)
+    assert torch.equal(run("native", batch), run("native", batch.to(torch.float32)).to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("drafts", ["chain", "tree"])
@@ -229,7 +241,7 @@ def test_what_the_kernel_would_read_past_is_refused() -> None:
     batch = make_batch([(30, 1)], shape=AttentionShape(4, 2, 8, sinks=True))
     assert batch.sinks is not None
     plan = NativeAttentionBackend(batch.shape, batch.new_cache()).plan(batch.metadata)
-    with pytest.raises(ConfigError, match=r"queries of its own size in float32, not torch.float64"):
+    with pytest.raises(ConfigError, match=r"queries of its own size in torch.float32, not torch.float64"):
         plan.forward(batch.q.double(), batch.k, batch.v, 0, batch.sinks)
     with pytest.raises(ConfigError, match=r"queries of its own size"):
         plan.forward(batch.q[:, :3], batch.k, batch.v, 0, batch.sinks)
@@ -239,8 +251,8 @@ def test_what_the_kernel_would_read_past_is_refused() -> None:
 
 def test_other_caches_are_refused_by_name() -> None:
     batch = make_batch([(30, 1)])
-    half = batch.to(torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"'native' computes in float32, not torch\.bfloat16"):
+    half = batch.to(torch.float16)
+    with pytest.raises(ConfigError, match=r"'native' reads caches of float32 or bfloat16, not torch\.float16"):
         make_attention_backend("native", half.shape, half.new_cache())
     assert UBatchAttention(half.shape, half.new_cache()).decode_name == "torch"
     fp8 = make_batch([(30, 1)], fp8=True)
