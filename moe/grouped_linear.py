@@ -22,7 +22,7 @@ from torch import Tensor
 from ubatch import ConfigError
 from ubatch.kernels.c_jit import compile_c, kernel_of, why_not_c
 
-__all__ = ["GroupedLinear", "NativeLinear"]
+__all__ = ["GroupedLinear", "NativeLinear", "add_rows", "run_layer"]
 
 _FOLDER = Path(__file__).parent / "kernels"
 _SCRATCH_BYTES = 1 << 18  # of a thread's copied rows, which stay in its second-level cache
@@ -83,7 +83,8 @@ class GroupedLinear:
         rows = x.shape[0] if source is None else source.shape[0]
         out = x.new_empty(rows, self._packed.shape[3] // (2 if self._gated else 1) * self._panels)
         threads = torch.get_num_threads()  # in a new thread OpenMP's own default would apply, not torch's
-        scratch = self._kernel.scratch(threads, rows, self._inputs)
+        copied_rows, row_bytes = self._kernel.copied(rows, self._inputs)
+        scratch = torch.empty(threads, copied_rows * row_bytes, dtype=torch.uint8, device="cpu")
         self._kernel.run(
             x.data_ptr(),
             x.stride(0),
@@ -94,11 +95,85 @@ class GroupedLinear:
             self._inputs,
             self._packed.data_ptr() + first_expert * self._packed.stride(0) * self._packed.itemsize,
             out.data_ptr(),
-            *(() if scratch is None else (scratch.data_ptr(), scratch.shape[1])),
+            *((scratch.data_ptr(), copied_rows) if copied_rows else ()),
             self._gated,
             threads,
         )
         return out if out.shape[1] == self.outputs else out[:, : self.outputs]
+
+
+def run_layer(
+    up: GroupedLinear, down: GroupedLinear, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, first_expert: int
+) -> Tensor:
+    """All experts of a layer in bfloat16 in one call: sorting, both products, and the sum over a token's choices.
+
+    The arguments are not checked further.
+
+    Args:
+        up: gated; `down` takes its results, and gives rows like those of `x`.
+        x: `[N, in]` bfloat16; its rows may be strided, each is contiguous.
+        topk_ids: `[N, k]`, the experts of each row; those that are not held are ignored.
+        topk_weights: `[N, k]` float32.
+        first_expert: the id of the first held expert.
+
+    Returns:
+        `[N, in]`, contiguous.
+
+    Raises:
+        ConfigError: the weights are not bfloat16.
+    """
+    kernel, (tokens, top_k), experts = up._kernel, topk_ids.shape, up._packed.shape[0]
+    pairs, threads = tokens * top_k, torch.get_num_threads()
+    ids, weights = topk_ids.long().contiguous(), topk_weights.float().contiguous()
+    up_rows, up_bytes = kernel.copied(pairs, up._inputs)
+    down_rows, down_bytes = kernel.copied(pairs, down._inputs)
+    scratch_bytes = max(up_rows * up_bytes, down_rows * down_bytes)
+    scratch = torch.empty(threads, scratch_bytes, dtype=torch.uint8, device="cpu")
+    numbers = torch.empty(experts + 1 + 2 * pairs, dtype=torch.int64, device="cpu")
+    inner = x.new_empty(pairs, up._panels * kernel.lanes)
+    rows = x.new_empty(pairs, down._panels * 2 * kernel.lanes)
+    out = x.new_empty(x.shape)
+    kernel.run_layer(
+        x.data_ptr(),
+        x.stride(0),
+        ids.data_ptr(),
+        weights.data_ptr(),
+        tokens,
+        top_k,
+        first_expert,
+        experts,
+        up._inputs,
+        up._panels,
+        up._packed.data_ptr(),
+        down._inputs,
+        down._panels,
+        down._packed.data_ptr(),
+        numbers.data_ptr(),
+        inner.data_ptr(),
+        rows.data_ptr(),
+        out.data_ptr(),
+        scratch.data_ptr(),
+        scratch_bytes,
+        up_rows,
+        down_rows,
+        threads,
+    )
+    return out
+
+
+def add_rows(rows: Tensor, row_of_pair: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+    """As `moe.segments.segment_sum`, for `rows` in bfloat16 and `weights` in float32, with the bits of `run_layer`.
+
+    Raises:
+        ConfigError: C cannot be compiled here.
+    """
+    tokens, columns = offsets.shape[0] - 1, rows.shape[1]
+    out = rows.new_empty(tokens, columns)
+    addresses = (row_of_pair.data_ptr(), offsets.data_ptr(), weights.data_ptr())
+    _kernel(torch.bfloat16).add_rows(
+        rows.data_ptr(), rows.stride(0), *addresses, tokens, columns, out.data_ptr(), torch.get_num_threads()
+    )
+    return out
 
 
 class NativeLinear:
@@ -134,12 +209,17 @@ class NativeLinear:
         return self._linear(rows, torch.tensor((0, rows.shape[0]))).reshape(*x.shape[:-1], self._linear.outputs)
 
 
+def _refuse(*_: object) -> None:
+    raise ConfigError("whole layers of experts run in one call in bfloat16 only.")
+
+
 @dataclass(frozen=True)
 class _Kernel:
     """The compiled kernel of a dtype.
 
     Attributes:
         run: `grouped_linear` of the source.
+        run_layer, add_rows: `experts_layer` and `add_rows`; both raise ConfigError in float32.
         lanes: columns of half a panel, by default as many floats as a vector of the processor has.
         group: inputs that are side by side in a panel.
         depth: a panel's inputs are filled up with zeros to a multiple of it.
@@ -150,15 +230,17 @@ class _Kernel:
     lanes: int
     group: int = 1
     depth: int = 1
+    run_layer: Callable[..., None] = _refuse
+    add_rows: Callable[..., None] = _refuse
     copied_row_bytes: Callable[[int], int] | None = None
 
-    def scratch(self, threads: int, rows: int, inputs: int) -> Tensor | None:
-        """Memory for rows that the threads copy, `[threads, rows of each, bytes of a row]`; None if not needed."""
+    def copied(self, rows: int, inputs: int) -> tuple[int, int]:
+        """How many of the rows a thread copies at once, and the bytes of each; zeros if it copies none."""
         if self.copied_row_bytes is None:
-            return None
+            return 0, 0
         row_bytes = self.copied_row_bytes(inputs)
         tiles = max(1, min(-(-rows // _SCRATCH_ROWS), _SCRATCH_BYTES // row_bytes // _SCRATCH_ROWS))
-        return torch.empty(threads, tiles * _SCRATCH_ROWS, row_bytes, dtype=torch.uint8, device="cpu")
+        return tiles * _SCRATCH_ROWS, row_bytes
 
 
 @cache
@@ -172,10 +254,15 @@ def _kernel(dtype: torch.dtype, **defines: int) -> _Kernel:
     if dtype is torch.float32:
         library = compile_c((_FOLDER / "grouped_linear.c").read_text(encoding="utf-8"), **defines)
         return _Kernel(kernel_of(library, "grouped_linear", *first, *last), int(library.lanes()))
-    source = (_FOLDER / "grouped_linear_bf16.c").read_text(encoding="utf-8")
+    source = "".join(
+        (_FOLDER / f"{name}.c").read_text(encoding="utf-8") for name in ("bf16_tiles", "grouped_linear_bf16")
+    )
     library = compile_c(source, **defines)
     while not library.suitable() and "KIND" not in defines:
         library = compile_c(source, **defines, KIND=int(library.kind()) - 1)
     library.copied_row_bytes.argtypes, library.copied_row_bytes.restype = (number,), number
     run = kernel_of(library, "grouped_linear", *first, pointer, number, *last)
-    return _Kernel(run, int(library.lanes()), 2, int(library.depth()), library.copied_row_bytes)
+    sizes = (*[number] * 6, pointer, *[number] * 2, *[pointer] * 6, *[number] * 3, ctypes.c_int)
+    layer = kernel_of(library, "experts_layer", pointer, number, *[pointer] * 2, *sizes)
+    add = kernel_of(library, "add_rows", pointer, number, *[pointer] * 3, number, number, pointer, ctypes.c_int)
+    return _Kernel(run, int(library.lanes()), 2, int(library.depth()), layer, add, library.copied_row_bytes)

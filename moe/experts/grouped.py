@@ -41,7 +41,7 @@ class GroupedExperts(FusedExperts):
         if not plan.token_of_row.shape[0]:
             return hidden_states.new_zeros(hidden_states.shape)
         rows = self._run_experts(hidden_states, plan, range(len(self.expert_range)))
-        return segment_sum(rows, plan.row_of_pair, plan.pair_offsets, plan.weights(topk_weights, rows.dtype))
+        return self._add_rows(rows, plan.row_of_pair, plan.pair_offsets, plan.weights(topk_weights))
 
     def run_blocks(
         self,
@@ -55,7 +55,7 @@ class GroupedExperts(FusedExperts):
         self.check_input(hidden_states, topk_ids, topk_weights, scales)
         hidden_states = self.dequantized(hidden_states, scales)
         plan = _plan(topk_ids, self.expert_range)
-        weights = plan.weights(topk_weights, hidden_states.dtype)
+        weights = plan.weights(topk_weights)
         slots = topk_ids - self.expert_range.start
         is_local = (slots >= 0) & (slots < len(self.expert_range))
         last = torch.where(is_local, block_of(slots, blocks), 0).amax(1).long()
@@ -72,7 +72,7 @@ class GroupedExperts(FusedExperts):
             here = plan.rows_of(block)
             if here:
                 rows[here.start : here.stop] = self._run_experts(hidden_states, plan, block)
-            yield segment_sum(
+            yield self._add_rows(
                 rows, row_of_pair[pair:next_pair], offsets[token : next_token + 1] - pair, weights[pair:next_pair]
             )
 
@@ -96,6 +96,10 @@ class GroupedExperts(FusedExperts):
             return self.run_expert(slot, hidden_states.index_select(0, tokens))[:rows]
 
         return torch.cat([run(slot) for slot in slots if plan.rows_per_expert[slot]])
+
+    def _add_rows(self, rows: Tensor, row_of_pair: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        """`segment_sum` with weights of another dtype."""
+        return segment_sum(rows, row_of_pair, offsets, weights.to(rows.dtype))
 
     def rows_of_call(self, rows: int) -> int:
         """The number of rows to pass to `run_expert` instead of `rows`; fewer are passed at the end of the batch."""
@@ -134,10 +138,9 @@ class RowPlan:
         """The rows of consecutive experts."""
         return range(self.starts[slots.start], self.starts[slots.stop])
 
-    def weights(self, topk_weights: Tensor, dtype: torch.dtype) -> Tensor:
+    def weights(self, topk_weights: Tensor) -> Tensor:
         """The weights of the local pairs, `[M]`, from those of all choices."""
-        weights = topk_weights.flatten() if self.pair_is_local is None else topk_weights[self.pair_is_local]
-        return weights.to(dtype)
+        return topk_weights.flatten() if self.pair_is_local is None else topk_weights[self.pair_is_local]
 
 
 def _plan(topk_ids: Tensor, held: range) -> RowPlan:

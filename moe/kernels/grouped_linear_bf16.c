@@ -4,321 +4,200 @@
 // scratch that stays in the cache, filled up with zeros to whole tiles, and reads each panel from memory once:
 //
 //     weight   [experts, panels, pairs, 2 * LANES, 2]    pairs of inputs, in the order in which they are read
-//     tile     up to MAX_ROWS rows x 2 * LANES columns, sums in float32
+//     tile     up to MAX_ROWS rows x 2 * LANES columns, see bf16_tiles.c
 //
-// Each output is the sum over the inputs in a fixed order, independent of the other rows and of the number of threads,
-// and is rounded once. There are three kinds of tiles, the first that the processor has is used:
-//
-//     TILES    AMX: 2 x 2 registers of 16 x 16 sums; takes denormal numbers as zero
-//     DOTS     AVX512-BF16: dot products of pairs; takes denormal numbers as zero
-//     FLOATS   any processor: numbers are converted to float32
-//
-// KIND is the first of them that the processor has, or is given. EMULATED_TILES computes AMX's in plain C, for tests.
+// Each output is the sum over the inputs in a fixed order, independent of the other rows and of the number of threads.
 #include <omp.h>
-#include <string.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
-#define FLOATS 0
-#define DOTS 1
-#define TILES 2
-#ifndef KIND
-#if LANES == 16 && defined(__AMX_BF16__)
-#define KIND TILES
-#elif LANES == 16 && defined(__AVX512BF16__)
-#define KIND DOTS
-#else
-#define KIND FLOATS
-#endif
-#endif
-
-#if KIND == TILES
-#define MAX_ROWS 32
-#elif LANES == 16
-#define MAX_ROWS 12
-#else
-#define MAX_ROWS 4
-#endif
-#define WIDTH (2 * LANES)
-#define DEPTH 32 // inputs are filled up to a multiple: what a tile's register holds of a row
-#define AHEAD 4096 // prefetch distance, in numbers, if a panel is read once
 #define LEAST_ROWS 64 // blocks are not made smaller to keep all threads busy, but panels are divided
 
-typedef uint16_t bf16;
-#if KIND == FLOATS
-typedef float copied;
-#else
-typedef bf16 copied;
-#endif
+// One product of all experts.
+//   x          [*, x_stride]; row i of the output is computed from row source[i], or from row i if source is null
+//   source     [rows]
+//   first_row  [experts + 1], where each expert's rows begin
+//   weight     [experts, panels, pairs, 2 * LANES, 2]
+//   out        if gated [rows, panels * LANES], silu(first half of the panel) * second half; else
+//              [rows, panels * 2 * LANES]
+typedef struct {
+    const bf16 *x;
+    int64_t x_stride;
+    const int64_t *source, *first_row;
+    int64_t experts, panels, inputs;
+    const bf16 *weight;
+    bf16 *out;
+    int gated;
+} product;
 
-int lanes(void) { return LANES; }
-int depth(void) { return DEPTH; }
-int kind(void) { return KIND; }
-int64_t copied_row_bytes(int64_t inputs) { return (inputs + DEPTH - 1) / DEPTH * DEPTH * sizeof(copied); }
+// A product's jobs: experts x `blocks` of `rows` each x `parts` of the panels.
+typedef struct {
+    int64_t blocks, rows, parts;
+} jobs;
 
-// Whether this kind can be used, and is the best; to be asked once per process, before the first product.
-int suitable(void) {
-#if KIND == TILES && !defined(EMULATED_TILES)
-    return !syscall(SYS_arch_prctl, 0x1023, 18); // the system grants the registers: ARCH_REQ_XCOMP_PERM, XTILEDATA
-#elif KIND == DOTS
-    return !__builtin_cpu_is("intel"); // there, FLOATS take 0.6 of the time of DOTS
-#else
-    return 1;
-#endif
-}
-
-// Rounds to the nearest number in bfloat16, to even if two are as near.
-INLINE void write_rounded(bf16 *to, vec x) {
-#if defined(__AVX512BF16__) && LANES == 16
-    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
-#else
-    typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
-    typedef bf16 halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-    const uvec bits = (uvec)x, nearest = bits + 0x7fff + (bits >> 16 & 1), quiet = bits | 0x400000;
-    *(halves *)to = __builtin_convertvector((uvec)choose(x == x, (vec)nearest, (vec)quiet) >> 16, halves);
-#endif
-}
-
-INLINE void write_sums(bf16 *to, vec first, vec second, int gated) {
-    if (gated) {
-        write_rounded(to, first / (1.0f + exponential(-first)) * second);
-    } else {
-        write_rounded(to, first);
-        write_rounded(to + LANES, second);
+static int64_t count_blocks(const product *p, jobs *split) {
+    int64_t used = 0;
+    split->blocks = 1;
+    for (int64_t expert = 0; expert < p->experts; expert++) {
+        const int64_t own = (p->first_row[expert + 1] - p->first_row[expert] + split->rows - 1) / split->rows;
+        if (own > split->blocks) split->blocks = own;
+        used += own;
     }
+    return used;
 }
 
-#if KIND == TILES
+// As many jobs as keep the threads busy, if there are.
+static jobs split_product(const product *p, int64_t rows, int threads) {
+    jobs split = {.rows = rows, .parts = 1};
+    const int64_t wanted = 4 * threads;
+    int64_t used = count_blocks(p, &split);
+    while (used < wanted && split.rows > LEAST_ROWS) {
+        split.rows = (split.rows / 2 + 31) / 32 * 32;
+        used = count_blocks(p, &split);
+    }
+    while (used * split.parts < wanted && 2 * split.parts <= p->panels) split.parts *= 2;
+    return split;
+}
 
-#ifdef EMULATED_TILES
-static _Thread_local bf16 registers[8][16][32];
-static void tile_load(int to, const void *from, int64_t stride) {
-    for (int r = 0; r < 16; r++) memcpy(registers[to][r], (const char *)from + r * stride, 64);
-}
-static void tile_store(int from, void *to, int64_t stride) {
-    for (int r = 0; r < 16; r++) memcpy((char *)to + r * stride, registers[from][r], 64);
-}
-static void tile_zero(int to) { memset(registers[to], 0, sizeof registers[to]); }
-static float wide(bf16 x) {
-    const uint32_t bits = (uint32_t)x << 16;
-    float y;
-    memcpy(&y, &bits, 4);
-    return y;
-}
-static void tile_dot(int to, int rows, int weights) {
-    float sums[16][16];
-    memcpy(sums, registers[to], sizeof sums);
-    for (int r = 0; r < 16; r++)
-        for (int column = 0; column < 16; column++)
-            for (int k = 0; k < 32; k++)
-                sums[r][column] += wide(registers[rows][r][k]) * wide(registers[weights][k / 2][2 * column + k % 2]);
-    memcpy(registers[to], sums, sizeof sums);
-}
-static void begin_tiles(void) {}
-static void end_tiles(void) {}
-#else
-#define tile_load(to, from, stride) _tile_loadd(to, from, stride)
-#define tile_store(from, to, stride) _tile_stored(from, to, stride)
-#define tile_zero(to) _tile_zero(to)
-#define tile_dot(to, rows, weights) _tile_dpbf16ps(to, rows, weights)
-static void begin_tiles(void) {
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } config = {.palette = 1};
-    for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = 16;
-    __asm__ volatile("" : : "r"(&config) : "memory"); // GCC does not know that the next line reads all of it
-    _tile_loadconfig(&config);
-}
-static void end_tiles(void) { _tile_release(); }
-#endif
-
-// Rows are copied as the registers read them: [tiles of 16 rows, width / DEPTH, 16, DEPTH].
-static void copy_row(copied *to, int64_t row, const bf16 *x, int64_t inputs, int64_t width) {
-    to += row / 16 * 16 * width + row % 16 * DEPTH;
-    for (int64_t k = 0; k < inputs; k += DEPTH, to += 16 * DEPTH) {
-        const int64_t left = inputs - k;
-        if (left >= DEPTH) {
-            memcpy(to, x + k, 2 * DEPTH);
-        } else {
-            memset(to, 0, 2 * DEPTH);
-            memcpy(to, x + k, 2 * left);
+// All panels of a part, by the copied rows.
+static void multiply_part(
+    const product *p, int64_t expert, int64_t start, int64_t rows, int64_t panel, int64_t end, const copied *x) {
+    const int64_t columns = p->gated ? LANES : WIDTH, width = (p->inputs + DEPTH - 1) / DEPTH * DEPTH;
+    const int64_t stride = p->panels * columns;
+    // Tiles of AMX: a panel is read ahead of its single tile, or while the tiles of the panel before are computed.
+    const int64_t tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    const int lines = (DEPTH + tiles - 1) / tiles;
+    for (; panel < end; panel++) {
+        const bf16 *weight = p->weight + (expert * p->panels + panel) * width * WIDTH;
+        for (int64_t r = 0, now, line = 0; r < rows; r += now, line += lines) {
+            // The last two tiles split the remaining rows evenly; a tile of AMX takes whole registers.
+            const int64_t left = rows - r;
+            now = left <= MAX_ROWS ? left : KIND == TILES || left >= 2 * MAX_ROWS ? MAX_ROWS : (left + 1) / 2;
+            const bf16 *ahead = weight + (tiles == 1 ? AHEAD : width * WIDTH + line * WIDTH);
+            multiply(weight, x + r * width, width, now, p->out + (start + r) * stride + panel * columns, stride,
+                     p->gated, ahead, tiles > 1 && (panel == end - 1 || line >= DEPTH) ? 0 : lines);
         }
     }
 }
 
-// Registers 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights. All loads precede the products: where the core's other
-// thread is busy, alternating takes 1.2 times as long. While it computes, it prefetches `lines` for each 32 inputs.
-static void multiply(
-    const bf16 *weight, const copied *x, int64_t width, int rows, bf16 *out, int64_t out_stride, int gated,
-    const bf16 *ahead, int lines) {
-    float sums[4][16][16] __attribute__((aligned(64)));
-    __asm__ volatile("" : : : "memory"); // GCC does not know that the next lines read memory
-    tile_zero(0);
-    tile_zero(1);
-    tile_zero(2);
-    tile_zero(3);
-    for (int64_t k = 0; k < width; k += DEPTH, weight += DEPTH * WIDTH, ahead += DEPTH * WIDTH, x += 16 * DEPTH) {
-        for (int line = 0; line < lines; line++) __builtin_prefetch(ahead + line * WIDTH);
-        tile_load(4, x, 2 * DEPTH);
-        if (rows > 16) tile_load(5, x + 16 * width, 2 * DEPTH);
-        tile_load(6, weight, 4 * WIDTH);
-        tile_load(7, weight + WIDTH, 4 * WIDTH);
-        tile_dot(0, 4, 6);
-        tile_dot(1, 4, 7);
-        if (rows > 16) {
-            tile_dot(2, 5, 6);
-            tile_dot(3, 5, 7);
+// Called by every thread of a parallel region, each with a scratch of its own; returns when all are done.
+static void run(const product *p, jobs split, copied *scratch) {
+    const int64_t width = (p->inputs + DEPTH - 1) / DEPTH * DEPTH;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t job = 0; job < p->experts * split.blocks * split.parts; job++) {
+        const int64_t part = job % split.parts, block = job / split.parts % split.blocks;
+        const int64_t expert = job / split.parts / split.blocks, start = p->first_row[expert] + block * split.rows;
+        int64_t rows = p->first_row[expert + 1] - start;
+        if (rows > split.rows) rows = split.rows;
+        if (rows <= 0) continue;
+        for (int64_t r = 0; r < rows; r++) {
+            const int64_t from = p->source ? p->source[start + r] : start + r;
+            copy_row(scratch, r, p->x + from * p->x_stride, p->inputs, width);
         }
-    }
-    tile_store(0, sums[0], 64);
-    tile_store(1, sums[1], 64);
-    if (rows > 16) {
-        tile_store(2, sums[2], 64);
-        tile_store(3, sums[3], 64);
-    }
-    for (int r = 0; r < rows; r++) {
-        const int tile = r / 16 * 2;
-        write_sums(out + r * out_stride, load(sums[tile][r % 16]), load(sums[tile + 1][r % 16]), gated);
+        multiply_part(p, expert, start, rows, part * p->panels / split.parts, (part + 1) * p->panels / split.parts,
+                      scratch);
     }
 }
 
-#else
-
-static void begin_tiles(void) {}
-static void end_tiles(void) {}
-
-// Rows are copied side by side.
-static void copy_row(copied *to, int64_t row, const bf16 *x, int64_t inputs, int64_t width) {
-    to += row * width;
-#if KIND == DOTS
-    memcpy(to, x, 2 * inputs);
-#else
-    for (int64_t k = 0; k < inputs; k++) ((uint32_t *)to)[k] = (uint32_t)x[k] << 16;
-#endif
-    memset(to + inputs, 0, (width - inputs) * sizeof(copied));
-}
-
-// Adds the products of a pair of inputs, `x`, of a row with those of `LANES` columns, `u`.
-#if KIND == DOTS
-typedef int32_t pairs __attribute__((may_alias, aligned(2)));
-#define ADD(sum, x, u) sum = (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(*(const pairs *)(x)), u)
-#define UNPACK(name, from) const __m512bh name = (__m512bh)_mm512_loadu_si512(from)
-#else
-typedef struct { vec even, odd; } unpacked;
-INLINE unpacked unpack(const bf16 *from) {
-    const ivec both = *(const ivec *)from;
-    return (unpacked){(vec)(both << 16), (vec)(both & -65536)};
-}
-#define ADD(sum, x, u) sum += (x)[0] * u.even, sum += (x)[1] * u.odd
-#define UNPACK(name, from) const unpacked name = unpack(from)
-#endif
-
-#define TILE(ROWS)                                                                                                     \
-    static void tile_##ROWS(                                                                                           \
-        const bf16 *weight, const copied *x, int64_t width, bf16 *out, int64_t out_stride, int gated) {                \
-        vec first[ROWS], second[ROWS];                                                                                 \
-        UNROLL for (int r = 0; r < ROWS; r++) first[r] = second[r] = all(0.0f);                                        \
-        for (int64_t k = 0; k < width; k += 2, weight += 2 * WIDTH) {                                                  \
-            __builtin_prefetch(weight + AHEAD);                                                                        \
-            __builtin_prefetch(weight + AHEAD + WIDTH);                                                                \
-            UNPACK(u, weight);                                                                                         \
-            UNPACK(v, weight + WIDTH);                                                                                 \
-            UNROLL for (int r = 0; r < ROWS; r++) {                                                                    \
-                ADD(first[r], x + r * width + k, u);                                                                   \
-                ADD(second[r], x + r * width + k, v);                                                                  \
-            }                                                                                                          \
-        }                                                                                                              \
-        for (int r = 0; r < ROWS; r++) write_sums(out + r * out_stride, first[r], second[r], gated);                   \
-    }
-
-typedef void tile(const bf16 *weight, const copied *x, int64_t width, bf16 *out, int64_t out_stride, int gated);
-TILE(1) TILE(2) TILE(3) TILE(4)
-#if LANES == 16
-TILE(5) TILE(6) TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
-#endif
-
-static tile *const BY_ROWS[MAX_ROWS + 1] = {
-    0, tile_1, tile_2, tile_3, tile_4,
-#if LANES == 16
-    tile_5, tile_6, tile_7, tile_8, tile_9, tile_10, tile_11, tile_12,
-#endif
-};
-
-static void multiply(
-    const bf16 *weight, const copied *x, int64_t width, int rows, bf16 *out, int64_t out_stride, int gated,
-    const bf16 *ahead, int lines) {
-    (void)ahead, (void)lines;
-    BY_ROWS[rows](weight, x, width, out, out_stride, gated);
-}
-
-#endif
-
-static int64_t count_blocks(const int64_t *first_row, int64_t experts, int64_t block_rows, int64_t *most) {
-    int64_t sum = 0;
-    *most = 1;
-    for (int64_t expert = 0; expert < experts; expert++) {
-        const int64_t own = (first_row[expert + 1] - first_row[expert] + block_rows - 1) / block_rows;
-        if (own > *most) *most = own;
-        sum += own;
-    }
-    return sum;
-}
-
-// Args:
-//   x           [*, x_stride]; row i of the output is computed from row source[i], or from row i if source is null
-//   source      [rows]
-//   first_row   [experts + 1], where each expert's rows begin
-//   weight      [experts, panels, pairs, 2 * LANES, 2]
-//   out         if gated [rows, panels * LANES], silu(first half of the panel) * second half; else
-//               [rows, panels * 2 * LANES]
+// One product. The arguments before `scratch` are those of `product`.
 //   scratch     [threads, block_rows, copied_row_bytes]
 //   block_rows  most rows that a thread copies, a multiple of 32
 void grouped_linear(
     const bf16 *x, int64_t x_stride, const int64_t *source, const int64_t *first_row, int64_t experts, int64_t panels,
-    int64_t inputs, const bf16 *weight, bf16 *out, char *scratch, int64_t block_rows, int gated,
-    int threads) {
-    const int64_t columns = gated ? LANES : WIDTH, width = (inputs + DEPTH - 1) / DEPTH * DEPTH;
-    const int64_t scratch_bytes = block_rows * copied_row_bytes(inputs), wanted = 4 * threads;
-    int64_t most, used = count_blocks(first_row, experts, block_rows, &most), parts = 1;
-    while (used < wanted && block_rows > LEAST_ROWS) {
-        block_rows = (block_rows / 2 + 31) / 32 * 32;
-        used = count_blocks(first_row, experts, block_rows, &most);
-    }
-    while (used * parts < wanted && 2 * parts <= panels) parts *= 2;
+    int64_t inputs, const bf16 *weight, bf16 *out, char *scratch, int64_t block_rows, int gated, int threads) {
+    const product p = {x, x_stride, source, first_row, experts, panels, inputs, weight, out, gated};
+    const jobs split = split_product(&p, block_rows, threads);
+    const int64_t scratch_bytes = block_rows * copied_row_bytes(inputs);
 #pragma omp parallel num_threads(threads)
     {
         begin_tiles();
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t job = 0; job < experts * most * parts; job++) {
-            const int64_t part = job % parts, block = job / parts % most, expert = job / parts / most;
-            const int64_t start = first_row[expert] + block * block_rows;
-            int64_t rows = first_row[expert + 1] - start;
-            if (rows > block_rows) rows = block_rows;
-            if (rows <= 0) continue;
-            copied *own = (copied *)(scratch + omp_get_thread_num() * scratch_bytes);
-            for (int64_t r = 0; r < rows; r++)
-                copy_row(own, r, x + (source ? source[start + r] : start + r) * x_stride, inputs, width);
-            // Tiles of AMX: a panel is read ahead of its single tile, or while the tiles of the panel before are computed.
-            const int64_t tiles = (rows + MAX_ROWS - 1) / MAX_ROWS, last = (part + 1) * panels / parts - 1;
-            const int lines = (DEPTH + tiles - 1) / tiles;
-            for (int64_t panel = part * panels / parts; panel <= last; panel++) {
-                const bf16 *own_weight = weight + (expert * panels + panel) * width * WIDTH;
-                bf16 *to = out + start * panels * columns + panel * columns;
-                for (int64_t r = 0, now, line = 0; r < rows; r += now, line += lines) {
-                    // The last two tiles split the remaining rows evenly; a tile of AMX takes whole registers.
-                    const int64_t left = rows - r;
-                    now = left <= MAX_ROWS ? left : KIND == TILES || left >= 2 * MAX_ROWS ? MAX_ROWS : (left + 1) / 2;
-                    const bf16 *ahead = own_weight + (tiles == 1 ? AHEAD : width * WIDTH + line * WIDTH);
-                    multiply(own_weight, own + r * width, width, now, to + r * panels * columns, panels * columns, gated,
-                             ahead, tiles > 1 && (panel == last || line >= DEPTH) ? 0 : lines);
-                }
-            }
-        }
+        run(&p, split, (copied *)(scratch + omp_get_thread_num() * scratch_bytes));
         end_tiles();
+    }
+}
+
+// Sorts the pairs (token, choice) by expert, stably. Pairs of experts that are not held here have the row -1.
+//   first_row    [experts + 1], written
+//   token        [pairs], written: the token of each row
+//   row_of_pair  [pairs], written
+static void sort_pairs(
+    const int64_t *ids, int64_t tokens, int64_t top_k, int64_t first_expert, int64_t experts, int64_t *first_row,
+    int64_t *token, int64_t *row_of_pair) {
+    memset(first_row, 0, (experts + 1) * sizeof *first_row);
+    for (int64_t pair = 0; pair < tokens * top_k; pair++) {
+        const int64_t expert = ids[pair] - first_expert;
+        if (expert >= 0 && expert < experts) first_row[expert + 1]++;
+    }
+    for (int64_t expert = 0; expert < experts; expert++) first_row[expert + 1] += first_row[expert];
+    for (int64_t pair = 0; pair < tokens * top_k; pair++) {
+        const int64_t expert = ids[pair] - first_expert, held = expert >= 0 && expert < experts;
+        row_of_pair[pair] = held ? first_row[expert]++ : -1;
+        if (held) token[row_of_pair[pair]] = pair / top_k;
+    }
+    for (int64_t expert = experts; expert > 0; expert--) first_row[expert] = first_row[expert - 1];
+    first_row[0] = 0;
+}
+
+// Writes the sum of weight * row over a token's choices, in their order; choices with row -1 are left out.
+static void add_choices(
+    bf16 *to, int64_t columns, const bf16 *rows, int64_t stride, const int64_t *row_of_pair, const float *weights,
+    int64_t choices) {
+    typedef bf16 halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+    for (int64_t column = 0; column < columns; column += LANES) {
+        const int64_t left = columns - column, bytes = 2 * (left < LANES ? left : LANES);
+        vec sum = all(0.0f);
+        for (int64_t choice = 0; choice < choices; choice++) {
+            if (row_of_pair[choice] < 0) continue;
+            const bf16 *from = rows + row_of_pair[choice] * stride + column;
+            halves x = {0};
+            if (left < LANES) memcpy(&x, from, bytes);
+            else x = *(const halves *)from;
+            sum += weights[choice] * (vec)(__builtin_convertvector(x, ivec) << 16);
+        }
+        bf16 rounded[LANES];
+        write_rounded(rounded, sum);
+        memcpy(to + column, rounded, bytes);
+    }
+}
+
+// out [tokens, columns]: the sums of weights[i] * rows[row_of_pair[i]], i from offsets[token] to offsets[token + 1]
+void add_rows(
+    const bf16 *rows, int64_t stride, const int64_t *row_of_pair, const int64_t *offsets, const float *weights,
+    int64_t tokens, int64_t columns, bf16 *out, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t t = 0; t < tokens; t++)
+        add_choices(out + t * columns, columns, rows, stride, row_of_pair + offsets[t], weights + offsets[t],
+                    offsets[t + 1] - offsets[t]);
+}
+
+// All experts of a layer, in one parallel region.
+//   x             [tokens, x_stride]
+//   ids, weights  [tokens, top_k]; ids below first_expert, or from first_expert + experts on, are ignored
+//   up, down      weights of gated and plain panels
+//   numbers       [experts + 1 + 2 * tokens * top_k], overwritten
+//   inner, rows   [tokens * top_k, up_panels * LANES or down_panels * 2 * LANES], overwritten
+//   out           [tokens, hidden]
+//   scratch       [threads, scratch_bytes]: up_rows x copied_row_bytes(hidden), and the same of down, fit into it
+void experts_layer(
+    const bf16 *x, int64_t x_stride, const int64_t *ids, const float *weights, int64_t tokens, int64_t top_k,
+    int64_t first_expert, int64_t experts, int64_t hidden, int64_t up_panels, const bf16 *up, int64_t intermediate,
+    int64_t down_panels, const bf16 *down, int64_t *numbers, bf16 *inner, bf16 *rows, bf16 *out, char *scratch,
+    int64_t scratch_bytes, int64_t up_rows, int64_t down_rows, int threads) {
+    int64_t *const first_row = numbers, *const token = first_row + experts + 1;
+    int64_t *const row_of_pair = token + tokens * top_k;
+    const int64_t stride = down_panels * WIDTH;
+    sort_pairs(ids, tokens, top_k, first_expert, experts, first_row, token, row_of_pair);
+    const product first = {x, x_stride, token, first_row, experts, up_panels, hidden, up, inner, 1};
+    const product second = {inner, up_panels * LANES, 0, first_row, experts, down_panels, intermediate, down, rows, 0};
+    const jobs first_split = split_product(&first, up_rows, threads);
+    const jobs second_split = split_product(&second, down_rows, threads);
+#pragma omp parallel num_threads(threads)
+    {
+        copied *own = (copied *)(scratch + omp_get_thread_num() * scratch_bytes);
+        begin_tiles();
+        run(&first, first_split, own);
+        run(&second, second_split, own);
+        end_tiles();
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < tokens; t++)
+            add_choices(out + t * hidden, hidden, rows, stride, row_of_pair + t * top_k, weights + t * top_k, top_k);
     }
 }

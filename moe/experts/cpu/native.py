@@ -1,4 +1,8 @@
-"""Experts for serving on a CPU: as `grouped`, with products and activation in two loops in C."""
+"""Experts for serving on a CPU: as `grouped`, with products and activation in two loops in C.
+
+In bfloat16 all of a layer is one call, sorting and summing included: with products this fast, torch's small operators
+take a third of a decode step's time.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from torch import Tensor
 
 from moe.experts.cpu.repacked import RepackedExperts
 from moe.experts.grouped import RowPlan
-from moe.grouped_linear import GroupedLinear
+from moe.grouped_linear import GroupedLinear, add_rows, run_layer
 from moe.segments import segment_offsets
 
 __all__ = ["NativeExperts"]
@@ -23,16 +27,35 @@ class NativeExperts(RepackedExperts):
         self._down = GroupedLinear(self.w2)
         del self.w2
 
+    def forward(
+        self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, scales: Tensor | None = None
+    ) -> Tensor:
+        if self._up.dtype is not torch.bfloat16:
+            return super().forward(hidden_states, topk_ids, topk_weights, scales)
+        self.check_input(hidden_states, topk_ids, topk_weights, scales)
+        x = self.dequantized(hidden_states, scales)
+        self.check_usable(x)
+        return run_layer(self._up, self._down, _rows(x), topk_ids, topk_weights, self.expert_range.start)
+
     def _run_experts(self, hidden_states: Tensor, plan: RowPlan, slots: range) -> Tensor:
         self.check_usable(hidden_states)
         first_row = segment_offsets(torch.tensor(plan.rows_per_expert[slots.start : slots.stop]))
         rows = plan.rows_of(slots)
         tokens = plan.token_of_row[rows.start : rows.stop]
-        x = hidden_states if hidden_states.stride(1) == 1 else hidden_states.contiguous()
-        inner = self._up(x, first_row, tokens, first_expert=slots.start)
+        inner = self._up(_rows(hidden_states), first_row, tokens, first_expert=slots.start)
         return self._down(inner, first_row, first_expert=slots.start)
+
+    def _add_rows(self, rows: Tensor, row_of_pair: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        if rows.dtype is not torch.bfloat16:
+            return super()._add_rows(rows, row_of_pair, offsets, weights)
+        return add_rows(rows, row_of_pair, offsets, weights.float().contiguous())
 
     def run_expert(self, slot: int, x: Tensor) -> Tensor:
         self.check_usable(x)
         rows = torch.tensor([0, x.shape[0]])
         return self._down(self._up(x.contiguous(), rows, first_expert=slot), rows, first_expert=slot)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """`x` `[N, H]` with contiguous rows."""
+    return x if x.stride(1) == 1 else x.contiguous()

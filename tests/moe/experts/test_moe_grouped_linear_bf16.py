@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe import NativeLinear, grouped_linear, make_experts
-from moe.grouped_linear import GroupedLinear
+from moe import NativeLinear, grouped_linear
+from moe.experts.cpu.native import NativeExperts
+from moe.experts.grouped import GroupedExperts
+from moe.grouped_linear import GroupedLinear, run_layer
 from moe.segments import segment_offsets
+from ubatch import ConfigError
 from ubatch.kernels.c_jit import compile_c
 
 _FLAGS = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace") if Path("/proc/cpuinfo").exists() else ""
@@ -38,7 +42,7 @@ KINDS = {
     "emulated tiles": Kind({"KIND": _TILES, "LANES": 16, "EMULATED_TILES": 1}),
 }
 
-SOURCE = (grouped_linear._FOLDER / "grouped_linear_bf16.c").read_text(encoding="utf-8")
+SOURCE = (grouped_linear._FOLDER / "bf16_tiles.c").read_text(encoding="utf-8")
 
 pytestmark = needs_c
 
@@ -175,28 +179,55 @@ def test_a_layer(kind: str) -> None:
     assert torch.equal(layer(drawn(24, 5).T), layer(drawn(24, 5).T.contiguous()))
 
 
+def reference_experts(w13: Tensor, w2: Tensor, x: Tensor, ids: Tensor, weights: Tensor, first: int) -> Tensor:
+    """In float64, with results of products rounded to bfloat16."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for row, choice in ids.ne(-1).nonzero().tolist():
+        slot = int(ids[row, choice]) - first
+        if 0 <= slot < w13.shape[0]:
+            inner = product(x[row], w13[slot], gated=True).bfloat16()
+            out[row] += product(inner, w2[slot], gated=False).bfloat16() * weights[row, choice].double()
+    return out
+
+
+@pytest.mark.parametrize("hidden", [48, 64, 70])
+@pytest.mark.parametrize("tokens", [0, 1, 50, 300])
 @torch.inference_mode()
-def test_experts(kind: str) -> None:
-    w13, w2, x = drawn(4, 80, 48), drawn(4, 48, 40), drawn(50, 48)
-    ids, weights = torch.rand(50, 4).topk(2).indices, torch.rand(50, 2)
-    out = make_experts("native", w13 / 7, w2 / 7)(x, ids, weights)
-    expected = make_experts("reference", (w13 / 7).float(), (w2 / 7).float())(x.float(), ids, weights)
-    torch.testing.assert_close(out.float(), expected, atol=0.02, rtol=0.02)
+def test_a_layer_of_experts_in_one_call(kind: str, tokens: int, hidden: int) -> None:
+    """The numbers of the reference and, bit by bit, of products and sums one after the other, alone and in blocks."""
+    w13, w2, x = drawn(4, 80, hidden) / 7, drawn(4, hidden, 40) / 7, drawn(tokens, 2 * hidden)[:, :hidden]
+    ids, weights = torch.rand(tokens, 9).topk(3).indices, torch.rand(tokens, 3)
+    ids[ids == 8] = -1
+    experts = NativeExperts(w13, w2, first_expert=2)
+    out = experts(x, ids, weights)
+    assert out.is_contiguous()
+    torch.testing.assert_close(
+        out.double(), reference_experts(w13, w2, x, ids, weights, first=2), atol=2e-2, rtol=2 * _ULP
+    )
+    assert torch.equal(GroupedExperts.forward(experts, x, ids, weights), out)
+    assert torch.equal(experts(x.contiguous(), ids.int(), weights), out)
+    blocks = torch.cat(list(experts.run_blocks(x, ids, weights, [range(3), range(3, 4)])))
+    in_first = torch.where((ids == 5), 1, 0).amax(1) == 0
+    assert torch.equal(blocks, torch.cat([out[in_first], out[~in_first]]))
+    for row in range(0, tokens, 49):
+        assert torch.equal(experts(x[row : row + 1], ids[row : row + 1], weights[row : row + 1])[0], out[row])
+
+
+def test_only_bfloat16_runs_in_one_call() -> None:
+    up, down = GroupedLinear(torch.randn(2, 32, 16), gated=True), GroupedLinear(torch.randn(2, 16, 16))
+    with pytest.raises(ConfigError, match="in bfloat16 only"):
+        run_layer(up, down, torch.randn(3, 16), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), 0)
 
 
 def test_a_kind_that_is_not_suitable_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the system does not grant the registers of AMX."""
     asked: list[object] = []
 
-    class Library:
-        def __init__(self, kind: int) -> None:
-            self.kind, self.suitable = lambda: kind, lambda: kind == _FLOATS
-            self.lanes = self.depth = lambda: 16
-            self.copied_row_bytes = self.grouped_linear = lambda: None
-
-    def compiled(source: str, **defines: int) -> Library:
+    def compiled(source: str, **defines: int) -> Mock:
         asked.append(defines.get("KIND"))
-        return Library(defines.get("KIND", _TILES))
+        kind = defines.get("KIND", _TILES)
+        answers = {"kind": kind, "suitable": kind == _FLOATS, "lanes": 16, "depth": 32}
+        return Mock(**{name: Mock(return_value=value) for name, value in answers.items()})
 
     monkeypatch.setattr(grouped_linear, "compile_c", compiled)
     grouped_linear._kernel.__wrapped__(torch.bfloat16)

@@ -1,0 +1,250 @@
+// Tiles of a product in bfloat16, for moe/kernels/grouped_linear_bf16.c, which follows this file when it is compiled.
+//
+// `multiply` computes up to MAX_ROWS rows x 2 * LANES columns, with sums in float32 that are rounded once:
+//
+//     TILES    AMX: 2 x 2 registers of 16 x 16 sums; takes denormal numbers as zero
+//     DOTS     AVX512-BF16: dot products of pairs; takes denormal numbers as zero
+//     FLOATS   any processor: numbers are converted to float32
+//
+// KIND is the first of them that the processor has, or is given. EMULATED_TILES computes AMX's in plain C, for tests.
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#define FLOATS 0
+#define DOTS 1
+#define TILES 2
+#ifndef KIND
+#if LANES == 16 && defined(__AMX_BF16__)
+#define KIND TILES
+#elif LANES == 16 && defined(__AVX512BF16__)
+#define KIND DOTS
+#else
+#define KIND FLOATS
+#endif
+#endif
+
+#if KIND == TILES
+#define MAX_ROWS 32
+#elif LANES == 16
+#define MAX_ROWS 12
+#else
+#define MAX_ROWS 4
+#endif
+#define WIDTH (2 * LANES)
+#define DEPTH 32 // inputs are filled up to a multiple: what a tile's register holds of a row
+#define AHEAD 4096 // prefetch distance, in numbers, if a panel is read once
+
+typedef uint16_t bf16;
+#if KIND == FLOATS
+typedef float copied;
+#else
+typedef bf16 copied;
+#endif
+
+int lanes(void) { return LANES; }
+int depth(void) { return DEPTH; }
+int kind(void) { return KIND; }
+int64_t copied_row_bytes(int64_t inputs) { return (inputs + DEPTH - 1) / DEPTH * DEPTH * sizeof(copied); }
+
+// Whether this kind can be used, and is the best; to be asked once per process, before the first product.
+int suitable(void) {
+#if KIND == TILES && !defined(EMULATED_TILES)
+    return !syscall(SYS_arch_prctl, 0x1023, 18); // the system grants the registers: ARCH_REQ_XCOMP_PERM, XTILEDATA
+#elif KIND == DOTS
+    return !__builtin_cpu_is("intel"); // there, FLOATS take 0.6 of the time of DOTS
+#else
+    return 1;
+#endif
+}
+
+// Rounds to the nearest number in bfloat16, to even if two are as near.
+INLINE void write_rounded(bf16 *to, vec x) {
+#if defined(__AVX512BF16__) && LANES == 16
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+    typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+    typedef bf16 halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+    const uvec bits = (uvec)x, nearest = bits + 0x7fff + (bits >> 16 & 1), quiet = bits | 0x400000;
+    *(halves *)to = __builtin_convertvector((uvec)choose(x == x, (vec)nearest, (vec)quiet) >> 16, halves);
+#endif
+}
+
+INLINE void write_sums(bf16 *to, vec first, vec second, int gated) {
+    if (gated) {
+        write_rounded(to, first / (1.0f + exponential(-first)) * second);
+    } else {
+        write_rounded(to, first);
+        write_rounded(to + LANES, second);
+    }
+}
+
+#if KIND == TILES
+
+#ifdef EMULATED_TILES
+static _Thread_local bf16 registers[8][16][32];
+static void tile_load(int to, const void *from, int64_t stride) {
+    for (int r = 0; r < 16; r++) memcpy(registers[to][r], (const char *)from + r * stride, 64);
+}
+static void tile_store(int from, void *to, int64_t stride) {
+    for (int r = 0; r < 16; r++) memcpy((char *)to + r * stride, registers[from][r], 64);
+}
+static void tile_zero(int to) { memset(registers[to], 0, sizeof registers[to]); }
+static float wide(bf16 x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &bits, 4);
+    return y;
+}
+static void tile_dot(int to, int rows, int weights) {
+    float sums[16][16];
+    memcpy(sums, registers[to], sizeof sums);
+    for (int r = 0; r < 16; r++)
+        for (int column = 0; column < 16; column++)
+            for (int k = 0; k < 32; k++)
+                sums[r][column] += wide(registers[rows][r][k]) * wide(registers[weights][k / 2][2 * column + k % 2]);
+    memcpy(registers[to], sums, sizeof sums);
+}
+static void begin_tiles(void) {}
+static void end_tiles(void) {}
+#else
+#define tile_load(to, from, stride) _tile_loadd(to, from, stride)
+#define tile_store(from, to, stride) _tile_stored(from, to, stride)
+#define tile_zero(to) _tile_zero(to)
+#define tile_dot(to, rows, weights) _tile_dpbf16ps(to, rows, weights)
+static void begin_tiles(void) {
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } config = {.palette = 1};
+    for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = 16;
+    __asm__ volatile("" : : "r"(&config) : "memory"); // GCC does not know that the next line reads all of it
+    _tile_loadconfig(&config);
+}
+static void end_tiles(void) { _tile_release(); }
+#endif
+
+// Rows are copied as the registers read them: [tiles of 16 rows, width / DEPTH, 16, DEPTH].
+static void copy_row(copied *to, int64_t row, const bf16 *x, int64_t inputs, int64_t width) {
+    to += row / 16 * 16 * width + row % 16 * DEPTH;
+    for (int64_t k = 0; k < inputs; k += DEPTH, to += 16 * DEPTH) {
+        const int64_t left = inputs - k;
+        if (left >= DEPTH) {
+            memcpy(to, x + k, 2 * DEPTH);
+        } else {
+            memset(to, 0, 2 * DEPTH);
+            memcpy(to, x + k, 2 * left);
+        }
+    }
+}
+
+// Registers 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights. All loads precede the products: where the core's other
+// thread is busy, alternating takes 1.2 times as long. While it computes, it prefetches `lines` for each 32 inputs.
+static void multiply(
+    const bf16 *weight, const copied *x, int64_t width, int rows, bf16 *out, int64_t out_stride, int gated,
+    const bf16 *ahead, int lines) {
+    float sums[4][16][16] __attribute__((aligned(64)));
+    __asm__ volatile("" : : : "memory"); // GCC does not know that the next lines read memory
+    tile_zero(0);
+    tile_zero(1);
+    tile_zero(2);
+    tile_zero(3);
+    for (int64_t k = 0; k < width; k += DEPTH, weight += DEPTH * WIDTH, ahead += DEPTH * WIDTH, x += 16 * DEPTH) {
+        for (int line = 0; line < lines; line++) __builtin_prefetch(ahead + line * WIDTH);
+        tile_load(4, x, 2 * DEPTH);
+        if (rows > 16) tile_load(5, x + 16 * width, 2 * DEPTH);
+        tile_load(6, weight, 4 * WIDTH);
+        tile_load(7, weight + WIDTH, 4 * WIDTH);
+        tile_dot(0, 4, 6);
+        tile_dot(1, 4, 7);
+        if (rows > 16) {
+            tile_dot(2, 5, 6);
+            tile_dot(3, 5, 7);
+        }
+    }
+    tile_store(0, sums[0], 64);
+    tile_store(1, sums[1], 64);
+    if (rows > 16) {
+        tile_store(2, sums[2], 64);
+        tile_store(3, sums[3], 64);
+    }
+    for (int r = 0; r < rows; r++) {
+        const int tile = r / 16 * 2;
+        write_sums(out + r * out_stride, load(sums[tile][r % 16]), load(sums[tile + 1][r % 16]), gated);
+    }
+}
+
+#else
+
+static void begin_tiles(void) {}
+static void end_tiles(void) {}
+
+// Rows are copied side by side.
+static void copy_row(copied *to, int64_t row, const bf16 *x, int64_t inputs, int64_t width) {
+    to += row * width;
+#if KIND == DOTS
+    memcpy(to, x, 2 * inputs);
+#else
+    for (int64_t k = 0; k < inputs; k++) ((uint32_t *)to)[k] = (uint32_t)x[k] << 16;
+#endif
+    memset(to + inputs, 0, (width - inputs) * sizeof(copied));
+}
+
+// Adds the products of a pair of inputs, `x`, of a row with those of `LANES` columns, `u`.
+#if KIND == DOTS
+typedef int32_t pairs __attribute__((may_alias, aligned(2)));
+#define ADD(sum, x, u) sum = (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(*(const pairs *)(x)), u)
+#define UNPACK(name, from) const __m512bh name = (__m512bh)_mm512_loadu_si512(from)
+#else
+typedef struct { vec even, odd; } unpacked;
+INLINE unpacked unpack(const bf16 *from) {
+    const ivec both = *(const ivec *)from;
+    return (unpacked){(vec)(both << 16), (vec)(both & -65536)};
+}
+#define ADD(sum, x, u) sum += (x)[0] * u.even, sum += (x)[1] * u.odd
+#define UNPACK(name, from) const unpacked name = unpack(from)
+#endif
+
+#define TILE(ROWS)                                                                                                     \
+    static void tile_##ROWS(                                                                                           \
+        const bf16 *weight, const copied *x, int64_t width, bf16 *out, int64_t out_stride, int gated) {                \
+        vec first[ROWS], second[ROWS];                                                                                 \
+        UNROLL for (int r = 0; r < ROWS; r++) first[r] = second[r] = all(0.0f);                                        \
+        for (int64_t k = 0; k < width; k += 2, weight += 2 * WIDTH) {                                                  \
+            __builtin_prefetch(weight + AHEAD);                                                                        \
+            __builtin_prefetch(weight + AHEAD + WIDTH);                                                                \
+            UNPACK(u, weight);                                                                                         \
+            UNPACK(v, weight + WIDTH);                                                                                 \
+            UNROLL for (int r = 0; r < ROWS; r++) {                                                                    \
+                ADD(first[r], x + r * width + k, u);                                                                   \
+                ADD(second[r], x + r * width + k, v);                                                                  \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (int r = 0; r < ROWS; r++) write_sums(out + r * out_stride, first[r], second[r], gated);                   \
+    }
+
+typedef void tile(const bf16 *weight, const copied *x, int64_t width, bf16 *out, int64_t out_stride, int gated);
+TILE(1) TILE(2) TILE(3) TILE(4)
+#if LANES == 16
+TILE(5) TILE(6) TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
+#endif
+
+static tile *const BY_ROWS[MAX_ROWS + 1] = {
+    0, tile_1, tile_2, tile_3, tile_4,
+#if LANES == 16
+    tile_5, tile_6, tile_7, tile_8, tile_9, tile_10, tile_11, tile_12,
+#endif
+};
+
+static void multiply(
+    const bf16 *weight, const copied *x, int64_t width, int rows, bf16 *out, int64_t out_stride, int gated,
+    const bf16 *ahead, int lines) {
+    (void)ahead, (void)lines;
+    BY_ROWS[rows](weight, x, width, out, out_stride, gated);
+}
+
+#endif
