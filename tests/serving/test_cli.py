@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -216,9 +215,7 @@ def test_generate_on_two_ranks_is_the_same(tmp_path: Path, capfd: pytest.Capture
     assert main(["generate", TINY, *prompts, *flags, "--emulated-link", "10", "1000"]) == 0
     overlapped = capfd.readouterr().out
     assert overlapped.split("steps:")[0] == plain
-    found = re.search(r"steps: (\d+) overlapped", overlapped)
-    assert found is not None
-    assert int(found[1]) >= 6  # all 10 but a prefill and a decode on each rank, if its second prompt comes a step later
+    assert "steps: 10 overlapped, 0 not" in overlapped
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from model_runner import ModelRunner, PendingStep, SamplingParams, ScheduledRequ
 from serving.engine import EngineClient, EngineOptions
 from serving.engine.rank import process
 from serving.engine.rank.process import run_engine
+from serving.engine.wire.link import EngineLink
+from serving.engine.wire.messages import Ready
 from serving.requests import RequestInput
 from serving.scheduler import SchedulerConfig
 from ubatch import UBatchConfig
@@ -68,6 +70,23 @@ def run_uneven_engine(options: EngineOptions, rank: int, host: str, port: int) -
         return load(*args, **kwargs)
 
     process.make_runner = load_late
+    run_engine(options, rank, host, port)
+
+
+DROWSY_S = 1.0
+"""How long rank 1 does nothing after it is ready, with `run_drowsy_engine`."""
+
+
+def run_drowsy_engine(options: EngineOptions, rank: int, host: str, port: int) -> None:
+    """`run_engine`, in which rank 1 loses the processor as soon as it is ready, as on a busy machine."""
+    send = EngineLink.send
+
+    def send_and_sleep(link: EngineLink, message: Any) -> None:
+        send(link, message)
+        if isinstance(message, Ready):
+            time.sleep(DROWSY_S * rank)
+
+    EngineLink.send = send_and_sleep  # type: ignore[method-assign]
     run_engine(options, rank, host, port)
 
 

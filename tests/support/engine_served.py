@@ -12,7 +12,9 @@ from engine_mains import tiny, tokens_of, wait_for
 
 from model_runner import SamplingParams
 from serving.engine import EngineClient, EngineOptions
+from serving.engine.launch import EngineMain
 from serving.engine.offline import InProcessEngine
+from serving.engine.rank.process import run_engine
 from serving.requests import RequestInput, RequestOutput
 
 T = TypeVar("T")
@@ -28,9 +30,9 @@ PARAMS = [
 class Served:
     """A client, and the loop that it lives on."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, engine_main: EngineMain = run_engine) -> None:
         self._runner = asyncio.Runner()
-        self.client = self.run(EngineClient.start(options))
+        self.client = self.run(EngineClient.start(options, engine_main=engine_main))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(work)

@@ -213,6 +213,7 @@ class Engine:
     def serve(self) -> None:
         """Serve requests until `Shutdown` arrives."""
         self._link.send(self._ready)
+        self._pause()  # a step without requests could keep one rank while the other gets its first ones
         while self._take_in(wait_s=0):
             if self._group is not None:
                 with self._group.step():

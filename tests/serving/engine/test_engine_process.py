@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_mains import is_alive, tiny, tokens_of, wait_for
+from engine_mains import is_alive, run_drowsy_engine, tiny, tokens_of, wait_for
 from engine_served import LONG, PROMPTS, Served, cpu_seconds, outputs_of_one_rank
 
 from attention import KVCacheExhausted
@@ -44,6 +44,24 @@ def test_the_streams_are_those_of_one_rank_alone(served: Served, expected: list[
     for rank in (0, 1):
         assert statistics[rank].generation_tokens > 0
         assert any(key.endswith("/engaged") for key in statistics[rank].steps), statistics[rank].steps
+
+
+def test_requests_that_come_together_start_in_the_same_step() -> None:
+    """Also if they come before a slow rank has had its first look at what there is."""
+    served = Served(tiny(2, expert_parallel=True), run_drowsy_engine)
+    try:
+        params = SamplingParams(max_tokens=5, ignore_eos=True)
+        tokens = [tokens_of(served.client, str(index), PROMPTS[index], params) for index in range(4)]
+
+        async def at_once() -> None:
+            await asyncio.gather(*tokens)
+            await served.client.settle()
+
+        served.run(at_once())
+        for statistics in served.client.statistics.values():
+            assert sum(statistics.steps.values()) == 5, statistics.steps
+    finally:
+        served.close()
 
 
 def test_ranks_that_pause_use_no_cpu_and_wake_again(served: Served, expected: list[list[int]]) -> None:
