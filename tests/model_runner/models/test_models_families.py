@@ -49,7 +49,7 @@ def test_a_model_in_bf16_stays_near_its_reference(tmp_path: Path) -> None:
     with ModelRunner(path, num_kv_blocks=64, dtype=torch.bfloat16) as runner:
         mlp: Any = runner.model.get_submodule("layers.1.mlp")
         assert (mlp.gate.dtype, mlp.correction_bias.dtype) == (torch.float32, torch.float32)
-        assert mlp.kernel.experts.w13.dtype == torch.bfloat16
+        assert mlp.kernel.experts.dtype == torch.bfloat16
         assert runner.kv_cache.spec.dtype == torch.bfloat16
         requests = admitted(runner, PROMPTS)
         got = all_logits(runner, [ScheduledRequest(request, request.num_tokens) for request in requests])
