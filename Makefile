@@ -71,10 +71,10 @@ WORKERS ?= $(shell echo $$(($$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 
 PYTEST := env --unset=PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: setup-test ## the tests, but for those that are long by nature: 15 minutes on 2 cores
+test: setup-test ## the tests, but for those that are long by nature: 10 minutes on 2 cores
 	$(PYTEST) -m "not slow" $(PARALLEL)
 
-test-fast: setup-test ## for every commit: the tests that start nothing and compute little, under three minutes on 2 cores
+test-fast: setup-test ## for every commit: the tests that start nothing and compute little: two minutes on 2 cores
 	$(PYTEST) -m "not slow and not long and not ranks and not server and not triton and not gpu" $(PARALLEL)
 
 test-slow: setup-test ## the tests that are long by nature: more of the zoo, of interrupts, of transports, of servers
