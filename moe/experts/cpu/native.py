@@ -34,7 +34,7 @@ class NativeExperts(RepackedExperts):
             return super().forward(hidden_states, topk_ids, topk_weights, scales)
         self.check_input(hidden_states, topk_ids, topk_weights, scales)
         x = self.dequantized(hidden_states, scales)
-        self.check_usable(x)
+        self.check_usable(x, topk_weights)
         return run_layer(self._up, self._down, _rows(x), topk_ids, topk_weights, self.expert_range.start)
 
     def _run_experts(self, hidden_states: Tensor, plan: RowPlan, slots: range) -> Tensor:
@@ -48,6 +48,7 @@ class NativeExperts(RepackedExperts):
     def _add_rows(self, rows: Tensor, row_of_pair: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
         if rows.dtype is not torch.bfloat16:
             return super()._add_rows(rows, row_of_pair, offsets, weights)
+        self.check_usable(weights)
         return add_rows(rows, row_of_pair, offsets, weights.float().contiguous())
 
     def run_expert(self, slot: int, x: Tensor) -> Tensor:

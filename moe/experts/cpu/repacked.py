@@ -34,15 +34,16 @@ class RepackedExperts(GroupedExperts):
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         raise ConfigError("repacked experts cannot be copied. Use experts_backend='grouped'.")
 
-    def check_usable(self, x: Tensor) -> None:
-        """Refuse inputs that these experts do not support.
+    def check_usable(self, *inputs: Tensor) -> None:
+        """Refuse inputs, rows or weights of choices, that these experts do not support.
 
         Raises:
-            ConfigError: `x` is not on the CPU, or needs a gradient.
+            ConfigError: one is not on the CPU, or needs a gradient.
         """
-        if x.device.type != "cpu":
-            raise ConfigError(f"repacked experts are on the CPU, but their input is on {x.device}. Move it.")
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise ConfigError(
-                "repacked experts have no gradients. Use torch.inference_mode(), or experts_backend='grouped'."
-            )
+        for x in inputs:
+            if x.device.type != "cpu":
+                raise ConfigError(f"repacked experts are on the CPU, but their input is on {x.device}. Move it.")
+            if torch.is_grad_enabled() and x.requires_grad:
+                raise ConfigError(
+                    "repacked experts have no gradients. Use torch.inference_mode(), or experts_backend='grouped'."
+                )

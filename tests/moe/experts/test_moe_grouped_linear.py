@@ -145,6 +145,22 @@ def test_native_experts_stay_what_they_are(dtype: torch.dtype) -> None:
         experts(x, ids, weights)
 
 
+@needs_c
+def test_the_weights_of_choices_get_their_gradient_or_a_refusal() -> None:
+    ids = torch.tensor([[0], [1], [0]])
+    for dtype in (torch.float32, torch.bfloat16):
+        experts = make_experts("native", torch.randn(2, 32, 24, dtype=dtype), torch.randn(2, 24, 16, dtype=dtype))
+        x, weights = torch.randn(3, 24, dtype=dtype), torch.ones(3, 1, requires_grad=True)
+        if dtype is torch.float32:
+            experts(x, ids, weights).sum().backward()
+            assert weights.grad is not None
+            continue
+        with pytest.raises(ConfigError, match="no gradients"):
+            experts(x, ids, weights)
+        with pytest.raises(ConfigError, match="no gradients"):
+            list(experts.run_blocks(x, ids, weights, [range(1), range(1, 2)]))
+
+
 def test_who_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fastest_cpu_experts(torch.float16, CPU) == "grouped"
     assert fastest_cpu_experts(torch.float32, torch.device("cuda")) == "grouped"
