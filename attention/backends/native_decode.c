@@ -12,8 +12,6 @@
 // Everything is fixed by the request alone: chunks start at its first visible key, sums have one order. So a result
 // depends neither on the batch nor on the number of threads. The compile command defines CHUNK, and BFLOAT16 (0 or 1), the
 // cache's type.
-#include <string.h>
-
 #define VECTORS (LANES / 4)
 #define HEADS 4
 #define TILE 16
@@ -25,21 +23,6 @@
 #define KEEP(x) __asm__("" : "+v"(x))
 #else
 #define KEEP(x)
-#endif
-
-#if BFLOAT16
-typedef uint16_t number;
-typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
-INLINE vec read(const number *from) { return (vec)(__builtin_convertvector(*(const halves *)from, uvec) << 16); }
-INLINE float read_one(number from) {
-    const union { uint32_t bits; float value; } x = {(uint32_t)from << 16};
-    return x.value;
-}
-#else
-typedef float number;
-INLINE vec read(const number *from) { return load(from); }
-INLINE float read_one(number from) { return from; }
 #endif
 
 typedef struct {
@@ -110,7 +93,7 @@ INLINE void score_keys(const Plan *plan, int heads, const float *q, const number
         for (int d = 0; d < whole; d += LANES) {
             vec part[LANES];
             UNROLL for (int i = 0; i < step; i++) {
-                part[i] = read(k[i] + d);
+                part[i] = load_number(k[i] + d);
                 KEEP(part[i]);
             }
             UNROLL for (int h = 0; h < heads; h++) {
@@ -123,7 +106,7 @@ INLINE void score_keys(const Plan *plan, int heads, const float *q, const number
             vec own, other;
             UNROLL for (int i = 0; i < LANES; i++) {
                 own[i] = q[(int64_t)(i % heads) * dim + d];
-                other[i] = read_one(k[i / heads][d]);
+                other[i] = read_number(k[i / heads][d]);
             }
             found += own * other;
         }
@@ -170,7 +153,7 @@ INLINE void add_vectors(const Plan *plan, int heads, int vectors, int d, const n
         if (next) prefetch(next + d, offsets + TILE + key, 1, vectors * LANES);
         UNROLL for (int h = 0; h < heads; h++) {
             const vec weight = all(weights[key * heads + h]);
-            UNROLL for (int j = 0; j < vectors; j++) sum[h * vectors + j] += weight * read(v + j * LANES);
+            UNROLL for (int j = 0; j < vectors; j++) sum[h * vectors + j] += weight * load_number(v + j * LANES);
         }
     }
     UNROLL for (int h = 0; h < heads; h++)
@@ -186,7 +169,7 @@ INLINE void add_values(const Plan *plan, int heads, const number *base, const in
     for (; d + LANES <= dim; d += LANES) add_vectors(plan, heads, 1, d, base, offsets, count, next, weights, out);
     for (; d < dim; d++)
         for (int key = 0; key < count; key++)
-            for (int h = 0; h < heads; h++) out[h * dim + d] += weights[key * heads + h] * read_one(base[offsets[key] + d]);
+            for (int h = 0; h < heads; h++) out[h * dim + d] += weights[key * heads + h] * read_number(base[offsets[key] + d]);
 }
 
 #define FOR_HEADS(call) heads == 4 ? call(4) : heads == 2 ? call(2) : call(1)

@@ -7,7 +7,6 @@
 //     FLOATS   any processor: numbers are converted to float32
 //
 // KIND is the first of them that the processor has, or is given. EMULATED_TILES computes AMX's in plain C, for tests.
-#include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -38,7 +37,6 @@
 #define DEPTH 32 // inputs are filled up to a multiple: what a tile's register holds of a row
 #define AHEAD 4096 // prefetch distance, in numbers, if a panel is read once
 
-typedef uint16_t bf16;
 #if KIND == FLOATS
 typedef float copied;
 #else
@@ -61,24 +59,12 @@ int suitable(void) {
 #endif
 }
 
-// Rounds to the nearest number in bfloat16, to even if two are as near.
-INLINE void write_rounded(bf16 *to, vec x) {
-#if defined(__AVX512BF16__) && LANES == 16
-    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
-#else
-    typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
-    typedef bf16 halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-    const uvec bits = (uvec)x, nearest = bits + 0x7fff + (bits >> 16 & 1), quiet = bits | 0x400000;
-    *(halves *)to = __builtin_convertvector((uvec)choose(x == x, (vec)nearest, (vec)quiet) >> 16, halves);
-#endif
-}
-
 INLINE void write_sums(bf16 *to, vec first, vec second, int gated) {
     if (gated) {
-        write_rounded(to, first / (1.0f + exponential(-first)) * second);
+        store_bf16(to, first / (1.0f + exponential(-first)) * second);
     } else {
-        write_rounded(to, first);
-        write_rounded(to + LANES, second);
+        store_bf16(to, first);
+        store_bf16(to + LANES, second);
     }
 }
 
@@ -93,19 +79,13 @@ static void tile_store(int from, void *to, int64_t stride) {
     for (int r = 0; r < 16; r++) memcpy((char *)to + r * stride, registers[from][r], 64);
 }
 static void tile_zero(int to) { memset(registers[to], 0, sizeof registers[to]); }
-static float wide(bf16 x) {
-    const uint32_t bits = (uint32_t)x << 16;
-    float y;
-    memcpy(&y, &bits, 4);
-    return y;
-}
 static void tile_dot(int to, int rows, int weights) {
     float sums[16][16];
     memcpy(sums, registers[to], sizeof sums);
     for (int r = 0; r < 16; r++)
         for (int column = 0; column < 16; column++)
             for (int k = 0; k < 32; k++)
-                sums[r][column] += wide(registers[rows][r][k]) * wide(registers[weights][k / 2][2 * column + k % 2]);
+                sums[r][column] += widen(registers[rows][r][k]) * widen(registers[weights][k / 2][2 * column + k % 2]);
     memcpy(registers[to], sums, sizeof sums);
 }
 static void begin_tiles(void) {}

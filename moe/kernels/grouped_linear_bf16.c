@@ -140,20 +140,18 @@ static void sort_pairs(
 static void add_choices(
     bf16 *to, int64_t columns, const bf16 *rows, int64_t stride, const int64_t *row_of_pair, const float *weights,
     int64_t choices) {
-    typedef bf16 halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
     for (int64_t column = 0; column < columns; column += LANES) {
         const int64_t left = columns - column, bytes = 2 * (left < LANES ? left : LANES);
         vec sum = all(0.0f);
         for (int64_t choice = 0; choice < choices; choice++) {
             if (row_of_pair[choice] < 0) continue;
             const bf16 *from = rows + row_of_pair[choice] * stride + column;
-            halves x = {0};
-            if (left < LANES) memcpy(&x, from, bytes);
-            else x = *(const halves *)from;
-            sum += weights[choice] * (vec)(__builtin_convertvector(x, ivec) << 16);
+            bf16 part[LANES] = {0};
+            if (left < LANES) from = memcpy(part, from, bytes);
+            sum += weights[choice] * load_bf16(from);
         }
         bf16 rounded[LANES];
-        write_rounded(rounded, sum);
+        store_bf16(rounded, sum);
         memcpy(to + column, rounded, bytes);
     }
 }

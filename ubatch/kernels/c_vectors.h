@@ -2,6 +2,10 @@
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 #ifndef LANES // floats of a vector
 #ifdef __AVX512F__
@@ -37,4 +41,57 @@ INLINE vec exponential(vec x) {
     y = y * (r * r) + r + 1.0f;
     const ivec power = ((ivec)shifted - (ivec)shift + 127) << 23;
     return choose(exceeds, all(INFINITY), (vec)((ivec)(y * (vec)power) & ~vanishes));
+}
+
+// -- bfloat16: the upper half of a float32 ----------------------------------------------------------------------------
+
+typedef uint16_t bf16;
+typedef bf16 halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+INLINE float widen(bf16 x) {
+    const union { uint32_t bits; float value; } wide = {(uint32_t)x << 16};
+    return wide.value;
+}
+INLINE vec load_bf16(const bf16 *from) { return (vec)(__builtin_convertvector(*(const halves *)from, uvec) << 16); }
+
+// Rounds to the nearest number in bfloat16, to even if two are as near.
+INLINE void store_bf16(bf16 *to, vec x) {
+#if defined(__AVX512BF16__) && LANES == 16
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+    const uvec bits = (uvec)x, nearest = bits + 0x7fff + (bits >> 16 & 1), quiet = bits | 0x400000;
+    *(halves *)to = __builtin_convertvector((uvec)choose(x == x, (vec)nearest, (vec)quiet) >> 16, halves);
+#endif
+}
+
+// -- `number`: float, or bf16 if the compile command defines BFLOAT16 as 1 --------------------------------------------
+
+#if defined(BFLOAT16) && BFLOAT16
+typedef bf16 number;
+INLINE float read_number(number x) { return widen(x); }
+INLINE vec load_number(const number *from) { return load_bf16(from); }
+INLINE void store_number(number *to, vec x) { store_bf16(to, x); }
+#else
+typedef float number;
+INLINE float read_number(number x) { return x; }
+INLINE vec load_number(const number *from) { return load(from); }
+INLINE void store_number(number *to, vec x) { store(to, x); }
+#endif
+
+// The same of the first `count` numbers, if these are fewer than LANES; the others are zero.
+INLINE vec load_some(const number *from, int64_t count) {
+    if (count >= LANES) return load_number(from);
+    number whole[LANES] = {0};
+    memcpy(whole, from, count * sizeof(number));
+    return load_number(whole);
+}
+INLINE void store_some(number *to, vec x, int64_t count) {
+    if (count >= LANES) {
+        store_number(to, x);
+        return;
+    }
+    number whole[LANES];
+    store_number(whole, x);
+    memcpy(to, whole, count * sizeof(number));
 }
