@@ -26,7 +26,8 @@ from attention.kernels.tile import (
     store_part,
 )
 from attention.kv_cache import PagedKVCache
-from ubatch.kernels.triton_jit import jit, rows_contiguous
+from ubatch.kernels.tensors import rows_contiguous
+from ubatch.kernels.triton_jit import jit
 
 __all__ = ["launch_attention"]
 

@@ -4,7 +4,8 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kv_cache import PagedKVCache
-from ubatch.kernels.triton_jit import cdiv, jit, power_of_2, rows_contiguous, to_fp8
+from ubatch.kernels.tensors import rows_contiguous
+from ubatch.kernels.triton_jit import cdiv, jit, power_of_2, to_fp8
 
 __all__ = ["quantize", "write_kv"]
 

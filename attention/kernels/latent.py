@@ -25,7 +25,8 @@ from attention.kernels.cache import quantize
 from attention.kernels.decode import DecodeSplits, reduce_splits
 from attention.kernels.tile import BATCH_ARGUMENTS, LOG2_E, PagedBatch, finish_rows, load_fp8, store_part
 from attention.kv_cache import MLAKVCache
-from ubatch.kernels.triton_jit import INTERPRETED, cdiv, jit, power_of_2, rows_contiguous
+from ubatch.kernels.tensors import rows_contiguous
+from ubatch.kernels.triton_jit import INTERPRETED, cdiv, jit, power_of_2
 
 __all__ = ["LatentTile", "as_attention", "latent_decode", "write_latent"]
 

@@ -9,7 +9,8 @@ A row may have any shape; attention's rows are `[heads, head_dim]`.
 import triton.language as tl
 from torch import Tensor
 
-from ubatch.kernels.triton_jit import cdiv, jit, power_of_2, rows_contiguous
+from ubatch.kernels.tensors import rows_contiguous
+from ubatch.kernels.triton_jit import cdiv, jit, power_of_2
 
 __all__ = ["pad_ragged", "unpad_ragged"]
 

@@ -155,7 +155,7 @@ def _rotary(config: DecoderConfig, checkpoint: Checkpoint) -> RotaryEmbedding | 
             interleaved=config.rope_interleaved,
             device=device,
         )
-    return RotaryEmbedding(config.rope, shape.head_dim, checkpoint.dtype, device)
+    return RotaryEmbedding(config.rope, shape.head_dim, device)
 
 
 def _attention(

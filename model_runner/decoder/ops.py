@@ -1,7 +1,7 @@
-"""Small operations between a layer's matrix products: torch's, or on a GPU one kernel of `model_runner.kernels` each.
+"""Small operations between a layer's matrix products: one kernel of `model_runner.kernels` each, or torch's.
 
-The torch versions here run on a CPU, without Triton, or if gradients are wanted; they are also the kernels' reference.
-The kernels round once; torch rounds after every operation.
+The kernels are Triton's on a GPU and in C on a CPU. The torch versions here run where neither can be compiled, or if
+gradients are wanted; they are also the kernels' reference. The kernels round once; torch rounds after every operation.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model_runner.decoder.rope import Rotation
+from model_runner.kernels import small_ops
+from ubatch.kernels.tensors import runs_in_c
 
 __all__ = ["add_rms_norm", "normalise_and_rotate", "rms_norm", "silu_mul"]
 
@@ -24,7 +26,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from model_runner.kernels import norm
 
         return norm.rms_norm(x, weight, eps)
-    return _rms_norm(x, weight, eps)
+    if runs_in_c(x, weight):
+        return small_ops.rms_norm(x, weight, eps)
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 def add_rms_norm(update: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -42,8 +46,10 @@ def add_rms_norm(update: Tensor, residual: Tensor, weight: Tensor, eps: float) -
         from model_runner.kernels import norm
 
         return norm.add_rms_norm(update, residual, weight, eps)
+    if runs_in_c(update, residual, weight):
+        return small_ops.add_rms_norm(update, residual, weight, eps)
     summed = residual + update
-    return _rms_norm(summed, weight, eps), summed
+    return F.rms_norm(summed, (summed.shape[-1],), weight, eps), summed
 
 
 def normalise_and_rotate(heads: Tensor, rotation: Rotation, weight: Tensor | None, eps: float | None) -> Tensor:
@@ -59,6 +65,9 @@ def normalise_and_rotate(heads: Tensor, rotation: Rotation, weight: Tensor | Non
 
         rotate_heads(heads, rotation.cos, rotation.sin, weight, eps)
         return heads
+    if heads.stride(2) == 1 and runs_in_c(heads, *(() if weight is None else (weight,))):
+        small_ops.rotate_heads(heads, rotation.cos, rotation.sin, weight, eps)
+        return heads
     if weight is not None:
         heads = F.rms_norm(heads, (heads.shape[-1],), None, eps) * weight
     return rotation.rotate(heads)
@@ -70,16 +79,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         from model_runner.kernels import activation
 
         return activation.silu_mul(gate_up)
+    if runs_in_c(gate_up) and gate_up.stride(1) == 1:
+        return small_ops.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.dtype is not torch.float32 or x.device.type != "cpu" or (torch.is_grad_enabled() and x.requires_grad):
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    # torch squares, averages, scales and weighs in separate passes; with one pass for the sum of squares it takes half.
-    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-    return (x * scale).mul_(weight)
 
 
 def _fuses(x: Tensor) -> bool:

@@ -201,16 +201,16 @@ class Rotation:
     """Rotation of a step's tokens in pairs of dimensions `i` and `i + head_dim / 2`; made once per step, not per layer.
 
     Attributes:
-        cos: `[T, 1, head_dim]`.
-        sin: `[T, 1, head_dim]`, negative in its first half, so that rotating is a product and a multiply-add.
+        cos: `[T, 1, head_dim]` float32.
+        sin: the same shape, negative in its first half, so that rotating is a product and a multiply-add.
     """
 
     cos: Tensor
     sin: Tensor
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Rotate `x` `[T, heads, head_dim]` to its tokens' positions."""
-        return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, dims=-1), self.sin)
+        """Rotate `x` `[T, heads, head_dim]` to its tokens' positions: in float32, rounded once to its dtype."""
+        return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, dims=-1), self.sin).to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):
@@ -218,10 +218,9 @@ class RotaryEmbedding(nn.Module):
 
     inv_freq: Tensor
 
-    def __init__(self, rope: Rope, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
         super().__init__()
         self.factor = rope.attention_factor
-        self.dtype = dtype
         (inv_freq,) = to_device([rope.inverse_frequencies(head_dim)], device)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
@@ -232,8 +231,8 @@ class RotaryEmbedding(nn.Module):
         if self.factor != 1.0:
             cos, sin = cos * self.factor, sin * self.factor
         return Rotation(
-            torch.cat((cos, cos), dim=-1).unsqueeze(1).to(self.dtype),
-            torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(self.dtype),
+            torch.cat((cos, cos), dim=-1).unsqueeze(1),
+            torch.cat((-sin, sin), dim=-1).unsqueeze(1),
         )
 
 

@@ -4,7 +4,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ubatch.kernels.triton_jit import cdiv, jit, power_of_2, rows_contiguous
+from ubatch.kernels.tensors import rows_contiguous
+from ubatch.kernels.triton_jit import cdiv, jit, power_of_2
 
 __all__ = ["silu_mul"]
 

@@ -12,7 +12,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ubatch.kernels.triton_jit import INTERPRETED, jit, power_of_2, rows_contiguous
+from ubatch.kernels.tensors import rows_contiguous
+from ubatch.kernels.triton_jit import INTERPRETED, jit, power_of_2
 
 __all__ = ["add_rms_norm", "rms_norm"]
 

@@ -60,7 +60,7 @@ class EagleHead(nn.Module):
         self.compute_logits = target.compute_logits
         self.fc = frozen(checkpoint.load("model.fc.weight", hidden_size, 2 * hidden_size))
         head_dim = read_grouped_query(checkpoint.config).head_dim
-        self.rope = RotaryEmbedding(self.config.rope, head_dim, checkpoint.dtype, checkpoint.device)
+        self.rope = RotaryEmbedding(self.config.rope, head_dim, checkpoint.device)
         self.layers = nn.ModuleList(
             DecoderLayer(self.config, checkpoint, parallel, layer) for layer in range(self.config.num_layers)
         )

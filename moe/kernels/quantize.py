@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ubatch import ConfigError
-from ubatch.kernels.triton_jit import cdiv, constant, jit, power_of_2, rows_contiguous, to_fp8, undefined
+from ubatch.kernels.tensors import rows_contiguous
+from ubatch.kernels.triton_jit import cdiv, constant, jit, power_of_2, to_fp8, undefined
 
 __all__ = ["BLOCK", "block_scale", "quantize_rows", "quantize_weights"]
 

@@ -22,7 +22,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ubatch.kernels.triton_jit import cdiv, constant, jit, power_of_2, rows_contiguous
+from ubatch.kernels.tensors import rows_contiguous
+from ubatch.kernels.triton_jit import cdiv, constant, jit, power_of_2
 
 __all__ = ["route_topk"]
 

@@ -242,7 +242,7 @@ def rope() -> None:
     from model_runner.kernels.rope import rotate_heads
     from model_runner.models import Rope
 
-    turn = RotaryEmbedding(Rope(10_000.0), 16, torch.float32, torch.device("cpu"))(torch.arange(3))
+    turn = RotaryEmbedding(Rope(10_000.0), 16, torch.device("cpu"))(torch.arange(3))
     heads, weight = torch.randn(3, 4, 16), torch.randn(4, 16)
     found = heads.to(DEVICE, copy=True)
     rotate_heads(found, turn.cos.to(DEVICE), turn.sin.to(DEVICE), weight.to(DEVICE), 1e-6)

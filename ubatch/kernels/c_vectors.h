@@ -80,6 +80,12 @@ INLINE void store_number(number *to, vec x) { store(to, x); }
 #endif
 
 // The same of the first `count` numbers, if these are fewer than LANES; the others are zero.
+INLINE vec load_some_floats(const float *from, int64_t count) {
+    if (count >= LANES) return load(from);
+    vec whole = {0};
+    memcpy(&whole, from, count * sizeof(float));
+    return whole;
+}
 INLINE vec load_some(const number *from, int64_t count) {
     if (count >= LANES) return load_number(from);
     number whole[LANES] = {0};

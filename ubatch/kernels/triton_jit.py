@@ -22,7 +22,6 @@ __all__ = [
     "descriptor",
     "jit",
     "power_of_2",
-    "rows_contiguous",
     "to_fp8",
     "undefined",
 ]
@@ -86,12 +85,6 @@ def power_of_2(at_least: int, smallest: int = 1) -> int:
     while size < at_least:
         size *= 2
     return size
-
-
-def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """`x` itself if its last dimension is contiguous, else a copy: kernels take strides for the other dimensions
-    only."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def undefined(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -13,6 +13,7 @@ from moe.experts.cpu.repacked import RepackedExperts
 from moe.experts.grouped import RowPlan
 from moe.grouped_linear import GroupedLinear, add_rows, run_layer
 from moe.segments import segment_offsets
+from ubatch.kernels.tensors import rows_contiguous
 
 __all__ = ["NativeExperts"]
 
@@ -35,14 +36,14 @@ class NativeExperts(RepackedExperts):
         self.check_input(hidden_states, topk_ids, topk_weights, scales)
         x = self.dequantized(hidden_states, scales)
         self.check_usable(x, topk_weights)
-        return run_layer(self._up, self._down, _rows(x), topk_ids, topk_weights, self.expert_range.start)
+        return run_layer(self._up, self._down, rows_contiguous(x), topk_ids, topk_weights, self.expert_range.start)
 
     def _run_experts(self, hidden_states: Tensor, plan: RowPlan, slots: range) -> Tensor:
         self.check_usable(hidden_states)
         first_row = segment_offsets(torch.tensor(plan.rows_per_expert[slots.start : slots.stop]))
         rows = plan.rows_of(slots)
         tokens = plan.token_of_row[rows.start : rows.stop]
-        inner = self._up(_rows(hidden_states), first_row, tokens, first_expert=slots.start)
+        inner = self._up(rows_contiguous(hidden_states), first_row, tokens, first_expert=slots.start)
         return self._down(inner, first_row, first_expert=slots.start)
 
     def _add_rows(self, rows: Tensor, row_of_pair: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
@@ -55,8 +56,3 @@ class NativeExperts(RepackedExperts):
         self.check_usable(x)
         rows = torch.tensor([0, x.shape[0]])
         return self._down(self._up(x.contiguous(), rows, first_expert=slot), rows, first_expert=slot)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """`x` `[N, H]` with contiguous rows."""
-    return x if x.stride(1) == 1 else x.contiguous()

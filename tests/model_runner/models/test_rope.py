@@ -87,9 +87,7 @@ def test_rotation_of_halves(name: str) -> None:
     q, k = torch.randn(2, 5, 3, HEAD_DIM)
     cos, sin = LlamaRotaryEmbedding(llama(parameters))(q, positions[None])
     expected = apply_rotary_pos_emb(q[None], k[None], cos, sin, unsqueeze_dim=2)
-    rotation = RotaryEmbedding(read_rope(config_of(rope_parameters=parameters)), HEAD_DIM, torch.float32, CPU)(
-        positions
-    )
+    rotation = RotaryEmbedding(read_rope(config_of(rope_parameters=parameters)), HEAD_DIM, CPU)(positions)
     for ours, theirs in zip((q, k), expected, strict=True):
         # A rounding of a frequency is a thousand times larger at the last position.
         torch.testing.assert_close(rotation.rotate(ours), theirs[0], rtol=1e-4, atol=5e-4)

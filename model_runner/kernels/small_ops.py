@@ -1,0 +1,122 @@
+"""The small operations between a layer's products on a CPU, in C (`small_ops.c`): one pass over the rows each.
+
+torch runs each as several operators, and a decode step in bfloat16 spends more time in them than in products. Callers
+check with `runs_in_c` that the kernels take their tensors; the torch reference is in `model_runner.decoder.ops`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ubatch.kernels.c_jit import compile_c, kernel_of
+from ubatch.kernels.tensors import rows_contiguous
+
+__all__ = ["add_rms_norm", "rms_norm", "rotate_heads", "silu_mul"]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x` `[..., size]` normalised over its last dimension; contiguous.
+
+    Args:
+        x: float32 or bfloat16; rows may be strided, as in a slice of a fused projection.
+        weight: `[size]`, of the same dtype.
+    """
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _add_norm(None, x, weight, eps, None, out)
+    return out
+
+
+def add_rms_norm(update: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of `residual + update`, and the sum, rounded before it is normalised; both contiguous.
+
+    Args:
+        update: `[..., size]`, float32 or bfloat16.
+        residual: the same shape and dtype.
+        weight: `[size]`, of the same dtype.
+    """
+    out, summed = torch.empty_like(residual), torch.empty_like(residual)
+    _add_norm(update, residual, weight, eps, summed, out)
+    return out, summed
+
+
+def rotate_heads(heads: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float | None) -> None:
+    """Normalise, if there are weights, and rotate the heads of every token, in place.
+
+    Args:
+        heads: `[T, heads, head_dim]`, float32 or bfloat16, dense in the last dimension, `head_dim` even.
+        cos, sin: `[T, 1, head_dim]` float32, dense; see `Rotation`.
+        weight: `[heads, head_dim]`, dense, of the heads' dtype; None for heads that are not normalised.
+    """
+    tokens, num_heads, head_dim = heads.shape
+    _kernels(heads.dtype).rotate_heads(
+        heads.data_ptr(),
+        heads.stride(0),
+        heads.stride(1),
+        tokens,
+        num_heads,
+        head_dim // 2,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        None if weight is None else weight.data_ptr(),
+        eps or 0.0,
+        torch.get_num_threads(),
+    )
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up`, `[T, size]`, of `[T, 2 * size]`: the gates, then the ups; rows may be strided."""
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, size)
+    threads = torch.get_num_threads()
+    _kernels(gate_up.dtype).silu_mul(gate_up.data_ptr(), gate_up.stride(0), rows, size, out.data_ptr(), threads)
+    return out
+
+
+def _add_norm(
+    update: Tensor | None, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None, out: Tensor
+) -> None:
+    size = residual.shape[-1]
+    update = None if update is None else rows_contiguous(update.reshape(-1, size))
+    residual = rows_contiguous(residual.reshape(-1, size))
+    _kernels(residual.dtype).add_norm(
+        None if update is None else update.data_ptr(),
+        0 if update is None else update.stride(0),
+        residual.data_ptr(),
+        residual.stride(0),
+        weight.data_ptr(),
+        eps,
+        residual.shape[0],
+        size,
+        None if summed is None else summed.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """The functions of `small_ops.c` for one dtype."""
+
+    add_norm: Callable[..., None]
+    rotate_heads: Callable[..., None]
+    silu_mul: Callable[..., None]
+
+
+@cache
+def _kernels(dtype: torch.dtype, **defines: int) -> _Kernels:
+    source = Path(__file__).with_name("small_ops.c").read_text(encoding="utf-8")
+    library = compile_c(source, BFLOAT16=int(dtype is torch.bfloat16), **defines)
+    pointer, number, real, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+    rows = (pointer, number)
+    return _Kernels(
+        kernel_of(library, "add_norm", *rows, *rows, pointer, real, number, number, pointer, pointer, threads),
+        kernel_of(library, "rotate_heads", pointer, *[number] * 5, *[pointer] * 3, real, threads),
+        kernel_of(library, "silu_mul", *rows, number, number, pointer, threads),
+    )
