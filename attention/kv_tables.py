@@ -147,7 +147,7 @@ class RequestToTokenTable:
             raise KVCacheExhausted(
                 f"a request needs {len(held) + len(blocks)} KV blocks, its row holds at most {self.max_blocks}."
             )
-        self._write([row] * len(blocks), range(len(held), len(held) + len(blocks)), blocks)
+        self._write(row, len(held), blocks)
         held.extend(blocks)
 
     def append_each(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
@@ -160,7 +160,9 @@ class RequestToTokenTable:
         held = [self._held(row) for row in rows]
         if any(len(own) >= self.max_blocks for own in held):
             raise KVCacheExhausted(f"a request needs {self.max_blocks + 1} KV blocks, its row holds {self.max_blocks}.")
-        self._write(rows, [len(own) for own in held], blocks)
+        if rows:
+            starts = torch.tensor([len(own) * self.block_size for own in held])[:, None]
+            self._slots[torch.tensor(rows)[:, None], starts + self._offsets] = self._slots_of(blocks)
         for own, block in zip(held, blocks, strict=True):
             own.append(block)
 
@@ -174,7 +176,7 @@ class RequestToTokenTable:
         stop = start + len(blocks)
         if start < 0 or stop > len(held):
             raise KVCacheError(f"cannot replace blocks {start} to {stop} of row {row}: it has {len(held)}.")
-        self._write([row] * len(blocks), range(start, stop), blocks)
+        self._write(row, start, blocks)
         held[start:stop] = blocks
 
     def blocks(self, row: int) -> tuple[int, ...]:
@@ -204,11 +206,14 @@ class RequestToTokenTable:
         first_slots = self._slots[:, : widest * self.block_size : self.block_size]
         return first_slots.index_select(0, torch.tensor(rows, dtype=torch.int64)) // self.block_size
 
-    def _write(self, rows: Sequence[int], places: Sequence[int], blocks: Sequence[int]) -> None:
-        """Write the slots of `blocks`, the `places`-th ones of `rows`."""
-        if blocks:
-            first, slots = (torch.tensor(each)[:, None] * self.block_size + self._offsets for each in (places, blocks))
-            self._slots[torch.tensor(rows)[:, None], first] = slots.int()
+    def _write(self, row: int, start: int, blocks: Sequence[int]) -> None:
+        """Write the slots of a row's blocks from the `start`-th one on."""
+        slots = self._slots_of(blocks).flatten()
+        self._slots[row, start * self.block_size :][: slots.numel()] = slots
+
+    def _slots_of(self, blocks: Sequence[int]) -> Tensor:
+        """`[blocks, block_size]` int32."""
+        return torch.tensor(blocks, dtype=torch.int32)[:, None] * self.block_size + self._offsets
 
     def _held(self, row: int) -> list[int]:
         if row not in self._blocks:

@@ -55,13 +55,14 @@ class PackedLinear:
         weight: `[out, in]` float32 or bfloat16 on the CPU; it may be freed afterwards.
 
     Raises:
-        ConfigError: another dtype or device.
+        ConfigError: another dtype or device, or bfloat16 on a processor for which oneDNN has no kernels of it.
     """
 
     def __init__(self, weight: Tensor) -> None:
         if not _may_pack(weight.dtype, weight.device):
             raise ConfigError(
-                f"only float32 and bfloat16 weights on a CPU can be packed, not {weight.dtype} on {weight.device}."
+                "only float32 weights on a CPU can be packed, and bfloat16 ones where oneDNN has kernels for them, "
+                f"not {weight.dtype} on {weight.device}. Choose experts 'grouped'."
             )
         self._dtype = weight.dtype
         self._in_features = weight.shape[1]
@@ -111,7 +112,14 @@ def packing_pays(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _may_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    return dtype in (torch.float32, torch.bfloat16) and device.type == "cpu"
+    if device.type != "cpu":
+        return False
+    return dtype is torch.float32 or (dtype is torch.bfloat16 and _onednn_takes_bfloat16())
+
+
+def _onednn_takes_bfloat16() -> bool:
+    """Only on processors with AVX-512 or newer."""
+    return _has_onednn() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _onednn_may_run(x: Tensor, weight: Tensor) -> bool:

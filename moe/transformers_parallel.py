@@ -221,7 +221,7 @@ def _shares(tokens: int, ranks: int) -> list[int]:
 
 
 class _LocalExperts:
-    """transformers' experts, as `moe.experts.Experts` and `BatchedExperts`.
+    """transformers' experts, as `moe.Experts` and `BatchedExperts`.
 
     Args:
         module: the experts of this rank; their forward takes local ids, starting at 0.

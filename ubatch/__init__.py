@@ -69,7 +69,8 @@ def __getattr__(name: str) -> typing.Any:
         return getattr(importlib.import_module(place), name)
     if name == "__all__" or not name.startswith("__"):
         public = importlib.import_module("ubatch.public")
-        globals().update({each: getattr(public, each) for each in ("__all__", *public.__all__)})
+        for each in ("__all__", *public.__all__):
+            globals().setdefault(each, getattr(public, each))  # what someone has replaced stays so
     if name not in globals():
         raise AttributeError(f"module 'ubatch' has no attribute {name!r}")
     return globals()[name]

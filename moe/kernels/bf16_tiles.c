@@ -169,7 +169,7 @@ static void copy_row(copied *to, int64_t row, const bf16 *x, int64_t inputs, int
 #if KIND == DOTS
     memcpy(to, x, 2 * inputs);
 #else
-    for (int64_t k = 0; k < inputs; k++) ((uint32_t *)to)[k] = (uint32_t)x[k] << 16;
+    for (int64_t k = 0; k < inputs; k++) to[k] = widen(x[k]);
 #endif
     memset(to + inputs, 0, (width - inputs) * sizeof(copied));
 }

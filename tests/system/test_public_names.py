@@ -66,3 +66,9 @@ def test_importing_a_name_that_goes_warns_where_it_is_imported() -> None:
 def test_another_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'ubatch' has no attribute 'nonsense'"):
         ubatch.nonsense  # noqa: B018
+
+
+def test_what_someone_has_replaced_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ubatch, "dbo_yield", None)
+    assert not hasattr(ubatch, "no_such_name")
+    assert ubatch.dbo_yield is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +15,8 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # other processes may write the same file
+    # Others may write the same file: threads, or machines with a shared folder, where a process may have this one's id.
+    part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     try:
         part.write_text(text, encoding="utf-8")
         part.replace(path)

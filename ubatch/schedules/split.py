@@ -264,7 +264,7 @@ def check_threshold(threshold: float, num_ubatches: int) -> None:
     """Refuse a threshold for two-chunk splitting that is out of range, or not for two lanes."""
     if not 0 <= threshold <= 0.5:
         raise ConfigError(
-            f"two_chunk_threshold must be between 0 (off) and 0.5, not {threshold}: it is the share of the tokens "
+            f"the two_chunk_threshold must be between 0 (off) and 0.5, not {threshold}: it is the share of the tokens "
             "below which the smaller lane counts as too small, and that lane never has more than half."
         )
     if threshold > 0 and num_ubatches != 2:

@@ -35,7 +35,7 @@ class NativeExperts(RepackedExperts):
             return super().forward(hidden_states, topk_ids, topk_weights, scales)
         self.check_input(hidden_states, topk_ids, topk_weights, scales)
         x = self.dequantized(hidden_states, scales)
-        self.check_usable(x, topk_weights)
+        self.check_usable(x, topk_ids, topk_weights)
         return run_layer(self._up, self._down, rows_contiguous(x), topk_ids, topk_weights, self.expert_range.start)
 
     def _run_experts(self, hidden_states: Tensor, plan: RowPlan, slots: range) -> Tensor:

@@ -146,6 +146,18 @@ def test_native_experts_stay_what_they_are(dtype: torch.dtype) -> None:
 
 
 @needs_c
+def test_inputs_on_another_device_are_refused() -> None:
+    """In C their addresses would be read."""
+    w13, w2 = torch.randn(2, 32, 24).bfloat16(), torch.randn(2, 24, 16).bfloat16()
+    experts = make_experts("native", w13, w2)
+    given = torch.randn(3, 24).bfloat16(), torch.tensor([[0], [1], [0]]), torch.ones(3, 1)
+    for place in range(3):
+        moved = [x.to("meta") if place == index else x for index, x in enumerate(given)]
+        with pytest.raises(ConfigError, match="on the CPU, but their input is on meta"):
+            experts(*moved)
+
+
+@needs_c
 def test_the_weights_of_choices_get_their_gradient_or_a_refusal() -> None:
     ids = torch.tensor([[0], [1], [0]])
     for dtype in (torch.float32, torch.bfloat16):

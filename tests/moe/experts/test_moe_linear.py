@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe import FusedExperts, PackedLinear, cpu_linear, linear, make_experts, packing_pays
+from moe import FusedExperts, PackedLinear, cpu_linear, fastest_cpu_experts, linear, make_experts, packing_pays
 from moe.cpu_linear import kernel_rows
 from moe.experts.cpu import packed as packed_module
 from ubatch import ConfigError
@@ -69,7 +69,13 @@ def packed_experts() -> FusedExperts:
     return make_experts("packed", w13, w2)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+ONEDNN_BF16 = cpu_linear._onednn_takes_bfloat16()
+needs_onednn_bf16 = pytest.mark.skipif(not ONEDNN_BF16, reason="oneDNN has no kernels of bfloat16 for this processor")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-4), pytest.param(torch.bfloat16, 2e-2, marks=needs_onednn_bf16)]
+)
 def test_a_packed_linear_layer(onednn: bool, dtype: torch.dtype, tolerance: float) -> None:
     weight = torch.randn(3, 40, 48, dtype=dtype)[1]
     packed = PackedLinear(weight)
@@ -85,8 +91,16 @@ def test_a_packed_linear_layer(onednn: bool, dtype: torch.dtype, tolerance: floa
         packed(torch.randn(2, 48).double())
     with pytest.raises(ConfigError, match="no gradients"):
         packed(torch.randn(2, 48, dtype=dtype, requires_grad=True))
-    with pytest.raises(ConfigError, match="only float32 and bfloat16 weights on a CPU can be packed"):
+    with pytest.raises(ConfigError, match="only float32 weights on a CPU can be packed, and bfloat16"):
         PackedLinear(weight.half())
+
+
+def test_a_processor_without_onednns_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_linear, "_onednn_takes_bfloat16", lambda: False)
+    assert not packing_pays(torch.bfloat16, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="bfloat16 ones where oneDNN has kernels"):
+        PackedLinear(torch.randn(8, 8, dtype=torch.bfloat16))
+    assert fastest_cpu_experts(torch.bfloat16, torch.device("cpu")) in ("native", "grouped")
 
 
 def test_packed_experts_stay_what_they_are() -> None:
