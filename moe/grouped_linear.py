@@ -10,6 +10,8 @@ AMX multiplies several times as fast where the processor has it (`docs/cpu-kerne
 from __future__ import annotations
 
 import ctypes
+import threading
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -21,12 +23,14 @@ from torch import Tensor
 
 from ubatch import ConfigError
 from ubatch.kernels.c_jit import compile_c, kernel_of, why_not_c
+from ubatch.kernels.tensors import rows_contiguous
 
 __all__ = ["GroupedLinear", "NativeLinear", "add_rows", "run_layer"]
 
 _FOLDER = Path(__file__).parent / "kernels"
 _SCRATCH_BYTES = 1 << 18  # of a thread's copied rows, which stay in its second-level cache
 _SCRATCH_ROWS = 32  # a tile's rows; a scratch has a multiple of them
+_SUMS = 2  # the kernels' form of a result that is not rounded
 
 
 class GroupedLinear:
@@ -65,7 +69,7 @@ class GroupedLinear:
         self._packed = weight.new_empty(weight.shape[0], self._panels, groups, 2 * kernel.lanes, kernel.group)
         for expert, packed in enumerate(self._packed):  # one by one: weights may be most of the memory
             for half, part in zip(halves, packed.split(width, dim=2), strict=True):
-                padded = F.pad(half[expert], missing)
+                padded = F.pad(half[expert], missing) if any(missing) else half[expert]
                 part.copy_(padded.view(self._panels, width, groups, kernel.group).transpose(1, 2))
 
     def __call__(self, x: Tensor, first_row: Tensor, source: Tensor | None = None, *, first_expert: int = 0) -> Tensor:
@@ -82,21 +86,44 @@ class GroupedLinear:
         """
         rows = x.shape[0] if source is None else source.shape[0]
         out = x.new_empty(rows, self._packed.shape[3] // (2 if self._gated else 1) * self._panels)
+        experts = first_row.data_ptr(), first_row.shape[0] - 1, first_expert
+        return self._multiply(x, None if source is None else source.data_ptr(), *experts, out, int(self._gated))
+
+    def all_rows(self, x: Tensor, *, sums: bool = False) -> Tensor:
+        """Multiply all rows by the weight of the first expert; see `__call__`.
+
+        Args:
+            x: `[N, in]`.
+            sums: the result is the sums in float32, not rounded; not if gated.
+        """
+        rows = array("q", (0, x.shape[0]))
+        columns = self._packed.shape[3] // (2 if self._gated else 1) * self._panels
+        out = torch.empty(x.shape[0], columns, dtype=torch.float32 if sums else x.dtype, device="cpu")
+        return self._multiply(x, None, rows.buffer_info()[0], 1, 0, out, _SUMS if sums else int(self._gated))
+
+    def weight_rows(self, indices: Tensor) -> Tensor:
+        """Rows `indices` `[N]` int64 of the first expert's weight, `[N, in]`; not if gated."""
+        width = self._packed.shape[3]
+        rows = self._packed[0].transpose(1, 2)[indices // width, indices % width]
+        return rows.flatten(1)[:, : self._inputs]
+
+    def _multiply(
+        self, x: Tensor, source: int | None, first_row: int, experts: int, first_expert: int, out: Tensor, form: int
+    ) -> Tensor:
         threads = torch.get_num_threads()  # in a new thread OpenMP's own default would apply, not torch's
-        copied_rows, row_bytes = self._kernel.copied(rows, self._inputs)
-        scratch = torch.empty(threads, copied_rows * row_bytes, dtype=torch.uint8, device="cpu")
+        copied_rows, row_bytes = self._kernel.copied(out.shape[0], self._inputs)
         self._kernel.run(
             x.data_ptr(),
             x.stride(0),
-            0 if source is None else source.data_ptr(),
-            first_row.data_ptr(),
-            first_row.shape[0] - 1,
+            source,
+            first_row,
+            experts,
             self._panels,
             self._inputs,
             self._packed.data_ptr() + first_expert * self._packed.stride(0) * self._packed.itemsize,
             out.data_ptr(),
-            *((scratch.data_ptr(), copied_rows) if copied_rows else ()),
-            self._gated,
+            *((_scratch(threads * copied_rows * row_bytes), copied_rows) if copied_rows else ()),
+            form,
             threads,
         )
         return out if out.shape[1] == self.outputs else out[:, : self.outputs]
@@ -128,7 +155,6 @@ def run_layer(
     up_rows, up_bytes = kernel.copied(pairs, up._inputs)
     down_rows, down_bytes = kernel.copied(pairs, down._inputs)
     scratch_bytes = max(up_rows * up_bytes, down_rows * down_bytes)
-    scratch = torch.empty(threads, scratch_bytes, dtype=torch.uint8, device="cpu")
     numbers = torch.empty(experts + 1 + 2 * pairs, dtype=torch.int64, device="cpu")
     inner = x.new_empty(pairs, up._panels * kernel.lanes)
     rows = x.new_empty(pairs, down._panels * 2 * kernel.lanes)
@@ -152,7 +178,7 @@ def run_layer(
         inner.data_ptr(),
         rows.data_ptr(),
         out.data_ptr(),
-        scratch.data_ptr(),
+        _scratch(threads * scratch_bytes),
         scratch_bytes,
         up_rows,
         down_rows,
@@ -197,6 +223,22 @@ class NativeLinear:
         Raises:
             ConfigError: another dtype, device or width; or the call needs a gradient, which is not supported.
         """
+        return self._linear.all_rows(self._rows(x)).view(*x.shape[:-1], self._linear.outputs)
+
+    def sums(self, x: Tensor) -> Tensor:
+        """The same in float32, not rounded to the weight's dtype; errors as `__call__`."""
+        return self._linear.all_rows(self._rows(x), sums=True).view(*x.shape[:-1], self._linear.outputs)
+
+    def weight_rows(self, indices: Tensor) -> Tensor:
+        """Rows `indices` `[N]` int64 of the weight, `[N, in]`.
+
+        Raises:
+            IndexError: an index is out of range.
+        """
+        return self._linear.weight_rows(indices)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """`[N, in]`; refuses what this layer does not take."""
         if x.dtype is not self.dtype or x.device.type != "cpu" or x.shape[-1] != self._in_features:
             raise ConfigError(
                 f"this repacked linear layer takes {self.dtype} [..., {self._in_features}] on the CPU, not {x.dtype} "
@@ -204,9 +246,18 @@ class NativeLinear:
             )
         if torch.is_grad_enabled() and x.requires_grad:
             raise ConfigError("repacked weights have no gradients. Use torch.inference_mode(), or unpacked weights.")
-        rows = x.reshape(-1, self._in_features)
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        return self._linear(rows, torch.tensor((0, rows.shape[0]))).reshape(*x.shape[:-1], self._linear.outputs)
+        return rows_contiguous(x if x.dim() == 2 else x.reshape(-1, self._in_features))
+
+
+_of_thread = threading.local()
+
+
+def _scratch(num_bytes: int) -> int:
+    """The address of memory that only the calling thread uses: at its next call the content is undefined."""
+    scratch: Tensor | None = getattr(_of_thread, "scratch", None)
+    if scratch is None or scratch.shape[0] < num_bytes:
+        scratch = _of_thread.scratch = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    return scratch.data_ptr()
 
 
 def _refuse(*_: object) -> None:

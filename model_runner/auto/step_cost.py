@@ -39,10 +39,11 @@ def split_cost(model: CausalLM, *, several_ranks: bool = False, tensor_parallel_
             "per_absorbed_pair": operations * (2 * shape.kv_lora_rank + shape.qk_rope_head_dim),
         }
     experts = [module for module in model.modules() if isinstance(module, FusedExperts)]
-    left_out = {id(weight) for weight in model.parameters(recurse=False)}  # embedding, final norm, logits
-    left_out |= {id(weight) for module in experts for weight in module.parameters()}  # counted below
+    output = [module for module in model.children() if isinstance(module, Projection)]  # embedding, logits
+    left_out = {id(weight) for module in (*output, *experts) for weight in module.parameters()}  # experts: see below
     dense = sum(w.numel() for w in model.parameters() if w.dim() > 1 and id(w) not in left_out)
-    dense += sum(m.num_weights for m in model.modules() if isinstance(m, Projection) and m.weight is None)  # packed
+    layers = [module for module in model.modules() if isinstance(module, Projection) and module not in output]
+    dense += sum(module.num_weights for module in layers if module.weight is None)  # packed
     chosen = sum(_chosen_numbers(module, model.config.num_experts_per_tok) for module in experts)
     per_token = 2.0 * (dense + chosen / tensor_parallel_size)
     per_sent = per_token if experts and several_ranks else 0.0

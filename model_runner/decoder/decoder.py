@@ -17,13 +17,12 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attention import MLAShape
 from model_runner.decoder.base import CausalLM, ExpertParallel, current_plan
 from model_runner.decoder.config import DecoderConfig
 from model_runner.decoder.latent_attention import LatentAttention
-from model_runner.decoder.layers import Attention, GatedMLP, frozen, pack_projections
+from model_runner.decoder.layers import Attention, GatedMLP, Projection, frozen, pack_projections
 from model_runner.decoder.rope import RotaryEmbedding, RotaryTable
 from model_runner.decoder.scatter import (
     Layout,
@@ -37,7 +36,6 @@ from model_runner.decoder.scatter import (
 from model_runner.decoder.sparse_mlp import SparseMLP
 from model_runner.parallel.tensor_parallel import Shard
 from model_runner.weights.weights import Checkpoint
-from moe import linear
 from ubatch import Point, dbo_yield
 from ubatch.process.heartbeat import beat
 
@@ -61,21 +59,27 @@ class DecoderLM(CausalLM):
         self.config = config
         self.tensor_parallel = parallel.tensor
         vocabulary = (config.vocab_size, config.hidden_size)
-        self.embed_tokens = frozen(checkpoint.load("model.embed_tokens.weight", *vocabulary))
+
+        def pack_output() -> None:
+            if parallel.experts == "native":
+                self.lm_head.pack()
+
+        with checkpoint.once_read(pack_output):
+            self.lm_head = self.embed_tokens = Projection(checkpoint.load("model.embed_tokens.weight", *vocabulary))
+            if not config.tie_word_embeddings:
+                self.lm_head = Projection(checkpoint.load("lm_head.weight", *vocabulary))
         self.rope = _rotary(config, checkpoint)
         self.layers = nn.ModuleList(
             DecoderLayer(config, checkpoint, parallel, layer) for layer in range(config.num_layers)
         )
         self.norm = frozen(checkpoint.load("model.norm.weight", config.hidden_size))
-        tied = config.tie_word_embeddings
-        self.lm_head = self.embed_tokens if tied else frozen(checkpoint.load("lm_head.weight", *vocabulary))
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """See `CausalLM.forward`."""
         plan, num_tokens = current_plan()
         layout = current_layout(self.tensor_parallel)
         own_ids = input_ids if layout is None else layout.own(input_ids)
-        hidden, update = F.embedding(own_ids, self.embed_tokens), None
+        hidden, update = self.embed_tokens.rows(own_ids), None
         rotary = self.rope(positions)
         for layer in self.layers:
             hidden, update = layer(hidden, update, rotary, plan, num_tokens, layout)
@@ -85,7 +89,7 @@ class DecoderLM(CausalLM):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """See `CausalLM.compute_logits`."""
-        return linear(hidden_states, self.lm_head)
+        return self.lm_head.scores(hidden_states)
 
 
 class DecoderLayer(nn.Module):

@@ -1,7 +1,8 @@
 """Layers that model families share. Weights are loaded fused: one product where the checkpoint has several.
 
-A `Projection` may be packed for the CPU: its weight is then kept only in the layout of the `native` experts
-(`moe.NativeLinear`). The plain weight is freed, so a packed layer cannot be saved, or moved to another device.
+A `Projection`, also a gate or the output layer, may be packed for the CPU: its weight is then kept only in the layout of
+the `native` experts (`moe.NativeLinear`). The plain weight is freed, so a packed layer cannot be saved, or moved to
+another device.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from attention import AttentionPlan, AttentionShape
 from model_runner.decoder.ops import normalise_and_rotate, silu_mul
@@ -30,7 +32,7 @@ def frozen(weight: Tensor) -> nn.Parameter:
 
 
 class Projection(nn.Module):
-    """`x @ weight^T + bias`.
+    """`x @ weight^T + bias`; also an embedding, whose rows are looked up.
 
     Args:
         weight: `[out, in]`.
@@ -54,10 +56,23 @@ class Projection(nn.Module):
         """`[..., in]` to `[..., out]`; if packed, raises the errors of `NativeLinear`."""
         if self.weight is not None:
             return linear(x, self.weight, self.bias)
+        if self.bias is None:
+            return self._native(x)
+        return self._native.sums(x).add_(self.bias).to(x.dtype)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """The same for logits: if packed, they are float32 and not rounded."""
+        return self(x) if self._packed is None or self.bias is not None else self._packed.sums(x)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Rows `indices` `[N]` of the weight, `[N, in]`: an embedding."""
+        return self._native.weight_rows(indices) if self.weight is None else F.embedding(indices, self.weight)
+
+    @property
+    def _native(self) -> NativeLinear:
         if self._packed is None:
             raise ConfigError("this projection has no weight: it was neither loaded nor packed.")
-        out = self._packed(x)
-        return out if self.bias is None else out.add_(self.bias)
+        return self._packed
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Called by `to`, `cuda`, `half` and the like."""

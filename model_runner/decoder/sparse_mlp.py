@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from model_runner.decoder.base import ExpertParallel
 from model_runner.decoder.config import MoEConfig, TensorNames
-from model_runner.decoder.layers import GatedMLP, frozen
+from model_runner.decoder.layers import GatedMLP, Projection, frozen
 from model_runner.weights.weights import Checkpoint
-from moe import FusedMoEModularKernel, SigmoidTopKRouter, linear, make_experts, route
+from moe import FusedMoEModularKernel, SigmoidTopKRouter, make_experts, route
 
 __all__ = ["SparseMLP"]
 
@@ -40,10 +40,10 @@ class SparseMLP(nn.Module):
         """
         super().__init__()
         # Scores of experts may be close together, so some families compute the gate in float32.
-        dtype = torch.float32 if config.float32_gate else checkpoint.dtype
-        gate = torch.empty(num_experts, hidden_size, dtype=dtype, device=checkpoint.device)
+        self.gate_dtype = torch.float32 if config.float32_gate else checkpoint.dtype
+        gate = torch.empty(num_experts, hidden_size, dtype=self.gate_dtype, device=checkpoint.device)
         checkpoint.load_into(f"{prefix}.gate.weight", gate)
-        self.gate = frozen(gate)
+        self.gate = Projection(gate)
         self.router = config.router
         if isinstance(config.router, SigmoidTopKRouter):
             bias = torch.empty(num_experts, dtype=torch.float32, device=checkpoint.device)
@@ -68,7 +68,7 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor, num_tokens: int | Tensor) -> Tensor:
         """`[T, hidden_size]` to the same shape; rows from `num_tokens` on are padding and visit no routed expert."""
-        topk_weights, topk_ids = route(self.router, linear(x.to(self.gate.dtype), self.gate), num_tokens)
+        topk_weights, topk_ids = route(self.router, self.gate.scores(x.to(self.gate_dtype)), num_tokens)
         out: Tensor = self.kernel(x, topk_weights, topk_ids)
         return out
 

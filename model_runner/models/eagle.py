@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from model_runner.decoder.base import ExpertParallel, current_plan
 from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query
@@ -56,7 +55,7 @@ class EagleHead(nn.Module):
         files = checkpoint.config, checkpoint.generation_config()
         self.config: DecoderConfig = replace(read_decoder(*files, read_grouped_query(checkpoint.config)), qk_norm=True)
         hidden_size = self.config.hidden_size
-        self.embed_tokens = target.embed_tokens
+        self.embed = target.embed_tokens.rows
         self.compute_logits = target.compute_logits
         self.fc = frozen(checkpoint.load("model.fc.weight", hidden_size, 2 * hidden_size))
         head_dim = read_grouped_query(checkpoint.config).head_dim
@@ -69,7 +68,7 @@ class EagleHead(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
         """One step; see `DraftNetwork`."""
         plan, num_tokens = current_plan()
-        residual = linear(torch.cat((F.embedding(input_ids, self.embed_tokens), hidden), dim=-1), self.fc)
+        residual = linear(torch.cat((self.embed(input_ids), hidden), dim=-1), self.fc)
         rotation = self.rope(positions)
         update: Any = None
         for layer in self.layers:

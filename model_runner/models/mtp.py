@@ -16,7 +16,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from model_runner.decoder.base import ExpertParallel, current_plan
 from model_runner.decoder.config import DecoderConfig
@@ -56,7 +55,7 @@ class MTPLayer(nn.Module):
         moe = None if config.moe is None else replace(config.moe, layers=frozenset({place}))
         self.config = replace(config, num_layers=1, moe=moe)
         self.eps = eps
-        self.embed_tokens = target.embed_tokens
+        self.embed = target.embed_tokens.rows
         self.rope = target.rope
         self.compute_logits = target.compute_logits
         prefix = f"model.layers.{place}"
@@ -70,7 +69,7 @@ class MTPLayer(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
         """One step; see `DraftNetwork`."""
         plan, num_tokens = current_plan()
-        embedded = rms_norm(F.embedding(input_ids, self.embed_tokens), self.embedding_norm, self.eps)
+        embedded = rms_norm(self.embed(input_ids), self.embedding_norm, self.eps)
         both = torch.cat((embedded, rms_norm(hidden, self.hidden_norm, self.eps)), dim=-1)
         residual, update = self.layer(linear(both, self.fc), None, self.rope(positions), plan, num_tokens)
         return add_rms_norm(update, residual, self.norm, self.eps)[0]

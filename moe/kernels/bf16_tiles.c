@@ -59,12 +59,19 @@ int suitable(void) {
 #endif
 }
 
-INLINE void write_sums(bf16 *to, vec first, vec second, int gated) {
-    if (gated) {
-        store_bf16(to, first / (1.0f + exponential(-first)) * second);
+// How the sums of a panel's two halves are written.
+#define ROUNDED 0 // bf16
+#define GATED 1   // silu(first) * second, bf16
+#define SUMS 2    // float
+INLINE void write_sums(void *out, int64_t at, vec first, vec second, int form) {
+    if (form == SUMS) {
+        store((float *)out + at, first);
+        store((float *)out + at + LANES, second);
+    } else if (form == GATED) {
+        store_bf16((bf16 *)out + at, first / (1.0f + exponential(-first)) * second);
     } else {
-        store_bf16(to, first);
-        store_bf16(to + LANES, second);
+        store_bf16((bf16 *)out + at, first);
+        store_bf16((bf16 *)out + at + LANES, second);
     }
 }
 
@@ -125,7 +132,7 @@ static void copy_row(copied *to, int64_t row, const bf16 *x, int64_t inputs, int
 // Registers 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights. All loads precede the products: where the core's other
 // thread is busy, alternating takes 1.2 times as long. While it computes, it prefetches `lines` for each 32 inputs.
 static void multiply(
-    const bf16 *weight, const copied *x, int64_t width, int rows, bf16 *out, int64_t out_stride, int gated,
+    const bf16 *weight, const copied *x, int64_t width, int rows, void *out, int64_t at, int64_t out_stride, int form,
     const bf16 *ahead, int lines) {
     float sums[4][16][16] __attribute__((aligned(64)));
     __asm__ volatile("" : : : "memory"); // GCC does not know that the next lines read memory
@@ -154,7 +161,7 @@ static void multiply(
     }
     for (int r = 0; r < rows; r++) {
         const int tile = r / 16 * 2;
-        write_sums(out + r * out_stride, load(sums[tile][r % 16]), load(sums[tile + 1][r % 16]), gated);
+        write_sums(out, at + r * out_stride, load(sums[tile][r % 16]), load(sums[tile + 1][r % 16]), form);
     }
 }
 
@@ -191,7 +198,7 @@ INLINE unpacked unpack(const bf16 *from) {
 
 #define TILE(ROWS)                                                                                                     \
     static void tile_##ROWS(                                                                                           \
-        const bf16 *weight, const copied *x, int64_t width, bf16 *out, int64_t out_stride, int gated) {                \
+        const bf16 *weight, const copied *x, int64_t width, void *out, int64_t at, int64_t out_stride, int form) {     \
         vec first[ROWS], second[ROWS];                                                                                 \
         UNROLL for (int r = 0; r < ROWS; r++) first[r] = second[r] = all(0.0f);                                        \
         for (int64_t k = 0; k < width; k += 2, weight += 2 * WIDTH) {                                                  \
@@ -204,10 +211,11 @@ INLINE unpacked unpack(const bf16 *from) {
                 ADD(second[r], x + r * width + k, v);                                                                  \
             }                                                                                                          \
         }                                                                                                              \
-        for (int r = 0; r < ROWS; r++) write_sums(out + r * out_stride, first[r], second[r], gated);                   \
+        for (int r = 0; r < ROWS; r++) write_sums(out, at + r * out_stride, first[r], second[r], form);                \
     }
 
-typedef void tile(const bf16 *weight, const copied *x, int64_t width, bf16 *out, int64_t out_stride, int gated);
+typedef void tile(
+    const bf16 *weight, const copied *x, int64_t width, void *out, int64_t at, int64_t out_stride, int form);
 TILE(1) TILE(2) TILE(3) TILE(4)
 #if LANES == 16
 TILE(5) TILE(6) TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
@@ -221,10 +229,10 @@ static tile *const BY_ROWS[MAX_ROWS + 1] = {
 };
 
 static void multiply(
-    const bf16 *weight, const copied *x, int64_t width, int rows, bf16 *out, int64_t out_stride, int gated,
+    const bf16 *weight, const copied *x, int64_t width, int rows, void *out, int64_t at, int64_t out_stride, int form,
     const bf16 *ahead, int lines) {
     (void)ahead, (void)lines;
-    BY_ROWS[rows](weight, x, width, out, out_stride, gated);
+    BY_ROWS[rows](weight, x, width, out, at, out_stride, form);
 }
 
 #endif

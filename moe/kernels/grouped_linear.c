@@ -16,14 +16,15 @@
 #define WIDTH (2 * LANES)
 #define BLOCK_ROWS (40 * MAX_ROWS)
 #define AHEAD 1024 // prefetch distance, in floats
+#define GATED 1    // other forms of a result are alike in float32
 
 int lanes(void) { return LANES; }
 
-typedef void tile(const float *weight, const float *const *x, float *const *out, int64_t inputs, int gated);
+typedef void tile(const float *weight, const float *const *x, float *const *out, int64_t inputs, int form);
 
 #define TILE(ROWS)                                                                                                     \
     static void tile_##ROWS(                                                                                           \
-        const float *weight, const float *const *x, float *const *out, int64_t inputs, int gated) {                    \
+        const float *weight, const float *const *x, float *const *out, int64_t inputs, int form) {                     \
         vec first[ROWS], second[ROWS];                                                                                 \
         UNROLL for (int r = 0; r < ROWS; r++) first[r] = second[r] = all(0.0f);                                        \
         for (int64_t k = 0; k < inputs; k++, weight += WIDTH) {                                                        \
@@ -36,7 +37,7 @@ typedef void tile(const float *weight, const float *const *x, float *const *out,
             }                                                                                                          \
         }                                                                                                              \
         for (int r = 0; r < ROWS; r++) {                                                                               \
-            if (gated) {                                                                                               \
+            if (form == GATED) {                                                                                       \
                 store(out[r], first[r] / (1.0f + exponential(-first[r])) * second[r]);                                 \
             } else {                                                                                                   \
                 store(out[r], first[r]);                                                                               \
@@ -62,12 +63,12 @@ static tile *const TILES[MAX_ROWS + 1] = {
 //   source     [rows]
 //   first_row  [experts + 1], where each expert's rows begin
 //   weight     [experts, panels, inputs, 2 * LANES]
-//   out        if gated [rows, panels * LANES], silu(first half of the panel) * second half; else
+//   out        if form is GATED [rows, panels * LANES], silu(first half of the panel) * second half; else
 //              [rows, panels * 2 * LANES]
 void grouped_linear(
     const float *x, int64_t x_stride, const int64_t *source, const int64_t *first_row, int64_t experts, int64_t panels,
-    int64_t inputs, const float *weight, float *out, int gated, int threads) {
-    int64_t columns = gated ? LANES : WIDTH, blocks = 1;
+    int64_t inputs, const float *weight, float *out, int form, int threads) {
+    int64_t columns = form == GATED ? LANES : WIDTH, blocks = 1;
     for (int64_t expert = 0; expert < experts; expert++) {
         int64_t own = (first_row[expert + 1] - first_row[expert] + BLOCK_ROWS - 1) / BLOCK_ROWS;
         if (own > blocks) blocks = own;
@@ -88,7 +89,7 @@ void grouped_linear(
                 from[r] = x + (source ? source[row + r] : row + r) * x_stride;
                 to[r] = out + (row + r) * panels * columns + column;
             }
-            TILES[rows](weight + (expert * panels + panel) * inputs * WIDTH, from, to, inputs, gated);
+            TILES[rows](weight + (expert * panels + panel) * inputs * WIDTH, from, to, inputs, form);
             row += rows;
         }
     }

@@ -16,16 +16,15 @@
 //   source     [rows]
 //   first_row  [experts + 1], where each expert's rows begin
 //   weight     [experts, panels, pairs, 2 * LANES, 2]
-//   out        if gated [rows, panels * LANES], silu(first half of the panel) * second half; else
-//              [rows, panels * 2 * LANES]
+//   out        [rows, panels * LANES] if form is GATED, else [rows, panels * 2 * LANES]
 typedef struct {
     const bf16 *x;
     int64_t x_stride;
     const int64_t *source, *first_row;
     int64_t experts, panels, inputs;
     const bf16 *weight;
-    bf16 *out;
-    int gated;
+    void *out;
+    int form;
 } product;
 
 // A product's jobs: experts x `blocks` of `rows` each x `parts` of the panels.
@@ -60,7 +59,7 @@ static jobs split_product(const product *p, int64_t rows, int threads) {
 // All panels of a part, by the copied rows.
 static void multiply_part(
     const product *p, int64_t expert, int64_t start, int64_t rows, int64_t panel, int64_t end, const copied *x) {
-    const int64_t columns = p->gated ? LANES : WIDTH, width = (p->inputs + DEPTH - 1) / DEPTH * DEPTH;
+    const int64_t columns = p->form == GATED ? LANES : WIDTH, width = (p->inputs + DEPTH - 1) / DEPTH * DEPTH;
     const int64_t stride = p->panels * columns;
     // Tiles of AMX: a panel is read ahead of its single tile, or while the tiles of the panel before are computed.
     const int64_t tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
@@ -72,8 +71,8 @@ static void multiply_part(
             const int64_t left = rows - r;
             now = left <= MAX_ROWS ? left : KIND == TILES || left >= 2 * MAX_ROWS ? MAX_ROWS : (left + 1) / 2;
             const bf16 *ahead = weight + (tiles == 1 ? AHEAD : width * WIDTH + line * WIDTH);
-            multiply(weight, x + r * width, width, now, p->out + (start + r) * stride + panel * columns, stride,
-                     p->gated, ahead, tiles > 1 && (panel == end - 1 || line >= DEPTH) ? 0 : lines);
+            multiply(weight, x + r * width, width, now, p->out, (start + r) * stride + panel * columns, stride,
+                     p->form, ahead, tiles > 1 && (panel == end - 1 || line >= DEPTH) ? 0 : lines);
         }
     }
 }
@@ -102,8 +101,8 @@ static void run(const product *p, jobs split, copied *scratch) {
 //   block_rows  most rows that a thread copies, a multiple of 32
 void grouped_linear(
     const bf16 *x, int64_t x_stride, const int64_t *source, const int64_t *first_row, int64_t experts, int64_t panels,
-    int64_t inputs, const bf16 *weight, bf16 *out, char *scratch, int64_t block_rows, int gated, int threads) {
-    const product p = {x, x_stride, source, first_row, experts, panels, inputs, weight, out, gated};
+    int64_t inputs, const bf16 *weight, void *out, char *scratch, int64_t block_rows, int form, int threads) {
+    const product p = {x, x_stride, source, first_row, experts, panels, inputs, weight, out, form};
     const jobs split = split_product(&p, block_rows, threads);
     const int64_t scratch_bytes = block_rows * copied_row_bytes(inputs);
 #pragma omp parallel num_threads(threads)
@@ -183,8 +182,8 @@ void experts_layer(
     int64_t *const row_of_pair = token + tokens * top_k;
     const int64_t stride = down_panels * WIDTH;
     sort_pairs(ids, tokens, top_k, first_expert, experts, first_row, token, row_of_pair);
-    const product first = {x, x_stride, token, first_row, experts, up_panels, hidden, up, inner, 1};
-    const product second = {inner, up_panels * LANES, 0, first_row, experts, down_panels, intermediate, down, rows, 0};
+    const product first = {x, x_stride, token, first_row, experts, up_panels, hidden, up, inner, GATED};
+    const product second = {inner, up_panels * LANES, 0, first_row, experts, down_panels, intermediate, down, rows, ROUNDED};
     const jobs first_split = split_product(&first, up_rows, threads);
     const jobs second_split = split_product(&second, down_rows, threads);
 #pragma omp parallel num_threads(threads)
