@@ -8,9 +8,9 @@
 All take logits `[T, E]` and give `topk_weights [T, k]` and `topk_ids [T, k]`. Groups are blocks of `E / num_groups`
 neighbouring experts: a token may visit those of its `top_groups` best groups only, and so few ranks.
 
-The torch code here runs on every device and is the reference. On a GPU that Triton supports, each router is one kernel
-instead (`moe.kernels.router`), unless gradients are needed. Experts with equal scores are in any order here, and in the
-order of their ids in the kernel.
+The torch code here runs on every device and is the reference. On a GPU that Triton supports (`moe.kernels.router`), and
+on a CPU with a C compiler (`moe.cpu_router`), each router is one kernel instead, unless gradients are needed. Experts
+with equal scores are in any order here, and in the order of their ids in the kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from moe import cpu_router
+from moe.cpu_router import MOST_EXPERTS
 from ubatch import ConfigError
+from ubatch.kernels.tensors import runs_in_c
 
 __all__ = [
     "NO_EXPERT",
@@ -288,10 +291,10 @@ def _check_num_tokens(num_tokens: int | Tensor, rows: int) -> bool:
 
 
 def _fuses(router_logits: Tensor) -> bool:
-    """Whether the kernel takes these logits."""
-    if not router_logits.is_cuda or (router_logits.requires_grad and torch.is_grad_enabled()):
-        return False
-    return _has_triton()
+    """Whether a kernel takes these logits."""
+    if not router_logits.is_cuda:
+        return runs_in_c(router_logits) and router_logits.shape[1] <= MOST_EXPERTS
+    return _has_triton() and not (router_logits.requires_grad and torch.is_grad_enabled())
 
 
 @cache
@@ -304,6 +307,8 @@ def _fused(
     router_logits: Tensor,
     num_tokens: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    if not router_logits.is_cuda:
+        return cpu_router.route_topk(router_logits, **_settings(router), num_tokens=num_tokens)
     from moe.kernels.router import route_topk
 
     return route_topk(router_logits, **_settings(router), num_tokens=num_tokens)

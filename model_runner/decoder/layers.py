@@ -1,7 +1,7 @@
 """Layers that model families share. Weights are loaded fused: one product where the checkpoint has several.
 
-A `Projection`, also a gate or the output layer, may be packed for the CPU: its weight is then kept only in the layout of
-the `native` experts (`moe.NativeLinear`). The plain weight is freed, so a packed layer cannot be saved, or moved to
+A `Projection`, also a gate or the output layer, may be packed for the CPU: its weight is then kept only in the layout
+of the `native` experts (`moe.NativeLinear`). The plain weight is freed, so a packed layer cannot be saved, or moved to
 another device.
 """
 

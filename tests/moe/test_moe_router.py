@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from c_kernels import needs_c
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,9 +16,11 @@ from moe import (
     GroupLimitedRouter,
     SigmoidTopKRouter,
     SoftmaxTopKRouter,
+    cpu_router,
     local_experts,
     mask_padding,
 )
+from moe.router import route
 from ubatch import ConfigError
 
 
@@ -66,7 +69,7 @@ def test_equals_the_routers_of_transformers(norm_topk_prob: bool) -> None:
         with torch.no_grad():
             logits, weights, ids = gate(x)
             ours = SoftmaxTopKRouter(3, renormalize)(logits)
-        assert torch.equal(ours[0], weights)
+        torch.testing.assert_close(ours[0], weights, atol=1e-7, rtol=1e-5)
         assert torch.equal(ours[1], ids)
 
 
@@ -250,3 +253,25 @@ def test_experts_are_placed_in_blocks() -> None:
         local_experts(6, 0, 4)
     with pytest.raises(ConfigError, match="rank 2 is not one of 2 ranks"):
         local_experts(6, 2, 2)
+
+
+@needs_c
+def test_routers_on_a_cpu_take_the_kernel_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    own = cpu_router.route_topk
+
+    def note(logits: Tensor, top_k: int, **settings: Any) -> tuple[Tensor, Tensor]:
+        taken.append(logits)
+        return own(logits, top_k, **settings)
+
+    monkeypatch.setattr(cpu_router, "route_topk", note)
+    logits = torch.randn(4, 8)
+    for router in (SoftmaxTopKRouter(2), GroupLimitedRouter(2, 4, 2), SigmoidTopKRouter(2)):
+        router(logits)
+        assert route(router, logits, torch.tensor(3))[1][3].tolist() == [-1, -1]
+    assert len(taken) == 6
+    SoftmaxTopKRouter(2)(logits.requires_grad_())[0].sum().backward()
+    SoftmaxTopKRouter(2)(torch.randn(1, cpu_router.MOST_EXPERTS + 1))
+    SoftmaxTopKRouter(2)(logits.detach().double())
+    assert len(taken) == 6, "torch routes those"
+    assert logits.grad is not None
