@@ -6,6 +6,7 @@
     all2all/          how tokens travel between ranks
     experts/          how a rank computes its experts
     kernels/          Triton kernels of both
+    cpu_router        the routers as one kernel in C
     cpu_linear        a linear layer on the faster of two CPU libraries
     grouped_linear    linear layers of all experts in one call, in C
     placement         which experts a rank holds
