@@ -6,7 +6,7 @@ random_checkpoint a large model with random weights, for measuring
 memory/           memory that a step and graphs take; the KV cache gets the rest
 drafting/         draft networks, with a KV cache of their own
 graphs/           steps captured as CUDA graphs, and replayed
-auto/             learns from running steps when to overlap; the cost of a token and of an attended pair
+auto/             learns from running steps when to overlap; the cost of a token and of an attended pair; a CPU's dtype
 backend_choice    resolves `auto` to an attention back end and an experts back end
 models/           model families, one file each, and the registry
 decoder/          the decoder that all families share
@@ -28,6 +28,7 @@ from ubatch.process import foreign as _foreign
 _foreign.check_packages()  # before anything imports `moe` or `attention`
 # isort: on
 
+from model_runner.auto.cpu_dtype import fastest_cpu_dtype
 from model_runner.auto.dbo_auto import DboAuto
 from model_runner.auto.step_cost import split_cost
 from model_runner.decoder.base import check_tensor_parallel
@@ -123,6 +124,7 @@ __all__ = [
     "check_request",
     "check_tensor_parallel",
     "coordinate_batch_across_dp",
+    "fastest_cpu_dtype",
     "fresh_seed",
     "generate",
     "keep_freed_memory",

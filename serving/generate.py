@@ -19,6 +19,7 @@ from serving.options import (
     Settings,
     Source,
     Table,
+    chosen_dtype,
     describe_settings,
     fetch_checkpoints,
     merge,
@@ -153,7 +154,7 @@ def run(command: GenerateCommand) -> int:
     if command.print_config:
         print(describe_settings(command.settings))
         return 0
-    print_notes("ubatch generate", command.notes)
+    print_notes("ubatch generate", (*chosen_dtype(command.settings), *command.notes))
     if command.engine.node_rank:
         from serving.engine.node import run_node
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from model_runner import FAULTS, FinishReason, RequestError, SamplingParams, TokenLogprobs
 from serving.engine.offline import OfflineEngine, make_offline_engine
 from serving.logs import log_event
-from serving.options import Settings, fetch_checkpoints, notes, resolve_keywords, to_engine_options
+from serving.options import Settings, chosen_dtype, fetch_checkpoints, notes, resolve_keywords, to_engine_options
 from serving.options.flags.server_flags import Server
 from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput
 from serving.text.bad_words import bad_token_sequences
@@ -131,6 +131,8 @@ class LLM:
         settings = resolve_keywords(model, keywords)
         for note in notes(settings):
             log_event(_logger, note, level=logging.WARNING)
+        for choice in chosen_dtype(settings):
+            log_event(_logger, choice)
         self._open(settings, skip_tokenizer_init=skip_tokenizer_init)
 
     @classmethod

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 
 from serving.logs import configure_logging, log_event
-from serving.options import Command, describe_settings, fetch_checkpoints, read_serve_command
+from serving.options import Command, chosen_dtype, describe_settings, fetch_checkpoints, read_serve_command
 from serving.text.tokenizer import check_tokenizer
 
 __all__ = ["read", "run"]
@@ -45,6 +45,8 @@ def run(command: Command) -> int:
     configure_logging(settings["log_level"], f"node {node}" if node else "api")
     for note in command.notes:
         log_event(_logger, note, level=logging.WARNING)
+    for choice in chosen_dtype(settings):
+        log_event(_logger, choice)
     fetch_checkpoints(settings)
     if node:
         from serving.engine.node import run_node

@@ -136,6 +136,14 @@ def _seeds() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--dtype auto` is float32 on every machine, whatever is faster there; `test_cpu_dtype.py` tests the choice."""
+    setup = sys.modules.get("serving.engine.rank.runner_setup")
+    if setup is not None:
+        monkeypatch.setattr(setup, "fastest_cpu_dtype", lambda *_: ("float32", "these are tests"))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _forked_ranks() -> Iterator[None]:
     """Ranks and engines that tests start in this process are forked, not spawned; see `forked.py`."""

@@ -19,8 +19,9 @@ from __future__ import annotations
 import difflib
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -39,6 +40,8 @@ __all__ = ["Checkpoint", "Part", "Size", "part_index", "whole_shape"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Name in a safetensors file -> name in a config."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,23 @@ class Checkpoint:
     def check_weights(self) -> None:
         """Check that the files with the weights exist; see `Checkpoint` for errors."""
         self._file_of  # noqa: B018 - reading the property checks the files
+
+    def stored_dtypes(self) -> tuple[str, ...]:
+        """The dtype that the config names, and the one that most weights in the first file have if that is another.
+
+        Names as in a config, such as `bfloat16`. Empty if the config names none and the files are not here.
+        """
+        named = self.config.values.get("dtype") or self.config.values.get("torch_dtype")  # transformers 5, and 4
+        numbers: Counter[str] = Counter()
+        with suppress(CheckpointError):  # it comes when the weights are loaded
+            file = min(self._file_of.values(), default=None)
+            handle = None if file is None else self._open(file)
+            for name in () if handle is None else handle.keys():
+                stored = handle.get_slice(name)
+                kind = str(stored.get_dtype())
+                numbers[_DTYPES.get(kind, kind)] += math.prod(stored.get_shape())
+        found = [str(named)] if named else []
+        return tuple(dict.fromkeys(found + [name for name, _ in numbers.most_common(1)]))
 
     def generation_config(self) -> HFConfig:
         """`generation_config.json`; empty if it is missing."""

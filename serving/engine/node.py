@@ -51,7 +51,7 @@ def run_node(options: EngineOptions) -> int:
         warn_of_loopback(options.master_addr)
         store = connect_store(options.master_addr, options.master_port)
         post_node(store, options)
-        run = join_run(store, options)
+        run, options = join_run(store, options)
         claim_node(run, options.node_rank)
         link = EngineLink(run.address, f"node-{options.node_rank}", run.curve)
         told.listen()

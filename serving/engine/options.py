@@ -10,7 +10,10 @@ from serving.engine.speculation import SpeculationConfig
 from serving.scheduler import SchedulerConfig
 from ubatch import UBatchConfig
 
-__all__ = ["EngineOptions"]
+__all__ = ["AUTO_DTYPE", "EngineOptions"]
+
+AUTO_DTYPE = "auto"
+"""`EngineOptions.dtype` of a node that takes node 0's."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class EngineOptions:
             one node and consecutive: rank = data-parallel rank * tensor_parallel_size + tensor-parallel rank.
         enable_expert_parallel: all processes share the experts, and step together.
         emulated_link: latency in microseconds and bandwidth in MB/s of an emulated link; None for none.
+        dtype: of computation and KV cache; `AUTO_DTYPE` on a node other than node 0, until it has joined.
         moe_backend: `experts_backend` of `ModelRunner`. Those not listed here have the same name there.
         overlap_schedule: schedule the next step while the current one runs; None: on a GPU only.
         profile_folder: where profiles are written; None for a new temporary folder.

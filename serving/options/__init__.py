@@ -14,6 +14,7 @@ from serving.options.flags.tables import SERVE, Table
 from serving.options.folders import fetch_checkpoints
 from serving.options.resolve import (
     Command,
+    chosen_dtype,
     describe_settings,
     read_layers,
     read_serve_command,
@@ -34,6 +35,7 @@ __all__ = [
     "Settings",
     "Source",
     "Table",
+    "chosen_dtype",
     "describe_settings",
     "fetch_checkpoints",
     "merge",

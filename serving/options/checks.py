@@ -58,6 +58,11 @@ def notes(settings: Settings) -> Iterator[str]:
         yield f"{settings.spell('api_key')} is visible to all who list this machine's processes; set {API_KEY_VARIABLE}"
     if settings["enforce_eager"] and settings["device"] == "cpu":
         yield f"{settings.spell('enforce_eager')} on a CPU: nothing would be captured anyway"
+    if settings["dtype"] == "float16" and settings["device"] == "cpu":
+        yield (
+            f"{settings.spell('dtype')} float16 on a CPU: no kernel here is made for it. float32 is faster, and finer; "
+            "bfloat16 may be faster still"
+        )
     for names, why in _idle(settings):
         given = [settings.spell(name) for name in names if settings.given(name) and settings[name] is not None]
         if given:

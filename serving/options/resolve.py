@@ -15,7 +15,7 @@ from model_runner import (
     capture_sizes,
 )
 from model_runner.parallel.transport import AUTO, choose_all2all
-from serving.engine.options import EngineOptions
+from serving.engine.options import AUTO_DTYPE, EngineOptions
 from serving.engine.rank.runner_setup import choose_dtype, count_gpus, read_config
 from serving.options.checks import check_alone, check_with_model, notes
 from serving.options.command_line import read_command_line
@@ -40,6 +40,7 @@ from ubatch import ConfigError
 
 __all__ = [
     "Command",
+    "chosen_dtype",
     "describe_settings",
     "read_layers",
     "read_serve_command",
@@ -120,25 +121,27 @@ def resolve_settings(
     check_alone(settings)
     try:
         settings = locate(settings)
-        model, stored_dtype = read_config(settings.folders["model"])
+        model, stored = read_config(settings.folders["model"])
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     gpus = count_gpus() if gpus is None else gpus
     if first is not None:
         settings = first(settings, gpus)
-    settings = _derive(settings, model, stored_dtype, gpus)
+    settings = _derive(settings, model, stored, gpus)
     check_with_model(settings, model, gpus)
     check_draft_network(settings, model)
     return settings
 
 
-def _derive(s: Settings, model: ModelConfig, stored_dtype: str, gpus: int) -> Settings:
+def _derive(s: Settings, model: ModelConfig, stored: Sequence[str], gpus: int) -> Settings:
     """Derive the settings that nobody gave, each after the settings that it depends on."""
     if s["device"] == "auto":
         s = s.derive("device", "cuda" if gpus else "cpu", f"{gpus or 'no'} GPU here")
     on_gpu = s["device"] == "cuda"
-    if s["dtype"] == "auto":
-        s = s.derive("dtype", *choose_dtype(s["device"], stored_dtype))
+    if s["dtype"] == "auto" and (on_gpu or s["node_rank"] == 0):
+        s = s.derive("dtype", *choose_dtype(s["device"], stored, model, s["moe_backend"]))
+    elif s["dtype"] == "auto":  # processors may differ, but all ranks must compute alike
+        s = s.derive("dtype", AUTO_DTYPE, "machine 0 chooses")
     if on_gpu and s["kv_cache_memory"] is None and s["gpu_memory_utilization"] is None:
         s = s.derive("gpu_memory_utilization", _GPU_MEMORY_UTILIZATION, "on a GPU")
     elif s["kv_cache_memory"] is None and not on_gpu:
@@ -210,6 +213,14 @@ def to_engine_options(s: Settings) -> EngineOptions:
 def _of_same_name(kind: type[SchedulerConfig | EngineOptions], s: Settings) -> dict[str, Any]:
     """The settings that are called like a field of `kind`."""
     return {each.name: s[each.name] for each in fields(kind) if each.name in s.all}
+
+
+def chosen_dtype(settings: Settings) -> tuple[str, ...]:
+    """What `--dtype auto` chose on a CPU, and why, in one line for the user; none if it had nothing to choose."""
+    dtype = settings.all["dtype"]
+    if dtype.source is not Source.DERIVED or settings["device"] != "cpu":
+        return ()
+    return (f"--dtype auto is {dtype.value}: {dtype.detail}",)
 
 
 def describe_settings(settings: Settings) -> str:

@@ -8,6 +8,7 @@ import io
 import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ import serving.serve as serve
 import serving.server as server
 import serving.workbench.tracing.trace as trace
 import serving.workbench.tuning.tune as tune
-from serving.engine.options import EngineOptions
+from serving.engine.options import AUTO_DTYPE, EngineOptions
 from serving.engine.wire.secret import read_secret
 from ubatch import UBatchError
 
@@ -56,6 +57,8 @@ class Seen(dict[str, Any]):
 
 def _of_runner(seen: Seen, engine: EngineOptions) -> None:
     """The runner of rank 0, its scheduler and its loop."""
+    if engine.dtype == AUTO_DTYPE:  # another machine takes node 0's when it joins
+        engine = replace(engine, dtype="float32")
     runner = SimpleNamespace(streams=SimpleNamespace(asynchronous=False), step_settings=SimpleNamespace(reasons=None))
     group = None if engine.step_size == 1 else SimpleNamespace(rank=0, size=engine.step_size)
     with (

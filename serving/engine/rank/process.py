@@ -90,7 +90,7 @@ def run_engine(options: EngineOptions, rank: int, store_host: str, store_port: i
         configure_logging(options.log_level, f"rank {rank}")
     _check_parent(parent)  # if it is gone, so is the store, and connecting would be tried for minutes
     store = connect_store(store_host, store_port)
-    run = join_run(store, options)
+    run, _ = join_run(store, options)
     client = EngineLink(run.address, f"rank-{rank}", run.curve)
     try:
         link = join_turns(client, run.address, options, rank, run.said, partial(_check_parent, parent))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from model_runner import Checkpoint, ModelConfig, ModelRunner, check_tensor_parallel, model_class
+from model_runner import (
+    Checkpoint,
+    ModelConfig,
+    ModelRunner,
+    check_tensor_parallel,
+    fastest_cpu_dtype,
+    model_class,
+)
 from moe import All2AllTraits, EmulatedLink, traits_in
 from serving.logs import log_event
 from ubatch import ConfigError, ForwardMode
@@ -45,12 +52,24 @@ def backend_faults(backend: str | None, flag: str) -> Iterator[str]:
         yield f"{flag} emulated_link is chosen by --emulated-link US MB/S, which also says how fast it is."
 
 
-def choose_dtype(device: str, stored: str) -> tuple[str, str]:
-    """The dtype that `--dtype auto` chooses, and the reason."""
+def choose_dtype(
+    device: str, stored: Sequence[str], model: ModelConfig, experts_backend: str = "auto"
+) -> tuple[str, str]:
+    """The dtype that `--dtype auto` chooses, and the reason. On a CPU it may measure for some tenths of a second.
+
+    Args:
+        stored: `Checkpoint.stored_dtypes`. A CPU gets `bfloat16` only if nothing else is stored: neither float32 nor
+            float16, which has more digits, is rounded without being asked for.
+        experts_backend: as of `ModelRunner`.
+    """
     if device == "cpu":
-        return "float32", "fastest and exact on a CPU"
-    known = stored in ("float32", "float16", "bfloat16")
-    return (stored, "the checkpoint's") if known else ("bfloat16", "usual on a GPU")
+        finer = next((dtype for dtype in stored if dtype != "bfloat16"), None if stored else "unknown")
+        if finer is not None:
+            why = "bfloat16 would round its weights" if finer in ("float32", "float16") else "exact"
+            return "float32", f"the checkpoint is {finer}; {why}"
+        return fastest_cpu_dtype(model, experts_backend)
+    known = stored[:1] and stored[0] in ("float32", "float16", "bfloat16")
+    return (stored[0], "the checkpoint's") if known else ("bfloat16", "usual on a GPU")
 
 
 def make_link(emulated_link: tuple[float, float] | None) -> EmulatedLink | None:
@@ -61,8 +80,8 @@ def make_link(emulated_link: tuple[float, float] | None) -> EmulatedLink | None:
     return EmulatedLink(latency_us * 1e-6, megabytes_per_s * 1e6)
 
 
-def read_config(model: Path) -> tuple[ModelConfig, str]:
-    """Read a checkpoint's settings and the dtype in its config, without its weights.
+def read_config(model: Path) -> tuple[ModelConfig, tuple[str, ...]]:
+    """Read a checkpoint's settings and `Checkpoint.stored_dtypes`, without its weights.
 
     Raises:
         CheckpointError: there is no checkpoint, or its model is not supported; see `model_runner.errors`.
@@ -70,7 +89,7 @@ def read_config(model: Path) -> tuple[ModelConfig, str]:
     with closing(Checkpoint(model)) as checkpoint:
         kind = model_class(checkpoint.architecture, checkpoint.config)
         config = kind.read_config(checkpoint.config, checkpoint.generation_config())
-        return config, str(checkpoint.config.values.get("dtype", ""))
+        return config, checkpoint.stored_dtypes()
 
 
 def tensor_parallel_faults(model: ModelConfig, size: int, flag: str, *, expert_parallel: bool) -> Iterator[str]:

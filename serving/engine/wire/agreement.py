@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import msgspec
 
-from serving.engine.options import EngineOptions
+from serving.engine.options import AUTO_DTYPE, EngineOptions
 from serving.engine.wire.messages import Alive, Failed, FromEngine, NodeAlive, Outputs, ProfileWritten, Ready, Refused
 from ubatch import ConfigError
 
-__all__ = ["describe_shape", "is_of_this_run", "rank_identity", "require_same_shape"]
+__all__ = ["describe_shape", "is_of_this_run", "rank_identity", "require_same_shape", "settle_dtype"]
 
 _MAY_DIFFER = frozenset(
     {
@@ -35,6 +35,7 @@ _FLAGS = {
 }
 """Setting -> name of its flag, where they differ."""
 _CHECKPOINT = "config.json of MODEL (SHA-256)"
+_DTYPE = "--dtype"
 
 
 def describe_shape(options: EngineOptions) -> str:
@@ -67,6 +68,8 @@ def require_same_shape(options: EngineOptions, theirs: str, other_node: int) -> 
         ) from error
     own = _shape.decode(describe_shape(options))
     names = [name for name in {**own, **other} if own.get(name) != other.get(name)]
+    if AUTO_DTYPE in (own.get(_DTYPE), other.get(_DTYPE)):
+        names = [name for name in names if name != _DTYPE]
     if names:
         wrong = "; ".join(
             f"{name} is {_text(own, name)} on {here} and {_text(other, name)} on {there}" for name in names
@@ -75,6 +78,15 @@ def require_same_shape(options: EngineOptions, theirs: str, other_node: int) -> 
             f"{here} and {there} cannot serve together: {wrong}. Start every node with the same command, except "
             f"for --node-rank."
         )
+
+
+def settle_dtype(options: EngineOptions, shape: str) -> EngineOptions:
+    """The options with node 0's dtype in place of `AUTO_DTYPE`.
+
+    Args:
+        shape: the result of `describe_shape` on node 0.
+    """
+    return replace(options, dtype=_shape.decode(shape)[_DTYPE]) if options.dtype == AUTO_DTYPE else options
 
 
 def rank_identity(rank: int) -> bytes:

@@ -26,7 +26,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from serving.engine.options import EngineOptions
-from serving.engine.wire.agreement import describe_shape, require_same_shape
+from serving.engine.wire.agreement import describe_shape, require_same_shape, settle_dtype
 from serving.engine.wire.secret import ClusterSecret, CurveKeys, read_secret
 from serving.logs import log_event
 from serving.network import choose_interface, listening_store, warn_of_loopback
@@ -126,8 +126,11 @@ class Run:
         _lasting(self.store, self._secret).set(_CLIENT, f"{self._name} {address} {describe_shape(options)}")
 
 
-def join_run(store: dist.Store, options: EngineOptions) -> Run:
+def join_run(store: dist.Store, options: EngineOptions) -> tuple[Run, EngineOptions]:
     """Join node 0's run, on any node; waits until it has begun.
+
+    Returns:
+        The run, and the options with node 0's dtype if they leave it open.
 
     Raises:
         ConfigError: this node and node 0 have different secrets, or only one of them has a secret; or their settings
@@ -150,7 +153,7 @@ def join_run(store: dist.Store, options: EngineOptions) -> Run:
     except ConfigError as error:
         said.set(_MISFIT, str(error))  # node 0 may not expect this node, and would not look at its settings
         raise
-    return Run(store, secret, name, address)
+    return Run(store, secret, name, address), settle_dtype(options, shape)
 
 
 def post_node(store: dist.Store, options: EngineOptions) -> None:

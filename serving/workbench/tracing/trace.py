@@ -21,7 +21,7 @@ import httpx
 
 from serving.generate import GenerateCommand, print_generated, print_notes, resolve_offline
 from serving.llm import LLM
-from serving.options import TRACE, Layer, Settings, describe_settings, merge, read_layers
+from serving.options import TRACE, Layer, Settings, chosen_dtype, describe_settings, merge, read_layers
 from serving.options.sources import Source, settle_environment
 from serving.workbench.bench.statistics import columns
 from serving.workbench.tracing.diagnosis import diagnose
@@ -95,7 +95,8 @@ def run(command: TraceCommand) -> int:
     if command.print_config:
         print(describe_settings(command.settings))
         return 0
-    print_notes("ubatch trace", command.notes)
+    chosen = () if command.run is None else chosen_dtype(command.run.settings)
+    print_notes("ubatch trace", (*chosen, *command.notes))
     recorded = _record(command)
     ranks = merge_traces(recorded)
     steps = read_steps(ranks)

@@ -21,6 +21,7 @@ from serving.options import (
     TUNE,
     Command,
     Settings,
+    chosen_dtype,
     describe_settings,
     fetch_checkpoints,
     merge,
@@ -93,7 +94,7 @@ def run(options: TuneCommand) -> int:
     if options.print_config:
         print(describe_settings(options.settings))
         return 0
-    print_notes("ubatch tune", options.notes)
+    print_notes("ubatch tune", (*chosen_dtype(options.settings), *options.notes))
     fetch_checkpoints(options.settings)
     key = _key(options)
     path = state_file(options.out)
@@ -134,16 +135,18 @@ def _tune_on_rank(
         torch.cuda.set_device(index)
         carrier = dist.new_group(backend="nccl")  # carries tensors; decisions go over the default group
     group = CommGroup.from_process_group(carrier, timeout_s=_TIMEOUT_S)
-    shared = [state]  # under a launcher every rank has loaded the file by itself
+    shared: list[Any] = [state, engine.dtype]  # under a launcher every rank has read and measured by itself
     dist.broadcast_object_list(shared, src=0)
-    state = shared[0]
+    state, dtype = shared
     backend, _ = resolve_all2all(engine.all2all_backend, group)
     scheduler = replace(
         engine.scheduler,
         max_num_seqs=requests_needed(plan.grid),
         max_num_batched_tokens=max(plan.grid.max_prefill_tokens, requests_needed(plan.grid)),
     )
-    engine = replace(engine, all2all_backend=backend, dbo=UBatchConfig(timeout_s=_TIMEOUT_S), scheduler=scheduler)
+    engine = replace(
+        engine, dtype=dtype, all2all_backend=backend, dbo=UBatchConfig(timeout_s=_TIMEOUT_S), scheduler=scheduler
+    )
     num_blocks = kv_blocks_needed(plan.grid, engine.block_size)
     with make_runner(engine, group, device_index=index, num_kv_blocks=num_blocks) as runner:
         longest = max(plan.grid.prompt_len, plan.grid.context + 1 + plan.grid.drafts)

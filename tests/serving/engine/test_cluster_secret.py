@@ -180,7 +180,7 @@ def test_nodes_of_one_secret_meet(signed: bool, tmp_path: Path) -> None:
     assert not check_node(store, secret, two_nodes(None), 1)
     post_node(store, two_nodes(path, 1))
     assert check_node(store, secret, two_nodes(None), 1)
-    other = join_run(store, two_nodes(path, 1))
+    other, _ = join_run(store, two_nodes(path, 1))
     assert other.address == "tcp://127.0.0.1:5"
     other.said.set("turns/1", "tcp://127.0.0.1:6")
     assert first.said.get("turns/1") == "tcp://127.0.0.1:6"

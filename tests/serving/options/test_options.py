@@ -226,7 +226,7 @@ def test_print_config_says_where_each_value_came_from(capsys: pytest.CaptureFixt
     assert rows["dbo-decode-token-threshold"].startswith("4 ")
     assert rows["dbo-decode-token-threshold"].endswith(f"# {EXAMPLE}")
     assert rows["block-size"].endswith("# default")
-    assert rows["dtype"].endswith("# derived: fastest and exact on a CPU")
+    assert rows["dtype"].endswith("# derived: these are tests")
 
 
 def test_what_is_printed_can_be_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

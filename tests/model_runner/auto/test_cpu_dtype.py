@@ -1,0 +1,131 @@
+"""Which dtype a checkpoint in bfloat16 gets on a CPU: the faster one, measured on its own sizes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+
+import model_runner.auto.cpu_dtype as cpu_dtype
+from model_runner import Checkpoint, ModelConfig, fastest_cpu_dtype, model_class
+from model_runner.auto.cpu_dtype import _measure, _Sizes
+from ubatch import ConfigError
+
+FAMILIES = ("Qwen3Moe", "Mixtral", "DeepseekV3", "Llama")
+
+
+def config_of(path: Path) -> ModelConfig:
+    checkpoint = Checkpoint(path)
+    kind = model_class(checkpoint.architecture, checkpoint.config)
+    return kind.read_config(checkpoint.config, checkpoint.generation_config())
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {family: config_of(make_checkpoint(folder / family, family)) for family in FAMILIES}
+
+
+@pytest.fixture(autouse=True)
+def _measured_anew() -> Iterator[None]:
+    _measure.cache_clear()
+    yield
+    _measure.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen"),
+    [
+        ((1.0, 2.0), "bfloat16"),
+        ((1.0, 1.12), "bfloat16"),
+        ((1.0, 1.05), "float32"),  # within the noise
+        ((2.0, 1.0), "float32"),
+    ],
+)
+def test_the_faster_one_is_taken(
+    times: tuple[float, float], chosen: str, configs: dict[str, ModelConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_dtype, "_best_times", lambda _: list(times))
+    name, reason = fastest_cpu_dtype(configs["Qwen3Moe"])
+    assert name == chosen
+    assert f"{times[1] / times[0]:.2f}x" in reason
+
+
+def test_decode_and_prefill_have_equal_weight(configs: dict[str, ModelConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a prefill takes longer."""
+
+    def best_times(ways: Any) -> list[float]:
+        rows = ways[0].args[0].shape[0]
+        return [4.0, 1.0] if rows <= 16 else [100.0, 200.0]
+
+    monkeypatch.setattr(cpu_dtype, "_best_times", best_times)
+    assert fastest_cpu_dtype(configs["Llama"])[0] == "float32"
+
+
+def test_it_is_measured_once_with_the_kernels_of_the_model(
+    configs: dict[str, ModelConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[str] = []
+    make_experts = cpu_dtype.make_experts
+    monkeypatch.setattr(
+        cpu_dtype,
+        "make_experts",
+        lambda name, *args, **kwargs: used.append(name) or make_experts(name, *args, **kwargs),
+    )
+    assert fastest_cpu_dtype(configs["Mixtral"], "grouped") == fastest_cpu_dtype(configs["Mixtral"], "grouped")
+    assert used == ["grouped", "grouped"]
+    expected = [cpu_dtype.fastest_cpu_experts(dtype, torch.device("cpu")) for dtype in cpu_dtype._DTYPES]
+    fastest_cpu_dtype(configs["Mixtral"])
+    assert used[2:] == expected
+
+
+def test_experts_without_bfloat16_stay_in_float32(
+    configs: dict[str, ModelConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ConfigError("no bfloat16 here.")
+
+    monkeypatch.setattr(cpu_dtype, "make_experts", refuse)
+    assert fastest_cpu_dtype(configs["Qwen3Moe"], "mine") == (
+        "float32",
+        "bfloat16 cannot be measured here: no bfloat16 here.",
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_product_of_the_family_is_measured(family: str, configs: dict[str, ModelConfig]) -> None:
+    config = configs[family]
+    sizes = _Sizes.of(config)
+    assert (sizes.experts is None) == (family == "Llama")
+    assert len(sizes.projections) == (2 if family == "Mixtral" else 4)  # which has no dense MLP
+    name, reason = fastest_cpu_dtype(config)
+    assert name in ("bfloat16", "float32")
+    assert "16 tokens" in reason
+    assert "256 tokens" in reason
+
+
+LARGE = {
+    "a wide dense model": _Sizes(((8192, 10240), (8192, 8192), (8192, 57344), (28672, 8192)), (8192, 128256), None, 80),
+    "wide experts": _Sizes(((4096, 6144), (4096, 4096)), (4096, 32000), (8, 2, 4096, 14336), 32),
+    "many experts": _Sizes(((7168, 25152), (16384, 7168)), (7168, 129280), (256, 8, 7168, 2048), 61),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", LARGE.values(), ids=LARGE)
+def test_large_models_are_measured_in_part(sizes: _Sizes) -> None:
+    """In seconds even with both cores of a machine busy; and the estimate is of the whole layer."""
+    cpu_dtype.fastest_cpu_experts(torch.bfloat16, torch.device("cpu"))
+    cpu_dtype.fastest_cpu_experts(torch.float32, torch.device("cpu"))
+    start = time.perf_counter()
+    of_bfloat16, of_float32 = _measure(sizes, "auto")
+    assert time.perf_counter() - start < 20.0
+    operations = 2 * 256 * sum(inputs * outputs for inputs, outputs in sizes.projections)
+    assert of_float32[1] > operations / 1e13  # no core computes faster
+    assert of_float32[1] > of_float32[0] > 0
+    assert of_bfloat16[1] > 0
