@@ -46,12 +46,13 @@ def fastest_cpu_dtype(config: ModelConfig, experts_backend: str = "auto") -> tup
     except ConfigError as error:  # of experts that were asked for by name
         return "float32", f"bfloat16 cannot be measured here: {error}"
     ratio = math.sqrt(math.prod(slow / fast for fast, slow in zip(bfloat16, float32, strict=True)))
-    name, verb = ("bfloat16", "is") if ratio >= _MARGIN else ("float32", "is only")
-    parts = [
-        f"{tokens} tokens take a layer's products {fast * 1e3:.2g} ms, in float32 {slow * 1e3:.2g} ms"
+    times = "; ".join(
+        f"{fast * 1e3:.2g} ms, not {slow * 1e3:.2g}, for a layer's products of {tokens} tokens"
         for tokens, fast, slow in zip(_TOKENS, bfloat16, float32, strict=True)
-    ]
-    return name, f"bfloat16 {verb} {ratio:.2f}x as fast as float32 on this CPU ({'; '.join(parts)})"
+    )
+    if ratio < _MARGIN:
+        return "float32", f"bfloat16 is {ratio:.2f}x as fast on this CPU ({times})"
+    return "bfloat16", f"{ratio:.2f}x as fast as float32 on this CPU ({times})"
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def _experts(number: int, top_k: int, hidden: int, width: int, backends: Sequenc
         make_experts(name, _ones(dtype, held, 2 * part, hidden), _ones(dtype, held, hidden, part), num_experts=held)
         for dtype, name in zip(_DTYPES, backends, strict=True)
     ]
-    found = []
+    found: list[tuple[float, _Pair]] = []
     for tokens in _TOKENS:
         rows = held * max(1, tokens * top_k // number)
         routed = (torch.arange(rows, device="cpu")[:, None] % held, torch.ones(rows, 1, device="cpu"))

@@ -146,10 +146,9 @@ class Checkpoint:
         """
         named = self.config.values.get("dtype") or self.config.values.get("torch_dtype")  # transformers 5, and 4
         numbers: Counter[str] = Counter()
-        with suppress(CheckpointError):  # it comes when the weights are loaded
-            file = min(self._file_of.values(), default=None)
-            handle = None if file is None else self._open(file)
-            for name in () if handle is None else handle.keys():
+        with suppress(CheckpointError, ValueError):  # no files, no tensors: loading says so
+            handle = self._open(min(self._file_of.values()))
+            for name in handle.keys():
                 stored = handle.get_slice(name)
                 kind = str(stored.get_dtype())
                 numbers[_DTYPES.get(kind, kind)] += math.prod(stored.get_shape())

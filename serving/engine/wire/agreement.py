@@ -86,7 +86,7 @@ def settle_dtype(options: EngineOptions, shape: str) -> EngineOptions:
     Args:
         shape: the result of `describe_shape` on node 0.
     """
-    return replace(options, dtype=_shape.decode(shape)[_DTYPE]) if options.dtype == AUTO_DTYPE else options
+    return replace(options, dtype=str(_shape.decode(shape)[_DTYPE])) if options.dtype == AUTO_DTYPE else options
 
 
 def rank_identity(rank: int) -> bytes:
