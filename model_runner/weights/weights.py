@@ -148,7 +148,7 @@ class Checkpoint:
         numbers: Counter[str] = Counter()
         with suppress(CheckpointError, ValueError):  # no files, no tensors: loading says so
             handle = self._open(min(self._file_of.values()))
-            for name in handle.keys():
+            for name in handle.keys():  # noqa: SIM118 - it is no mapping
                 stored = handle.get_slice(name)
                 kind = str(stored.get_dtype())
                 numbers[_DTYPES.get(kind, kind)] += math.prod(stored.get_shape())
