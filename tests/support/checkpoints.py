@@ -116,11 +116,11 @@ def make_qwen3_moe_checkpoint(path: Path | str, *, max_shard_size: str = "5GB", 
     return make_checkpoint(path, "Qwen3Moe", max_shard_size=max_shard_size, **overrides)
 
 
-def load_reference(path: Path | str) -> PreTrainedModel:
-    """transformers' own model of a checkpoint, fp32, evaluation mode."""
+def load_reference(path: Path | str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """transformers' own model of a checkpoint, by default fp32, evaluation mode."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
 
 @torch.no_grad()
