@@ -220,7 +220,8 @@ def chosen_dtype(settings: Settings) -> tuple[str, ...]:
     dtype = settings.all["dtype"]
     if dtype.source is not Source.DERIVED or settings["device"] != "cpu":
         return ()
-    return (f"--dtype auto is {dtype.value}: {dtype.detail}",)
+    chosen = "" if dtype.value == AUTO_DTYPE else f" is {dtype.value}"
+    return (f"--dtype auto{chosen}: {dtype.detail}",)
 
 
 def describe_settings(settings: Settings) -> str:

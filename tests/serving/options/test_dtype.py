@@ -118,10 +118,9 @@ def test_it_says_what_it_chose_and_an_explicit_one_is_obeyed(
 
 def _nodes(dtype: str = "auto") -> tuple[EngineOptions, EngineOptions]:
     """What both machines make of the same settings."""
-    options = [
-        to_engine_options(resolve_keywords(TINY_MOE, {**NODES, "node_rank": rank, "dtype": dtype})) for rank in (0, 1)
-    ]
-    return options[0], options[1]
+    first, second = (resolve_keywords(TINY_MOE, {**NODES, "node_rank": rank, "dtype": dtype}) for rank in (0, 1))
+    assert chosen_dtype(second) == (("--dtype auto: machine 0 chooses",) if dtype == "auto" else ())
+    return to_engine_options(first), to_engine_options(second)
 
 
 def test_one_machine_measures_for_all(measured: list[str], tmp_path: Path) -> None:
