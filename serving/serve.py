@@ -45,12 +45,12 @@ def run(command: Command) -> int:
     configure_logging(settings["log_level"], f"node {node}" if node else "api")
     for note in command.notes:
         log_event(_logger, note, level=logging.WARNING)
-    for choice in chosen_dtype(settings):
-        log_event(_logger, choice)
     fetch_checkpoints(settings)
     if node:
         from serving.engine.node import run_node
 
+        for choice in chosen_dtype(settings):
+            log_event(_logger, choice)
         return run_node(command.engine)
     from serving.server import run_server  # the imports take longer than all the checks
 

@@ -41,7 +41,7 @@ from serving.engine.client import EngineClient
 from serving.engine.folder import SocketFolder
 from serving.logs import log_event
 from serving.metrics import make_registry
-from serving.options import Command, Settings
+from serving.options import Command, Settings, chosen_dtype
 from serving.requests import EngineDead
 from serving.text.tokenizer import check_chat_template, load_tokenizer
 from ubatch import ForwardMode
@@ -158,6 +158,8 @@ class _Serve:
             device=self.options.device,
             dtype=self.options.dtype,
         )
+        for choice in chosen_dtype(self.settings):
+            log_event(_logger, choice)
         client = await _unless(stop.came, EngineClient.start(self.options))
         if client is None:
             log_event(_logger, "interrupted while starting", signal=signal.Signals(stop.number).name)
