@@ -65,6 +65,10 @@ def _app(stub: Stub) -> FastAPI:
         response: Response = await call_next(request)
         return response
 
+    @app.get("/health")
+    async def health() -> None:
+        pass
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"data": [{"id": "stub", "max_model_len": 512}, {"id": "other"}]}
@@ -141,6 +145,11 @@ async def _events(
 
 def _event(value: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(value)}\n\n".encode()
+
+
+def serve_stub(port: int) -> None:
+    """Be the stub, on this port, until SIGTERM."""
+    uvicorn.run(_app(Stub()), port=port, log_config=None, ws="none", lifespan="off")
 
 
 @contextmanager

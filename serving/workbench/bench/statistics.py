@@ -30,6 +30,21 @@ __all__ = [
 ]
 
 _RESAMPLES = 2000
+_FLAGS = (
+    *(
+        "amx_tile",
+        "amx_bf16",
+        "amx_fp16",
+        "amx_int8",
+        "avx512_bf16",
+        "avx512_fp16",
+        "avx512_vnni",
+        "avx512f",
+        "avx_vnni",
+    ),
+    *("avx2", "fma", "bf16", "i8mm", "sve"),
+)
+"""Instructions, x86's and ARM's, that decide how fast a processor multiplies matrices."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +109,27 @@ def timed(arm: Callable[[], object], synchronize: Callable[[], object] = lambda:
 
 def environment() -> dict[str, Any]:
     """Hardware and versions that the figures were measured with."""
+    processor = _processor()
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "machine": platform.machine(),
         "system": f"{platform.system()} {platform.release()}",
+        "processor": processor.get("model name", platform.processor() or "unknown"),
+        "processor_flags": [flag for flag in _FLAGS if flag in processor.get("flags", "").split()],
         "cores": num_cores(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
+
+
+def _processor() -> dict[str, str]:
+    """What Linux says of the first core; empty elsewhere."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    return {name.strip().replace("Features", "flags"): value.strip() for name, _, value in pairs}
 
 
 def overlap_figures(

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -19,13 +19,14 @@ import httpx
 from serving.ranks import free_port
 from ubatch import UBatchError
 
-__all__ = ["UBATCH", "ServerFailed", "ServerProcess", "running_server"]
+__all__ = ["UBATCH", "ServerFailed", "ServerProcess", "end_group", "running_server"]
 
 UBATCH = (sys.executable, "-c", "import sys; from serving.cli import main; sys.exit(main())")
 """The `ubatch` command, run by this interpreter without looking for its script."""
 
 _START_S = 300.0
 _STOP_S = 60.0
+_KILL_S = 5.0
 _TAIL = 4000
 
 
@@ -35,8 +36,8 @@ class ServerFailed(UBatchError):
 
 @dataclass
 class ServerProcess:
-    """A running `ubatch serve`: the API process, whose children are the engines; its URL without `/v1`; and the file
-    with its output."""
+    """A running server: the API process, whose children are the engines, all in a session of their own; its URL without
+    `/v1`; and the file with its output."""
 
     process: subprocess.Popen[bytes]
     base_url: str
@@ -47,13 +48,13 @@ class ServerProcess:
         self.log.flush()
         return Path(self.log.name).read_bytes()[-_TAIL:].decode(errors="replace")
 
-    def wait_until_healthy(self) -> None:
+    def wait_until_healthy(self, start_s: float = _START_S) -> None:
         """Return once `/health` answers 200.
 
         Raises:
-            ServerFailed: the process ended, or it took more than five minutes.
+            ServerFailed: the process ended, or it took more than `start_s` seconds.
         """
-        deadline = time.monotonic() + _START_S
+        deadline = time.monotonic() + start_s
         while time.monotonic() < deadline:
             if (status := self.process.poll()) is not None:
                 raise ServerFailed(f"the server ended with status {status} before it was ready:\n{self.output()}")
@@ -63,36 +64,63 @@ class ServerProcess:
             except httpx.HTTPError:
                 pass  # not listening yet
             time.sleep(0.2)
-        raise ServerFailed(f"the server was not ready after {_START_S:g} s:\n{self.output()}")
+        raise ServerFailed(f"the server was not ready after {start_s:g} s:\n{self.output()}")
 
     def stop(self) -> int:
         """Ask the server to end (SIGTERM), and kill it if it does not; returns its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        try:
-            return self.process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_STOP_S)
+        return end_group(self.process)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> int:
+    """End a process that leads a session of its own, and what is left of the processes that it started: SIGTERM, and
+    SIGKILL after five seconds. Returns its exit status."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + _KILL_S
+        with suppress(ProcessLookupError):  # the group has ended
+            os.killpg(process.pid, number)
+            while time.monotonic() < deadline:
+                process.poll()  # a zombie is still of the group
+                os.killpg(process.pid, 0)
+                time.sleep(0.02)
+    return process.wait()
 
 
 @contextmanager
 def running_server(
-    model: Path, flags: Sequence[str] = (), *, environment: Mapping[str, str] | None = None
+    model: Path,
+    flags: Sequence[str] = (),
+    *,
+    environment: Mapping[str, str] | None = None,
+    program: Sequence[str] = UBATCH,
+    start_s: float = _START_S,
 ) -> Iterator[ServerProcess]:
-    """Run `ubatch serve MODEL FLAGS` on a free port; enters the block once it is healthy, and stops it at the end.
+    """Run `PROGRAM serve MODEL FLAGS` on a free port; enters the block once it is healthy, and stops it at the end.
 
-    `environment` has variables on top of this process's. Raises what `ServerProcess.wait_until_healthy` raises.
+    Args:
+        environment: variables on top of this process's.
+        program: the `ubatch` command, or vLLM's.
+        start_s: it may take that long to be healthy.
+
+    Raises what `ServerProcess.wait_until_healthy` raises.
     """
     port, variables = free_port(), os.environ | (environment or {})
-    command = [*UBATCH, "serve", str(model), "--port", str(port), *flags]
+    command = [*program, "serve", str(model), "--port", str(port), *flags]
     with tempfile.NamedTemporaryFile(prefix="ubatch-serve-", suffix=".log") as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=variables
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            start_new_session=True,
         )
         server = ServerProcess(process, f"http://127.0.0.1:{port}", log)
         try:
-            server.wait_until_healthy()
+            server.wait_until_healthy(start_s)
             yield server
         finally:
             server.stop()

@@ -1,0 +1,220 @@
+"""The options of `ubatch bench peers`, and the order of things: engines, their loads, then servers and theirs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from enum import StrEnum
+from functools import partial
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from serving.arguments.fields import Flag
+from serving.workbench.bench.options import BlockOptions, Checkpoint
+from serving.workbench.bench.peers.process import Arm, EngineProcess, running_engine, wait_for_rest
+from serving.workbench.bench.peers.results import OURS, LoadResult, measure_load
+from serving.workbench.bench.peers.served import running_arm, served_visit
+from serving.workbench.bench.server.offline import Workload, random_prompts
+from serving.workbench.bench.server.process import ServerProcess
+from serving.workbench.bench.statistics import environment
+from ubatch import ConfigError, UBatchError
+from ubatch.process.cores import num_cores
+
+__all__ = ["Options", "run"]
+
+
+class Part(StrEnum):
+    OFFLINE = "offline"
+    """all prompts at once"""
+    ONE = "one"
+    """one request alone"""
+    FIRST = "first"
+    """time to first token: one long prompt, one token"""
+    SERVED = "served"
+    """requests over HTTP, several clients at a time"""
+
+
+_Count = Annotated[int, Field(ge=1)]
+
+
+class Options(BlockOptions):
+    """What to measure."""
+
+    model: Annotated[Checkpoint, Flag(positional=True), Field(description="folder of a Hugging Face checkpoint")]
+    vllm: Annotated[
+        str | None, Flag(metavar="PYTHON"), Field(description="interpreter of an environment with vLLM for CPUs")
+    ] = None
+    transformers: Annotated[
+        str | None, Flag(metavar="PYTHON"), Field(description="interpreter of an environment with transformers")
+    ] = None
+    only: Annotated[tuple[Part, ...], Field(min_length=1, description="the loads to measure")] = (*Part,)
+    dtypes: Annotated[
+        tuple[Literal["bfloat16", "float32"], ...], Field(min_length=1, description="of every engine")
+    ] = ("bfloat16", "float32")
+    prompts: Annotated[int, Field(ge=1, description="offline: prompts")] = 64
+    input_len: Annotated[int, Field(ge=1, description="offline, one, served: tokens of a prompt")] = 128
+    output_len: Annotated[int, Field(ge=1, description="offline, served: new tokens of a prompt")] = 64
+    one_output_len: Annotated[int, Field(ge=1, description="one: new tokens")] = 256
+    first_input_len: Annotated[int, Field(ge=1, description="first: tokens of the prompt")] = 4000
+    clients: Annotated[tuple[_Count, ...], Field(min_length=1, description="served: requests at a time")] = (16, 64)
+    requests: Annotated[int, Field(ge=1, description="served: requests of every client, one after the other")] = 2
+    timeout_s: Annotated[float, Field(gt=0, description="an engine may take that long to start, or for a visit")] = (
+        900.0
+    )
+
+    def peers(self) -> dict[str, str]:
+        """Name of a peer -> its interpreter."""
+        given = {"vllm": self.vllm, "transformers": self.transformers}
+        return {name: python for name, python in given.items() if python is not None}
+
+    def arms(self) -> list[Arm]:
+        """Every engine in every dtype; those that are compared stand side by side."""
+        return [
+            Arm(name, dtype, python) for dtype in self.dtypes for name, python in ({OURS: None} | self.peers()).items()
+        ]
+
+    def offline_loads(self) -> dict[str, Workload]:
+        loads = {
+            Part.OFFLINE: Workload(self.prompts, self.input_len, self.output_len),
+            Part.ONE: Workload(1, self.input_len, self.one_output_len),
+            Part.FIRST: Workload(1, self.first_input_len, 1),
+        }
+        return {str(part): load for part, load in loads.items() if part in self.only}
+
+    def served_loads(self) -> dict[int, Workload]:
+        """By clients."""
+        counts = self.clients if Part.SERVED in self.only else ()
+        return {count: Workload(count * self.requests, self.input_len, self.output_len) for count in counts}
+
+
+def run(options: Options) -> int:
+    """Measure, print and write; returns 1 if an engine failed. What was measured before Ctrl-C is written, too."""
+    _check(options)
+    here = environment()
+    print(f"{here['processor']}, {here['cores']} cores; {' '.join(here['processor_flags'])}")
+    report = _Report()
+    try:
+        _measure_offline(options, report)
+        _measure_served(options, report)
+    finally:
+        options.write(vars(report))
+    return 1 if report.failed or any(result.failed for result in report.loads) else 0
+
+
+class _Report:
+    """What was found so far. `failed` has engines that did not start; if `restless`, an engine computed while others
+    were measured, and the figures are too low."""
+
+    def __init__(self) -> None:
+        self.versions: dict[str, Mapping[str, str]] = {}
+        self.loads: list[LoadResult] = []
+        self.failed: dict[str, str] = {}
+        self.restless = False
+
+    @contextmanager
+    def starting(self, name: str) -> Iterator[None]:
+        """An engine that does not start is noted, and left out."""
+        try:
+            yield
+        except UBatchError as error:
+            self.failed[name] = str(error)
+            print(f"{name} does not start: {error}", file=sys.stderr, flush=True)
+
+    def add(self, result: LoadResult) -> None:
+        result.print()
+        self.loads.append(result)
+
+    def rest(self, sessions: Collection[int]) -> None:
+        """Before every visit: the engines of the visits before it come to rest."""
+        if not wait_for_rest(sessions) and not self.restless:
+            self.restless = True
+            print("idle engines still compute: what is measured beside them is too slow.", file=sys.stderr, flush=True)
+
+
+def _check(options: Options) -> None:
+    if sys.platform != "linux":
+        raise ConfigError("it sees in /proc when engines are at rest, which only Linux has.")
+    if not options.peers():
+        raise ConfigError("name a peer's interpreter with --vllm or --transformers.")
+    for name, python in options.peers().items():
+        if shutil.which(python) is None:
+            raise ConfigError(
+                f"--{name}: {python} is no program; give an environment's interpreter, as in ENV/bin/python."
+            )
+    if set(options.only) == {Part.SERVED} and options.vllm is None:
+        raise ConfigError("served needs --vllm: of the peers only vLLM is measured as a server.")
+    longest = json.loads((options.model / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+    for load in [*options.offline_loads().values(), *options.served_loads().values()]:
+        if longest is not None and load.input_len + load.output_len > longest:
+            raise ConfigError(
+                f"{load} needs {load.input_len + load.output_len} positions, but {options.model} has {longest}. "
+                "Lower --input-len, --output-len, --one-output-len or --first-input-len, or leave it out with --only."
+            )
+
+
+def _measure_offline(options: Options, report: _Report) -> None:
+    loads = options.offline_loads()
+    settings = {
+        "model": str(options.model),
+        "threads": num_cores(),
+        "max_model_len": _longest(loads.values()),
+        "max_num_seqs": max((load.prompts for load in loads.values()), default=0),
+    }
+    engines: dict[Arm, EngineProcess] = {}
+    with ExitStack() as stack:
+        for arm in options.arms() if loads else []:
+            with report.starting(str(arm)):
+                engine = stack.enter_context(running_engine(arm, options.timeout_s))
+                versions = engine.load(settings | {"dtype": arm.dtype})
+                report.versions[arm.engine] = versions
+                print(f"{arm}: {', '.join(f'{name} {version}' for name, version in versions.items())}", flush=True)
+                engines[arm] = engine
+        for name, load in loads.items():
+            running = {arm: engine for arm, engine in engines.items() if not engine.ended}
+            if not _comparable(running):
+                return
+            prompts = random_prompts(options.model, load)
+            visits = {arm: partial(engine.generate, prompts, load.output_len) for arm, engine in running.items()}
+            rest = partial(report.rest, [engine.pid for engine in running.values()])
+            report.add(measure_load(name, load, visits, options.blocks, rest))
+
+
+def _measure_served(options: Options, report: _Report) -> None:
+    loads = options.served_loads()
+    start = partial(
+        running_arm,
+        model=options.model,
+        max_model_len=_longest(loads.values()),
+        max_num_seqs=max(loads, default=0),
+        timeout_s=options.timeout_s,
+    )
+    servers: dict[Arm, ServerProcess] = {}
+    with ExitStack() as stack:
+        for arm in options.arms() if options.vllm is not None and loads else []:
+            if arm.engine != "transformers":
+                with report.starting(f"{arm}, served"):
+                    servers[arm] = stack.enter_context(start(arm))
+        for clients, load in loads.items():
+            running = {arm: server for arm, server in servers.items() if server.process.poll() is None}
+            if not _comparable(running):
+                return
+            prompts = random_prompts(options.model, load)
+            visits = {
+                arm: served_visit(server, options.model, prompts, load.output_len, clients, options.timeout_s)
+                for arm, server in running.items()
+            }
+            rest = partial(report.rest, [server.process.pid for server in running.values()])
+            report.add(measure_load(f"served, {clients} clients", load, visits, options.blocks, rest))
+
+
+def _longest(loads: Iterable[Workload]) -> int:
+    return max((load.input_len + load.output_len for load in loads), default=0)
+
+
+def _comparable(arms: Iterable[Arm]) -> bool:
+    """Whether ours and a peer are left."""
+    return {OURS} < {arm.engine for arm in arms}
