@@ -21,6 +21,7 @@ from serving.cli import main
 from serving.workbench.bench.peers.process import Arm, EngineFailed, EngineProcess, running_engine, wait_for_rest
 from serving.workbench.bench.peers.results import OURS, Same, Visit, measure_load, same_tokens
 from serving.workbench.bench.server.offline import Workload
+from serving.workbench.bench.server.process import with_variables
 from ubatch import UBatchError
 
 SETTINGS = {"model": str(TINY_MOE), "dtype": "float32", "threads": 1, "max_model_len": 64, "max_num_seqs": 4}
@@ -130,6 +131,19 @@ def test_engines_that_compute_are_not_at_rest(monkeypatch: pytest.MonkeyPatch) -
     finally:
         busy.kill()
         busy.wait()
+
+
+def test_vllm_gets_every_core_but_no_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would be that of its API process, too; what a user set for vLLM stays."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "77")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    cores = sorted(os.sched_getaffinity(0))
+    vllm = with_variables(Arm("vllm", "float32", "v").variables())
+    assert "OMP_NUM_THREADS" not in vllm
+    assert vllm["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert vllm["VLLM_CPU_OMP_THREADS_BIND"] == ",".join(map(str, cores))
+    assert with_variables(Arm(OURS, "float32", None).variables())["OMP_NUM_THREADS"] == str(len(cores))
 
 
 # -- figures -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from serving.workbench.bench.server.process import end_group
+from serving.workbench.bench.server.process import end_group, with_variables
 from ubatch import UBatchError
 from ubatch.process.cores import num_cores
 
@@ -46,16 +46,18 @@ class Arm:
         """The begin of a command; a peer does not see `PYTHONPATH`, which may lead to this environment's packages."""
         return [sys.executable] if self.python is None else [self.python, "-E"]
 
-    def variables(self) -> dict[str, str]:
-        """Environment variables that let the engine use every core and no network; of vLLM, those that are not set."""
+    def variables(self) -> dict[str, str | None]:
+        """Environment variables that let the engine use every core and no network; None is for one to be removed."""
+        cores = {"OMP_NUM_THREADS": str(num_cores()), "HF_HUB_OFFLINE": "1"}
+        if self.engine != "vllm":
+            return {**cores}
         given = {
             "VLLM_TARGET_DEVICE": "cpu",
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
             "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-            "HF_HUB_OFFLINE": "1",
         }
-        cores = {"OMP_NUM_THREADS": str(num_cores())}
-        return cores | {name: value for name, value in given.items() if name not in os.environ}
+        # vLLM itself decides how many threads each of its processes has, unless this variable does.
+        return {**cores, "OMP_NUM_THREADS": None} | {name: os.environ.get(name, given[name]) for name in given}
 
 
 class EngineProcess:
@@ -76,7 +78,7 @@ class EngineProcess:
                 [*arm.interpreter(), *module, arm.engine],
                 **pipes,
                 bufsize=0,
-                env=os.environ | arm.variables(),
+                env=with_variables(arm.variables()),
                 start_new_session=True,
             )
         except OSError as error:

@@ -19,7 +19,7 @@ import httpx
 from serving.ranks import free_port
 from ubatch import UBatchError
 
-__all__ = ["UBATCH", "ServerFailed", "ServerProcess", "end_group", "running_server"]
+__all__ = ["UBATCH", "ServerFailed", "ServerProcess", "end_group", "running_server", "with_variables"]
 
 UBATCH = (sys.executable, "-c", "import sys; from serving.cli import main; sys.exit(main())")
 """The `ubatch` command, run by this interpreter without looking for its script."""
@@ -55,15 +55,14 @@ class ServerProcess:
             ServerFailed: the process ended, or it took more than `start_s` seconds.
         """
         deadline = time.monotonic() + start_s
-        while time.monotonic() < deadline:
-            if (status := self.process.poll()) is not None:
-                raise ServerFailed(f"the server ended with status {status} before it was ready:\n{self.output()}")
-            try:
-                if httpx.get(f"{self.base_url}/health", timeout=5.0, trust_env=False).status_code == httpx.codes.OK:
-                    return
-            except httpx.HTTPError:
-                pass  # not listening yet
-            time.sleep(0.2)
+        with httpx.Client(timeout=5.0, trust_env=False) as client:
+            while time.monotonic() < deadline:
+                if (status := self.process.poll()) is not None:
+                    raise ServerFailed(f"the server ended with status {status} before it was ready:\n{self.output()}")
+                with suppress(httpx.HTTPError):  # not listening yet
+                    if client.get(f"{self.base_url}/health").status_code == httpx.codes.OK:
+                        return
+                time.sleep(0.2)
         raise ServerFailed(f"the server was not ready after {start_s:g} s:\n{self.output()}")
 
     def stop(self) -> int:
@@ -89,25 +88,30 @@ def end_group(process: subprocess.Popen[bytes]) -> int:
     return process.wait()
 
 
+def with_variables(changed: Mapping[str, str | None]) -> dict[str, str]:
+    """This process's environment with other values; None removes a variable."""
+    return {name: value for name, value in (dict(os.environ) | dict(changed)).items() if value is not None}
+
+
 @contextmanager
 def running_server(
     model: Path,
     flags: Sequence[str] = (),
     *,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str | None] | None = None,
     program: Sequence[str] = UBATCH,
     start_s: float = _START_S,
 ) -> Iterator[ServerProcess]:
     """Run `PROGRAM serve MODEL FLAGS` on a free port; enters the block once it is healthy, and stops it at the end.
 
     Args:
-        environment: variables on top of this process's.
+        environment: variables on top of this process's; None removes one.
         program: the `ubatch` command, or vLLM's.
         start_s: it may take that long to be healthy.
 
     Raises what `ServerProcess.wait_until_healthy` raises.
     """
-    port, variables = free_port(), os.environ | (environment or {})
+    port = free_port()
     command = [*program, "serve", str(model), "--port", str(port), *flags]
     with tempfile.NamedTemporaryFile(prefix="ubatch-serve-", suffix=".log") as log:
         process = subprocess.Popen(
@@ -115,7 +119,7 @@ def running_server(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=variables,
+            env=with_variables(environment or {}),
             start_new_session=True,
         )
         server = ServerProcess(process, f"http://127.0.0.1:{port}", log)
