@@ -65,10 +65,6 @@ def _app(stub: Stub) -> FastAPI:
         response: Response = await call_next(request)
         return response
 
-    @app.get("/health")
-    async def health() -> None:
-        pass
-
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"data": [{"id": "stub", "max_model_len": 512}, {"id": "other"}]}
@@ -148,8 +144,10 @@ def _event(value: dict[str, Any]) -> bytes:
 
 
 def serve_stub(port: int) -> None:
-    """Be the stub, on this port, until SIGTERM."""
-    uvicorn.run(_app(Stub()), port=port, log_config=None, ws="none", lifespan="off")
+    """Be the stub, on this port, until SIGTERM; it has a `/health`."""
+    app = _app(Stub())
+    app.get("/health")(lambda: None)
+    uvicorn.run(app, port=port, log_config=None, ws="none", lifespan="off")
 
 
 @contextmanager
