@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from forked import AsSpawned
+from forked import AsSpawned, fork_server
 from needs import mark_left_out, mark_needs
 from repository import ROOT, SUPPORT, TESTS
 from tqdm import tqdm
@@ -85,6 +85,14 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest catches warnings and logs
+def pytest_runtestloop() -> Generator[None, object, object]:
+    """Fork what ranks are forked from, while there is nothing but imports. CUDA does not survive a fork."""
+    if not torch.cuda.is_available():
+        fork_server()
+    return (yield)
 
 
 def pytest_unconfigure() -> None:

@@ -16,7 +16,7 @@ from unittest import mock
 import deep_ep_standin
 import pytest
 import torch
-import torch._dynamo  # the fake device's modes import it, for seconds: once, in the server that ranks are forked from
+import torch._dynamo  # the fake device's modes import it, for seconds: once, before ranks are forked
 from deep_ep_standin_events import calls
 from deepep_cases import ROOM, TOLERANCE
 from deepep_device import deepep_device

@@ -1,4 +1,4 @@
-"""Processes forked from a server that has imported torch once: they start in a tenth of a second, not in five.
+"""Processes forked from a server that has imported what tests need: they start in a tenth of a second, not in five.
 
 Tests start ranks of their own with it, and the ranks and engines that commands spawn where users run them.
 """
@@ -6,47 +6,70 @@ Tests start ranks of their own with it, and the ranks and engines that commands 
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import os
+import signal
+import socket
 import sys
+import warnings
 from collections.abc import Callable, Mapping
-from multiprocessing import reduction
+from multiprocessing import connection, forkserver, reduction
 from typing import Any
 
-ALWAYS = ["torch", "torch.distributed.distributed_c10d", "ubatch"]
-WHERE_USED = [
-    *(
-        "model_runner",
-        "serving.workbench.bench.runtime.overlap",
-        "serving.engine.rank.process",
-        "torch.distributed.tensor.parallel",
-    ),
-    "torch._dynamo",
-    *("transformers.models.deepseek_v3.modeling_deepseek_v3", "transformers.models.llama.modeling_llama"),
-    *("transformers.models.mixtral.modeling_mixtral", "transformers.models.qwen3_moe.modeling_qwen3_moe"),
-]
-"""Takes seconds to import, which the server does where a test of this run has done it before the first fork."""
+PRELOAD = ["torch", "torch.distributed.distributed_c10d", "ubatch"]
+"""What the server imports where it is not forked itself."""
 
 
-def forking_context() -> Any:
-    """What `multiprocessing.get_context` gives, with the server's imports chosen."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(ALWAYS + [name for name in WHERE_USED if name in sys.modules])
-    return context
+def fork_server() -> None:
+    """Fork the server of `multiprocessing` from this process, which has imported all tests and run none yet.
+
+    `multiprocessing` would spawn one, which imports it all once more, and whose processes import the tests' modules.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    address = connection.arbitrary_address("AF_UNIX")
+    listener.bind(address)
+    listener.listen()
+    alive, held = os.pipe()  # the server ends when nobody holds the other end any more
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        server = os.fork()  # the one other thread, of pytest-xdist, waits for its next order
+    if server == 0:
+        try:
+            os.close(held)
+            _forget_the_test_run()
+            forkserver.main(listener.detach(), alive, preload=[])
+        finally:
+            os._exit(0)
+    listener.close()
+    os.close(alive)
+    ours = forkserver._forkserver  # type: ignore[attr-defined]
+    ours._forkserver_address, ours._forkserver_alive_fd, ours._forkserver_pid = address, held, server
+
+
+def _forget_the_test_run() -> None:
+    """Handlers, filters of warnings and files are those of a new process."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    warnings.resetwarnings()
+    for ignored in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", ignored)
+    logging.getLogger().handlers.clear()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(place, mode, closefd=False) for place, mode in enumerate("rww"))
 
 
 class AsSpawned:
     """In place of `multiprocessing` in a module that spawns: forks, and the child sees what a spawned one sees."""
 
     def __init__(self) -> None:
-        self._context = forking_context()
+        self._context: Any = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+        self.Pipe, self.SimpleQueue = self._context.Pipe, self._context.SimpleQueue
 
     def get_context(self, method: str) -> AsSpawned:
         assert method == "spawn"
         return self
-
-    def Pipe(self, duplex: bool = True) -> Any:  # noqa: N802 - multiprocessing's name
-        return self._context.Pipe(duplex)
 
     def Process(self, *, target: Callable[..., Any], args: tuple[Any, ...], **options: Any) -> Any:  # noqa: N802
         arguments = (target, args, dict(os.environ), _Outputs())

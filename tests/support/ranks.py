@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import random
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from forked import forking_context
+from forked import AsSpawned
 
 PATIENCE_AFTER_A_FAILURE_S = 10.0
 PORTS = range(20_000, 32_000)
@@ -32,7 +31,7 @@ def run_ranks(
     `fn` must be a function of a module. A rank that raises fails the call with its traceback, and so does one that
     ends without a result, unless it is one of `dying` (by `os._exit`), whose result is None.
     """
-    context = forking_context()
+    context = AsSpawned()
     results = context.SimpleQueue()
     port = free_port()
     ranks = [
@@ -67,7 +66,6 @@ def run_ranks(
 
 
 def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, port: int, results: Any, args: Any) -> None:
-    gc.freeze()  # what was imported before the fork is no garbage
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
