@@ -38,13 +38,15 @@ help: ## this list
 
 setup: $(VENV)/.installed ## the virtual environment .venv, with the versions of constraints.txt
 
-# torch first, by itself: the rest then resolves against the version that is pinned, not the newest one.
+# torch first, by itself: the rest then resolves against the version that is pinned, not the newest one. Modules are
+# compiled on all processors, which pip does on one; it minds none that does not compile either.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" && $(PYTHON) -c '$(SUPPORTED)' \
 	    || { echo "No Python 3.11 or 3.12 found. Install one, or name it: make setup PYTHON=/path/to/python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --constraint constraints.txt setuptools torch
-	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[test,dev]'
+	$(BIN)/python -m pip install --no-compile --constraint constraints.txt setuptools torch
+	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --no-build-isolation --editable '.[test,dev]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 setup-test: $(VENV)/.installed-test
@@ -67,15 +69,16 @@ demo: setup ## two expert-parallel ranks generate text, with and without overlap
 # One worker more than processors, because tests wait for the processes that they start. A file runs in one worker, which
 # has cores of its own as far as there are enough; the longest files begin (tests/conftest.py). What tests start imports
 # this tree again and again: it is compiled once.
-WORKERS ?= $(shell echo $$(($$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2) + 1)))
+CORES ?= $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2)
+WORKERS ?= $(shell echo $$(($(CORES) + 1)))
 PYTEST := env --unset=PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
-PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PARALLEL := --dist loadfile --no-loadscope-reorder -n
 
 test: setup-test ## the tests, but for those that are long by nature: 10 minutes on 2 cores
-	$(PYTEST) -m "not slow" $(PARALLEL)
+	$(PYTEST) -m "not slow" $(PARALLEL) $(WORKERS)
 
 test-fast: setup-test ## for every commit: the tests that start nothing and compute little: two minutes on 2 cores
-	$(PYTEST) -m "not slow and not long and not ranks and not server and not triton and not gpu" $(PARALLEL)
+	$(PYTEST) -m "not slow and not long and not ranks and not server and not triton and not gpu" $(PARALLEL) $(CORES)
 
 test-slow: setup-test ## the tests that are long by nature: more of the zoo, of interrupts, of transports, of servers
 	$(PYTEST) -m slow

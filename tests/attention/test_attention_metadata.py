@@ -137,6 +137,7 @@ def lane_by_lane(
     return torch.cat(parts)
 
 
+@pytest.mark.long
 @settings(max_examples=30, deadline=None)
 @given(requests=BATCHES, data=st.data(), slow=st.booleans())
 def test_lane_by_lane_equals_whole(requests: list[tuple[int, int]], data: st.DataObject, slow: bool) -> None:

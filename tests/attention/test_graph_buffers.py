@@ -138,6 +138,7 @@ def test_bytes_are_counted() -> None:
     assert new_buffers(limits).nbytes == tables + (3 + 1) * 4 + 2 * 3 * 4 + 5 * (8 + 1)
 
 
+@pytest.mark.long
 @given(st.data())
 @settings(max_examples=15, deadline=None)
 def test_the_kernel_fills_what_torch_fills(data: st.DataObject) -> None:

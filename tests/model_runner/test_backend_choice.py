@@ -89,6 +89,7 @@ def test_flashinfers_experts_are_chosen_where_they_are_the_fastest(
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", TIMES)
 def test_whoever_is_the_fastest(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     told(monkeypatch, tmp_path, {**TIMES, name: (0.5, 0.5)})

@@ -13,6 +13,8 @@ from attention import KVCacheExhausted
 from model_runner import FinishReason, ModelRunner, Request, RequestError, SamplingParams, ScheduledRequest, generate
 from ubatch import DeclineReason, OverlapDeclined, UBatchConfig
 
+pytestmark = pytest.mark.long
+
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [58, 97, 93, 23, 84], [62, 64, 33] * 7, [100] * 4]
 
 

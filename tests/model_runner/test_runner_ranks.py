@@ -25,6 +25,8 @@ from moe import EmulatedLink
 from ranks import run_ranks
 from ubatch import CommGroup, ConfigError, DeclineReason, PeerFailed, UBatchConfig
 
+pytestmark = pytest.mark.ranks
+
 NUM_TOKENS = 8
 EAGER = {"dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
 """Overlap whatever can be split."""

@@ -6,8 +6,9 @@ attention, the experts and the transport do is written down with its lane, stage
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -24,6 +25,8 @@ from ranks import run_ranks
 from ubatch import SCHEDULES, CommGroup, Transfer, UBatchConfig, dbo_current_ubatch_id, tracing
 from ubatch.schedules.ring import interleave
 from ubatch.trace.spans import current_trace
+
+pytestmark = pytest.mark.ranks
 
 SPARSE = 4
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -42,6 +45,17 @@ CHUNKED = {
         replace(SCHEDULES["two_batch_prefill"], name="prefill in chunks", chunks=2, chunk_dispatch=False),
     )
 }
+Cell = tuple[str, str, int]
+"""Family, name of the schedule, number of lanes."""
+CELLS: list[Cell] = [(family, name, lanes) for family in FAMILIES for name in NAMES for lanes in LANES]
+QUICK: list[Cell] = [
+    ("DeepseekV3", "mlp_shared_overlap", 2),
+    ("DeepseekV3", "two_batch_decode", 2),
+    ("DeepseekV3", "two_batch_prefill", 3),
+    ("Qwen3Moe", "two_batch_decode_qwen3", 2),
+    ("Qwen3Moe", "two_batch_prefill", 2),
+]
+"""Those that run in `make test`."""
 STEPS = 3
 LANE_NAMES = "ABC"
 
@@ -103,6 +117,10 @@ STEADY = {
         "A.experts+combine_a+shared, B.experts+combine_a+shared"
     ),
 }
+
+
+def is_quick(cell: Cell) -> bool:
+    return cell in QUICK
 
 
 @dataclass
@@ -192,25 +210,23 @@ def prompts_of(rank: int) -> list[list[int]]:
     return [[rng.randrange(131) for _ in range(length)] for length in ((9, 8, 9, 8) if rank == 0 else (5, 6, 5))]
 
 
-def run_all(rank: int, world_size: int, paths: dict[str, str]) -> dict[tuple[str, str, int], dict[str, Any]]:
+def run_cells(rank: int, world_size: int, paths: dict[str, str], cells: Sequence[Cell]) -> dict[Cell, dict[str, Any]]:
     group = CommGroup.from_process_group(timeout_s=20)
     results = {}
-    for family, path in paths.items():
-        for name in NAMES:
-            for lanes in LANES:
-                thresholds = {"dbo_decode_token_threshold": lanes, "dbo_prefill_token_threshold": lanes}
-                config = UBatchConfig(schedule=name, num_ubatches=lanes, group=group, timeout_s=20.0, **thresholds)
-                record = Record()
-                with ModelRunner(path, group=group, num_kv_blocks=64, block_size=4, dbo=config) as runner:
-                    params = SamplingParams(max_tokens=STEPS if rank == 0 else STEPS - 1)  # rank 1 idles at the end
-                    with watch(runner, record), tracing():
-                        outputs = generate(runner, prompts_of(rank), params)
-                    engaged = runner.statistics().engaged
-                results[family, name, lanes] = {
-                    "stages": [record.stages(step) for step in range(1, STEPS + 1)],
-                    "tokens": [list(output.token_ids) for output in outputs],
-                    "engaged": engaged,
-                }
+    for family, name, lanes in cells:
+        thresholds = {"dbo_decode_token_threshold": lanes, "dbo_prefill_token_threshold": lanes}
+        config = UBatchConfig(schedule=name, num_ubatches=lanes, group=group, timeout_s=20.0, **thresholds)
+        record = Record()
+        with ModelRunner(paths[family], group=group, num_kv_blocks=64, block_size=4, dbo=config) as runner:
+            params = SamplingParams(max_tokens=STEPS if rank == 0 else STEPS - 1)  # rank 1 idles at the end
+            with watch(runner, record), tracing():
+                outputs = generate(runner, prompts_of(rank), params)
+            engaged = runner.statistics().engaged
+        results[family, name, lanes] = {
+            "stages": [record.stages(step) for step in range(1, STEPS + 1)],
+            "tokens": [list(output.token_ids) for output in outputs],
+            "engaged": engaged,
+        }
     return results
 
 
@@ -241,8 +257,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def ranks(checkpoints: dict[str, Path]) -> list[dict[tuple[str, str, int], dict[str, Any]]]:
-    return run_ranks(run_all, 2, {family: str(path) for family, path in checkpoints.items()})
+def ranks(checkpoints: dict[str, Path]) -> Callable[[Cell], list[dict[Cell, dict[str, Any]]]]:
+    """Both ranks' results of all quick cells, or of all others, with whichever a cell is."""
+    paths = {family: str(path) for family, path in checkpoints.items()}
+    of = functools.cache(
+        lambda quick: run_ranks(run_cells, 2, paths, [each for each in CELLS if is_quick(each) == quick])
+    )
+    return lambda cell: of(is_quick(cell))
 
 
 def whole_order(family: str, name: str, lanes: int) -> list[str]:
@@ -272,39 +293,46 @@ def whole_order(family: str, name: str, lanes: int) -> list[str]:
     return [f"{LANE_NAMES[lane]}.{'+'.join(label for _, label in turn)}" for lane, turn in turns]
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_whole_order(ranks: Sequence[Any], family: str, name: str, lanes: int) -> None:
+def parameters(cells: Iterable[Cell]) -> list[Any]:
+    return [
+        pytest.param(*cell, id="-".join(map(str, cell)), marks=[] if is_quick(cell) else pytest.mark.slow)
+        for cell in cells
+    ]
+
+
+@pytest.mark.parametrize(("family", "name", "lanes"), parameters(CELLS))
+def test_the_whole_order(ranks: Callable[[Cell], list[Any]], family: str, name: str, lanes: int) -> None:
     """Prefill, decode, and a step in which rank 1 has nothing to do: the same on both ranks, stage by stage."""
     expected = whole_order(family, name, lanes)
-    for rank, results in enumerate(ranks):
+    for rank, results in enumerate(ranks((family, name, lanes))):
         found = results[family, name, lanes]
         assert found["engaged"] == STEPS, rank
         for step, stages in enumerate(found["stages"]):
             assert stages == expected, f"rank {rank}, step {step + 1}"
 
 
-@pytest.mark.parametrize(("family", "name"), STEADY)
-def test_the_steady_order_is_the_published_one(ranks: Sequence[Any], family: str, name: str) -> None:
+@pytest.mark.parametrize(("family", "name", "lanes"), parameters((*each, 2) for each in STEADY))
+def test_the_steady_order_is_the_published_one(
+    ranks: Callable[[Cell], list[Any]], family: str, name: str, lanes: int
+) -> None:
     """Two lanes, from the second sparse layer on: as often as layers go on with another one."""
     steady = STEADY[family, name].split(", ")
     cycles = SPARSE - 2 if SCHEDULES[name].lead else SPARSE - 1  # the leading lane is a part of a layer ahead
-    for results in ranks:
-        for stages in results[family, name, 2]["stages"]:
+    for results in ranks((family, name, lanes)):
+        for stages in results[family, name, lanes]["stages"]:
             begin = stages.index(steady[0])
             assert stages[begin : begin + cycles * len(steady)] == steady * cycles
 
 
-def test_tokens_are_transformers_in_every_schedule(ranks: Sequence[Any], checkpoints: dict[str, Path]) -> None:
-    for family, path in checkpoints.items():
-        reference = load_reference(path)
-        for rank, results in enumerate(ranks):
-            expected = [reference_greedy(reference, prompt, STEPS - rank)[0] for prompt in prompts_of(rank)]
-            for name in NAMES:
-                for lanes in LANES:
-                    assert results[family, name, lanes]["tokens"] == expected, (family, name, lanes, rank)
+@pytest.mark.parametrize("cell", [QUICK[0], pytest.param(CELLS[-1], marks=pytest.mark.slow)], ids=["quick", "others"])
+def test_tokens_are_transformers_in_every_schedule(
+    ranks: Callable[[Cell], list[Any]], checkpoints: dict[str, Path], cell: Cell
+) -> None:
+    references = {family: load_reference(path) for family, path in checkpoints.items()}
+    for rank, results in enumerate(ranks(cell)):
+        for family, name, lanes in results:
+            expected = [reference_greedy(references[family], prompt, STEPS - rank)[0] for prompt in prompts_of(rank)]
+            assert results[family, name, lanes]["tokens"] == expected, (family, name, lanes, rank)
 
 
 @pytest.mark.slow

@@ -20,6 +20,8 @@ from serving.requests import RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
 from ubatch import ForwardMode, SplitCost, UBatchConfig, UBatchSlice
 
+pytestmark = pytest.mark.long
+
 NEW = 6
 BLOCK = 4
 
@@ -91,6 +93,7 @@ def make_runner(checkpoint: Path, dbo: UBatchConfig) -> ModelRunner:
     return ModelRunner(checkpoint, num_kv_blocks=120, block_size=BLOCK, max_num_seqs=6, dbo=dbo)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("split_by", ["tokens", "cost"])
 @pytest.mark.parametrize("tokens_a_step", [256, 48], ids=["whole", "chunked"])
 @pytest.mark.parametrize("schedule", ["mlp_shared_overlap", "two_batch_prefill"])

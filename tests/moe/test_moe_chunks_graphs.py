@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from moe import FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all
 from ubatch import Schedule, get_schedule
 
+pytestmark = pytest.mark.long
+
 EXPERTS, HIDDEN, TOP_K = 8, 12, 3
 SINGLE, TWO = get_schedule("single_batch"), get_schedule("mlp_shared_overlap")
 SCHEDULES = [
@@ -51,6 +53,7 @@ class Model(nn.Module):
         return x
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 def test_replays(schedule: Schedule) -> None:
     model = Model()

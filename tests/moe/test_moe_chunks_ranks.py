@@ -27,6 +27,8 @@ from ubatch import (
     UBatchWrapper,
 )
 
+pytestmark = pytest.mark.ranks
+
 EXPERTS, HIDDEN, TOP_K = 8, 12, 3
 BACKENDS: dict[str, dict[str, Any]] = {"torch_dist": {}, "allgather_reducescatter": {}}
 

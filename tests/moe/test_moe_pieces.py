@@ -11,6 +11,8 @@ from deepep_cases import Stack, check_layer, close, lanes_of, layer_of, rows_of,
 
 from ubatch import CommGroup, ConfigError, ForwardContext, get_schedule, set_forward_context
 
+pytestmark = pytest.mark.ranks
+
 ROOM = 4
 
 

@@ -116,6 +116,7 @@ def test_groups_bias_and_scale(choice: dict[str, Any], kind: str, tokens: int, s
 
 
 @of_each_kernel
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (8, 2), (128, 8), (60, 4), (2000, 3)])
 def test_softmax_top_k(experts: int, top_k: int, renormalize: bool) -> None:

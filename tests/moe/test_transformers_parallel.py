@@ -10,6 +10,8 @@ from sharded_cases import check_calls, check_generate, hidden_transfers, load, p
 from ranks import run_ranks
 from ubatch import CommGroup, SpanKind
 
+pytestmark = pytest.mark.ranks
+
 MODES = {
     "all_to_all": ("tensor-parallel", "all_to_all", {"all_reduce", "all_to_all_single"}),
     "all_reduce": ("tensor-parallel", "all_reduce", {"all_reduce"}),

@@ -133,6 +133,7 @@ def test_a_wrong_call_is_one_plain_line(words: tuple[str, ...], capfd: pytest.Ca
         assert internal not in line
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["attention", "moe"])
 @pytest.mark.parametrize("code", ["from serving.cli import main; main(['serve', 'x'])", "import model_runner"])
 def test_another_package_of_our_name_is_named(name: str, code: str, tmp_path: Path) -> None:

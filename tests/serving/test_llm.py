@@ -179,7 +179,7 @@ def test_where_no_token_is_left_only_that_request_ends(llm: LLM, reference: list
     assert (llm.statistics[0].num_running, llm.statistics[0].corrupted_requests) == (0, 0)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("min_tokens", [0, 1, 4, 5, 6, 11, 24])
 def test_stop_strings_do_not_end_a_text_before_min_tokens(llm: LLM, min_tokens: int, include: bool) -> None:

@@ -21,8 +21,8 @@ from serving.ranks import RankFailed, run_ranks
 from ubatch import CommGroup, ConfigError
 
 
-@pytest.fixture(autouse=True)
-def _spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def spawned(monkeypatch: pytest.MonkeyPatch) -> None:
     """As users have it; in other tests ranks are forked from a server."""
     monkeypatch.setattr(serving.ranks, "mp", torch.multiprocessing)
 
@@ -66,11 +66,13 @@ def report_and_sleep(rank: int, world_size: int, folder: str) -> None:
     time.sleep(60)
 
 
+@pytest.mark.usefixtures("spawned")
 def test_rank_0_brings_the_result_back() -> None:
     assert run_ranks(add_up, 2, 10) == (21, 1)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("spawned")
 def test_ranks_listen_on_loopback_only() -> None:
     assert run_ranks(listening, 2) == {"127.0.0.1"}
 

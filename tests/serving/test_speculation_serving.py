@@ -99,6 +99,7 @@ def serve(
 # -- engines ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("trees", [False, True])
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_an_engine_gives_the_same_tokens(

@@ -7,8 +7,10 @@ Triton it needs if its id says so: a file, a test or a parameter.
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -49,6 +51,15 @@ def mark_left_out(items: Iterable[pytest.Item]) -> None:
         if counts[test] % sample.args[0]:
             item.add_marker("slow")
         counts[test] += 1
+
+
+def leaves_out(expression: str, path: Path) -> bool:
+    """Whether `-m` of the kind `not a and not b` leaves out all tests of a file: by its name, or its `pytestmark`."""
+    if not re.fullmatch(r"not \w+( and not \w+)*", expression) or path.suffix != ".py":
+        return False
+    of_all = " ".join(re.findall(r"^pytestmark = (.*)", path.read_text(encoding="utf-8"), re.MULTILINE))
+    marks = re.findall(r"mark\.(\w+)", of_all) + ["triton"] * ("triton" in path.name)
+    return any(f"not {mark}" in expression.split(" and ") for mark in marks)
 
 
 @functools.cache

@@ -11,6 +11,8 @@ import pytest
 from api_clients import app_of, says, serving
 from fake_engine import FakeEngine, FakeInfo
 
+pytestmark = pytest.mark.server
+
 # JSON schema compares no two numbers: these are documented, and still refused.
 NOT_IN_A_SCHEMA = ("min_tokens must be from 0 to max_tokens", "context_length_exceeded")
 

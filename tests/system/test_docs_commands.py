@@ -40,7 +40,7 @@ FASTER: Mapping[str, str] = {
     "examples/wrap_transformers.py": "--max-new-tokens 4",
 }
 """Begin of a command -> flags that make it quick. Figures are those of the document then only in kind."""
-IN_MAKE_TEST = ("torchrun --nproc-per-node 2 overlap.py",)
+IN_MAKE_TEST = ("ubatch completion",)
 """Sections with these run for every change, the others in `make test-slow`."""
 
 SECTIONS = {section.name: section for section in sections()}

@@ -46,6 +46,7 @@ def imported(path: Path) -> Iterator[tuple[str, bool]]:
             yield name.partition(".")[0], node not in inside_functions
 
 
+@pytest.mark.long
 def test_the_runtime_imports_torch_and_nothing_else() -> None:
     allowed = {*sys.stdlib_module_names, "torch", "ubatch"}
     files = sorted((ROOT / "ubatch").rglob("*.py"))

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
+pytestmark = pytest.mark.server
+
 SCRIPT = ROOT / ".ci" / "gpu-python"
 SUPPORTED = (3, 12, 4)
 

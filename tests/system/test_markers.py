@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import served
-from needs import mark_left_out, needs_of
+from needs import leaves_out, mark_left_out, needs_of
 from serve_processes import Server
 
 import ranks
@@ -58,3 +60,27 @@ def test_a_sample_is_the_first_and_every_nth() -> None:
     names = [f"a.py::test_a[{place}]" for place in range(5)]
     mark_left_out([item(name, 3) for name in names] + [item("a.py::test_b[1]", 3), item("a.py::test_c", None)])
     assert slow == [f"{names[place]} slow" for place in (1, 2, 4)]
+
+
+FAST = "not slow and not long and not triton"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expression", "expected"),
+    [
+        ("test_a.py", "pytestmark = pytest.mark.long", FAST, True),
+        ("test_a.py", "pytestmark = [needs_c, pytest.mark.long]", FAST, True),
+        ("test_a.py", "pytestmark = pytest.mark.longer", FAST, False),
+        ("test_a.py", "@pytest.mark.long\ndef test_one(): ...", FAST, False),
+        ("test_a.py", "pytestmark = pytest.mark.long", "not slow", False),
+        ("test_a.py", "pytestmark = pytest.mark.long", "slow or not long", False),
+        ("test_a.py", "pytestmark = pytest.mark.long", "", False),
+        ("test_a_triton.py", "", FAST, True),
+        ("test_a_triton.py", "", "slow", False),
+    ],
+)
+def test_files_that_are_left_out_are_not_imported(
+    name: str, text: str, expression: str, expected: bool, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert leaves_out(expression, tmp_path / name) == expected

@@ -15,6 +15,7 @@ import ubatch
 UNRELEASED = (ROOT / "CHANGELOG.md").read_text().partition("\n## Unreleased\n")[2].partition("\n## ")[0]
 
 
+@pytest.mark.long
 def test_the_list_is_that_of_the_code() -> None:
     assert FILE.read_text() == listing(), f"public names changed. Run `{COMMAND}`, and add a line to CHANGELOG.md."
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,8 +15,13 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from forked import AsSpawned
 from serve_processes import MODEL, PATIENCE_S, PROMPTS, Server, metric, sick, stream_lines
 from served import wait_until
+
+from serving.cli import main
+
+pytestmark = pytest.mark.server
 
 EP = ("--data-parallel-size", "2", "--enable-expert-parallel")
 
@@ -172,12 +178,19 @@ def test_ctrl_c_while_starting_ends_the_ranks() -> None:
     assert server.lines[-1].endswith("interrupted while starting signal=SIGINT")
 
 
-def test_a_port_in_use_is_one_clear_line() -> None:
+def serve(*words: str) -> None:
+    sys.exit(main(["serve", *words]))
+
+
+def test_a_port_in_use_is_one_clear_line(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        server = Server(MODEL, "--port", str(port))
-        assert server.end() == 1
-    assert server.text.startswith(f"ubatch serve: cannot listen on 127.0.0.1:{port}: Address already in use.")
-    assert len(server.lines) == 1
+        server = AsSpawned().Process(target=serve, args=(MODEL, "--port", str(port)))
+        server.start()
+        server.join(PATIENCE_S)
+        assert server.exitcode == 1
+    out, error = capfd.readouterr()
+    assert error.startswith(f"ubatch serve: cannot listen on 127.0.0.1:{port}: Address already in use.")
+    assert len((out + error).splitlines()) == 1

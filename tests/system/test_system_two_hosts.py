@@ -25,6 +25,8 @@ from served import family, parse_metrics, values, wait_until
 
 from serving.workbench.bench.server.process import UBATCH
 
+pytestmark = pytest.mark.server
+
 ADDRESSES = ("10.83.7.1", "10.83.7.2")
 MASTER_PORT, PORT = "29417", "8000"
 

@@ -17,6 +17,8 @@ from served import wait_until
 
 from serving.cli import main
 
+pytestmark = pytest.mark.server
+
 TP = ("-tp", "2", "--enable-expert-parallel", "--enable-dbo", "--dbo-decode-token-threshold", "2")
 
 

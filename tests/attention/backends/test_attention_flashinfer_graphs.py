@@ -45,7 +45,7 @@ def refill(cache: PagedKVCache | MLAKVCache, batch: Batch | MLABatch) -> None:
         cache.write(0, batch.past_k, batch.past_v, batch.past_slots)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("kind", "mla", "window"), [*((*case, None) for case in CASES), *((kind, False, 2) for kind in GRAPHS)]
 )

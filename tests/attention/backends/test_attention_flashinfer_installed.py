@@ -16,6 +16,8 @@ from attention.backends import flashinfer_kernels as trtllm_common
 from attention.backends.flashinfer_kernels import FlashInferKernel, find_kernel
 from ubatch import ConfigError, ForwardMode
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def installed() -> str:

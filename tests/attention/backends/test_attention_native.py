@@ -79,6 +79,7 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 # -- right -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("lanes")
 @pytest.mark.parametrize("group", range(1, 9))
 @pytest.mark.parametrize("head_dim", [3, 16, 64, 80, 128])
@@ -133,6 +134,7 @@ def test_long_contexts_in_chunks(window: int | None, sinks: bool, heads: tuple[i
     torch.testing.assert_close(run("native", batch), run("torch", batch), atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("lanes")
 @pytest.mark.parametrize("heads", [(8, 2, 64), (5, 1, 20), (70, 2, 8), (4, 4, 3)])
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 17, "soft_cap": 1.5, "sinks": True}], ids=["plain", "all"])

@@ -58,6 +58,7 @@ def check(batch: Batch, num_calls: int | None = None) -> None:
         assert len(plan.groups) == num_calls
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     ("requests", "num_calls"),

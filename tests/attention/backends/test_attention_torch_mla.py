@@ -58,6 +58,7 @@ def test_equals_the_reference_in_few_groups(
     check(make_mla_batch(requests, num_layers=2), num_absorbed, num_expanded)
 
 
+@pytest.mark.long
 @settings(max_examples=30, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 7)), max_size=7),

@@ -155,7 +155,7 @@ def test_a_window_in_a_tree_goes_by_depth(window: int, num_heads: int) -> None:
     assert (plan.tiles is None) == (num_heads == 4)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 7)), max_size=5),
     name=st.sampled_from(sorted(OPTIONS)),

@@ -349,6 +349,7 @@ def padded(requests: list[tuple[int, int]], num_reqs: int, num_queries: int, **o
     return make(requests + [(0, 0)] * (num_reqs - len(requests)), padding=num_reqs * num_queries - rows, **options)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_a_replay_longer_than_the_capture(kernels: StandIns, kind: str, fp8: bool) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 from runner_graph_cases import make_captured, make_checkpoint, make_runner
 
 from model_runner import ModelRunner, SamplingParams, generate
@@ -14,6 +15,8 @@ from moe import register_all2all_backend
 from moe.all2all.allgather_reducescatter import AllGatherReduceScatterAll2All
 from ranks import run_ranks
 from ubatch import CommGroup
+
+pytestmark = pytest.mark.ranks
 
 SIZES = (2, 4, 6)
 LENGTHS = {0: [3, 9, 2, 5, 12, 4, 3], 1: [6, 2, 8]}  # of the outputs: rank 1 idles first, rank 0 begins too large

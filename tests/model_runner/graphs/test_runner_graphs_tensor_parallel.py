@@ -20,6 +20,8 @@ from ranks import run_ranks
 from ubatch import CommGroup, ConfigError, capturing
 from ubatch.ranks.connection import Connection
 
+pytestmark = pytest.mark.ranks
+
 SIZES = (1, 3, 6)
 """None of them, nor of their lanes, divides by two ranks, but one: shares are padded, and some are padding alone."""
 LENGTHS = {0: [3, 9, 2, 5, 12, 4, 3], 1: [6, 2, 8]}  # of the outputs: replica 1 idles first, replica 0 begins too large

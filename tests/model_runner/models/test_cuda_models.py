@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from checkpoints import make_checkpoint
 from fake_cuda import FakeCuda
 
 from model_runner import ModelRunner, SamplingParams, generate
 from ranks import run_ranks
 from ubatch import CommGroup, UBatchConfig
+
+pytestmark = pytest.mark.ranks
 
 STEPS = 2
 LOW = {"dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}

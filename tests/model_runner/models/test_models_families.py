@@ -19,6 +19,7 @@ PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
 BF16 = {"max_shard_size": "30KB", "dtype": torch.bfloat16}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [

@@ -44,6 +44,7 @@ def test_packing_changes_no_result(bias: bool) -> None:
     assert torch.equal(packed(x), again)
 
 
+@pytest.mark.long
 @needs_c
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()

@@ -9,6 +9,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from checkpoints import load_reference, make_checkpoint, reference_greedy
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch import Tensor
 from model_runner import ModelRunner, SamplingParams, generate
 from ranks import run_ranks
 from ubatch import CommGroup, UBatchConfig
+
+pytestmark = pytest.mark.ranks
 
 FAMILIES = ("DeepseekV2", "DeepseekV3", "Mixtral", "Qwen3", "Llama")
 NUM_TOKENS = 8

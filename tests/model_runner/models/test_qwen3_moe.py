@@ -76,6 +76,7 @@ def test_older_config_names(checkpoint: Path, tmp_path: Path) -> None:
         assert short == long[: len(short)]
 
 
+@pytest.mark.long
 def test_committed_example_model() -> None:
     """The trained checkpoint that the examples use."""
     reference = load_reference(TINY_MOE)

@@ -49,6 +49,8 @@ from ubatch.schedules.layer_program import LayerTimes, layer_program
 from ubatch.schedules.simulate import Launch, Op, Pass, Wait, programs_of
 from ubatch.trace.spans import SpanKind
 
+pytestmark = pytest.mark.ranks
+
 MLPS = {"Qwen3Moe": "sds", "DeepseekV3": "dss", "Llama": "ddd"}
 """Family -> its layers, dense or sparse. DeepSeek's has latent attention and shared experts, Llama's has biases."""
 OVERRIDES: dict[str, dict[str, Any]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from drafted import generate_drafted
 from repository import TINY_MOE
@@ -11,6 +12,8 @@ from model_runner import Acceptance, ModelRunner, SamplingParams, generate
 from ranks import run_ranks
 from serving.engine.speculation import Algorithm, SpeculationConfig, runner_options
 from ubatch import CommGroup, UBatchConfig
+
+pytestmark = pytest.mark.ranks
 
 HEAD = TINY_MOE.parent / "tiny-moe-eagle"
 PROMPTS = [[(29 * index + 7 * place) % 300 + 3 for place in range(4 + 5 * index)] for index in range(4)]

@@ -105,6 +105,7 @@ def test_greedy_is_argmax() -> None:
     assert tokens_of(logits, [SamplingParams()] * 5, draws_of(0, 5)) == logits.argmax(-1).tolist()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "params",
     [

@@ -40,9 +40,11 @@ def exactly(logits: Tensor, params: SamplingParams) -> tuple[list[int], list[flo
     """One row's tokens in the order in which a draw counts through them, and their weights, in exact arithmetic."""
     weights = torch.softmax(logits.double() / params.temperature, -1).tolist()
     tokens = list(range(len(weights)))
+    least = params.min_p * max(weights)
     if params.truncated:
-        tokens.sort(key=lambda token: (-float(logits[token]), token))
-        tokens = [token for token in tokens if weights[token] >= params.min_p * max(weights)]
+        values = logits.tolist()
+        tokens.sort(key=lambda token: (-values[token], token))
+        tokens = [token for token in tokens if weights[token] >= least]
         tokens = tokens[: params.top_k] if params.top_k > 0 else tokens
         reached, mass = 0.0, math.fsum(weights[token] for token in tokens)
         for count, token in enumerate(tokens):
@@ -50,7 +52,6 @@ def exactly(logits: Tensor, params: SamplingParams) -> tuple[list[int], list[flo
                 tokens = tokens[:count]
                 break
             reached += weights[token]
-    least = params.min_p * max(weights)
     tokens = [token for token in tokens if weights[token] >= least]
     return tokens, [weights[token] for token in tokens]
 

@@ -113,6 +113,7 @@ def all_of(logits: Tensor, rows: list[SamplingRow]) -> NDArray[np.float64]:
     return np.where(np.array(best)[:, None], certain, found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("count", "vocab"), [(400, VOCAB), (60, 3000)])
 def test_random_settings_are_drawn_from_what_the_definition_says(count: int, vocab: int) -> None:
     """Few tokens, and a vocabulary of several blocks of which 256 are looked at first."""

@@ -129,7 +129,7 @@ def test_latent_attention_with_heads_of_both_kinds_gives_the_same_text(
     words.pre_tokenizer = WhitespaceSplit()
     words.save(str(path / "tokenizer.json"))
     prompts = [" ".join(f"t{(7 * place + 31 * index) % 131}" for place in range(4 + 9 * index)) for index in range(3)]
-    command = ["generate", str(path), "--prompt", *prompts, "--max-tokens", "20", "--kv-cache-dtype", cache]
+    command = ["generate", str(path), "--prompt", *prompts, "--max-tokens", "12", "--kv-cache-dtype", cache]
 
     def generated(*flags: str) -> tuple[list[str], str]:
         assert main([*command, *flags]) == 0

@@ -284,6 +284,7 @@ def test_numbers_that_do_not_fit(
         DraftSetting("eagle", made.head, draft_shape(**settings))
 
 
+@pytest.mark.slow
 def test_drawn_drafts_are_right_more_often() -> None:
     text = AutoTokenizer.from_pretrained(TINY_MOE)(Path(__file__).read_text()).input_ids
     means = []

@@ -34,6 +34,8 @@ from model_runner.drafting.graphs import most_nodes
 from model_runner.drafting.tree import select_nodes
 from model_runner.step.draft_trees import check_parents, path_to
 
+pytestmark = pytest.mark.long
+
 Nodes = tuple[int, ...]
 Shape = dict[str, int]
 
@@ -58,6 +60,7 @@ def grown(
     return found, given
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("num_steps", "topk", "count"), [(1, 3, 3), (3, 2, 6), (3, 2, 10), (4, 3, 30), (2, 4, 20)])
 def test_the_most_likely_nodes(tmp_path: Path, num_steps: int, topk: int, count: int) -> None:
     target = make_qwen3_moe_checkpoint(tmp_path / "target")

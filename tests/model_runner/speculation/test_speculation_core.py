@@ -22,6 +22,8 @@ from model_runner.sampling.sampler import distributions
 from model_runner.speculation.accept import DraftRows, accepted_nodes, check_acceptance, sample_by_rejection
 from model_runner.step.draft_trees import DraftTrees, chain_of_drafts, check_parents, path_to
 
+pytestmark = pytest.mark.long
+
 # -- trees -------------------------------------------------------------------------------------------------------------
 
 THE_DOCUMENTS = (0, 0, 1, 1)  # root -> a, b; a -> c, d

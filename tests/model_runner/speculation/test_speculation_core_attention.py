@@ -85,6 +85,7 @@ def step_of(metadata: CommonAttentionMetadata, positions: Tensor) -> InputBatch:
 # -- draft extend ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "mla"), BACKENDS)
 def test_accepted_tokens_are_taken_in(name: str, mla: bool) -> None:
     """Ragged, behind each request's prefix; what lies behind them in the cache is never read."""
@@ -129,6 +130,7 @@ def test_rows_that_are_no_path_from_the_root(rows: list[tuple[int, ...]]) -> Non
 STEPS = 3
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "mla"), BACKENDS)
 def test_steps_that_are_planned_at_once(name: str, mla: bool) -> None:
     """Step i sees what steps 0 to i wrote; some requests get into their next page on the way."""

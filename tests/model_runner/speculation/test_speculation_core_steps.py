@@ -35,6 +35,8 @@ from model_runner import (
 )
 from ubatch import ConfigError, ForwardMode, UBatchConfig
 
+pytestmark = pytest.mark.long
+
 
 @dataclass
 class Recorder:

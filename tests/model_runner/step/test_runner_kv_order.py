@@ -24,6 +24,8 @@ from model_runner import InputBatch, ModelRunner, Request, SamplingParams, Sched
 from model_runner.step.dp import BatchShape, Coordination, make_offer
 from ubatch import Decision, DeclineReason, ForwardMode, SplitCost, UBatchConfig, UBatchSlice
 
+pytestmark = pytest.mark.long
+
 PREFIX = [7, 3, 9, 1, 4, 4, 2, 8]  # two blocks of 4
 
 

@@ -27,6 +27,8 @@ from model_runner import (
 from model_runner.speculation.accept import accepted_nodes
 from ubatch import DeclineReason, ForwardMode, UBatchConfig
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module", params=["Qwen3Moe", "DeepseekV2"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -48,6 +50,7 @@ def expected(runner: ModelRunner) -> list[list[int]]:
     return [list(output.token_ids) for output in generate(runner, PROMPTS, PARAMS)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("num_drafts", "right"), [(2, 0.9), (5, 0.8), (12, 1.0)])
 def test_same_tokens_with_trees(
     runner: ModelRunner, expected: list[list[int]], num_drafts: int, right: float, monkeypatch: pytest.MonkeyPatch
@@ -72,6 +75,7 @@ def test_same_tokens_with_trees(
         assert score.logprob == pytest.approx(wanted.logprob, abs=1e-4)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("num_drafts", "right"), [(1, 0.5), (3, 0.0), (3, 0.7), (4, 1.0), (7, 0.9)])
 def test_same_tokens_as_without(runner: ModelRunner, expected: list[list[int]], num_drafts: int, right: float) -> None:
     tokens, logprobs, steps = speculate(runner, expected, num_drafts, chain(num_drafts, right))
@@ -85,6 +89,7 @@ def test_same_tokens_as_without(runner: ModelRunner, expected: list[list[int]], 
         assert steps > (NEW - 1) / 2
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("drafting", "num_drafts"), [(chain, 1), (chain, 3), (tree, 5)])
 def test_in_lanes(
     checkpoint: Path,

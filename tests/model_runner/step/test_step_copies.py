@@ -129,7 +129,7 @@ REPLAYS = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("name", "mla", "kind"), REPLAYS)
 def test_attention_before_a_replay(monkeypatch: pytest.MonkeyPatch, name: str, mla: bool, kind: str) -> None:
     num_queries, options, first, second = GRAPHS[kind]

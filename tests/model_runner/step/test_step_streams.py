@@ -27,6 +27,8 @@ from serving.scheduler import Scheduler, SchedulerConfig
 from ubatch import UBatchConfig
 from ubatch.lanes.workers import LanePool
 
+pytestmark = pytest.mark.long
+
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [58, 97, 93, 23, 84], [62, 64, 33] * 5]
 NEW = 5
 DRAWN = [

@@ -25,6 +25,8 @@ from model_runner import (
 from ubatch import UBatchConfig
 from ubatch.streams.small_copies import to_device
 
+pytestmark = pytest.mark.long
+
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 NEW = 24
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [58, 97, 93, 23, 84], [62, 64, 33] * 7]
@@ -110,6 +112,7 @@ def ahead(checkpoint: Path) -> Iterator[Ahead]:
             runner.release(request)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("lanes", [False, True])
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 def test_steps_that_are_launched_ahead_give_the_same_tokens(checkpoint: Path, device: str, lanes: bool) -> None:

@@ -16,6 +16,8 @@ from attention import CommonAttentionMetadata, SpecVerifyInput, UBatchAttention,
 from model_runner.step.draft_trees import DraftTrees, chain_of_drafts
 from ubatch import UBatchSlice, split_fixed
 
+pytestmark = pytest.mark.long
+
 NUM_BATCHES, PARTS = 1000, 4
 
 

@@ -19,6 +19,8 @@ from serving import LLM
 from serving.workbench.bench.server.process import running_server
 from ubatch import ConfigError
 
+pytestmark = pytest.mark.long
+
 LITE_NAME = "deepseek-ai/DeepSeek-V2-Lite"
 EP = {"data_parallel_size": 2, "enable_expert_parallel": True}
 DBO = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}

@@ -107,6 +107,7 @@ class Device:
         assert {self.recorder.memory(tensor).place for tensor in loaded} == {Place.DEVICE}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["Qwen3Moe", "DeepseekV3"])
 def test_no_copy_to_the_device_is_from_pageable_memory(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch

@@ -41,6 +41,8 @@ from ubatch import (
 )
 from ubatch.streams.lane_streams import LaneStreams
 
+pytestmark = pytest.mark.ranks
+
 EXPERTS, HIDDEN, TOP_K = 8, 12, 2
 NAMED = [get_schedule(name) for name in ("mlp_shared_overlap", "two_batch_prefill", "two_batch_decode")]
 SCHEDULES = [

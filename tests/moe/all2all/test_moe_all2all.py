@@ -91,6 +91,7 @@ def test_what_a_chunk_costs() -> None:
     assert make_all2all("local", group=None, num_experts=8).traits.chunk_bytes(10, 16, 4, torch.float32) == 0
 
 
+@pytest.mark.long
 def test_every_trait_is_read() -> None:
     """What a back end states and nobody asks is a promise that nothing keeps."""
     root = ROOT

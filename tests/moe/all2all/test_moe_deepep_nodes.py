@@ -36,6 +36,8 @@ from moe.all2all.deepep import buffers as deepep_buffers
 from ubatch import CommGroup, ConfigError, ForwardContext, ForwardMode, UBatchWrapper, set_forward_context
 from ubatch.streams.graph_protocols import mark_capturing
 
+pytestmark = pytest.mark.ranks
+
 DECODE, PREFILL = ForwardMode.DECODE, ForwardMode.PREFILL
 
 

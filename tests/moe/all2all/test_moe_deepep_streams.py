@@ -24,6 +24,8 @@ from moe import SoftmaxTopKRouter
 from moe.all2all.deepep.base import DeepEPStreamed, Prepared, Queued
 from ubatch import CommGroup, Recv, Schedule, get_schedule
 
+pytestmark = pytest.mark.ranks
+
 NAMED = [get_schedule(name) for name in ("mlp_shared_overlap", "two_batch_decode")]
 SCHEDULES = [
     *NAMED,

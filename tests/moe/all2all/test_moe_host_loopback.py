@@ -176,7 +176,7 @@ def test_lanes_compute_what_the_plain_loop_does(lanes: int) -> None:
     assert held == {None, 0, *([2] if lanes == 3 else [])}, "the lane without tokens sends nothing"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("lanes", [2, 3])
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_copies_are_ordered_by_streams_alone(name: str, lanes: int) -> None:

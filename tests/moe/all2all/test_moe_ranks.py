@@ -28,6 +28,8 @@ from ubatch import (
     tracing,
 )
 
+pytestmark = pytest.mark.ranks
+
 BACKENDS = ["torch_dist", "allgather_reducescatter"]
 EXPERTS, HIDDEN, TOP_K = 8, 12, 2
 

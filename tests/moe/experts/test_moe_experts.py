@@ -19,6 +19,7 @@ from moe.segments import segment_offsets, segment_sum
 from ubatch import ConfigError
 
 
+@pytest.mark.long
 @given(
     tokens=st.integers(0, 12),
     num_experts=st.integers(1, 6),

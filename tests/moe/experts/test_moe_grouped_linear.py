@@ -34,6 +34,7 @@ def reference(x: Tensor, weight: Tensor, rows: list[int], gated: bool) -> Tensor
     return torch.cat(outs)
 
 
+@pytest.mark.long
 @needs_c
 @given(
     rows=st.lists(st.one_of(st.integers(0, 30), st.integers(470, 500)), min_size=1, max_size=4),

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from c_kernels import needs_c
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -44,7 +44,7 @@ KINDS = {
 
 SOURCE = (grouped_linear._FOLDER / "bf16_tiles.c").read_text(encoding="utf-8")
 
-pytestmark = needs_c
+pytestmark = [needs_c, pytest.mark.long]
 
 
 @pytest.fixture(params=KINDS)
@@ -82,6 +82,7 @@ def assert_rounded_once(out: Tensor, exact: Tensor, magnitude: Tensor | float) -
     assert worst <= 0, f"{worst} more than rounding explains"
 
 
+@settings(max_examples=20)
 @given(
     rows=st.lists(st.one_of(st.integers(0, 40), st.just(300)), min_size=1, max_size=3),
     inputs=st.one_of(st.integers(1, 70), st.just(513)),
@@ -190,6 +191,7 @@ def reference_experts(w13: Tensor, w2: Tensor, x: Tensor, ids: Tensor, weights: 
     return out
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("hidden", [48, 64, 70])
 @pytest.mark.parametrize("tokens", [0, 1, 50, 300])
 @torch.inference_mode()

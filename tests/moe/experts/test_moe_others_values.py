@@ -18,7 +18,8 @@ ROUTERS: list[Router] = [
     GroupLimitedRouter(2, 4, 2, renormalize=True),
     SigmoidTopKRouter(2, 4, 2, correction_bias=torch.linspace(0, 1, 8)),
 ]
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in Triton's interpreter
+# numpy's warnings, in Triton's interpreter
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.long]
 
 BAD = torch.tensor([float("nan"), float("inf"), float("-inf")])
 

@@ -186,6 +186,7 @@ def test_the_sms_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert programs == {"copy": {20}, "down": {132 - 20}}
 
 
+@pytest.mark.slow
 def test_a_fork_after_the_projection_would_be_found() -> None:
     def late(self: LaneStreams, *, fork: Any = None, **settings: Any) -> None:
         enter(self, **settings)  # after what compute has so far
@@ -211,12 +212,14 @@ def test_no_fork_would_be_found() -> None:
     assert any("_copy_signalled_kernel on comm reads" in race for race in cuda.races), cuda.races[:3]
 
 
+@pytest.mark.slow
 def test_no_join_would_be_found() -> None:
     cuda = on_fake_device(ONE, mock.patch.object(LaneStreams, "join_comm"))
     assert any("reads" in race and "after 0: copy_ on comm" in race for race in cuda.races), cuda.races[:3]
     assert any("zero_ on compute writes" in race and "_copy_signalled" in race for race in cuda.races), cuda.races
 
 
+@pytest.mark.slow
 def test_what_nobody_keeps_would_be_found() -> None:
     """In two lanes, as the interpreter holds on to what its last kernel was given."""
     make_transfer = Transfer.__init__

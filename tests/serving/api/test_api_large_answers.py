@@ -102,6 +102,7 @@ def test_large_answers_are_written_beside_the_loop(monkeypatch: pytest.MonkeyPat
     assert threading.main_thread().name not in threads
 
 
+@pytest.mark.long
 def test_others_are_answered_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_engine, "logprobs_of", cache(fake_engine.logprobs_of))  # its own work is not the API's
     for token in IDS:

@@ -21,6 +21,8 @@ from pydantic import BaseModel
 from model_runner import RequestError
 from serving.requests import EngineDead
 
+pytestmark = pytest.mark.server
+
 KEY = "secret"
 TEXT = "Zoë says 🎉 in 漢字."
 SECONDS_TO_NOTICE = 30.0

@@ -115,6 +115,7 @@ def test_a_body_that_does_not_say_it_is_json() -> None:
     assert "Content-Type: application/json" in response.json()["error"]["message"]
 
 
+@pytest.mark.long
 def test_the_key_opens_what_works() -> None:
     app = app_of(FakeEngine(), api_key="secret", profiles=True)
     for path in ("/health", "/version", "/openapi.json"):

@@ -33,6 +33,8 @@ from serving.options.command_line import read_command_line
 from serving.requests import RequestInput
 from ubatch import CommGroup
 
+pytestmark = pytest.mark.ranks
+
 BACKENDS = ("deepep_high_throughput", "deepep_low_latency", "deepep_auto", "deepep_v2")
 REQUESTS, PROMPT, NEW = 256, 8, 4
 PARAMS = SamplingParams(max_tokens=NEW, ignore_eos=True)

@@ -30,6 +30,8 @@ from serving.engine.rank.process import run_engine
 from serving.requests import EngineDead
 from ubatch import ConfigError, UBatchConfig
 
+pytestmark = pytest.mark.ranks
+
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 PARENT = """

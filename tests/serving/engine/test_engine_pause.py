@@ -18,6 +18,8 @@ from serving.engine.wire.messages import Add, FromEngine, Outputs, Ready, Shutdo
 from serving.requests import RequestInput
 from ubatch import CommGroup
 
+pytestmark = pytest.mark.ranks
+
 Script = Sequence[tuple[float, ToEngine]]
 
 LONG = RequestInput("long", [1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True))

@@ -21,6 +21,8 @@ from attention import KVCacheExhausted
 from model_runner import FinishReason, RequestError, SamplingParams
 from serving.requests import EngineDead, RequestInput, RequestOutput
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:

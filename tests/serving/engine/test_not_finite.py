@@ -109,6 +109,7 @@ def tokens(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[Sampling
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("loop", ["plain", "overlapped", "chunks, overlapped", "lanes", "drafts", "rejection"])
 def test_who_runs_out_of_tokens_is_not_corrupted(models: Callable[[str], Path], loop: str) -> None:
     """Also in the same steps as others that are. What it has written may be shared."""
@@ -171,8 +172,9 @@ def test_its_pages_are_not_shared(models: Callable[[str], Path]) -> None:
         assert output.outputs[0].finish_reason is FinishReason.ERROR
 
 
-@pytest.mark.parametrize("budget", [None, 4])
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("transport", ["local", "host_loopback", "host_loopback_batched"])
+@pytest.mark.parametrize("budget", [None, 4])
 def test_the_plain_generate(models: Callable[[str], Path], transport: str, budget: int | None) -> None:
     sizes = {"max_num_seqs": 9, "num_kv_blocks": 40, "block_size": 4}
     with ModelRunner(models("mha"), all2all_backend=transport, experts_backend="grouped", **sizes) as runner:

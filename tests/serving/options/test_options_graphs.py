@@ -115,6 +115,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.long
 @given(OPTIONS)
 def test_what_is_printed_is_what_is_in_force(tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any]) -> None:
     """Settings are refused, or their printed form is a file that gives the same engine."""

@@ -127,6 +127,7 @@ def test_trace_runs_prompts_as_generate_does() -> None:
     assert replace(run, settings=made.settings) == made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "name"),
     [pytest.param(*each, marks=pytest.mark.slow if each[0] in ("generate", "tune") else ()) for each in EACH],

@@ -177,7 +177,7 @@ def test_ranks_come_to_the_same_limit_whatever_their_clocks_say(lag: int) -> Non
 # -- auto -------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=50, deadline=None, phases=(Phase.generate,))
+@settings(max_examples=20, deadline=None, phases=(Phase.generate,))
 @given(
     alone_us=st.integers(500, 50_000),
     fixed=st.floats(0, 0.8),

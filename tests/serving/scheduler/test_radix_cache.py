@@ -155,6 +155,7 @@ class Model:
         self.free += evicted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 def test_thousands_of_random_operations_agree_with_the_model(block_size: int) -> None:
     num_blocks = 40

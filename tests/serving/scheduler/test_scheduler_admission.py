@@ -93,6 +93,7 @@ def test_room_is_kept_for_what_those_that_run_will_generate() -> None:
     assert not runs_beside(50)
 
 
+@pytest.mark.long
 def test_the_ratio_falls_while_things_go_well_and_starts_anew_when_idle() -> None:
     loop = make_loop(max_model_len=1024, num_blocks=256)
     ratio = loop.scheduler._ratio

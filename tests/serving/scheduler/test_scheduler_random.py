@@ -62,7 +62,7 @@ class Traffic:
             self.aborted.add(name)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 1 << 30),
     overlapped=st.booleans(),

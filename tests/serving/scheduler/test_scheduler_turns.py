@@ -33,6 +33,7 @@ def add_body(loop: Loop, name: str, count: int, length: int = 3, **params: objec
         loop.add(f"{name}{number}", prompt, group=name, **params)  # type: ignore[arg-type]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("policy", SchedulingPolicy)
 def test_a_short_request_behind_2000_prompts_is_admitted_in_the_next_step_with_room(policy: SchedulingPolicy) -> None:
     loop = make_loop(num_blocks=256, max_num_seqs=16, policy=policy)

@@ -81,6 +81,7 @@ def pieces(draw: st.DrawFn, size: int) -> list[list[int]]:
     return draw(st.lists(st.lists(token, max_size=4), max_size=20))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "byte fallback"])
 @given(data=st.data())
 def test_streamed_text_is_the_decoded_text(tokenizers: Tokenizers, name: str, data: st.DataObject) -> None:

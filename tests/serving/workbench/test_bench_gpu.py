@@ -42,7 +42,7 @@ FIGURES = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in ("prefill", "decode") else []) for name in SECTIONS]
 )

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from repository import ROOT, SUPPORT, TESTS
 
+pytestmark = pytest.mark.server
+
 SETTINGS = """
 [pytest]
 markers =

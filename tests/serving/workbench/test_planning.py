@@ -165,6 +165,7 @@ def test_compute_beside_communication_has_fewer_sms() -> None:
     assert decode.kernels(overlapped=True) == decode.kernels()
 
 
+@pytest.mark.long
 def test_nothing_is_faster_than_its_bound_and_plain_hides_nothing() -> None:
     for mode, tokens in ((Mode.PREFILL, 4096), (Mode.DECODE, 96), (Mode.VERIFY, 96)):
         table = costs(mode, tokens, 32, **({"tokens_per_sequence": 2} if mode is Mode.VERIFY else {}))
@@ -181,6 +182,7 @@ def test_nothing_is_faster_than_its_bound_and_plain_hides_nothing() -> None:
                 assert step.seconds <= step.compute_s + step.communication_s + table.rest_s() * 1.001
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("ep", [8, 16, 24, 32, 64, 72, 128, 256])
 @pytest.mark.parametrize("name", list(CONSTANTS.models))
 def test_more_skew_and_more_tokens_cost_more(ep: int, name: str) -> None:

@@ -108,6 +108,7 @@ def test_over_another_link_by_hand() -> None:
     assert moved == [[Compute(1.0), Launch("t", 3.0, 2.0), Launch("u", 3.0), Launch("v", 0.0, 2.0), Wait("t")]]
 
 
+@pytest.mark.slow
 def test_live_comparison_runs_on_two_ranks(tmp_path: Path) -> None:
     """How near it comes is the command's to say, on a machine that does nothing else; here, that it is no nonsense."""
     size = RandomQwen3Moe(hidden_size=64, num_hidden_layers=2, vocab_size=512)

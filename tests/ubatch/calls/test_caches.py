@@ -83,6 +83,7 @@ def test_a_step_on_the_parts_is_a_step_on_the_whole(case: str, bounds: Sequence[
         assert set(made_of) <= set(objects(ours))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("steps", [0, 1, 3])
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
@@ -99,6 +100,7 @@ def test_split_and_merge_change_nothing(case: str, steps: int) -> None:
         assert not isinstance(was, Tensor) or was.shape == (0,) or held(cache)[path] is was, path
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("steps", [0, 1, 3])
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()

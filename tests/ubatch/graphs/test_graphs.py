@@ -48,6 +48,7 @@ def misses(wrapper: Any) -> dict[GraphMiss, int]:
 # ------------------------------------------------------------------------------------------------------------- replay
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("schedule", ["mlp_shared_overlap", "two_batch_decode", "two_batch_prefill"])
 @pytest.mark.parametrize("lanes", [1, 2, 3])

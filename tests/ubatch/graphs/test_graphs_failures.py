@@ -100,6 +100,7 @@ def test_a_failure_of_an_unsplit_call_has_no_lane(device: str) -> None:
         assert torch.equal(case.wrapper(x), case.eager(x))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("at_fault", "operation"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from fake_graphs import FakeGraphs
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from ubatch import (
     get_forward_context,
     set_forward_context,
 )
+
+pytestmark = pytest.mark.ranks
 
 
 class AtThePeer(nn.Module):

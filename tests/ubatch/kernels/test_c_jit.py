@@ -137,6 +137,7 @@ def test_a_compiler_may_have_arguments(cache: Path, monkeypatch: pytest.MonkeyPa
     assert compile_c("int answer(void) { return ANSWER; }").answer() == 7
 
 
+@pytest.mark.long
 @needs_c
 @pytest.mark.parametrize("damage", ["cut", "foreign", "without a checksum", "checksum of another", "open to its group"])
 def test_a_library_that_is_not_as_it_was_compiled_is_compiled_anew(

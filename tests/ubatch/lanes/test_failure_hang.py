@@ -102,6 +102,7 @@ def test_a_hang_is_reported_with_every_lanes_point_and_stack(which: int, lanes: 
         assert within(5, lambda: len(lane_threads()) == lanes)
 
 
+@pytest.mark.long
 def test_a_lane_that_comes_back_late_does_not_disturb_the_next_step() -> None:
     back = threading.Event()
 

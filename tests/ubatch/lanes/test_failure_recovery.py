@@ -23,7 +23,7 @@ from ubatch.ranks.transfer import Transfer
 from ubatch.schedules.ring import interleave
 from ubatch.schedules.schedule import Schedule
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.long]
 
 
 # -------------------------------------------------------------------------------------------------- a thousand failures

@@ -155,8 +155,16 @@ def test_later_calls(mode: str, make: Callable[[str], Case]) -> None:
     assert after.engaged_single - before.engaged_single >= (lines if before.engaged_single else 0)
 
 
-@pytest.mark.parametrize("mode", modes("lanes", "one lane with chunks", "intercepting"))
-def test_first_calls(mode: str, make: Callable[[str], Case]) -> None:
+@pytest.mark.parametrize(
+    ("mode", "step"),
+    [
+        pytest.param("lanes", 5, id="lanes"),
+        pytest.param("lanes", 1, id="lanes, every line", marks=pytest.mark.slow),
+        pytest.param("one lane with chunks", 1, id="one lane with chunks", marks=pytest.mark.slow),
+        pytest.param("intercepting", 1, id="intercepting", marks=pytest.mark.slow),
+    ],
+)
+def test_first_calls(mode: str, step: int, make: Callable[[str], Case]) -> None:
     cases = [make(mode)]
 
     def call() -> None:
@@ -169,7 +177,7 @@ def test_first_calls(mode: str, make: Callable[[str], Case]) -> None:
 
     cases[0].call()
     check()
-    interrupt_everywhere(call, check)
+    interrupt_everywhere(call, check, step=step)
 
 
 @pytest.mark.slow

@@ -34,6 +34,8 @@ from ubatch import (
 )
 from ubatch.ranks.launch_order import VARIABLE
 
+pytestmark = pytest.mark.ranks
+
 EPS = 1e-6
 Call = Callable[[Tensor], Tensor]
 

@@ -32,6 +32,8 @@ from ubatch import (
 )
 from ubatch.lanes.workers import LanePool
 
+pytestmark = pytest.mark.ranks
+
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 MOVED = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.bool, torch.complex64, *FP8)
 SUMMED = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
@@ -163,7 +165,7 @@ def all_cases_everywhere(rank: int, world_size: int) -> None:
         check(group, 1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_every_collective_equals_its_reference_inside_lanes_and_outside(world_size: int) -> None:
     run_ranks(all_cases_everywhere, world_size)
 

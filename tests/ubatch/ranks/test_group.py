@@ -38,6 +38,8 @@ from ubatch import (
     set_forward_context,
 )
 
+pytestmark = pytest.mark.ranks
+
 
 class Experts(nn.Module):
     """Expert parallelism in small: row `x` belongs to rank `int(x) % ranks`, which multiplies it by its rank + 2."""

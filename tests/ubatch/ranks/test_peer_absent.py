@@ -26,6 +26,8 @@ from ubatch import (
 )
 from ubatch.ranks.connection import _kept
 
+pytestmark = pytest.mark.ranks
+
 # --------------------------------------------------------------------------------------------------- late or absent
 
 

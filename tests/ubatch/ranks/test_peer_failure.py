@@ -24,6 +24,8 @@ from ubatch import (
     launch_all_gather,
 )
 
+pytestmark = pytest.mark.ranks
+
 # ---------------------------------------------------------------------------------------------- a lane, then the ranks
 
 PLACES = {

@@ -108,6 +108,7 @@ def test_the_link_is_full_duplex() -> None:
     ]
 
 
+@pytest.mark.long
 def test_bound_holds_for_every_schedule() -> None:
     for schedule in SIMULATED:
         for shared in SharedExpert:

@@ -35,6 +35,7 @@ def check_cover(slices: tuple[UBatchSlice, ...], query_lens: list[int]) -> None:
             assert starts[requests.stop - 1] < tokens.stop <= starts[requests.stop]
 
 
+@pytest.mark.long
 @settings(max_examples=75, deadline=None)
 @given(REQUESTS, COSTS, st.integers(2, 4))
 def test_the_costliest_lane_is_as_cheap_as_possible(
@@ -133,6 +134,7 @@ def test_a_request_of_a_span_is_not_torn() -> None:
         keep_together(torn, lens, [(1, 3)])
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=10), st.integers(2, 4), st.data())
 def test_no_span_is_cut(lens: list[int], lanes: int, data: st.DataObject) -> None:

@@ -79,6 +79,7 @@ def test_a_prediction_is_the_lanes_own_costs() -> None:
     assert predicted_cost(cut, *lens, cost, SCHEDULE) == pytest.approx(3 * parts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lanes", [2, 3, 4])
 def test_the_faster_one_is_taken_and_every_token_is_in_one_lane(lanes: int) -> None:
     schedule = SCHEDULE.with_lanes(lanes)

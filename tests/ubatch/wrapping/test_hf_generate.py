@@ -81,7 +81,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("lanes", [2, 3])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("way", WAYS)

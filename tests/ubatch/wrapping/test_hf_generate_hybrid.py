@@ -38,6 +38,7 @@ def settings(model: Any) -> dict[str, Any]:
     return {"split_dims": SPLIT_DIMS} if model.config.is_encoder_decoder else {}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in [*HYBRID, *OTHERS]]
@@ -60,6 +61,7 @@ def test_static_caches(name: str) -> None:
         assert wrapper.statistics().engaged == NEW
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("case", CASES)
 @torch.inference_mode()
 def test_a_cache_that_is_written_in_place_is_untouched_when_a_lane_fails(case: str) -> None:

@@ -101,6 +101,7 @@ def test_a_look_up_is_cheap() -> None:
         assert min(took) < 20e-6
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9])
 @pytest.mark.parametrize("columns", [1, 2, 3, 4, 5])
 def test_nothing_matches_by_chance(count: int, columns: int) -> None:
@@ -135,6 +136,7 @@ def test_nothing_matches_by_chance(count: int, columns: int) -> None:
 # ------------------------------------------------------------------------------------------------------ what is found
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "function",

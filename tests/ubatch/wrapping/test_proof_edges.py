@@ -26,6 +26,7 @@ def equal_thrice(function: Callable[..., Any], *calls: tuple[Any, ...]) -> tuple
         return seen(wrapper)
 
 
+@pytest.mark.long
 def test_groups_of_neighbouring_rows_are_not_cut_unseen() -> None:
     def centred(x: Tensor, size: int) -> Tensor:
         group = torch.arange(len(x)) // size

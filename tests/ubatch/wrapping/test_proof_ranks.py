@@ -12,6 +12,8 @@ import ubatch
 from ranks import run_ranks
 from ubatch import CommGroup, DeclineReason, UBatchConfig, UBatchWrapper, dbo_enabled
 
+pytestmark = pytest.mark.ranks
+
 PEER = DeclineReason.PEER_DECLINED
 
 

@@ -86,7 +86,7 @@ BY_HAND = [
 ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", BY_HAND)
 def test_the_expected_outcome_is_right(name: str) -> None:
     """By hand, with the bare module alone: where rows are independent a call should overlap, and only there."""
