@@ -1,4 +1,7 @@
-"""What every test gets: one compute thread, the same seeds, markers of what it needs, no GPU tests without a GPU."""
+"""What every test gets: one compute thread, the same seeds, markers of what it needs, no GPU tests without a GPU.
+
+torch is imported in functions: the process that hands tests to workers needs none, and starts them seconds earlier.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +25,14 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from forked import AsSpawned, fork_server
 from needs import leaves_out, mark_left_out, mark_needs
 from repository import ROOT, SUPPORT, TESTS
 from tqdm import tqdm
 
-from ubatch.kernels import c_jit
-
 gc.disable()  # until the tests are collected, which leaves hardly any garbage
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started us in the background
-torch.set_num_threads(1)
 if hasattr(os, "sched_setaffinity") and "PYTEST_XDIST_WORKER" in os.environ:
     # Each worker, and what it starts, has cores of its own: every first rank would else pin itself to the first core.
     worker, count = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
@@ -73,6 +71,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what tests need, skip what needs a GPU where there is none, and begin with the files that take longest."""
+    import torch
+
     skip = pytest.mark.skip(reason="needs a CUDA GPU; run `make test-gpu` on a machine that has one")
     mark_left_out(items)
     for item in items:
@@ -90,16 +90,22 @@ def pytest_collection_finish() -> None:
 
     Tests that are about garbage collect it; else it is looked for seldom, which saves a tenth of all.
     """
+    import torch
+
+    torch.set_num_threads(1)
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
     gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest catches warnings and logs
-def pytest_runtestloop() -> Generator[None, object, object]:
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
     """Fork what ranks are forked from, while there is nothing but imports. CUDA does not survive a fork."""
-    if not torch.cuda.is_available():
-        fork_server()
+    if session.items:  # the process that hands tests to workers has none
+        import torch
+
+        if not torch.cuda.is_available():
+            fork_server()
     return (yield)
 
 
@@ -147,6 +153,9 @@ def _is_foreign(package: str) -> bool:
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
     """The same random numbers in every test, whichever ran before."""
+    import numpy as np
+    import torch
+
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -176,6 +185,8 @@ def _forked_ranks() -> Iterator[None]:
 @pytest.fixture
 def no_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine on which C cannot be compiled."""
+    from ubatch.kernels import c_jit
+
     monkeypatch.setenv(c_jit.OFF_VARIABLE, "0")
     monkeypatch.setattr(c_jit, "_loaded", {})
     c_jit.why_not_c.cache_clear()

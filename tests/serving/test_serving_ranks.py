@@ -66,8 +66,13 @@ def report_and_sleep(rank: int, world_size: int, folder: str) -> None:
     time.sleep(60)
 
 
-@pytest.mark.usefixtures("spawned")
 def test_rank_0_brings_the_result_back() -> None:
+    assert run_ranks(add_up, 2, 10) == (21, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("spawned")
+def test_spawned_ranks_too() -> None:
     assert run_ranks(add_up, 2, 10) == (21, 1)
 
 

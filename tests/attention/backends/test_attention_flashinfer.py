@@ -72,6 +72,7 @@ def test_other_batches_go_to_the_prefill_wrapper(
     assert [call.name for call in kernels.calls] == ["prefill_plan", "prefill_run"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "options", [{"sliding_window": 3}, {"sliding_window": 1}, {"soft_cap": 1.5}, {"scale": 0.9}], ids=str
 )

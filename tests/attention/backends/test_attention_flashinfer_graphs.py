@@ -71,6 +71,7 @@ def test_a_replay_longer_than_the_capture(kernels: StandIns, kind: str, mla: boo
     assert plan.wrapper.wrapper.buffers() == buffers
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("kind", "mla"), CASES)
 def test_replan_allocates_nothing(kernels: StandIns, kind: str, mla: bool) -> None:
     """But for the mask of a tree, which is completed for the requests of padding, and packed."""

@@ -77,6 +77,7 @@ def check(batch: MLABatch, dtype: torch.dtype = torch.float32) -> TritonMLAPlan:
     return plan
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])
 @pytest.mark.parametrize("shape", [None, MLAShape(2, 20, 3, 6, 5)], ids=["pow2", "odd"])
@@ -120,7 +121,7 @@ def test_equals_the_reference_and_absorbs_those_that_decode(
         assert torch.equal(plan.absorbed.batch.seq_lens.cpu().long(), wanted)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize(
     "shape", [MLAShape(3, 20, 3, 6, 5, scale=0.8), MLAShape(40, 16, 4, 4, 4)], ids=["odd", "many heads"]
@@ -157,6 +158,7 @@ def test_verify(prefixes: list[int], number: int, drafts: Any, padding_requests:
     assert not plan.expanded
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("waves", "num_splits"), [(0, 1), (1, 2), (3, 4)])
 def test_splits_give_the_same(waves: int, num_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One, some, and more than a request has keys; more rows than a tile has."""

@@ -123,7 +123,7 @@ def test_of_keys_and_values_by_triton(shape: str, fp8: bool, step: str) -> None:
     check(make_batch(requests, shape=SHAPES[shape], fp8=fp8, **options), "triton")
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])
 @pytest.mark.parametrize("name", ["torch", "triton"])
@@ -132,7 +132,7 @@ def test_of_latents(name: str, fp8: bool, step: str) -> None:
     check(make_mla_batch(requests, fp8=fp8, **options), name)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("step", GRAPHS)
 @pytest.mark.parametrize("make", [make_batch, make_mla_batch], ids=["mha", "mla"])
 def test_of_captured_steps_with_padding(make: Callable[..., Batch | MLABatch], step: str) -> None:

@@ -95,6 +95,7 @@ def test_any_batch_with_any_option(
     check(make_batch(requests, shape=shape, block_size=block_size, fp8=fp8, padding=padding, seed=seed))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])
 def test_every_option_in_a_mixed_batch_and_none_is_ignored(option: str, fp8: bool) -> None:
@@ -105,6 +106,7 @@ def test_every_option_in_a_mixed_batch_and_none_is_ignored(option: str, fp8: boo
     assert (batch.expected() - without).abs().max() > 1e-2  # the batch would notice
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("block_size", [1, 16, 64, 128])
 @pytest.mark.parametrize("heads", [(2, 2, 8), (4, 1, 8)], ids=["group-1", "group-4"])
 @pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])

@@ -100,6 +100,7 @@ def test_equals_the_reference_and_launches_only_what_the_batch_has(
     assert in_tiles == {request for request, (_, new) in enumerate(requests) if new > 1}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("heads", [(2, 2, 8), (6, 1, 24), (40, 2, 16)], ids=["mha", "mqa", "wide groups"])
 def test_heads_of_every_kind(heads: tuple[int, int, int]) -> None:
     check(make_batch([(9, 1), (4, 5)], heads=heads))
@@ -112,7 +113,7 @@ def test_page_sizes(block_size: int, fp8: bool) -> None:
     check(make_batch([(70, 1), (63, 2), (0, 18), (15, 1)], block_size=block_size, fp8=fp8, padding=1))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("drafts", ["chain", "tree"])
 @pytest.mark.parametrize("number", [3, 20])
 def test_verify(drafts: Any, number: int) -> None:
@@ -132,7 +133,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_in_decode_prefill_and_verify_and_none_is_ignored(name: str) -> None:
     shape, plain = AttentionShape(4, 2, 8, **OPTIONS[name]), AttentionShape(4, 2, 8)
@@ -145,7 +146,7 @@ def test_every_option_in_decode_prefill_and_verify_and_none_is_ignored(name: str
         assert (batch.expected() - without).abs().max() > 1e-3  # the batch would notice
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("num_heads", [4, 16], ids=["decoded", "in tiles"])
 @pytest.mark.parametrize("window", [2, 6])
 def test_a_window_in_a_tree_goes_by_depth(window: int, num_heads: int) -> None:
@@ -179,6 +180,7 @@ def test_any_batch_with_any_option(
     check(make_batch(requests, shape=shape, mode=mode, fp8=fp8, block_size=block_size, padding=padding, seed=seed))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype: torch.dtype) -> None:
     check(make_batch(MIXED, heads=(4, 2, 16)), dtype)

@@ -97,9 +97,13 @@ def check_overlap(played: Played, schedule: str, mlps: str, what: object) -> Non
     assert hidden_share(played.spans) > 0.7, what  # not those of the first stages and the last
 
 
-def test_two_ranks_of_one_replica(paths: dict[str, str]) -> None:
-    expected = play_alone(paths, 0)
-    ranks = run_ranks(play_all, 2, paths, ARMS, 2, {})
+@pytest.mark.parametrize(
+    "families", [("DeepseekV3", "Llama"), pytest.param(("Qwen3Moe",), marks=pytest.mark.slow)], ids=" ".join
+)
+def test_two_ranks_of_one_replica(families: tuple[str, ...], paths: dict[str, str]) -> None:
+    these = {family: paths[family] for family in families}
+    expected = play_alone(these, 0)
+    ranks = run_ranks(play_all, 2, these, ARMS, 2, {})
     for rank, results in enumerate(ranks):
         for (family, arm), played in results.items():
             what = rank, family, arm

@@ -178,6 +178,7 @@ def test_tiny_top_p_and_top_k_1_and_min_p_1_are_greedy() -> None:
         assert tokens_of(logits, [params] * 6, draws_of(1, 6)) == greedy
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("scale", [0.3, 3.0, 9.0])
 def test_few_candidates_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
     """Flat logits, where few are not enough, and peaked ones, where they are; beside rows with a top-k."""

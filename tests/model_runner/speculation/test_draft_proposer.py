@@ -142,6 +142,7 @@ def test_drafts_are_as_many_as_wanted(made: SimpleNamespace, runner: ModelRunner
     assert [draft.tokens for draft in part] == [whole[2].tokens[:1], whole[0].tokens]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["eagle", "tree", "draft_model"])
 def test_what_comes_out_never_depends_on_the_drafts(made: SimpleNamespace, runner: ModelRunner, kind: str) -> None:
     algorithm, path = ("draft_model", made.small) if kind == "draft_model" else ("eagle", made.head)

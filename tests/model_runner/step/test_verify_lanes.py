@@ -18,7 +18,7 @@ from ubatch import UBatchSlice, split_fixed
 
 pytestmark = pytest.mark.long
 
-NUM_BATCHES, PARTS = 1000, 4
+NUM_BATCHES, PARTS = 1000, 8
 
 
 def random_batch(rng: random.Random, seed: int) -> Batch:
@@ -79,7 +79,7 @@ def check_parts(whole: SpecVerifyInput, slices: Sequence[UBatchSlice], parts: Se
     assert whole.custom_mask is None or entries == len(whole.custom_mask)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_in_lanes_as_whole(part: int) -> None:
     rng = random.Random(part)

@@ -277,7 +277,7 @@ CHECKS: dict[str, Callable[[int, CommGroup], None]] = {
     "transports_1_all": partial(_check_transports, ONE_RANK, list(_cases())),
     "transports_2": partial(_check_transports, TWO_RANKS, list(_cases())),
     "collectives": _check_collectives,
-    "deepep": partial(_check_deepep, [SCHEDULES[0], SCHEDULES[5]]),
+    "deepep": partial(_check_deepep, [SCHEDULES[5]]),
     "deepep_all": partial(_check_deepep, SCHEDULES),
     "planted": _check_planted,
 }

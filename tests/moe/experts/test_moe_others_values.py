@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.
 BAD = torch.tensor([float("nan"), float("inf"), float("-inf")])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("router", ROUTERS, ids=lambda router: type(router).__name__)
 @pytest.mark.parametrize("fused", [False, True], ids=["torch", "kernel"])
 def test_a_token_without_numbers_chooses_different_experts_that_exist(router: Router, fused: bool) -> None:

@@ -100,7 +100,7 @@ def traced(schedule: Schedule) -> tuple[list[tuple[int, str]], list[tuple[int, s
     return trace.order, [(event.lane, event.kind, event.name) for event in trace.events]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("recv", list(Recv))
 @pytest.mark.parametrize("schedule", **NAMES)
 def test_a_trace_shows_what_it_shows_of_others(schedule: Schedule, recv: Recv) -> None:

@@ -47,7 +47,7 @@ def serve(runner: ModelRunner, params: Sequence[SamplingParams], *, overlap: boo
     return run(core, [RequestInput(str(n), prompt, params[n]) for n, prompt in enumerate(PROMPTS)])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("lanes", [False, True])
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -56,7 +56,7 @@ def objects(value: Any) -> list[int]:
     return [id(value), *objects(vars(value))] if type(value).__module__.startswith("transformers.") else []
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("bounds", [BOUNDS, [slice(0, 1), slice(1, 2), slice(2, 5)]])
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()

@@ -138,6 +138,7 @@ def test_outputs_are_cut_where_their_rows_are() -> None:
         assert case.wrapper.statistics().graph_replays == 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("function", "why", "dims"),
     [

@@ -169,6 +169,7 @@ def random_rounds(rank: int, world_size: int, seed: int, rounds: int) -> dict[st
     return counts
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_many_failures_at_random_places(world_size: int) -> None:
     rounds = 40 if world_size == 2 else 20

@@ -46,7 +46,7 @@ def proofs(shape: dict[str, int], count: int) -> Iterator[str]:
 
 
 def test_near_ties_retire_nothing() -> None:
-    assert Counter(proofs(SMALL, 20)) == {"proved": 20}
+    assert Counter(proofs(SMALL, 10)) == {"proved": 10}
 
 
 def test_a_coupling_beside_the_cut_is_found() -> None:

@@ -35,7 +35,7 @@ def module_of(entry: Entry, batch: int) -> nn.Module:
     return _built(entry, batch if entry.per_batch else 0)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", SAMPLED)
 def test_equal_and_overlapped_or_declined(name: str) -> None:
     """Thrice at every batch, and one wrapper at all of them."""
