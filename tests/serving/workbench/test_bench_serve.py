@@ -90,12 +90,13 @@ def test_requests_wait_until_they_are_due(stub: Stub) -> None:
 
 def test_a_dropped_request_ends_on_the_server_too(stub: Stub) -> None:
     stub.pause_s = 0.01
-    tasks = [Task(index, [1], 100, cancel_after=3 if index % 2 else None) for index in range(6)]
+    long = 2000  # tokens, 20 s: the server must not be done before it notices
+    tasks = [Task(index, [1], long, cancel_after=3) if index % 2 else Task(index, [1], 100) for index in range(6)]
     outcomes = send(stub, tasks)
     assert [outcome.status for outcome in outcomes] == [Status.OK, Status.CANCELLED] * 3
     for outcome in outcomes[1::2]:
-        assert words(100).startswith(outcome.text)
-        assert 3 <= outcome.output_tokens < 100
+        assert words(long).startswith(outcome.text)
+        assert 3 <= outcome.output_tokens < long
         assert not outcome.counted
     wait_until(lambda: stub.dropped == 3 and stub.active == 0)
 
