@@ -1,7 +1,7 @@
 """Attention back ends: one interface, chosen by name, imported only when chosen.
 
 registry              names, and which one `auto` picks; `fastest` measures them
-native                a C kernel on a CPU, which reads the pages in place
+native/               kernels in C on a CPU, which read the pages in place
 torch/                gathers pages, on any device; latent attention, too
 triton/               this project's kernels
 flashinfer/           flashinfer's own kernels

@@ -26,7 +26,7 @@ __all__ = [
 _BACKENDS = LazyRegistry(
     "attention back end",
     {
-        "native": "attention.backends.native:NativeAttentionBackend",
+        "native": "attention.backends.native.mha:NativeAttentionBackend",
         "torch": "attention.backends.torch.sdpa:TorchAttentionBackend",
         "torch_mla": "attention.backends.torch.mla:TorchMLABackend",
         "triton": "attention.backends.triton.mha:TritonAttentionBackend",

@@ -42,7 +42,7 @@ from attention.backends.torch.groups import (
     list_requests,
     visible_mask,
 )
-from attention.interface import AttentionShape, BackendTraits
+from attention.interface import AttentionPlan, AttentionShape, BackendTraits
 from attention.kv_cache import PagedKVCache
 from attention.lse import softmax_attention
 from attention.metadata import CommonAttentionMetadata
@@ -60,7 +60,7 @@ class TorchAttentionBackend(TorchBackend):
     shape: AttentionShape
     kv_cache: PagedKVCache
 
-    def plan(self, metadata: CommonAttentionMetadata) -> TorchAttentionPlan:
+    def plan(self, metadata: CommonAttentionMetadata) -> AttentionPlan:
         """Sort the requests into groups and prepare indices and masks for all layers."""
         step = AttentionStep(self.shape, self.kv_cache, metadata, self._workspace)
         return TorchAttentionPlan(step, make_groups(step, step.requests))

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attention import AttentionShape, UBatchAttention, make_attention_backend, split_attn_metadata
-from attention.backends import native
-from attention.backends.native import CHUNK_KEYS, NativeAttentionBackend
+from attention.backends.native import mha as native
+from attention.backends.native.decodes import CHUNK_KEYS
+from attention.backends.native.mha import NativeAttentionBackend
 from attention.kv_cache import KVCacheError
 from ubatch import ConfigError, split_fixed
 
@@ -72,7 +73,7 @@ def on_threads(count: int, compute: Callable[[], Tensor]) -> Tensor:
 @pytest.fixture(params=[16, 8])
 def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Numbers a vector: AVX-512's, and everybody else's."""
-    monkeypatch.setattr(native, "_kernel", lambda dtype: native._load_kernel(dtype, request.param))
+    monkeypatch.setattr(native, "_kernel", lambda dtype: native._load_kernel(dtype, LANES=request.param))
     return request.param
 
 
@@ -237,6 +238,10 @@ def test_a_table_that_names_no_block_is_refused(block: int) -> None:
         backend.plan(replace(batch.metadata, block_table=table))
     with pytest.raises(KVCacheError, match="11 blocks has a block table of 9"):
         backend.plan(replace(batch.metadata, block_table=table[:, :9]))
+    slots = batch.metadata.slot_mapping.clone()
+    slots[1] = batch.new_cache().hidden_slot + 4
+    with pytest.raises(KVCacheError, match="row 1 has a slot that is not among"):
+        backend.plan(replace(batch.metadata, slot_mapping=slots))
 
 
 def test_what_the_kernel_would_read_past_is_refused() -> None:
@@ -247,6 +252,10 @@ def test_what_the_kernel_would_read_past_is_refused() -> None:
         plan.forward(batch.q.double(), batch.k, batch.v, 0, batch.sinks)
     with pytest.raises(ConfigError, match=r"queries of its own size"):
         plan.forward(batch.q[:, :3], batch.k, batch.v, 0, batch.sinks)
+    with pytest.raises(ConfigError, match=r"keys and values of its own size in torch.float32, not torch.float64"):
+        plan.forward(batch.q, batch.k, batch.v.double(), 0, batch.sinks)
+    with pytest.raises(ConfigError, match=r"keys and values of its own size"):
+        plan.forward(batch.q, batch.k[:, :1], batch.v, 0, batch.sinks)
     with pytest.raises(ConfigError, match="a sink for each of its heads"):
         plan.forward(batch.q, batch.k, batch.v, 0, batch.sinks[:3])
 
@@ -265,5 +274,28 @@ def test_other_caches_are_refused_by_name() -> None:
 def test_strides_of_any_kind() -> None:
     batch = make_batch([(30, 1), (9, 1)])
     expected = run("native", batch)
-    turned = batch.q.transpose(1, 2).contiguous().transpose(1, 2)
-    assert torch.equal(run("native", replace(batch, q=turned)), expected)
+    for name in ("q", "k", "v"):
+        x = getattr(batch, name)
+        for turned in (x.transpose(1, 2).contiguous().transpose(1, 2), x.transpose(0, 1).contiguous().transpose(0, 1)):
+            assert turned.stride() != x.stride()
+            assert torch.equal(run("native", replace(batch, **{name: turned})), expected)
+
+
+def test_a_plan_keeps_its_cache_alive() -> None:
+    batch = make_batch([(30, 1), (9, 1)])
+    plan = make_attention_backend("native", batch.shape, batch.new_cache()).plan(batch.metadata)
+    caches = [batch.new_cache() for _ in range(4)]  # would take the freed memory
+    for cache in caches:
+        cache.key_pool.memory.fill_(3.0)
+    assert torch.equal(plan.forward(batch.q, batch.k, batch.v, 0), run("native", batch))
+
+
+def test_a_decode_step_is_one_call_that_stores_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch([(30, 1), (0, 0), (9, 1)], padding=2)
+    cache, expected = batch.new_cache(), batch.new_cache()
+    plan = make_attention_backend("native", batch.shape, cache).plan(batch.metadata)
+    out = batch.expected(0, expected)
+    monkeypatch.setattr(type(cache), "write", lambda *args: pytest.fail("the kernel stores"))
+    torch.testing.assert_close(plan.forward(batch.q, batch.k, batch.v, 0), out, atol=5e-6, rtol=1e-5)
+    assert torch.equal(cache.keys(0), expected.keys(0))
+    assert torch.equal(cache.values(0), expected.values(0))

@@ -1,8 +1,8 @@
-// Attention of one query token per request over a paged cache of float32 or bfloat16, read in place. Queries, sums and
-// results are float32.
+// Attention of one query token per request over a paged cache, read in place: what decode.c and latents.c share, which
+// follow this file when it is compiled. The cache holds `number`s, float32 or bfloat16; all else is float32.
 //
 //     item      (request, chunk of CHUNK visible keys); threads take items as they come, and share an item's
-//               key/value heads where there are too few items
+//               heads where there are too few items
 //     block     up to HEADS query heads that share their keys, each read from memory once for all blocks of a tile
 //     scores    TILE keys, all blocks, next tile; LANES / heads keys at a time, summed across lanes together
 //     weights   exp(score - maximum), per block
@@ -10,8 +10,7 @@
 //     merge     a request of several chunks: their outputs, weighted by exp(maximum) and divided by the denominator
 //
 // Everything is fixed by the request alone: chunks start at its first visible key, sums have one order. So a result
-// depends neither on the batch nor on the number of threads. The compile command defines CHUNK, and BFLOAT16 (0 or 1), the
-// cache's type.
+// depends neither on the batch nor on the number of threads. The compile command defines CHUNK.
 #define VECTORS (LANES / 4)
 #define HEADS 4
 #define TILE 16
@@ -26,14 +25,18 @@
 #endif
 
 typedef struct {
-    int64_t num_heads, num_kv_heads, head_dim;
-    int64_t block_size, num_blocks;
-    float scale, soft_cap; // no cap: 0
-    int64_t num_requests, num_items, table_stride;
-    const int64_t *rows;   // [requests], of the query
-    const int32_t *table;  // [requests, table_stride], blocks
-    const int32_t *items;  // [items, 4]: request, first key, end, place among the parts or -1
-    const int32_t *merges; // [requests, 2]: first part, number of chunks; a single chunk is no part
+    int64_t num_heads, num_kv_heads, head_dim, value_dim; // a cached row has num_kv_heads * head_dim numbers
+    int64_t block_size, num_blocks, window;               // no window: a number above all lengths
+    float scale, soft_cap;                                // no cap: 0
+    int64_t num_requests, num_rows, table_stride;
+    const int32_t *lengths; // [requests], tokens in the cache once this step's are
+    const int32_t *table;   // [requests, table_stride], blocks
+    const int64_t *slots;   // [rows], where to store each row's token
+    const int64_t *rows;    // [requests], of the query
+    // Written by `prepare`.
+    int32_t *items;  // [items, 4]: request, first key, end, place among the parts or -1
+    int32_t *merges; // [requests, 2]: first part, number of chunks; a single chunk is no part
+    int64_t num_items, num_parts, num_keys;
 } Plan;
 
 INLINE vec capped(vec x, float cap) {
@@ -144,7 +147,7 @@ INLINE void weigh(int heads, int count, float *scores, float *most, float *total
 // Adds weighted values to `out` [heads, head_dim], numbers d .. d + vectors * LANES of every head.
 INLINE void add_vectors(const Plan *plan, int heads, int vectors, int d, const number *base, const int64_t *offsets,
                         int count, const number *next, const float *weights, float *out) {
-    const int64_t dim = plan->head_dim;
+    const int64_t dim = plan->value_dim;
     vec sum[HEADS * VECTORS];
     UNROLL for (int h = 0; h < heads; h++)
         UNROLL for (int j = 0; j < vectors; j++) sum[h * vectors + j] = load(out + h * dim + d + j * LANES);
@@ -162,7 +165,7 @@ INLINE void add_vectors(const Plan *plan, int heads, int vectors, int d, const n
 
 INLINE void add_values(const Plan *plan, int heads, const number *base, const int64_t *offsets, int count,
                        const number *next, const float *weights, float *out) {
-    const int64_t dim = plan->head_dim;
+    const int64_t dim = plan->value_dim;
     int d = 0;
     for (; d + VECTORS * LANES <= dim; d += VECTORS * LANES)
         add_vectors(plan, heads, VECTORS, d, base, offsets, count, next, weights, out);
@@ -208,18 +211,47 @@ static int list_blocks(const Plan *plan, int64_t head, int64_t end, Block *block
     while (head < end) {
         const int64_t left = group - head % group, room = end - head < left ? end - head : left;
         const int heads = room >= 4 ? 4 : room >= 2 ? 2 : 1;
-        blocks[count++] = (Block){heads, head, head / group * plan->head_dim, head % group == 0};
-        head += heads;
+        blocks[count] = (Block){heads, head, head / group * plan->head_dim, !count || head % group == 0};
+        head += heads, count++;
     }
     return count;
 }
 
+// One layer's tensors. Queries are read from `wide_q`, or else widened from `q`; results are written to `wide_out`, or
+// else rounded to `out`.
+typedef struct {
+    const number *q;
+    int64_t q_row, q_head; // numbers from a row or head to the next
+    const float *wide_q;   // [requests, num_heads, head_dim]
+    const number *keys, *values;
+    const float *sinks;    // [num_heads] or null
+    float *parts, *stats;  // [parts, num_heads, value_dim]; [parts, num_heads, 2], maxima and denominators
+    float *wide_out;       // [requests, num_heads, value_dim]
+    number *out;           // the same
+} Layer;
+
+INLINE void widen_row(float *to, const number *from, int64_t count) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(to + i, load_number(from + i));
+    for (; i < count; i++) to[i] = read_number(from[i]);
+}
+
+INLINE void round_row(number *to, const float *from, int64_t count) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store_number(to + i, load(from + i));
+    if (i == count) return;
+    vec last = all(0.0f);
+    for (int64_t j = i; j < count; j++) last[j - i] = from[j];
+    store_some(to + i, last, count - i);
+}
+
 // Writes the item's result for the query heads `first_head` to `end_head`, at most PASS of them, into `out` [heads,
-// head_dim]. If `stats` [heads, 2] is given, `out` is not divided, and `stats` gets the maxima and denominators.
+// value_dim]. If `stats` [heads, 2] is given, `out` is not divided, and `stats` gets the maxima and denominators.
+// `q` [heads, head_dim], `out` and `stats` begin at `first_head`, `sinks` do not.
 static void run_pass(const Plan *plan, int64_t first_head, int64_t end_head, const int64_t *offsets, int count,
                      const float *q, const number *keys, const number *values, const float *sinks, float *out,
                      float *stats) {
-    const int64_t dim = plan->head_dim;
+    const int64_t dim = plan->value_dim;
     float scores[PASS * CHUNK] __attribute__((aligned(64)));
     Block blocks[PASS];
     const int num_blocks = list_blocks(plan, first_head, end_head, blocks);
@@ -228,8 +260,8 @@ static void run_pass(const Plan *plan, int64_t first_head, int64_t end_head, con
         for (const Block *block = blocks; block < end; block++) {
             const int last = key + TILE >= count, tile = last ? count - key : TILE;
             const number *next = (last ? values : keys) + block->column;
-            score_block(plan, block->heads, q + block->head * dim, keys + block->column, offsets + key, tile,
-                        block->leads ? next : NULL, last ? offsets : offsets + key + TILE,
+            score_block(plan, block->heads, q + (block->head - first_head) * plan->head_dim, keys + block->column,
+                        offsets + key, tile, block->leads ? next : NULL, last ? offsets : offsets + key + TILE,
                         scores + (block->head - first_head) * CHUNK + key * block->heads);
         }
     float factors[PASS];
@@ -237,115 +269,135 @@ static void run_pass(const Plan *plan, int64_t first_head, int64_t end_head, con
         float most[HEADS], total[HEADS];
         weigh_block(block->heads, count, scores + (block->head - first_head) * CHUNK, most, total);
         for (int h = 0; h < block->heads; h++) {
-            const int64_t head = block->head + h;
-            float *factor = factors + head - first_head;
+            const int64_t head = block->head + h, place = head - first_head;
             if (stats) {
-                stats[2 * head] = most[h], stats[2 * head + 1] = total[h], *factor = 1.0f;
+                stats[2 * place] = most[h], stats[2 * place + 1] = total[h], factors[place] = 1.0f;
             } else if (sinks) {
                 const float shift = fmaxf(most[h], sinks[head]), share = expf(most[h] - shift);
-                *factor = share / (total[h] * share + expf(sinks[head] - shift));
+                factors[place] = share / (total[h] * share + expf(sinks[head] - shift));
             } else {
-                *factor = 1.0f / total[h];
+                factors[place] = 1.0f / total[h];
             }
         }
     }
-    memset(out + first_head * dim, 0, (end_head - first_head) * dim * sizeof(float));
+    memset(out, 0, (end_head - first_head) * dim * sizeof(float));
     for (int key = 0; key < count; key += TILE)
         for (const Block *block = blocks; block < end; block++) {
-            const int last = key + TILE >= count;
+            const int last = key + TILE >= count, leads = block->leads && !last && values != keys;
             const number *base = values + block->column;
-            add_block(plan, block->heads, base, offsets + key, last ? count - key : TILE,
-                      block->leads && !last ? base : NULL,
-                      scores + (block->head - first_head) * CHUNK + key * block->heads, out + block->head * dim);
+            add_block(plan, block->heads, base, offsets + key, last ? count - key : TILE, leads ? base : NULL,
+                      scores + (block->head - first_head) * CHUNK + key * block->heads,
+                      out + (block->head - first_head) * dim);
         }
-    for (int64_t head = first_head; head < end_head; head++)
-        for (int64_t d = 0; d < dim; d++) out[head * dim + d] *= factors[head - first_head];
+    for (int64_t place = 0; place < end_head - first_head; place++)
+        for (int64_t d = 0; d < dim; d++) out[place * dim + d] *= factors[place];
 }
 
-static void run_item(const Plan *plan, const int32_t *item, int64_t first_head, int64_t end_head, const float *q,
-                     int64_t q_stride, const number *keys, const number *values, const float *sinks, float *out,
-                     float *parts, float *stats) {
-    const int64_t row = plan->num_kv_heads * plan->head_dim, result = plan->num_heads * plan->head_dim;
-    const int64_t request = item[0], first = item[1], part = item[3];
-    const int count = item[2] - item[1];
+// Where the `count` keys from `first` on lie; entries behind the last key, which a tile reads or prefetches, repeat it.
+static void find_keys(const Plan *plan, int64_t request, int64_t first, int count, int64_t *offsets) {
+    const int64_t row = plan->num_kv_heads * plan->head_dim;
     const int32_t *table = plan->table + request * plan->table_stride;
-    int64_t offsets[CHUNK + TILE + LANES];
     int64_t page = first / plan->block_size, place = first % plan->block_size;
     for (int i = 0; i < count; page++, place = 0)
         for (; place < plan->block_size && i < count; place++)
             offsets[i++] = (table[page] * plan->block_size + place) * row;
-    // Entries behind the last key, which a tile reads or prefetches, have weight 0.
     for (int i = count; i < count + TILE + LANES; i++) offsets[i] = offsets[count - 1];
-    q += plan->rows[request] * q_stride;
-    out = part < 0 ? out + request * result : parts + part * result;
-    stats = part < 0 ? NULL : stats + 2 * part * plan->num_heads;
+}
+
+static void run_item(const Plan *plan, const Layer *layer, const int32_t *item, int64_t first_head, int64_t end_head) {
+    const int64_t heads = plan->num_heads, head_dim = plan->head_dim, value_dim = plan->value_dim;
+    const int64_t request = item[0], part = item[3];
+    const int count = item[2] - item[1];
+    int64_t offsets[CHUNK + TILE + LANES];
+    find_keys(plan, request, item[1], count, offsets);
+    float queries[layer->q ? PASS * head_dim : 1], results[PASS * value_dim];
     // Passes end where groups do, or at fixed places in them, so that a head's block is the same whatever else runs.
-    const int64_t group = plan->num_heads / plan->num_kv_heads;
+    const int64_t group = heads / plan->num_kv_heads;
     for (int64_t head = first_head, next; head < end_head; head = next) {
         const int64_t left = group - head % group;
         next = head + (group <= PASS ? PASS / group * group : left < PASS ? left : PASS);
         if (next > end_head) next = end_head;
-        run_pass(plan, head, next, offsets, count, q, keys, values, sinks, out, stats);
+        const float *q = queries;
+        if (layer->q)
+            for (int64_t h = head; h < next; h++)
+                widen_row(queries + (h - head) * head_dim,
+                          layer->q + plan->rows[request] * layer->q_row + h * layer->q_head, head_dim);
+        else
+            q = layer->wide_q + (request * heads + head) * head_dim;
+        float *out = part >= 0         ? layer->parts + (part * heads + head) * value_dim
+                     : layer->wide_out ? layer->wide_out + (request * heads + head) * value_dim
+                                       : results;
+        run_pass(plan, head, next, offsets, count, q, layer->keys, layer->values, layer->sinks, out,
+                 part < 0 ? NULL : layer->stats + 2 * (part * heads + head));
+        if (out == results)
+            for (int64_t h = head; h < next; h++)
+                round_row(layer->out + (request * heads + h) * value_dim, results + (h - head) * value_dim, value_dim);
+    }
+}
+
+static void merge(const Plan *plan, const Layer *layer, int64_t request) {
+    const int64_t heads = plan->num_heads, dim = plan->value_dim;
+    const int64_t first = plan->merges[2 * request], end = first + plan->merges[2 * request + 1];
+    float result[dim];
+    for (int64_t head = 0; head < heads; head++) {
+        float shift = layer->sinks ? layer->sinks[head] : -INFINITY, total = 0.0f;
+        for (int64_t part = first; part < end; part++) shift = fmaxf(shift, layer->stats[2 * (part * heads + head)]);
+        for (int64_t part = first; part < end; part++) {
+            const float *stat = layer->stats + 2 * (part * heads + head);
+            total += stat[1] * expf(stat[0] - shift);
+        }
+        if (layer->sinks) total += expf(layer->sinks[head] - shift);
+        float *to = layer->wide_out ? layer->wide_out + (request * heads + head) * dim : result;
+        memset(to, 0, dim * sizeof(float));
+        for (int64_t part = first; part < end; part++) {
+            const float weight = expf(layer->stats[2 * (part * heads + head)] - shift) / total;
+            const float *from = layer->parts + (part * heads + head) * dim;
+            for (int64_t d = 0; d < dim; d++) to[d] += weight * from[d];
+        }
+        if (to == result) round_row(layer->out + (request * heads + head) * dim, result, dim);
     }
 }
 
 // -- the batch --------------------------------------------------------------------------------------------------------
 
-static void merge(const Plan *plan, int64_t request, const float *sinks, float *out, const float *parts,
-                  const float *stats) {
-    const int64_t heads = plan->num_heads, dim = plan->head_dim;
-    const int64_t first = plan->merges[2 * request], end = first + plan->merges[2 * request + 1];
-    for (int64_t head = 0; head < heads; head++) {
-        float shift = sinks ? sinks[head] : -INFINITY, total = 0.0f;
-        for (int64_t part = first; part < end; part++) shift = fmaxf(shift, stats[2 * (part * heads + head)]);
-        for (int64_t part = first; part < end; part++) {
-            const float *stat = stats + 2 * (part * heads + head);
-            total += stat[1] * expf(stat[0] - shift);
+// Lists the items. Returns -1, or the first request whose table names a block that does not exist, or num_requests + the
+// first row whose slot does not exist.
+int64_t prepare(Plan *plan) {
+    int32_t *item = plan->items;
+    for (int64_t i = 0; i < plan->num_requests; i++) {
+        const int64_t end = plan->lengths[i], first = end > plan->window ? end - plan->window : 0;
+        const int32_t *blocks = plan->table + i * plan->table_stride;
+        for (int64_t block = first / plan->block_size; block <= (end - 1) / plan->block_size; block++)
+            if (blocks[block] < 0 || blocks[block] >= plan->num_blocks) return i;
+        const int64_t chunks = (end - first + CHUNK - 1) / CHUNK;
+        plan->merges[2 * i] = plan->num_parts, plan->merges[2 * i + 1] = chunks;
+        for (int64_t key = first; key < end; key += CHUNK, item += 4) {
+            item[0] = i, item[1] = key, item[2] = key + CHUNK < end ? key + CHUNK : end;
+            item[3] = chunks > 1 ? plan->num_parts++ : -1;
         }
-        if (sinks) total += expf(sinks[head] - shift);
-        float *to = out + (request * heads + head) * dim;
-        memset(to, 0, dim * sizeof(float));
-        for (int64_t part = first; part < end; part++) {
-            const float weight = expf(stats[2 * (part * heads + head)] - shift) / total;
-            const float *from = parts + (part * heads + head) * dim;
-            for (int64_t d = 0; d < dim; d++) to[d] += weight * from[d];
-        }
+        plan->num_keys += end - first;
     }
-}
-
-// The first request whose table names a block that does not exist; -1 if there is none.
-int64_t find_bad_request(const Plan *plan) {
-    for (int64_t i = 0; i < plan->num_items; i++) {
-        const int32_t *item = plan->items + 4 * i, *blocks = plan->table + item[0] * plan->table_stride;
-        for (int64_t block = item[1] / plan->block_size; block <= (item[2] - 1) / plan->block_size; block++)
-            if (blocks[block] < 0 || blocks[block] >= plan->num_blocks) return item[0];
-    }
+    plan->num_items = (item - plan->items) / 4;
+    for (int64_t row = 0; row < plan->num_rows; row++) // the block behind the last one is for padding
+        if (plan->slots[row] < 0 || plan->slots[row] >= (plan->num_blocks + 1) * plan->block_size)
+            return plan->num_requests + row;
     return -1;
 }
 
-// `q` rows of q_stride floats, each [num_heads, head_dim]; `keys`, `values` [num_blocks, block_size, num_kv_heads,
-// head_dim]; `out` [requests, num_heads, head_dim]; `scratch`: num_heads * (head_dim + 2) floats for each part.
-void decode(const Plan *plan, const float *q, int64_t q_stride, const number *keys, const number *values,
-            const float *sinks, float *out, float *scratch, int64_t num_parts, int64_t threads) {
-    const int64_t kv_heads = plan->num_kv_heads;
-    const int64_t splits = plan->num_items < 4 * threads ? kv_heads : 1;
-    float *stats = scratch + num_parts * plan->num_heads * plan->head_dim;
-    int64_t floats = 0;
-    for (int64_t i = 0; i < plan->num_items; i++) floats += 2 * (plan->items[4 * i + 2] - plan->items[4 * i + 1]);
-    floats *= kv_heads * plan->head_dim;
-    #pragma omp parallel num_threads(threads) if (threads > 1 && floats > FEW_FLOATS)
-    {
-        #pragma omp for schedule(dynamic, 1) nowait
-        for (int64_t i = 0; i < plan->num_items * splits; i++) {
-            const int64_t part = i % splits, heads = plan->num_heads / splits;
-            run_item(plan, plan->items + 4 * (i / splits), part * heads, (part + 1) * heads, q, q_stride, keys, values,
-                     sinks, out, scratch, stats);
-        }
-        if (num_parts) {
-            #pragma omp barrier
-            #pragma omp for schedule(dynamic, 1) nowait
-            for (int64_t request = 0; request < plan->num_requests; request++)
-                if (plan->merges[2 * request + 1] > 1) merge(plan, request, sinks, out, scratch, stats);
-        }
+// Called by every thread of a parallel region; returns when all are done. Work is shared at places that depend on the
+// plan and the number of threads; the blocks of heads are the same wherever it is.
+static void attend(const Plan *plan, const Layer *layer, int64_t threads) {
+    const int64_t heads = plan->num_heads, kv_heads = plan->num_kv_heads;
+    const int64_t share = plan->num_items >= 4 * threads ? heads : kv_heads > 1 ? heads / kv_heads : 2 * HEADS;
+    const int64_t shares = (heads + share - 1) / share;
+    #pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < plan->num_items * shares; i++) {
+        const int64_t first = i % shares * share, end = first + share < heads ? first + share : heads;
+        run_item(plan, layer, plan->items + 4 * (i / shares), first, end);
+    }
+    if (plan->num_parts) {
+        #pragma omp for schedule(dynamic, 1)
+        for (int64_t request = 0; request < plan->num_requests; request++)
+            if (plan->merges[2 * request + 1] > 1) merge(plan, layer, request);
     }
 }
