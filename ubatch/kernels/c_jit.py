@@ -35,7 +35,7 @@ import torch
 from ubatch.errors import ConfigError
 from ubatch.ranks.long_calls import taking_long
 
-__all__ = ["CACHE_VARIABLE", "OFF_VARIABLE", "compile_c", "kernel_of", "why_not_c"]
+__all__ = ["CACHE_VARIABLE", "OFF_VARIABLE", "TILES_SOURCE", "compile_c", "kernel_of", "why_not_c"]
 
 CACHE_VARIABLE = "UBATCH_C_CACHE"
 OFF_VARIABLE = "UBATCH_C_KERNELS"
@@ -43,6 +43,8 @@ OFF_VARIABLE = "UBATCH_C_KERNELS"
 _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _FLAGS_X86 = ("-mprefer-vector-width=512",)
 _VECTORS = Path(__file__).with_name("c_vectors.h")
+TILES_SOURCE = Path(__file__).with_name("c_tiles.h")
+"""AMX's registers, for the kernels whose source begins with this file."""
 _PATIENCE_S = 120.0
 _PROBE = """
 int omp_get_max_threads(void);

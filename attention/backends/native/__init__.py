@@ -1,6 +1,7 @@
 """Kernels in C on a CPU, compiled where they run, that read the pages in place.
 
-decodes    requests with one new token, as the kernels read them
+requests   a step's requests, as the kernels read them
 mha        `native`: over keys and values
-pages.c    attention of one query per request over pages; decode.c follows it
+
+The sources are joined when they are compiled: pages.c (one query per request), prompts.c (several), layer.c (the call).
 """

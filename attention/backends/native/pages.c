@@ -1,5 +1,5 @@
-// Attention of one query token per request over a paged cache, read in place: what decode.c and latents.c share, which
-// follow this file when it is compiled. The cache holds `number`s, float32 or bfloat16; all else is float32.
+// Attention of one query token per request over a paged cache, read in place: what prompts.c and
+// layer.c, which follow this file when it is compiled, build on. The cache holds `number`s, float32 or bfloat16; all else is float32.
 //
 //     item      (request, chunk of CHUNK visible keys); threads take items as they come, and share an item's
 //               heads where there are too few items
@@ -28,13 +28,13 @@ typedef struct {
     int64_t num_heads, num_kv_heads, head_dim, value_dim; // a cached row has num_kv_heads * head_dim numbers
     int64_t block_size, num_blocks, window;               // no window: a number above all lengths
     float scale, soft_cap;                                // no cap: 0
-    int64_t num_requests, num_rows, table_stride;
+    int64_t num_requests, table_stride, item_tokens; // query tokens of an item, if requests have several
     const int32_t *lengths; // [requests], tokens in the cache once this step's are
+    const int32_t *queries; // [requests], query tokens; null: one each
     const int32_t *table;   // [requests, table_stride], blocks
-    const int64_t *slots;   // [rows], where to store each row's token
-    const int64_t *rows;    // [requests], of the query
+    const int64_t *rows;    // [requests], of the (first) query
     // Written by `prepare`.
-    int32_t *items;  // [items, 4]: request, first key, end, place among the parts or -1
+    int32_t *items;  // [items, 4]: request, first key, end, place among the parts or -1; of `queries`, these for keys
     int32_t *merges; // [requests, 2]: first part, number of chunks; a single chunk is no part
     int64_t num_items, num_parts, num_keys;
 } Plan;
@@ -227,7 +227,7 @@ typedef struct {
     const float *sinks;    // [num_heads] or null
     float *parts, *stats;  // [parts, num_heads, value_dim]; [parts, num_heads, 2], maxima and denominators
     float *wide_out;       // [requests, num_heads, value_dim]
-    number *out;           // the same
+    number *out;           // [rows, num_heads, value_dim]
 } Layer;
 
 INLINE void widen_row(float *to, const number *from, int64_t count) {
@@ -331,7 +331,7 @@ static void run_item(const Plan *plan, const Layer *layer, const int32_t *item, 
                  part < 0 ? NULL : layer->stats + 2 * (part * heads + head));
         if (out == results)
             for (int64_t h = head; h < next; h++)
-                round_row(layer->out + (request * heads + h) * value_dim, results + (h - head) * value_dim, value_dim);
+                round_row(layer->out + (plan->rows[request] * heads + h) * value_dim, results + (h - head) * value_dim, value_dim);
     }
 }
 
@@ -354,33 +354,35 @@ static void merge(const Plan *plan, const Layer *layer, int64_t request) {
             const float *from = layer->parts + (part * heads + head) * dim;
             for (int64_t d = 0; d < dim; d++) to[d] += weight * from[d];
         }
-        if (to == result) round_row(layer->out + (request * heads + head) * dim, result, dim);
+        if (to == result) round_row(layer->out + (plan->rows[request] * heads + head) * dim, result, dim);
     }
 }
 
 // -- the batch --------------------------------------------------------------------------------------------------------
 
-// Lists the items. Returns -1, or the first request whose table names a block that does not exist, or num_requests + the
-// first row whose slot does not exist.
+// Lists the items. Returns -1, or the first request whose table names a block that does not exist.
 int64_t prepare(Plan *plan) {
     int32_t *item = plan->items;
     for (int64_t i = 0; i < plan->num_requests; i++) {
-        const int64_t end = plan->lengths[i], first = end > plan->window ? end - plan->window : 0;
+        const int64_t end = plan->lengths[i], queries = plan->queries ? plan->queries[i] : 1;
+        const int64_t seen = end - queries + 1, first = seen > plan->window ? seen - plan->window : 0;
         const int32_t *blocks = plan->table + i * plan->table_stride;
         for (int64_t block = first / plan->block_size; block <= (end - 1) / plan->block_size; block++)
             if (blocks[block] < 0 || blocks[block] >= plan->num_blocks) return i;
+        plan->num_keys += end - first;
+        if (plan->queries) {
+            for (int64_t token = end - queries; token < end; token += plan->item_tokens, item += 4)
+                item[0] = i, item[1] = token, item[2] = token + plan->item_tokens < end ? token + plan->item_tokens : end;
+            continue;
+        }
         const int64_t chunks = (end - first + CHUNK - 1) / CHUNK;
         plan->merges[2 * i] = plan->num_parts, plan->merges[2 * i + 1] = chunks;
         for (int64_t key = first; key < end; key += CHUNK, item += 4) {
             item[0] = i, item[1] = key, item[2] = key + CHUNK < end ? key + CHUNK : end;
             item[3] = chunks > 1 ? plan->num_parts++ : -1;
         }
-        plan->num_keys += end - first;
     }
     plan->num_items = (item - plan->items) / 4;
-    for (int64_t row = 0; row < plan->num_rows; row++) // the block behind the last one is for padding
-        if (plan->slots[row] < 0 || plan->slots[row] >= (plan->num_blocks + 1) * plan->block_size)
-            return plan->num_requests + row;
     return -1;
 }
 

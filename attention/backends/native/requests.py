@@ -1,10 +1,11 @@
-"""A step's requests with one new token, as the kernels in C read them."""
+"""A step's requests, as the kernels in C read them."""
 
 from __future__ import annotations
 
 import ctypes
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,9 +15,9 @@ from torch import Tensor
 from attention.kv_cache import CacheSpec, KVCacheError
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
-from ubatch.kernels.c_jit import compile_c, why_not_c
+from ubatch.kernels.c_jit import TILES_SOURCE, compile_c, why_not_c
 
-__all__ = ["CHUNK_KEYS", "Decodes", "check_usable", "load_library"]
+__all__ = ["CHUNK_KEYS", "Requests", "Sizes", "check_usable", "load_library"]
 
 CHUNK_KEYS = 256
 """Keys per work item; a request that sees more keys is merged from several items."""
@@ -40,10 +41,17 @@ def check_usable(spec: CacheSpec) -> None:
 
 
 def load_library(dtype: torch.dtype, *sources: str, **defines: int) -> ctypes.CDLL:
-    """Compile and load files of this folder, for a cache of `dtype`."""
+    """Compile and load files of this folder, for a cache of `dtype`, with AMX if the system grants its registers."""
     folder = Path(__file__).parent
-    source = "".join((folder / name).read_text(encoding="utf-8") for name in sources)
-    return compile_c(source, CHUNK=CHUNK_KEYS, BFLOAT16=int(dtype is torch.bfloat16), **defines)
+    source = TILES_SOURCE.read_text(encoding="utf-8")
+    source += "".join((folder / name).read_text(encoding="utf-8") for name in sources)
+    defines = {"CHUNK": CHUNK_KEYS, "BFLOAT16": int(dtype is torch.bfloat16), **defines}
+    if dtype is not torch.bfloat16:
+        defines["TILES"] = 0
+    library = compile_c(source, **defines)
+    if "TILES" not in defines and not library.grants_tiles():
+        library = compile_c(source, **defines, TILES=0)
+    return library
 
 
 class _Plan(ctypes.Structure):
@@ -54,79 +62,82 @@ class _Plan(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("block_size", "num_blocks", "window")),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
-        *((name, ctypes.c_int64) for name in ("num_requests", "num_rows", "table_stride")),
-        *((name, ctypes.c_void_p) for name in ("lengths", "table", "slots", "rows", "items", "merges")),
+        *((name, ctypes.c_int64) for name in ("num_requests", "table_stride", "item_tokens")),
+        *((name, ctypes.c_void_p) for name in ("lengths", "queries", "table", "rows", "items", "merges")),
         *((name, ctypes.c_int64) for name in ("num_items", "num_parts", "num_keys")),
     ]
 
 
-class Decodes:
-    """Requests with one new token each, divided into work items for all layers.
+@dataclass(frozen=True)
+class Sizes:
+    """A kind of attention, as the kernels need it.
+
+    Attributes:
+        head_dim, value_dim: numbers of a key, and of a value.
+        scale, soft_cap, window: as in `AttentionShape`.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    soft_cap: float | None
+    window: int | None
+
+
+class Requests:
+    """Some requests of a step, divided into work items for all layers.
 
     Args:
-        heads: query heads, key/value heads, numbers of a key, numbers of a value.
-        scale, soft_cap, window: as in `AttentionShape`.
-        spec, num_blocks: of the cache.
-        slots: `[T]` int64 from `write_slots`, the rows that a kernel stores; None if it stores none.
-        requests: their places in the batch.
+        cache: the cache's spec and number of blocks.
+        requests: their places in the batch; at least one.
+        item_tokens: query tokens of a work item; None if every request has one query token.
 
     Attributes:
         address: of the C struct `Plan`, for the kernels.
         num_parts: results that are merged; a kernel needs memory for them.
-        rows: of the step, one per request.
 
     Raises:
-        KVCacheError: a request's block table, or a slot, names a block that the cache does not have.
+        KVCacheError: a request's block table names a block that the cache does not have.
     """
 
     def __init__(
         self,
         library: ctypes.CDLL,
-        heads: tuple[int, int, int, int],
-        scale: float,
-        soft_cap: float | None,
-        window: int | None,
-        spec: CacheSpec,
-        num_blocks: int,
+        sizes: Sizes,
+        cache: tuple[CacheSpec, int],
         metadata: CommonAttentionMetadata,
         requests: Sequence[int],
-        slots: Tensor | None,
+        item_tokens: int | None = None,
     ) -> None:
+        spec, num_blocks = cache
+        starts, seq_lens = metadata.query_start_loc_cpu, metadata.seq_lens_cpu
         every = len(requests) == metadata.num_reqs
-        own = metadata.seq_lens_cpu if every else [metadata.seq_lens_cpu[index] for index in requests]
-        starts = metadata.query_start_loc_cpu
-        lengths = array("i", own)
+        lengths = array("i", seq_lens if every else [seq_lens[index] for index in requests])
         rows = array("q", starts[:-1] if every else [starts[index] for index in requests])
-        table = _tables(requests, metadata, spec.blocks_for(max(own)))
-        window = _ANY_LENGTH if window is None else window
-        num_items = sum(-(-min(length, window) // CHUNK_KEYS) for length in own)
+        queries = array("i", [] if item_tokens is None else [starts[index + 1] - starts[index] for index in requests])
+        table = _tables(requests, metadata, spec.blocks_for(max(lengths)))
+        window = _ANY_LENGTH if sizes.window is None else sizes.window
+        if item_tokens is None:
+            num_items = sum(-(-min(length, window) // CHUNK_KEYS) for length in lengths)
+        else:
+            num_items = sum(-(-number // item_tokens) for number in queries)
         items, merges = array("i", bytes(16 * num_items)), array("i", bytes(8 * len(lengths)))
-        self.rows = rows
-        self._held = (lengths, table, slots, rows, items, merges)  # the kernel has their addresses
-        plan = self._plan = _Plan(
-            *heads,
-            spec.block_size,
-            num_blocks,
-            window,
-            scale,
-            soft_cap or 0.0,
-            len(lengths),
-            0 if slots is None else slots.shape[0],
-            table.stride(0),
+        self._held = (lengths, queries, table, rows, items, merges)  # the kernel has their addresses
+        self._plan = plan = _Plan(
+            *(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.value_dim),
+            *(spec.block_size, num_blocks, window),
+            *(sizes.scale, sizes.soft_cap or 0.0),
+            *(len(lengths), table.stride(0), item_tokens or 1),
             lengths.buffer_info()[0],
+            None if item_tokens is None else queries.buffer_info()[0],
             table.data_ptr(),
-            None if slots is None else slots.data_ptr(),
-            rows.buffer_info()[0],
-            items.buffer_info()[0],
-            merges.buffer_info()[0],
+            *(values.buffer_info()[0] for values in (rows, items, merges)),
         )
         self.address = ctypes.addressof(plan)
         library.prepare.restype, library.prepare.argtypes = ctypes.c_int64, (ctypes.c_void_p,)
         bad = library.prepare(self.address)
-        if bad >= len(lengths):
-            raise KVCacheError(
-                f"row {bad - len(lengths)} has a slot that is not among the cache's {num_blocks} blocks."
-            )
         if bad >= 0:
             raise KVCacheError(
                 f"the block table of request {requests[bad]} names a block that is not among the cache's "
