@@ -39,7 +39,7 @@ void attention(const Plan *decodes, const Plan *prompts, const int64_t *slots, i
     const int64_t heads = any->num_heads, kv_heads = any->num_kv_heads, dim = any->head_dim;
     const int64_t num_parts = decodes ? decodes->num_parts : 0;
     float *parts = (float *)scratch, *stats = parts + num_parts * heads * dim;
-    const Layer layer = {q, q_row, q_head, NULL, keys, values, sinks, parts, stats, NULL, out};
+    const Layer layer = {q, q_row, q_head, keys, values, sinks, parts, stats, out};
     const int64_t numbers = 2 * any->num_keys * kv_heads * dim;
     #pragma omp parallel num_threads(threads) if (threads > 1 && (prompts || numbers > FEW_NUMBERS))
     {

@@ -70,7 +70,7 @@ class NativeAttentionPlan:
         self._dtype, kernel = spec.dtype, _kernel(spec.dtype)
         self._kv_cache = kv_cache  # the kernel has its address
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        sizes = Sizes(heads, kv_heads, dim, dim, shape.softmax_scale, shape.soft_cap, shape.sliding_window)
+        sizes = Sizes(heads, kv_heads, dim, shape.softmax_scale, shape.soft_cap, shape.sliding_window)
         cache_size = (spec, kv_cache.num_blocks)
         self._decodes = self._prompts = None
         if metadata.max_query_len == 1 and metadata.num_actual_tokens == metadata.num_reqs:

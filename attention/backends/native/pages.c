@@ -25,7 +25,7 @@
 #endif
 
 typedef struct {
-    int64_t num_heads, num_kv_heads, head_dim, value_dim; // a cached row has num_kv_heads * head_dim numbers
+    int64_t num_heads, num_kv_heads, head_dim;           // a cached row has num_kv_heads * head_dim numbers
     int64_t block_size, num_blocks, window;               // no window: a number above all lengths
     float scale, soft_cap;                                // no cap: 0
     int64_t num_requests, table_stride, item_tokens; // query tokens of an item, if requests have several
@@ -147,7 +147,7 @@ INLINE void weigh(int heads, int count, float *scores, float *most, float *total
 // Adds weighted values to `out` [heads, head_dim], numbers d .. d + vectors * LANES of every head.
 INLINE void add_vectors(const Plan *plan, int heads, int vectors, int d, const number *base, const int64_t *offsets,
                         int count, const number *next, const float *weights, float *out) {
-    const int64_t dim = plan->value_dim;
+    const int64_t dim = plan->head_dim;
     vec sum[HEADS * VECTORS];
     UNROLL for (int h = 0; h < heads; h++)
         UNROLL for (int j = 0; j < vectors; j++) sum[h * vectors + j] = load(out + h * dim + d + j * LANES);
@@ -165,7 +165,7 @@ INLINE void add_vectors(const Plan *plan, int heads, int vectors, int d, const n
 
 INLINE void add_values(const Plan *plan, int heads, const number *base, const int64_t *offsets, int count,
                        const number *next, const float *weights, float *out) {
-    const int64_t dim = plan->value_dim;
+    const int64_t dim = plan->head_dim;
     int d = 0;
     for (; d + VECTORS * LANES <= dim; d += VECTORS * LANES)
         add_vectors(plan, heads, VECTORS, d, base, offsets, count, next, weights, out);
@@ -217,17 +217,14 @@ static int list_blocks(const Plan *plan, int64_t head, int64_t end, Block *block
     return count;
 }
 
-// One layer's tensors. Queries are read from `wide_q`, or else widened from `q`; results are written to `wide_out`, or
-// else rounded to `out`.
+// One layer's tensors.
 typedef struct {
     const number *q;
     int64_t q_row, q_head; // numbers from a row or head to the next
-    const float *wide_q;   // [requests, num_heads, head_dim]
     const number *keys, *values;
     const float *sinks;    // [num_heads] or null
-    float *parts, *stats;  // [parts, num_heads, value_dim]; [parts, num_heads, 2], maxima and denominators
-    float *wide_out;       // [requests, num_heads, value_dim]
-    number *out;           // [rows, num_heads, value_dim]
+    float *parts, *stats;  // [parts, num_heads, head_dim]; [parts, num_heads, 2], maxima and denominators
+    number *out;           // [rows, num_heads, head_dim]
 } Layer;
 
 INLINE void widen_row(float *to, const number *from, int64_t count) {
@@ -246,12 +243,12 @@ INLINE void round_row(number *to, const float *from, int64_t count) {
 }
 
 // Writes the item's result for the query heads `first_head` to `end_head`, at most PASS of them, into `out` [heads,
-// value_dim]. If `stats` [heads, 2] is given, `out` is not divided, and `stats` gets the maxima and denominators.
+// head_dim]. If `stats` [heads, 2] is given, `out` is not divided, and `stats` gets the maxima and denominators.
 // `q` [heads, head_dim], `out` and `stats` begin at `first_head`, `sinks` do not.
 static void run_pass(const Plan *plan, int64_t first_head, int64_t end_head, const int64_t *offsets, int count,
                      const float *q, const number *keys, const number *values, const float *sinks, float *out,
                      float *stats) {
-    const int64_t dim = plan->value_dim;
+    const int64_t dim = plan->head_dim;
     float scores[PASS * CHUNK] __attribute__((aligned(64)));
     Block blocks[PASS];
     const int num_blocks = list_blocks(plan, first_head, end_head, blocks);
@@ -283,7 +280,7 @@ static void run_pass(const Plan *plan, int64_t first_head, int64_t end_head, con
     memset(out, 0, (end_head - first_head) * dim * sizeof(float));
     for (int key = 0; key < count; key += TILE)
         for (const Block *block = blocks; block < end; block++) {
-            const int last = key + TILE >= count, leads = block->leads && !last && values != keys;
+            const int last = key + TILE >= count, leads = block->leads && !last;
             const number *base = values + block->column;
             add_block(plan, block->heads, base, offsets + key, last ? count - key : TILE, leads ? base : NULL,
                       scores + (block->head - first_head) * CHUNK + key * block->heads,
@@ -305,38 +302,33 @@ static void find_keys(const Plan *plan, int64_t request, int64_t first, int coun
 }
 
 static void run_item(const Plan *plan, const Layer *layer, const int32_t *item, int64_t first_head, int64_t end_head) {
-    const int64_t heads = plan->num_heads, head_dim = plan->head_dim, value_dim = plan->value_dim;
+    const int64_t heads = plan->num_heads, head_dim = plan->head_dim;
     const int64_t request = item[0], part = item[3];
     const int count = item[2] - item[1];
     int64_t offsets[CHUNK + TILE + LANES];
     find_keys(plan, request, item[1], count, offsets);
-    float queries[layer->q ? PASS * head_dim : 1], results[PASS * value_dim];
+    float queries[PASS * head_dim], results[PASS * head_dim];
     // Passes end where groups do, or at fixed places in them, so that a head's block is the same whatever else runs.
     const int64_t group = heads / plan->num_kv_heads;
     for (int64_t head = first_head, next; head < end_head; head = next) {
         const int64_t left = group - head % group;
         next = head + (group <= PASS ? PASS / group * group : left < PASS ? left : PASS);
         if (next > end_head) next = end_head;
-        const float *q = queries;
-        if (layer->q)
-            for (int64_t h = head; h < next; h++)
-                widen_row(queries + (h - head) * head_dim,
-                          layer->q + plan->rows[request] * layer->q_row + h * layer->q_head, head_dim);
-        else
-            q = layer->wide_q + (request * heads + head) * head_dim;
-        float *out = part >= 0         ? layer->parts + (part * heads + head) * value_dim
-                     : layer->wide_out ? layer->wide_out + (request * heads + head) * value_dim
-                                       : results;
-        run_pass(plan, head, next, offsets, count, q, layer->keys, layer->values, layer->sinks, out,
+        for (int64_t h = head; h < next; h++)
+            widen_row(queries + (h - head) * head_dim,
+                      layer->q + plan->rows[request] * layer->q_row + h * layer->q_head, head_dim);
+        float *out = part < 0 ? results : layer->parts + (part * heads + head) * head_dim;
+        run_pass(plan, head, next, offsets, count, queries, layer->keys, layer->values, layer->sinks, out,
                  part < 0 ? NULL : layer->stats + 2 * (part * heads + head));
-        if (out == results)
+        if (part < 0)
             for (int64_t h = head; h < next; h++)
-                round_row(layer->out + (plan->rows[request] * heads + h) * value_dim, results + (h - head) * value_dim, value_dim);
+                round_row(layer->out + (plan->rows[request] * heads + h) * head_dim, results + (h - head) * head_dim,
+                          head_dim);
     }
 }
 
 static void merge(const Plan *plan, const Layer *layer, int64_t request) {
-    const int64_t heads = plan->num_heads, dim = plan->value_dim;
+    const int64_t heads = plan->num_heads, dim = plan->head_dim;
     const int64_t first = plan->merges[2 * request], end = first + plan->merges[2 * request + 1];
     float result[dim];
     for (int64_t head = 0; head < heads; head++) {
@@ -347,14 +339,13 @@ static void merge(const Plan *plan, const Layer *layer, int64_t request) {
             total += stat[1] * expf(stat[0] - shift);
         }
         if (layer->sinks) total += expf(layer->sinks[head] - shift);
-        float *to = layer->wide_out ? layer->wide_out + (request * heads + head) * dim : result;
-        memset(to, 0, dim * sizeof(float));
+        memset(result, 0, dim * sizeof(float));
         for (int64_t part = first; part < end; part++) {
             const float weight = expf(layer->stats[2 * (part * heads + head)] - shift) / total;
             const float *from = layer->parts + (part * heads + head) * dim;
-            for (int64_t d = 0; d < dim; d++) to[d] += weight * from[d];
+            for (int64_t d = 0; d < dim; d++) result[d] += weight * from[d];
         }
-        if (to == result) round_row(layer->out + (plan->rows[request] * heads + head) * dim, result, dim);
+        round_row(layer->out + (plan->rows[request] * heads + head) * dim, result, dim);
     }
 }
 

@@ -58,7 +58,7 @@ class _Plan(ctypes.Structure):
     """The C struct `Plan` of pages.c."""
 
     _fields_: ClassVar = [
-        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim")),
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim")),
         *((name, ctypes.c_int64) for name in ("block_size", "num_blocks", "window")),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
@@ -73,14 +73,13 @@ class Sizes:
     """A kind of attention, as the kernels need it.
 
     Attributes:
-        head_dim, value_dim: numbers of a key, and of a value.
+        head_dim: numbers of a key, and of a value.
         scale, soft_cap, window: as in `AttentionShape`.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    value_dim: int
     scale: float
     soft_cap: float | None
     window: int | None
@@ -126,7 +125,7 @@ class Requests:
         items, merges = array("i", bytes(16 * num_items)), array("i", bytes(8 * len(lengths)))
         self._held = (lengths, queries, table, rows, items, merges)  # the kernel has their addresses
         self._plan = plan = _Plan(
-            *(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.value_dim),
+            *(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim),
             *(spec.block_size, num_blocks, window),
             *(sizes.scale, sizes.soft_cap or 0.0),
             *(len(lengths), table.stride(0), item_tokens or 1),
