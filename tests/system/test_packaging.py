@@ -85,7 +85,12 @@ def test_a_wheel_needs_no_repository(unpacked: Path, tmp_path: Path) -> None:
         assert (Path(line).parent / "py.typed").is_file()
     kernels = [path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.c")]
     assert len(kernels) > 4
-    data = ("ubatch/kernels/c_vectors.h", "ubatch/kernels/c_tiles.h", "ubatch/trace/page.html", "serving/workbench/planning/constants.yaml")
+    data = (
+        "ubatch/kernels/c_vectors.h",
+        "ubatch/kernels/c_tiles.h",
+        "ubatch/trace/page.html",
+        "serving/workbench/planning/constants.yaml",
+    )
     for name in (*data, *kernels):
         assert (site / name).is_file()
     assert "serve" in run([str(fresh / "bin" / "ubatch"), "--help"], tmp_path)
