@@ -102,10 +102,19 @@ class GroupedLinear:
         return self._multiply(x, None, rows.buffer_info()[0], 1, 0, out, _SUMS if sums else int(self._gated))
 
     def weight_rows(self, indices: Tensor) -> Tensor:
-        """Rows `indices` `[N]` int64 of the first expert's weight, `[N, in]`; not if gated."""
-        width = self._packed.shape[3]
-        rows = self._packed[0].transpose(1, 2)[indices // width, indices % width]
-        return rows.flatten(1)[:, : self._inputs]
+        """Rows `indices` `[N]` int64 of the first expert's weight, `[N, in]`; not if gated.
+
+        Raises:
+            IndexError: an index is out of range.
+        """
+        indices = indices.contiguous()
+        if indices.shape[0] and not 0 <= int(indices.min()) <= int(indices.max()) < self.outputs:
+            raise IndexError(f"{indices.tolist()} are not all rows of a weight with {self.outputs}.")
+        _, units, width, group = self._packed.shape[1:]
+        out = self._packed.new_empty(indices.shape[0], units * group)
+        addresses = indices.data_ptr(), indices.shape[0], out.data_ptr()
+        _take_rows()(self._packed.data_ptr(), units, width, *addresses, torch.get_num_threads())
+        return out[:, : self._inputs]
 
     def _multiply(
         self, x: Tensor, source: int | None, first_row: int, experts: int, first_expert: int, out: Tensor, form: int
@@ -292,6 +301,13 @@ class _Kernel:
         row_bytes = self.copied_row_bytes(inputs)
         tiles = max(1, min(-(-rows // _SCRATCH_ROWS), _SCRATCH_BYTES // row_bytes // _SCRATCH_ROWS))
         return tiles * _SCRATCH_ROWS, row_bytes
+
+
+@cache
+def _take_rows() -> Callable[..., None]:
+    library = compile_c((_FOLDER / "packed_rows.c").read_text(encoding="utf-8"))
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    return kernel_of(library, "take_rows", pointer, number, number, pointer, number, pointer, ctypes.c_int)
 
 
 @cache
