@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -13,10 +14,12 @@ from statistics import median
 
 import pytest
 from checkpoints import make_qwen3_moe_checkpoint
+from pydantic import ConfigDict
 from repository import ROOT, TINY_MOE
 
 import serving
 from model_runner import RandomDeepseekV3, make_random_checkpoint
+from serving.arguments.fields import Group, WrongValue
 from serving.cli import COMMANDS, main
 from serving.progress import progress
 from serving.ranks import free_port
@@ -86,6 +89,24 @@ def test_help_fits_80_columns(
     assert COMMANDS.get(name, ("", "usage"))[1].split(",")[0] in " ".join(shown.split())
 
 
+def test_every_default_is_a_value_that_its_flag_takes() -> None:
+    """Also where an option comes from one of several bases, whose configs pydantic merges."""
+    for module, _ in COMMANDS.values():
+        importlib.import_module(module)
+    groups = _below(Group)
+    assert len(groups) > len(COMMANDS)
+    for group in groups:
+        checked = type(group.__name__, (group,), {"model_config": ConfigDict(validate_default=True)})
+        try:
+            checked.model_validate({})
+        except WrongValue as wrong:
+            assert wrong.missing, f"{group.__module__}.{group.__name__}: {wrong}"  # noqa: PT017 - most raise nothing
+
+
+def _below(kind: type[Group]) -> list[type[Group]]:
+    return [each for below in kind.__subclasses__() for each in (below, *_below(below))]
+
+
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"ubatch {__version__}\n"
@@ -106,6 +127,7 @@ WRONG = [
     ("bench", "fairness", "nowhere", "--streams", "0"),
     ("bench", "fairness", "nowhere"),
     ("bench", "speculation", "--model", "nowhere"),
+    ("bench", "speculation", "--batches", "0"),
     ("bench", "engine", "--only", "everything"),
     ("bench", "peers", TINY),
     ("bench", "peers", "nowhere", "--vllm", sys.executable),

@@ -179,6 +179,7 @@ def test_the_command_prints_and_writes(stub: Stub, tmp_path: Path, capsys: pytes
     file = tmp_path / "serve.json"
     flags = ["--base-url", stub.url + "/v1/", "--api-key", "secret", "--num-prompts", "10", "--input-len", "8"]
     flags += ["--output-len", "6", "--cancel-ratio", "0.2", "--ignore-eos", "--endpoint", "chat", "--json", str(file)]
+    flags += ["--request-rate", "inf", "--timeout-s", "inf"]
     assert run(parse_options(Options, "ubatch bench serve", "", flags)) == 0
     output = capsys.readouterr().out
     assert "10 requests to stub (chat, streamed)" in output

@@ -59,7 +59,10 @@ class Options(BlockOptions):
     num_draft_tokens: Annotated[int, Field(ge=1, description="drafts of a chain, and steps of the head")] = 3
     tree_topk: Annotated[int, Field(ge=2, description="guesses that each step of a tree continues")] = 2
     tree_draft_tokens: Annotated[int, Field(ge=1, description="drafts of a tree")] = 5
-    batches: Annotated[tuple[int, ...], Field(min_length=1, description="requests at once")] = (1, 8)
+    batches: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, description="requests at once")] = (
+        1,
+        8,
+    )
     prompts: Annotated[int, Field(ge=1, description="prompts: pieces of held-out source files")] = 8
     input_len: Annotated[int, Field(ge=1, description="their tokens")] = 64
     output_len: Annotated[int, Field(ge=2, description="tokens of their continuations")] = 64

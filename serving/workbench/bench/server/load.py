@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,13 +13,23 @@ from typing import Annotated, Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
-from pydantic import ConfigDict, Field, PlainSerializer
+from pydantic import Field, PlainSerializer
 
 from serving.arguments.fields import Group
 from serving.workbench.bench.server.requests import Endpoint, RequestFailed, Server, Task, refused
 from ubatch import ConfigError
 
-__all__ = ["Dataset", "Load", "ServedModel", "make_tasks", "read_metrics", "read_steps", "served_model", "token_pool"]
+__all__ = [
+    "Dataset",
+    "Load",
+    "OrInfinite",
+    "ServedModel",
+    "make_tasks",
+    "read_metrics",
+    "read_steps",
+    "served_model",
+    "token_pool",
+]
 
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
@@ -36,16 +47,23 @@ class Dataset(StrEnum):
     """random English words, about one token each: for servers without `/tokenize`"""
 
 
+def _for_json(value: float) -> float | str:
+    """JSON knows no infinity."""
+    return value if math.isfinite(value) else str(value)
+
+
+# Each field says so itself: of the configs of several bases pydantic keeps the last.
+OrInfinite = Annotated[float, PlainSerializer(_for_json, when_used="json"), Field(gt=0, allow_inf_nan=True)]
+"""A positive number, or inf."""
+
+
 class Load(Group):
     """The number, sizes and arrival times of requests."""
 
-    model_config = ConfigDict(allow_inf_nan=True)
     num_prompts: Annotated[int, Field(ge=1, description="requests")] = 100
-    request_rate: Annotated[
-        float,
-        PlainSerializer(str, when_used="json"),  # JSON knows no infinity
-        Field(gt=0, description="requests per second, Poisson; inf sends all at once"),
-    ] = float("inf")
+    request_rate: Annotated[OrInfinite, Field(description="requests per second, Poisson; inf sends all at once")] = (
+        math.inf
+    )
     dataset: Annotated[
         Dataset,
         Field(description="random: token ids known to /tokenize; words: English words"),
@@ -152,5 +170,5 @@ async def make_tasks(server: Server, load: Load, **fields: Any) -> list[Task]:
                 prompt = await _detokenize(server, prompt)
         midway = rng.randint(1, max(1, output_len - 1))
         tasks.append(Task(index, prompt, output_len, start_s, midway if index in cancelled else None, fields))
-        start_s += rng.expovariate(load.request_rate) if load.request_rate != float("inf") else 0.0
+        start_s += rng.expovariate(load.request_rate) if load.request_rate != math.inf else 0.0
     return tasks

@@ -15,7 +15,7 @@ from pydantic import Field
 from serving.progress import progress
 from serving.workbench.bench.options import ReportOptions
 from serving.workbench.bench.server.figures import figures_of
-from serving.workbench.bench.server.load import Load, make_tasks, served_model
+from serving.workbench.bench.server.load import Load, OrInfinite, make_tasks, served_model
 from serving.workbench.bench.server.requests import Endpoint, Outcome, Server, send_all
 from ubatch import ConfigError
 
@@ -35,7 +35,9 @@ class Options(Load, ReportOptions):
     stream: Annotated[bool, Field(description="stream the answers")] = True
     ignore_eos: Annotated[bool, Field(description="generate all tokens, past an end token")] = False
     temperature: Annotated[float, Field(ge=0, description="0 is greedy")] = 0.0
-    timeout_s: Annotated[float, Field(gt=0, description="a request fails after this time without a byte")] = 600.0
+    timeout_s: Annotated[
+        OrInfinite, Field(description="a request fails after this time without a byte; inf waits for ever")
+    ] = 600.0
 
 
 def run(options: Options) -> int:
