@@ -9,6 +9,7 @@ measure                    run steps of that size, a quarter of it, a sixteenth,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from model_runner import DboAuto, InputBatch, ModelRunner
 from serving.tuning.batches import make_batch, request_shapes
 from serving.tuning.cells import Arm, Cell, Grid
 from serving.tuning.stages import better_schedule
-from serving.tuning.steps import ArmSteps
+from serving.tuning.steps import ArmSteps, NoStageTimes
 from ubatch import UBatchConfig
 from ubatch.schedules.cost_table import SERIAL_ARM
 
@@ -101,10 +102,12 @@ def _search(auto: DboAuto, runner: ModelRunner, steps: ArmSteps, cell: Cell, gri
     """The arm found for this cell, the same on every rank; None if none is better."""
     with make_batch(runner, cell, grid, seed=_replica(runner)) as batch:
         known = [*auto.arms(cell.mode).values()]
-        found = steps.search(
-            batch, lambda model: [arm for arm in [better_schedule(model, cell.mode, known)] if arm is not None]
-        )
-    return found[0] if found else None
+        with suppress(NoStageTimes):
+            found = steps.search(
+                batch, lambda model: [arm for arm in [better_schedule(model, cell.mode, known)] if arm is not None]
+            )
+            return next(iter(found), None)
+    return None
 
 
 def _measure(auto: DboAuto, runner: ModelRunner, cell: Cell, grid: Grid) -> None:

@@ -16,7 +16,7 @@ from serving.tuning.cells import Arm
 from serving.tuning.programs import Programs
 from ubatch import ConfigError, Schedule
 from ubatch.schedules.layer_program import LayerTimes, UnevenTimes
-from ubatch.schedules.schedule import SERIAL, Point
+from ubatch.schedules.schedule import SERIAL, Point, SharedExpert
 from ubatch.schedules.search import Candidate, search_schedules
 from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait, median_programs
 
@@ -169,12 +169,12 @@ def slowest_layer_times(steps: Sequence[Sequence[Programs]]) -> tuple[LayerTimes
 def best_schedules(
     model: StageModel, mode: str, known: Sequence[Arm], *, max_lanes: int, max_chunks: int, keep: int
 ) -> list[Arm]:
-    """The fastest schedules for `mode` by simulation, as arms, without serial and `known` ones."""
+    """The fastest schedules for `mode` by simulation, as arms, without `known` ones and those that overlap nothing."""
     if keep == 0:
         return []
-    found = model.search(max_lanes=max_lanes, max_chunks=max_chunks, keep=keep + len(known))
-    taken = {nameless(arm.schedule) for arm in known} | {nameless(SERIAL)}
-    fresh = [each.schedule for each in found if nameless(each.schedule) not in taken][:keep]
+    found = model.search(max_lanes=max_lanes, max_chunks=max_chunks, keep=keep + len(known) + len(SharedExpert))
+    taken = {nameless(arm.schedule) for arm in known}
+    fresh = [each.schedule for each in found if each.schedule.overlaps and nameless(each.schedule) not in taken][:keep]
     names = [f"searched_{mode}_{place}" for place in range(1, len(fresh) + 1)]
     return [Arm(name, replace(schedule, name=name)) for name, schedule in zip(names, fresh, strict=True)]
 
@@ -183,7 +183,7 @@ def better_schedule(model: StageModel, mode: str, known: Sequence[Schedule]) -> 
     """The fastest schedule for `mode` by simulation; None if serial or one of `known` is as good (within 1%)."""
     found = model.search(max_lanes=_MAX_LANES, max_chunks=_MAX_CHUNKS, keep=_POOL + len(known))
     taken = {nameless(replace(each, comm_sms=0, signalled=False)) for each in (*known, SERIAL)}
-    fresh = next((each for each in found if nameless(each.schedule) not in taken), None)
+    fresh = next((each for each in found if each.schedule.overlaps and nameless(each.schedule) not in taken), None)
     rival = next((each for each in found if nameless(each.schedule) in taken), None)
     if fresh is None or (rival is not None and fresh.seconds > (1 - _WORTH_IT) * rival.seconds):
         return None

@@ -14,13 +14,17 @@ from moe import EmulatedLink
 from serving.tuning.cells import Arm, arm_config
 from serving.tuning.programs import gather_steps, gather_texts, traced_step
 from serving.tuning.stages import StageModel, slowest_layer_times
-from ubatch import SCHEDULES, UBatchWrapper, set_forward_context
+from ubatch import SCHEDULES, ConfigError, UBatchWrapper, set_forward_context
 from ubatch.schedules.layer_program import LayerTimes
 
-__all__ = ["ArmSteps"]
+__all__ = ["ArmSteps", "NoStageTimes"]
 
 _TRACED_STEPS = 5
 _STAGE_LANES = (2, 4)
+
+
+class NoStageTimes(ConfigError):
+    """The stage times that a search needs cannot be measured; raised on every rank."""
 
 
 class ArmSteps:
@@ -59,27 +63,36 @@ class ArmSteps:
         return most is None or lanes <= most
 
     def search(self, batch: InputBatch, find: Callable[[StageModel], list[Arm]]) -> list[Arm]:
-        """Run `find` on the stage model on rank 0, and send its arms to all ranks; empty if `stage_model` is None."""
+        """Run `find` on the stage model on rank 0, and send its arms to all ranks. Errors as in `stage_model`."""
         model = self.stage_model(batch)
-        if model is None:
-            return []
         found = msgspec.json.encode(find(model)).decode() if dist.get_rank() == 0 else ""
         return msgspec.json.decode(gather_texts(found)[0], type=list[Arm])
 
     @torch.inference_mode()
-    def stage_model(self, batch: InputBatch) -> StageModel | None:
+    def stage_model(self, batch: InputBatch) -> StageModel:
         """Measure the model of stage times for steps like this batch, the same on every rank.
 
-        None if no tokens are sent to experts, or batch or transport do not allow the measured numbers of lanes.
+        Raises:
+            NoStageTimes: no tokens are sent to experts, or batch or transport do not allow the lanes to measure.
         """
         config, group = self._runner.config, self._runner.group
-        if group is None or group.size == 1 or not config.num_experts or not self.serves(_STAGE_LANES[-1]):
-            return None
+        if group is None or group.size == 1:
+            raise NoStageTimes("stages are measured between ranks that share experts, and there is one rank.")
+        if not config.num_experts:
+            raise NoStageTimes("stages are measured of steps that send tokens to experts, and the model is dense.")
+        if not self.serves(_STAGE_LANES[-1]):
+            raise NoStageTimes(
+                f"stages are measured with up to {_STAGE_LANES[-1]} lanes, and {type(self._runner.all2all).__name__} "
+                f"serves {most_lanes(self._runner.all2all)}."
+            )
         measured = []
         for lanes in _STAGE_LANES:
             stages = self._stages(batch, lanes)
             if stages is None:
-                return None
+                raise NoStageTimes(
+                    f"stages are measured with {lanes} lanes, and a step of {batch.num_tokens} tokens in "
+                    f"{len(batch.scheduled)} requests is not split into as many. Make the step larger."
+                )
             measured.append((lanes, stages))
         (few, (times, layers)), (many, (more, _)) = measured
         tokens = -(-batch.num_tokens // self._runner.tensor_parallel_size)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -25,7 +26,7 @@ from serving.progress import progress
 from serving.tuning.batches import make_batch
 from serving.tuning.cells import Arm, Cell, Grid, library_arms
 from serving.tuning.stages import best_schedules
-from serving.tuning.steps import ArmSteps
+from serving.tuning.steps import ArmSteps, NoStageTimes
 from serving.workbench.tuning.state import State, save_state
 from ubatch.schedules.cost_table import SERIAL_ARM
 
@@ -140,8 +141,9 @@ class Tuner:
             return []
         cell = max((cell for cell in self._plan.grid.cells() if cell.mode == mode), key=lambda cell: cell.tokens)
         limits = {"max_lanes": max(self._plan.lanes), "max_chunks": _MAX_CHUNKS, "keep": self._plan.search_best}
-        with make_batch(self._runner, cell, self._plan.grid, seed=self._rank) as batch:
+        with make_batch(self._runner, cell, self._plan.grid, seed=self._rank) as batch, suppress(NoStageTimes):
             return self._steps.search(batch, lambda model: best_schedules(model, mode, self.arms(mode), **limits))
+        return []
 
     # -- the ranks; what they exchange goes over the default group, which runs on the host ------------------------
 

@@ -28,7 +28,9 @@ from serving.engine.rank.runner_setup import describe_transport
 from serving.options import SERVE, Settings, describe_settings, resolve_settings, to_engine_options
 from serving.options.command_line import read_command_line
 from serving.options.sources import Source, read_file, read_keywords
-from serving.tuning.steps import ArmSteps
+from serving.tuning.steps import ArmSteps, NoStageTimes
+from serving.workbench.bench.runtime.schedules import Options, _search
+from serving.workbench.bench.step_setting import StepSetting
 from ubatch import CommGroup, ConfigError, ForwardMode, UBatchConfig
 from ubatch.schedules.layer_program import LayerTimes
 from ubatch.schedules.modes import ModeSettings
@@ -273,12 +275,38 @@ def test_the_search_proposes_only_what_a_way_serves(
     with group_of(2) as group:
         auto = make_all2all("deepep_auto", group=group, num_experts=8, max_tokens_per_rank=128)
         model = ArmSteps(runner_over(auto)).stage_model(batch)
-        assert model is not None
         assert model.traits.cuts_combine is cuts
         assert model.traits.per_expert == (tokens < 256 and mode is not PREFILL), "of the way that is measured"
         for found in model.search(max_lanes=4, max_chunks=2, keep=99):
             lane = -(-tokens // found.schedule.lanes)
             check_schedule(found.schedule, auto, traits_in(auto, mode, lane))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "experts", "why"),
+    [
+        ("torch_dist", 1, 8, "there is one rank"),
+        ("torch_dist", 2, 0, "the model is dense"),
+        ("deepep_low_latency", 2, 8, "up to 4 lanes, and DeepEPLowLatencyAll2All serves 3"),
+        ("torch_dist", 2, 8, "with 2 lanes, and a step of 3 tokens in 1 requests is not split"),
+    ],
+)
+def test_why_there_is_no_search(name: str, ranks: int, experts: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ArmSteps, "run", lambda *_: False)
+    monkeypatch.setattr("serving.tuning.steps.most_lanes", lambda all2all: 3 if "low" in name else None)
+    batch = cast(InputBatch, SimpleNamespace(num_tokens=3, scheduled=[None]))
+    with group_of(ranks) as group:
+        runner = runner_over(make_all2all(name, group=group, num_experts=8))
+        runner.config.num_experts = experts
+        with pytest.raises(NoStageTimes, match=why):
+            ArmSteps(runner).search(batch, lambda model: [])
+
+
+def test_a_search_may_find_nothing_but_serial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with one lane and one chunk."""
+    monkeypatch.setattr(ArmSteps, "search", lambda *_: [])
+    setting = cast(StepSetting, SimpleNamespace(runner=None, link=None, batch=None))
+    assert _search(setting, Options(max_lanes=1, max_chunks=1)) == []
 
 
 def test_the_log_says_what_a_transport_does_in_each_mode() -> None:

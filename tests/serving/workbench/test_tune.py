@@ -176,7 +176,11 @@ def test_stage_times_of_other_numbers_of_lanes() -> None:
 
     def of_lanes(lanes: int) -> LayerTimes:
         return LayerTimes(
-            attn_core=0.1 + 1.0 / lanes, experts=0.2 + 2.0 / lanes, dispatch=0.5 / lanes, combine=0.6 / lanes
+            attn_core=0.1 + 1.0 / lanes,
+            experts=0.2 + 2.0 / lanes,
+            dispatch=0.5 / lanes,
+            combine=0.6 / lanes,
+            shared=0.1 / lanes,
         )
 
     model = StageModel.fit((2, of_lanes(2)), (4, of_lanes(4)), 4, 32, 4, traits)
@@ -193,6 +197,7 @@ def test_stage_times_of_other_numbers_of_lanes() -> None:
     found = best_schedules(model, "prefill", [], max_lanes=2, max_chunks=1, keep=2)
     assert [arm.name for arm in found] == ["searched_prefill_1", "searched_prefill_2"]
     assert found[0].schedule.lanes == 2
+    assert best_schedules(model, "prefill", [], max_lanes=1, max_chunks=1, keep=2) == []  # only ways of serial
     others = best_schedules(model, "prefill", [Arm("known", found[0].schedule)], max_lanes=2, max_chunks=1, keep=1)
     assert others[0].schedule.describe().partition(":")[2] == found[1].schedule.describe().partition(":")[2]
 
