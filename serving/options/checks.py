@@ -253,6 +253,8 @@ def _device(s: Settings, gpus: int) -> Iterator[str]:
 
 
 def _steps(s: Settings) -> Iterator[str]:
+    if "max_num_batched_tokens" not in s.table.settings:
+        return  # a command that fills its steps without the scheduler
     tokens = s["max_num_batched_tokens"]
     if s["enable_chunked_prefill"] and tokens < s["block_size"]:
         yield (

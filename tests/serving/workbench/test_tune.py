@@ -250,6 +250,12 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     UBatchConfig.from_yaml(out)
 
 
+def test_pages_may_be_larger_than_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    """They are the scheduler's steps, and there is none: it has no flag for them."""
+    assert main(["tune", TINY, "--block-size", "4096", "--print-config"]) == 0
+    assert "block-size: 4096" in capsys.readouterr().out
+
+
 def test_wrong_calls_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", TINY, "--device", "cuda"]) == 2
     assert "--device cuda: there is no GPU here that torch can use" in capsys.readouterr().err
