@@ -8,7 +8,7 @@ from contextlib import suppress
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
 from moe import experts_backends
 from ubatch import nearest
@@ -54,15 +54,19 @@ def one_of(names: Iterable[str]) -> AfterValidator:
 Positive = Annotated[int, Field(ge=1)]
 
 
-def _read_off(value: Any) -> Any:
+def _read_off(value: Any, info: ValidationInfo) -> Any:
     """Turn false back into `off`, because YAML reads `off` as false.
 
     Raises:
-        ValueError: another word, or true: YAML reads `on` as true, and pydantic would read that as 1.
+        ValueError: neither a number nor one of the words. Digits are a number on the command line only: in a file they
+            were in quotes. True is none: YAML reads `on` as true, and pydantic would read that as 1.
     """
-    if value is True or (isinstance(value, str) and value not in ("auto", "off") and not value.isdecimal()):
+    if value is False:
+        return "off"
+    number = isinstance(value, int) or (info.mode == "python" and isinstance(value, str) and value.isdecimal())
+    if value is True or not (number or value in ("auto", "off")):
         raise ValueError("expected a number of tokens, auto or off")
-    return "off" if value is False else value
+    return value
 
 
 TokensAutoOff = Annotated[Positive | Literal["auto", "off"], BeforeValidator(_read_off)]

@@ -39,10 +39,13 @@ def test_in_a_file_off_needs_no_quotes(tmp_path: Path, written: str, value: int 
     assert resolve_settings(read_keywords({"model": TINY_MOE}), read_file(file))[NAME] == value
 
 
-def test_on_in_a_file_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("written", "told"), [("on", "True"), ("'64'", "'64'"), ("64.5", "64.5"), ("[64]", r"\[64\]"), ("", "None")]
+)
+def test_what_is_no_number_in_a_file_is_refused(tmp_path: Path, written: str, told: str) -> None:
     file = tmp_path / "serve.yaml"
-    file.write_text(f"{NAME}: on\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="expected a number of tokens, auto or off"):
+    file.write_text(f"{NAME}: {written}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"expected a number of tokens, auto or off, not {told}"):
         resolve_settings(read_keywords({"model": TINY_MOE}), read_file(file))
 
 
