@@ -29,6 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     from serving.workbench.gpu.parts import names_in, why_not_into
     from serving.workbench.gpu.run import Options, run
     from serving.workbench.gpu.sections import HEADLINE, SECTIONS
+    from ubatch import ConfigError
 
     if options.device == "cuda" and not torch.cuda.is_available():
         print(
@@ -52,7 +53,11 @@ def main(argv: list[str] | None = None) -> int:
         markdown_file=options.markdown,
         graphs=_fake_graphs() if options.device == "cpu" else None,
     )
-    return run(chosen, in_process=options.in_process)
+    try:
+        return run(chosen, in_process=options.in_process)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 def _fake_graphs() -> Any:

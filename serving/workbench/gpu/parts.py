@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FIRST", "REHEARSAL", "REST", "names_in", "why_not_into", "write_section"]
+__all__ = ["FIRST", "REHEARSAL", "REST", "names_in", "read_sections", "why_not_into", "write_section"]
 
 FIRST, REST = "first", "rest"
 REHEARSAL = 3
@@ -31,14 +31,19 @@ def why_not_into(file: Path | None, *, rehearsal: bool) -> str | None:
     return f"{file} has a GPU's results, and a rehearsal would replace them: give another file, or move that one."
 
 
+def read_sections(file: Path, kind: Mapping[str, Any]) -> dict[str, Any]:
+    """The results by section that a file has; none if it is of another kind of run, or not there."""
+    old = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    sections: dict[str, Any] = old.pop("sections", {})
+    return sections if old == kind else {}
+
+
 def write_section(
     file: Path, kind: Mapping[str, Any], order: Iterable[str], name: str, found: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Write a section's results in their place, and return all; other sections' results of the same kind of run are
     kept. `kind` is at the head of the file: the device, and whether it was a smoke test."""
-    old = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    kept = old.pop("sections", {})
-    sections = {**(kept if old == kind else {}), name: found}
+    sections = {**read_sections(file, kind), name: found}
     ordered = {each: sections[each] for each in order if each in sections}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({**kind, "sections": ordered}, indent=1) + "\n", encoding="utf-8")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from serving.workbench.bench.statistics import Interval
+from ubatch import ConfigError
 
 __all__ = ["Arms", "Figure", "Goal", "Section", "as_markdown", "as_text", "in_a_line"]
 
@@ -96,12 +97,21 @@ class Section:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Section:
-        """The inverse of `as_json`."""
-        return cls(**{**values, "figures": [_figure(each) for each in values["figures"]]})
+        """The inverse of `as_json`.
+
+        Raises:
+            ConfigError: an earlier version of this module wrote it.
+        """
+        try:
+            return cls(**{**values, "figures": [_figure(each) for each in values["figures"]]})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"a section of an earlier version ({in_a_line(error)})") from error
 
 
 def _figure(values: Mapping[str, Any]) -> Figure:
     value, goal = values["value"], values["goal"]
+    if goal is not None and (len(goal) != len(get_args(Goal)) or goal[0] not in get_args(get_args(Goal)[0])):
+        raise ValueError(f"a goal is a sign and a number, not {goal}")
     return Figure(
         values["what"],
         Interval(**value) if isinstance(value, dict) else value,

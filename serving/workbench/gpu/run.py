@@ -10,16 +10,18 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from serving.workbench.gpu.bench import Bench, describe_machine
-from serving.workbench.gpu.parts import REHEARSAL, write_section
+from serving.workbench.gpu.parts import REHEARSAL, read_sections, write_section
 from serving.workbench.gpu.report import Section, as_markdown, as_text
 from serving.workbench.gpu.sections import SECTIONS, run_section
+from ubatch import ConfigError
 
 if TYPE_CHECKING:
     from ubatch import GraphBackend
@@ -44,16 +46,21 @@ class Options:
 
 
 def run(options: Options, *, in_process: bool = False) -> int:
-    """Run, print and write; returns 0 if every section is complete."""
+    """Run, print and write; returns 0 if every section is complete.
+
+    Raises:
+        ConfigError: the file to write has results of an earlier version; before anything runs.
+    """
     judge = not options.tiny and options.device == "cuda"
+    kind = {"device": options.device, **({"smoke": True} if options.tiny or options.device == "cpu" else {})}
+    if options.json_file is not None:
+        _check_kept(options.json_file, kind)
     complete = True
     for name in options.only:
         section = run_here(options, name) if in_process else _run_apart(options, name)
         complete &= section.complete
         print("\n" + as_text(section, judge=judge), flush=True)
         if options.json_file is not None:
-            smoke = {"smoke": True} if options.tiny or options.device == "cpu" else {}
-            kind = {"device": options.device, **smoke}
             sections = write_section(options.json_file, kind, SECTIONS, name, section.as_json())
             if options.markdown_file is not None:
                 found = [Section.from_json(values) for values in sections.values()]
@@ -61,6 +68,14 @@ def run(options: Options, *, in_process: bool = False) -> int:
     if not complete:
         print("\nNot every figure could be measured; see above.", file=sys.stderr)
     return 0 if complete else 1
+
+
+def _check_kept(file: Path, kind: Mapping[str, Any]) -> None:
+    for name, values in read_sections(file, kind).items():
+        try:
+            Section.from_json(values)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {name}: {error}. Delete the file, or give another one.") from error
 
 
 def run_here(options: Options, name: str) -> Section:

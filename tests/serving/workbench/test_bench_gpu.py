@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -120,6 +122,33 @@ def test_one_section_that_breaks_loses_nothing_of_the_others(
     assert run(later, in_process=True) == 0
     assert list(json.loads(file.read_text())["sections"]) == ["good", "bad", "late"], "the others' results are kept"
     assert tables.read_text().count("## ") == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda old: old.pop("name"),
+        lambda old: old["figures"][0].update(goal={"value": 0.8, "at_most": False}),
+        lambda old: old["figures"][0].update(goal=[0.8, False]),
+        lambda old: old["figures"][0].pop("note"),
+        lambda old: old.update(figures={"a": 1.0}),
+    ],
+)
+def test_a_file_of_an_earlier_version_is_refused_before_anything_runs(
+    change: Callable[[Any], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = Section("lanes", "Lanes")
+    section.add("a", 0.9, at_least=0.8)
+    old = section.as_json()
+    change(old)
+    file = tmp_path / "gpu.json"
+    file.write_text(json.dumps({"device": "cpu", "smoke": True, "sections": {"lanes": old}}))
+    before = file.read_text()
+    assert main(["--device", "cpu", "--tiny", "--only", "attention", "--json", str(file)]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"{file}: lanes: a section of an earlier version (")
+    assert printed.err.endswith(". Delete the file, or give another one.\n")
+    assert (printed.out, file.read_text()) == ("", before)
 
 
 def _good(bench: Bench, section: Section) -> None:
