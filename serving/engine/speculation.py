@@ -112,7 +112,7 @@ def make_scheduler(scheduler: SchedulerConfig, config: SpeculationConfig | None,
         scheduler: how steps are filled; with speculation, its settings of drafts are replaced by those of `config`.
 
     Raises:
-        ConfigError, CheckpointError: see `make_proposer`; or the KV cache is too small for the scheduler's steps.
+        ConfigError: as in `make_proposer`.
     """
     proposer = None
     if config is not None:

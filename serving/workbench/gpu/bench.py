@@ -1,7 +1,7 @@
 """Shared tools of the sections: the device, timing on it, its ceilings, and the time left.
 
 arm       a function that runs something once and returns its milliseconds
-blocks    arms interleaved A B B A (`serving.workbench.bench.interleave_arms`)
+blocks    arms interleaved A B B A (`serving.workbench.bench.statistics.interleave_arms`)
 ceiling   the most that this device can do, measured: copies on it, copies to the host, matrix products
 """
 
