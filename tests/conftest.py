@@ -31,7 +31,6 @@ from needs import leaves_out, mark_left_out, mark_needs
 from repository import ROOT, SUPPORT, TESTS
 from tqdm import tqdm
 
-gc.disable()  # until the tests are collected, which leaves hardly any garbage
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started us in the background
 if hasattr(os, "sched_setaffinity") and "PYTEST_XDIST_WORKER" in os.environ:
     # Each worker, and what it starts, has cores of its own: every first rank would else pin itself to the first core.
@@ -83,6 +82,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         weights[item.path] += sum(SECONDS.get(mark.name, 0.0) for mark in item.iter_markers())
     items.sort(key=lambda item: -weights[item.path])
+
+
+def pytest_collectstart() -> None:
+    """Look for no garbage until the tests are collected, which leaves hardly any; not in pytest-xdist's controller."""
+    gc.disable()
 
 
 def pytest_collection_finish() -> None:
