@@ -192,7 +192,6 @@ def test_what_is_tried() -> None:
     assert {case.name for case in CASES.values() if case.named == tuple(SCHEDULES)} == known
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "lanes"),
     [

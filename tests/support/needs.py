@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -24,6 +24,8 @@ NEEDS = {
 EVERYWHERE = {"_forked_ranks"}
 """Prepares every test for ranks, whether or not it starts any."""
 TESTS = str(ROOT / "tests")
+_FEW_VALUES = 6
+"""A parameter with so many values, each in two cases or more on average, is shown whole; one with more is sampled."""
 
 
 def mark_needs(item: pytest.Item) -> None:
@@ -41,16 +43,49 @@ def mark_needs(item: pytest.Item) -> None:
 
 
 def mark_left_out(items: Iterable[pytest.Item]) -> None:
-    """Of every test with `sample(n)`, mark all parameters `slow` but the first and every n-th after it."""
-    counts: Counter[str] = Counter()
+    """Of every test with `sample(n)`, mark all parameters `slow` but those of `sample_of`.
+
+    Raises:
+        pytest.UsageError: all parameters of such a test are slow by themselves.
+    """
+    tests: dict[str, list[Any]] = {}
     for item in items:
-        sample = item.get_closest_marker("sample")
-        if sample is None:
-            continue
-        test = item.nodeid.partition("[")[0]
-        if counts[test] % sample.args[0]:
-            item.add_marker("slow")
-        counts[test] += 1
+        if item.get_closest_marker("sample") is not None:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for test, own in tests.items():
+        if len(own) == 1:
+            continue  # asked for by its id
+        quick = [item for item in own if item.get_closest_marker("slow") is None]
+        if not quick:
+            raise pytest.UsageError(f"{test}: `sample` has nothing to choose from: all parameters are slow. Remove it.")
+        values = [{(name, repr(each)) for name, each in item.callspec.params.items()} for item in quick]
+        every = own[0].get_closest_marker("sample").args[0]
+        kept = sample_of(values, sum(item in quick for item in own[::every]) or 1)
+        for place in set(range(len(quick))) - set(kept):
+            quick[place].add_marker("slow")
+
+
+def sample_of(cases: Sequence[Set[tuple[str, str]]], size: int) -> list[int]:
+    """Places of `size` cases, as (parameter, value) pairs, so chosen that they show as many values as they can.
+
+    Each time the one that shows most new values; of equal ones, that with the values shown least often; then the
+    first, and every n-th after it. There are more if else a value of a parameter with few values were not shown.
+    """
+    every = -(-len(cases) // max(size, 1))
+    every_pair = set().union(*cases)
+    counts = Counter(name for name, _ in every_pair)
+    few = {pair for pair in every_pair if counts[pair[0]] <= min(_FEW_VALUES, len(cases) // 2)}
+    shown: Counter[tuple[str, str]] = Counter()
+
+    def rank(place: int) -> tuple[int, int, int, bool, int]:
+        new = {pair for pair in cases[place] if not shown[pair]}
+        return -len(new & few), -len(new), sum(shown[pair] for pair in cases[place]), place % every > 0, place
+
+    kept: list[int] = []
+    while len(kept) < size or not few <= shown.keys():
+        kept.append(min(set(range(len(cases))) - set(kept), key=rank))
+        shown.update(cases[kept[-1]])
+    return kept
 
 
 def leaves_out(expression: str, path: Path) -> bool:
