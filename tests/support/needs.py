@@ -25,7 +25,7 @@ EVERYWHERE = {"_forked_ranks"}
 """Prepares every test for ranks, whether or not it starts any."""
 TESTS = str(ROOT / "tests")
 _FEW_VALUES = 6
-"""A parameter with so many values, each in two cases or more on average, is shown whole; one with more is sampled."""
+"""A parameter with at most so many values is shown whole; one with more, or another in each case, is sampled."""
 
 
 def mark_needs(item: pytest.Item) -> None:
@@ -74,7 +74,7 @@ def sample_of(cases: Sequence[Set[tuple[str, str]]], size: int) -> list[int]:
     every = -(-len(cases) // max(size, 1))
     every_pair = set().union(*cases)
     counts = Counter(name for name, _ in every_pair)
-    few = {pair for pair in every_pair if counts[pair[0]] <= min(_FEW_VALUES, len(cases) // 2)}
+    few = {pair for pair in every_pair if counts[pair[0]] <= min(_FEW_VALUES, len(cases) - 1)}
     shown: Counter[tuple[str, str]] = Counter()
 
     def rank(place: int) -> tuple[int, int, int, bool, int]:
