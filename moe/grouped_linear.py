@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from ubatch import ConfigError
 from ubatch.kernels.c_jit import compile_c, kernel_of, why_not_c
+from ubatch.kernels.recording import keep
 from ubatch.kernels.tensors import rows_contiguous
 
 __all__ = ["GroupedLinear", "NativeLinear", "add_rows", "run_layer"]
@@ -30,6 +32,7 @@ __all__ = ["GroupedLinear", "NativeLinear", "add_rows", "run_layer"]
 _FOLDER = Path(__file__).parent / "kernels"
 _SCRATCH_BYTES = 1 << 18  # of a thread's copied rows, which stay in its second-level cache
 _SCRATCH_ROWS = 32  # a tile's rows; a scratch has a multiple of them
+_KEPT_BYTES = 1 << 22  # most memory that a thread keeps between calls
 _SUMS = 2  # the kernels' form of a result that is not rounded
 
 
@@ -97,6 +100,7 @@ class GroupedLinear:
             sums: the result is the sums in float32, not rounded; not if gated.
         """
         rows = array("q", (0, x.shape[0]))
+        keep(rows)
         columns = self._packed.shape[3] // (2 if self._gated else 1) * self._panels
         out = torch.empty(x.shape[0], columns, dtype=torch.float32 if sums else x.dtype, device="cpu")
         return self._multiply(x, None, rows.buffer_info()[0], 1, 0, out, _SUMS if sums else int(self._gated))
@@ -121,6 +125,7 @@ class GroupedLinear:
     ) -> Tensor:
         threads = torch.get_num_threads()  # in a new thread OpenMP's own default would apply, not torch's
         copied_rows, row_bytes = self._kernel.copied(out.shape[0], self._inputs)
+        scratch = _scratch(threads * copied_rows * row_bytes)
         self._kernel.run(
             x.data_ptr(),
             x.stride(0),
@@ -131,7 +136,7 @@ class GroupedLinear:
             self._inputs,
             self._packed.data_ptr() + first_expert * self._packed.stride(0) * self._packed.itemsize,
             out.data_ptr(),
-            *((_scratch(threads * copied_rows * row_bytes), copied_rows) if copied_rows else ()),
+            *((scratch.data_ptr(), copied_rows) if copied_rows else ()),
             form,
             threads,
         )
@@ -164,9 +169,15 @@ def run_layer(
     up_rows, up_bytes = kernel.copied(pairs, up._inputs)
     down_rows, down_bytes = kernel.copied(pairs, down._inputs)
     scratch_bytes = max(up_rows * up_bytes, down_rows * down_bytes)
-    numbers = torch.empty(experts + 1 + 2 * pairs, dtype=torch.int64, device="cpu")
-    inner = x.new_empty(pairs, up._panels * kernel.lanes)
-    rows = x.new_empty(pairs, down._panels * 2 * kernel.lanes)
+    sizes = (
+        threads * scratch_bytes,
+        8 * (experts + 1 + 2 * pairs),  # numbers
+        pairs * up._panels * kernel.lanes * x.itemsize,  # inner
+        pairs * down._panels * 2 * kernel.lanes * x.itemsize,  # rows
+    )
+    starts = list(accumulate((-(-size // 64) * 64 for size in sizes), initial=0))
+    scratch = _scratch(starts[-1])
+    own, numbers, inner, rows, _ = (scratch.data_ptr() + start for start in starts)
     out = x.new_empty(x.shape)
     kernel.run_layer(
         x.data_ptr(),
@@ -183,11 +194,11 @@ def run_layer(
         down._inputs,
         down._panels,
         down._packed.data_ptr(),
-        numbers.data_ptr(),
-        inner.data_ptr(),
-        rows.data_ptr(),
+        numbers,
+        inner,
+        rows,
         out.data_ptr(),
-        _scratch(threads * scratch_bytes),
+        own,
         scratch_bytes,
         up_rows,
         down_rows,
@@ -261,12 +272,15 @@ class NativeLinear:
 _of_thread = threading.local()
 
 
-def _scratch(num_bytes: int) -> int:
-    """The address of memory that only the calling thread uses: at its next call the content is undefined."""
+def _scratch(num_bytes: int) -> Tensor:
+    """Memory for one call. Up to `_KEPT_BYTES` it is the calling thread's own, which its next call overwrites."""
+    if num_bytes > _KEPT_BYTES:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     scratch: Tensor | None = getattr(_of_thread, "scratch", None)
     if scratch is None or scratch.shape[0] < num_bytes:
         scratch = _of_thread.scratch = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-    return scratch.data_ptr()
+    keep(scratch)
+    return scratch
 
 
 def _refuse(*_: object) -> None:

@@ -23,6 +23,7 @@ from model_runner.decoder.base import CausalLM, ExpertParallel, current_plan
 from model_runner.decoder.config import DecoderConfig
 from model_runner.decoder.latent_attention import LatentAttention
 from model_runner.decoder.layers import Attention, GatedMLP, Projection, frozen, pack_projections
+from model_runner.decoder.repeated import RepeatedLayers
 from model_runner.decoder.rope import RotaryEmbedding, RotaryTable
 from model_runner.decoder.scatter import (
     Layout,
@@ -73,14 +74,25 @@ class DecoderLM(CausalLM):
             DecoderLayer(config, checkpoint, parallel, layer) for layer in range(config.num_layers)
         )
         self.norm = frozen(checkpoint.load("model.norm.weight", config.hidden_size))
+        # Other transports do more than call kernels.
+        traits = parallel.all2all.traits
+        local = not traits.other_ranks and not traits.is_async and traits.capturable
+        self._repeated = RepeatedLayers(self._run_layers) if parallel.experts == "native" and local else None
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """See `CausalLM.forward`."""
         plan, num_tokens = current_plan()
         layout = current_layout(self.tensor_parallel)
         own_ids = input_ids if layout is None else layout.own(input_ids)
-        hidden, update = self.embed_tokens.rows(own_ids), None
-        rotary = self.rope(positions)
+        hidden, rotary = self.embed_tokens.rows(own_ids), self.rope(positions)
+        if self._repeated is not None and layout is None:
+            return self._repeated(hidden, rotary, plan, num_tokens)
+        return self._run_layers(hidden, rotary, plan, num_tokens, layout)
+
+    def _run_layers(
+        self, hidden: Tensor, rotary: Any, plan: Any, num_tokens: int | Tensor, layout: Layout | None = None
+    ) -> Tensor:
+        update = None
         for layer in self.layers:
             hidden, update = layer(hidden, update, rotary, plan, num_tokens, layout)
             beat()  # a step without lanes may take longer than the watchdog's time-out

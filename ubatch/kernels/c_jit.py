@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from ubatch.errors import ConfigError
+from ubatch.kernels.recording import note_call
 from ubatch.ranks.long_calls import taking_long
 
 __all__ = ["CACHE_VARIABLE", "OFF_VARIABLE", "TILES_SOURCE", "compile_c", "kernel_of", "why_not_c"]
@@ -94,6 +95,7 @@ def kernel_of(library: ctypes.CDLL, name: str, *types: Any) -> Callable[..., Non
                 function(*args)
         else:
             function(*args)
+        note_call(function, args)
 
     return call
 

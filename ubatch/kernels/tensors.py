@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ubatch.kernels.c_jit import why_not_c
+from ubatch.kernels.recording import recording
 
 __all__ = ["rows_contiguous", "runs_in_c"]
 
@@ -25,7 +26,7 @@ def runs_in_c(x: Tensor, *others: Tensor) -> bool:
     dtype = x.dtype
     if not x.is_cpu or not (dtype is torch.bfloat16 or dtype is torch.float32) or why_not_c() is not None:
         return False
-    if torch._C._len_torch_dispatch_stack() or torch.compiler.is_compiling():
+    if torch._C._len_torch_dispatch_stack() > recording() or torch.compiler.is_compiling():
         return False
     if torch.is_grad_enabled() and (x.requires_grad or any(other.requires_grad for other in others)):
         return False

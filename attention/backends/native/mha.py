@@ -15,7 +15,7 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from attention.kv_cache import KVCacheError, PagedKVCache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
 from ubatch.kernels.c_jit import kernel_of
+from ubatch.kernels.recording import mark_rebound
 
 __all__ = ["NativeAttentionBackend", "NativeAttentionPlan"]
 
@@ -145,7 +146,21 @@ class NativeAttentionPlan:
             self._prompt_bytes,
             threads,
         )
+        mark_rebound(layer)
         return out
+
+    def rebound(self, layer: int, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of a recorded call for a layer of this step; see `ubatch.kernels.recording`.
+
+        The step must have as many rows and only decodes, as the recorded one had.
+        """
+        q_k_v, sinks_out, sizes = arguments[5:14], arguments[16:18], arguments[19:]
+        return *self._first_arguments, *q_k_v, *self._layers[layer], *sinks_out, self._scratch_address, *sizes
+
+    @property
+    def repeats(self) -> bool:
+        """Whether calls may be recorded and rebound to a later step: all requests decode one token."""
+        return self._prompts is None and self._decodes is not None
 
     def _checked(self, what: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """`x`, with the numbers of a head side by side."""

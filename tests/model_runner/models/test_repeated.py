@@ -1,0 +1,162 @@
+"""Decode steps whose kernels are called again from a recording: the same bits, and only where that is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from c_kernels import needs_c
+from checkpoints import make_checkpoint
+from model_checks import PROMPTS
+from torch import Tensor
+
+from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
+from model_runner.decoder import repeated
+from ubatch import UBatchConfig, tracing
+from ubatch.kernels.recording import Recording, keep
+from ubatch.kernels.tensors import runs_in_c
+
+pytestmark = needs_c
+
+NATIVE = {"num_kv_blocks": 64, "experts_backend": "native", "attention_backend": "native"}
+
+
+def decode(runner: ModelRunner, sizes: list[int]) -> list[Tensor]:
+    """Logits of steps that decode so many of the requests each."""
+    found: list[Tensor] = []
+    requests = [Request(index, list(prompt), SamplingParams(max_tokens=99)) for index, prompt in enumerate(PROMPTS)]
+    compute = runner.model.compute_logits
+    runner.model.compute_logits = lambda hidden: found.append(compute(hidden)) or found[-1]  # type: ignore[method-assign]
+    try:
+        for request in requests:
+            runner.admit(request, request.num_tokens + len(sizes))
+        step(runner, [ScheduledRequest(request, request.num_tokens) for request in requests])
+        for size in sizes:
+            step(runner, [ScheduledRequest(request, 1) for request in requests[:size]])
+    finally:
+        del runner.model.compute_logits
+        for request in requests:
+            runner.release(request)
+    return found
+
+
+def step(runner: ModelRunner, scheduled: list[ScheduledRequest]) -> None:
+    output = runner.execute(scheduled)
+    for share, tokens in zip(scheduled, output.tokens, strict=True):
+        share.request.advance(share.num_tokens, tokens[0])
+    churn = [torch.full((1 << exponent,), float("nan")) for exponent in range(4, 18)]  # over what was freed
+    del churn
+
+
+def repetitions(runner: ModelRunner) -> int:
+    model: Any = runner.model
+    count: int = model._repeated.repetitions
+    return count
+
+
+SIZES = [3, 3, 3, 3, 3, 2, 2, 2, 2, 1, 3, 2, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("Qwen3Moe", torch.bfloat16), ("Qwen3", torch.float32), ("Llama", torch.bfloat16)]
+)
+def test_repeated_steps_are_the_same_to_the_bit(
+    tmp_path: Path, family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make_checkpoint(tmp_path, family)
+    with ModelRunner(checkpoint, dtype=dtype, **NATIVE) as runner:
+        found = decode(runner, SIZES)
+        assert repetitions(runner) == 7, "from the fourth step of a size on"
+        again = decode(runner, SIZES)
+        assert repetitions(runner) == 7 + len(SIZES)
+    monkeypatch.setattr(repeated, "_repeats", lambda *_: False)
+    with ModelRunner(checkpoint, dtype=dtype, **NATIVE) as runner:
+        expected = decode(runner, SIZES)
+        assert repetitions(runner) == 0
+    for own, second, wanted in zip(found, again, expected, strict=True):
+        assert torch.equal(own, wanted)
+        assert torch.equal(second, wanted)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "most_bytes"),
+    [
+        ("Llama", {}, 0),  # no memory for it
+        ("Llama", {"attention_backend": "torch"}, repeated.MOST_BYTES),
+        ("Llama", {"attention_bias": True}, repeated.MOST_BYTES),  # torch adds the bias
+        ("Llama", {"dbo": UBatchConfig(enable_dbo=True, dbo_decode_token_threshold=2)}, repeated.MOST_BYTES),
+    ],
+    ids=["memory", "torch attention", "bias", "lanes"],
+)
+def test_other_steps_run_as_always(
+    tmp_path: Path, family: str, options: dict[str, Any], most_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repeated, "MOST_BYTES", most_bytes)
+    own = {"attention_bias": True} if options.pop("attention_bias", None) else {}
+    with ModelRunner(make_checkpoint(tmp_path, family, **own), **{**NATIVE, **options}) as runner:
+        decode(runner, [2] * 6)
+        assert repetitions(runner) == 0
+
+
+def test_a_trace_and_the_profiler_see_every_layer(tmp_path: Path) -> None:
+    with ModelRunner(make_checkpoint(tmp_path, "Llama"), **NATIVE) as runner:
+        decode(runner, [2] * 4)
+        before = repetitions(runner)
+        assert before == 1
+        with tracing():
+            decode(runner, [2])
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            decode(runner, [2])
+        assert "ubatch::attention" in {event.key for event in profile.key_averages()}
+        assert repetitions(runner) == before
+        decode(runner, [2])
+        assert repetitions(runner) == before + 1
+
+
+def test_a_result_outlives_the_next_step(tmp_path: Path) -> None:
+    with ModelRunner(make_checkpoint(tmp_path, "Llama"), **NATIVE) as runner:
+        hidden: list[Tensor] = []
+        model: Any = runner.model
+        layers = model._repeated
+        model._repeated = lambda *args: hidden.append(layers(*args)) or hidden[-1]
+        decode(runner, [2] * 8)
+        assert layers.repetitions == 5
+        assert len({tensor.data_ptr() for tensor in hidden}) == len(hidden)
+
+
+@torch.inference_mode()
+def test_a_recording_is_refused_if_torch_computes() -> None:
+    x = torch.randn(4, 8)
+    with Recording() as recording:
+        assert runs_in_c(x), "kernels in C run within it, unlike within other modes"
+        torch.empty(2, 3)
+        x.view(8, 4)[1:].transpose(0, 1)
+        x.to(torch.float32).contiguous()
+    assert recording.refused is None
+    assert recording.kept_bytes == 24
+    with Recording() as recording:
+        x.view(2, 16) + 1
+        x.t().contiguous()
+    assert recording.refused == "aten.add.Tensor"
+    for copies in (
+        lambda: x.t().reshape(-1),
+        lambda: x.to(torch.bfloat16),
+        lambda: x.t().contiguous(),
+        lambda: x.zero_(),
+        lambda: x.sum().item(),
+        lambda: torch.ones(2),
+        lambda: x.unbind()[0].clone(),
+    ):
+        with Recording() as recording:
+            copies()
+        assert recording.refused is not None
+    with Recording() as recording:
+        x.unbind()[0].split(3)
+    assert recording.refused is None
+    with Recording() as recording:
+        keep(x, x)
+    assert recording.kept_bytes == 128
+    keep(x)
+    assert not runs_in_c(x.double())

@@ -1,0 +1,145 @@
+"""Records the kernels in C that a function calls, to call them again without the Python between them.
+
+As a CUDA graph does for a GPU: a decode step calls some ten small kernels a layer, and Python takes longer to prepare a
+call than the kernel takes to run. A recording keeps every call with its arguments, and all memory that was allocated
+meanwhile, so addresses stay valid. It is refused if torch computed anything itself, which would be missing:
+
+    recording = Recording()
+    with recording:
+        out = function(x)       results are as always
+    recording.refused           None, or the operator that torch ran
+    recording.calls             call each again: `out` is computed anew from what `x` holds then
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Call", "Rebinds", "Recording", "keep", "mark_rebound", "note_call", "recording"]
+
+_aten = torch.ops.aten
+_ALLOCATES = {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.new_empty_strided}
+
+
+class Rebinds(Protocol):
+    """A step's plan that can take the place of the one with which calls were recorded."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether this step's calls may be recorded, and made in place of another one's."""
+
+    def rebound(self, layer: int, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A recorded call's arguments, for this step. The step must have as many rows as the recorded one."""
+
+
+@dataclass
+class Call:
+    """A kernel's call.
+
+    Attributes:
+        function: the library's function.
+        arguments: numbers and addresses.
+        layer: for a call whose arguments change from step to step: the layer to ask the step's plan for.
+    """
+
+    function: Callable[..., None]
+    arguments: tuple[Any, ...]
+    layer: int | None = None
+
+
+class Recording(TorchDispatchMode):
+    """What was called within the `with` block, by this thread. It does not nest.
+
+    Attributes:
+        calls: in order.
+        kept_bytes: size of the memory that the calls use and that this keeps.
+        refused: the first operator that torch computed; None if there is none.
+
+    Source: CUDA graphs, for kernels on a CPU.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Call] = []
+        self.refused: str | None = None
+        self.kept_bytes = 0
+        self._kept: dict[int, object] = {}
+
+    def __enter__(self) -> Recording:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        _thread.recording = self
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _thread.recording = None
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _ALLOCATES:
+            self.keep(result)
+        elif func._schema.is_mutable or not _only_views(result, (args, kwargs)):
+            self.refused = self.refused or str(func)
+        return result
+
+    def keep(self, *memory: object) -> None:
+        """Keep tensors, or other objects whose addresses kernels get."""
+        for each in memory:
+            if id(each) not in self._kept:
+                self._kept[id(each)] = each
+                self.kept_bytes += each.untyped_storage().nbytes() if isinstance(each, Tensor) else 0
+
+
+def _only_views(result: Any, arguments: Any) -> bool:
+    """Whether an operator computed nothing: its results are tensors in the memory of its arguments.
+
+    A schema does not tell: `to` and `reshape` copy where they must.
+    """
+    given = {leaf.untyped_storage()._cdata for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)}
+    results = tree_leaves(result)
+    return bool(results) and all(
+        isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata in given for leaf in results
+    )
+
+
+class _Thread(threading.local):
+    recording: Recording | None = None
+
+
+_thread = _Thread()
+
+
+def recording() -> bool:
+    """Whether this thread records."""
+    return _thread.recording is not None
+
+
+def note_call(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """Called after every kernel."""
+    if _thread.recording is not None:
+        _thread.recording.calls.append(Call(function, arguments))
+
+
+def mark_rebound(layer: int) -> None:
+    """Mark the last call: its arguments change from step to step; see `Call.layer`."""
+    if _thread.recording is not None:
+        _thread.recording.calls[-1].layer = layer
+
+
+def keep(*memory: object) -> None:
+    """Keep memory whose address a kernel gets, but which torch did not allocate within the block, such as scratch.
+
+    What a kernel's caller does not keep so must live as long as the model.
+    """
+    if _thread.recording is not None:
+        _thread.recording.keep(*memory)
