@@ -146,22 +146,19 @@ class GroupedLinear:
 def run_layer(
     up: GroupedLinear, down: GroupedLinear, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, first_expert: int
 ) -> Tensor:
-    """All experts of a layer in bfloat16 in one call: sorting, both products, and the sum over a token's choices.
+    """All experts of a layer in one call: sorting, both products, and the sum over a token's choices.
 
     The arguments are not checked further.
 
     Args:
         up: gated; `down` takes its results, and gives rows like those of `x`.
-        x: `[N, in]` bfloat16; its rows may be strided, each is contiguous.
+        x: `[N, in]` of the weights' dtype; its rows may be strided, each is contiguous.
         topk_ids: `[N, k]`, the experts of each row; those that are not held are ignored.
         topk_weights: `[N, k]` float32.
         first_expert: the id of the first held expert.
 
     Returns:
         `[N, in]`, contiguous.
-
-    Raises:
-        ConfigError: the weights are not bfloat16.
     """
     kernel, (tokens, top_k), experts = up._kernel, topk_ids.shape, up._packed.shape[0]
     pairs, threads = tokens * top_k, torch.get_num_threads()
@@ -208,7 +205,7 @@ def run_layer(
 
 
 def add_rows(rows: Tensor, row_of_pair: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
-    """As `moe.segments.segment_sum`, for `rows` in bfloat16 and `weights` in float32, with the bits of `run_layer`.
+    """As `moe.segments.segment_sum`, for rows in float32 or bfloat16 and `weights` in float32: the bits of `run_layer`.
 
     Raises:
         ConfigError: C cannot be compiled here.
@@ -216,7 +213,7 @@ def add_rows(rows: Tensor, row_of_pair: Tensor, offsets: Tensor, weights: Tensor
     tokens, columns = offsets.shape[0] - 1, rows.shape[1]
     out = rows.new_empty(tokens, columns)
     addresses = (row_of_pair.data_ptr(), offsets.data_ptr(), weights.data_ptr())
-    _kernel(torch.bfloat16).add_rows(
+    _kernel(rows.dtype).add_rows(
         rows.data_ptr(), rows.stride(0), *addresses, tokens, columns, out.data_ptr(), torch.get_num_threads()
     )
     return out
@@ -283,17 +280,13 @@ def _scratch(num_bytes: int) -> Tensor:
     return scratch
 
 
-def _refuse(*_: object) -> None:
-    raise ConfigError("whole layers of experts run in one call in bfloat16 only.")
-
-
 @dataclass(frozen=True)
 class _Kernel:
     """The compiled kernel of a dtype.
 
     Attributes:
         run: `grouped_linear` of the source.
-        run_layer, add_rows: `experts_layer` and `add_rows`; both raise ConfigError in float32.
+        run_layer, add_rows: `experts_layer` and `add_rows`.
         lanes: columns of half a panel, by default as many floats as a vector of the processor has.
         group: inputs that are side by side in a panel.
         depth: a panel's inputs are filled up with zeros to a multiple of it.
@@ -301,11 +294,11 @@ class _Kernel:
     """
 
     run: Callable[..., None]
+    run_layer: Callable[..., None]
+    add_rows: Callable[..., None]
     lanes: int
     group: int = 1
     depth: int = 1
-    run_layer: Callable[..., None] = _refuse
-    add_rows: Callable[..., None] = _refuse
     copied_row_bytes: Callable[[int], int] | None = None
 
     def copied(self, rows: int, inputs: int) -> tuple[int, int]:
@@ -330,20 +323,19 @@ def _kernel(dtype: torch.dtype, **defines: int) -> _Kernel:
     reason = why_not_c()
     if reason is not None:
         raise ConfigError(reason)
+    bf16 = dtype is torch.bfloat16
+    names = ("bf16_tiles", "grouped_linear_bf16") if bf16 else ("grouped_linear",)
+    source = "".join((_FOLDER / f"{name}.c").read_text(encoding="utf-8") for name in (*names, "experts_layer"))
+    library = compile_c(source, BFLOAT16=int(bf16), **defines)
+    while bf16 and not library.suitable() and "KIND" not in defines:
+        library = compile_c(source, BFLOAT16=1, **defines, KIND=int(library.kind()) - 1)
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    first, last = (pointer, number, *[pointer] * 2, *[number] * 3, *[pointer] * 2), [ctypes.c_int] * 2
-    if dtype is torch.float32:
-        library = compile_c((_FOLDER / "grouped_linear.c").read_text(encoding="utf-8"), **defines)
-        return _Kernel(kernel_of(library, "grouped_linear", *first, *last), int(library.lanes()))
-    source = "".join(
-        (_FOLDER / f"{name}.c").read_text(encoding="utf-8") for name in ("bf16_tiles", "grouped_linear_bf16")
-    )
-    library = compile_c(source, **defines)
-    while not library.suitable() and "KIND" not in defines:
-        library = compile_c(source, **defines, KIND=int(library.kind()) - 1)
-    library.copied_row_bytes.argtypes, library.copied_row_bytes.restype = (number,), number
-    run = kernel_of(library, "grouped_linear", *first, pointer, number, *last)
     sizes = (*[number] * 6, pointer, *[number] * 2, *[pointer] * 6, *[number] * 3, ctypes.c_int)
     layer = kernel_of(library, "experts_layer", pointer, number, *[pointer] * 2, *sizes)
     add = kernel_of(library, "add_rows", pointer, number, *[pointer] * 3, number, number, pointer, ctypes.c_int)
-    return _Kernel(run, int(library.lanes()), 2, int(library.depth()), layer, add, library.copied_row_bytes)
+    first, last = (pointer, number, *[pointer] * 2, *[number] * 3, *[pointer] * 2), [ctypes.c_int] * 2
+    if not bf16:
+        return _Kernel(kernel_of(library, "grouped_linear", *first, *last), layer, add, int(library.lanes()))
+    library.copied_row_bytes.argtypes, library.copied_row_bytes.restype = (number,), number
+    run = kernel_of(library, "grouped_linear", *first, pointer, number, *last)
+    return _Kernel(run, layer, add, int(library.lanes()), 2, int(library.depth()), library.copied_row_bytes)

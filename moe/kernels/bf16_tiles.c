@@ -60,9 +60,9 @@ int suitable(void) {
 }
 
 // How the sums of a panel's two halves are written.
-#define ROUNDED 0 // bf16
-#define GATED 1   // silu(first) * second, bf16
-#define SUMS 2    // float
+#define PLAIN 0 // bf16
+#define GATED 1 // silu(first) * second, bf16
+#define SUMS 2  // float
 INLINE void write_sums(void *out, int64_t at, vec first, vec second, int form) {
     if (form == SUMS) {
         store((float *)out + at, first);

@@ -7,6 +7,7 @@
 //     tile     up to MAX_ROWS rows x 2 * LANES columns, in registers
 //
 // Each output is the sum over the inputs in their order, independent of the other rows and of the number of threads.
+#include <omp.h>
 
 #if LANES == 16
 #define MAX_ROWS 12
@@ -16,7 +17,8 @@
 #define WIDTH (2 * LANES)
 #define BLOCK_ROWS (40 * MAX_ROWS)
 #define AHEAD 1024 // prefetch distance, in floats
-#define GATED 1    // other forms of a result are alike in float32
+#define PLAIN 0
+#define GATED 1 // silu(first half of a panel) * second half; other forms are alike in float32
 
 int lanes(void) { return LANES; }
 
@@ -58,26 +60,51 @@ static tile *const TILES[MAX_ROWS + 1] = {
 #endif
 };
 
-// Args:
+// One product of all experts.
 //   x          [*, x_stride]; row i of the output is computed from row source[i], or from row i if source is null
 //   source     [rows]
 //   first_row  [experts + 1], where each expert's rows begin
 //   weight     [experts, panels, inputs, 2 * LANES]
-//   out        if form is GATED [rows, panels * LANES], silu(first half of the panel) * second half; else
-//              [rows, panels * 2 * LANES]
-void grouped_linear(
-    const float *x, int64_t x_stride, const int64_t *source, const int64_t *first_row, int64_t experts, int64_t panels,
-    int64_t inputs, const float *weight, float *out, int form, int threads) {
-    int64_t columns = form == GATED ? LANES : WIDTH, blocks = 1;
-    for (int64_t expert = 0; expert < experts; expert++) {
-        int64_t own = (first_row[expert + 1] - first_row[expert] + BLOCK_ROWS - 1) / BLOCK_ROWS;
-        if (own > blocks) blocks = own;
+//   out        [rows, panels * LANES] if form is GATED, else [rows, panels * 2 * LANES]
+typedef struct {
+    const float *x;
+    int64_t x_stride;
+    const int64_t *source, *first_row;
+    int64_t experts, panels, inputs;
+    const float *weight;
+    float *out;
+    int form;
+} product;
+
+// A product's jobs: experts x panels x `blocks` of rows.
+typedef struct {
+    int64_t blocks;
+} jobs;
+
+// Rows are not copied here, so no scratch limits them: `rows` is ignored.
+static jobs split_product(const product *p, int64_t rows, int threads) {
+    (void)rows, (void)threads;
+    jobs split = {1};
+    for (int64_t expert = 0; expert < p->experts; expert++) {
+        const int64_t own = (p->first_row[expert + 1] - p->first_row[expert] + BLOCK_ROWS - 1) / BLOCK_ROWS;
+        if (own > split.blocks) split.blocks = own;
     }
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (int64_t job = 0; job < experts * blocks * panels; job++) {
-        int64_t block = job % blocks, panel = job / blocks % panels, column = panel * columns;
-        int64_t expert = job / blocks / panels, row = first_row[expert] + block * BLOCK_ROWS;
-        int64_t end = first_row[expert + 1];
+    return split;
+}
+
+typedef float copied;
+static void begin_tiles(void) {}
+static void end_tiles(void) {}
+
+// Called by every thread of a parallel region; returns when all are done.
+static void run(const product *p, jobs split, copied *scratch) {
+    (void)scratch;
+    const int64_t columns = p->form == GATED ? LANES : WIDTH, blocks = split.blocks, panels = p->panels;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t job = 0; job < p->experts * blocks * panels; job++) {
+        const int64_t block = job % blocks, panel = job / blocks % panels, column = panel * columns;
+        const int64_t expert = job / blocks / panels;
+        int64_t row = p->first_row[expert] + block * BLOCK_ROWS, end = p->first_row[expert + 1];
         if (end > row + BLOCK_ROWS) end = row + BLOCK_ROWS;
         while (row < end) {
             // The last two tiles split the remaining rows evenly: a tile with few rows is limited by its reads.
@@ -86,11 +113,22 @@ void grouped_linear(
             const float *from[MAX_ROWS];
             float *to[MAX_ROWS];
             for (int64_t r = 0; r < rows; r++) {
-                from[r] = x + (source ? source[row + r] : row + r) * x_stride;
-                to[r] = out + (row + r) * panels * columns + column;
+                from[r] = p->x + (p->source ? p->source[row + r] : row + r) * p->x_stride;
+                to[r] = p->out + (row + r) * panels * columns + column;
             }
-            TILES[rows](weight + (expert * panels + panel) * inputs * WIDTH, from, to, inputs, form);
+            const float *weight = p->weight + (expert * panels + panel) * p->inputs * WIDTH;
+            TILES[rows](weight, from, to, p->inputs, p->form);
             row += rows;
         }
     }
+}
+
+// One product. The arguments are those of `product`.
+void grouped_linear(
+    const float *x, int64_t x_stride, const int64_t *source, const int64_t *first_row, int64_t experts, int64_t panels,
+    int64_t inputs, const float *weight, float *out, int form, int threads) {
+    const product p = {x, x_stride, source, first_row, experts, panels, inputs, weight, out, form};
+    const jobs split = split_product(&p, 0, threads);
+#pragma omp parallel num_threads(threads)
+    run(&p, split, 0);
 }

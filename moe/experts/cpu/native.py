@@ -1,7 +1,6 @@
-"""Experts for serving on a CPU: as `grouped`, with products and activation in two loops in C.
+"""Experts for serving on a CPU: as `grouped`, with all of a layer in one call in C, sorting and summing included.
 
-In bfloat16 all of a layer is one call, sorting and summing included: with products this fast, torch's small operators
-take a third of a decode step's time.
+With products this fast, torch's small operators would take a third of a decode step's time.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class NativeExperts(RepackedExperts):
     def forward(
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, scales: Tensor | None = None
     ) -> Tensor:
-        if self._up.dtype is not torch.bfloat16:
+        if self.dtype is torch.float32 and torch.is_grad_enabled() and topk_weights.requires_grad:
             return super().forward(hidden_states, topk_ids, topk_weights, scales)
         self.check_input(hidden_states, topk_ids, topk_weights, scales)
         x = self.dequantized(hidden_states, scales)
@@ -47,7 +46,7 @@ class NativeExperts(RepackedExperts):
         return self._down(inner, first_row, first_expert=slots.start)
 
     def _add_rows(self, rows: Tensor, row_of_pair: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
-        if rows.dtype is not torch.bfloat16:
+        if rows.dtype is torch.float32 and torch.is_grad_enabled() and weights.requires_grad:
             return super()._add_rows(rows, row_of_pair, offsets, weights)
         self.check_usable(weights)
         return add_rows(rows, row_of_pair, offsets, weights.float().contiguous())

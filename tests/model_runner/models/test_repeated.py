@@ -60,7 +60,13 @@ SIZES = [3, 3, 3, 3, 3, 2, 2, 2, 2, 1, 3, 2, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("Qwen3Moe", torch.bfloat16), ("Qwen3", torch.float32), ("Llama", torch.bfloat16)]
+    ("family", "dtype"),
+    [
+        ("Qwen3Moe", torch.bfloat16),
+        ("Qwen3Moe", torch.float32),
+        ("Qwen3", torch.float32),
+        ("Llama", torch.bfloat16),
+    ],
 )
 def test_repeated_steps_are_the_same_to_the_bit(
     tmp_path: Path, family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from functools import cache
+from typing import cast
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from moe import NativeLinear, fastest_cpu_experts, grouped_linear, make_experts
 from moe.experts import fastest
+from moe.experts.grouped import GroupedExperts
 from moe.grouped_linear import GroupedLinear
 from moe.segments import segment_offsets
 from ubatch import ConfigError
@@ -144,6 +146,29 @@ def test_native_experts_stay_what_they_are(dtype: torch.dtype) -> None:
     x = x.to(dtype)
     with pytest.raises(ConfigError, match="no gradients"):
         experts(x, ids, weights)
+
+
+@needs_c
+@pytest.mark.parametrize("tokens", [0, 1, 50, 300])
+@torch.inference_mode()
+def test_a_layer_of_experts_in_one_call(tokens: int) -> None:
+    """As the plain loop and, bit by bit, as products and sums one after the other, alone and in blocks."""
+    w13, w2, x = torch.randn(4, 80, 70) / 7, torch.randn(4, 70, 40) / 7, torch.randn(tokens, 140)[:, :70]
+    ids, weights = torch.rand(tokens, 9).topk(3).indices, torch.rand(tokens, 3)
+    ids[ids == 8] = -1
+    experts = make_experts("native", w13.clone(), w2.clone(), 2)
+    out = experts(x, ids, weights)
+    expected = make_experts("reference", w13, w2, 2)(x, ids, weights)
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(GroupedExperts.forward(cast(GroupedExperts, experts), x, ids, weights), out)
+    for row in range(0, tokens, 49):
+        assert torch.equal(experts(x[row : row + 1], ids[row : row + 1], weights[row : row + 1])[0], out[row])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(experts(x.contiguous(), ids.int(), weights), out)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @needs_c

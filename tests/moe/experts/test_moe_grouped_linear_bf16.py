@@ -17,9 +17,8 @@ from torch import Tensor
 from moe import NativeLinear, grouped_linear
 from moe.experts.cpu.native import NativeExperts
 from moe.experts.grouped import GroupedExperts
-from moe.grouped_linear import GroupedLinear, run_layer
+from moe.grouped_linear import GroupedLinear
 from moe.segments import segment_offsets
-from ubatch import ConfigError
 from ubatch.kernels.c_jit import compile_c
 
 _FLAGS = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace") if Path("/proc/cpuinfo").exists() else ""
@@ -213,12 +212,6 @@ def test_a_layer_of_experts_in_one_call(kind: str, tokens: int, hidden: int) -> 
     assert torch.equal(blocks, torch.cat([out[in_first], out[~in_first]]))
     for row in range(0, tokens, 49):
         assert torch.equal(experts(x[row : row + 1], ids[row : row + 1], weights[row : row + 1])[0], out[row])
-
-
-def test_only_bfloat16_runs_in_one_call() -> None:
-    up, down = GroupedLinear(torch.randn(2, 32, 16), gated=True), GroupedLinear(torch.randn(2, 16, 16))
-    with pytest.raises(ConfigError, match="in bfloat16 only"):
-        run_layer(up, down, torch.randn(3, 16), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), 0)
 
 
 def test_a_kind_that_is_not_suitable_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
