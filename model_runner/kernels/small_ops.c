@@ -83,3 +83,37 @@ void silu_mul(const number *gate_up, int64_t stride, int64_t rows, int64_t size,
             store_some(out + row * size + i, gate / (1.0f + exponential(-gate)) * up, size - i);
         }
 }
+
+// Each row's highest number, and the first place that has it; of a row with a nan, the first nan.
+void find_highest(const number *x, int64_t stride, int64_t rows, int64_t size, int64_t *place, number *highest,
+                  int threads) {
+#pragma omp parallel for schedule(static) num_threads(rows * size < FEW ? 1 : threads)
+    for (int64_t row = 0; row < rows; row++) {
+        const number *from = x + row * stride;
+        vec most = all(-INFINITY);
+        ivec strange = {0};
+        for (int64_t i = 0; i + LANES <= size; i += LANES) {
+            const vec part = load_number(from + i);
+            most = choose(part > most, part, most);
+            strange |= part != part;
+        }
+        float best = -INFINITY;
+        int nan = 0;
+        for (int i = 0; i < LANES; i++) {
+            if (most[i] > best) best = most[i];
+            nan |= strange[i];
+        }
+        for (int64_t i = size / LANES * LANES; i < size; i++) {
+            const float value = read_number(from[i]);
+            if (value > best) best = value;
+            nan |= value != value;
+        }
+        int64_t found = 0;
+        for (; found < size - 1; found++) {
+            const float value = read_number(from[found]);
+            if (nan ? value != value : value == best) break;
+        }
+        place[row] = found;
+        highest[row] = from[found];
+    }
+}

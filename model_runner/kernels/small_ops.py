@@ -1,4 +1,4 @@
-"""The small operations between a layer's products on a CPU, in C (`small_ops.c`): one pass over the rows each.
+"""The small operations between products, and greedy sampling, on a CPU in C (`small_ops.c`): one pass over the rows.
 
 torch runs each as several operators, and a decode step in bfloat16 spends more time in them than in products. Callers
 check with `runs_in_c` that the kernels take their tensors; the torch reference is in `model_runner.decoder.ops`.
@@ -18,7 +18,7 @@ from torch import Tensor
 from ubatch.kernels.c_jit import compile_c, kernel_of
 from ubatch.kernels.tensors import rows_contiguous
 
-__all__ = ["add_rms_norm", "rms_norm", "rotate_heads", "silu_mul"]
+__all__ = ["add_rms_norm", "find_highest", "rms_norm", "rotate_heads", "silu_mul"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -79,6 +79,24 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
+def find_highest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's highest number and its first index; of a row with a nan, the first nan.
+
+    Args:
+        x: `[N, size]`, float32 or bfloat16; rows may be strided. `size` is at least 1.
+
+    Returns:
+        The indices `[N]` int64, and the numbers `[N]` of the dtype of `x`.
+    """
+    x = rows_contiguous(x)
+    rows, size = x.shape
+    place, highest = torch.empty(rows, dtype=torch.int64, device="cpu"), x.new_empty(rows)
+    _kernels(x.dtype).find_highest(
+        x.data_ptr(), x.stride(0), rows, size, place.data_ptr(), highest.data_ptr(), torch.get_num_threads()
+    )
+    return place, highest
+
+
 def _add_norm(
     update: Tensor | None, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None, out: Tensor
 ) -> None:
@@ -107,6 +125,7 @@ class _Kernels:
     add_norm: Callable[..., None]
     rotate_heads: Callable[..., None]
     silu_mul: Callable[..., None]
+    find_highest: Callable[..., None]
 
 
 @cache
@@ -119,4 +138,5 @@ def _kernels(dtype: torch.dtype, **defines: int) -> _Kernels:
         kernel_of(library, "add_norm", *rows, *rows, pointer, real, number, number, pointer, pointer, threads),
         kernel_of(library, "rotate_heads", pointer, *[number] * 5, *[pointer] * 3, real, threads),
         kernel_of(library, "silu_mul", *rows, number, number, pointer, threads),
+        kernel_of(library, "find_highest", *rows, number, number, pointer, pointer, threads),
     )

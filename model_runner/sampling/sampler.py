@@ -30,9 +30,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from model_runner.kernels import small_ops
 from model_runner.sampling.flashinfer_sampling import keep_most_likely, truncates
 from model_runner.sampling.penalties import SamplingRow, adjust_logits
 from model_runner.sampling.sampling_params import SamplingParams
+from ubatch.kernels.tensors import runs_in_c
 from ubatch.streams.small_copies import to_device
 
 __all__ = ["NO_TOKEN", "OUT_OF_TOKENS", "distributions", "fall", "sample"]
@@ -75,15 +77,22 @@ def sample(logits: Tensor, rows: Mapping[int, SamplingRow]) -> Tensor:
         pairs = iter(moved)
         draws = tuple(replace(each, where=next(pairs), columns=next(pairs)) for each in draws)
 
-    best = logits.argmax(dim=-1)  # in a row with a nan, the index of the nan
-    highest = logits.gather(1, best[:, None])[:, 0]
+    best, highest = _most_likely(logits)
     tokens = _choose(logits, best, draws[: len(as_they_are)])
     if adjusted:
         logits = adjust_logits(logits.index_select(0, where), tuple(adjusted.values()))
         left = logits.amax(dim=-1) != -torch.inf
-        chosen = _choose(logits, logits.argmax(dim=-1), draws[len(as_they_are) :])
+        chosen = _choose(logits, _most_likely(logits)[0], draws[len(as_they_are) :])
         tokens.index_copy_(0, where, chosen.where(left, OUT_OF_TOKENS))
     return tokens.masked_fill_(highest - highest != 0, NO_TOKEN)  # inf - inf is nan, too
+
+
+def _most_likely(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's most likely token and its logit; in a row with a nan, the nan and its index."""
+    if runs_in_c(logits):
+        return small_ops.find_highest(logits)
+    best = logits.argmax(dim=-1)
+    return best, logits.gather(1, best[:, None])[:, 0]
 
 
 def distributions(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

@@ -88,6 +88,33 @@ def test_gates(dtype: torch.dtype, rows: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(0, 3), (1, 1), (5, 16), (4, 37), (40, 3000)])
+def test_the_highest_of_a_row(dtype: torch.dtype, rows: int, size: int) -> None:
+    wide = torch.randn(rows, size + 3).to(dtype)
+    x = wide[:, 3:]
+    place, highest = small_ops.find_highest(x)
+    assert torch.equal(highest, x.amax(-1))
+    assert torch.equal(x.gather(1, place[:, None])[:, 0], highest)
+    for row in range(rows):
+        assert int(place[row]) == x[row].tolist().index(float(highest[row])), "the first"
+
+
+@pytest.mark.parametrize("size", [1, 5, 16, 40])
+def test_the_highest_of_strange_numbers(size: int) -> None:
+    for dtype in DTYPES:
+        rows = torch.full((4, size), float("-inf"), dtype=dtype)
+        rows[1, size // 2] = float("nan")
+        rows[2, -1] = float("inf")
+        rows[3] = 1.0
+        place, highest = small_ops.find_highest(rows)
+        assert place.tolist() == [0, size // 2, size - 1, 0]
+        assert highest[0] == -torch.inf
+        assert highest[1].isnan()
+        assert highest[2] == torch.inf
+        assert highest[3] == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_alone_and_on_any_threads_is_the_same(dtype: torch.dtype) -> None:
     x, update, weight, turn = (
         torch.randn(90, 640).to(dtype),
