@@ -165,12 +165,14 @@ def _seeds() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def _float32(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def _float32() -> Iterator[None]:
     """`--dtype auto` is float32 on every machine, whatever is faster there; `test_cpu_dtype.py` tests the choice."""
     setup = sys.modules.get("serving.engine.rank.runner_setup")
-    if setup is not None:
-        monkeypatch.setattr(setup, "fastest_cpu_dtype", lambda *_: ("float32", "these are tests"))
+    with pytest.MonkeyPatch.context() as patch:
+        if setup is not None:
+            patch.setattr(setup, "fastest_cpu_dtype", lambda *_: ("float32", "these are tests"))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

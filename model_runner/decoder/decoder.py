@@ -74,10 +74,9 @@ class DecoderLM(CausalLM):
             DecoderLayer(config, checkpoint, parallel, layer) for layer in range(config.num_layers)
         )
         self.norm = frozen(checkpoint.load("model.norm.weight", config.hidden_size))
-        # Other transports do more than call kernels.
-        traits = parallel.all2all.traits
-        local = not traits.other_ranks and not traits.is_async and traits.capturable
-        self._repeated = RepeatedLayers(self._run_layers) if parallel.experts == "native" and local else None
+        self._repeated: RepeatedLayers | None = None
+        if parallel.experts == "native" and not parallel.all2all.traits.other_ranks:  # transfers are no kernels
+            self._repeated = RepeatedLayers(self._run_layers)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """See `CausalLM.forward`."""

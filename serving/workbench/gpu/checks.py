@@ -59,7 +59,7 @@ SECTIONS: Mapping[str, Section] = {
         ("moe_transports_gpu", "moe_host_loopback", "moe_chunks_gpu", "moe_signals", "moe_signalled_gpu"), 120
     ),
     "numbers": Section(
-        ("moe_triton_gpu", "attention_triton", "attention_latent_kernel", "kernels_norm_rope", "router_triton"), 240
+        ("moe_triton_gpu", "attention_triton", "attention_latent_kernel", "kernels_norm_rope", "router_kernels"), 240
     ),
     "benchmarks": Section(("bench_gpu",), 240),
     "others": Section((), 240),

@@ -260,7 +260,8 @@ def test_trees_and_rejection_on_streams(tmp_path: Path, monkeypatch: pytest.Monk
             runner.release(request)
         return [greedy.token_ids, drawn.token_ids]
 
-    with make_runner(checkpoint, acceptance=Acceptance.REJECTION) as plain:
+    seen = {"experts_backend": "grouped"}  # the fake sees torch's operators, not the kernels in C
+    with make_runner(checkpoint, acceptance=Acceptance.REJECTION, **seen) as plain:
         (known,) = generate(plain, PROMPTS[3:4], SamplingParams(max_tokens=NEW, ignore_eos=True))
 
         def right_after(request: Request) -> int:
@@ -268,7 +269,7 @@ def test_trees_and_rejection_on_streams(tmp_path: Path, monkeypatch: pytest.Monk
 
         expected = run(plain)
     fake = StepStreamsFake()
-    with make_runner(checkpoint, acceptance=Acceptance.REJECTION, streams=fake) as runner:
+    with make_runner(checkpoint, acceptance=Acceptance.REJECTION, streams=fake, **seen) as runner:
         with recording(runner, fake, monkeypatch):
             assert run(runner) == expected
         assert fake.races + fake.faults == []

@@ -214,7 +214,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def made(checkpoint: Path, fake: StepStreamsFake | None = None, **options: Any) -> Iterator[ModelRunner]:
-    with ModelRunner(checkpoint, num_kv_blocks=60, block_size=16, max_num_seqs=6, streams=fake, **options) as runner:
+    """With experts that pack nothing: the fake sees torch's operators, not the kernels in C."""
+    sizes = {"num_kv_blocks": 60, "block_size": 16, "max_num_seqs": 6, "experts_backend": "grouped"}
+    with ModelRunner(checkpoint, streams=fake, **sizes, **options) as runner:
         yield runner
 
 

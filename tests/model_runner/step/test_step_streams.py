@@ -25,6 +25,7 @@ from serving.engine import EngineCore
 from serving.requests import RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
 from ubatch import UBatchConfig
+from ubatch.kernels import tensors
 from ubatch.lanes.workers import LanePool
 
 pytestmark = pytest.mark.long
@@ -50,6 +51,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_small(tmp_path_factory.mktemp("streams"), dense=True, layers=1)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_kernels_in_c() -> Iterator[None]:
+    """The fake sees torch's operators only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensors, "why_not_c", lambda: "the fake would not see them")
+        yield
+
+
 @pytest.fixture(scope="module")
 def plain(checkpoint: Path) -> Iterator[ModelRunner]:
     with make_runner(checkpoint) as runner:
@@ -58,7 +67,8 @@ def plain(checkpoint: Path) -> Iterator[ModelRunner]:
 
 def make_runner(checkpoint: Path, fake: StepStreamsFake | None = None, *, lanes: bool = False) -> ModelRunner:
     dbo = UBatchConfig(enable_dbo=lanes, dbo_decode_token_threshold=2, dbo_prefill_token_threshold=2)
-    return ModelRunner(checkpoint, num_kv_blocks=60, block_size=4, max_num_seqs=6, dbo=dbo, streams=fake)
+    options: dict[str, Any] = {"num_kv_blocks": 60, "block_size": 4, "max_num_seqs": 6, "dbo": dbo, "streams": fake}
+    return ModelRunner(checkpoint, experts_backend="grouped", attention_backend="torch", **options)
 
 
 def expected(runner: ModelRunner, params: list[SamplingParams]) -> list[list[int]]:
