@@ -11,8 +11,9 @@ ranks, or if torch computes anything in a layer.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,7 @@ class _Recorded:
     Attributes:
         hidden, cos, sin: inputs, to be overwritten.
         result: the hidden states, overwritten by every repetition.
+        weights: the model's plain weights, and the addresses that they had.
         recording: holds the calls' memory.
     """
 
@@ -52,7 +54,13 @@ class _Recorded:
     cos: Tensor
     sin: Tensor
     result: Tensor
+    weights: list[tuple[Tensor, int]]
     recording: Recording
+
+    @property
+    def valid(self) -> bool:
+        """Whether the weights are where they were: `model.to` may move them."""
+        return all(weight.data_ptr() == address for weight, address in self.weights)
 
     def repeat(self, hidden: Tensor, rotary: Rotation, plan: Rebinds) -> Tensor:
         self.hidden.copy_(hidden)
@@ -72,21 +80,23 @@ class RepeatedLayers:
 
     Args:
         layers: see `Layers`.
+        weights: the model's parameters; packed weights do not move.
     """
 
-    def __init__(self, layers: Layers) -> None:
-        self._layers = layers
-        self._recorded: dict[tuple[int, int], _Recorded] = {}
-        self._seen: Counter[tuple[int, int]] = Counter()
+    def __init__(self, layers: Layers, weights: Callable[[], Iterable[Tensor]]) -> None:
+        self._layers, self._weights = layers, weights
+        # By rows, compute threads, and thread: scratch memory belongs to the thread that recorded.
+        self._recorded: dict[tuple[int, int, int], _Recorded] = {}
+        self._seen: Counter[tuple[int, int, int]] = Counter()
         self.repetitions = 0
 
     def __call__(self, hidden: Tensor, rotary: Any, plan: Any, num_tokens: int | Tensor) -> Tensor:
         """See `Layers`."""
         rows = hidden.shape[0]
         if isinstance(num_tokens, int) and num_tokens == rows and _repeats(plan, rotary):
-            key = (rows, torch.get_num_threads())
+            key = (rows, torch.get_num_threads(), threading.get_ident())
             recorded = self._recorded.get(key)
-            if recorded is not None:
+            if recorded is not None and recorded.valid:
                 self.repetitions += 1
                 return recorded.repeat(hidden, rotary, plan)
             self._seen[key] += 1
@@ -94,7 +104,7 @@ class RepeatedLayers:
                 return self._record(key, hidden, rotary, plan)
         return self._layers(hidden, rotary, plan, num_tokens)
 
-    def _record(self, key: tuple[int, int], hidden: Tensor, rotary: Rotation, plan: Rebinds) -> Tensor:
+    def _record(self, key: tuple[int, int, int], hidden: Tensor, rotary: Rotation, plan: Rebinds) -> Tensor:
         hidden, cos, sin = hidden.clone(), rotary.cos.clone(), rotary.sin.clone()
         with Recording() as recording:
             result = self._layers(hidden, Rotation(cos, sin), plan, hidden.shape[0])
@@ -105,7 +115,8 @@ class RepeatedLayers:
         if refused is not None:
             _logger.debug("decode steps of %d rows are not repeated from a recording: %s", hidden.shape[0], refused)
         else:
-            self._recorded[key] = _Recorded(hidden, cos, sin, result, recording)
+            weights = [(weight, weight.data_ptr()) for weight in self._weights()]
+            self._recorded[key] = _Recorded(hidden, cos, sin, result, weights, recording)
         return result.clone()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,26 @@ def test_a_trace_and_the_profiler_see_every_layer(tmp_path: Path) -> None:
         assert repetitions(runner) == before
         decode(runner, [2])
         assert repetitions(runner) == before + 1
+
+
+def test_other_weights_and_other_threads_are_not_repeated(tmp_path: Path) -> None:
+    with ModelRunner(make_checkpoint(tmp_path, "Llama"), **NATIVE) as runner:
+        decode(runner, [2] * 5)
+        before = repetitions(runner)
+        assert before == 2
+        found: list[list[Tensor]] = []
+        thread = threading.Thread(target=lambda: found.append(decode(runner, [2])))
+        thread.start()
+        thread.join()
+        assert repetitions(runner) == before, "scratch memory is a thread's own"
+        expected = decode(runner, [2])
+        assert repetitions(runner) == before + 1
+        model: Any = runner.model
+        model.norm.data = model.norm.data * 2
+        changed = decode(runner, [2])
+        assert repetitions(runner) == before + 1
+    assert torch.equal(found[0][1], expected[1])
+    torch.testing.assert_close(changed[1], 2 * expected[1])
 
 
 def test_a_result_outlives_the_next_step(tmp_path: Path) -> None:
