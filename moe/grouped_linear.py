@@ -89,6 +89,7 @@ class GroupedLinear:
         """
         rows = x.shape[0] if source is None else source.shape[0]
         out = x.new_empty(rows, self._packed.shape[3] // (2 if self._gated else 1) * self._panels)
+        keep(first_row, source)
         experts = first_row.data_ptr(), first_row.shape[0] - 1, first_expert
         return self._multiply(x, None if source is None else source.data_ptr(), *experts, out, int(self._gated))
 
@@ -106,14 +107,14 @@ class GroupedLinear:
         return self._multiply(x, None, rows.buffer_info()[0], 1, 0, out, _SUMS if sums else int(self._gated))
 
     def weight_rows(self, indices: Tensor) -> Tensor:
-        """Rows `indices` `[N]` int64 of the first expert's weight, `[N, in]`; not if gated.
+        """Rows `indices` `[N]` of the first expert's weight, `[N, in]`; not if gated.
 
         Raises:
             IndexError: an index is out of range.
         """
-        indices = indices.contiguous()
+        indices = indices.long().contiguous()
         if indices.shape[0] and not 0 <= int(indices.min()) <= int(indices.max()) < self.outputs:
-            raise IndexError(f"{indices.tolist()} are not all rows of a weight with {self.outputs}.")
+            raise IndexError(f"{int(indices.min())} to {int(indices.max())}: the weight has {self.outputs} rows.")
         _, units, width, group = self._packed.shape[1:]
         out = self._packed.new_empty(indices.shape[0], units * group)
         addresses = indices.data_ptr(), indices.shape[0], out.data_ptr()

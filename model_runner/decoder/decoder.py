@@ -76,7 +76,7 @@ class DecoderLM(CausalLM):
         self.norm = frozen(checkpoint.load("model.norm.weight", config.hidden_size))
         self._repeated: RepeatedLayers | None = None
         if parallel.experts == "native" and not parallel.all2all.traits.other_ranks:  # transfers are no kernels
-            self._repeated = RepeatedLayers(self._run_layers, self.parameters)
+            self._repeated = RepeatedLayers(self._run_layers, self.modules)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """See `CausalLM.forward`."""

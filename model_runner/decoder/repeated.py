@@ -4,8 +4,8 @@ A step of one token per request calls the same kernels as every other step with 
 recording keeps. Only the attention plan's arguments, the embeddings and the rotation are new. So the third such step is
 recorded, and later ones are repeated: for one request the layers take less than half of the time.
 
-Steps run as always in a lane, with tensor parallelism, under a trace or torch's profiler, if experts are on other
-ranks, or if torch computes anything in a layer.
+Steps run as always in a lane, with tensor parallelism, under a trace, torch's profiler or a `TorchDispatchMode`, if a
+module has forward hooks, if experts are on other ranks, or if torch computes anything in a layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model_runner.decoder.rope import Rotation
 from ubatch import dbo_enabled
@@ -33,7 +33,9 @@ _logger = logging.getLogger(__name__)
 _RECORDED_AT = 3
 """Number of the step of a size that is recorded; the first ones may compile kernels."""
 MOST_BYTES = 1 << 27
-"""Most memory that the recordings of a model keep."""
+"""Most memory that the recordings of a model keep; the least recently used ones go."""
+
+_Key = tuple[int, int, int]
 
 Layers = Callable[[Tensor, Any, Any, int | Tensor], Tensor]
 """A model's layers: from embeddings, rotation, attention plan and number of tokens to the hidden states."""
@@ -46,7 +48,7 @@ class _Recorded:
     Attributes:
         hidden, cos, sin: inputs, to be overwritten.
         result: the hidden states, overwritten by every repetition.
-        weights: the model's plain weights, and the addresses that they had.
+        modules: the model's; their plain weights had these addresses.
         recording: holds the calls' memory.
     """
 
@@ -54,13 +56,18 @@ class _Recorded:
     cos: Tensor
     sin: Tensor
     result: Tensor
-    weights: list[tuple[Tensor, int]]
+    modules: list[nn.Module]
+    weights: list[tuple[dict[str, nn.Parameter | None], str, int]]
     recording: Recording
 
     @property
     def valid(self) -> bool:
-        """Whether the weights are where they were: `model.to` may move them."""
-        return all(weight.data_ptr() == address for weight, address in self.weights)
+        """Whether all weights are where they were, and nobody has hooked into a layer."""
+        for weights, name, address in self.weights:
+            weight = weights[name]
+            if weight is None or weight.data_ptr() != address:
+                return False
+        return not any(module._forward_hooks or module._forward_pre_hooks for module in self.modules)
 
     def repeat(self, hidden: Tensor, rotary: Rotation, plan: Rebinds) -> Tensor:
         self.hidden.copy_(hidden)
@@ -80,48 +87,67 @@ class RepeatedLayers:
 
     Args:
         layers: see `Layers`.
-        weights: the model's parameters; packed weights do not move.
+        modules: the model's modules; packed weights do not move.
     """
 
-    def __init__(self, layers: Layers, weights: Callable[[], Iterable[Tensor]]) -> None:
-        self._layers, self._weights = layers, weights
-        # By rows, compute threads, and thread: scratch memory belongs to the thread that recorded.
-        self._recorded: dict[tuple[int, int, int], _Recorded] = {}
-        self._seen: Counter[tuple[int, int, int]] = Counter()
+    def __init__(self, layers: Layers, modules: Callable[[], Iterable[nn.Module]]) -> None:
+        self._layers, self._modules = layers, modules
+        # By rows, compute threads, and thread: scratch memory belongs to the thread that recorded. In the order of use.
+        self._recorded: dict[_Key, _Recorded] = {}
+        self._seen: Counter[_Key] = Counter()
+        self._least_bytes = 0.0  # of a row, as far as known
+        self._refused = False
         self.repetitions = 0
 
     def __call__(self, hidden: Tensor, rotary: Any, plan: Any, num_tokens: int | Tensor) -> Tensor:
         """See `Layers`."""
         rows = hidden.shape[0]
-        if isinstance(num_tokens, int) and num_tokens == rows and _repeats(plan, rotary):
+        if isinstance(num_tokens, int) and num_tokens == rows:
             key = (rows, torch.get_num_threads(), threading.get_ident())
-            recorded = self._recorded.get(key)
-            if recorded is not None and recorded.valid:
-                self.repetitions += 1
-                return recorded.repeat(hidden, rotary, plan)
-            self._seen[key] += 1
-            if self._seen[key] == _RECORDED_AT:
-                return self._record(key, hidden, rotary, plan)
+            if not self._refused and _repeats(plan, rotary, rows):
+                recorded = self._recorded.pop(key, None)
+                if recorded is not None and recorded.valid:
+                    self._recorded[key] = recorded
+                    self.repetitions += 1
+                    return recorded.repeat(hidden, rotary, plan)
+                if recorded is not None:
+                    del self._seen[key]
+                self._seen[key] += 1
+                if self._seen[key] == _RECORDED_AT and rows * self._least_bytes <= MOST_BYTES:
+                    return self._record(key, hidden, rotary, plan)
         return self._layers(hidden, rotary, plan, num_tokens)
 
-    def _record(self, key: tuple[int, int, int], hidden: Tensor, rotary: Rotation, plan: Rebinds) -> Tensor:
+    def _record(self, key: _Key, hidden: Tensor, rotary: Rotation, plan: Rebinds) -> Tensor:
+        rows, modules = hidden.shape[0], list(self._modules())
         hidden, cos, sin = hidden.clone(), rotary.cos.clone(), rotary.sin.clone()
-        with Recording() as recording:
-            result = self._layers(hidden, Rotation(cos, sin), plan, hidden.shape[0])
-        kept = sum(each.recording.kept_bytes for each in self._recorded.values())
-        refused = recording.refused
-        if refused is None and kept + recording.kept_bytes > MOST_BYTES:
-            refused = f"they would keep {(kept + recording.kept_bytes) >> 20} MiB"
-        if refused is not None:
-            _logger.debug("decode steps of %d rows are not repeated from a recording: %s", hidden.shape[0], refused)
-        else:
-            weights = [(weight, weight.data_ptr()) for weight in self._weights()]
-            self._recorded[key] = _Recorded(hidden, cos, sin, result, weights, recording)
+        with Recording(MOST_BYTES) as recording:
+            result = self._layers(hidden, Rotation(cos, sin), plan, rows)
+        self._refused = recording.computed is not None  # as it would be for every number of rows
+        if recording.refused is not None:
+            self._least_bytes = max(self._least_bytes, MOST_BYTES / rows)
+            _logger.debug("decode steps of %d rows are not repeated from a recording: %s", rows, recording.refused)
+            return result.clone()
+        weights = [
+            (module._parameters, name, weight.data_ptr())
+            for module in modules
+            for name, weight in module._parameters.items()
+            if weight is not None
+        ]
+        self._recorded[key] = _Recorded(hidden, cos, sin, result, modules, weights, recording)
+        while self._kept_bytes() > MOST_BYTES and len(self._recorded) > 1:
+            unused = next(iter(self._recorded))
+            del self._recorded[unused], self._seen[unused]
         return result.clone()
 
+    def _kept_bytes(self) -> int:
+        kept = {each: size for own in self._recorded.values() for each, (_, size) in own.recording.kept.items()}
+        return sum(kept.values())
 
-def _repeats(plan: Any, rotary: Any) -> bool:
+
+def _repeats(plan: Any, rotary: Any, rows: int) -> bool:
     """Whether this step may be recorded or repeated."""
-    if not getattr(plan, "repeats", False) or not isinstance(rotary, Rotation) or dbo_enabled():
+    if getattr(plan, "repeats", None) != rows or not isinstance(rotary, Rotation) or dbo_enabled():
         return False
-    return torch.is_inference_mode_enabled() and current_trace() is None and not torch.autograd._profiler_enabled()
+    if torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled():  # they want to see every operator
+        return False
+    return torch.is_inference_mode_enabled() and current_trace() is None

@@ -41,7 +41,7 @@ def add_rms_norm(update: Tensor, residual: Tensor, weight: Tensor, eps: float) -
         residual: the same shape and dtype.
         weight: `[size]`, of the same dtype.
     """
-    out, summed = torch.empty_like(residual), torch.empty_like(residual)
+    out, summed = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
     _add_norm(update, residual, weight, eps, summed, out)
     return out, summed
 

@@ -7,7 +7,7 @@ meanwhile, so addresses stay valid. It is refused if torch computed anything its
     recording = Recording()
     with recording:
         out = function(x)       results are as always
-    recording.refused           None, or the operator that torch ran
+    recording.refused           None, or the operator that torch ran; then nothing is kept
     recording.calls             call each again: `out` is computed anew from what `x` holds then
 """
 
@@ -26,6 +26,8 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["Call", "Rebinds", "Recording", "keep", "mark_rebound", "note_call", "recording"]
 
 _aten = torch.ops.aten
+_READ_BY_HOST = {_aten.lift, _aten.lift_fresh, _aten.resolve_conj, _aten.resolve_neg}
+"""Views by what they return; but these begin `torch.tensor(...)` and `tolist()`, whose rest is not seen."""
 _ALLOCATES = {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.new_empty_strided}
 
 
@@ -33,8 +35,8 @@ class Rebinds(Protocol):
     """A step's plan that can take the place of the one with which calls were recorded."""
 
     @property
-    def repeats(self) -> bool:
-        """Whether this step's calls may be recorded, and made in place of another one's."""
+    def repeats(self) -> int | None:
+        """Number of rows if this step's calls may be recorded, and made in place of another one's; else None."""
 
     def rebound(self, layer: int, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """A recorded call's arguments, for this step. The step must have as many rows as the recorded one."""
@@ -58,20 +60,26 @@ class Call:
 class Recording(TorchDispatchMode):
     """What was called within the `with` block, by this thread. It does not nest.
 
+    Args:
+        most_bytes: it is refused if it had to keep more.
+
     Attributes:
         calls: in order.
-        kept_bytes: size of the memory that the calls use and that this keeps.
-        refused: the first operator that torch computed; None if there is none.
+        kept: the memory that the calls use, by object, with its bytes; together `kept_bytes`.
+        refused: why it cannot be used; None if it can.
+        computed: the first operator that torch computed; None if there is none.
 
     Source: CUDA graphs, for kernels on a CPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int = 1 << 62) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         self.refused: str | None = None
+        self.computed: str | None = None
+        self.kept: dict[int, tuple[object, int]] = {}
         self.kept_bytes = 0
-        self._kept: dict[int, object] = {}
+        self._most_bytes = most_bytes
 
     def __enter__(self) -> Recording:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -88,16 +96,37 @@ class Recording(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket in _ALLOCATES:
             self.keep(result)
-        elif func._schema.is_mutable or not _only_views(result, (args, kwargs)):
-            self.refused = self.refused or str(func)
+        elif func._schema.is_mutable or func.overloadpacket in _READ_BY_HOST or not _only_views(result, (args, kwargs)):
+            self.computed = self.computed or str(func)
+            self._refuse(f"torch computed {func}")
         return result
 
     def keep(self, *memory: object) -> None:
         """Keep tensors, or other objects whose addresses kernels get."""
+        if self.refused is not None:
+            return
         for each in memory:
-            if id(each) not in self._kept:
-                self._kept[id(each)] = each
-                self.kept_bytes += each.untyped_storage().nbytes() if isinstance(each, Tensor) else 0
+            if id(each) not in self.kept:
+                size = each.untyped_storage().nbytes() if isinstance(each, Tensor) else 0
+                self.kept[id(each)] = (each, size)
+                self.kept_bytes += size
+        if self.kept_bytes > self._most_bytes:
+            self._refuse(f"it would keep more than {self._most_bytes >> 20} MiB")
+
+    def note(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        """Add a call."""
+        if self.refused is None:
+            self.calls.append(Call(function, arguments))
+
+    def mark_rebound(self, layer: int) -> None:
+        """See the function of that name."""
+        if self.refused is None:
+            self.calls[-1].layer = layer
+
+    def _refuse(self, reason: str) -> None:
+        self.refused = self.refused or reason
+        self.calls.clear()
+        self.kept.clear()
 
 
 def _only_views(result: Any, arguments: Any) -> bool:
@@ -127,13 +156,13 @@ def recording() -> bool:
 def note_call(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     """Called after every kernel."""
     if _thread.recording is not None:
-        _thread.recording.calls.append(Call(function, arguments))
+        _thread.recording.note(function, arguments)
 
 
 def mark_rebound(layer: int) -> None:
     """Mark the last call: its arguments change from step to step; see `Call.layer`."""
     if _thread.recording is not None:
-        _thread.recording.calls[-1].layer = layer
+        _thread.recording.mark_rebound(layer)
 
 
 def keep(*memory: object) -> None:

@@ -158,9 +158,9 @@ class NativeAttentionPlan:
         return *self._first_arguments, *q_k_v, *self._layers[layer], *sinks_out, self._scratch_address, *sizes
 
     @property
-    def repeats(self) -> bool:
-        """Whether calls may be recorded and rebound to a later step: all requests decode one token."""
-        return self._prompts is None and self._decodes is not None
+    def repeats(self) -> int | None:
+        """Number of rows if calls may be rebound to a later step, because all requests decode one token."""
+        return self._q_shape[0] if self._prompts is None and self._decodes is not None else None
 
     def _checked(self, what: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """`x`, with the numbers of a head side by side."""

@@ -16,7 +16,6 @@
 #define TILE 16
 #define PASS 32          // query heads whose scores are kept at once
 #define LINE (64 / (int)sizeof(number)) // numbers of a cache line
-#define FEW_FLOATS 32768 // below this many floats to read, waking other threads costs more than it saves
 // Keeps a vector in a register; GCC would load it again for every use.
 #if defined(__AVX512F__) || (defined(__AVX__) && LANES == 8)
 #define KEEP(x) __asm__("" : "+v"(x))

@@ -138,6 +138,14 @@ def test_other_weights_and_other_threads_are_not_repeated(tmp_path: Path) -> Non
         model.norm.data = model.norm.data * 2
         changed = decode(runner, [2])
         assert repetitions(runner) == before + 1
+        decode(runner, [2] * 3)
+        assert repetitions(runner) == before + 2, "recorded anew"
+        model.norm = torch.nn.Parameter(model.norm * 0.5, requires_grad=False)
+        torch.testing.assert_close(decode(runner, [2])[1], expected[1])
+        hook = model.layers[0].register_forward_hook(lambda *_: None)
+        decode(runner, [2] * 4)
+        hook.remove()
+        assert repetitions(runner) == before + 2
     assert torch.equal(found[0][1], expected[1])
     torch.testing.assert_close(changed[1], 2 * expected[1])
 
@@ -153,6 +161,21 @@ def test_a_result_outlives_the_next_step(tmp_path: Path) -> None:
         assert len({tensor.data_ptr() for tensor in hidden}) == len(hidden)
 
 
+def test_the_least_recently_used_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ModelRunner(make_checkpoint(tmp_path, "Llama"), **NATIVE) as runner:
+        model: Any = runner.model
+        layers = model._repeated
+        decode(runner, [3] * 3)
+        three = layers._kept_bytes()
+        monkeypatch.setattr(repeated, "MOST_BYTES", three)
+        decode(runner, [2] * 4)
+        assert [key[0] for key in layers._recorded] == [2]
+        assert layers._kept_bytes() <= three
+        decode(runner, [3] * 4)
+        assert [key[0] for key in layers._recorded] == [3]
+        assert repetitions(runner) == 2
+
+
 @torch.inference_mode()
 def test_a_recording_is_refused_if_torch_computes() -> None:
     x = torch.randn(4, 8)
@@ -166,7 +189,8 @@ def test_a_recording_is_refused_if_torch_computes() -> None:
     with Recording() as recording:
         x.view(2, 16) + 1
         x.t().contiguous()
-    assert recording.refused == "aten.add.Tensor"
+    assert recording.computed == "aten.add.Tensor"
+    assert not recording.kept
     for copies in (
         lambda: x.t().reshape(-1),
         lambda: x.to(torch.bfloat16),
@@ -174,6 +198,8 @@ def test_a_recording_is_refused_if_torch_computes() -> None:
         lambda: x.zero_(),
         lambda: x.sum().item(),
         lambda: torch.ones(2),
+        lambda: torch.tensor([1]),
+        lambda: x.tolist(),
         lambda: x.unbind()[0].clone(),
     ):
         with Recording() as recording:
