@@ -33,18 +33,24 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 3, 20
 _SECONDS = 0.02  # for each product and number of tokens, between these rounds
 
 
-def fastest_cpu_dtype(config: ModelConfig, experts_backend: str = "auto") -> tuple[str, str]:
+def fastest_cpu_dtype(
+    config: ModelConfig, experts_backend: str = "auto", threads: int | None = None
+) -> tuple[str, str]:
     """`bfloat16` or `float32`, and the reason with the measured times. Measured once per process and model's sizes.
 
     Args:
         config: of a checkpoint in bfloat16.
         experts_backend: as of `ModelRunner`.
+        threads: compute threads of a rank; None for those of this process.
     """
-    sizes = _Sizes.of(config)
+    own = torch.get_num_threads()
     try:
-        bfloat16, float32 = _measure(sizes, experts_backend)
+        torch.set_num_threads(threads or own)
+        bfloat16, float32 = _measure(_Sizes.of(config), experts_backend, torch.get_num_threads())
     except ConfigError as error:  # of experts that were asked for by name
         return "float32", f"bfloat16 cannot be measured here: {error}"
+    finally:
+        torch.set_num_threads(own)
     ratio = math.sqrt(math.prod(slow / fast for fast, slow in zip(bfloat16, float32, strict=True)))
     times = "; ".join(
         f"{fast * 1e3:.2g} ms, not {slow * 1e3:.2g}, for a layer's products of {tokens} tokens"
@@ -93,8 +99,8 @@ _Pair = Sequence[Callable[[], Tensor]]
 
 
 @cache
-def _measure(sizes: _Sizes, experts_backend: str) -> tuple[list[float], list[float]]:
-    """Seconds of a layer's products for each of `_TOKENS`, in bfloat16 and in float32."""
+def _measure(sizes: _Sizes, experts_backend: str, threads: int) -> tuple[list[float], list[float]]:
+    """Seconds of a layer's products for each of `_TOKENS`, in bfloat16 and in float32; `threads` are torch's now."""
     with torch.inference_mode():
         backends = [fastest_cpu_experts(dtype, torch.device("cpu")) for dtype in _DTYPES]
         if experts_backend != "auto":
@@ -111,7 +117,7 @@ def _products(sizes: _Sizes, backends: Sequence[str]) -> Iterator[list[tuple[flo
     """Per product and number of tokens: how many times what is measured a layer has of it, and both ways to run it."""
     for inputs, outputs in sizes.projections:
         yield _linear(inputs, outputs, backends, _TOKENS)
-    ((share, pair),) = _linear(*sizes.logits, ["grouped"] * 2, _TOKENS[:1])  # a prefill needs one row of a prompt
+    ((share, pair),) = _linear(*sizes.logits, backends, _TOKENS[:1])  # a prefill needs one row of a prompt
     yield [(share / sizes.layers, pair)]
     if sizes.experts is not None:
         yield _experts(*sizes.experts, backends)

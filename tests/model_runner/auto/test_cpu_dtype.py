@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from c_kernels import needs_c
 from checkpoints import make_checkpoint
 
 import model_runner.auto.cpu_dtype as cpu_dtype
@@ -84,6 +85,22 @@ def test_it_is_measured_once_with_the_kernels_of_the_model(
     assert used[2:] == expected
 
 
+@needs_c
+def test_the_output_layer_is_measured_as_it_runs_and_on_a_ranks_threads(
+    configs: dict[str, ModelConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, ...]] = []
+    threads: set[int] = set()
+    layer, best_times = cpu_dtype.NativeLinear, cpu_dtype._best_times
+    monkeypatch.setattr(cpu_dtype, "NativeLinear", lambda weight: seen.append(tuple(weight.shape)) or layer(weight))
+    monkeypatch.setattr(cpu_dtype, "_best_times", lambda ways: threads.add(torch.get_num_threads()) or best_times(ways))
+    config, own = configs["Llama"], torch.get_num_threads()
+    fastest_cpu_dtype(config, "native", own + 1)
+    assert seen.count((config.vocab_size, config.hidden_size)) == 2
+    assert threads == {own + 1}
+    assert torch.get_num_threads() == own
+
+
 def test_experts_without_bfloat16_stay_in_float32(
     configs: dict[str, ModelConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +121,7 @@ def test_every_product_of_the_family_is_measured(family: str, configs: dict[str,
     assert (sizes.experts is None) == (family == "Llama")
     assert len(sizes.projections) == (2 if family == "Mixtral" else 4)  # which has no dense MLP
     name, reason = fastest_cpu_dtype(config)
-    assert name in ("bfloat16", "float32")
+    assert reason.startswith("bfloat16 is ") == (name == "float32")
     assert "of 16 tokens" in reason
     assert "256 tokens" in reason
 
@@ -123,7 +140,7 @@ def test_large_models_are_measured_in_part(sizes: _Sizes) -> None:
     cpu_dtype.fastest_cpu_experts(torch.bfloat16, torch.device("cpu"))
     cpu_dtype.fastest_cpu_experts(torch.float32, torch.device("cpu"))
     start = time.perf_counter()
-    of_bfloat16, of_float32 = _measure(sizes, "auto")
+    of_bfloat16, of_float32 = _measure(sizes, "auto", torch.get_num_threads())
     assert time.perf_counter() - start < 20.0
     operations = 2 * 256 * sum(inputs * outputs for inputs, outputs in sizes.projections)
     assert of_float32[1] > operations / 1e13  # no core computes faster

@@ -32,7 +32,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """bfloat16 is faster here; the experts' back ends for which that was asked."""
     asked: list[str] = []
 
-    def fastest(_: object, experts_backend: str = "auto") -> tuple[str, str]:
+    def fastest(_: object, experts_backend: str = "auto", threads: int | None = None) -> tuple[str, str]:
         asked.append(experts_backend)
         return "bfloat16", "it is 2x as fast"
 
