@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ubatch import ConfigError
-from ubatch.kernels.c_jit import compile_c, kernel_of, why_not_c
+from ubatch.kernels.c_jit import TILES_SOURCE, compile_c, kernel_of, why_not_c
 from ubatch.kernels.recording import keep
 from ubatch.kernels.tensors import rows_contiguous
 
@@ -33,6 +33,7 @@ _FOLDER = Path(__file__).parent / "kernels"
 _SCRATCH_BYTES = 1 << 18  # of a thread's copied rows, which stay in its second-level cache
 _SCRATCH_ROWS = 32  # a tile's rows; a scratch has a multiple of them
 _KEPT_BYTES = 1 << 22  # most memory that a thread keeps between calls
+_AMX = 2  # the kind of kernel that uses it
 _SUMS = 2  # the kernels' form of a result that is not rounded
 
 
@@ -326,10 +327,13 @@ def _kernel(dtype: torch.dtype, **defines: int) -> _Kernel:
         raise ConfigError(reason)
     bf16 = dtype is torch.bfloat16
     names = ("bf16_tiles", "grouped_linear_bf16") if bf16 else ("grouped_linear",)
-    source = "".join((_FOLDER / f"{name}.c").read_text(encoding="utf-8") for name in (*names, "experts_layer"))
+    files = [*([TILES_SOURCE] if bf16 else []), *(_FOLDER / f"{name}.c" for name in (*names, "experts_layer"))]
+    source = "".join(file.read_text(encoding="utf-8") for file in files)
+    if "KIND" in defines:
+        defines["TILES"] = int(defines["KIND"] == _AMX)
     library = compile_c(source, BFLOAT16=int(bf16), **defines)
     while bf16 and not library.suitable() and "KIND" not in defines:
-        library = compile_c(source, BFLOAT16=1, **defines, KIND=int(library.kind()) - 1)
+        library = compile_c(source, BFLOAT16=1, TILES=0, **defines, KIND=int(library.kind()) - 1)
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     sizes = (*[number] * 6, pointer, *[number] * 2, *[pointer] * 6, *[number] * 3, ctypes.c_int)
     layer = kernel_of(library, "experts_layer", pointer, number, *[pointer] * 2, *sizes)

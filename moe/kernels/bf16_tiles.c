@@ -1,24 +1,19 @@
-// Tiles of a product in bfloat16, for moe/kernels/grouped_linear_bf16.c, which follows this file when it is compiled.
+// Tiles of a product in bfloat16. When it is compiled, ubatch/kernels/c_tiles.h precedes this file, and
+// moe/kernels/grouped_linear_bf16.c follows it.
 //
 // `multiply` computes up to MAX_ROWS rows x 2 * LANES columns, with sums in float32 that are rounded once:
 //
-//     TILES    AMX: 2 x 2 registers of 16 x 16 sums; takes denormal numbers as zero
+//     AMX      2 x 2 registers of 16 x 16 sums; takes denormal numbers as zero
 //     DOTS     AVX512-BF16: dot products of pairs; takes denormal numbers as zero
 //     FLOATS   any processor: numbers are converted to float32
 //
-// KIND is the first of them that the processor has, or is given. EMULATED_TILES computes AMX's in plain C, for tests.
-#if defined(__x86_64__)
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
+// KIND is the first of them that the processor has, or is given.
 #define FLOATS 0
 #define DOTS 1
-#define TILES 2
+#define AMX 2
 #ifndef KIND
-#if LANES == 16 && defined(__AMX_BF16__)
-#define KIND TILES
+#if TILES
+#define KIND AMX
 #elif LANES == 16 && defined(__AVX512BF16__)
 #define KIND DOTS
 #else
@@ -26,7 +21,7 @@
 #endif
 #endif
 
-#if KIND == TILES
+#if KIND == AMX
 #define MAX_ROWS 32
 #elif LANES == 16
 #define MAX_ROWS 12
@@ -50,8 +45,8 @@ int64_t copied_row_bytes(int64_t inputs) { return (inputs + DEPTH - 1) / DEPTH *
 
 // Whether this kind can be used, and is the best; to be asked once per process, before the first product.
 int suitable(void) {
-#if KIND == TILES && !defined(EMULATED_TILES)
-    return !syscall(SYS_arch_prctl, 0x1023, 18); // the system grants the registers: ARCH_REQ_XCOMP_PERM, XTILEDATA
+#if KIND == AMX
+    return grants_tiles();
 #elif KIND == DOTS
     return !__builtin_cpu_is("intel"); // there, FLOATS take 0.6 of the time of DOTS
 #else
@@ -75,45 +70,7 @@ INLINE void write_sums(void *out, int64_t at, vec first, vec second, int form) {
     }
 }
 
-#if KIND == TILES
-
-#ifdef EMULATED_TILES
-static _Thread_local bf16 registers[8][16][32];
-static void tile_load(int to, const void *from, int64_t stride) {
-    for (int r = 0; r < 16; r++) memcpy(registers[to][r], (const char *)from + r * stride, 64);
-}
-static void tile_store(int from, void *to, int64_t stride) {
-    for (int r = 0; r < 16; r++) memcpy((char *)to + r * stride, registers[from][r], 64);
-}
-static void tile_zero(int to) { memset(registers[to], 0, sizeof registers[to]); }
-static void tile_dot(int to, int rows, int weights) {
-    float sums[16][16];
-    memcpy(sums, registers[to], sizeof sums);
-    for (int r = 0; r < 16; r++)
-        for (int column = 0; column < 16; column++)
-            for (int k = 0; k < 32; k++)
-                sums[r][column] += widen(registers[rows][r][k]) * widen(registers[weights][k / 2][2 * column + k % 2]);
-    memcpy(registers[to], sums, sizeof sums);
-}
-static void begin_tiles(void) {}
-static void end_tiles(void) {}
-#else
-#define tile_load(to, from, stride) _tile_loadd(to, from, stride)
-#define tile_store(from, to, stride) _tile_stored(from, to, stride)
-#define tile_zero(to) _tile_zero(to)
-#define tile_dot(to, rows, weights) _tile_dpbf16ps(to, rows, weights)
-static void begin_tiles(void) {
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } config = {.palette = 1};
-    for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = 16;
-    __asm__ volatile("" : : "r"(&config) : "memory"); // GCC does not know that the next line reads all of it
-    _tile_loadconfig(&config);
-}
-static void end_tiles(void) { _tile_release(); }
-#endif
+#if KIND == AMX
 
 // Rows are copied as the registers read them: [tiles of 16 rows, width / DEPTH, 16, DEPTH].
 static void copy_row(copied *to, int64_t row, const bf16 *x, int64_t inputs, int64_t width) {
@@ -166,9 +123,6 @@ static void multiply(
 }
 
 #else
-
-static void begin_tiles(void) {}
-static void end_tiles(void) {}
 
 // Rows are copied side by side.
 static void copy_row(copied *to, int64_t row, const bf16 *x, int64_t inputs, int64_t width) {

@@ -69,7 +69,7 @@ static void multiply_part(
         for (int64_t r = 0, now, line = 0; r < rows; r += now, line += lines) {
             // The last two tiles split the remaining rows evenly; a tile of AMX takes whole registers.
             const int64_t left = rows - r;
-            now = left <= MAX_ROWS ? left : KIND == TILES || left >= 2 * MAX_ROWS ? MAX_ROWS : (left + 1) / 2;
+            now = left <= MAX_ROWS ? left : KIND == AMX || left >= 2 * MAX_ROWS ? MAX_ROWS : (left + 1) / 2;
             const bf16 *ahead = weight + (tiles == 1 ? AHEAD : width * WIDTH + line * WIDTH);
             multiply(weight, x + r * width, width, now, p->out, (start + r) * stride + panel * columns, stride,
                      p->form, ahead, tiles > 1 && (panel == end - 1 || line >= DEPTH) ? 0 : lines);

@@ -19,7 +19,7 @@ from moe.experts.cpu.native import NativeExperts
 from moe.experts.grouped import GroupedExperts
 from moe.grouped_linear import GroupedLinear
 from moe.segments import segment_offsets
-from ubatch.kernels.c_jit import compile_c
+from ubatch.kernels.c_jit import TILES_SOURCE, compile_c
 
 _FLAGS = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace") if Path("/proc/cpuinfo").exists() else ""
 _FLOATS, _DOTS, _TILES = range(3)
@@ -41,7 +41,6 @@ KINDS = {
     "emulated tiles": Kind({"KIND": _TILES, "LANES": 16, "EMULATED_TILES": 1}),
 }
 
-SOURCE = (grouped_linear._FOLDER / "bf16_tiles.c").read_text(encoding="utf-8")
 
 pytestmark = [needs_c, pytest.mark.long]
 
@@ -53,7 +52,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     chosen = KINDS[chosen_name]
     if chosen.flag not in _FLAGS:
         pytest.skip(f"this processor has no {chosen.flag}")
-    if chosen_name == "tiles" and not compile_c(SOURCE, **chosen.defines).suitable():
+    if chosen_name == "tiles" and not compile_c(TILES_SOURCE.read_text(encoding="utf-8"), TILES=1).grants_tiles():
         pytest.skip("the system does not grant the registers of AMX")
     kernel = grouped_linear._kernel(torch.bfloat16, **chosen.defines)
     monkeypatch.setattr(grouped_linear, "_kernel", lambda dtype: kernel)
