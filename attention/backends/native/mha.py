@@ -75,19 +75,19 @@ class NativeAttentionPlan:
         cache_size = (spec, kv_cache.num_blocks)
         self._decodes = self._prompts = None
         if metadata.max_query_len == 1 and metadata.num_actual_tokens == metadata.num_reqs:
-            self._decodes = Requests(kernel.library, sizes, cache_size, metadata, range(metadata.num_reqs))
+            self._decodes = Requests(kernel.functions, sizes, cache_size, metadata, range(metadata.num_reqs))
         else:
             query_lens = metadata.query_lens_cpu
             decodes = [index for index, length in enumerate(query_lens) if length == 1]
             prompts = [index for index, length in enumerate(query_lens) if length > 1]
             if decodes:
-                self._decodes = Requests(kernel.library, sizes, cache_size, metadata, decodes)
+                self._decodes = Requests(kernel.functions, sizes, cache_size, metadata, decodes)
             if prompts:
-                item_tokens = kernel.library.prompt_tokens(shape.group_size)
-                self._prompts = Requests(kernel.library, sizes, cache_size, metadata, prompts, item_tokens)
+                item_tokens = kernel.functions.prompt_tokens(shape.group_size)
+                self._prompts = Requests(kernel.functions, sizes, cache_size, metadata, prompts, item_tokens)
         slots = self._slots = kv_cache.write_slots(metadata.slot_mapping)
         num_rows = slots.shape[0]
-        bad = kernel.library.find_bad_slot(slots.data_ptr(), num_rows, kv_cache.hidden_slot + spec.block_size)
+        bad = kernel.functions.find_bad_slot(slots.data_ptr(), num_rows, kv_cache.hidden_slot + spec.block_size)
         if bad >= 0:
             raise KVCacheError(
                 f"row {bad} has the slot {slots[bad]}, which is not in the cache of {kv_cache.num_blocks} blocks."
@@ -106,7 +106,7 @@ class NativeAttentionPlan:
         self._part_bytes = 0
         if self._decodes is not None:
             self._part_bytes = self._decodes.num_parts * heads * (dim + 2) * torch.float32.itemsize
-        self._prompt_bytes = 0 if self._prompts is None else int(kernel.library.prompt_scratch_bytes(dim))
+        self._prompt_bytes = 0 if self._prompts is None else int(kernel.functions.prompt_scratch_bytes(dim))
         self._reserve(torch.get_num_threads())
 
     def _reserve(self, threads: int) -> None:
@@ -173,9 +173,9 @@ class NativeAttentionPlan:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """The library of pages.c, prompts.c and layer.c, and its function for a layer."""
+    """The functions of pages.c, prompts.c and layer.c, and the one for a layer."""
 
-    library: ctypes.CDLL
+    functions: ctypes.CDLL
     attention: Callable[..., None]
 
 
