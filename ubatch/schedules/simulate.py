@@ -6,7 +6,7 @@ its time line and a measured one is a cost of the runtime, not of the schedule.
 
 The machine: one core per rank, run by the lane that holds the baton; one full-duplex link, first come first served in
 each direction; a lane that waits keeps the baton. `simulate` assumes that all ranks are alike and simulates one;
-`simulate_ranks` lets ranks wait for each other.
+`simulate_ranks` calls it for every rank and lets ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class Timeline:
         exposed_s: time a lane held the baton and waited.
         order: `(lane, point)` per active point passed and per lane that ended, as `Trace.order`.
         spans: for `ubatch.trace.export`.
+        launched: `(lane, key)` of every transfer -> when it was launched.
     """
 
     seconds: float
@@ -91,6 +92,7 @@ class Timeline:
     exposed_s: float
     order: tuple[tuple[int, str], ...]
     spans: tuple[Span, ...]
+    launched: Mapping[tuple[int, str], float]
 
     @property
     def bound_s(self) -> float:
@@ -201,17 +203,23 @@ class _Machine:
             self.wait(owner, runner, key)
 
 
-def simulate(programs: Sequence[Sequence[Op]], schedule: Schedule, handoff_s: float = 0.0) -> Timeline:
+def simulate(
+    programs: Sequence[Sequence[Op]],
+    schedule: Schedule,
+    handoff_s: float = 0.0,
+    peers: Mapping[tuple[int, str], float] | None = None,
+) -> Timeline:
     """Run one program per lane under `schedule`.
 
     Args:
         schedule: the order of the lanes.
         handoff_s: seconds that a hand-off of the baton costs; 0 on an ideal machine.
+        peers: `(lane, key)` of a transfer -> when its last peer launches it; it arrives no earlier.
 
     Raises:
         ConfigError: a program waits for a transfer that it did not launch.
     """
-    machine = _Machine(programs, schedule, handoff_s, {})
+    machine = _Machine(programs, schedule, handoff_s, peers or {})
     machine.run()
     return _timeline(machine)
 
@@ -235,16 +243,14 @@ def simulate_ranks(
     """
     launched: dict[tuple[int, str], float] = {}
     while True:  # the order of lanes does not depend on times, so each round settles at least one more transfer
-        machines = [_Machine(programs, schedule, handoff_s, launched) for programs in of_ranks]
-        for machine in machines:
-            machine.run()
-        if len({frozenset(machine.launched) for machine in machines}) != 1:
+        lines = [simulate(programs, schedule, handoff_s, launched) for programs in of_ranks]
+        if len({frozenset(line.launched) for line in lines}) != 1:
             raise ConfigError("the ranks do not launch the same transfers. Take programs of one step of all ranks.")
-        if any(len(machine.launched) != _launches(machine.programs) for machine in machines):
+        if any(len(line.launched) != _launches(own) for line, own in zip(lines, of_ranks, strict=True)):
             raise ConfigError("a lane launches two transfers of the same key; the ranks' cannot be told apart.")
-        before, launched = launched, {key: max(each.launched[key] for each in machines) for key in machines[0].launched}
+        before, launched = launched, {key: max(line.launched[key] for line in lines) for key in lines[0].launched}
         if launched == before:
-            return [_timeline(machine) for machine in machines]
+            return lines
 
 
 def _launches(programs: Sequence[Sequence[Op]]) -> int:
@@ -259,6 +265,7 @@ def _timeline(machine: _Machine) -> Timeline:
         exposed_s=machine.exposed_s,
         order=tuple(machine.order),
         spans=tuple(machine.spans),
+        launched=machine.launched,
     )
 
 

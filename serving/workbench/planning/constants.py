@@ -27,7 +27,6 @@ __all__ = [
     "Link",
     "PrefillAttentionKernel",
     "PublishedGains",
-    "PublishedVerify",
     "load_constants",
 ]
 
@@ -161,22 +160,24 @@ class _Decode(_Block):
     crossover: tuple[int, int]
 
 
-class PublishedVerify(_Block):
+class _Verify(_Block):
     ep: int
     context: int
     tokens: int
     tokens_per_sequence: int
     gain: float
+    miss: str
 
 
 class PublishedGains(_Block):
-    """Published gains of two-batch overlap; `points` is the largest error that a prediction may have."""
+    """Published gains of two-batch overlap; `points` is the largest error that a prediction may have, and `miss` says
+    why a prediction has a larger one."""
 
     source: str
     redundant_experts: int
     prefill: _Prefill
     decode: _Decode
-    verify: PublishedVerify
+    verify: _Verify
     points: float
 
 

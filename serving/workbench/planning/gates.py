@@ -1,6 +1,7 @@
 """The first gate: compare the simulator's predictions with published measurements.
 
-Only the shapes of the runs are taken from the publication; no constant was fitted to its gains.
+Only the shapes of the runs are taken from the publication. `constants.yaml` says at its head which constants were
+fitted, and which were put in after these gates had been seen to miss.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from serving.workbench.planning.constants import PublishedGains, PublishedVerify, load_constants
+from serving.workbench.planning.constants import PublishedGains, load_constants
 from serving.workbench.planning.costs import LayerCosts
 from serving.workbench.planning.shapes import read_model
 from serving.workbench.planning.steps import plain_step, predict_step
@@ -28,30 +29,37 @@ class Gate:
         predicted: a gain (0.25 is 25% more throughput), or a number of `unit`.
         observed: the published or measured value, as text.
         distance: error of the prediction, as a share; 0 inside a published range.
-        limit: largest distance that passes; None if the comparison is for information only.
+        limit: largest distance that passes.
+        cause: why a miss is expected; empty if none is.
     """
 
     name: str
     predicted: float
     observed: str
     distance: float
-    limit: float | None
+    limit: float
     unit: str = "gain"
+    cause: str = ""
 
     @property
     def passed(self) -> bool:
-        return self.limit is None or self.distance <= self.limit
+        return self.distance <= self.limit
+
+    @property
+    def failed(self) -> bool:
+        """Whether it missed, and no miss was expected."""
+        return not self.passed and not self.cause
 
     def __str__(self) -> str:
         value = f"{self.predicted:+.1%}" if self.unit == "gain" else f"{self.predicted:.0f} {self.unit}"
-        verdict = "no gate" if self.limit is None else "passed" if self.passed else "FAILED"
+        verdict = "passed" if self.passed else f"MISSED ({self.cause})" if self.cause else "FAILED"
         return f"{self.name:48} {value:>12} {self.observed:>24} {self.distance * 100:8.1f}  {verdict}"
 
 
 def published_gates() -> list[Gate]:
     """All comparisons with SGLang's two-batch overlap of DeepSeek-V3 on H100."""
     published = load_constants().gates
-    return [*_prefill_gates(published), *_decode_gates(published), _verify_comparison(published.verify)]
+    return [*_prefill_gates(published), *_decode_gates(published), _verify_gate(published)]
 
 
 def _prefill_gates(published: PublishedGains) -> Iterator[Gate]:
@@ -81,11 +89,11 @@ def _decode_gates(published: PublishedGains) -> Iterator[Gate]:
     yield Gate(f"decode, EP {run.ep}, crossover", found, where, distance, published.points, "tokens")
 
 
-def _verify_comparison(run: PublishedVerify) -> Gate:
-    """A comparison without a limit: the published runs slowed attention with dummy kernels, by an unknown factor."""
+def _verify_gate(published: PublishedGains) -> Gate:
+    run = published.verify
     gain = _gain(Mode.VERIFY, run.tokens, run.context, run.ep, run.tokens_per_sequence)
-    name = f"verify, EP {run.ep}, {run.tokens} tokens, simulated"
-    return Gate(name, gain, f"{run.gain:+.0%}", abs(gain - run.gain), None)
+    name = f"verify, EP {run.ep}, {run.tokens} tokens"
+    return Gate(name, gain, f"{run.gain:+.0%}", abs(gain - run.gain), published.points, cause=run.miss)
 
 
 def crossover(gains: Mapping[int, float]) -> float:

@@ -53,7 +53,7 @@ class Options(Group):
     skew: Annotated[float, Field(ge=1, description="load of the busiest rank over the mean")] = 1.0
     max_lanes: Annotated[int, Field(ge=1, description="most lanes to try")] = 4
     max_chunks: Annotated[int, Field(ge=1, description="most chunks to try")] = 4
-    gates: Annotated[bool, Field(description="compare with published gains instead; fails if one is missed")] = False
+    gates: Annotated[bool, Field(description="compare with published gains instead; fails at an unknown miss")] = False
     measured: Annotated[
         tuple[Path, ...], Field(description="compare with files of `ubatch bench overlap --json` instead")
     ] = ()
@@ -70,7 +70,7 @@ def run(options: Options) -> int:
         gates = _compare(options)
         print_gates(gates)
         results: dict[str, Any] = {"gates": [{**asdict(gate), "passed": gate.passed} for gate in gates]}
-        status = 0 if all(gate.passed for gate in gates) else 1
+        status = 1 if any(gate.failed for gate in gates) else 0
     else:
         plan = _plan(options)
         print_plan(plan)
@@ -139,7 +139,7 @@ def print_gates(gates: Sequence[Gate]) -> None:
     for gate in gates:
         print(gate)
     missed = sum(not gate.passed for gate in gates)
-    print(f"{missed} of {sum(gate.limit is not None for gate in gates)} gates missed")
+    print(f"{missed} of {len(gates)} gates missed")
 
 
 def print_plan(plan: Plan) -> None:
