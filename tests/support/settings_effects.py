@@ -208,6 +208,7 @@ def of_trace(words: Sequence[str]) -> Effects:
         mock.patch.object(trace.time, "sleep", seen.note("sleep")),
         mock.patch.object(trace, "read_chrome", seen.note("file", [])),
         mock.patch.object(trace, "_offline", seen.note("offline", [])),
+        mock.patch.object(trace, "_serial_steps", seen.note("serial", [])),
     ):
         trace._record(command)
     seen.pop("offline", None)
@@ -216,10 +217,10 @@ def of_trace(words: Sequence[str]) -> Effects:
         trace._write(command, [], [], [], [])
     run = command.run
     if run is not None:
-        with mock.patch.object(trace, "_record", return_value=[]):
+        with mock.patch.object(trace, "_record", return_value=trace.Recorded([], [])):
             _silently(lambda: trace.run(command), seen)
-        seen["generated"] = run.prompts, run.params
-        _of_offline(seen, run.engine)
+        seen["generated"] = run.command.prompts, run.command.params
+        _of_offline(seen, run.command.engine)
     return seen
 
 

@@ -138,6 +138,7 @@ CASES: Mapping[str, Case] = {
     "url": Case(("http://y",), without=("--url", "http://x")),
     "seconds": Case(("1.5",), ("--url", "http://x")),
     "files": Case(("a.json",), without=("--files", "b.json"), yaml="[a.json]"),
+    "serial": Case(("a.json",), yaml="[a.json]"),
     "out": Case(("elsewhere",)),
     # tune
     "modes": Case(("decode",), yaml="[decode]"),

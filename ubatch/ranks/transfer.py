@@ -217,7 +217,7 @@ class Transfer(Generic[T]):
             size = self.bytes_sent + self.bytes_received
             self._trace.add(SpanKind.TRANSFER, self.name, lane, self._started, arrived, size)
         if self._lane is None:
-            self._trace.add(SpanKind.WAIT, self.name, UNSPLIT, start, time.monotonic())
+            self._trace.add_wait(self.name, UNSPLIT, start, time.monotonic(), UNSPLIT, self._launched)
 
     def _settle(self, *, value: object = None, error: BaseException | None = None) -> None:
         self._value, self._error, self._finish = value, error, None

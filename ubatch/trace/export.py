@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ubatch.process.files import write_whole
 from ubatch.process.machine import machine_name
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
+from ubatch.trace.stages import Flow, Mark, by_step, flows, held_by_lanes, points, stage_names
 
-__all__ = ["Clock", "Mark", "TraceSummary", "points", "summarise", "to_chrome", "write_chrome"]
+__all__ = ["Clock", "TraceSummary", "summarise", "to_chrome", "write_chrome"]
 
 Interval = tuple[float, float]
 
@@ -84,63 +84,12 @@ def summarise(spans: Iterable[Span]) -> TraceSummary:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A lane passes a point.
-
-    Attributes:
-        at: seconds of `time.monotonic`.
-        to: the lane that ran next; None if this lane kept the baton.
-        ran_at: when lane `to` started to run; seconds of `time.monotonic`.
-    """
-
-    step: int
-    lane: int
-    name: str
-    at: float
-    to: int | None = None
-    ran_at: float | None = None
-
-
-def points(spans: Iterable[Span]) -> list[Mark]:
-    """The points that lanes passed, in order of time.
-
-    A lane's compute span ends at a point, where it launches a transfer (the name is then `transfer.number`), where it
-    waits for one, or at its end.
-    """
-    marks = []
-    for step in by_step(spans).values():
-        held = _held(step)
-        waits = {(span.lane, span.name, span.start) for span in held if span.kind is SpanKind.WAIT}
-        transfers = {span.name for span in step if span.kind is not SpanKind.COMPUTE}
-        for span, after in itertools.zip_longest(held, held[1:]):
-            launch = re.fullmatch(r"(.+)\.\d+", span.name)
-            if (
-                span.kind is SpanKind.WAIT
-                or span.name == "end"
-                or (span.lane, span.name, span.end) in waits
-                or (launch is not None and launch[1] in transfers)
-            ):
-                continue
-            mark = Mark(span.step, span.lane, span.name, span.end)
-            if after is not None and after.lane != span.lane:
-                mark = replace(mark, to=after.lane, ran_at=after.start)
-            marks.append(mark)
-    return sorted(marks, key=lambda mark: mark.at)
-
-
 def handoffs(spans: Iterable[Span]) -> list[Interval]:
     """Intervals in which the baton was between two lanes of one rank: one had ended its turn, the next had not
     begun."""
-    steps = [_held(step) for step in by_step(spans).values()]
+    steps = [held_by_lanes(step) for step in by_step(spans).values()]
     pairs = itertools.chain.from_iterable(map(itertools.pairwise, steps))
     return union((before.end, after.start) for before, after in pairs if before.lane != after.lane)
-
-
-def _held(step: Iterable[Span]) -> list[Span]:
-    """Compute and wait spans of a step's lanes, in order. Only one lane holds the baton, so they do not overlap."""
-    lanes = (span for span in step if span.lane != UNSPLIT and span.kind is not SpanKind.TRANSFER)
-    return sorted(lanes, key=lambda span: (span.start, span.end))
 
 
 @dataclass(frozen=True)
@@ -167,7 +116,8 @@ def to_chrome(
     """A trace as Chrome's JSON object, which Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
 
     The rank is a process; its rows are the steps, the lanes and the link. Transfers in flight at the same time get one
-    link row each. Points are instants in the lanes' rows.
+    link row each. A lane's slices have the names of its stages. Points are instants in the lanes' rows; an arrow leads
+    from each launch to the wait for it.
 
     Args:
         spans: of one rank.
@@ -185,6 +135,7 @@ def to_chrome(
     transfers = [span for span in spans if span.kind is SpanKind.TRANSFER]
     links = {id(span): link for link, row in enumerate(pack(transfers)) for span in row}
 
+    stages = stage_names(spans)
     noted = {note.step: note for note in notes}
     rows = {_STEP_ROW: "steps"}
     events: list[dict[str, object]] = []
@@ -208,9 +159,15 @@ def to_chrome(
         else:
             row = lane_row(span.lane)
             rows[row] = lane_name(span.lane)
-        name = f"{WAIT_PREFIX}{span.name}" if span.kind is SpanKind.WAIT else span.name
+        name = f"{WAIT_PREFIX}{span.name}" if span.kind is SpanKind.WAIT else stages.get(span, span.name)
+        if span.kind is SpanKind.COMPUTE:
+            args["until"] = span.name
+        elif span.launched:
+            args |= {"launched_us": round((span.launched - origin) * 1e9) / 1e3, "launcher": span.launcher}
         events.append(_event(name, str(span.kind), rank, row, span.start - origin, span.end - origin, args))
     events += [_instant(mark, rank, origin) for mark in points(spans)]
+    for number, flow in enumerate(flows(spans)):
+        events += _arrow(flow, (rank << 32) + number, rank, origin)
 
     names: list[dict[str, object]] = [
         _metadata("process_name", rank, 0, name=f"rank {rank}"),
@@ -257,10 +214,17 @@ def write_chrome(
     write_whole(Path(path), json.dumps(document, separators=(",", ":")))
 
 
-def describe_note(note: StepNote) -> str:
-    """`decode, 64 tokens, 2 lanes`, or `decode, 3 tokens, unsplit (below_decode_threshold)`."""
+def describe_note(note: StepNote, *others: StepNote) -> str:
+    """`decode, 64 tokens, 2 lanes`, or `decode, 3-5 tokens, unsplit (below_decode_threshold)` if ranks differ.
+
+    Args:
+        note: of the deciding rank (`ubatch.trace.file.deciding_note`).
+        others: of the other ranks.
+    """
     outcome = describe_outcome(note.lanes, note.chunks, note.reason)
-    return f"{note.mode}, {note.tokens} token{'s' * (note.tokens != 1)}, {outcome}"
+    tokens = [each.tokens for each in (note, *others) if each.tokens] or [0]
+    few, many = min(tokens), max(tokens)
+    return f"{note.mode}, {few if few == many else f'{few}-{many}'} token{'s' * (many != 1)}, {outcome}"
 
 
 def describe_outcome(lanes: int, chunks: int, reason: str | None) -> str:
@@ -283,14 +247,6 @@ def lane_name(lane: int) -> str:
 def link_name(link: int) -> str:
     """Name of a link row; there are several if transfers overlap."""
     return "link" if link == 0 else f"link ({link + 1})"
-
-
-def by_step(spans: Iterable[Span]) -> dict[int, list[Span]]:
-    """Step -> its spans."""
-    steps: dict[int, list[Span]] = {}
-    for span in spans:
-        steps.setdefault(span.step, []).append(span)
-    return steps
 
 
 def pack(transfers: Iterable[Span]) -> list[list[Span]]:
@@ -385,6 +341,16 @@ def _instant(mark: Mark, rank: int, origin: float) -> dict[str, object]:
         "ts": at,
         "args": args,
     }
+
+
+def _arrow(flow: Flow, number: int, rank: int, origin: float) -> Iterator[dict[str, object]]:
+    """The two ends of an arrow. Each lies in the slice of its row that encloses its time."""
+    wait = flow.wait
+    ends = (("s", lane_row(flow.lane), flow.at), ("f", lane_row(wait.lane), wait.start))
+    for phase, row, at in ends:
+        what: dict[str, object] = {"ph": phase, "id": number, "name": wait.name, "cat": "launch"}
+        what |= {"pid": rank, "tid": row, "ts": round((at - origin) * 1e9) / 1e3}
+        yield what | ({"bp": "e"} if phase == "f" else {})
 
 
 def _metadata(what: str, rank: int, row: int, **args: object) -> dict[str, object]:

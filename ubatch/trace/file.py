@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from ubatch.errors import ConfigError
-from ubatch.trace.export import FILE_KEY, WAIT_PREFIX, Clock, by_step, lane_row
+from ubatch.trace.export import FILE_KEY, WAIT_PREFIX, Clock, lane_row
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
+from ubatch.trace.stages import by_step
 
-__all__ = ["RankTrace", "merge_traces", "read_chrome"]
+__all__ = ["RankTrace", "deciding_note", "merge_traces", "read_chrome"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,14 @@ class RankTrace:
     notes: tuple[StepNote, ...]
     clock: Clock
     measures: bool = True
+
+
+def deciding_note(notes: Mapping[int, StepNote]) -> StepNote:
+    """Of one step's notes by rank: that of the first rank that declined overlap, as one rank declines for all; else
+    that of the rank with the fewest tokens, not counting ranks without any."""
+    decliners = (note.declined_by for note in notes.values())
+    declined = next((notes[rank] for rank in decliners if rank is not None and rank in notes), None)
+    return declined or min(notes.values(), key=lambda note: (not note.tokens, note.tokens))
 
 
 def read_chrome(path: str | Path) -> list[RankTrace]:
@@ -104,10 +113,13 @@ def _spans(events: Sequence[Mapping[str, Any]], origin_ns: int) -> dict[int, lis
             continue
         args = event["args"]
         lane = args["lane_number"] if kind is SpanKind.TRANSFER else event["tid"] - lane_row(0)
-        name = event["name"].removeprefix(WAIT_PREFIX) if kind is SpanKind.WAIT else event["name"]
+        name = event["name"].removeprefix(WAIT_PREFIX) if kind is SpanKind.WAIT else args.get("until", event["name"])
         start = origin_ns + round(event["ts"] * 1e3)
         end = start + round(event["dur"] * 1e3)
         span = Span(kind, name, max(lane, UNSPLIT), start / 1e9, end / 1e9, args["step"], args.get("bytes", 0))
+        if "launched_us" in args:
+            launched = origin_ns + round(args["launched_us"] * 1e3)
+            span = replace(span, launched=launched / 1e9, launcher=args["launcher"])
         spans.setdefault(event["pid"], []).append(span)
     return spans
 
@@ -116,7 +128,13 @@ def _moved(trace: RankTrace, later_s: float, steps: int) -> RankTrace:
     if not later_s and not steps:
         return trace
     spans = (
-        replace(span, start=span.start + later_s, end=span.end + later_s, step=span.step + steps)
+        replace(
+            span,
+            start=span.start + later_s,
+            end=span.end + later_s,
+            step=span.step + steps,
+            launched=span.launched and span.launched + later_s,
+        )
         for span in trace.spans
     )
     notes = (

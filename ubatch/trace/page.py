@@ -17,8 +17,6 @@ from ubatch.errors import ConfigError
 from ubatch.process.files import write_whole
 from ubatch.trace.export import (
     Interval,
-    Mark,
-    by_step,
     computing,
     describe_note,
     difference,
@@ -26,11 +24,12 @@ from ubatch.trace.export import (
     lane_name,
     link_name,
     pack,
-    points,
     summarise,
     union,
 )
+from ubatch.trace.file import deciding_note
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
+from ubatch.trace.stages import Mark, by_step, points, stage_names
 
 __all__ = ["Remark", "write_html"]
 
@@ -53,10 +52,17 @@ class Remark:
 
 @dataclass(frozen=True)
 class _Block:
-    """A coloured stretch of a row; `hidden` are the parts of a transfer during which some lane computed."""
+    """A coloured stretch of a row.
+
+    Attributes:
+        name: the stage, of compute; else the transfer.
+        until: what ended a stage.
+        hidden: the parts of a transfer during which some lane computed.
+    """
 
     kind: SpanKind
     name: str
+    until: str
     lane: int
     at: Interval
     hidden: tuple[Interval, ...] = ()
@@ -80,9 +86,10 @@ class _Rank:
 
 @dataclass(frozen=True)
 class _Step:
-    """One step; the page shows one at a time. Times are microseconds since the step's start on the earliest rank."""
+    """One step. Times are microseconds since its start on the earliest rank; `start` is since the page's first step."""
 
     step: int
+    start: float
     duration: float
     lanes: int
     ranks: tuple[_Rank, ...]
@@ -103,8 +110,8 @@ def write_html(
     """Write the traces of all ranks as a self-contained page.
 
     Every lane and the link are rows. A transfer has one colour while some lane computed and another while none did;
-    points and hand-offs are marked on the lanes. One step is shown at a time; the page has a control to choose it. For
-    a very long trace the page has only every n-th step, and says so.
+    points and hand-offs are marked on the lanes. The page has controls for the steps: from which one on, and how many.
+    For a very long trace it has only every n-th step, and says so.
 
     Args:
         path: the file; replaced if it exists.
@@ -120,6 +127,7 @@ def write_html(
         ConfigError: no span has this step.
     """
     steps_of = {rank: by_step(spans) for rank, spans in sorted(traces.items())}
+    noted = {(rank, note.step): note for rank, members in (notes or {}).items() for note in members}
     numbers = sorted({number for steps in steps_of.values() for number in steps})
     if step is not None and step not in numbers:
         known = f"steps {numbers[0]} to {numbers[-1]}" if numbers else "no steps"
@@ -127,9 +135,14 @@ def write_html(
 
     every = -(-sum(map(len, traces.values())) // MOST_SPANS)
     kept = [number for index, number in enumerate(numbers) if index % max(every, 1) == 0 or number == step]
-    noted = {(rank, note.step): note for rank, members in (notes or {}).items() for note in members}
+    begin = min((span.start for spans in traces.values() for span in spans if span.step in kept), default=0.0)
     pages = [
-        _step(number, {rank: steps[number] for rank, steps in steps_of.items() if number in steps}, noted)
+        _step(
+            number,
+            {rank: own.get(number, []) for rank, own in steps_of.items() if number in own or (rank, number) in noted},
+            noted,
+            begin,
+        )
         for number in kept
     ]
     first = kept.index(step) if step is not None else _most_telling(pages)
@@ -165,17 +178,19 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return f"<thead><tr>{made[0]}</tr></thead><tbody><tr>{'</tr><tr>'.join(made[1:])}</tr></tbody>" if made else ""
 
 
-def _step(number: int, spans_of: Mapping[int, Sequence[Span]], notes: Mapping[tuple[int, int], StepNote]) -> _Step:
-    noted = [notes[rank, number] for rank in spans_of if (rank, number) in notes]
-    busiest = max(noted, key=lambda note: note.tokens, default=None)
+def _step(
+    number: int, spans_of: Mapping[int, Sequence[Span]], notes: Mapping[tuple[int, int], StepNote], begin: float
+) -> _Step:
+    noted = {rank: notes[rank, number] for rank in spans_of if (rank, number) in notes}
     every = [span for spans in spans_of.values() for span in spans]
     origin = min(span.start for span in every)
     return _Step(
         step=number,
+        start=_micros(origin - begin),
         duration=_micros(max(span.end for span in every) - origin),
         lanes=len({span.lane for span in every if span.lane != UNSPLIT}),
         ranks=tuple(_rank(rank, spans, origin, notes.get((rank, number))) for rank, spans in spans_of.items()),
-        note="" if busiest is None else describe_note(busiest),
+        note=describe_note(deciding_note(noted), *noted.values()) if noted else "",
     )
 
 
@@ -183,11 +198,12 @@ def _rank(rank: int, spans: Sequence[Span], origin: float, note: StepNote | None
     """One rank's rows in one step: its lanes, then the link."""
     busy = computing(spans)
     waiting = union((span.start, span.end) for span in spans if span.kind is SpanKind.WAIT)
+    stages = stage_names(spans)
 
     def block(span: Span, at: Interval, hidden: Sequence[Interval] = ()) -> _Block:
         start, end = (_micros(time - origin) for time in at)
         parts = tuple((_micros(first - origin), _micros(last - origin)) for first, last in hidden)
-        return _Block(span.kind, span.name, span.lane, (start, end), parts, span.bytes)
+        return _Block(span.kind, stages.get(span, span.name), span.name, span.lane, (start, end), parts, span.bytes)
 
     def held(span: Span) -> Iterator[_Block]:
         """Blocks of a span: a wait unchanged; a compute span without the waits inside it."""

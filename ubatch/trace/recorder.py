@@ -52,6 +52,8 @@ class LaneRecorder:
     def launch(self, key: str) -> None:
         """The lane launches a transfer."""
         self._end_stage(EventKind.LAUNCH, key)
+        if self._trace is not None:
+            self._trace.add_launch(self._lane, key, self._start)
 
     def begin_wait(self) -> None:
         """The lane starts to wait for a transfer."""
@@ -64,7 +66,7 @@ class LaneRecorder:
             return
         (start, cpu), cpu_now = self._wait, time.process_time()
         trace.add(SpanKind.COMPUTE, name, self._lane, self._start, start)
-        trace.add(SpanKind.WAIT, name, self._lane, start, now)
+        trace.add_wait(name, self._lane, start, now, self._lane if launcher is None else launcher, key)
         stage_cpu = cpu - self._cpu
         self._start = now
         if launcher == self._lane:

@@ -42,7 +42,7 @@ class SpanKind(StrEnum):
     """Kind of a span."""
 
     COMPUTE = "compute"
-    """a lane held the baton and ran; named by the point that it reached"""
+    """a lane held the baton and ran; named by what ended it (`ubatch.trace.stages`)"""
     WAIT = "wait"
     """a lane held the baton and waited for a transfer"""
     TRANSFER = "transfer"
@@ -60,6 +60,8 @@ class Span:
         start, end: seconds of `time.monotonic`.
         step: which call of the wrapper, from 1.
         bytes: sent to and received from other ranks, for transfers.
+        launched, launcher: of a wait: when its transfer was launched (seconds of `time.monotonic`; 0 if that is not
+            known), and in which lane.
     """
 
     kind: SpanKind
@@ -69,6 +71,8 @@ class Span:
     end: float
     step: int
     bytes: int = 0
+    launched: float = 0.0
+    launcher: int = UNSPLIT
 
 
 class EventKind(StrEnum):
@@ -153,10 +157,20 @@ class Trace:
     notes: list[StepNote] = field(default_factory=list)
     step: int = 0
     _note: StepNote | None = None
+    _launched: dict[tuple[int, str], float] = field(default_factory=dict)
 
     def add(self, kind: SpanKind, name: str, lane: int, start: float, end: float, size: int = 0) -> None:
         """Record a span of the current step."""
         self.spans.append(Span(kind, name, lane, start, end, self.step, size))
+
+    def add_launch(self, lane: int, key: str, at: float) -> None:
+        """Note when a lane launched a transfer."""
+        self._launched[lane, key] = at
+
+    def add_wait(self, name: str, lane: int, start: float, end: float, launcher: int, launched: float | str) -> None:
+        """Record a wait; `launched` is the time of the launch, or the transfer's key in `add_launch`."""
+        at = self._launched.pop((launcher, launched), 0.0) if isinstance(launched, str) else launched
+        self.spans.append(Span(SpanKind.WAIT, name, lane, start, end, self.step, 0, at, launcher))
 
     def _take_note(self) -> StepNote | None:
         note, self._note = self._note, None

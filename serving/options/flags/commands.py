@@ -51,6 +51,9 @@ class Source(Group):
     files: Annotated[tuple[Path, ...], BeforeValidator(_as_tuple), Flag(metavar="FILE [FILE ...]")] = Field(
         (), description="show what /stop_profile wrote earlier or elsewhere, one file per rank"
     )
+    serial: Annotated[tuple[Path, ...], BeforeValidator(_as_tuple), Flag(metavar="FILE [FILE ...]")] = Field(
+        (), description="trace.json of a run without overlap, to compare with; a run here measures one itself"
+    )
     out: Path = Field(Path("trace"), description="folder for trace.json, trace.html and summary.json")
 
 

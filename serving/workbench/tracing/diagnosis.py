@@ -1,9 +1,11 @@
 """Diagnose a trace in words. Every rule is a pure function from steps to findings; every finding has its numbers.
 
 off               overlap is switched off, though steps wait for communication
-losses, gains     sizes at which overlapped steps are slower, or faster, than others (`steps.compare`)
+losses, gains     sizes at which overlapped steps are slower, or faster, than serial ones that were measured
+unmeasured        sizes at which no serial steps were measured
 could_overlap     steps below a threshold that wait for communication
-declined          other reasons that keep steps from overlapping, and what to do about them
+single            steps of one token, which cannot be split
+declined          why steps did not overlap, and what to do about it; always, if no step of a mode did
 outside           the time between steps
 
 The rules about time inside overlapped steps are in `inside`.
@@ -18,7 +20,7 @@ from statistics import median
 
 from serving.workbench.tracing.finding import Finding, FindingKind
 from serving.workbench.tracing.inside import exposed, hand_offs, idle, meetings, nothing_to_hide, uneven
-from serving.workbench.tracing.steps import LEAST_STEPS, Basis, Comparison, StepRecord, compare
+from serving.workbench.tracing.steps import LEAST_STEPS, SizeClass, StepRecord, compare
 from ubatch import DeclineReason, ForwardMode
 from ubatch.schedules.modes import mode_key
 
@@ -31,15 +33,21 @@ BETWEEN_SHARE = 0.05
 
 
 Rule = Callable[[Sequence[StepRecord]], Iterable[Finding]]
+Verdict = Callable[[Sequence[SizeClass]], Iterable[Finding]]
 
 
 def diagnose(
-    steps: Sequence[StepRecord], *, measures: bool = True, between: Sequence[tuple[float, float]] = ()
+    steps: Sequence[StepRecord],
+    *,
+    serial: Sequence[StepRecord] = (),
+    measures: bool = True,
+    between: Sequence[tuple[float, float]] = (),
 ) -> list[Finding]:
     """All findings about a trace; problems first.
 
     Args:
         steps: the trace's steps, see `read_steps`.
+        serial: steps of a run without overlap, to compare with.
         measures: whether spans measure how long work took. On an asynchronous device they do not; then only the reasons
             that keep steps from overlapping are reported.
         between: the result of `between_steps` for every rank.
@@ -53,7 +61,10 @@ def diagnose(
             "the work took: they cannot show what overlap gained."
         )
         first.append(Finding(FindingKind.FACT, text))
-    found = [finding for rule in (_RULES if measures else (declined,)) for finding in rule(steps)]
+    found = [finding for rule in (_RULES if measures else (single, declined)) for finding in rule(steps)]
+    if measures:
+        classes = compare(steps, serial)
+        found = [finding for verdict in _VERDICTS for finding in verdict(classes)] + found
     found += outside(between)
     order = list(FindingKind)
     return first + sorted(found, key=lambda finding: order.index(finding.kind))
@@ -83,9 +94,9 @@ def off(steps: Sequence[StepRecord]) -> Iterable[Finding]:
         )
 
 
-def losses(steps: Sequence[StepRecord]) -> Iterable[Finding]:
+def losses(measured: Sequence[SizeClass]) -> Iterable[Finding]:
     """Find sizes at which overlapped steps are slower: all sizes up to one, or single ones."""
-    for mode, classes in _by_mode(compare(steps)).items():
+    for mode, classes in _by_mode(measured).items():
         losing = [each for each in classes if each.change > WORTH_SAYING]
         small = [each for each, bad in zip(classes, losing, strict=False) if each is bad]
         if small:
@@ -99,7 +110,7 @@ def losses(steps: Sequence[StepRecord]) -> Iterable[Finding]:
             )
 
 
-def _small_steps_lose(mode: str, classes: Sequence[Comparison], *, whole: bool) -> Finding:
+def _small_steps_lose(mode: str, classes: Sequence[SizeClass], *, whole: bool) -> Finding:
     change, above = _pooled(classes), 2 * classes[-1].size
     if whole:
         advice = f"raise {_threshold(mode)} above {above - 1}, or leave overlap off for them"
@@ -114,9 +125,9 @@ def _small_steps_lose(mode: str, classes: Sequence[Comparison], *, whole: bool) 
     )
 
 
-def gains(steps: Sequence[StepRecord]) -> Iterable[Finding]:
+def gains(measured: Sequence[SizeClass]) -> Iterable[Finding]:
     """Find sizes at which overlapped steps are faster."""
-    for mode, classes in _by_mode(compare(steps)).items():
+    for mode, classes in _by_mode(measured).items():
         winning = [each for each in classes if each.change < -WORTH_SAYING]
         if winning:
             sizes = ", ".join(_sizes(each) for each in winning)
@@ -127,22 +138,32 @@ def gains(steps: Sequence[StepRecord]) -> Iterable[Finding]:
             )
 
 
+def unmeasured(classes: Sequence[SizeClass]) -> Iterable[Finding]:
+    """Find sizes at which nothing says whether overlapped steps are faster."""
+    for mode, chosen in _modes(each for each in classes if not each.measured).items():
+        steps, serial = (sum(len(getattr(each, name)) for each in chosen) for name in ("overlapped", "serial"))
+        yield Finding(
+            FindingKind.HINT,
+            f"whether overlap gains for {mode} steps of {', '.join(map(_sizes, chosen))} tokens is not known: {steps} "
+            f"overlapped and {serial} serial steps of that size were measured, and {LEAST_STEPS} of both are needed. "
+            f"Run once without --enable-dbo, and give its trace.json with --serial.",
+            {"steps": steps, "serial": serial},
+        )
+
+
 def could_overlap(steps: Sequence[StepRecord]) -> Iterable[Finding]:
     """Find steps below a threshold that wait for communication, if no overlapped step of their mode loses."""
-    below = (DeclineReason.BELOW_DECODE_THRESHOLD, DeclineReason.BELOW_PREFILL_THRESHOLD)
-    losing = {each.mode for each in compare(steps) if each.change > WORTH_SAYING}
+    losing = {each.mode for each in compare(steps) if each.measured and each.change > WORTH_SAYING}
     for mode in sorted({step.mode for step in steps} - losing):
-        chosen = [step for step in steps if step.mode == mode and step.reason in below and step.tokens > 1]
+        chosen = [step for step in steps if step.mode == mode and step.reason in _BELOW and not step.single]
         could = _could_gain(chosen)
         if len(chosen) < LEAST_STEPS or could < DECLINED_SHARE:
             continue
-        few, many = min(step.tokens for step in chosen), max(step.tokens for step in chosen)
-        sizes = f"{few} to {many} tokens" if few < many else f"{few} token{'s' * (few != 1)}"
         yield Finding(
             FindingKind.HINT,
-            f"{len(chosen)} {mode} steps of {sizes} ran unsplit, below the threshold, and waited for communication "
-            f"{_waiting(chosen):.0%} of their time: a lower {_threshold(mode)} could gain up to {could:.0%}, less what "
-            f"splitting small steps costs. `ubatch tune` measures it.",
+            f"{len(chosen)} {mode} steps of {_tokens(chosen)} ran unsplit, below the threshold, and waited for "
+            f"communication {_waiting(chosen):.0%} of their time: a lower {_threshold(mode)} could gain up to "
+            f"{could:.0%}, less what splitting small steps costs. `ubatch tune` measures it.",
             {"steps": len(chosen), "waiting": _waiting(chosen), "could_gain": could},
         )
 
@@ -159,24 +180,37 @@ def _waiting(steps: Sequence[StepRecord]) -> float:
     return sum(step.link_wait_s for step in steps) / whole if whole else 0.0
 
 
-def _by_mode(comparisons: Iterable[Comparison]) -> dict[str, list[Comparison]]:
+def _by_mode(classes: Iterable[SizeClass]) -> dict[str, list[SizeClass]]:
+    """The measured ones by mode."""
+    return _modes(each for each in classes if each.measured)
+
+
+def _modes(classes: Iterable[SizeClass]) -> dict[str, list[SizeClass]]:
     """By mode; they come sorted by mode and size."""
-    return {mode: list(own) for mode, own in groupby(comparisons, key=lambda each: each.mode)}
+    return {mode: list(own) for mode, own in groupby(classes, key=lambda each: each.mode)}
 
 
-def _pooled(classes: Sequence[Comparison]) -> float:
+def _pooled(classes: Sequence[SizeClass]) -> float:
     return median(change for each in classes for change in each.changes)
 
 
-def _sizes(each: Comparison) -> str:
+def _sizes(each: SizeClass) -> str:
     return f"{each.size}-{2 * each.size - 1}" if each.size > 1 else "1"
 
 
-def _evidence(classes: Sequence[Comparison]) -> str:
-    count = sum(len(each.changes) for each in classes)
-    typical = median(each.step_s for each in classes)
-    bases = sorted({each.basis for each in classes}, key=list(Basis).index)
-    return f"median of {count} steps, {typical * 1e3:.2f} ms, against {' and '.join(bases)}"
+def _evidence(classes: Sequence[SizeClass]) -> str:
+    overlapped = [step for each in classes for step in each.overlapped]
+    serial = [step for each in classes for step in each.serial]
+    typical, reference = (median(step.call_s for step in steps) * 1e3 for steps in (overlapped, serial))
+    return (
+        f"median of {len(overlapped)} steps, {typical:.2f} ms, against {len(serial)} serial steps of "
+        f"{_tokens(serial)}, {reference:.2f} ms"
+    )
+
+
+def _tokens(steps: Sequence[StepRecord]) -> str:
+    few, many = min(step.tokens for step in steps), max(step.tokens for step in steps)
+    return f"{few} to {many} tokens" if few < many else f"{few} token{'s' * (few != 1)}"
 
 
 def _threshold(mode: str) -> str:
@@ -188,6 +222,7 @@ def _threshold(mode: str) -> str:
 # ----------------------------------------------------------------------------------------------- why not overlapped
 
 _ADVICE: Mapping[str, str] = {
+    DeclineReason.DISABLED: "--enable-dbo switches overlap on",
     DeclineReason.PEER_DECLINED: "another rank declined, for its own reason; all ranks must have enough tokens",
     DeclineReason.LAST_UBATCH_EMPTY: "a rank had fewer requests than lanes; spread them, or raise the threshold",
     DeclineReason.KV_ORDER: "no cut leaves a request's tokens in the order of the lanes; smaller prefill chunks help",
@@ -198,22 +233,39 @@ _ADVICE: Mapping[str, str] = {
     DeclineReason.SERIAL_SCHEDULE: "the schedule has one lane; choose another one with --schedule",
     DeclineReason.NOT_REQUESTED: "their caller asked for one batch",
 }
-_EXPLAINED_ELSEWHERE = frozenset(
-    {DeclineReason.DISABLED, DeclineReason.BELOW_DECODE_THRESHOLD, DeclineReason.BELOW_PREFILL_THRESHOLD}
-)
+_BELOW = frozenset({DeclineReason.BELOW_DECODE_THRESHOLD, DeclineReason.BELOW_PREFILL_THRESHOLD})
+_EXPLAINED_ELSEWHERE = _BELOW | {DeclineReason.DISABLED}
+"""Explained by other rules if some step of the mode overlapped."""
+
+
+def single(steps: Sequence[StepRecord]) -> Iterable[Finding]:
+    """Name steps of one token."""
+    for mode, count in sorted(Counter(step.mode for step in steps if step.single).items()):
+        yield Finding(
+            FindingKind.FACT,
+            f"{count} {mode} step{'s' * (count != 1)} had one token on a rank, which cannot be split: send more "
+            f"requests at a time, at least as many per rank as lanes.",
+            {"steps": count},
+        )
 
 
 def declined(steps: Sequence[StepRecord]) -> Iterable[Finding]:
-    """Find frequent reasons against overlap, other than thresholds."""
+    """Say why steps did not overlap: of a mode that never did, every reason; else the frequent ones."""
     for mode, count in sorted(Counter(step.mode for step in steps).items()):
-        reasons = Counter(step.reason for step in steps if step.mode == mode and step.reason is not None)
+        own = [step for step in steps if step.mode == mode]
+        never = not any(step.overlapped for step in own)
+        reasons = Counter(step.reason for step in own if step.reason is not None and not step.single)
         for reason, times in reasons.most_common():
-            if reason in _EXPLAINED_ELSEWHERE or times < max(LEAST_STEPS, DECLINED_SHARE * count):
+            if not never and (reason in _EXPLAINED_ELSEWHERE or times < max(LEAST_STEPS, DECLINED_SHARE * count)):
                 continue
             advice = _ADVICE.get(reason, "see `DeclineReason`")
+            if reason in _BELOW:
+                tokens = _tokens([step for step in own if step.reason == reason and not step.single])
+                advice = f"they had {tokens}; send more requests at a time, or lower {_threshold(mode)}"
+            first = f"no {mode} step overlapped: {times} of {count}" if never else f"{times} of {count} {mode} steps"
             yield Finding(
                 FindingKind.HINT,
-                f"{times} of {count} {mode} steps ({times / count:.0%}) ran unsplit because of {reason}: {advice}.",
+                f"{first} ({times / count:.0%}) ran unsplit because of {reason}: {advice}.",
                 {"steps": times, "share": times / count},
             )
 
@@ -230,5 +282,6 @@ def outside(between: Sequence[tuple[float, float]]) -> Iterable[Finding]:
         )
 
 
-_RULES: tuple[Rule, ...] = (off, losses, gains, could_overlap, declined)
+_VERDICTS: tuple[Verdict, ...] = (losses, gains, unmeasured)
+_RULES: tuple[Rule, ...] = (off, could_overlap, single, declined)
 _RULES += (nothing_to_hide, exposed, meetings, hand_offs, idle, uneven)

@@ -1,27 +1,25 @@
 """The steps of a trace, over all ranks: their kind, where their time went, and whether overlapped ones were faster.
 
-An overlapped step is compared with unsplit steps of its mode and of like size, if the trace has some. Otherwise it is
-compared with the serial estimate: its own compute and communication, one after the other. That estimate favours
-overlap, because it uses *split* compute: if half a batch takes more than half the time, as in decode, which reads all
-weights twice, an unsplit step would compute for less. Waits for other ranks count on neither side of this comparison.
+An overlapped step is compared with serial steps that were measured, of its mode and of like size. Its own compute and
+communication, one after the other, are no substitute: two half batches may compute for much longer than a whole one, as
+in decode, which reads all weights twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from statistics import fmean, median
 
-from ubatch import Span, SpanKind, TraceSummary, summarise
-from ubatch.trace.export import by_step, computing, describe_outcome, handoffs, measure
-from ubatch.trace.file import RankTrace
+from ubatch import DeclineReason, Span, SpanKind, TraceSummary, summarise
+from ubatch.trace.export import computing, describe_outcome, handoffs, measure
+from ubatch.trace.file import RankTrace, deciding_note
 from ubatch.trace.spans import UNSPLIT, StepNote
+from ubatch.trace.stages import by_step
 
 __all__ = [
-    "Basis",
-    "Comparison",
     "Group",
+    "SizeClass",
     "StepRecord",
     "between_steps",
     "compare",
@@ -31,7 +29,7 @@ __all__ = [
 ]
 
 LIKE_SIZE = 1.15
-"""Steps are of like size if their tokens differ by at most this factor."""
+"""Of the serial steps in a class, those whose tokens differ by at most this factor are preferred."""
 LEAST_STEPS = 3
 """Fewer steps are too few to judge by."""
 
@@ -42,8 +40,8 @@ class StepRecord:
 
     Attributes:
         step, schedule, lanes, chunks: as in `StepNote`.
-        mode, tokens, reason: from the rank that decided: the first that declined overlap, as one rank declines for all;
-            else the rank with the fewest tokens, not counting ranks without any.
+        mode, tokens, reason: from the rank that decided (`deciding_note`).
+        most_tokens: of the rank that has the most.
         call_s: the whole call, including the work before the lanes start and after they end.
         summary: where the time from the first to the last span went.
         waits_s: transfer -> its part of `summary.exposed_s`.
@@ -67,11 +65,17 @@ class StepRecord:
     handoffs: float
     lane_compute_s: tuple[float, ...]
     rank_compute_s: tuple[float, ...]
+    most_tokens: int = 0
 
     @property
     def overlapped(self) -> bool:
         """Whether it ran in lanes or chunks."""
         return self.reason is None
+
+    @property
+    def single(self) -> bool:
+        """Whether a rank had one token, which cannot be split, whatever the threshold is."""
+        return not self.overlapped and self.tokens == 1 and self.reason != DeclineReason.DISABLED
 
     @property
     def link_wait_s(self) -> float:
@@ -82,11 +86,6 @@ class StepRecord:
     def meeting_s(self) -> float:
         """Time spent waiting for other ranks."""
         return sum(seconds for name, seconds in self.waits_s.items() if name not in self.sent)
-
-    @property
-    def serial_s(self) -> float:
-        """The serial estimate: split compute, then communication."""
-        return self.summary.compute_s + self.summary.communication_s
 
 
 def read_steps(ranks: Iterable[RankTrace]) -> list[StepRecord]:
@@ -104,10 +103,7 @@ def read_steps(ranks: Iterable[RankTrace]) -> list[StepRecord]:
 
 
 def _record(noted: Mapping[int, StepNote], spans: Sequence[Sequence[Span]]) -> StepRecord:
-    notes = list(noted.values())
-    fewest = min((note for note in notes if note.tokens), key=lambda note: note.tokens)
-    decliners = (note.declined_by for note in notes)
-    deciding = next((noted[rank] for rank in decliners if rank is not None and rank in noted), fewest)
+    notes, deciding = list(noted.values()), deciding_note(noted)
     summaries = [summarise(share) for share in spans]
     waits: dict[str, float] = {}
     for span in (span for share in spans for span in share if span.kind is SpanKind.WAIT):
@@ -130,6 +126,7 @@ def _record(noted: Mapping[int, StepNote], spans: Sequence[Sequence[Span]]) -> S
             fmean(measure(computing(span for span in share if span.lane == lane)) for share in spans) for lane in lanes
         ),
         rank_compute_s=tuple(summary.compute_s for summary in summaries),
+        most_tokens=max(note.tokens for note in notes),
     )
 
 
@@ -149,32 +146,40 @@ def between_steps(rank: RankTrace) -> tuple[float, float]:
 # ------------------------------------------------------------------------------------------------------- comparisons
 
 
-class Basis(StrEnum):
-    """The reference that overlapped steps were compared with."""
-
-    UNSPLIT = "unsplit steps of like size"
-    ESTIMATE = "the serial estimate, split compute + communication"
-
-
 @dataclass(frozen=True)
-class Comparison:
-    """Overlapped steps of one mode and size class.
+class SizeClass:
+    """Overlapped steps of one mode and size, and the serial steps that they are compared with.
 
     Attributes:
-        size: their size class: from `size` to `2 * size - 1` tokens.
-        changes: for every overlapped step, its time / its reference's time - 1: 0.1 is a tenth slower.
-        step_s: median time of the overlapped steps.
+        size: from `size` to `2 * size - 1` tokens.
+        overlapped, serial: the steps, as they were measured.
     """
 
     mode: str
     size: int
-    changes: tuple[float, ...]
-    step_s: float
-    basis: Basis
+    overlapped: tuple[StepRecord, ...]
+    serial: tuple[StepRecord, ...]
+
+    @property
+    def measured(self) -> bool:
+        """Whether there are enough steps of both kinds to judge by."""
+        return min(len(self.overlapped), len(self.serial)) >= LEAST_STEPS
+
+    @property
+    def changes(self) -> tuple[float, ...]:
+        """For every overlapped step, its time / that of the serial steps nearest in size - 1: 0.1 is a tenth slower."""
+        references = {tokens: self._serial_s(tokens) for tokens in {step.tokens for step in self.overlapped}}
+        return tuple(step.call_s / references[step.tokens] - 1 for step in self.overlapped)
 
     @property
     def change(self) -> float:
         return median(self.changes)
+
+    def _serial_s(self, tokens: int) -> float:
+        alike = [
+            step.call_s for step in self.serial if max(step.tokens, tokens) <= LIKE_SIZE * min(step.tokens, tokens)
+        ]
+        return median(alike if len(alike) >= LEAST_STEPS else [step.call_s for step in self.serial])
 
 
 def size_class(tokens: int) -> int:
@@ -182,38 +187,22 @@ def size_class(tokens: int) -> int:
     return 1 << (tokens.bit_length() - 1)
 
 
-def compare(steps: Iterable[StepRecord]) -> list[Comparison]:
-    """Compare by mode, smallest size first; leaves out classes with fewer than `LEAST_STEPS` overlapped steps."""
-    steps = [step for step in steps if step.call_s > 0]
-    unsplit = [step for step in steps if not step.overlapped]
-    classes: dict[tuple[str, int], list[StepRecord]] = {}
-    for step in steps:
-        if step.overlapped:
-            classes.setdefault((step.mode, size_class(step.tokens)), []).append(step)
-    made = (
-        _comparison(mode, size, members, [other for other in unsplit if other.mode == mode])
-        for (mode, size), members in sorted(classes.items())
-    )
-    return [comparison for comparison in made if comparison is not None]
+def compare(steps: Iterable[StepRecord], serial: Iterable[StepRecord] = ()) -> list[SizeClass]:
+    """The classes that have overlapped steps, by mode, smallest size first.
 
-
-def _comparison(
-    mode: str, size: int, overlapped: Sequence[StepRecord], unsplit: Sequence[StepRecord]
-) -> Comparison | None:
-    step_s = median(step.call_s for step in overlapped)
-    references: dict[int, float | None] = {}
-    for tokens in {step.tokens for step in overlapped}:
-        alike = [
-            other.call_s for other in unsplit if max(other.tokens, tokens) <= LIKE_SIZE * min(other.tokens, tokens)
-        ]
-        references[tokens] = median(alike) if len(alike) >= LEAST_STEPS else None
-    changes = [step.call_s / reference - 1 for step in overlapped if (reference := references[step.tokens]) is not None]
-    if len(changes) >= LEAST_STEPS:
-        return Comparison(mode, size, tuple(changes), step_s, Basis.UNSPLIT)
-    changes = [(step.summary.wall_s - step.meeting_s) / step.serial_s - 1 for step in overlapped if step.serial_s > 0]
-    if len(changes) >= LEAST_STEPS:
-        return Comparison(mode, size, tuple(changes), step_s, Basis.ESTIMATE)
-    return None
+    Args:
+        steps: of the trace. Its steps that did not overlap are serial ones, too.
+        serial: of another trace, of a run without overlap.
+    """
+    classes: dict[tuple[str, int], tuple[list[StepRecord], list[StepRecord]]] = {}
+    for step in (*steps, *(step for step in serial if not step.overlapped)):
+        if step.call_s > 0:
+            classes.setdefault((step.mode, size_class(step.tokens)), ([], []))[not step.overlapped].append(step)
+    return [
+        SizeClass(mode, size, tuple(overlapped), tuple(unsplit))
+        for (mode, size), (overlapped, unsplit) in sorted(classes.items())
+        if overlapped
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------ groups
@@ -225,7 +214,7 @@ class Group:
 
     Attributes:
         mode: mode of the steps; empty if there are several modes.
-        tokens: fewest and most tokens of a step.
+        tokens: fewest and most tokens of a step, on any rank that has some.
         step_s: median time of a step.
         total: where the time of all these steps went, summed.
     """
@@ -253,11 +242,13 @@ def _group(mode: str, outcome: str, members: Sequence[StepRecord]) -> Group:
         mode,
         outcome,
         len(members),
-        (min(step.tokens for step in members), max(step.tokens for step in members)),
+        (min(step.tokens for step in members), max(max(step.tokens, step.most_tokens) for step in members)),
         median(step.call_s for step in members),
         TraceSummary(**{name: sum(getattr(step.summary, name) for step in members) for name in names}),
     )
 
 
 def _outcome(step: StepRecord) -> str:
+    if step.single:
+        return "unsplit (one token cannot be split)"
     return describe_outcome(step.lanes, step.chunks, step.reason)

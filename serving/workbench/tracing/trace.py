@@ -1,4 +1,4 @@
-"""`ubatch trace`: record steps of a running server or of an offline run, and explain them in words.
+"""`ubatch trace`: record steps of a running server or of a run here (`offline`), and explain them in words.
 
 record   one trace per rank: from a server's files, from files recorded earlier, or from ranks started here
 merge    the traces onto one clock, with the same step numbers
@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
-from serving.generate import GenerateCommand, print_generated, print_notes, resolve_offline
-from serving.llm import LLM
+from serving.generate import print_notes
 from serving.options import TRACE, Layer, Settings, chosen_dtype, describe_settings, merge, read_layers
 from serving.options.sources import Source, settle_environment
 from serving.workbench.bench.statistics import columns
 from serving.workbench.tracing.diagnosis import diagnose
 from serving.workbench.tracing.finding import Finding
+from serving.workbench.tracing.offline import OfflineRun, choose_run, pick_link, record, record_serial
 from serving.workbench.tracing.steps import Group, StepRecord, between_steps, group_steps, read_steps
 from ubatch import ConfigError, UBatchError, write_chrome, write_html
 from ubatch.trace.file import RankTrace, merge_traces, read_chrome
@@ -41,7 +40,7 @@ class ServerRefused(UBatchError):
     """The server cannot be reached, or refuses to record."""
 
 
-_OF_SOURCE = {"--url": {"url", "seconds", "api_key", "out"}, "--files": {"files", "out"}}
+_OF_SOURCE = {"--url": {"url", "seconds", "api_key", "out", "serial"}, "--files": {"files", "out", "serial"}}
 _OF_URL = {"seconds", "api_key"}
 _SOURCES = ("url", "files", "prompt")
 
@@ -52,7 +51,7 @@ class TraceCommand:
     force; `notes` are settings that are allowed but may be mistakes, one sentence each."""
 
     settings: Settings
-    run: GenerateCommand | None
+    run: OfflineRun | None
     print_config: bool
     notes: tuple[str, ...]
 
@@ -74,13 +73,13 @@ def read(program: str, description: str, words: Sequence[str]) -> TraceCommand:
         settings = settle_environment(settings)
     told = settings.notes
     if source == "--prompt":
-        run = resolve_offline(layers, TRACE, print_config=print_config)
-        if run.engine.nnodes > 1:
+        run = choose_run(layers, print_config=print_config)
+        if run.command.engine.nnodes > 1:
             raise ConfigError(
-                f"{run.settings.spell('nnodes')}: every machine writes what its ranks recorded to its own disk. Trace "
-                "`ubatch serve` there, and show the files with --files."
+                f"{run.command.settings.spell('nnodes')}: every machine writes what its ranks recorded to its own disk."
+                " Trace `ubatch serve` there, and show the files with --files."
             )
-        settings, told = run.settings, run.notes
+        settings, told = run.command.settings, run.command.notes
     return TraceCommand(settings, run, print_config, (*idle, *told))
 
 
@@ -95,13 +94,14 @@ def run(command: TraceCommand) -> int:
     if command.print_config:
         print(describe_settings(command.settings))
         return 0
-    chosen = () if command.run is None else chosen_dtype(command.run.settings)
+    chosen = () if command.run is None else chosen_dtype(command.settings)
     print_notes("ubatch trace", (*chosen, *command.notes))
-    recorded = _record(command)
+    recorded, serial = _record(command)
     ranks = merge_traces(recorded)
     steps = read_steps(ranks)
     measures = all(rank.measures for rank in ranks)
-    findings = diagnose(steps, measures=measures, between=[between_steps(rank) for rank in ranks])
+    between = [between_steps(rank) for rank in ranks]
+    findings = diagnose(steps, serial=serial, measures=measures, between=between)
     if not steps:
         print(_line(findings[0]))
         return 1
@@ -142,10 +142,39 @@ def _check(s: Settings, words: Layer) -> str:
 # --------------------------------------------------------------------------------------------------------- recording
 
 
-def _record(command: TraceCommand) -> list[RankTrace]:
+class Recorded(NamedTuple):
+    """A recording, and the serial steps to compare it with."""
+
+    ranks: list[RankTrace]
+    serial: list[StepRecord]
+
+
+def _record(command: TraceCommand) -> Recorded:
+    s = command.settings
+    serial = _serial_steps(s["serial"])
     if command.run is not None:
-        return _offline(command.run)
-    return _from_files(command.settings["files"]) if command.settings["url"] is None else _from_server(command.settings)
+        return _offline(command.run, serial)
+    return Recorded(_from_files(s["files"]) if s["url"] is None else _from_server(s), serial)
+
+
+def _serial_steps(files: Sequence[Path]) -> list[StepRecord]:
+    steps = [step for step in read_steps(merge_traces(_from_files(files))) if not step.overlapped] if files else []
+    if files and not steps:
+        raise ConfigError(f"--serial {files[0]}: it has no step without overlap. Record it without --enable-dbo.")
+    return steps
+
+
+def _offline(run: OfflineRun, serial: list[StepRecord]) -> Recorded:
+    """Say what was chosen, and run the arms."""
+    for choice in run.choices:
+        print(f"chose {choice}")
+    if run.link:
+        run, choice = pick_link(run)
+        print(f"chose {choice}")
+    if run.overlaps and not serial:
+        print("chose to run once without overlap first, to compare with")
+        serial = record_serial(run)
+    return Recorded(record(run), serial)
 
 
 def _from_server(s: Settings) -> list[RankTrace]:
@@ -184,16 +213,6 @@ def _ask(client: httpx.Client, path: str) -> Any:
 
 def _from_files(files: Sequence[Path]) -> list[RankTrace]:
     return [trace for file in files for trace in read_chrome(file)]
-
-
-def _offline(command: GenerateCommand) -> list[RankTrace]:
-    """Generate, and record every step; prints the output."""
-    with LLM.from_settings(command.settings) as llm, tempfile.TemporaryDirectory() as folder:
-        llm.start_profile()
-        outputs = llm.generate(command.prompts, command.params)
-        traces = _from_files(llm.stop_profile(Path(folder)))
-        print_generated(llm, outputs)
-    return traces
 
 
 # ----------------------------------------------------------------------------------------------- writing and printing

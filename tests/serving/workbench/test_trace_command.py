@@ -22,6 +22,7 @@ from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
 pytestmark = pytest.mark.long
 
 TINY = str(TINY_MOE)
+ONE_RANK = (TINY, "--prompt", "x", "--data-parallel-size", "1")
 COMPUTE, WAIT, TRANSFER = SpanKind.COMPUTE, SpanKind.WAIT, SpanKind.TRANSFER
 KEY = "secret"
 
@@ -101,7 +102,7 @@ def test_files_of_all_ranks_become_one_timeline(
     assert main(["trace", "--files", *files, "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "fact: 6 of 12 steps overlapped (6 of 12 decode)." in printed
-    assert "good: decode steps of 64-127 tokens gain 20% (median of 6 steps, 400.00 ms, against unsplit" in printed
+    assert "good: decode steps of 64-127 tokens gain 20% (median of 6 steps, 400.00 ms, against 6 serial" in printed
     assert "hint: 6 of 12 decode steps (50%) ran unsplit because of peer_declined" in printed
     row = re.search(r"decode 2 lanes +6 +64 +400\.00 +(\d+)% +7\.5% +5\.0% +0\.0%", printed)
     assert row, printed
@@ -204,9 +205,10 @@ def test_an_idle_server_gives_nothing_to_see(
         (["--files", "a.json", "--seconds", "3"], "--seconds has no effect with --files"),
         ([TINY, "--prompt", "x", "--seconds", "3"], "--seconds has no effect with --prompt"),
         (["--files", "nowhere.json"], "cannot read nowhere.json"),
-        ([TINY, "--prompt", "x", "--enable-expert-parallel"], "--data-parallel-size 2 or more"),
-        ([TINY, "--prompt", "x", "--all2all-backend", "torch_dist"], "--all2all-backend needs --enable-expert-paral"),
-        ([TINY, "--prompt", "x", "--emulated-link", "1", "1"], "--emulated-link needs --enable-expert-parallel"),
+        ([*ONE_RANK, "--enable-expert-parallel"], "--data-parallel-size 2 or more"),
+        ([*ONE_RANK, "--all2all-backend", "torch_dist"], "--all2all-backend needs --enable-expert-paral"),
+        ([*ONE_RANK, "--emulated-link", "1", "1"], "--emulated-link needs --enable-expert-parallel"),
+        (["--url", "http://x", "--serial", "nowhere.json"], "cannot read nowhere.json"),
     ],
 )
 def test_wrong_calls_are_one_clear_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,7 +229,9 @@ def test_a_folder_that_cannot_be_written(files: list[str], tmp_path: Path, capsy
 def test_two_ranks_run_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Also that a real wrapper notes its steps, and that the ranks' steps fit together."""
     out = tmp_path / "trace"
+    serial = write_rank(tmp_path / "serial.json", 0)
     flags = ["--data-parallel-size", "2", "--enable-expert-parallel", "--enable-dbo", "--max-tokens", "5"]
+    flags += ["--emulated-link", "20", "50", "--serial", str(serial)]
     thresholds = ["--dbo-decode-token-threshold", "2", "--dbo-prefill-token-threshold", "4096"]
     prompts = ["--prompt", "def main(", "import os", "class Server:", "for i in"]
     assert main(["trace", TINY, *prompts, *flags, *thresholds, "--out", str(out)]) == 0

@@ -9,7 +9,6 @@ import pytest
 from serving.workbench.tracing.diagnosis import diagnose
 from serving.workbench.tracing.finding import Finding, FindingKind
 from serving.workbench.tracing.steps import (
-    Basis,
     StepRecord,
     between_steps,
     compare,
@@ -65,9 +64,9 @@ def step(
     )
 
 
-def said(steps: Sequence[StepRecord], start: str) -> Finding:
+def said(steps: Sequence[StepRecord], start: str, serial: Sequence[StepRecord] = ()) -> Finding:
     """The one finding that begins so."""
-    (finding,) = (finding for finding in diagnose(steps) if finding.text.startswith(start))
+    (finding,) = (finding for finding in diagnose(steps, serial=serial) if finding.text.startswith(start))
     return finding
 
 
@@ -86,20 +85,40 @@ def test_small_steps_that_lose_against_unsplit_ones() -> None:
     finding = said(overlapped + unsplit, "decode steps below 64 tokens lose 12%")
     assert finding.kind is FindingKind.PROBLEM
     assert finding.text == (
-        "decode steps below 64 tokens lose 12% (median of 5 steps, 11.20 ms, against unsplit steps of like size): "
-        "raise --dbo-decode-token-threshold to 64."
+        "decode steps below 64 tokens lose 12% (median of 5 steps, 11.20 ms, against 5 serial steps of 34 tokens, "
+        "10.00 ms): raise --dbo-decode-token-threshold to 64."
     )
     assert finding.figures == {"threshold": 64, "change": pytest.approx(0.12), "steps": 5}
     gain = said(overlapped + unsplit, "decode steps of 128-255 tokens gain 20%")
     assert gain.kind is FindingKind.GOOD
 
 
-def test_without_unsplit_steps_of_like_size_the_estimate_counts_and_says_so() -> None:
-    lose = [step(600, 30.0, mode="prefill", compute=20.0, communication=5.0)] * 4
-    far = [step(2000, 10.0, mode="prefill", reason="peer_declined")] * 4
-    finding = said(lose + far, "prefill steps lose 20% at every size seen, up to 1023 tokens")
-    assert "against the serial estimate, split compute + communication" in finding.text
-    assert "raise --dbo-prefill-token-threshold above 1023" in finding.text
+def test_without_serial_steps_of_like_size_nothing_is_called_a_gain_and_they_are_asked_for() -> None:
+    """Its own compute and communication, one after the other, make this step look 48% faster; serial ones were."""
+    looks_good = [step(12, 10.4, compute=12.0, communication=8.0)] * 4
+    far = [step(2000, 10.0, reason="peer_declined")] * 4 + [step(12, 6.8, mode="prefill", reason="peer_declined")] * 4
+    finding = said(looks_good + far, "whether overlap gains for decode steps of 8-15 tokens is not known: 4 overlapped")
+    assert finding.kind is FindingKind.HINT
+    assert "0 serial steps of that size were measured" in finding.text
+    assert "Run once without --enable-dbo, and give its trace.json with --serial." in finding.text
+    assert unsaid(looks_good + far, "gain 4")
+    assert unsaid(looks_good + far, "lose")
+    serial = [step(9, 6.8, reason="disabled")] * 4
+    finding = said(looks_good, "decode steps lose 53% at every size seen, up to 15 tokens", serial)
+    assert "against 4 serial steps of 9 tokens, 6.80 ms" in finding.text
+    assert not any("is not known" in each.text for each in diagnose(looks_good, serial=serial))
+
+
+def test_only_serial_steps_of_the_other_trace_are_compared_with() -> None:
+    overlapped = [step(12, 10.0)] * 3
+    serial = [step(12, 20.0, reason="disabled")] * 3 + [step(12, 1.0)] * 9
+    assert said(overlapped, "decode steps of 8-15 tokens gain 50%", serial).kind is FindingKind.GOOD
+
+
+def test_of_the_serial_steps_in_a_class_the_nearest_in_size_count() -> None:
+    overlapped = [step(120, 15.0)] * 3
+    serial = [step(70, 10.0, reason="disabled")] * 9 + [step(110, 20.0, reason="disabled")] * 3
+    assert said(overlapped, "decode steps of 64-127 tokens gain 25%", serial)
 
 
 @pytest.mark.parametrize(
@@ -110,15 +129,9 @@ def test_without_unsplit_steps_of_like_size_the_estimate_counts_and_says_so() ->
     ],
 )
 def test_every_mode_has_its_threshold(mode: str, name: str) -> None:
-    finding = said([step(64, 20.0, mode=mode, compute=10.0, communication=2.0)] * 3, f"{mode} steps lose 67%")
+    serial = [step(64, 12.0, mode=mode, reason="disabled")] * 3
+    finding = said([step(64, 20.0, mode=mode)] * 3, f"{mode} steps lose 67%", serial)
     assert f"raise {name} above 127" in finding.text
-
-
-def test_waits_for_other_ranks_are_not_in_the_estimate() -> None:
-    waits = {"dispatch_counts": 10.0, "dispatch": 1.0}
-    (comparison,) = compare([step(64, 30.0, compute=18.0, communication=7.0, waits=waits)] * 3)
-    assert comparison.basis is Basis.ESTIMATE
-    assert comparison.change == pytest.approx(20 / 25 - 1)
 
 
 def test_large_steps_that_lose_are_no_matter_of_the_threshold() -> None:
@@ -131,10 +144,10 @@ def test_large_steps_that_lose_are_no_matter_of_the_threshold() -> None:
 
 def test_modes_and_few_steps_are_not_thrown_together() -> None:
     steps = [step(64, 20.0)] * 2 + [step(64, 10.0, reason="kv_order")] * 5
-    assert compare(steps) == []
+    assert [each.measured for each in compare(steps)] == [False]
     steps = [step(64, 20.0, mode="prefill", compute=20.0)] * 5 + [step(64, 10.0, reason="kv_order")] * 5
     (comparison,) = compare(steps)
-    assert (comparison.mode, comparison.basis) == ("prefill", Basis.ESTIMATE)
+    assert (comparison.mode, comparison.measured) == ("prefill", False)
     assert [size_class(tokens) for tokens in (1, 2, 3, 64, 127, 128)] == [1, 2, 2, 64, 64, 128]
 
 
@@ -149,7 +162,7 @@ def test_steps_below_the_threshold_that_wait() -> None:
     waiting = [step(tokens, 10.0, reason=BELOW, waits={"dispatch": 3.0}) for tokens in (8, 9, 15)]
     finding = said(waiting, "3 decode steps of 8 to 15 tokens ran unsplit")
     assert "a lower --dbo-decode-token-threshold could gain up to 30%" in finding.text
-    losing = [step(32, 20.0, compute=10.0, communication=1.0)] * 3
+    losing = [step(32, 20.0)] * 3 + [step(32, 10.0, reason="kv_order")] * 3
     assert unsaid(waiting + losing, "a lower"), "larger ones lose already"
     assert unsaid([step(1, 10.0, reason=BELOW, waits={"dispatch": 3.0})] * 5, "a lower"), "nothing to split"
     assert unsaid([step(8, 10.0, reason=BELOW, waits={"counts": 3.0})] * 5, "a lower"), "no link to hide"
@@ -165,6 +178,33 @@ def test_frequent_reasons_come_with_advice(reason: DeclineReason) -> None:
     finding = said(steps, f"3 of 10 decode steps (30%) ran unsplit because of {reason}: ")
     assert finding.kind is FindingKind.HINT
     assert unsaid([*steps, *[step(64, 10.0)] * 30], "because of"), "rare"
+
+
+def test_steps_of_one_token_are_named_as_what_they_are() -> None:
+    steps = [step(1, 10.0, reason=BELOW, waits={"dispatch": 3.0})] * 5
+    finding = said(steps, "5 decode steps had one token on a rank, which cannot be split")
+    assert finding.kind is FindingKind.FACT
+    assert unsaid(steps, "threshold"), "no threshold changes that"
+    assert [group.outcome for group in group_steps(steps)] == ["unsplit (one token cannot be split)"]
+    off = [step(1, 10.0, reason="disabled")] * 5
+    assert said(off, "no decode step overlapped: 5 of 5 (100%) ran unsplit because of disabled: --enable-dbo")
+
+
+@pytest.mark.parametrize("reason", list(DeclineReason))
+def test_why_nothing_overlapped_is_always_said(reason: DeclineReason) -> None:
+    """Also of a single step, without waits, and whether or not times were measured."""
+    steps = [step(3, 10.0, reason=reason)]
+    start = f"no decode step overlapped: 1 of 1 (100%) ran unsplit because of {reason}: "
+    assert said(steps, start)
+    assert any(finding.text.startswith(start) for finding in diagnose(steps, measures=False))
+    rest = [step(700, 10.0, mode="prefill")] * 5
+    assert said(steps + rest, start), "another mode did overlap"
+
+
+def test_below_the_threshold_says_which_and_how_far() -> None:
+    steps = [step(tokens, 10.0, reason=BELOW) for tokens in (3, 7)]
+    text = said(steps, "no decode step overlapped: 2 of 2").text
+    assert "they had 3 to 7 tokens; send more requests at a time, or lower --dbo-decode-token-threshold" in text
 
 
 # ------------------------------------------------------------------------------------------- inside overlapped steps
@@ -215,7 +255,7 @@ def test_uneven_lanes_and_ranks() -> None:
 
 
 def test_problems_come_first_after_the_census() -> None:
-    steps = [step(64, 20.0, compute=10.0, communication=2.0)] * 3 + [step(64, 9.0, mode="prefill", compute=11.0)] * 3
+    steps = [step(64, 20.0, **SENDS)] * 3 + [step(64, 12.0, reason="kv_order")] * 3
     kinds = [finding.kind for finding in diagnose(steps, between=[(10.0, 4.0), (10.0, 3.0)])]
     assert kinds[0] is FindingKind.FACT
     assert kinds[1:] == sorted(kinds[1:], key=list(FindingKind).index)
@@ -227,7 +267,7 @@ def test_problems_come_first_after_the_census() -> None:
 def test_without_steps_and_without_times() -> None:
     (finding,) = diagnose([])
     assert finding.text.startswith("no step was recorded")
-    steps = [step(64, 20.0, compute=10.0, communication=2.0)] * 5 + [step(64, 10.0, reason="kv_order")] * 5
+    steps = [step(64, 20.0)] * 5 + [step(64, 10.0, reason="kv_order")] * 5
     texts = [finding.text for finding in diagnose(steps, measures=False)]
     assert "cannot show what overlap gained" in texts[1]
     assert "because of kv_order" in texts[2]

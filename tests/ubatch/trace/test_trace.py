@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from ubatch.schedules.ring import interleave
 from ubatch.schedules.schedule import Recv, Schedule
 from ubatch.schedules.simulate import Compute, Launch, Pass, Wait, programs_of, simulate
 from ubatch.trace.spans import UNSPLIT, EventKind, LinkTime, Span, SpanKind, Trace, current_trace, tracing
+from ubatch.trace.stages import flows
 
 LINK_S = 0.02
 
@@ -133,6 +135,25 @@ def test_events_are_the_lanes_program(pool: LanePool, recv: Recv) -> None:
     for program in programs:
         assert [type(op) for op in program if not isinstance(op, Compute)] == [Launch, Pass, Wait, Pass] * 2
     assert list(simulate(programs, schedule).order) == trace.order
+
+
+@pytest.mark.parametrize("recv", list(Recv))
+def test_every_wait_has_an_arrow_from_the_launch_that_it_waits_for(pool: LanePool, recv: Recv) -> None:
+    schedule = Schedule("test", points_off=frozenset({"layer"}), recv=recv)
+    with tracing() as trace:
+        run(pool, *[layers(2, link_s=0.001)] * pool.lanes, schedule=schedule)
+    waits = of(trace.spans, SpanKind.WAIT)
+    found = {flow.wait: flow for flow in flows(trace.spans)}
+    assert waits
+    assert set(found) == set(waits)
+    for wait, flow in found.items():
+        (launch,) = [
+            span for span in of(trace.spans, SpanKind.COMPUTE, lane=flow.lane) if span.start <= flow.at < span.end
+        ]
+        assert re.fullmatch(rf"{wait.name}\.\d+", launch.name)
+        assert launch.end == wait.launched <= wait.start
+    others = sum(flow.lane != wait.lane for wait, flow in found.items())
+    assert (others > 0) == (recv is Recv.PEER)
 
 
 @pytest.mark.parametrize("recv", list(Recv))

@@ -6,6 +6,8 @@ import html
 import itertools
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from ubatch.errors import ConfigError
 from ubatch.trace.export import TraceSummary, difference, intersection, pack, summarise, to_chrome, union, write_chrome
 from ubatch.trace.page import Remark, write_html
-from ubatch.trace.spans import UNSPLIT, Span, SpanKind
+from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
 
 COMPUTE, WAIT, TRANSFER = SpanKind.COMPUTE, SpanKind.WAIT, SpanKind.TRANSFER
 
@@ -143,7 +145,7 @@ def test_chrome_rows_and_times() -> None:
     assert ("steps", "step 1", 0, 9 * second) in drawn
     assert ("steps", "step 2", 10 * second, 10 * second) in drawn
     assert ("lane 0", "wait for dispatch", 15 * second, second) in drawn
-    assert ("lane 1", "dispatch", 12 * second, 3 * second) in drawn
+    assert ("lane 1", "start", 12 * second, 3 * second) in drawn
     assert ("link", "dispatch", 12 * second, 4 * second) in drawn
     assert ("link (2)", "dispatch", 15 * second, 2 * second) in drawn, "two transfers at once get a row each"
 
@@ -260,9 +262,54 @@ def test_page_cuts_a_compute_span_where_it_waits(tmp_path: Path) -> None:
     assert link["blocks"][0]["hidden"] == [[3 * second, 4 * second]]
 
 
+def test_page_names_blocks_by_their_stage_and_says_what_ended_it(tmp_path: Path) -> None:
+    data = page_data(write_and_read(tmp_path, {0: OVERLAPPED}))
+    rows = {row["name"]: row["blocks"] for row in data["steps"][0]["ranks"][0]["rows"]}
+    assert [(block["name"], block["until"]) for block in rows["lane 0"]] == [
+        ("start", "dispatch"),
+        ("dispatch", "dispatch"),  # the wait
+        ("after dispatch", "end"),
+    ]
+    assert [block["name"] for block in rows["link"]] == ["dispatch"]
+
+
+def test_page_says_of_a_step_what_the_table_says(tmp_path: Path) -> None:
+    """The ranks differ: the headline is of all of them, also of one that had nothing to do."""
+    notes = {
+        0: [StepNote(2, "decode", 3, "s", reason="peer_declined", declined_by=1)],
+        1: [StepNote(2, "prefill", 9, "s", reason="kv_order", declined_by=1)],
+        2: [StepNote(2, "decode", 0, "s", reason="peer_declined", declined_by=1)],
+    }
+    data = page_data(write_and_read(tmp_path, {0: OVERLAPPED, 1: OVERLAPPED, 2: []}, notes=notes))
+    (step,) = data["steps"]
+    assert step["note"] == "prefill, 3-9 tokens, unsplit (kv_order)"
+    assert [rank["rank"] for rank in step["ranks"]] == [0, 1, 2]
+    assert [rank["summary"]["wall"] for rank in step["ranks"]] == [10_000_000, 10_000_000, 0]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="the page's script runs in a browser, or in node")
+def test_page_shows_several_steps_on_one_time_axis(tmp_path: Path) -> None:
+    page = write_and_read(tmp_path, {0: UNSPLIT_STEP + OVERLAPPED, 1: OVERLAPPED})
+    assert [step["start"] for step in page_data(page)["steps"]] == [0, 10_000_000]
+    functions = re.search(r"^function joined\(.*?^}$", page, re.DOTALL | re.MULTILINE)
+    split = re.search(r"^const split = .*$", page, re.MULTILINE)
+    assert functions is not None
+    assert split is not None
+    script = f"{split[0]}\n{functions[0]}\nconsole.log(JSON.stringify(joined({json.dumps(page_data(page)['steps'])})))"
+    both = json.loads(subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True).stdout)
+    assert (both["title"], both["duration"]) == ("Steps 1 to 2", 20_000_000)
+    assert both["begins"] == [{"at": 0, "text": "step 1"}, {"at": 10_000_000, "text": "step 2"}]
+    assert [rank["rank"] for rank in both["ranks"]] == [0, 1]
+    rows = {row["name"]: row for row in both["ranks"][0]["rows"]}
+    assert list(rows) == ["unsplit", "lane 0", "lane 1", "link", "link (2)"]
+    assert [block["at"] for block in rows["link"]["blocks"]] == [[3e6, 7e6], [12e6, 16e6]]
+    assert rows["link"]["blocks"][1]["hidden"] == [[12e6, 15e6]]
+    assert both["ranks"][0]["summary"]["wall"] == 19_000_000
+
+
 def test_page_survives_any_text(tmp_path: Path) -> None:
     nasty = "</script><b>&\"' {{data}} {{title}} \u2028"
-    spans = [Span(COMPUTE, nasty, 0, 1.0, 2.0, 1)]
+    spans = [Span(COMPUTE, nasty, UNSPLIT, 1.0, 2.0, 1)]
     page = write_and_read(tmp_path, {0: spans}, title=nasty, summary={nasty: nasty})
     assert page_data(page)["steps"][0]["ranks"][0]["rows"][0]["blocks"][0]["name"] == nasty
     assert page.count("</script>") == 2

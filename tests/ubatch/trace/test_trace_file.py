@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ubatch.errors import ConfigError
-from ubatch.trace.export import Clock, describe_note, handoffs, points, summarise, to_chrome, write_chrome
+from ubatch.trace.export import Clock, describe_note, handoffs, summarise, to_chrome, write_chrome
 from ubatch.trace.file import RankTrace, merge_traces, read_chrome
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
+from ubatch.trace.stages import points
 
 COMPUTE, WAIT, TRANSFER = SpanKind.COMPUTE, SpanKind.WAIT, SpanKind.TRANSFER
 HERE, THERE = Clock("here", 1000.0), Clock("there", 5000.0)

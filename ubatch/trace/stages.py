@@ -1,0 +1,155 @@
+"""What a lane did when: the points that it passed, the names of its stages, and where its transfers were launched.
+
+A compute span is named by what ended it: a point, the launch of a transfer (`transfer.number`), a wait, or the lane's
+end. Its *stage* is the work in it. In a layer of this project's models a stage has a name of its own (`experts`);
+elsewhere it is named by what it follows, as in profilers (`ubatch.trace.ranges`): `start`, or `after all_reduce`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ubatch.trace.spans import UNSPLIT, Span, SpanKind
+
+__all__ = ["Flow", "Mark", "by_step", "flows", "held_by_lanes", "points", "stage_names"]
+
+_START = "start"
+_STAGES: Mapping[str, Mapping[str, str]] = {
+    "attn_gather": {_START: "norm", "layer": "norm"},
+    "attn_prepare": {_START: "norm, qkv", "layer": "norm, qkv", "attn_gather": "qkv"},
+    "attn_scatter": {"attn_prepare": "attention"},
+    "select": {"attn_prepare": "attention, router", "attn_scatter": "norm, router"},
+    "dispatch_counts": {"select": "count tokens"},
+    "dispatch": {"select": "pack tokens", "dispatch_counts": "pack tokens"},
+    "combine": {"dispatch": "experts"},
+    "output": {"combine": "weighted sum", "mlp_scatter": "residual"},
+    "mlp_gather": {"attn_prepare": "attention", "attn_scatter": "norm"},
+    "mlp_scatter": {"mlp_gather": "dense MLP"},
+    "layer": {"output": "residual", "attn_prepare": "attention, dense MLP", "mlp_scatter": "residual"},
+}
+"""End of a stage -> what it follows -> its name, in the layers of this project's models."""
+
+
+def by_step(spans: Iterable[Span]) -> dict[int, list[Span]]:
+    """Step -> its spans."""
+    steps: dict[int, list[Span]] = {}
+    for span in spans:
+        steps.setdefault(span.step, []).append(span)
+    return steps
+
+
+def held_by_lanes(step: Iterable[Span]) -> list[Span]:
+    """Compute and wait spans of a step's lanes, in order. Only one lane holds the baton, so they do not overlap."""
+    lanes = (span for span in step if span.lane != UNSPLIT and span.kind is not SpanKind.TRANSFER)
+    return sorted(lanes, key=lambda span: (span.start, span.end))
+
+
+# ------------------------------------------------------------------------------------------------------------ points
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A lane passes a point.
+
+    Attributes:
+        at: seconds of `time.monotonic`.
+        to: the lane that ran next; None if this lane kept the baton.
+        ran_at: when lane `to` started to run; seconds of `time.monotonic`.
+    """
+
+    step: int
+    lane: int
+    name: str
+    at: float
+    to: int | None = None
+    ran_at: float | None = None
+
+
+def points(spans: Iterable[Span]) -> list[Mark]:
+    """The points that lanes passed, in order of time."""
+    marks = []
+    for step in by_step(spans).values():
+        held = held_by_lanes(step)
+        waits = {(span.lane, span.name, span.start) for span in held if span.kind is SpanKind.WAIT}
+        transfers = _transfers(step)
+        for span, after in itertools.zip_longest(held, held[1:]):
+            if (
+                span.kind is SpanKind.WAIT
+                or span.name == "end"
+                or (span.lane, span.name, span.end) in waits
+                or _launched(span, transfers) is not None
+            ):
+                continue
+            mark = Mark(span.step, span.lane, span.name, span.end)
+            if after is not None and after.lane != span.lane:
+                mark = replace(mark, to=after.lane, ran_at=after.start)
+            marks.append(mark)
+    return sorted(marks, key=lambda mark: mark.at)
+
+
+def _transfers(step: Iterable[Span]) -> set[str]:
+    return {span.name for span in step if span.kind is not SpanKind.COMPUTE}
+
+
+def _launched(span: Span, transfers: set[str]) -> str | None:
+    """Name of the transfer whose launch ends this compute span; None if something else ends it."""
+    launch = re.fullmatch(r"(.+)\.\d+", span.name)
+    return launch[1] if launch is not None and launch[1] in transfers else None
+
+
+# ------------------------------------------------------------------------------------------------------------ stages
+
+
+def stage_names(spans: Iterable[Span]) -> dict[Span, str]:
+    """Names of the stages of all compute spans. Work outside lanes keeps the name that it was recorded with."""
+    names: dict[Span, str] = {}
+    for step in by_step(spans).values():
+        transfers = _transfers(step)
+        before: dict[int, str] = {}
+        for span in held_by_lanes(step):
+            end = _launched(span, transfers) or span.name
+            if span.kind is SpanKind.COMPUTE:
+                follows = before.get(span.lane, _START)
+                other = _START if follows == _START else f"after {follows}"
+                names[span] = _STAGES.get(end, {}).get(follows, other)
+            before[span.lane] = end
+        names |= {span: span.name for span in step if span.kind is SpanKind.COMPUTE and span.lane == UNSPLIT}
+    return names
+
+
+# ------------------------------------------------------------------------------------------------------------- flows
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A launch, and the wait for it.
+
+    Attributes:
+        lane: the lane that launched; `UNSPLIT` outside lanes.
+        at: a moment of the launching span, its last nanosecond in a lane; seconds of `time.monotonic`.
+    """
+
+    lane: int
+    at: float
+    wait: Span
+
+
+def flows(spans: Iterable[Span]) -> Iterator[Flow]:
+    """Every launch whose compute span was recorded, with its wait."""
+    for step in by_step(spans).values():
+        rows: dict[int, list[Span]] = {}
+        for span in sorted(step, key=lambda span: span.end):
+            if span.kind is SpanKind.COMPUTE:
+                rows.setdefault(span.lane, []).append(span)
+        ends = {lane: [span.end for span in row] for lane, row in rows.items()}
+        for wait in (span for span in step if span.kind is SpanKind.WAIT and span.launched):
+            at = bisect_left(ends.get(wait.launcher, []), wait.launched)
+            if at == len(ends.get(wait.launcher, [])):
+                continue
+            slice_ = rows[wait.launcher][at]
+            if slice_.start < wait.launched:
+                yield Flow(wait.launcher, max(slice_.start, min(wait.launched, slice_.end - 1e-9)), wait)
