@@ -214,11 +214,19 @@ def write_chrome(
     write_whole(Path(path), json.dumps(document, separators=(",", ":")))
 
 
+def deciding_note(notes: Mapping[int, StepNote]) -> StepNote:
+    """Of one step's notes by rank: that of the first rank that declined overlap, as one rank declines for all; else
+    that of the rank with the fewest tokens, not counting ranks without any."""
+    decliners = (note.declined_by for note in notes.values())
+    declined = next((notes[rank] for rank in decliners if rank is not None and rank in notes), None)
+    return declined or min(notes.values(), key=lambda note: (not note.tokens, note.tokens))
+
+
 def describe_note(note: StepNote, *others: StepNote) -> str:
     """`decode, 64 tokens, 2 lanes`, or `decode, 3-5 tokens, unsplit (below_decode_threshold)` if ranks differ.
 
     Args:
-        note: of the deciding rank (`ubatch.trace.file.deciding_note`).
+        note: of the deciding rank (`deciding_note`).
         others: of the other ranks.
     """
     outcome = describe_outcome(note.lanes, note.chunks, note.reason)

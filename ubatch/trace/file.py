@@ -23,7 +23,7 @@ from ubatch.trace.export import FILE_KEY, WAIT_PREFIX, Clock, lane_row
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
 from ubatch.trace.stages import by_step
 
-__all__ = ["RankTrace", "deciding_note", "merge_traces", "read_chrome"]
+__all__ = ["RankTrace", "merge_traces", "read_chrome"]
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,6 @@ class RankTrace:
     notes: tuple[StepNote, ...]
     clock: Clock
     measures: bool = True
-
-
-def deciding_note(notes: Mapping[int, StepNote]) -> StepNote:
-    """Of one step's notes by rank: that of the first rank that declined overlap, as one rank declines for all; else
-    that of the rank with the fewest tokens, not counting ranks without any."""
-    decliners = (note.declined_by for note in notes.values())
-    declined = next((notes[rank] for rank in decliners if rank is not None and rank in notes), None)
-    return declined or min(notes.values(), key=lambda note: (not note.tokens, note.tokens))
 
 
 def read_chrome(path: str | Path) -> list[RankTrace]:

@@ -18,6 +18,7 @@ from ubatch.process.files import write_whole
 from ubatch.trace.export import (
     Interval,
     computing,
+    deciding_note,
     describe_note,
     difference,
     intersection,
@@ -27,7 +28,6 @@ from ubatch.trace.export import (
     summarise,
     union,
 )
-from ubatch.trace.file import deciding_note
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
 from ubatch.trace.stages import Mark, by_step, points, stage_names
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from ubatch import DeclineReason, Span, SpanKind, TraceSummary, summarise
-from ubatch.trace.export import computing, describe_outcome, handoffs, measure
-from ubatch.trace.file import RankTrace, deciding_note
+from ubatch.trace.export import computing, deciding_note, describe_outcome, handoffs, measure
+from ubatch.trace.file import RankTrace
 from ubatch.trace.spans import UNSPLIT, StepNote
 from ubatch.trace.stages import by_step
 
