@@ -92,20 +92,21 @@ lint: setup ## ruff, mypy, and the floors (import-linter)
 bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
 	$(BIN)/ubatch bench handoff --json $(RESULTS)/handoff.json
 	$(BIN)/ubatch bench lanes --json $(RESULTS)/lanes.json
-	$(BIN)/ubatch bench overlap --ratios 1 --json $(RESULTS)/overlap.json
-	$(BIN)/ubatch bench overlap --ratios 0.25 0.5 2 4 --lanes 2 --json $(RESULTS)/overlap-ratios.json
+	$(BIN)/ubatch bench overlap --ratios 1.0 --json $(RESULTS)/overlap.json
+	$(BIN)/ubatch bench overlap --lanes 2 --ratios 0.25 0.5 2.0 4.0 --json $(RESULTS)/overlap-ratios.json
 	$(BIN)/ubatch bench transformers --json $(RESULTS)/transformers.json
-	$(BIN)/ubatch bench schedules --json $(RESULTS)/schedules-qwen3-moe.json
-	$(BIN)/ubatch bench schedules --random deepseek-v3 --json $(RESULTS)/schedules-deepseek-v3.json
-	$(BIN)/ubatch bench auto examples/models/tiny-moe --json $(RESULTS)/auto.json
+	$(BIN)/ubatch bench schedules --blocks 6 --top 6 --json $(RESULTS)/schedules-qwen3-moe.json
+	$(BIN)/ubatch bench schedules --random deepseek-v3 --sequences 4 --blocks 6 --json $(RESULTS)/schedules-deepseek-v3.json
+	$(BIN)/ubatch bench schedules --blocks 6 --random deepseek-v3 --layers 16 --sequences 12 --top 2 --json $(RESULTS)/schedules-deepseek-v3-16-layers.json
+	$(BIN)/ubatch bench auto examples/models/tiny-moe --steps 500 --compared 0.5 --json $(RESULTS)/auto.json
 	$(BIN)/ubatch bench experts --json $(RESULTS)/experts.json
 	$(BIN)/ubatch bench attention --json $(RESULTS)/attention.json
 	$(BIN)/ubatch bench engine --only scheduler --json $(RESULTS)/engine-scheduler.json
-	$(BIN)/ubatch bench engine --only overlap --json $(RESULTS)/engine-overlap.json
+	$(BIN)/ubatch bench engine --only overlap --blocks 6 --json $(RESULTS)/engine-overlap.json
 	$(BIN)/ubatch bench speculation --json $(RESULTS)/speculation.json
 	$(BIN)/ubatch bench abuse examples/models/tiny-moe --json $(RESULTS)/abuse.json
 	$(BIN)/ubatch bench fairness examples/models/tiny-moe --json $(RESULTS)/fairness.json
-	$(BIN)/ubatch bench engine --only offline served --json $(RESULTS)/engine-offline.json
+	$(BIN)/ubatch bench engine --only offline served --blocks 4 --ranks 1 --json $(RESULTS)/engine-offline.json
 
 # First what decides whether the rest makes sense, and the headline. What fails hides nothing that comes later.
 gpu: ## both of the next two, what matters most first: for whoever has a GPU for ten minutes

@@ -86,6 +86,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "serving.workbench.bench.server.compare",
         "whole engines: offline and served, with overlap, and the scheduler",
     ),
+    "bench results": (
+        "serving.workbench.bench.results",
+        "when the stored figures were measured, and which are older than what they measure",
+    ),
     "bench peers": (
         "serving.workbench.bench.peers",
         "this engine, vLLM and transformers on a CPU, each in an environment of its own",

@@ -5,8 +5,7 @@
     each traced step is simulated with all ranks together        the prediction is the median over the steps
 
 The link delivers at once because a core that sleeps until a transfer arrives has colder caches and a lower clock
-afterwards. Overlapped lanes hardly sleep: over a link as slow as compute, the stages of lanes one by one took 4 to 12%
-more CPU time than the same stages overlapped; with nothing to wait for, 1% less to 2% more.
+afterwards. Overlapped lanes hardly sleep, and the stages of lanes one by one would take more CPU time than theirs.
 
 All ranks are simulated together because they wait for each other in every layer (`simulate_ranks`). Each step is
 simulated separately because a disturbance on either rank delays both: medians of stages over the steps would hide it.

@@ -1,14 +1,12 @@
-"""The documents are true: their figures are the measured ones, and what they name exists."""
+"""The documents are true: what they name exists. `test_docs_figures` has their figures."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import itertools
-import json
 import re
 import runpy
-import statistics
 import sys
 import types
 from collections.abc import Iterator
@@ -26,9 +24,7 @@ from ubatch import Span, SpanKind, write_chrome
 
 pytestmark = pytest.mark.long
 
-RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
-MEASURED = ROOT / "docs" / "measured.md"
 NAMES = ROOT / "docs" / "names.md"
 ADDING_A_MODEL = ROOT / "docs" / "adding-a-model.md"
 
@@ -48,111 +44,6 @@ def test_adding_a_model_in_ten_lines(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = make_checkpoint(tmp_path, "Mistral", **{**COMMON, **GROUPED, "sliding_window": 6, "num_hidden_layers": 2})
     check_prefill(path)
     check_decode(path)
-
-
-def test_the_page_of_figures_shows_the_measured_overlap() -> None:
-    """Every row of the table of links, from the two files that `make bench` writes; where they differ, put in these."""
-    shown = table_below("| communication | lanes | best serial |")
-    rows = [row for name in ("overlap-ratios", "overlap") for row in measured_rows(RESULTS / f"{name}.json")]
-    expected = [row for _, row in sorted(rows, key=lambda ratio_and_row: ratio_and_row[0])]
-    shown[0][0] = shown[0][0].removesuffix(" compute")  # said once
-    assert shown == expected, "\n".join("| " + " | ".join(row) + " |" for row in expected)
-
-
-def test_the_page_of_figures_shows_what_wrapping_a_model_of_transformers_gives() -> None:
-    measured = json.loads((RESULTS / "transformers.json").read_text(encoding="utf-8"))["over_not_wrapped"]
-    figures = "{median:.2f}x [{low:.2f}, {high:.2f}]".format(**measured)
-    assert [row[1] for row in table_below("| what | measured |") if "that transformers shards" in row[0]] == [figures]
-
-
-def test_the_page_of_figures_shows_what_long_prompts_cost_and_what_a_limit_costs() -> None:
-    """Where they differ, put these in."""
-    arms = json.loads((RESULTS / "fairness.json").read_text(encoding="utf-8"))["arms"]
-    figures = {
-        (arm["limit"], arm["dbo"], name): "{median:.2f}x [{low:.2f}, {high:.2f}]".format(**arm[name])
-        for arm in arms
-        for name in ("stretch", "throughput")
-    }
-    stretch = [
-        f"{figures['off', dbo, 'stretch']} of decodes alone, with `auto` {figures['auto', dbo, 'stretch']}"
-        for dbo in (False, True)
-    ]
-    throughput = [figures["auto", dbo, "throughput"] for dbo in (False, True)]
-    expected = [
-        f"{stretch[0]}; with `--enable-dbo` {stretch[1]}",
-        f"{throughput[0]}; with `--enable-dbo` {throughput[1]}",
-    ]
-    rows = [
-        row for row in table_below("| what | measured |") if "max-prefill-tokens" in row[0] or "900 tokens" in row[0]
-    ]
-    assert [row[1] for row in rows] == expected, "\n".join(expected)
-
-
-def test_the_page_of_figures_shows_what_attacks_do() -> None:
-    """Where it differs, put this in."""
-    found = json.loads((RESULTS / "abuse.json").read_text(encoding="utf-8"))
-    windows = found["windows"]
-    shorts = [f"{wait:.2f} s" for window in windows for wait in window["waits_s"]]
-    wrong, ended = (sum(window["seen"][name] for window in windows) for name in ("wrong", "ended"))
-    expected = (
-        f"{wrong} of {ended} streams with a wrong token; `/health` within "
-        f"{max(window['health_s'] for window in windows):.2f} s; the API process at most "
-        f"{found['peak_resident_bytes'] / 1e6:.0f} MB; inter-token p99 {found['gap_p99_ratio']:.2f} of that alone "
-        f"while prompts of 900 tokens arrive; a short request behind 1,000 prompts {shorts[0]}, behind 200 of 1,000 "
-        f"tokens {shorts[1]}"
-    )
-    rows = [row[1] for row in table_below("| what | measured |") if "attacks" in row[0]]
-    assert rows == [expected], expected
-    assert not found["faults"]
-
-
-def test_the_readme_shows_figures_of_that_page() -> None:
-    measured = set(MEASURED.read_text(encoding="utf-8").splitlines())
-    lines = iter(README.read_text(encoding="utf-8").splitlines())
-    shown = list(itertools.takewhile(bool, itertools.dropwhile(lambda line: line != "| what | measured |", lines)))
-    assert len(shown) > 2
-    assert [line for line in shown if line not in measured] == []
-
-
-@pytest.mark.parametrize("name", ["overlap.json", "overlap-ratios.json"])
-def test_no_measured_step_passes_the_bound(name: str) -> None:
-    for link in json.loads((RESULTS / name).read_text(encoding="utf-8"))["links"]:
-        for lanes, figures in link["lanes"].items():
-            assert figures["efficiency"]["high"] <= 1.0, (link["ratio"], lanes)
-            assert figures["hidden"]["high"] <= 1.0, (link["ratio"], lanes)
-
-
-def measured_rows(file: Path) -> Iterator[tuple[tuple[float, int], list[str]]]:
-    """Rows of the table of links, by link and number of lanes."""
-    for link in json.loads(file.read_text(encoding="utf-8"))["links"]:
-        medians = {arm: statistics.median(values) for arm, values in link["arms_ms"].items()}
-        serial = min(value for arm, value in medians.items() if arm.startswith("serial_"))
-        for lanes, figures in link["lanes"].items():
-            efficiency, schedule, hidden, speedup = (
-                [figures[name][part] for part in ("median", "low", "high")]
-                for name in ("efficiency", "schedule_efficiency", "hidden", "speedup")
-            )
-            yield (
-                (link["ratio"], int(lanes)),
-                [
-                    f"{link['ratio']:g}x",
-                    lanes,
-                    f"{serial:.0f} ms",
-                    f"{medians[f'overlapped_{lanes}']:.0f} ms",
-                    "{:.2f} [{:.2f}, {:.2f}]".format(*efficiency),
-                    "{:.2f} [{:.2f}, {:.2f}]".format(*schedule),
-                    f"{hidden[0]:.2f}",
-                    "{:.2f}x [{:.2f}, {:.2f}]".format(*speedup),
-                ],
-            )
-
-
-def table_below(heading: str) -> list[list[str]]:
-    """Rows of the figures' table whose first line begins like this, cell by cell."""
-    lines = MEASURED.read_text(encoding="utf-8").splitlines()
-    (start,) = [number for number, line in enumerate(lines) if line.startswith(heading)]
-    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
-    return [line.strip("| ").split(" | ") for line in rows]
 
 
 # -- names -------------------------------------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, Field
 
 from serving.arguments.fields import Flag, Group
+from serving.workbench.bench.provenance import KEY, stamp
 from serving.workbench.bench.statistics import environment, write_json
 
-__all__ = ["BlockOptions", "Checkpoint", "ReportOptions"]
+__all__ = ["ENGINE", "SERVER", "BlockOptions", "Checkpoint", "ReportOptions"]
 
 
 def _is_checkpoint(folder: Path) -> Path:
@@ -24,10 +25,20 @@ Checkpoint = Annotated[Path, AfterValidator(_is_checkpoint)]
 """The folder of a Hugging Face checkpoint."""
 
 
+ENGINE = ("ubatch", "moe", "attention", "model_runner")
+SERVER = (*ENGINE, "serving/api", "serving/engine", "serving/scheduler", "serving/text", "serving/llm.py")
+
+
 class ReportOptions(Group):
-    """Options of a benchmark that can write its figures to a file; `unwritten` are options that the file leaves out."""
+    """Options of a benchmark that can write its figures to a file.
+
+    Attributes:
+        unwritten: options that the file leaves out.
+        measures: files and folders whose speed its figures are, beside the benchmark's own module.
+    """
 
     unwritten: ClassVar[frozenset[str]] = frozenset()
+    measures: ClassVar[tuple[str, ...]] = ENGINE
 
     json_file: Annotated[
         Path | None, Flag(name="json", metavar="FILE"), Field(description="write raw arms and results here")
@@ -38,7 +49,9 @@ class ReportOptions(Group):
         if self.json_file is None:
             return
         options = self.model_dump(mode="json", exclude={"json_file", *self.unwritten})
-        write_json(self.json_file, {"environment": environment(), "options": options, **figures})
+        own = type(self).__module__.replace(".", "/")
+        measured = stamp((*self.measures, f"{own}.py"))
+        write_json(self.json_file, {"environment": environment(), KEY: measured, "options": options, **figures})
         print(f"wrote {self.json_file}")
 
 

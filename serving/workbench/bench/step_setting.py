@@ -34,7 +34,7 @@ from serving.hub import fetch_weights, find_checkpoint
 from serving.options.flags.fields import one_of
 from serving.tuning.cells import arm_config
 from serving.tuning.programs import Programs, gather_steps, traced_step
-from serving.workbench.bench.options import BlockOptions
+from serving.workbench.bench.options import ENGINE, BlockOptions
 from ubatch import (
     SCHEDULES,
     CommGroup,
@@ -65,6 +65,8 @@ __all__ = [
 
 class StepOptions(BlockOptions):
     """The steps, and the link under them."""
+
+    measures = (*ENGINE, "serving/tuning", "serving/workbench/bench/step_setting.py")
 
     model: Annotated[
         Path | None, Field(description="checkpoint folder, or name on the hub; random weights if not given")

@@ -18,6 +18,7 @@ from pydantic import Field
 
 from serving.arguments.fields import Flag, Group
 from serving.hub import find_checkpoint, looks_like_name
+from serving.workbench.bench.provenance import provenance_of
 from serving.workbench.bench.statistics import write_json
 from serving.workbench.planning.constants import load_constants
 from serving.workbench.planning.gates import Gate, published_gates
@@ -103,6 +104,7 @@ def _compare(options: Options) -> list[Gate]:
 
         for path in options.measured:
             gates += gates_of_results(path)
+            print(f"{path.name}: {provenance_of(path)}")
         if options.live:
             gates += live_gates(
                 Bench(lanes=(2,), ratios=(0.5, 1.0, 2.0, 4.0), blocks=15, sequences=4, sequence_length=64)

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from serving.arguments.fields import Flag
-from serving.workbench.bench.options import BlockOptions, Checkpoint
+from serving.workbench.bench.options import SERVER, BlockOptions, Checkpoint
 from serving.workbench.bench.peers.process import Arm, EngineProcess, running_engine, wait_for_rest
 from serving.workbench.bench.peers.results import OURS, LoadResult, measure_load
 from serving.workbench.bench.peers.served import running_arm, served_visit
@@ -43,6 +43,8 @@ _Count = Annotated[int, Field(ge=1)]
 
 class Options(BlockOptions):
     """What to measure."""
+
+    measures = SERVER
 
     model: Annotated[Checkpoint, Flag(positional=True), Field(description="folder of a Hugging Face checkpoint")]
     vllm: Annotated[

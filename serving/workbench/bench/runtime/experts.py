@@ -29,6 +29,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Options(BlockOptions):
     """What to measure."""
 
+    measures = ("ubatch/kernels", "moe")
+
     tokens: Annotated[tuple[int, ...], Field(min_length=1, description="of a step")] = (16, 64, 512, 2048)
     dtypes: Annotated[
         tuple[Literal["float32", "bfloat16"], ...], Field(min_length=1, description="of weights and tokens")

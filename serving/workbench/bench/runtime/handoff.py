@@ -30,6 +30,8 @@ __all__ = ["Options", "run"]
 class Options(BlockOptions):
     """What to measure."""
 
+    measures = ("ubatch/lanes", "ubatch/schedules", "ubatch/streams")
+
     handoffs: Annotated[int, Field(ge=10, description="hand-offs per measurement; fewer beside a busy thread")] = 4000
 
 

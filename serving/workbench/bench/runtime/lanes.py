@@ -27,6 +27,8 @@ __all__ = ["Options", "run"]
 class Options(BlockOptions):
     """What to measure."""
 
+    measures = ("ubatch", "moe")
+
     tokens: Annotated[int, Field(ge=4, description="tokens of the whole batch")] = 1024
     layers: Annotated[int, Field(ge=1, description="MoE layers")] = 8
     hidden_size: Annotated[int, Field(ge=1)] = 512

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from serving.arguments.fields import Flag
-from serving.workbench.bench.options import BlockOptions
+from serving.workbench.bench.options import SERVER, BlockOptions
 from serving.workbench.bench.server.offline import Workload, make_served_model, measure_offline
 from serving.workbench.bench.server.overlap import measure_served_overlap
 from serving.workbench.bench.server.scheduler import measure_scheduler
@@ -36,6 +36,8 @@ class Part(StrEnum):
 
 class Options(BlockOptions):
     """What to measure."""
+
+    measures = SERVER
 
     only: Annotated[tuple[Part, ...], Field(description="the parts to measure")] = (*Part,)
     ranks: Annotated[tuple[int, ...], Field(description="offline, served: numbers of data-parallel ranks")] = (1, 2)

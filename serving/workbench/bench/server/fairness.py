@@ -29,7 +29,7 @@ from pydantic import Field
 
 from serving.arguments.fields import Flag
 from serving.progress import progress
-from serving.workbench.bench.options import Checkpoint, ReportOptions
+from serving.workbench.bench.options import SERVER, Checkpoint, ReportOptions
 from serving.workbench.bench.server.figures import figures_of
 from serving.workbench.bench.server.load import Load, make_tasks, read_steps, served_model
 from serving.workbench.bench.server.process import ServerProcess, running_server
@@ -45,6 +45,8 @@ _PROMPT_OUTPUT = 2
 
 class Options(ReportOptions):
     """What to serve, and the load."""
+
+    measures = SERVER
 
     model: Annotated[Checkpoint, Flag(positional=True), Field(description="folder of a Hugging Face checkpoint")]
     ranks: Annotated[int, Field(ge=2, description="data- and expert-parallel ranks")] = 2

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from serving.progress import progress
-from serving.workbench.bench.options import ReportOptions
+from serving.workbench.bench.options import SERVER, ReportOptions
 from serving.workbench.bench.server.figures import figures_of
 from serving.workbench.bench.server.load import Load, OrInfinite, make_tasks, served_model
 from serving.workbench.bench.server.requests import Endpoint, Outcome, Server, send_all
@@ -26,6 +26,7 @@ class Options(Load, ReportOptions):
     """The server, the load, and the form of the requests."""
 
     unwritten: ClassVar[frozenset[str]] = frozenset({"api_key"})
+    measures = SERVER
 
     base_url: Annotated[str, Field(description="the server, with or without /v1")] = "http://127.0.0.1:8000"
     model: Annotated[str | None, Field(description="served name; the first of /v1/models if not given")] = None

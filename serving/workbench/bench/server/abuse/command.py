@@ -16,7 +16,7 @@ from pydantic import Field
 
 from serving.arguments.fields import Flag
 from serving.progress import progress
-from serving.workbench.bench.options import Checkpoint, ReportOptions
+from serving.workbench.bench.options import SERVER, Checkpoint, ReportOptions
 from serving.workbench.bench.server.abuse.attacks import ATTACKS, Answers, Attack, Target
 from serving.workbench.bench.server.abuse.judge import (
     Row,
@@ -53,6 +53,7 @@ class Options(ReportOptions):
     """What to attack, and for how long."""
 
     unwritten = frozenset({"model"})
+    measures = SERVER
 
     model: Annotated[Checkpoint, Flag(positional=True), Field(description="folder of a checkpoint in safetensors")]
     only: Annotated[tuple[str, ...], Field(description="attacks whose names contain one of these; all if none")] = ()
