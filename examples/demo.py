@@ -31,7 +31,7 @@ from serving.workbench.bench.corpus import read_corpus
 from serving.workbench.bench.runtime.overlap import OverlapResult, measure_overlap, print_result
 from serving.workbench.bench.step_setting import StepSetting, prefill_batch
 from ubatch import CommGroup, Span, UBatchConfig, UBatchWrapper, tracing
-from ubatch.trace.export import summarise, write_chrome
+from ubatch.trace.export import write_chrome
 from ubatch.trace.page import write_html
 
 MODEL = Path(__file__).parent / "models" / "tiny-moe"
@@ -143,11 +143,9 @@ def write_traces(measured: OverlapResult, traces: dict[int, list[Span]], out: Pa
     write_chrome(out / "trace.json", traces)
     lane = measured.lanes[2]
     last = max(span.step for span in traces[0])
-    hidden = summarise(span for span in traces[0] if span.step == last).hidden_fraction
     facts = {
         "speed-up over best serial": f"{lane.speedup.median:.2f}x",
         "of the bound": f"{lane.efficiency.median:.0%}",
-        "communication hidden in this step": f"{hidden:.0%}",
     }
     write_html(out / "trace.html", traces, title="ubatch: one prefill step in two lanes", summary=facts, step=last)
     print(f"\nwrote {out / 'trace.html'} (open it in a browser) and {out / 'trace.json'} (ui.perfetto.dev)")

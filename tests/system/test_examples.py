@@ -51,6 +51,7 @@ def test_demo(tmp_path: Path) -> None:
     page = (tmp_path / "trace.html").read_text()
     assert "dispatch" in page
     assert "http" not in page.replace("http://www.w3.org/", "")
+    assert "communication hidden in this step" not in page, "of one rank, beside a headline and a table of both"
 
 
 @pytest.mark.slow
