@@ -35,6 +35,7 @@ NOT_RUN: Mapping[str, str] = {
 """Part of a command -> why its section is not run. The flags are parsed all the same."""
 FASTER: Mapping[str, str] = {
     "ubatch tune": "--max-seconds 4 --rounds 1 --modes decode --max-decode-tokens 8 --search-best 0 --lanes 2",
+    "ubatch trace examples": "--dtype float32",
     "examples/wrap_module.py": "--tokens 512",
     "examples/wrap_tensor_parallel.py": "--sequences 4",
     "examples/wrap_transformers.py": "--max-new-tokens 4",

@@ -9,9 +9,11 @@ record   the run that is shown
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from model_runner import ModelConfig, SamplingParams
@@ -134,14 +136,15 @@ def pick_link(run: OfflineRun) -> tuple[OfflineRun, str]:
     """The run over an emulated link on which its bytes travel for as long as it computes; and the choice in a line."""
     few = tuple(replace(each, max_tokens=min(each.max_tokens, _CALIBRATION_TOKENS)) for each in run.command.params)
     ranks = _traces(_serial_settings(run.command.settings), run.command.prompts, few)
-    later = [step.step for step in read_steps(ranks)]
-    later = later[1:] or later  # the first one warms up
-    steps = [step for step in read_steps(ranks) if step.step in later]
-    compute_s = sum(step.summary.compute_s for step in steps) * len(ranks)
-    sent = sum(span.bytes for rank in ranks for span in rank.spans if span.step in later) / 2  # the other half came in
-    if not sent or not compute_s:
+    moved: Counter[int] = Counter()
+    for span in (span for rank in ranks for span in rank.spans):
+        moved[span.step] += span.bytes
+    steps = [step for step in read_steps(ranks) if moved[step.step] and step.summary.compute_s]
+    if not steps:
         return run, "no link: nothing travelled between the ranks"
-    link = (_LATENCY_US, float(f"{sent / compute_s / 1e6:.3g}"))
+    # Half of what moved was received. The first step warms up; a median, as others may use the cores.
+    speeds = [moved[step.step] / 2 / len(ranks) / step.summary.compute_s for step in steps[1:] or steps]
+    link = (_LATENCY_US, float(f"{median(speeds) / 1e6:.3g}"))
     settings = run.command.settings.derive("emulated_link", link, "as slow as the model computes")
     return replace(run, command=replace(run.command, settings=settings)), (
         f"--emulated-link {link[0]:g} {link[1]:g}: loopback is too fast to be worth hiding; over this one, what is "

@@ -128,7 +128,7 @@ def test_the_page_says_it_too_and_loads_nothing(files: list[str], tmp_path: Path
     data = json.loads(found[1])
     own = [rank["summary"] for step in data["steps"] for rank in step["ranks"] if step["note"].endswith("2 lanes")]
     hidden, sent = (sum(each[name] for each in own) for name in ("hidden", "communication"))
-    assert f"<td>400.00</td><td>{hidden / sent:.0%}</td>" in page, "the headline's share, over all ranks, is the table's"
+    assert f"<td>400.00</td><td>{hidden / sent:.0%}</td>" in page, "of all ranks, as in the table"
     shown = data["steps"][data["first"]]
     assert shown["note"] == "decode, 64 tokens, 2 lanes"
     rows = {row["name"]: row["points"] for row in shown["ranks"][1]["rows"]}
