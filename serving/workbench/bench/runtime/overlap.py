@@ -17,6 +17,8 @@ Communication time is computed by the link, not measured. A step's time is that 
     schedule_efficiency  time of this schedule on an ideal machine, from the measured stage times of all ranks / T
     hidden               (compute + communication - T) / min(compute, communication), 1 at most
     speedup              best serial arm / T
+    of_bound             speedup / ((compute_unsplit + communication) / max(split compute, communication)), the speed-up
+                         of a step that hides all it can
 
 The overlapped step's own CPU time is a bound because a rank has one core: no step is faster than its own compute. Lanes
 one after the other may compute for longer, as each of them reads all weights again, so split compute alone is no strict
@@ -61,7 +63,7 @@ from ubatch.schedules.schedule import SERIAL
 __all__ = ["LaneResult", "Options", "OverlapResult", "measure_overlap", "run"]
 
 _DRIFT = 1.02
-_FIGURES = ("efficiency", "schedule_efficiency", "hidden", "speedup")
+_FIGURES = ("efficiency", "schedule_efficiency", "hidden", "speedup", "of_bound")
 
 
 class Options(StepOptions):
@@ -89,6 +91,7 @@ class LaneResult:
     schedule_efficiency: Interval
     hidden: Interval
     speedup: Interval
+    of_bound: Interval
     void: bool
 
 
@@ -114,6 +117,7 @@ class OverlapResult:
 
 
 def run(options: Options) -> int:
+    print(options.describe(), flush=True)
     with model_folder(options) as model:
         results: list[OverlapResult] = run_ranks(_measure_on_rank, options.ranks, options, model)
     options.write(as_json(results))
@@ -196,7 +200,12 @@ def _lane_result(arms: Mapping[str, Sequence[float]], n: int, lanes: Sequence[in
     efficiency, hidden = overlap_figures(compute, communication, overlapped)
     schedule_efficiency = paired(arms[f"ideal_{n}"], overlapped)
     void = any(figure.low > _DRIFT for figure in (efficiency, schedule_efficiency, hidden))
-    return LaneResult(efficiency, schedule_efficiency, hidden, paired(arms[best], overlapped), void)
+    gains = [
+        (c + m) / max(split, m)
+        for c, split, m in zip(arms["compute_unsplit"], split_compute, communication, strict=True)
+    ]
+    of_bound = paired(arms[best], [gain * wall for gain, wall in zip(gains, overlapped, strict=True)])
+    return LaneResult(efficiency, schedule_efficiency, hidden, paired(arms[best], overlapped), of_bound, void)
 
 
 def print_result(result: OverlapResult) -> None:

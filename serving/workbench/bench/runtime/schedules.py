@@ -228,6 +228,7 @@ def _result(
 
 def print_result(options: Options, result: SchedulesResult) -> None:
     speed, latency = result.bytes_per_s / 1e6, result.latency_s * 1e6
+    print(options.describe())
     print(f"communication {options.ratio:g}x compute (link: {speed:.1f} MB/s, {latency:g} us)")
     print_arms(result.arms_ms, ".1f")
     rows = [("schedule", "efficiency", "speedup", "predicted", "measured", "error")]

@@ -75,7 +75,7 @@ def open_transformers(rank: int, options: Options, folder: Path) -> Iterator[Tra
     link = EmulatedLink(options.latency_us * 1e-6, float("inf"))
     register_with_transformers(group, all2all_backend=options.all2all_backend, link=link)
     layout = DistributedConfig(fsdp_size=options.ranks, ep_size=options.ranks, ep_implementation="ubatch")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=layout)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=options.torch_dtype, distributed_config=layout)
     size = (options.sequences, options.sequence_length)
     ids = torch.randint(0, model.config.vocab_size, size, generator=torch.Generator().manual_seed(rank))
     setting = TransformersSetting(model.eval(), ids, link, group, options.schedule)
@@ -86,6 +86,7 @@ def open_transformers(rank: int, options: Options, folder: Path) -> Iterator[Tra
 def run(options: Options) -> int:
     with model_folder(options) as model:
         result: OverlapResult = run_ranks(_measure_on_rank, options.ranks, options, model)
+    print(options.describe())
     print_result(result)
     over_not_wrapped = paired(result.arms_ms["serial_unsplit"], result.arms_ms[f"overlapped_{options.lanes}"])
     print(f"  wrapped, over not wrapped   {over_not_wrapped:.3f}")
