@@ -50,6 +50,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "serving.workbench.bench.runtime.attention",
         "attention against simpler code, and a model against transformers",
     ),
+    "bench step": (
+        "serving.workbench.bench.server.step",
+        "where the time of a decode step and of a prefill goes, with torch's kernels and those in C",
+    ),
     "bench overlap": (
         "serving.workbench.bench.runtime.overlap",
         "how much communication is hidden, and how close a step is to the bound",

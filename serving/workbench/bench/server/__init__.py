@@ -10,4 +10,6 @@ compare    `ubatch bench engine`, in these parts:
 offline    offline and served, against transformers
 overlap    `enable_dbo` against the same engines without it
 scheduler  the scheduler's time per step
+step       a decode step and a prefill of a whole engine, by kind of work
+step_times the clocks of `step`
 """
