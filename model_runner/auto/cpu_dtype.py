@@ -4,6 +4,9 @@ The products of one layer are timed in both, in turns, with the kernels that the
 dense MLP, experts, and a layer's share of the logits. Few rows (a decode step, where the time goes into reading
 weights) and many (a prefill, where it goes into arithmetic) have equal weight. Large matrices are measured in part, so
 that all takes well under a second.
+
+A decode step reads all weights once, so those of a layer are in no cache unless the whole model is. Before the products
+of few rows are timed, other memory is read in their place; or they run once, if the rank's weights fit in the cache.
 """
 
 from __future__ import annotations
@@ -13,12 +16,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from attention import MLAShape
 from model_runner.decoder.base import ModelConfig
+from model_runner.parallel.tensor_parallel import Shard
 from moe import NativeLinear, fastest_cpu_experts, linear, make_experts
 from ubatch import ConfigError
 
@@ -29,12 +35,15 @@ _TOKENS = (16, 256)  # of a decode step, and of a prefill
 _MARGIN = 1.1  # bfloat16 must be this much faster, or the choice would follow the noise
 _MOST_WEIGHTS = 1 << 21  # that are measured of a matrix, or of a layer's experts
 _LEAST_WIDTH = 256  # of experts that are measured in part
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 20
-_SECONDS = 0.02  # for each product and number of tokens, between these rounds
+_LEAST_ROUNDS, _MOST_ROUNDS = 4, 20
+_SECONDS = 0.2  # for all products of a number of tokens, between these rounds
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_USUAL_CACHE, _LARGEST_CACHE = 32 << 20, 256 << 20
+"""Bytes of the last cache, where the system does not say; and most that are believed and read in its place."""
 
 
 def fastest_cpu_dtype(
-    config: ModelConfig, experts_backend: str = "auto", threads: int | None = None
+    config: ModelConfig, experts_backend: str = "auto", threads: int | None = None, tensor_parallel_size: int = 1
 ) -> tuple[str, str]:
     """`bfloat16` or `float32`, and the reason with the measured times. Measured once per process and model's sizes.
 
@@ -42,11 +51,12 @@ def fastest_cpu_dtype(
         config: of a checkpoint in bfloat16.
         experts_backend: as of `ModelRunner`.
         threads: compute threads of a rank; None for those of this process.
+        tensor_parallel_size: ranks that share a replica: a rank's products are narrower, and it has fewer experts.
     """
     own = torch.get_num_threads()
     try:
         torch.set_num_threads(threads or own)
-        bfloat16, float32 = _measure(_Sizes.of(config), experts_backend, torch.get_num_threads())
+        bfloat16, float32 = _measure(_Sizes.of(config, tensor_parallel_size), experts_backend, torch.get_num_threads())
     except ConfigError as error:  # of experts that were asked for by name
         return "float32", f"bfloat16 cannot be measured here: {error}"
     finally:
@@ -63,39 +73,56 @@ def fastest_cpu_dtype(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What the products of a model depend on.
+    """What the products of a rank depend on.
 
     Attributes:
         projections: (inputs, outputs) of one layer's attention, and of a dense MLP if some layer has one.
         logits: of the last product.
         experts: number, top-k, hidden and intermediate size; None for a dense model.
         layers: of the model.
+        ranks: that share the experts, and the tokens that visit them.
     """
 
     projections: tuple[tuple[int, int], ...]
     logits: tuple[int, int]
     experts: tuple[int, int, int, int] | None
     layers: int
+    ranks: int = 1
 
     @classmethod
-    def of(cls, config: ModelConfig) -> _Sizes:
-        shape, hidden = config.attention, config.hidden_size
+    def of(cls, config: ModelConfig, tensor_parallel_size: int = 1) -> _Sizes:
+        """Of a rank, with the shares of attention and dense MLPs that the layers load."""
+        shape, hidden, shard = config.attention, config.hidden_size, Shard(0, tensor_parallel_size)
         if isinstance(shape, MLAShape):
-            first = shape.num_heads * shape.qk_head_dim + shape.kv_lora_rank + shape.qk_rope_head_dim
-            last = shape.num_heads * shape.v_head_dim
+            first = shard.part(shape.num_heads * shape.qk_head_dim).size + shape.kv_lora_rank + shape.qk_rope_head_dim
+            last = shard.part(shape.num_heads * shape.v_head_dim).size
         else:
-            first = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-            last = shape.num_heads * shape.head_dim
+            last = shard.part(shape.num_heads * shape.head_dim).size
+            kv_heads = shape.num_kv_heads
+            first = last + 2 * shard.part(kv_heads * shape.head_dim, most=kv_heads).size
         projections = [(hidden, first), (last, hidden)]
         dense, width = config.dense_intermediate_size, config.expert_intermediate_size
         if dense is not None:
-            projections += [(hidden, 2 * dense), (dense, hidden)]
+            columns = shard.part(dense).size
+            projections += [(hidden, 2 * columns), (columns, hidden)]
         experts = None if width is None else (config.num_experts, config.num_experts_per_tok, hidden, width)
-        return cls(tuple(projections), (hidden, config.vocab_size), experts, config.num_layers)
+        logits = (hidden, config.vocab_size)
+        return cls(tuple(projections), logits, experts, config.num_layers, tensor_parallel_size)
+
+    @property
+    def weights(self) -> int:
+        """Numbers of all layers and the logits, as if all layers were alike."""
+        layer = sum(inputs * outputs for inputs, outputs in self.projections)
+        if self.experts is not None:
+            number, _, hidden, width = self.experts
+            layer += number * 3 * hidden * width // self.ranks
+        return self.layers * layer + math.prod(self.logits)
 
 
 _Pair = Sequence[Callable[[], Tensor]]
 """One product in both dtypes."""
+_Part = tuple[float, _Pair]
+"""How many times what is measured a layer has of it, and both ways to run it."""
 
 
 @cache
@@ -105,25 +132,50 @@ def _measure(sizes: _Sizes, experts_backend: str, threads: int) -> tuple[list[fl
         backends = [fastest_cpu_experts(dtype, torch.device("cpu")) for dtype in _DTYPES]
         if experts_backend != "auto":
             backends = [experts_backend] * len(_DTYPES)
-        seconds = [[0.0] * len(_TOKENS) for _ in _DTYPES]
-        for each in _products(sizes, backends):
-            for index, (share, pair) in enumerate(each):
-                for total, best in zip(seconds, _best_times(pair), strict=True):
-                    total[index] += share * best
-    return seconds[0], seconds[1]
+        few, many = list[_Part](), list[_Part]()
+        for first, *others in _products(sizes, backends):
+            few.append(first)
+            many += others
+        found = [_layer_seconds(few, _fits(sizes)), _layer_seconds(many, None)]
+    of_bfloat16, of_float32 = zip(*found, strict=True)
+    return list(of_bfloat16), list(of_float32)
 
 
-def _products(sizes: _Sizes, backends: Sequence[str]) -> Iterator[list[tuple[float, _Pair]]]:
-    """Per product and number of tokens: how many times what is measured a layer has of it, and both ways to run it."""
+def _layer_seconds(parts: Sequence[_Part], fits: Sequence[bool] | None) -> list[float]:
+    """Seconds of a layer's products in each dtype; `fits` as of `_best_times`."""
+    best = _best_times([pair for _, pair in parts], fits)
+    return [
+        sum(share * each for (share, _), each in zip(parts, of_dtype, strict=True))
+        for of_dtype in zip(*best, strict=True)
+    ]
+
+
+def _fits(sizes: _Sizes) -> list[bool]:
+    """For each dtype, whether all weights of the rank fit in the last cache."""
+    return [sizes.weights * dtype.itemsize < _cache_bytes() for dtype in _DTYPES]
+
+
+def _cache_bytes() -> int:
+    """Bytes of the processor's last cache, as far as the system knows."""
+    try:
+        found = [file.read_text(encoding="ascii").strip() for file in _CACHES.glob("index*/size")]
+        largest = max((int(size.removesuffix("K")) << 10 for size in found), default=0)
+    except (OSError, ValueError):
+        largest = 0
+    return min(largest or _USUAL_CACHE, _LARGEST_CACHE)
+
+
+def _products(sizes: _Sizes, backends: Sequence[str]) -> Iterator[list[_Part]]:
+    """The parts of each product, by number of tokens."""
     for inputs, outputs in sizes.projections:
         yield _linear(inputs, outputs, backends, _TOKENS)
     ((share, pair),) = _linear(*sizes.logits, backends, _TOKENS[:1])  # a prefill needs one row of a prompt
     yield [(share / sizes.layers, pair)]
     if sizes.experts is not None:
-        yield _experts(*sizes.experts, backends)
+        yield [(share / sizes.ranks, pair) for share, pair in _experts(*sizes.experts, backends)]
 
 
-def _linear(inputs: int, outputs: int, backends: Sequence[str], all_tokens: Sequence[int]) -> list[tuple[float, _Pair]]:
+def _linear(inputs: int, outputs: int, backends: Sequence[str], all_tokens: Sequence[int]) -> list[_Part]:
     measured = min(outputs, max(64, _MOST_WEIGHTS // inputs))
     ways: list[Callable[[Tensor], Tensor]] = []
     for dtype, backend in zip(_DTYPES, backends, strict=True):
@@ -138,7 +190,7 @@ def _linear(inputs: int, outputs: int, backends: Sequence[str], all_tokens: Sequ
     ]
 
 
-def _experts(number: int, top_k: int, hidden: int, width: int, backends: Sequence[str]) -> list[tuple[float, _Pair]]:
+def _experts(number: int, top_k: int, hidden: int, width: int, backends: Sequence[str]) -> list[_Part]:
     """Some experts, each with as many rows as it has on average; at least one."""
     held = min(number, max(2, _MOST_WEIGHTS // (3 * hidden * width)))
     part = width
@@ -148,7 +200,7 @@ def _experts(number: int, top_k: int, hidden: int, width: int, backends: Sequenc
         make_experts(name, _ones(dtype, held, 2 * part, hidden), _ones(dtype, held, hidden, part), num_experts=held)
         for dtype, name in zip(_DTYPES, backends, strict=True)
     ]
-    found: list[tuple[float, _Pair]] = []
+    found: list[_Part] = []
     for tokens in _TOKENS:
         rows = held * max(1, tokens * top_k // number)
         routed = (torch.arange(rows, device="cpu")[:, None] % held, torch.ones(rows, 1, device="cpu"))
@@ -163,17 +215,29 @@ def _ones(dtype: torch.dtype, *size: int) -> Tensor:
     return torch.ones(size, dtype=dtype, device="cpu")
 
 
-def _best_times(ways: _Pair) -> list[float]:
-    """The best time of each, in seconds; in turns, so that load on the machine slows all of them alike."""
-    best = [math.inf] * len(ways)
-    for way in ways:
+def _best_times(pairs: Sequence[_Pair], fits: Sequence[bool] | None) -> list[list[float]]:
+    """For each product, the best time of both ways, in seconds; in turns, so that load on the machine slows both alike.
+
+    Args:
+        fits: for each dtype, whether the weights are in the last cache when a step needs them; None if no matter.
+    """
+    best = [[math.inf] * len(pair) for pair in pairs]
+    other = None
+    if fits is not None and not all(fits):
+        other = _ones(torch.float32, 3 * _cache_bytes() // 2 // torch.float32.itemsize)
+    for way in chain(*pairs):
         way()
     end = time.perf_counter() + _SECONDS
     for done in range(_MOST_ROUNDS):
         if done >= _LEAST_ROUNDS and time.perf_counter() > end:
             break
-        for index, way in enumerate(ways):
-            start = time.perf_counter()
-            way()
-            best[index] = min(best[index], time.perf_counter() - start)
+        if other is not None:
+            other.sum()  # takes the place of all weights
+        for pair, times in zip(pairs, best, strict=True):
+            for place, way in enumerate(pair):
+                if other is not None and fits is not None and fits[place]:
+                    way()
+                start = time.perf_counter()
+                way()
+                times[place] = min(times[place], time.perf_counter() - start)
     return best

@@ -141,7 +141,8 @@ def _derive(s: Settings, model: ModelConfig, stored: Sequence[str], gpus: int) -
     if s["dtype"] == "auto" and (on_gpu or s["node_rank"] == 0):
         ranks = s["data_parallel_size"] * s["tensor_parallel_size"] // s["nnodes"]
         threads = 1 if ranks > 1 else None  # see `pin_rank`
-        s = s.derive("dtype", *choose_dtype(s["device"], stored, model, s["moe_backend"], threads))
+        sharing = s["moe_backend"], threads, s["tensor_parallel_size"]
+        s = s.derive("dtype", *choose_dtype(s["device"], stored, model, *sharing))
     elif s["dtype"] == "auto":  # processors may differ, but all ranks must compute alike
         s = s.derive("dtype", AUTO_DTYPE, "machine 0 chooses")
     if on_gpu and s["kv_cache_memory"] is None and s["gpu_memory_utilization"] is None:

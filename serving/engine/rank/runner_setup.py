@@ -53,7 +53,12 @@ def backend_faults(backend: str | None, flag: str) -> Iterator[str]:
 
 
 def choose_dtype(
-    device: str, stored: Sequence[str], model: ModelConfig, experts_backend: str = "auto", threads: int | None = None
+    device: str,
+    stored: Sequence[str],
+    model: ModelConfig,
+    experts_backend: str = "auto",
+    threads: int | None = None,
+    tensor_parallel_size: int = 1,
 ) -> tuple[str, str]:
     """The dtype that `--dtype auto` chooses, and the reason. On a CPU it may measure for some tenths of a second.
 
@@ -61,14 +66,14 @@ def choose_dtype(
         stored: `Checkpoint.stored_dtypes`. A CPU gets `bfloat16` only if nothing else is stored: neither float32 nor
             float16, which has more digits, is rounded without being asked for.
         experts_backend: as of `ModelRunner`.
-        threads: as of `fastest_cpu_dtype`.
+        threads, tensor_parallel_size: as of `fastest_cpu_dtype`.
     """
     if device == "cpu":
         finer = next((dtype for dtype in stored if dtype != "bfloat16"), None if stored else "unknown")
         if finer is not None:
             why = "bfloat16 would round its weights" if finer in ("float32", "float16") else "exact"
             return "float32", f"the checkpoint is {finer}; {why}"
-        return fastest_cpu_dtype(model, experts_backend, threads)
+        return fastest_cpu_dtype(model, experts_backend, threads, tensor_parallel_size)
     known = stored[:1] and stored[0] in ("float32", "float16", "bfloat16")
     return (stored[0], "the checkpoint's") if known else ("bfloat16", "usual on a GPU")
 

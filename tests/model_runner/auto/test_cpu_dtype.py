@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from checkpoints import make_checkpoint
 import model_runner.auto.cpu_dtype as cpu_dtype
 from model_runner import Checkpoint, ModelConfig, fastest_cpu_dtype, model_class
 from model_runner.auto.cpu_dtype import _measure, _Sizes
+from model_runner.decoder.layers import Attention, GatedMLP
+from model_runner.parallel.tensor_parallel import Shard
 from ubatch import ConfigError
 
 FAMILIES = ("Qwen3Moe", "Mixtral", "DeepseekV3", "Llama")
@@ -51,7 +54,7 @@ def _measured_anew() -> Iterator[None]:
 def test_the_faster_one_is_taken(
     times: tuple[float, float], chosen: str, configs: dict[str, ModelConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_dtype, "_best_times", lambda _: list(times))
+    monkeypatch.setattr(cpu_dtype, "_best_times", lambda pairs, _: [list(times)] * len(pairs))
     name, reason = fastest_cpu_dtype(configs["Qwen3Moe"])
     assert name == chosen
     assert f"{times[1] / times[0]:.2f}x" in reason
@@ -60,9 +63,9 @@ def test_the_faster_one_is_taken(
 def test_decode_and_prefill_have_equal_weight(configs: dict[str, ModelConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     """Though a prefill takes longer."""
 
-    def best_times(ways: Any) -> list[float]:
-        rows = ways[0].args[0].shape[0]
-        return [4.0, 1.0] if rows <= 16 else [100.0, 200.0]
+    def best_times(pairs: Any, _: object) -> list[list[float]]:
+        rows = pairs[0][0].args[0].shape[0]
+        return [[4.0, 1.0] if rows <= 16 else [100.0, 200.0]] * len(pairs)
 
     monkeypatch.setattr(cpu_dtype, "_best_times", best_times)
     assert fastest_cpu_dtype(configs["Llama"])[0] == "float32"
@@ -93,7 +96,9 @@ def test_the_output_layer_is_measured_as_it_runs_and_on_a_ranks_threads(
     threads: set[int] = set()
     layer, best_times = cpu_dtype.NativeLinear, cpu_dtype._best_times
     monkeypatch.setattr(cpu_dtype, "NativeLinear", lambda weight: seen.append(tuple(weight.shape)) or layer(weight))
-    monkeypatch.setattr(cpu_dtype, "_best_times", lambda ways: threads.add(torch.get_num_threads()) or best_times(ways))
+    monkeypatch.setattr(
+        cpu_dtype, "_best_times", lambda *parts: threads.add(torch.get_num_threads()) or best_times(*parts)
+    )
     config, own = configs["Llama"], torch.get_num_threads()
     fastest_cpu_dtype(config, "native", own + 1)
     assert seen.count((config.vocab_size, config.hidden_size)) == 2
@@ -124,6 +129,76 @@ def test_every_product_of_the_family_is_measured(family: str, configs: dict[str,
     assert reason.startswith("bfloat16 is ") == (name == "float32")
     assert "of 16 tokens" in reason
     assert "256 tokens" in reason
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Llama"])
+def test_sizes_are_those_of_the_ranks_layers(
+    family: str, ranks: int, configs: dict[str, ModelConfig], tmp_path: Path
+) -> None:
+    """Tensor parallelism: also where more ranks than key/value heads repeat them."""
+    config: Any = configs[family]
+    with closing(Checkpoint(make_checkpoint(tmp_path, family))) as checkpoint:
+        bias: dict[str, Any] = {"bias": False, "norm_eps": None, "shard": Shard(0, ranks)}
+        attention = Attention(checkpoint, "model.layers.1.self_attn", 1, config.hidden_size, config.attention, **bias)
+        sizes = (config.hidden_size, config.dense_intermediate_size)
+        dense = GatedMLP(checkpoint, "model.layers.1.mlp", *sizes, shard=Shard(0, ranks))
+    loaded = [attention.qkv, attention.out, dense.gate_up, dense.down]
+    measured = [inputs * outputs for inputs, outputs in _Sizes.of(config, ranks).projections]
+    assert measured == [each.num_weights for each in loaded]
+
+
+def test_ranks_share_experts_and_not_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_dtype, "_best_times", lambda pairs, _: [[1.0, 1.0]] * len(pairs))
+
+    def few(ranks: int, experts: tuple[int, int, int, int] | None) -> float:
+        return _measure(_Sizes(((64, 64),), (64, 128), experts, 2, ranks), "grouped", 1)[0][0]
+
+    others = few(1, None)
+    assert few(4, None) == others == 1.5  # a projection, and of the logits a layer's half
+    assert few(4, (8, 2, 64, 32)) - others == pytest.approx((few(1, (8, 2, 64, 32)) - others) / 4)
+
+
+def test_a_decode_step_finds_its_weights_in_no_cache_or_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other memory is read before every round; of a model that fits in one dtype, those products run once more."""
+    log: list[str] = []
+
+    class Memory:
+        def sum(self) -> None:
+            log.append("read other memory")
+
+    monkeypatch.setattr(cpu_dtype, "_ones", lambda dtype, size: Memory() if size * 4 == 1500 else None)
+    monkeypatch.setattr(cpu_dtype, "_cache_bytes", lambda: 1000)
+    monkeypatch.setattr(cpu_dtype, "_MOST_ROUNDS", 1)
+    ways: Any = [[lambda name=name: log.append(name) for name in ("bfloat16", "float32")]]
+    expected = {
+        (False, False): ["read other memory", "bfloat16", "float32"],
+        (True, False): ["read other memory", "bfloat16", "bfloat16", "float32"],
+        (True, True): ["bfloat16", "float32"],
+        None: ["bfloat16", "float32"],
+    }
+    for fits, in_turn in expected.items():
+        log.clear()
+        cpu_dtype._best_times(ways, fits)
+        assert log[2:] == in_turn  # each has run once before
+    sizes = _Sizes(((5, 10), (10, 5)), (10, 20), (4, 2, 10, 5), 2)
+    assert sizes.weights == 2 * (100 + 4 * 3 * 10 * 5) + 200
+    for cache_bytes, fits in {1600 * 4 + 1: [True, True], 1600 * 4: [True, False], 1600 * 2: [False, False]}.items():
+        monkeypatch.setattr(cpu_dtype, "_cache_bytes", lambda size=cache_bytes: size)
+        assert cpu_dtype._fits(sizes) == fits
+
+
+def test_the_last_cache_is_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_dtype, "_CACHES", tmp_path)
+    assert cpu_dtype._cache_bytes() == 32 << 20  # unknown
+    for index, size in enumerate(("48K", "2048K", "107520K")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
+    assert cpu_dtype._cache_bytes() == 105 << 20
+    (tmp_path / "index2" / "size").write_text("1048576K\n")
+    assert cpu_dtype._cache_bytes() == 256 << 20
+    (tmp_path / "index2" / "size").write_text("much\n")
+    assert cpu_dtype._cache_bytes() == 32 << 20
 
 
 LARGE = {

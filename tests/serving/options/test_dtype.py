@@ -29,11 +29,11 @@ NODES = {"data_parallel_size": 2, "nnodes": 2, "master_addr": "10.0.0.1", "maste
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """bfloat16 is faster here; the experts' back ends for which that was asked."""
+    """bfloat16 is faster here; for which experts' back ends, and ranks of a replica, that was asked."""
     asked: list[str] = []
 
-    def fastest(_: object, experts_backend: str = "auto", threads: int | None = None) -> tuple[str, str]:
-        asked.append(experts_backend)
+    def fastest(_: object, experts_backend: str, threads: int | None, ranks: int) -> tuple[str, str]:
+        asked.append(experts_backend if ranks == 1 else f"{experts_backend} on {ranks} ranks, {threads} thread")
         return "bfloat16", "it is 2x as fast"
 
     monkeypatch.setattr(runner_setup, "fastest_cpu_dtype", fastest)
@@ -110,7 +110,9 @@ def test_it_says_what_it_chose_and_an_explicit_one_is_obeyed(
         assert to_engine_options(given).dtype == name
         assert not chosen_dtype(given)
         assert any("no kernel here is made for it" in note for note in notes(given)) == (name == "float16")
-    assert measured == ["grouped"]
+    ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "moe_backend": "grouped"}
+    resolve_keywords(TINY_MOE, {"device": "cpu", **ranks})
+    assert measured == ["grouped", "grouped on 2 ranks, 1 thread"]
     assert main(["serve", str(TINY_MOE), "--device", "cpu", "--print-config"]) == 0
     (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("dtype:"))
     assert row.split() == ["dtype:", '"bfloat16"', "#", "derived:", "it", "is", "2x", "as", "fast"]
