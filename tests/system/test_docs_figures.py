@@ -25,6 +25,7 @@ README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "measured.md"
 SIMULATE = ROOT / "docs" / "simulate.md"
 SPECULATION = ROOT / "docs" / "speculation.md"
+CPU_KERNELS = ROOT / "docs" / "cpu-kernels.md"
 
 
 def results(name: str) -> Any:
@@ -296,6 +297,24 @@ def test_the_table_of_dbo_auto() -> None:
     assert f"for {min(times):.0f} to {max(times):.0f} s" in MEASURED.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("step", ["decode", "prefill"])
+def test_the_table_of_where_the_time_of_a_step_goes(step: str) -> None:
+    """Where it differs, put these in."""
+    found = results("step")["results"][step]
+    arms = [found[f"{kernels} {dtype}"] for dtype in ("float32", "bfloat16") for kernels in ("torch", "native")]
+
+    def figure(ms: float) -> str:
+        return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
+
+    expected = [
+        [kind, *(f"{figure(arm['parts_ms'][kind])} ({arm['share'][kind]:.0%})" for arm in arms)]
+        for kind in arms[0]["share"]
+    ]
+    expected.append(["together", *(figure(arm["clocked_ms"]["median"]) for arm in arms)])
+    expected.append(["without clocks", *(figure(arm["step_ms"]["median"]) for arm in arms)])
+    assert table_below(f"| {step}, ms |", CPU_KERNELS) == expected, as_table(expected)
+
+
 def test_what_the_trained_head_gets_right() -> None:
     found = results("speculation")["results"][0]["acceptance"]["eagle_chain"]
     places = ", ".join(f"{share:.1%}" for share in found["per_position"])
@@ -331,7 +350,10 @@ NOT_MEASURED: Mapping[str, tuple[str, ...]] = {
     "wrapping.md": ("at most 5% of the rows",),
 }
 """Document -> parts of lines whose figures are settings, limits, goals or of others; or are compared above."""
-COMPARED = ("| what | measured |", "| communication | lanes |", "| model, prompts of 128", "| link | against serial |")
+COMPARED = (
+    *("| what | measured |", "| communication | lanes |", "| model, prompts of 128", "| link | against serial |"),
+    *("| decode, ms |", "| prefill, ms |"),
+)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
