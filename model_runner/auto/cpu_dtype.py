@@ -35,8 +35,8 @@ _TOKENS = (16, 256)  # of a decode step, and of a prefill
 _MARGIN = 1.1  # bfloat16 must be this much faster, or the choice would follow the noise
 _MOST_WEIGHTS = 1 << 21  # that are measured of a matrix, or of a layer's experts
 _LEAST_WIDTH = 256  # of experts that are measured in part
-_LEAST_ROUNDS, _MOST_ROUNDS = 4, 20
-_SECONDS = 0.2  # for all products of a number of tokens, between these rounds
+_LEAST_ROUNDS, _MOST_ROUNDS = 5, 20
+_SECONDS = 0.1  # for all products of a number of tokens, between these rounds
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _USUAL_CACHE, _LARGEST_CACHE = 32 << 20, 256 << 20
 """Bytes of the last cache, where the system does not say; and most that are believed and read in its place."""
