@@ -96,6 +96,10 @@ def pytest_collection_finish() -> None:
     """
     import torch
 
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        from quick_interpreter import make_quick
+
+        make_quick()
     torch.set_num_threads(1)
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
