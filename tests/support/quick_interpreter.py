@@ -1,7 +1,7 @@
 """Triton's interpreter does the same in half the time.
 
-It spends most of that on types that it makes again and again, on wrapping `triton.language` once more for every function
-that a kernel calls, and on operations whose result it throws away.
+It spends most of that on types that it makes again and again, on wrapping `triton.language` once more for every
+function that a kernel calls, and on operations whose result it throws away.
 """
 
 from __future__ import annotations
