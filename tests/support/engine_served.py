@@ -22,7 +22,7 @@ T = TypeVar("T")
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 PROMPTS = [[(index * 13 + place) % 2000 + 1 for place in range(3 + 5 * index)] for index in range(8)]
 PARAMS = [
-    SamplingParams(max_tokens=12 + index, ignore_eos=True, temperature=0.8 if index % 2 else 0.0, seed=index)
+    SamplingParams(max_tokens=6 + index, ignore_eos=True, temperature=0.8 if index % 2 else 0.0, seed=index)
     for index in range(8)
 ]
 

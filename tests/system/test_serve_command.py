@@ -80,7 +80,7 @@ def test_a_profile_has_both_lanes(server: Server) -> None:
 def test_sigterm_drains_and_exits_with_zero(server: Server) -> None:
     lines: list[str] = []
     began = threading.Event()
-    stream = threading.Thread(target=stream_lines, args=(server.url, 200, lines, began))
+    stream = threading.Thread(target=stream_lines, args=(server.url, 60, lines, began))
     stream.start()
     assert began.wait(PATIENCE_S)
     server.process.send_signal(signal.SIGTERM)

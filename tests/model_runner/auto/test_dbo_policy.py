@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -21,6 +23,7 @@ STEPS = 6000
 NOISE = 0.05
 
 
+@functools.cache
 def true_seconds(kind: str, tokens: int, arm: str, link: float) -> float:
     """A machine whose lanes each pay again for what does not grow with tokens; its link takes `link` x compute."""
     fixed, per_token = (0.004, 2e-5) if kind == "decode" else (0.005, 3e-5)
@@ -71,9 +74,10 @@ class Served:
         everything = [Setting(), *(Setting(arm, threshold) for arm in "23" for threshold in thresholds)]
         total = 0.0
         for kind in ARMS:
-            own = [n for each, n in self.steps if each == kind]
+            own = Counter(n for each, n in self.steps if each == kind)
             total += min(
-                sum(true_seconds(kind, n, setting.arm_for(n), self.link) for n in own) for setting in everything
+                sum(count * true_seconds(kind, n, setting.arm_for(n), self.link) for n, count in own.items())
+                for setting in everything
             )
         return total
 

@@ -83,7 +83,7 @@ def test_no_request_is_lost_around_a_pause(served: Served, expected: list[list[i
     """Requests that come just as the ranks go to sleep, at either of them."""
 
     async def scenario() -> None:
-        for turn in range(40):
+        for turn in range(25):
             await asyncio.sleep(random.random() * 0.02)
             tokens = await asyncio.wait_for(
                 tokens_of(served.client, f"turn-{turn}", PROMPTS[0], SamplingParams(max_tokens=2, ignore_eos=True)), 30

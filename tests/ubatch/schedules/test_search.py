@@ -15,7 +15,7 @@ from ubatch.schedules.simulate import simulate
 
 pytestmark = pytest.mark.long
 
-LAYERS = 200
+LAYERS = 100
 
 
 def whole(attention: float, experts: float, shared: float = 0.0) -> LayerTimes:
