@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import glob
+import logging
 import os
 
 # Before torch is imported, and inherited by the ranks that tests spawn.
@@ -114,7 +115,15 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
 
         if not torch.cuda.is_available():
             fork_server()
+        _let_logs_propagate()
     return (yield)
+
+
+def _let_logs_propagate() -> None:
+    """pytest then catches what libraries log at the root, not at some sixty loggers, six times a test."""
+    for logger in logging.getLogger().manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def pytest_unconfigure() -> None:
@@ -166,7 +175,10 @@ def _seeds() -> None:
 
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    if torch.cuda.is_initialized():
+        torch.manual_seed(0)
+    else:  # without a note for every kind of device, each with this stack as text, to be seeded when it is first used
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -9,6 +9,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ import uvicorn
 from fake_engine import FakeEngine
 from fastapi import FastAPI
 from repository import TINY_MOE
+from starlette.datastructures import State
 
 from serving.api import Service, create_app
 from serving.requests import DraftCounts, RequestInput
@@ -61,12 +63,24 @@ def says(text: str) -> Any:
     return lambda request: ids
 
 
-def app_of(engine: FakeEngine, **options: Any) -> FastAPI:
-    """The application under test."""
+def app_of(engine: FakeEngine, *, described: bool = False, **options: Any) -> FastAPI:
+    """The application under test; only one that is `described` may be asked for `/openapi.json`."""
     own = ("api_key", "max_request_bytes", "metrics_app", "around")
     around = {name: options.pop(name) for name in own if name in options}
     fake: Any = engine
-    return create_app(Service(fake, tokenizer(), **{"names": (MODEL,), **options}), **around)
+    service = Service(fake, tokenizer(), **{"names": (MODEL,), **options})
+    if described or around:
+        return create_app(service, **around)
+    app = copy(_plain_app())
+    app.state = State({"service": service})
+    return app
+
+
+@cache
+def _plain_app() -> FastAPI:
+    """Made once, for FastAPI to look at its routes once; a copy with another state is another application."""
+    nobody: Any = None
+    return create_app(Service(nobody, tokenizer(), names=()))
 
 
 def call(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:

@@ -19,7 +19,7 @@ from repository import ROOT
 
 NEEDS = {
     **dict.fromkeys(["run_ranks", "EngineClient", "LocalEngines", "get_context"], "ranks"),
-    **dict.fromkeys(["subprocess", "Server"], "server"),
+    **dict.fromkeys(["subprocess", "Server", "running_engine"], "server"),
 }
 EVERYWHERE = {"_forked_ranks"}
 """Prepares every test for ranks, whether or not it starts any."""

@@ -81,6 +81,7 @@ def test_overlap_is_calibrated_and_engages(model: Path, tmp_path: Path, capsys: 
     write_json(tmp_path / "overlap.json", vars(overlap))
 
 
+@pytest.mark.long
 def test_a_device_is_never_faster_than_it_is() -> None:
     result = measure_scheduler(2, running=8)
     assert min(result.arms_ms["plain"]) > result.device_ms
@@ -88,6 +89,7 @@ def test_a_device_is_never_faster_than_it_is() -> None:
     assert result.hidden.median <= 1.0
 
 
+@pytest.mark.long
 def test_the_command_writes_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "engine.json"
     assert run(Options(only=(Part.SCHEDULER,), blocks=2, running=4, json_file=file)) == 0

@@ -101,6 +101,7 @@ def decoded(path: Path, groups: Sequence[Sequence[int]], threads: int, overlap: 
     return logits
 
 
+@pytest.mark.long
 @needs_c
 @pytest.mark.parametrize("overrides", [{}, WIDE], ids=["tiny", "wide"])
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "Llama"])
@@ -112,6 +113,7 @@ def test_decode_steps_are_the_same_to_the_last_bit(family: str, overrides: dict[
         assert torch.equal(decoded(path, groups, threads, overlap), expected), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_with_a_librarys_products_they_are_the_same_within_rounding(
     way: tuple[Sequence[Sequence[int]], int, bool], tmp_path: Path

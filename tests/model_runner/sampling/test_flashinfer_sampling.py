@@ -122,6 +122,7 @@ def test_only_a_gpu_with_a_deterministic_flashinfer_truncates(monkeypatch: pytes
                 keep_most_likely(torch.ones(1, 1), torch.ones(1), torch.ones(1))
 
 
+@pytest.mark.long
 def test_the_installed_functions_take_our_call() -> None:
     pytest.importorskip(
         "flashinfer", reason="flashinfer is not installed; `make test` installs it", exc_type=ImportError

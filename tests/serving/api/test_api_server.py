@@ -225,6 +225,7 @@ def test_metrics_are_where_prometheus_looks() -> None:
     assert "seen_total 1.0" in response.text
 
 
+@pytest.mark.long
 def test_the_description_is_true() -> None:
     """Answers and events have the fields that `/openapi.json` lists, and no others; every reference resolves."""
     description = call(app_of(FakeEngine(), api_key="k"), "GET", "/openapi.json").json()

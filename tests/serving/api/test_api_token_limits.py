@@ -162,7 +162,7 @@ def test_long_lists_are_for_few_outputs(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_description_says_the_limits() -> None:
-    schemas = call(app_of(FakeEngine()), "GET", "/openapi.json").json()["components"]["schemas"]
+    schemas = call(app_of(FakeEngine(), described=True), "GET", "/openapi.json").json()["components"]["schemas"]
     for kind in ("CompletionRequest", "ChatCompletionRequest"):
         words, _ = schemas[kind]["properties"]["bad_words"]["anyOf"]
         assert (words["maxItems"], words["items"]["maxLength"]) == (MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)

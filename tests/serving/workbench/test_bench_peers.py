@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fake_vllm import make_environment, make_interpreter
-from repository import TINY_MOE
+from repository import SUPPORT, TINY_MOE
 
 from serving.cli import main
 from serving.workbench.bench.peers.process import Arm, EngineFailed, EngineProcess, running_engine, wait_for_rest
@@ -228,6 +229,7 @@ LOADS = {
 }
 
 
+@pytest.mark.server
 @pytest.mark.timeout(140)
 @pytest.mark.parametrize("only", [["offline", "one", "first"], pytest.param(["served"], marks=pytest.mark.slow)])
 def test_the_command_measures_every_load(
@@ -253,13 +255,21 @@ def test_the_command_measures_every_load(
         assert written["versions"]["vllm"]["torch"] == "9.9"
 
 
+@pytest.mark.server
 @pytest.mark.parametrize(
     ("wrong", "only"), [("no memory", "one"), pytest.param("no server", "served", marks=pytest.mark.slow)]
 )
 def test_a_peer_that_does_not_start_is_a_message(
     wrong: str, only: str, vllm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    ours = make_interpreter(tmp_path / "vllm", f"FAKE_VLLM= PYTHONPATH={tmp_path}:{SUPPORT}")
+
+    def start(arm: Arm, timeout_s: float) -> AbstractContextManager[EngineProcess]:
+        """Ours, which has nothing to do with it, is the stand-in without its fault."""
+        return running_engine(replace(arm, engine="vllm", python=ours) if arm.engine == OURS else arm, timeout_s)
+
     monkeypatch.setenv("FAKE_VLLM", wrong)
+    monkeypatch.setattr("serving.workbench.bench.peers.command.running_engine", start)
     status, written = run_command(tmp_path / "peers.json", "--vllm", vllm, "--only", only)
     assert status == 1
     (name,) = written["failed"]
