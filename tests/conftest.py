@@ -53,7 +53,8 @@ else:
 pytest.register_assert_rewrite("model_checks", "peer_failure_cases", "trtllm_cases")  # they assert for the tests
 
 SECONDS_FOR_THREADS_TO_END = 5.0
-SECONDS = {"server": 4.0, "ranks": 1.0, "triton": 0.5, "long": 0.5}
+_COLLECTED_BEFORE: pytest.StashKey[Path] = pytest.StashKey()
+SECONDS = {"server": 4.0, "ranks": 1.2, "triton": 0.2, "long": 0.4}
 """What a test with that marker takes, roughly."""
 
 
@@ -124,6 +125,15 @@ def _let_logs_propagate() -> None:
     for logger in logging.getLogger().manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
+
+
+@pytest.hookimpl(tryfirst=True)  # before anything is set up
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Freeze what is left of the files before: a test leaves some hundred objects, and capturing collects garbage."""
+    if item.path != item.config.stash.get(_COLLECTED_BEFORE, None):
+        item.config.stash[_COLLECTED_BEFORE] = item.path
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_unconfigure() -> None:

@@ -109,7 +109,7 @@ CASES = {
 }
 
 
-QUICK = ("local", "deepep_high_throughput", "deepep_low_latency, one buffer")
+QUICK = ("local", "deepep_low_latency, one buffer")
 
 
 def schedules(named: Sequence[str] = tuple(SCHEDULES)) -> Iterator[Schedule]:

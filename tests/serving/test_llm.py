@@ -347,7 +347,7 @@ def test_two_ranks_give_the_same_and_can_be_interrupted(
         counts = {sum(rank.steps.values()) for rank in llm.statistics.values()}
         assert len(counts) == 1, "they step together, and tell all of it, one without prompts too"
         # A real signal: it interrupts what the main thread waits for, as `_thread.interrupt_main` would not.
-        timer = threading.Timer(1.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+        timer = threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             go_on(llm)

@@ -14,7 +14,7 @@ from transformers.distributed import DistributedConfig
 
 from ubatch import SpanKind, Trace, UBatchConfig, UBatchWrapper, tracing
 
-NEW = 4
+NEW = 2
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "tensor-parallel": {"tp_size": 2, "ep_size": 2},

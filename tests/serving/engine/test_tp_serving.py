@@ -27,7 +27,7 @@ from ubatch.ranks.launch_order import VARIABLE
 
 pytestmark = pytest.mark.ranks
 
-NO_SEED = SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0)
+NO_SEED = SamplingParams(max_tokens=10, ignore_eos=True, temperature=1.0)
 
 
 @pytest.fixture(scope="module", autouse=True)

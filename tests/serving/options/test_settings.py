@@ -38,15 +38,24 @@ SWITCHES = [(command, name) for command, table in TABLES.items() for name in tab
 FILE_ONLY = {"schedules", "decode", "prefill", "verify"}
 
 
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two caches, which nobody writes to."""
+    folder = tmp_path_factory.mktemp("caches")
+    add_to_cache(folder / "cache", "tiny-lab/tiny", TINY_MOE, "a" * 40, "main", "v1")
+    add_to_cache(folder / "cache", "tiny-lab/tiny", TINY_MOE, "b" * 40, "main")
+    add_to_cache(folder / "HUB", "tiny-lab/tiny", TINY_MOE, "c" * 40, "main", "only-there", "v1")
+    add_to_cache(folder / "cache", "tiny-lab/head", HEAD, "d" * 40, "main")
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two caches and a secret; no variables, and a machine without GPUs."""
+def hub(tmp_path: Path, caches: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The caches and a secret; no variables, and a machine without GPUs."""
     (tmp_path / "SECRET").touch(0o600)
     (tmp_path / "SECRET").write_text("0123456789abcdef" * 4)
-    add_to_cache(tmp_path / "cache", "tiny-lab/tiny", TINY_MOE, "a" * 40, "main", "v1")
-    add_to_cache(tmp_path / "cache", "tiny-lab/tiny", TINY_MOE, "b" * 40, "main")
-    add_to_cache(tmp_path / "HUB", "tiny-lab/tiny", TINY_MOE, "c" * 40, "main", "only-there", "v1")
-    add_to_cache(tmp_path / "cache", "tiny-lab/head", HEAD, "d" * 40, "main")
+    for name in ("cache", "HUB"):
+        (tmp_path / name).symlink_to(caches / name)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
