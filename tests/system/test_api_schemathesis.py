@@ -26,7 +26,7 @@ def test_the_server_does_what_it_describes(path: str, tmp_path: Path) -> None:
         pytest.skip("schemathesis is not installed")
     engine = FakeEngine(reply=says("fine"), info=FakeInfo(max_model_len=100_000))
     chosen = ["--exclude-path-regex", "/v1/.*completions"] if path == "others" else ["--include-path", path]
-    with serving(app_of(engine, profiles=True, max_outputs_per_request=1024)) as address:
+    with serving(app_of(engine, described=True, profiles=True, max_outputs_per_request=1024)) as address:
         command = [program, "run", f"{address}/openapi.json", "--checks", "all", "--continue-on-failure", *chosen]
         command += ["--max-examples", "20"]
         run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=130)

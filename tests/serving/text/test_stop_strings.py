@@ -130,7 +130,7 @@ def test_what_cannot_work_is_refused(stop: list[Any], why: str) -> None:
 
 
 def test_the_description_says_the_limits() -> None:
-    schemas = call(app_of(FakeEngine()), "GET", "/openapi.json").json()["components"]["schemas"]
+    schemas = call(app_of(FakeEngine(), described=True), "GET", "/openapi.json").json()["components"]["schemas"]
     one, several, _ = schemas["CompletionRequest"]["properties"]["stop"]["anyOf"]
     assert several["maxItems"] == MAX_STOP_STRINGS
     assert one["maxLength"] == several["items"]["maxLength"] == MAX_STOP_CHARACTERS
