@@ -30,8 +30,8 @@ def make_environment(folder: Path) -> str:
     return make_interpreter(folder, f"PYTHONPATH={folder}:{SUPPORT}")
 
 
-def make_interpreter(folder: Path, assignment: str = "") -> str:
-    """Make a program that takes `-E` and what this interpreter takes."""
+def make_interpreter(folder: Path, assignment: str = "PYTHONPATH=") -> str:
+    """Make a program that takes `-E`, which says not to heed `PYTHONPATH`, and what this interpreter takes."""
     python = folder / "python"
     python.write_text(f'#!/bin/sh\n[ "$1" = -E ] || exit 9\nshift\n{assignment} exec {sys.executable} "$@"\n')
     python.chmod(0o700)

@@ -102,6 +102,7 @@ def decoded(path: Path, groups: Sequence[Sequence[int]], threads: int, overlap: 
 
 
 @pytest.mark.long
+@pytest.mark.sample(2)
 @needs_c
 @pytest.mark.parametrize("overrides", [{}, WIDE], ids=["tiny", "wide"])
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "Llama"])
