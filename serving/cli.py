@@ -86,6 +86,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "serving.workbench.bench.server.fairness",
         "how much long prompts delay decoding requests, and what a limit costs",
     ),
+    "bench link": (
+        "serving.workbench.bench.link",
+        "settings of overlap over a real link between two servers; needs root",
+    ),
     "bench engine": (
         "serving.workbench.bench.server.compare",
         "whole engines: offline and served, with overlap, and the scheduler",

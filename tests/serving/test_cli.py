@@ -115,7 +115,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 WRONG = [
     *((*name.split(), "--no-such-flag") for name in COMMANDS),
     *((*name.split(), "a", "b") for name in COMMANDS),
-    *((*name.split(), "--blocks", "1") for name in COMMANDS if "serve" not in name),
+    *((*name.split(), "--blocks", "0") for name in COMMANDS if "serve" not in name),
     ("simulate", "--ep", "0"),
     ("simulate", "--skew", "nan"),
     ("simulate", "--mode", "decoding"),

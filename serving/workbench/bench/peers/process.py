@@ -19,7 +19,7 @@ from serving.workbench.bench.server.process import end_group, with_variables
 from ubatch import UBatchError
 from ubatch.process.cores import num_cores
 
-__all__ = ["Arm", "EngineFailed", "EngineProcess", "running_engine", "wait_for_rest"]
+__all__ = ["Arm", "EngineFailed", "EngineProcess", "cpu_seconds", "running_engine", "wait_for_rest"]
 
 _PROGRAM = Path(__file__).with_name("engine.py")
 _END_S = 15.0
@@ -178,16 +178,17 @@ def wait_for_rest(sessions: Collection[int]) -> bool:
     """Wait until the processes of these sessions, given by the ids of their leaders, hardly use a core: an engine may
     poll for a while after its last answer, vLLM's workers for a second. Returns False if they still do after 10 s."""
     deadline = time.monotonic() + _REST_S
-    used = _cpu_seconds(sessions)
+    used = cpu_seconds(sessions)
     while time.monotonic() < deadline:
         time.sleep(_REST_WINDOW_S)
-        before, used = used, _cpu_seconds(sessions)
+        before, used = used, cpu_seconds(sessions)
         if used - before < _REST_SHARE * _REST_WINDOW_S:
             return True
     return False
 
 
-def _cpu_seconds(sessions: Collection[int]) -> float:
+def cpu_seconds(sessions: Collection[int]) -> float:
+    """CPU time so far of the processes of these sessions that still run."""
     ticks = 0
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():

@@ -28,7 +28,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Annotated
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from pydantic import Field
@@ -44,7 +43,7 @@ from serving.tuning.auto import Room, prepare_auto
 from serving.tuning.batches import kv_blocks_needed, make_batch, requests_needed
 from serving.tuning.cells import Arm, Cell, Grid, arm_config, library_arms
 from serving.workbench.bench.options import Checkpoint, ReportOptions
-from serving.workbench.bench.statistics import Interval
+from serving.workbench.bench.statistics import Interval, ratio_of_sums
 from serving.workbench.bench.step_setting import StepSetting, calibrate, slowest_rank
 from ubatch import CommGroup, UBatchConfig
 from ubatch.schedules.cost_table import SERIAL_ARM, Setting
@@ -53,8 +52,6 @@ __all__ = ["AutoResult", "Options", "best_fixed", "mixed_load", "pooled", "run"]
 
 _AUTO = "auto"
 _BLOCK_SIZE = 16
-_DRIFT_BLOCKS = 20
-_RESAMPLES = 2000
 
 
 class Options(ReportOptions):
@@ -222,7 +219,7 @@ def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Opt
         """The best fixed setting; time of serial steps / time of auto, and that of the best / time of auto."""
         best = best_fixed(load, {name: times[name] for name in arms}, only_for)
         under = [times[best[cell.mode].arm_for(cell.tokens)][step] for step, cell in enumerate(load)]
-        return best, _ratio_of_sums(times[SERIAL_ARM], times[_AUTO]), _ratio_of_sums(under, times[_AUTO])
+        return best, ratio_of_sums(times[SERIAL_ARM], times[_AUTO]), ratio_of_sums(under, times[_AUTO])
 
     best, against_serial, against_best = against(seconds)
     _, pooled_serial, pooled_best = against(pooled(seconds, forwards, schedules))
@@ -276,16 +273,6 @@ def _set_link(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Op
 
 
 # -- results --------------------------------------------------------------------------------------------------------
-
-
-def _ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
-    """Ratio of the sums with its 95% interval, by resampling blocks of consecutive steps (seeded)."""
-    blocks = np.array_split(np.asarray([numerators, denominators]), _DRIFT_BLOCKS, axis=1)
-    table = np.asarray([block.sum(axis=1) for block in blocks])
-    draws = np.random.default_rng(0).integers(0, len(table), size=(_RESAMPLES, len(table)))
-    sums = table[draws].sum(axis=1)
-    low, high = np.percentile(sums[:, 0] / sums[:, 1], [2.5, 97.5])
-    return Interval(sum(numerators) / sum(denominators), float(low), float(high))
 
 
 def print_result(result: AutoResult) -> None:

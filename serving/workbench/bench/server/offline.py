@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from model_runner import RandomQwen3Moe, make_random_qwen3_moe
+from model_runner import RandomDeepseekV3, RandomQwen3Moe, make_random_checkpoint
 from serving.llm import LLM
 from serving.workbench.bench.generate import completions, share_of_equal, transformers_arm
 from serving.workbench.bench.server.process import running_server
@@ -77,10 +77,10 @@ class OfflineResult:
         print(columns(rows), flush=True)
 
 
-def make_served_model(folder: Path, size: RandomQwen3Moe | None = None) -> Path:
-    """Make a random Qwen3-MoE (100 M parameters by default) in `folder`, with a tokenizer that has one made-up word per
-    token, so that it can be served: token 7 is the word `w7`; a text is words with blanks between."""
-    path = make_random_qwen3_moe(folder / "random-qwen3-moe", seed=0, size=size)
+def make_served_model(folder: Path, size: RandomQwen3Moe | RandomDeepseekV3 | None = None) -> Path:
+    """Make a random model (a Qwen3-MoE of 100 M parameters by default) in `folder`, with a tokenizer that has one
+    made-up word per token, so that it can be served: token 7 is the word `w7`; a text is words with blanks between."""
+    path = make_random_checkpoint(folder / "random-model", size if size is not None else RandomQwen3Moe())
     words = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"}
     vocabulary = {f"\u2581w{index}": index for index in range(_vocab_size(path))}
     tokenizer = {

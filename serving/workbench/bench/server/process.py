@@ -19,7 +19,15 @@ import httpx
 from serving.ranks import free_port
 from ubatch import UBatchError
 
-__all__ = ["UBATCH", "ServerFailed", "ServerProcess", "end_group", "running_server", "with_variables"]
+__all__ = [
+    "UBATCH",
+    "ServerFailed",
+    "ServerProcess",
+    "end_group",
+    "running_server",
+    "started_server",
+    "with_variables",
+]
 
 UBATCH = (sys.executable, "-c", "import sys; from serving.cli import main; sys.exit(main())")
 """The `ubatch` command, run by this interpreter without looking for its script."""
@@ -113,6 +121,17 @@ def running_server(
     """
     port = free_port()
     command = [*program, "serve", str(model), "--port", str(port), *flags]
+    with started_server(command, f"http://127.0.0.1:{port}", environment=environment) as server:
+        server.wait_until_healthy(start_s)
+        yield server
+
+
+@contextmanager
+def started_server(
+    command: Sequence[str], base_url: str = "", *, environment: Mapping[str, str | None] | None = None
+) -> Iterator[ServerProcess]:
+    """Run a command that serves, and stop it after the block; after an exception it may not finish its requests. The
+    block is entered at once."""
     with tempfile.NamedTemporaryFile(prefix="ubatch-serve-", suffix=".log") as log:
         process = subprocess.Popen(
             command,
@@ -122,9 +141,10 @@ def running_server(
             env=with_variables(environment or {}),
             start_new_session=True,
         )
-        server = ServerProcess(process, f"http://127.0.0.1:{port}", log)
+        server = ServerProcess(process, base_url, log)
         try:
-            server.wait_until_healthy(start_s)
             yield server
-        finally:
-            server.stop()
+        except BaseException:
+            end_group(process)
+            raise
+        server.stop()

@@ -1,0 +1,220 @@
+"""`ubatch bench link`: settings of overlap over a real link between two servers of one deployment.
+
+    for every link, A B B A over the arms     start both servers, or go on with those that are kept (--live)
+        for every load, --repeats times       send it; the same requests for every arm
+
+An arm's two servers are in a network namespace each, on a core each, with one thread. What joins them is TCP over a
+link with delay and rate, see `tunnel`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer
+
+from model_runner import RandomDeepseekV3, RandomQwen3Moe
+from serving.arguments.fields import Flag
+from serving.progress import progress
+from serving.workbench.bench.link.deployment import ARMS, Arm, Deployment, Servers, deployed
+from serving.workbench.bench.link.loads import LOADS, Load, Run, send_load, warm_up
+from serving.workbench.bench.link.network import Network, network
+from serving.workbench.bench.link.probe import Probe, probe
+from serving.workbench.bench.link.report import figures_by_arm, print_load
+from serving.workbench.bench.link.tunnel import Speed
+from serving.workbench.bench.options import Checkpoint, ReportOptions
+from serving.workbench.bench.server.offline import make_served_model
+from serving.workbench.bench.server.requests import Server
+from ubatch import ConfigError
+
+__all__ = ["Options", "run"]
+
+
+_AT_ONCE = 16
+
+
+def _read(kind: Any) -> Any:
+    return BeforeValidator(lambda value: kind.parse(value) if isinstance(value, str) else value)
+
+
+_Text = PlainSerializer(str, when_used="json")
+_Links = tuple[Annotated[Speed, _read(Speed), _Text], ...]
+_Arms = tuple[Annotated[Arm, _read(Arm), _Text], ...]
+_Loads = tuple[Annotated[Load, _read(Load), _Text], ...]
+
+
+class Options(ReportOptions):
+    """What to compare, over which links."""
+
+    model: Annotated[
+        Checkpoint | None, Field(description="folder of a Hugging Face checkpoint; random weights if not given")
+    ] = None
+    random: Annotated[
+        Literal["qwen3-moe", "deepseek-v3"], Field(description="architecture of the random model of 107 M parameters")
+    ] = "qwen3-moe"
+    links: Annotated[
+        _Links,
+        Flag(metavar="US:MBIT/S ...", default="0:0 100:2000 500:600 1000:200"),
+        Field(min_length=1, description="delay and rate each way; a rate of 0 is unlimited"),
+    ] = tuple(map(Speed.parse, ("0:0", "100:2000", "500:600", "1000:200")))
+    arms: Annotated[
+        _Arms,
+        Flag(metavar="ARM ..."),
+        Field(min_length=1, description="the first is compared with; more by NAME=FLAGS, as 'tuned=--config a.yaml'"),
+    ] = tuple(map(Arm.parse, ARMS))
+    loads: Annotated[
+        _Loads, Flag(metavar="LOAD ...", default=" ".join(LOADS)), Field(min_length=1, description="or PROMPTSxINxOUT")
+    ] = tuple(LOADS.values())
+    blocks: Annotated[int, Field(ge=1, description="A B B A blocks: two visits of every arm each")] = 2
+    repeats: Annotated[int, Field(ge=1, description="a visit sends each load that often")] = 2
+    live: Annotated[bool, Field(description="keep every arm's servers, in place of starting them for each visit")] = (
+        False
+    )
+    change: Annotated[
+        bool,
+        Field(
+            description="change from the first link to the second when half of the requests have ended; a load is then "
+            f"sent --repeats times in one go, {_AT_ONCE} requests at a time"
+        ),
+    ] = False
+    serve_flags: Annotated[
+        str,
+        Flag(metavar='"FLAG ..."'),
+        Field(description="more flags of all servers, as in --serve-flags='--kv-cache-memory 1G'"),
+    ] = ""
+    start_s: Annotated[float, Field(gt=0, description="servers may take that long to start")] = 300.0
+    timeout_s: Annotated[float, Field(gt=0, description="a request may take that long")] = 600.0
+
+
+def run(options: Options) -> int:
+    """Measure, print and write; returns 1 if answers differ. What was measured before Ctrl-C is written, too.
+
+    Raises:
+        ConfigError: there can be no such network here, or the options do not fit together.
+        ServerFailed: a server did not start.
+        UBatchError: a request failed.
+    """
+    _check(options)
+    results: list[dict[str, Any]] = []
+    with _signals_end_it(), ExitStack() as stack:
+        joined = stack.enter_context(network())
+        model = options.model or stack.enter_context(_random_model(options))
+        stack.callback(options.write, {"links": results})
+        stack.enter_context(joined.hosts[0].entered())
+        joined.link.set(options.links[0])
+        start = partial(_start, options, joined, model)
+        servers = stack.enter_context(Servers(start, options.arms if options.live else ()))
+        bench = _Bench(options, joined, model, servers)
+        for speeds in [options.links] if options.change else [(speed,) for speed in options.links]:
+            results.append(bench.measure(speeds))
+    figures = [own for link in results for load in link["loads"].values() for own in load.values()]
+    different = sum(own.same < own.requests for own in figures)
+    if different:
+        print(f"{different} of {len(figures)} arms and loads have answers that differ.", file=sys.stderr)
+    return 1 if different else 0
+
+
+def _check(options: Options) -> None:
+    if options.change and len(options.links) != 2:
+        raise ConfigError("--change takes two links: --links 500:600 1000:200 changes from the first to the second.")
+    for name, given in (("--arms", options.arms), ("--loads", options.loads)):
+        if len({each.name for each in given}) < len(given):
+            raise ConfigError(f"{name}: every name may be given once.")
+    if options.model is not None:
+        config = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
+        for load in options.loads:
+            if load.longest > config.get("max_position_embeddings", load.longest):
+                raise ConfigError(
+                    f"--loads {load.name} has {load.longest} tokens in a request, more than the model takes."
+                )
+
+
+def _start(options: Options, joined: Network, model: Path, arm: Arm) -> AbstractContextManager[Deployment]:
+    flags = [*arm.flags, *shlex.split(options.serve_flags)]
+    return deployed(joined.hosts, model, flags, start_s=options.start_s, timeout_s=options.timeout_s)
+
+
+@contextmanager
+def _random_model(options: Options) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield make_served_model(Path(folder), RandomQwen3Moe() if options.random == "qwen3-moe" else RandomDeepseekV3())
+
+
+@contextmanager
+def _signals_end_it() -> Iterator[None]:
+    """SIGTERM, SIGHUP and Ctrl-C raise; while the run cleans up after the first, further ones are ignored."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def end(number: int, _: object) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """What all visits share."""
+
+    options: Options
+    network: Network
+    model: Path
+    servers: Servers
+
+    def measure(self, speeds: Sequence[Speed]) -> dict[str, Any]:
+        """All arms and loads over a link, or over one that changes to a second speed; the figures."""
+        options = self.options
+        probes = [self._probe(speed) for speed in speeds[::-1]][::-1]
+        runs: dict[str, dict[str, list[Run]]] = {
+            load.name: {arm.name: [] for arm in options.arms} for load in options.loads
+        }
+        start_s: dict[str, list[float]] = {arm.name: [] for arm in options.arms}
+        for _ in progress(range(options.blocks), desc="blocks"):
+            for arm in (*options.arms, *options.arms[::-1]):
+                self.network.link.set(speeds[0])
+                with self.servers.of(arm) as servers:
+                    start_s[arm.name].append(servers.start_s)
+                    for load in options.loads:
+                        runs[load.name][arm.name] += self._send(load, servers.server, speeds)
+        figures = {}
+        for load in options.loads:
+            figures[load.name] = figures_by_arm(
+                runs[load.name], 1 if options.change else options.repeats, changed=options.change
+            )
+            print_load(load, figures[load.name], start_s)
+        return {"link": list(map(str, speeds)), "probes": probes, "start_s": start_s, "loads": figures}
+
+    def _probe(self, speed: Speed) -> Probe:
+        self.network.link.set(speed)
+        found = probe(self.network.hosts, speed)
+        print(f"\nlink of {speed}: measured {found}", flush=True)
+        return found
+
+    def _send(self, load: Load, server: Server, speeds: Sequence[Speed]) -> list[Run]:
+        """A load's runs of one visit."""
+        tasks, repeats, at_once = load.tasks(self.model), self.options.repeats, load.at_once
+        asyncio.run(send_load(server, warm_up(tasks), None))
+        if self.options.change:  # one long run, in which requests end all the time
+            tasks, repeats, at_once = [*tasks] * repeats, 1, at_once or _AT_ONCE
+        found = []
+        for _ in range(repeats):
+            self.network.link.set(speeds[0])
+            found.append(asyncio.run(send_load(server, tasks, at_once, partial(self.network.link.set, speeds[-1]))))
+        return found

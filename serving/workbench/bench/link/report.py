@@ -1,0 +1,115 @@
+"""Figures of a load over a link: times, ratios, equal answers and overlapped steps of every arm, and their table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from serving.workbench.bench.link.loads import Load, Run
+from serving.workbench.bench.statistics import Interval, bootstrap, columns, paired, ratio_of_sums
+
+__all__ = ["ArmFigures", "Halves", "figures_by_arm", "print_load"]
+
+_SERIES = 10
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Of runs in which the link changed when half of the requests had ended.
+
+    Attributes:
+        before, after: time of the first arm / time of this one, in each half.
+        series: requests per second of every 10 that ended, for each run.
+    """
+
+    before: Interval
+    after: Interval
+    series: Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True)
+class ArmFigures:
+    """Figures of an arm. Ratios are times of the first arm / times of this one: above 1 this one is faster.
+
+    Attributes:
+        seconds: of every run, in order.
+        speedup: median of the ratios of the runs, pair by pair.
+        whole: the ratio of the sums of all runs.
+        last: as `speedup`, of the last run of every visit.
+        of_fastest: the sum of the fastest arm's runs / the sum of these.
+        same: requests with the first arm's answer, in the worst run, of `requests`.
+        overlapped, steps: of all runs and ranks.
+        halves: None if the link did not change.
+    """
+
+    seconds: Sequence[float]
+    speedup: Interval
+    whole: Interval
+    last: Interval
+    of_fastest: float
+    same: int
+    requests: int
+    overlapped: int
+    steps: int
+    halves: Halves | None
+
+
+def figures_by_arm(runs: Mapping[str, Sequence[Run]], repeats: int, *, changed: bool) -> dict[str, ArmFigures]:
+    """Figures of every arm, by the runs of each, of which `repeats` are of one visit; the first arm is compared with.
+
+    Run by run, the arms are of the same sweep.
+    """
+    first = next(iter(runs.values()))
+    base, answers = [each.seconds for each in first], first[0].texts
+    fastest = min(sum(each.seconds for each in own) for own in runs.values())
+    found = {}
+    for name, own in runs.items():
+        seconds = [each.seconds for each in own]
+        found[name] = ArmFigures(
+            seconds=seconds,
+            speedup=paired(base, seconds),
+            whole=ratio_of_sums(base, seconds),
+            last=paired(base[repeats - 1 :: repeats], seconds[repeats - 1 :: repeats]),
+            of_fastest=fastest / sum(seconds),
+            same=min(sum(a == b for a, b in zip(answers, each.texts, strict=True)) for each in own),
+            requests=len(answers),
+            overlapped=sum(each.overlapped for each in own),
+            steps=sum(each.steps for each in own),
+            halves=_halves(first, own) if changed else None,
+        )
+    return found
+
+
+def _halves(first: Sequence[Run], own: Sequence[Run]) -> Halves:
+    def split(run: Run) -> tuple[float, float]:
+        half = run.ends_s[len(run.ends_s) // 2 - 1]
+        return half, run.seconds - half
+
+    before, after = (
+        paired([split(each)[half] for each in first], [split(each)[half] for each in own]) for half in (0, 1)
+    )
+    return Halves(before, after, [_series(each.ends_s) for each in own])
+
+
+def _series(ends_s: Sequence[float]) -> list[float]:
+    ends = [0.0, *ends_s[_SERIES - 1 :: _SERIES]]
+    return [round(_SERIES / max(1e-6, b - a), 3) for a, b in pairwise(ends)]
+
+
+def print_load(load: Load, figures: Mapping[str, ArmFigures], start_s: Mapping[str, Sequence[float]]) -> None:
+    """The table of a load."""
+    base = next(iter(figures))
+    print(f"\n{load}")
+    rows = [["", "s", f"over {base}", "whole run", "last", "of fastest", "same answers", "overlapped steps", "start s"]]
+    for name, own in figures.items():
+        ratios = [f"{own.speedup:.2f}", f"{own.whole:.2f}", f"{own.last.median:.2f}", f"{own.of_fastest:.2f}"]
+        counts = [f"{own.same} of {own.requests}", f"{own.overlapped} of {own.steps}"]
+        rows.append([name, f"{bootstrap(own.seconds).median:.2f}", *ratios, *counts])
+        rows[-1].append(f"{bootstrap(start_s[name]).median:.1f}")
+    print(columns(rows), flush=True)
+    for name, own in figures.items():
+        if own.halves is not None:
+            series = " ".join(f"{each:.2f}" for each in own.halves.series[-1])
+            print(f"  {name}: {own.halves.before:.2f} before the link changed, {own.halves.after:.2f} after it")
+            print(f"    requests/s by tens, last run: {series}", flush=True)
