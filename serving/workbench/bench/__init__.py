@@ -4,6 +4,7 @@ statistics, options  shared by all: how to measure, print and write
 step_setting         a model, a batch and an emulated link, for steps under any schedule
 runtime              steps and pieces of them: hand-offs, lanes, experts, attention, overlap, schedules, drafts
 server               whole engines and servers, under load and under attack
+link                 two servers of one deployment, joined by a link with delay and rate
 peers                whole engines beside vLLM's and transformers', in environments of their own
 generate, corpus     whole generations against transformers', and held-out text
 """

@@ -37,19 +37,18 @@ from ubatch import ConfigError, UBatchError
 SHORT = ["--model", str(TINY_MOE), "--loads", "8x32x8", "--blocks", "1", "--repeats", "1"]
 
 
-def why_not() -> str | None:
-    """Why there can be no link here, or None."""
+@pytest.fixture
+def linkable() -> None:
+    """Skip where there can be no link."""
     try:
         with network():
-            return None
+            pass
     except ConfigError as error:
-        return str(error)
+        pytest.skip(str(error))
 
 
 @pytest.fixture
-def joined() -> Iterator[Network]:
-    if (reason := why_not()) is not None:
-        pytest.skip(reason)
+def joined(linkable: None) -> Iterator[Network]:
     with network() as made:
         yield made
 
@@ -107,17 +106,13 @@ def test_the_hosts_are_apart_and_gone_afterwards(joined: Network) -> None:
     assert namespaces(os.getpid()) == [host.name for host in joined.hosts]
 
 
-def test_nothing_is_left_after_an_error() -> None:
-    if (reason := why_not()) is not None:
-        pytest.skip(reason)
+def test_nothing_is_left_after_an_error(linkable: None) -> None:
     with pytest.raises(UBatchError, match="failed"), network():
         raise UBatchError("it failed")
     assert namespaces(os.getpid()) == []
 
 
-def test_what_a_killed_run_left_behind_is_removed(capfd: pytest.CaptureFixture[str]) -> None:
-    if (reason := why_not()) is not None:
-        pytest.skip(reason)
+def test_what_a_killed_run_left_behind_is_removed(linkable: None, capfd: pytest.CaptureFixture[str]) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     name = f"ubatch-link-{gone.pid}-1"
@@ -251,40 +246,41 @@ def test_arms_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(140)
-def test_a_short_run(tmp_path: Path, joined: Network) -> None:
+def test_a_short_run(tmp_path: Path, linkable: None) -> None:
     file = tmp_path / "link.json"
-    words = ["bench", "link", *SHORT, "--arms", "serial", "two-lanes", "--links", "200:500"]
-    assert main([*words, "--json", str(file)]) == 0
+    assert main(["bench", "link", *SHORT, "--arms", "two-lanes", "--links", "200:500", "--json", str(file)]) == 0
     (link,) = json.loads(file.read_text())["links"]
     assert link["probes"][0]["round_trip_us"] >= 400
-    assert {arm: len(seconds) for arm, seconds in link["start_s"].items()} == {"serial": 2, "two-lanes": 2}
-    serial, two = link["loads"]["8x32x8"].values()
-    assert (serial["same"], two["same"], two["requests"]) == (8, 8, 8)
-    assert (serial["overlapped"], len(serial["seconds"]), len(two["seconds"])) == (0, 2, 2)
-    assert 0 < two["overlapped"] <= two["steps"]
-    assert two["speedup"]["low"] <= two["speedup"]["median"] <= two["speedup"]["high"]
+    assert len(link["start_s"]["two-lanes"]) == 2, "it was started anew for every visit"
+    own = link["loads"]["8x32x8"]["two-lanes"]
+    assert (len(own["seconds"]), own["same"], own["requests"]) == (2, 8, 8)
+    assert 0 < own["overlapped"] <= own["steps"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(140)
 def test_the_link_changes_under_load_of_kept_servers(
-    tmp_path: Path, joined: Network, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, linkable: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "link.json"
-    words = ["bench", "link", *SHORT, "--arms", "serial", "dbo=--enable-dbo", "--links", "0:0", "20000:0"]
-    assert main([*words, "--loads", "40x8x8", "--live", "--change", "--json", str(file)]) == 0
+    words = ["bench", "link", *SHORT, "--arms", "serial", "two-lanes", "--links", "0:0", "30000:0"]
+    assert main([*words, "--loads", "20x8x4", "--live", "--change", "--json", str(file)]) == 0
     assert "2 arms are kept; idle, their servers use" in capfd.readouterr().out
     (link,) = json.loads(file.read_text())["links"]
-    assert link["link"] == ["0 us, unlimited", "20000 us, unlimited"]
-    for own in link["loads"]["40x8x8"].values():
+    assert link["link"] == ["0 us, unlimited", "30000 us, unlimited"]
+    serial, two = link["loads"]["20x8x4"].values()
+    assert serial["overlapped"] == 0 < two["overlapped"]
+    assert (serial["same"], two["same"]) == (20, 20)
+    assert two["speedup"]["low"] <= two["speedup"]["median"] <= two["speedup"]["high"]
+    for own in (serial, two):
         for series in own["halves"]["series"]:
-            assert len(series) == 4
-            assert series[0] > 2 * series[3], "the second half has the longer delay"
+            before, after = series
+            assert before > 1.5 * after, "the second half has the longer delay"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_leaves_nothing_behind(number: signal.Signals, joined: Network) -> None:
+def test_a_signal_leaves_nothing_behind(number: signal.Signals, linkable: None) -> None:
     words = ["bench", "link", *SHORT, "--arms", "serial", "--links", "0:0", "--loads", "64x64x64"]
     process = subprocess.Popen([sys.executable, "-m", "serving.cli", *words], cwd=ROOT, start_new_session=True)
     try:
