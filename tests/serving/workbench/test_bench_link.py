@@ -188,16 +188,21 @@ def test_a_wrong_option_is_one_line(words: list[str], complaint: str, capfd: pyt
 # -- figures -------------------------------------------------------------------------------------------------------
 
 
-def a_run(seconds: float, texts: list[str], overlapped: int = 0) -> Run:
-    ends = [seconds * (index + 1) / len(texts) for index in range(len(texts))]
-    return Run(seconds, ends, texts, overlapped, 10)
+def a_run(seconds: float, answers: list[str], overlapped: int = 0) -> Run:
+    ends = [seconds * (index + 1) / len(answers) for index in range(len(answers))]
+    return Run(seconds, ends, answers, overlapped, 10)
 
 
 def test_figures_compare_with_the_first_arm(capsys: pytest.CaptureFixture[str]) -> None:
-    texts = list("abcdefghij" * 4)
+    answers = list("abcdefghij" * 4)
     runs = {
-        "serial": [a_run(each, texts) for each in (4.0, 4.0, 8.0, 8.0)],
-        "two": [a_run(4.0, texts, 9), a_run(2.0, texts, 9), a_run(8.0, ["x", *texts[1:]], 9), a_run(4.0, texts, 9)],
+        "serial": [a_run(each, answers) for each in (4.0, 4.0, 8.0, 8.0)],
+        "two": [
+            a_run(4.0, answers, 9),
+            a_run(2.0, answers, 9),
+            a_run(8.0, ["x", *answers[1:]], 9),
+            a_run(4.0, answers, 9),
+        ],
     }
     figures = figures_by_arm(runs, 2, changed=True)
     two = figures["two"]
@@ -255,6 +260,7 @@ def test_a_short_run(tmp_path: Path, linkable: None) -> None:
     own = link["loads"]["8x32x8"]["two-lanes"]
     assert (len(own["seconds"]), own["same"], own["requests"]) == (2, 8, 8)
     assert 0 < own["overlapped"] <= own["steps"]
+    assert [run["seconds"] for run in link["runs"]["8x32x8"]["two-lanes"]] == own["seconds"]
 
 
 @pytest.mark.slow

@@ -117,7 +117,8 @@ def run(options: Options) -> int:
         servers = stack.enter_context(Servers(start, options.arms if options.live else ()))
         bench = _Bench(options, joined, model, servers)
         for speeds in [options.links] if options.change else [(speed,) for speed in options.links]:
-            results.append(bench.measure(speeds))
+            results.append({})
+            bench.measure(speeds, results[-1])
     figures = [own for link in results for load in link["loads"].values() for own in load.values()]
     different = sum(own.same < own.requests for own in figures)
     if different:
@@ -161,7 +162,8 @@ def _signals_end_it() -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    before = {number: signal.signal(number, end) for number in numbers}
+    heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+    before = {number: signal.signal(number, end) for number in heeded}
     try:
         yield
     finally:
@@ -178,14 +180,16 @@ class _Bench:
     model: Path
     servers: Servers
 
-    def measure(self, speeds: Sequence[Speed]) -> dict[str, Any]:
-        """All arms and loads over a link, or over one that changes to a second speed; the figures."""
+    def measure(self, speeds: Sequence[Speed], result: dict[str, Any]) -> None:
+        """All arms and loads over a link, or over one that changes to a second speed. `result` gets the figures, and
+        the runs as they come."""
         options = self.options
         probes = [self._probe(speed) for speed in speeds[::-1]][::-1]
         runs: dict[str, dict[str, list[Run]]] = {
             load.name: {arm.name: [] for arm in options.arms} for load in options.loads
         }
         start_s: dict[str, list[float]] = {arm.name: [] for arm in options.arms}
+        result |= {"link": list(map(str, speeds)), "probes": probes, "start_s": start_s, "runs": runs, "loads": {}}
         for _ in progress(range(options.blocks), desc="blocks"):
             for arm in (*options.arms, *options.arms[::-1]):
                 self.network.link.set(speeds[0])
@@ -193,13 +197,10 @@ class _Bench:
                     start_s[arm.name].append(servers.start_s)
                     for load in options.loads:
                         runs[load.name][arm.name] += self._send(load, servers.server, speeds)
-        figures = {}
+        repeats = 1 if options.change else options.repeats
         for load in options.loads:
-            figures[load.name] = figures_by_arm(
-                runs[load.name], 1 if options.change else options.repeats, changed=options.change
-            )
-            print_load(load, figures[load.name], start_s)
-        return {"link": list(map(str, speeds)), "probes": probes, "start_s": start_s, "loads": figures}
+            result["loads"][load.name] = figures_by_arm(runs[load.name], repeats, changed=options.change)
+            print_load(load, result["loads"][load.name], start_s)
 
     def _probe(self, speed: Speed) -> Probe:
         self.network.link.set(speed)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from serving.workbench.bench.server.figures import figures_of
@@ -70,13 +71,13 @@ class Run:
     Attributes:
         seconds: until the last answer.
         ends_s: when each request ended, after the start, in order.
-        texts: the answers, in the tasks' order.
+        answers: a digest of each request's text, in the tasks' order.
         overlapped, steps: of all ranks, during the load.
     """
 
     seconds: float
     ends_s: list[float]
-    texts: list[str] = field(repr=False)
+    answers: list[str]
     overlapped: int
     steps: int
 
@@ -106,8 +107,8 @@ async def send_load(
     overlapped = sum(count for outcome, count in steps.items() if outcome.startswith("engaged"))
     return Run(
         seconds=figures_of(outcomes).duration_s,
-        ends_s=sorted(each.sent_s + each.latency_s for each in outcomes),
-        texts=[each.text for each in outcomes],
+        ends_s=sorted(round(each.sent_s + each.latency_s, 4) for each in outcomes),
+        answers=[hashlib.sha256(each.text.encode()).hexdigest()[:8] for each in outcomes],
         overlapped=overlapped,
         steps=steps.total(),
     )

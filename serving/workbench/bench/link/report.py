@@ -61,7 +61,7 @@ def figures_by_arm(runs: Mapping[str, Sequence[Run]], repeats: int, *, changed: 
     Run by run, the arms are of the same sweep.
     """
     first = next(iter(runs.values()))
-    base, answers = [each.seconds for each in first], first[0].texts
+    base, answers = [each.seconds for each in first], first[0].answers
     fastest = min(sum(each.seconds for each in own) for own in runs.values())
     found = {}
     for name, own in runs.items():
@@ -72,7 +72,7 @@ def figures_by_arm(runs: Mapping[str, Sequence[Run]], repeats: int, *, changed: 
             whole=ratio_of_sums(base, seconds),
             last=paired(base[repeats - 1 :: repeats], seconds[repeats - 1 :: repeats]),
             of_fastest=fastest / sum(seconds),
-            same=min(sum(a == b for a, b in zip(answers, each.texts, strict=True)) for each in own),
+            same=min(sum(a == b for a, b in zip(answers, each.answers, strict=True)) for each in own),
             requests=len(answers),
             overlapped=sum(each.overlapped for each in own),
             steps=sum(each.steps for each in own),
