@@ -23,7 +23,7 @@ from serving.arguments.fields import Group, WrongValue
 from serving.cli import COMMANDS, main
 from serving.progress import progress
 from serving.ranks import free_port
-from serving.workbench.bench.statistics import bootstrap, interleave_arms, paired
+from serving.workbench.bench.statistics import bootstrap, interleave_arms, paired, ratio_of_sums
 from serving.workbench.bench.step_setting import StepOptions, model_folder
 from ubatch import SCHEDULES, __version__
 
@@ -371,6 +371,9 @@ def test_bootstrap_and_pairs() -> None:
     assert interval.median == 3.0
     assert 1.0 <= interval.low <= 3.0 <= interval.high <= 100.0
     assert paired([2.0, 4.0, 6.0], [1.0, 2.0, 3.0]).median == 2.0
+    ratio = ratio_of_sums([1.0, 9.0, 2.0], [1.0, 3.0, 1.0])
+    assert ratio.median == 2.4
+    assert 1.0 <= ratio.low <= 2.4 <= ratio.high <= 3.0
 
 
 def test_arms_run_forwards_then_backwards() -> None:

@@ -30,7 +30,7 @@ NOT_RUN: Mapping[str, str] = {
     "--nnodes 2": "two machines; tests/system/test_system_two_hosts.py has them",
     "ubatch bench schedules": "minutes of measuring; tests/serving/workbench has it with fewer steps",
     "ubatch bench peers": "an environment with vLLM; tests/serving/workbench has a stand-in",
-    "ubatch bench link": "root, and an hour; tests/serving/workbench has short runs",
+    "ubatch bench link": "root, and hours; tests/serving/workbench has short runs",
     "ubatch bench auto": "minutes of measuring; tests/serving/workbench has it with fewer steps",
 }
 """Part of a command -> why its section is not run. The flags are parsed all the same."""

@@ -155,7 +155,7 @@ class Servers:
         before = cpu_seconds(self._sessions())
         time.sleep(_IDLE_S)
         share = (cpu_seconds(self._sessions()) - before) / _IDLE_S
-        print(f"{len(self._kept)} arms are kept; idle, their servers use {share:.1%} of a core", flush=True)
+        print(f"arms kept: {len(self._kept)}; idle, their servers use {share:.1%} of a core", flush=True)
 
 
 def available_memory() -> int:
