@@ -102,7 +102,9 @@ class ModelRunner:
             `num_speculative_tokens`.
         link: emulated link for all transfers between ranks: to experts, gathers and scatters; None for the real one.
         dbo: when and how to overlap; its `group` is set to `group`.
-        dbo_auto: learn from running steps when to overlap, see `DboAuto`; `step_settings.statistics()` has the result.
+        dbo_kinds: `decode`, `prefill`, `verify`: steps that overlap only if running steps show that it pays; the
+            thresholds of the others are obeyed. See `DboAuto`; `step_settings.statistics()` has the result.
+        dbo_auto: of all kinds without a threshold of their own in `dbo`, and try other schedules, too.
         attention_backend: name; `auto` is the fastest that this model can use, see `model_runner.backend_choice`.
         prefill_attention_backend: another one for batches with a prefill.
         decode_attention_backend: another one for decode batches.
@@ -165,6 +167,7 @@ class ModelRunner:
         all2all_options: Mapping[str, object] | None = None,
         link: EmulatedLink | None = None,
         dbo: UBatchConfig | None = None,
+        dbo_kinds: Sequence[str] = (),
         dbo_auto: bool = False,
         attention_backend: str = "auto",
         prefill_attention_backend: str | None = None,
@@ -239,7 +242,9 @@ class ModelRunner:
             several_ranks=group is not None and group.size > 1,
             tensor_parallel_size=tensor_parallel_size,
         )
-        self.step_settings = make_step_settings(self.dbo, group, self.device, self.all2all, auto=dbo_auto)
+        self.step_settings = make_step_settings(
+            self.dbo, group, self.device, self.all2all, kinds=dbo_kinds, explore=dbo_auto
+        )
         self.streams = StepStreams(self.device, streams, group)
         shape = parallel.shard.attention(self.config.attention)
         spec = shape.cache_spec(self.config.num_layers, block_size, dtype, fp8=fp8)
@@ -424,7 +429,7 @@ class ModelRunner:
             batch = replace(batch, input_ids=self._sampling.future_map.resolve(batch.input_ids, batch.pending))
             for span in batch.prompt_spans:
                 self._sampling.prompt_carry.launch(span)
-            agreed = self.coordinate(batch, self.step_settings.settings(batch.shape))
+            agreed = self.coordinate(batch, *self.step_settings.settings(batch.shape))
             if agreed.all_idle:
                 return PendingStep(self._sampling, batch, agreed.decision, None, all_idle=True)
             logits = prompt_hidden = row_sums = None
@@ -442,8 +447,13 @@ class ModelRunner:
         """Reset the step clock after an idle time, so that the next vote does not count it as the step's period."""
         self._voted_at = None
 
-    def coordinate(self, batch: InputBatch, dbo: UBatchConfig | None = None) -> Coordination:
-        """Vote with the other ranks on a step; `dbo`, if given, replaces the runner's own settings."""
+    def coordinate(self, batch: InputBatch, dbo: UBatchConfig | None = None, no_gain: bool = False) -> Coordination:
+        """Vote with the other ranks on a step.
+
+        Args:
+            dbo: replaces the runner's own settings, if given.
+            no_gain: vote against overlap, because no gain is expected.
+        """
         could_replay = 0
         if self.graphs is not None:
             metadata = batch.metadata
@@ -458,6 +468,7 @@ class ModelRunner:
             graph_mode=could_replay,
             content=content,
             period_us=0 if voted_at is None else int((now - voted_at) * 1e6),
+            no_gain=no_gain,
         )
         agreed = coordinate_batch_across_dp(self.dbo if dbo is None else dbo, shape, self.group, size)
         return agreed if self.graphs is None else self.graphs.agree(agreed)

@@ -1,7 +1,10 @@
-"""`--dbo-auto` learns from running steps when to overlap; the costs that a split by cost needs.
+"""`--enable-dbo` and `--dbo-auto` learn from running steps when to overlap; the costs that a split by cost needs.
 
-step_cost     cost of a token and of an attended pair in a model
-dbo_model     estimates the time of a step, serial and overlapped, from measured steps
-dbo_policy    decides whether the next step overlaps, or is a trial
-dbo_auto      both, for a runner: settings of each step, and the exchange of times between ranks
+step_cost      cost of a token and of an attended pair in a model
+step_stages    where a step's time went, over all ranks
+overlap_gain   how much faster a step would be under a schedule: the simulator's answer
+size_times     what is known of steps of one kind and size
+dbo_policy     decides which arm the next step runs in
+dbo_auto       all of these for a runner: settings of each step, and the exchange of times between ranks
+cpu_dtype      the faster dtype on this CPU
 """

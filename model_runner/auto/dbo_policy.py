@@ -1,109 +1,68 @@
-"""The decisions of `--dbo-auto`: which arm, from how many tokens on, for every kind of step. No clock, ranks or torch.
+"""The decisions of `--enable-dbo` and `--dbo-auto`: which arm a step runs in, by its kind and size. No clock, ranks or
+torch.
 
-The policy gets what all ranks know of a step (kind, fewest tokens of a busy rank, arm) and, later and for many steps
-at once, its time on the slowest rank. Every rank passes the same values, so all ranks decide the same.
+The policy gets what all ranks know of a step (kind, tokens, arm) and, some steps later, its stages. Every rank passes
+the same values, so all ranks decide the same.
 
-    each step with its time                            -> `StepModel`: expected time of each arm at each size, and doubt
-    expected times of a kind's sizes                   -> `ubatch.schedules.cost_table.choose`
-    the setting in use is worse than the chosen one by the hysteresis    -> change it
-    a trial in another arm is worth more than it costs, within the budget    -> the next step of that size tries it
-    for long, only the arm in use has run at that size and close to it       -> the same
+    a size that never ran                        serial, once or twice: it tells the stages
+    an arm may be faster than the one in use     the next step tries it, within the budget
+    an arm is believed faster by the hysteresis  it is used
+    an arm is in use for long, or its transfers take another time than before     one serial step, within the budget
 
-The worth of a trial: the time that the load would gain, over as long as it has lasted, if the arm proved better than
-expected by as much as one step can show. Its cost: how much slower the step is expected to be.
+Believed: the simulator's answer for the stages of serial steps, corrected by the steps that ran in the arm
+(`model_runner.auto.size_times`). An arm from which even the optimist expects nothing is never tried.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-from model_runner.auto.dbo_model import Seen, StepModel, Sum, mean_below
+from model_runner.auto.size_times import Belief, Level, SizeTimes
+from model_runner.auto.step_stages import Stages
 from ubatch.errors import ConfigError
-from ubatch.schedules.cost_table import SERIAL_ARM, CostTable, Setting, choose
+from ubatch.schedules.cost_table import SERIAL_ARM
+from ubatch.schedules.schedule import Schedule
 
-__all__ = ["Policy", "PolicyStatistics"]
+__all__ = ["Policy", "PolicyStatistics", "Seen"]
 
-_Vector = NDArray[np.float64]
-
-_ALLOWANCE_STEPS = 6.0
-"""Time that trials may lose at the start, in mean steps; later `probe_share` of the load's time adds to it."""
-_HORIZON_STEPS = 2000
-"""A load is expected to last as long again as it has lasted, but at most this number of steps."""
-_LEAST_COST = 0.01
-"""Lowest cost of a trial, as a share of its step's time."""
-_PRICE = 2.0
-"""A trial must be worth at least this multiple of its cost."""
-_CAUTION = 0.5
-"""Standard deviations added to the expected time of an arm that is not in use."""
-_PATIENCE = 12
-"""A trial ends after this number of steps of its kind with other sizes."""
-_REACH = 3
-"""A rank joins a trial if its batch is less than three times the trial's size; less than twice, after a failed one."""
-_LEAST_SHARE = 0.01
-"""A size with a smaller share of the load's time gets no trials."""
-_LEAST_STEPS = 0.01
-"""A size with a smaller weight (unseen for some 1,500 steps) is no longer part of the load."""
-_MADE_UP = 0.1
-"""Weight, in steps, of a size that was measured before serving."""
-_STALE_STEPS = 500
-"""A size is stale if for this number of steps only the arm in use has run there."""
-_FORGET = 0.997
-"""Decay of a step's weight per later step."""
-_FEWEST_TOLD, _SHARE_TOLD = 4, 4
-"""Times are exchanged after at least four steps, and a quarter of the number known: an exchange costs time."""
-_EARLY_STEPS = 128
-"""Number of steps with known times up to which the time of a rare arm is wanted at once."""
-_LATEST = 8
-"""An arm is rare if it ran fewer than a third of the latest eight steps of a size."""
+_HYSTERESIS = 0.01
+"""An arm replaces the one in use if it is believed faster by more than this (log)."""
+_OPTIMISM = 1.0
+"""Standard deviations by which an arm that is tried may be better than believed."""
+_ALLOWANCE_STEPS = 3.0
+"""Mean steps that trials may lose at the start; later `probe_share` of the time adds to it."""
+_SERIAL_EVERY = 50
+"""Steps in an arm after which one serial step is worth its time."""
+_EAGER_STEPS = 8
+"""Steps after something new in which every step's time is wanted at once; later `_CALM_STEPS` together."""
+_CALM_STEPS = 32
+_NOISE, _LEAST_NOISE, _MOST_NOISE, _NOISE_MEMORY = 0.06, 0.02, 0.15, 32
+_SLOPE = 0.7
+"""d log seconds / d log tokens of serial steps, while a single size is known."""
+_NEAR = 2
+"""A size that did not run serially yet is believed to be like one at most so many powers of two away."""
 
 
-@dataclass
-class _Trial:
-    """The next step of a size is to run in another arm than the one in use."""
+@dataclass(frozen=True)
+class Seen:
+    """A step that was voted on.
 
-    kind: str
-    size: int
-    arm: str
-    used: str
-    strangers: int = 0
-
-
-@dataclass
-class _Load:
-    """Recent load of one size: decaying sums of seconds, steps and the logs of their tokens; the number of its first
-    step, and of the last step in each arm.
+    Attributes:
+        kind: `decode`, `prefill`, `verify`, or another word for steps without a decision.
+        tokens: mean tokens of the ranks that have some.
+        arm: the arm it ran in.
     """
 
-    since: int
-    seconds: float = 0.0
-    steps: float = 0.0
-    fewest: float = 0.0
-    most: float = 0.0
-    last: dict[str, int] = field(default_factory=dict)
-
-    def add(self, seen: Seen, seconds: float, weight: float = 1.0) -> None:
-        self.seconds += weight * seconds
-        self.steps += weight
-        self.fewest += weight * math.log(seen.fewest)
-        self.most += weight * math.log(seen.most)
+    kind: str
+    tokens: int
+    arm: str
 
     @property
-    def tokens(self) -> float:
-        return math.exp(self.fewest / self.steps)
-
-    def step(self, kind: str, arm: str) -> Seen:
-        """A step of this size's mean token counts."""
-        return Seen(kind, round(self.tokens), round(math.exp(self.most / self.steps)), arm)
-
-    @property
-    def mean_s(self) -> float:
-        return self.seconds / self.steps
+    def size(self) -> int:
+        """The largest power of two up to its tokens."""
+        return 1 << max(0, self.tokens.bit_length() - 1)
 
 
 @dataclass(frozen=True)
@@ -113,11 +72,11 @@ class PolicyStatistics:
     Attributes:
         steps: number of steps voted on.
         seconds: total of the step times known so far.
-        probes: number of trials, steps run in another arm than the one in use.
-        lost_s: estimated seconds that trials were slower than the arm in use.
-        changes: number of times a setting changed.
-        settings: kind -> the setting in use.
-        reasons: kind -> a sentence with the reason.
+        probes: number of steps run in another arm than the one in use.
+        lost_s: estimated seconds that these were slower.
+        changes: number of times the arm in use changed, at any size.
+        arms: kind -> smallest tokens of a size -> the arm in use.
+        reasons: kind -> a sentence with the reasons.
     """
 
     steps: int
@@ -125,7 +84,7 @@ class PolicyStatistics:
     probes: int
     lost_s: float
     changes: int
-    settings: Mapping[str, Setting]
+    arms: Mapping[str, Mapping[int, str]]
     reasons: Mapping[str, str]
 
 
@@ -133,304 +92,208 @@ class Policy:
     """Decides for the kinds of steps it is given.
 
     Args:
-        arms: kind -> arms beside the serial one, the simplest first.
-        start: kind -> the setting to begin with; serial if there is none.
+        arms: kind -> name -> schedule of the arms beside the serial one, the simplest first.
         probe_share: largest share of the time that trials may lose.
-        hysteresis: a setting changes if another one is faster by more than this share.
 
     Raises:
-        ConfigError: no arms, or shares outside 0 to 1.
+        ConfigError: no arms, or a share outside 0 to 1.
     """
 
-    def __init__(
-        self,
-        arms: Mapping[str, Sequence[str]],
-        start: Mapping[str, Setting] | None = None,
-        *,
-        probe_share: float = 0.005,
-        hysteresis: float = 0.01,
-    ) -> None:
+    def __init__(self, arms: Mapping[str, Mapping[str, Schedule]], *, probe_share: float = 0.01) -> None:
         if not arms or not all(arms.values()):
             raise ConfigError("an automatic policy needs at least one arm for every kind of step.")
-        for name, value in (("probe_share", probe_share), ("hysteresis", hysteresis)):
-            if not 0 < value < 1:
-                raise ConfigError(f"{name} must be between 0 and 1, not {value}.")
-        self._arms = {kind: tuple(each) for kind, each in arms.items()}
-        self._settings = {kind: Setting() for kind in arms} | dict(start or {})
-        self._reasons = dict.fromkeys(arms, "as it was set; nothing is measured yet")
+        if not 0 < probe_share < 1:
+            raise ConfigError(f"probe_share must be between 0 and 1, not {probe_share}.")
+        self._arms = {kind: dict(each) for kind, each in arms.items()}
         self._probe_share = probe_share
-        self._hysteresis = hysteresis
-        self._model = StepModel(self._arms)
-        self._load: dict[str, dict[int, _Load]] = {kind: {} for kind in arms}
-        self._ran: dict[str, set[str]] = {kind: set() for kind in arms}  # kind -> arms
-        self._in_vain: dict[tuple[str, int], int] = {}
-        self._trials: dict[str, _Trial] = {}  # by kind: a load without prefills must not hold up decodes
-        self._waiting: set[int] = set()  # trials whose times are not known yet
-        self._latest: dict[tuple[str, int], deque[str]] = {}  # kind and size -> arms of the latest steps
-        self._rare: set[int] = set()  # steps in a rare arm whose times are not known yet
+        self._sizes: dict[str, dict[int, SizeTimes]] = {kind: {} for kind in arms}
+        self._elsewhere: dict[tuple[str, str], Level] = {}  # (kind, arm) -> its `off` over all sizes
+        self._noise = dict.fromkeys(arms, _NOISE)
+        self._latest: dict[str, int] = {}  # kind -> tokens of the latest step
+        self._trials: dict[int, str] = {}  # step whose time is unknown -> the arm in use then
         self._steps = self._told = self._probes = self._changes = 0
-        self._last_told = -1
+        self._eager_until = _EAGER_STEPS
         self._seconds = self._lost_s = 0.0
 
     # -- before a step, and after its vote ---------------------------------------------------------------------
 
-    def setting(self, kind: str, tokens: int) -> Setting:
-        """The setting for a step of this kind with `tokens` tokens on this rank: a trial's arm while a trial is on.
+    def arm(self, kind: str, tokens: int) -> str:
+        """The arm for a step of this kind with `tokens` tokens on this rank.
 
-        Ranks may have batches of different sizes, so a trial includes batches somewhat larger than its own size.
+        Ranks with somewhat different batches must ask for the same arm: while the batch is like that of the latest
+        step of the kind, its size counts.
         """
-        trial = self._trials.get(kind)
-        if trial is None:
-            return self._settings[kind]
-        reach = 2 if (kind, trial.size) in self._in_vain else _REACH
-        if not trial.size <= tokens < reach * trial.size:
-            return self._settings[kind]
-        return Setting() if trial.arm == SERIAL_ARM else Setting(trial.arm, trial.size)
+        latest = self._latest.get(kind, tokens)
+        if latest / 2 <= tokens <= latest * 2:
+            tokens = latest
+        size = Seen(kind, tokens, SERIAL_ARM).size
+        own, near = self._sizes[kind].get(size), self._near(kind, size)
+        if own is None or near is None or not own.serial_steps or near.seconds.weight < 2:
+            return SERIAL_ARM
+        used = self._used(kind, own, near)
+        beliefs = dict(self._beliefs(kind, near))
+        if used != SERIAL_ARM:
+            gain = math.expm1(max(0.0, -beliefs[used].mean))
+            due = own.suspect or self._steps - own.serial_at >= _SERIAL_EVERY
+            if due and self._affords(gain * math.exp(near.seconds.value)):
+                return SERIAL_ARM
+        used_log = beliefs[used].mean if used != SERIAL_ARM else 0.0
+        tried = min(beliefs, key=lambda arm: beliefs[arm].mean - _OPTIMISM * beliefs[arm].doubt)
+        hoped = beliefs[tried]
+        if tried == used or hoped.mean - _OPTIMISM * hoped.doubt > used_log - _HYSTERESIS:
+            return used
+        cost = math.expm1(max(0.0, hoped.mean - used_log)) * math.exp(near.seconds.value + used_log)
+        return tried if self._affords(cost) else used
 
     def saw(self, step: Seen) -> int:
-        """Records a step after its vote; returns its number, under which `learn` passes its time."""
+        """Records a step after its vote; returns its number, under which `learn` passes its stages."""
         number, self._steps = self._steps, self._steps + 1
-        latest = self._latest.setdefault((step.kind, step.size), deque(maxlen=_LATEST))
-        latest.append(step.arm)
-        if 3 * latest.count(step.arm) < len(latest):
-            self._rare.add(number)
-        trial = self._trials.get(step.kind)
-        if trial is None:
+        if step.kind not in self._sizes:
             return number
-        if step.arm == trial.arm != self._settings[step.kind].arm_for(step.fewest):
-            del self._trials[step.kind]
-            self._waiting.add(number)
-            return number
-        trial.strangers += 1
-        if step.size == trial.size or trial.strangers > _PATIENCE:
-            key = trial.kind, trial.size
-            self._in_vain[key] = self._in_vain.get(key, 0) + 1
-            del self._trials[step.kind]
+        self._latest[step.kind] = step.tokens
+        sizes = self._sizes[step.kind]
+        if step.size not in sizes:
+            sizes[step.size] = SizeTimes()
+            self._eager_until = self._steps + _EAGER_STEPS
+        own = sizes[step.size]
+        own.untold[step.arm] += 1
+        if step.arm == SERIAL_ARM:
+            own.serial_steps += 1
+            own.serial_at = number
+        near = self._near(step.kind, step.size)
+        used = SERIAL_ARM if near is None else self._used(step.kind, own, near)
+        if step.arm != used:
+            self._trials[number] = used
+            self._probes += 1
+            self._eager_until = self._steps + _EAGER_STEPS
         return number
 
-    def wants_times(self, before: int) -> bool:
-        """Whether the times of the steps before number `before` are needed now; else they can wait.
+    def wants_times(self, waiting: int) -> bool:
+        """Whether the ranks should exchange the times of `waiting` steps now; the same on every rank."""
+        return waiting >= _CALM_STEPS or (waiting > 0 and self._steps <= self._eager_until)
 
-        The answer depends only on votes and on which times were exchanged, so it is the same on ranks that round
-        differently.
-        """
-        if self._told < _EARLY_STEPS and any(number < before for number in self._rare):
-            return True
-        return before > self._last_told + max(_FEWEST_TOLD, self._told // _SHARE_TOLD)
+    # -- now and then ------------------------------------------------------------------------------------------
 
-    # -- at the start, and now and then ------------------------------------------------------------------------
-
-    def measured(self, times: Sequence[tuple[Seen, float]]) -> None:
-        """Learns measurement steps that ran before serving, with their seconds on the slowest rank, and chooses the
-        first settings as if the load had a step of each of their sizes. Pass the same on every rank.
-        """
-        groups: dict[tuple[str, str, int], list[tuple[Seen, float]]] = {}
-        for seen, seconds in filter(lambda each: self._knows(each[0]), times):
-            groups.setdefault((seen.kind, seen.arm, seen.size), []).append((seen, seconds))
-        for (kind, arm, size), group in groups.items():
-            self._model.see(group, tried=True)
-            self._ran[kind].add(arm)
-            if arm == SERIAL_ARM:
-                mean_s = sum(seconds for _, seconds in group) / len(group)
-                self._load[kind].setdefault(size, _Load(0)).add(group[0][0], mean_s, _MADE_UP)
-        self._model.begin_load()
-        for kind in self._arms:
-            self._decide(kind)
-
-    def learn(self, times: Mapping[int, tuple[Seen, float]]) -> None:
-        """Learns step times, then decides on settings and trials.
+    def learn(self, times: Mapping[int, tuple[Seen, Stages | None]]) -> None:
+        """Learns the stages of steps, then decides which arms are in use.
 
         Args:
-            times: number -> step and its seconds on the slowest rank, for every step since the last call; the same on
+            times: number -> step and its stages, None if it failed; for every step since the last call, the same on
                 every rank.
         """
-        if not times:
-            return
-        self._told += len(times)
-        self._last_told = max(times)
-        self._model.pass_time(len(times))
-        self._weigh(times)
-        for group in self._groups(times):
-            self._model.see([times[number] for number in group], tried=group[0] in self._waiting)
-        for number, (seen, _) in times.items():
-            if number in self._waiting:
-                self._probes += 1
-                self._lost_s += self._loss(seen.kind, seen.fewest, seen.arm) * self._load[seen.kind][seen.size].mean_s
-        self._waiting = {number for number in self._waiting if number > self._last_told}
-        self._rare = {number for number in self._rare if number > self._last_told}
-        self._reasons = dict(self._reasons)
-        for kind in dict.fromkeys(seen.kind for seen, _ in times.values()):
-            if kind not in self._arms:
+        touched: dict[tuple[str, int], None] = {}
+        for number, (step, stages) in times.items():
+            used = self._trials.pop(number, step.arm)
+            own = self._sizes.get(step.kind, {}).get(step.size)
+            if own is None:
                 continue
-            self._decide(kind)
-            if kind not in self._trials:
-                self._begin_trial(kind)
+            own.untold[step.arm] -= 1
+            if stages is None or not stages.seconds > 0:
+                continue
+            self._told += 1
+            self._seconds += stages.seconds
+            self._learn(step, stages, own, used)
+            touched[step.kind, step.size] = None
+        for kind, size in touched:
+            own, near = self._sizes[kind][size], self._near(kind, size)
+            if near is None:
+                continue
+            near.expect(self._arms[kind])
+            best = self._believed_best(kind, near, own.used)
+            if best != own.used:
+                own.used = best
+                self._changes += 1
+                self._eager_until = self._steps + _EAGER_STEPS
+
+    def _learn(self, step: Seen, stages: Stages, own: SizeTimes, used: str) -> None:
+        kind, noise, log_tokens = step.kind, self._noise[step.kind], math.log(max(1, step.tokens))
+        if step.arm == SERIAL_ARM:
+            moved = own.add_serial(log_tokens, stages, noise)
+        elif step.arm in self._arms[kind]:
+            near = self._near(kind, step.size)
+            if near is None:
+                return
+            before = near.off.get(step.arm, Level()).value
+            ratio = math.log(stages.seconds) - near.serial_log_s(log_tokens, self._slope(kind))
+            travel = math.log(stages.travel) - 0.5 * log_tokens if stages.travel > 0 else None
+            off = near.add_arm(step.arm, ratio, travel, noise)
+            self._elsewhere.setdefault((kind, step.arm), Level()).add(off, _MOST_NOISE)
+            moved = off - before if near.off[step.arm].weight > 1 else 0.0
+            if near.suspect:
+                own.suspect = True
+                self._eager_until = self._steps + _EAGER_STEPS
+        else:
+            return
+        if moved:
+            variance = noise**2 + (min(abs(moved), 3 * noise) ** 2 - noise**2) / _NOISE_MEMORY
+            self._noise[kind] = min(max(math.sqrt(variance), _LEAST_NOISE), _MOST_NOISE)
+        if used != step.arm and (near := self._near(kind, step.size)) is not None:
+            log_s = near.serial_log_s(log_tokens, self._slope(kind))
+            if used != SERIAL_ARM:
+                log_s += near.belief(used, self._elsewhere.get((kind, used), Level()), noise).mean
+            self._lost_s += max(0.0, stages.seconds - math.exp(log_s))
+
+    # -- what is believed --------------------------------------------------------------------------------------
+
+    def _near(self, kind: str, size: int) -> SizeTimes | None:
+        """This size, or the nearest one with a known serial time; None if there is none close by."""
+        sizes = self._sizes[kind]
+        for power in range(_NEAR + 1):
+            for other in (size << power, size >> power):
+                if other in sizes and sizes[other].known:
+                    return sizes[other]
+        return None
+
+    def _used(self, kind: str, own: SizeTimes, near: SizeTimes) -> str:
+        """The arm in use; at a size whose serial time is not known, the best one of a size close by."""
+        return own.used if own.known else self._believed_best(kind, near, near.used)
+
+    def _beliefs(self, kind: str, near: SizeTimes) -> Iterator[tuple[str, Belief]]:
+        for arm in self._arms[kind]:
+            yield arm, near.belief(arm, self._elsewhere.get((kind, arm), Level()), self._noise[kind])
+
+    def _believed_best(self, kind: str, near: SizeTimes, used: str) -> str:
+        """The arm with the least believed time; `used` unless it is slower by the hysteresis."""
+        logs = {SERIAL_ARM: 0.0, **{arm: belief.mean for arm, belief in self._beliefs(kind, near)}}
+        best = min(logs, key=logs.__getitem__)
+        return best if logs[best] < logs[used] - _HYSTERESIS else used
+
+    def _slope(self, kind: str) -> float:
+        """d log seconds / d log tokens of serial steps, from the sizes that are known."""
+        points = [(each.tokens.value, each.seconds.value) for each in self._sizes[kind].values() if each.known]
+        mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
+        spread = sum((x - mean_x) ** 2 for x, _ in points)
+        if spread < 0.1:
+            return _SLOPE
+        return min(max(sum((x - mean_x) * (y - mean_y) for x, y in points) / spread, 0.0), 1.2)
+
+    def _affords(self, cost_s: float) -> bool:
+        mean_s = self._seconds / self._told if self._told else 0.0
+        left = self._probe_share * self._seconds + _ALLOWANCE_STEPS * mean_s - self._lost_s
+        return cost_s * (1 + len(self._trials)) <= left
+
+    # -- in words ----------------------------------------------------------------------------------------------
 
     @property
     def reasons(self) -> Mapping[str, str]:
-        """Kind -> the setting in use, and why; a new mapping after every change."""
-        return self._reasons
+        """Kind -> a sentence: the arm in use by size, and why."""
+        return {kind: self._in_words(kind) for kind in self._arms}
+
+    def _in_words(self, kind: str) -> str:
+        told = []
+        for size, own in sorted(self._sizes[kind].items()):
+            near = own if own.known else None
+            if near is None:
+                continue
+            arm, belief = min(self._beliefs(kind, near), key=lambda item: item[1].mean)
+            waits = "" if near.stages is None else f", {near.stages.waits / near.stages.seconds:.0%} waiting"
+            what = f"{arm} {math.exp(-belief.mean):.2f}x" + ("" if own.off.get(arm) else " expected")
+            told.append(f"{size}: {own.used} ({math.exp(own.seconds.value) * 1e3:.3g} ms serial{waits}; {what})")
+        return "by tokens: " + "; ".join(told) if told else "serial: nothing is measured yet"
 
     def statistics(self) -> PolicyStatistics:
-        """The current settings, and the totals so far."""
+        """The decisions so far."""
+        arms = {kind: {size: own.used for size, own in sorted(sizes.items())} for kind, sizes in self._sizes.items()}
         return PolicyStatistics(
-            steps=self._steps,
-            seconds=self._seconds,
-            probes=self._probes,
-            lost_s=self._lost_s,
-            changes=self._changes,
-            settings=dict(self._settings),
-            reasons=dict(self._reasons),
+            self._steps, self._seconds, self._probes, self._lost_s, self._changes, arms, self.reasons
         )
-
-    def _weigh(self, times: Mapping[int, tuple[Seen, float]]) -> None:
-        """Adds these steps to the recent load, and lets older steps decay."""
-        forget = _FORGET ** len(times)
-        for kind, sizes in self._load.items():
-            for load in sizes.values():
-                load.seconds, load.steps, load.fewest, load.most = (
-                    value * forget for value in (load.seconds, load.steps, load.fewest, load.most)
-                )
-            self._load[kind] = {size: load for size, load in sizes.items() if load.steps > _LEAST_STEPS}
-        for number, (seen, seconds) in times.items():
-            self._seconds += seconds
-            if seen.kind not in self._arms:
-                continue
-            load = self._load[seen.kind].setdefault(seen.size, _Load(number))
-            load.add(seen, seconds)
-            load.last[seen.arm] = number
-            self._ran[seen.kind].add(seen.arm)
-
-    def _knows(self, seen: Seen) -> bool:
-        return seen.kind in self._arms and seen.arm in (SERIAL_ARM, *self._arms[seen.kind])
-
-    def _groups(self, times: Mapping[int, tuple[Seen, float]]) -> Iterator[list[int]]:
-        """Groups of step numbers to learn from together: one kind, arm and size; then each trial by itself."""
-        groups: dict[tuple[str, str, int], list[int]] = {}
-        for number, (seen, _) in times.items():
-            if self._knows(seen) and number not in self._waiting:
-                groups.setdefault((seen.kind, seen.arm, seen.size), []).append(number)
-        yield from groups.values()
-        yield from ([number] for number in times if number in self._waiting)
-
-    # -- settings ----------------------------------------------------------------------------------------------
-
-    def _decide(self, kind: str) -> None:
-        believed = self._believed(kind)
-        if not believed:
-            return
-        now = self._settings[kind]
-        table = self._table(kind, believed)
-        best = choose(table, self._arms[kind]).setting
-        found, note = now, ""
-        if best != now:
-            if table.gain(best) > table.gain(now) * (1 + self._hysteresis):
-                self._settings[kind] = found = best
-                self._changes += 1
-                self._trials.pop(kind, None)  # it compares with an arm that is no longer in use
-            else:
-                note = "; another setting is not better by enough"
-        self._reasons[kind] = _in_words(found, believed) + note
-
-    def _believed(self, kind: str) -> dict[int, dict[str, tuple[float, float]]]:
-        """Size -> arm -> log(arm / serial) and its standard deviation, for arms that ran; empty until serial ran."""
-        arms = [arm for arm in self._arms[kind] if arm in self._ran[kind]]
-        cells = [(size, arm) for size in sorted(self._load[kind]) for arm in arms]
-        if not cells or SERIAL_ARM not in self._ran[kind]:
-            return {}
-        load = self._load[kind]
-        ratios = [self._model.difference(kind, arm, SERIAL_ARM, load[size].tokens) for size, arm in cells]
-        found: dict[int, dict[str, tuple[float, float]]] = {size: {} for size in load}
-        logs, doubts = self._model.expected(ratios).tolist(), self._model.doubts(ratios).tolist()
-        for (size, arm), log, doubt in zip(cells, logs, doubts, strict=True):
-            found[size][arm] = log, doubt
-        return found
-
-    def _table(self, kind: str, believed: Mapping[int, Mapping[str, tuple[float, float]]]) -> CostTable:
-        """Times relative to serial; an arm that is not in use is charged for its uncertainty."""
-        seconds = {}
-        for size, arms in believed.items():
-            used = self._settings[kind].arm_for(size)
-            seconds[size] = {SERIAL_ARM: 1.0} | {
-                arm: math.exp(log if arm == used else log + _CAUTION * doubt) for arm, (log, doubt) in arms.items()
-            }
-        return CostTable(seconds, {size: load.seconds for size, load in self._load[kind].items()})
-
-    # -- trials ------------------------------------------------------------------------------------------------
-
-    def _begin_trial(self, kind: str) -> None:
-        """Begins the trial with the largest worth minus cost among those within the budget, if any pays."""
-        total = sum(load.seconds for sizes in self._load.values() for load in sizes.values())
-        sizes = {size: load for size, load in self._load[kind].items() if load.seconds > _LEAST_SHARE * total}
-        if not sizes:
-            return
-        mean_s = self._seconds / self._told
-        left = self._probe_share * self._seconds + _ALLOWANCE_STEPS * mean_s - self._lost_s
-        horizon_s = min(self._told, _HORIZON_STEPS) * mean_s
-        trials = self._possible_trials(kind, sizes)
-        differences = [self._model.difference(kind, each.arm, each.used, sizes[each.size].tokens) for each in trials]
-        expected = self._model.expected(differences)
-        worth = self._worth(trials, sizes, expected, differences) * horizon_s / total
-        likeliest = {size: min(expected[[each.size == size for each in trials]]) for size in sizes}
-        found: tuple[float, _Trial] | None = None
-        for trial, log, gain_s in zip(trials, expected.tolist(), worth.tolist(), strict=True):
-            load = sizes[trial.size]
-            cost_s = max(_LEAST_COST, math.expm1(log)) * load.mean_s
-            gain_s /= 2 ** self._in_vain.get((kind, trial.size), 0)
-            if self._is_stale(trial) and log == likeliest[trial.size]:
-                gain_s = max(gain_s, cost_s * (_PRICE + load.seconds / total))
-            if _PRICE * cost_s < gain_s and cost_s <= left and (found is None or gain_s - cost_s > found[0]):
-                found = gain_s - cost_s, trial
-        if found is not None:
-            self._trials[kind] = found[1]
-
-    def _possible_trials(self, kind: str, sizes: Mapping[int, _Load]) -> list[_Trial]:
-        """For every size, all arms except the one in use."""
-        return [
-            _Trial(kind, size, arm, used)
-            for size, used in ((size, self._settings[kind].arm_for(size)) for size in sizes)
-            for arm in (SERIAL_ARM, *self._arms[kind])
-            if arm != used
-        ]
-
-    def _worth(
-        self, trials: Sequence[_Trial], sizes: Mapping[int, _Load], expected: _Vector, differences: Sequence[Sum]
-    ) -> _Vector:
-        """Mean seconds that the recent load would have gained after each trial, `[trials]`.
-
-        A trial moves every expected log ratio by a normal deviate. A change gains what then lies below minus the
-        hysteresis.
-
-        Args:
-            trials: all possible trials, size by size.
-            sizes: the recent load.
-            expected, differences: log(arm / in use) of each trial, as a number and as a sum.
-        """
-        steps = [sizes[each.size].step(each.kind, each.arm) for each in trials]
-        moves = np.maximum(self._model.moves(differences, steps), 1e-9)
-        gains = moves * mean_below((expected + self._hysteresis) / moves)
-        best = gains.reshape(len(trials), len(sizes), -1).max(axis=2)
-        return best @ np.array([load.seconds for load in sizes.values()])
-
-    def _loss(self, kind: str, tokens: int, arm: str) -> float:
-        """Expected loss of a step in this arm, as a share of its time in the arm in use."""
-        used = self._settings[kind].arm_for(tokens)
-        return math.expm1(max(0.0, float(self._model.expected([self._model.difference(kind, arm, used, tokens)])[0])))
-
-    def _is_stale(self, trial: _Trial) -> bool:
-        """Whether only the arm in use ran at this size and its neighbours for the last `_STALE_STEPS` steps."""
-        latest = self._load[trial.kind][trial.size].since
-        for size, load in self._load[trial.kind].items():
-            if trial.size < 2 * size < 4 * trial.size:
-                used = self._settings[trial.kind].arm_for(size)
-                latest = max([latest, *(last for arm, last in load.last.items() if arm != used)])
-        return self._steps - latest >= _STALE_STEPS
-
-
-def _in_words(setting: Setting, believed: Mapping[int, Mapping[str, tuple[float, float]]]) -> str:
-    sizes = []
-    for tokens, arms in sorted(believed.items()):
-        arm, (log, doubt) = min(arms.items(), key=lambda item: item[1][0])
-        sizes.append(f"{tokens}: {arm} {math.exp(-log):.2f}x (give or take {doubt:.0%})")
-    what = "serial" if setting.threshold is None else f"{setting.arm} from {setting.threshold} tokens on"
-    return f"{what}; against serial, by tokens: {', '.join(sizes)}"

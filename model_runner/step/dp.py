@@ -2,6 +2,7 @@
 
 Every rank votes at every step, idle ones too: one small all-reduce, which also gives each rank all token counts.
     too few tokens, dbo off, a lane would be empty      votes no, with the reason
+    no gain is expected (`model_runner.auto`)           votes no
     one lane that overlaps in itself (single-batch)     votes yes, without a split
     no split keeps requests together that need each other's keys and values    votes no (`attention.kv_order`)
     no tokens                                           votes idle: joins the other ranks, with empty lanes
@@ -50,6 +51,7 @@ __all__ = [
 
 
 _NOT_SPLIT = (DeclineReason.MODE_NOT_SPLIT, "steps of this mode are never split.")
+_NO_GAIN = (DeclineReason.NO_GAIN_EXPECTED, "such steps are not expected to be faster.")
 _TOKENS_ALONE = SplitCost(per_token=1.0, per_pair=0.0)
 
 
@@ -71,6 +73,7 @@ class BatchShape:
         graph_mode: the CUDA graphs this rank could replay for the batch, `Offer.graph_mode`; 0 for none.
         content: fingerprint of the requests' tokens if other ranks must run the same, `Offer.content`; else 0.
         period_us: see `Offer.period_us`.
+        no_gain: overlap is not expected to make the step faster.
     """
 
     query_lens: Sequence[int]
@@ -81,6 +84,7 @@ class BatchShape:
     graph_mode: int = 0
     content: int = 0
     period_us: int = 0
+    no_gain: bool = False
 
     @property
     def prefill_tokens(self) -> int:
@@ -149,7 +153,8 @@ def make_offer(config: UBatchConfig, batch: BatchShape) -> tuple[Offer, tuple[UB
     slices = None
     no = config.switched_off(schedule if total else None)
     if no is None and total:
-        no = _NOT_SPLIT if MODES[batch.mode].split is SplitKind.NEVER else config.below_threshold(batch.mode, total)
+        never = MODES[batch.mode].split is SplitKind.NEVER
+        no = _NOT_SPLIT if never else _NO_GAIN if batch.no_gain else config.below_threshold(batch.mode, total)
     reason = None if no is None else no[0]
     if reason is None and schedule.lanes > 1:
         wanted = _split(config, schedule, batch)

@@ -24,7 +24,8 @@ class EngineOptions:
         model: folder of a Hugging Face checkpoint.
         load_format: `auto`, `safetensors`, or `dummy` for random weights.
         dbo: when and how to overlap; its group is set on the rank.
-        dbo_auto: measure at the start and while serving which steps should overlap; see `model_runner.DboAuto`.
+        dbo_kinds: kinds of steps that overlap only if running steps show that it pays; see `model_runner.DboAuto`.
+        dbo_auto: of all kinds without a threshold, and try other schedules, too.
         scheduler: how steps are filled.
         speculation: how draft tokens are proposed, and how many; None for no speculation.
         data_parallel_size: data-parallel ranks over all nodes; each request runs on one of them.
@@ -47,6 +48,7 @@ class EngineOptions:
     model: Path
     load_format: str = "auto"
     dbo: UBatchConfig = field(default_factory=lambda: UBatchConfig(enable_dbo=False))
+    dbo_kinds: tuple[str, ...] = ()
     dbo_auto: bool = False
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig | None = None

@@ -18,7 +18,7 @@ from serving.options.sources import Settings, Source
 from ubatch import SCHEDULES, ConfigError, Schedule, UBatchConfig, nearest
 from ubatch.schedules.modes import MODE_KEYS, ModeSettings
 
-__all__ = ["derive_overlap", "overlap_config"]
+__all__ = ["derive_overlap", "measured_kinds", "overlap_config"]
 
 _CHUNKS = 2
 _SAME_NAME = (
@@ -60,6 +60,12 @@ def overlap_config(s: Settings) -> UBatchConfig:
         modes=modes,
         **{name: s[name] for name in _SAME_NAME},
     )
+
+
+def measured_kinds(s: Settings) -> tuple[str, ...]:
+    """Kinds of steps for which nobody gave a threshold: they overlap only where running steps show that it pays."""
+    flags = {kind: f"dbo_{'prefill' if kind == 'prefill' else 'decode'}_token_threshold" for kind in MODE_KEYS}
+    return tuple(kind for kind in MODE_KEYS if not s.given(flags[kind]) and "token_threshold" not in (s[kind] or {}))
 
 
 def _mode(s: Settings, key: str, schedules: Mapping[str, Schedule]) -> ModeSettings | None:

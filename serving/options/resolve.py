@@ -21,7 +21,7 @@ from serving.options.checks import check_alone, check_with_model, notes
 from serving.options.command_line import read_command_line
 from serving.options.flags.tables import SERVE, Table
 from serving.options.folders import locate
-from serving.options.overlap import derive_overlap, overlap_config
+from serving.options.overlap import derive_overlap, measured_kinds, overlap_config
 from serving.options.sources import (
     SECRETS,
     Layer,
@@ -206,6 +206,7 @@ def to_engine_options(s: Settings) -> EngineOptions:
         **_of_same_name(EngineOptions, s),
         "model": s.folders["model"],
         "dbo": overlap_config(s),
+        "dbo_kinds": measured_kinds(s),
         "scheduler": SchedulerConfig(**scheduler),
         "speculation": speculation_config(s),
         "profile_folder": s["profile_dir"],

@@ -16,7 +16,7 @@ from serving.tuning.cells import Arm
 from serving.tuning.programs import Programs
 from ubatch import ConfigError, Schedule
 from ubatch.schedules.layer_program import LayerTimes, UnevenTimes
-from ubatch.schedules.schedule import SERIAL, Point, SharedExpert
+from ubatch.schedules.schedule import Point, SharedExpert
 from ubatch.schedules.search import Candidate, search_schedules
 from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait, median_programs
 
@@ -24,7 +24,6 @@ __all__ = [
     "HANDOFF_S",
     "StageModel",
     "best_schedules",
-    "better_schedule",
     "layer_times",
     "nameless",
     "slowest_layer_times",
@@ -34,10 +33,6 @@ _SHARED_LEAST = 0.03
 """Below this share of the compute, a `shared` stage is overhead of the runtime, not a shared expert."""
 _AFTER = {"attn_gather": "attn_prepare", "attn_scatter": "attn_core"}
 """Transfers of tensor-parallel attention, and the stage that waits for them."""
-_MAX_LANES, _MAX_CHUNKS, _POOL = 4, 2, 3
-"""Limits of the search in `better_schedule`: it takes seconds; larger limits would add a minute to a server's start."""
-_WORTH_IT = 0.01
-"""Least expected gain, as a share of the time, for which a schedule is added to the known ones."""
 HANDOFF_S = 30e-6
 """Seconds of a hand-off of the baton with cold caches, see `ubatch bench handoff`."""
 
@@ -177,18 +172,6 @@ def best_schedules(
     fresh = [each.schedule for each in found if each.schedule.overlaps and nameless(each.schedule) not in taken][:keep]
     names = [f"searched_{mode}_{place}" for place in range(1, len(fresh) + 1)]
     return [Arm(name, replace(schedule, name=name)) for name, schedule in zip(names, fresh, strict=True)]
-
-
-def better_schedule(model: StageModel, mode: str, known: Sequence[Schedule]) -> Arm | None:
-    """The fastest schedule for `mode` by simulation; None if serial or one of `known` is as good (within 1%)."""
-    found = model.search(max_lanes=_MAX_LANES, max_chunks=_MAX_CHUNKS, keep=_POOL + len(known))
-    taken = {nameless(replace(each, comm_sms=0, signalled=False)) for each in (*known, SERIAL)}
-    fresh = next((each for each in found if each.schedule.overlaps and nameless(each.schedule) not in taken), None)
-    rival = next((each for each in found if nameless(each.schedule) in taken), None)
-    if fresh is None or (rival is not None and fresh.seconds > (1 - _WORTH_IT) * rival.seconds):
-        return None
-    name = f"searched_{mode}"
-    return Arm(name, replace(fresh.schedule, name=name))
 
 
 def nameless(schedule: Schedule) -> Schedule:

@@ -4,6 +4,7 @@ group                 ranks that share collectives, vote, and restart after a fa
 connection            the process groups of a group, between two resets
 peer_watch            a thread that watches for failed peers
 long_calls            calls that may take longer than `timeout_s`
+transfer_times        when transfers were launched and arrived
 transfer              communication that was launched and can be waited for
 collectives           collectives that hand on while the data travels
 collective_gradients  their gradients

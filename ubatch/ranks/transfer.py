@@ -27,6 +27,7 @@ from ubatch.errors import TransferTimeout, UBatchError
 from ubatch.lanes.context import UBatchContext, current_lane
 from ubatch.lanes.time_limit import transfer_limit_s
 from ubatch.ranks.connection import Connection, Work
+from ubatch.ranks.transfer_times import Arrival, arrivals_now
 from ubatch.streams.graph_protocols import capturing
 from ubatch.streams.lifetimes import abandon_transfers
 from ubatch.trace.spans import UNSPLIT, LinkTime, SpanKind, current_trace
@@ -90,6 +91,7 @@ class Transfer(Generic[T]):
         self._on_link = True
         self._lane: UBatchContext | None = current_lane()
         self._trace = current_trace()
+        self._arrivals = arrivals_now() if self._works else None  # who wants to know when it arrived
         self._key = name
         # The mark after it on the communication stream; None while the lane is still on that stream.
         self._mark = None if self._lane is None or self._lane.on_comm else self._lane.marked
@@ -156,12 +158,16 @@ class Transfer(Generic[T]):
             return cast("T", self._value)
         lane, launcher = (current_lane(), self._lane) if self._works else (None, None)
         start, arrived, link = time.monotonic(), 0.0, LinkTime()
+        busy_s = 0.0 if self._arrivals is None or lane is not None else time.process_time()
         if lane is not None:
             lane.begin_wait(self.name, self._ends_at(start))
         try:
             self._arrive(lane)
             arrived = self._deadline or time.monotonic()
             link = self._link_time(arrived)
+            if self._arrivals is not None:
+                cpu_s = time.process_time() - busy_s if lane is None else 0.0
+                self._arrivals.append(Arrival(self.name, self._launched, start, arrived, cpu_s))
         except Exception as error:  # Ctrl-C or an aborted lane end this wait, not the transfer
             self._settle(error=error)
             raise

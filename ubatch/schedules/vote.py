@@ -83,6 +83,7 @@ class DeclineReason(StrEnum):
     TENSOR_LAYOUT = "tensor_layout"
     FUNCTION_TRANSFORM = "function_transform"
     TORCH_MODE = "torch_mode"
+    NO_GAIN_EXPECTED = "no_gain_expected"
 
 
 _REASONS = tuple(DeclineReason)

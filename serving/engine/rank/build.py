@@ -7,13 +7,12 @@ import logging
 import torch
 from tqdm import tqdm
 
-from model_runner import DboAuto, ModelRunner, SamplingParams, generate
+from model_runner import ModelRunner, SamplingParams, generate
 from serving.engine.options import EngineOptions
 from serving.engine.rank.core import EngineCore
 from serving.engine.rank.runner_setup import WeightsBar, make_link
 from serving.engine.speculation import make_scheduler, runner_options
 from serving.logs import log_event
-from serving.tuning.auto import Room, prepare_auto
 from ubatch import CapturedGraph, CommGroup, ConfigError
 
 __all__ = ["capture_graphs", "make_core", "make_runner", "warm_up", "warm_up_lengths"]
@@ -45,6 +44,7 @@ def make_runner(
         experts_backend=options.moe_backend,
         link=make_link(options.emulated_link),
         dbo=options.dbo,
+        dbo_kinds=options.dbo_kinds,
         dbo_auto=options.dbo_auto,
         attention_backend=options.attention_backend,
         prefill_attention_backend=options.prefill_attention_backend,
@@ -81,7 +81,7 @@ def make_core(options: EngineOptions, runner: ModelRunner) -> EngineCore:
 
 def warm_up(options: EngineOptions, runner: ModelRunner) -> None:
     """Capture CUDA graphs, then run prompts and decode steps, so that buffers and kernels are made before the first
-    request. Then, with `dbo_auto`, measure the arms that it chooses from, see `serving.tuning.auto`.
+    request.
 
     On a CPU one short prompt is enough. On a GPU, kernels are tuned for every power of two of tokens, some seconds each
     if they are not in the cache of `ubatch.kernels.autotune`. All ranks must call it.
@@ -95,14 +95,6 @@ def warm_up(options: EngineOptions, runner: ModelRunner) -> None:
     for length in warm_up_lengths(options):
         tokens = [0] * min(length, room)
         generate(runner, [tokens] if tokens else [], SamplingParams(max_tokens=2, ignore_eos=True))
-    if isinstance(runner.step_settings, DboAuto):
-        drafts = 0 if options.speculation is None else options.speculation.num_draft_tokens
-        most = Room(options.scheduler.max_num_seqs, options.scheduler.max_num_batched_tokens, drafts)
-        added = prepare_auto(runner.step_settings, runner, most)
-        for kind, arm in added.items() if first else ():
-            log_event(_logger, "schedule found", steps=kind, schedule=arm.schedule.describe())
-        for kind, setting in runner.step_settings.statistics().settings.items() if first else ():
-            log_event(_logger, "dbo_auto begins", steps=kind, arm=setting.arm, from_tokens=setting.threshold)
 
 
 def capture_graphs(runner: ModelRunner, *, show: bool = True) -> list[CapturedGraph]:

@@ -104,14 +104,21 @@ class Parallelism(Group):
 class Overlap(Group):
     """When and how a step runs as two or more microbatches, one computing while the other's tokens travel."""
 
-    enable_dbo: bool = Field(False, description="overlap microbatches")
+    enable_dbo: bool = Field(
+        False,
+        description="overlap microbatches: from a given threshold on, else where steps show a gain",
+    )
     enable_two_batch_overlap: bool = Field(False, description="SGLang's name of --enable-dbo")
     dbo_auto: bool = Field(
-        False, description="measure when overlap pays, at the start (modes without a threshold) and while serving"
+        False, description="try more schedules on running steps: one lane more, single-batch overlap, two chunks"
     )
     ubatch_size: int = Field(2, ge=2, le=MAX_LANES, description=f"microbatches, 2 to {MAX_LANES}")
-    dbo_decode_token_threshold: int = Field(32, description="fewest tokens of a decode step that overlaps")
-    dbo_prefill_token_threshold: int = Field(512, description="fewest tokens of a step with a prefill")
+    dbo_decode_token_threshold: Annotated[int, Flag(default="measured")] = Field(
+        32, description="overlap decode steps from so many tokens on"
+    )
+    dbo_prefill_token_threshold: Annotated[int, Flag(default="measured")] = Field(
+        512, description="overlap steps with a prefill from so many tokens on"
+    )
     schedule: str = Field(
         "mlp_shared_overlap", description=f"of the lanes: {', '.join(SCHEDULES)}, or one of the file's"
     )

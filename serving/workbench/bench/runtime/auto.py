@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Annotated
@@ -39,14 +39,14 @@ from moe import EmulatedLink
 from serving.arguments.fields import Flag
 from serving.progress import progress
 from serving.ranks import run_ranks
-from serving.tuning.auto import Room, prepare_auto
 from serving.tuning.batches import kv_blocks_needed, make_batch, requests_needed
-from serving.tuning.cells import Arm, Cell, Grid, arm_config, library_arms
+from serving.tuning.cells import Cell, Grid, arm_config
 from serving.workbench.bench.options import Checkpoint, ReportOptions
 from serving.workbench.bench.statistics import Interval, ratio_of_sums
 from serving.workbench.bench.step_setting import StepSetting, calibrate, slowest_rank
 from ubatch import CommGroup, UBatchConfig
 from ubatch.schedules.cost_table import SERIAL_ARM, Setting
+from ubatch.schedules.schedule import SERIAL
 
 __all__ = ["AutoResult", "Options", "best_fixed", "mixed_load", "pooled", "run"]
 
@@ -87,7 +87,6 @@ class AutoResult:
         best: kind of step -> the best fixed setting.
         forwards: arm -> the forwards' part of `seconds`.
         ran: auto's schedule in each of the steps, as its description; "" for serial.
-        preparing_s: time of auto's measurements before the load; no figure includes it.
         decided: kind of step -> auto's decision at the end, and why.
     """
 
@@ -102,7 +101,6 @@ class AutoResult:
     pooled_best: Interval
     forwards: Mapping[str, Sequence[float]]
     ran: Sequence[str]
-    preparing_s: float
     decided: Mapping[str, str]
     probes: int
 
@@ -147,17 +145,12 @@ def pooled(
     return found
 
 
-def best_fixed(
-    load: Sequence[Cell], seconds: Mapping[str, Sequence[float]], only_for: Mapping[str, str] | None = None
-) -> dict[str, Setting]:
-    """For each kind of step, the arm and threshold that would have taken the least `seconds` of its arm.
-
-    `only_for` has the kind of step of arms that are not for all kinds.
-    """
+def best_fixed(load: Sequence[Cell], seconds: Mapping[str, Sequence[float]]) -> dict[str, Setting]:
+    """For each kind of step, the arm and threshold that would have taken the least `seconds` of its arm."""
     found = {}
     for kind in dict.fromkeys(cell.mode for cell in load):
         own = [index for index, cell in enumerate(load) if cell.mode == kind]
-        arms = [arm for arm in seconds if arm != SERIAL_ARM and (only_for or {}).get(arm, kind) == kind]
+        arms = [arm for arm in seconds if arm != SERIAL_ARM]
         sizes = sorted({load[index].tokens for index in own})
         settings = [Setting(), *(Setting(arm, tokens) for arm in arms for tokens in sizes)]
         found[kind] = min(settings, key=lambda setting: sum(seconds[setting.arm_for(load[i].tokens)][i] for i in own))
@@ -192,10 +185,8 @@ def _measure_on_rank(rank: int, world_size: int, options: Options) -> list[AutoR
 @torch.inference_mode()
 def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Options) -> AutoResult:
     auto = DboAuto(runner.dbo, runner.group, runner.device, max_chunks=most_chunks(runner.all2all))
-    start = time.perf_counter()
-    searched = prepare_auto(auto, runner, Room(requests_needed(options.grid), options.max_prefill_tokens))
-    preparing_s = time.perf_counter() - start
-    arms = _arms(runner, searched.values())
+    schedules_of = {SERIAL_ARM: SERIAL, **auto.arms("decode"), **auto.arms("prefill")}
+    arms = {name: arm_config(runner.dbo, schedule) for name, schedule in schedules_of.items()}
     ran: dict[str, list[tuple[float, float, str]]] = {name: [] for name in (*arms, _AUTO)}
     load: list[Cell] = []
     rank, draw = dist.get_rank(), random.Random(options.seed + 1)
@@ -213,11 +204,10 @@ def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Opt
     seconds = slowest_rank({name: [whole for whole, _, _ in own] for name, own in ran.items()})
     forwards = slowest_rank({name: [forward for _, forward, _ in own] for name, own in ran.items()})
     schedules = {name: [schedule for _, _, schedule in own] for name, own in ran.items()}
-    only_for = {arm.name: kind for kind, arm in searched.items()}
 
     def against(times: Mapping[str, Sequence[float]]) -> tuple[dict[str, Setting], Interval, Interval]:
         """The best fixed setting; time of serial steps / time of auto, and that of the best / time of auto."""
-        best = best_fixed(load, {name: times[name] for name in arms}, only_for)
+        best = best_fixed(load, {name: times[name] for name in arms})
         under = [times[best[cell.mode].arm_for(cell.tokens)][step] for step, cell in enumerate(load)]
         return best, ratio_of_sums(times[SERIAL_ARM], times[_AUTO]), ratio_of_sums(under, times[_AUTO])
 
@@ -236,22 +226,15 @@ def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Opt
         pooled_best=pooled_best,
         forwards=_rounded(forwards),
         ran=schedules[_AUTO],
-        preparing_s=preparing_s,
         decided=found.reasons,
         probes=found.probes,
     )
 
 
-def _arms(runner: ModelRunner, searched: Iterable[Arm]) -> dict[str, UBatchConfig]:
-    lanes = runner.dbo.resolved_schedule().lanes
-    arms = [*library_arms((lanes, lanes + 1), chunks=most_chunks(runner.all2all) > 1), *searched]
-    return {arm.name: arm_config(runner.dbo, arm.schedule) for arm in arms}
-
-
 def _run(runner: ModelRunner, how: UBatchConfig | DboAuto, batch: InputBatch) -> tuple[float, float, str]:
     """Run a step; its seconds on this rank, the vote and auto's decision included, its forward's part, its schedule."""
     start = time.perf_counter()
-    agreed = runner.coordinate(batch, how.settings(batch.shape) if isinstance(how, DboAuto) else how)
+    agreed = runner.coordinate(batch, *(how.settings(batch.shape) if isinstance(how, DboAuto) else (how,)))
     with how.timed(agreed.decision) if isinstance(how, DboAuto) else nullcontext():
         begun = time.perf_counter()
         runner.forward(batch, agreed)
@@ -289,7 +272,6 @@ def print_result(result: AutoResult) -> None:
         print(f"  auto, {kind:19} {why}")
     beside = {name: sum(result.seconds[name]) - sum(result.forwards[name]) for name in (SERIAL_ARM, _AUTO)}
     print(f"  beside the forwards: serial {beside[SERIAL_ARM]:.2f} s, auto {beside[_AUTO]:.2f} s")
-    print(f"  auto measured for {result.preparing_s:.1f} s before the load")
     print(f"  against serial {result.against_serial:.3f}, against the best {result.against_best:.3f}")
     print(f"  pooled         {result.pooled_serial:.3f}                   {result.pooled_best:.3f}", flush=True)
 
