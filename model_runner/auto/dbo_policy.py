@@ -39,6 +39,8 @@ _EAGER_STEPS = 8
 """Steps after something new in which every step's time is wanted at once; later `_CALM_STEPS` together."""
 _CALM_STEPS = 32
 _NOISE, _LEAST_NOISE, _MOST_NOISE, _NOISE_MEMORY = 0.06, 0.02, 0.15, 32
+_WARM_UP = 0.1
+"""The very first step of an arm says nothing if it took longer than expected by this much (log)."""
 _SLOPE = 0.7
 """d log seconds / d log tokens of serial steps, while a single size is known."""
 _NEAR = 2
@@ -128,14 +130,15 @@ class Policy:
             tokens = latest
         size = Seen(kind, tokens, SERIAL_ARM).size
         own, near = self._sizes[kind].get(size), self._near(kind, size)
-        if own is None or near is None or not own.serial_steps or near.seconds.weight < 2:
+        if own is None or near is None or not own.serial_steps:
             return SERIAL_ARM
+        if near.seconds.weight < 2 and sum(each.known for each in self._sizes[kind].values()) < 2:
+            return SERIAL_ARM  # the very first step may have warmed up
         used = self._used(kind, own, near)
         beliefs = dict(self._beliefs(kind, near))
         if used != SERIAL_ARM:
-            gain = math.expm1(max(0.0, -beliefs[used].mean))
-            due = own.suspect or self._steps - own.serial_at >= _SERIAL_EVERY
-            if due and self._affords(gain * math.exp(near.seconds.value)):
+            due = own.suspect or own.steps - own.serial_at >= _SERIAL_EVERY
+            if due and self._affords(math.exp(near.seconds.value) * (1 - math.exp(min(0.0, beliefs[used].mean)))):
                 return SERIAL_ARM
         used_log = beliefs[used].mean if used != SERIAL_ARM else 0.0
         tried = min(beliefs, key=lambda arm: beliefs[arm].mean - _OPTIMISM * beliefs[arm].doubt)
@@ -157,9 +160,10 @@ class Policy:
             self._eager_until = self._steps + _EAGER_STEPS
         own = sizes[step.size]
         own.untold[step.arm] += 1
+        own.steps += 1
         if step.arm == SERIAL_ARM:
             own.serial_steps += 1
-            own.serial_at = number
+            own.serial_at = own.steps
         near = self._near(step.kind, step.size)
         used = SERIAL_ARM if near is None else self._used(step.kind, own, near)
         if step.arm != used:
@@ -215,9 +219,13 @@ class Policy:
                 return
             before = near.off.get(step.arm, Level()).value
             ratio = math.log(stages.seconds) - near.serial_log_s(log_tokens, self._slope(kind))
+            warms_up = (kind, step.arm) not in self._elsewhere
+            elsewhere = self._elsewhere.setdefault((kind, step.arm), Level())
+            if warms_up and near.off_of(step.arm, ratio) > _WARM_UP:
+                return
             travel = math.log(stages.travel) - 0.5 * log_tokens if stages.travel > 0 else None
             off = near.add_arm(step.arm, ratio, travel, noise)
-            self._elsewhere.setdefault((kind, step.arm), Level()).add(off, _MOST_NOISE)
+            elsewhere.add(off, _MOST_NOISE)
             moved = off - before if near.off[step.arm].weight > 1 else 0.0
             if near.suspect:
                 own.suspect = True

@@ -78,7 +78,7 @@ class SizeTimes:
         off: arm -> see the top of this file.
         travel: arm -> log of the time that its transfers travelled.
         untold: arm -> steps whose times are not known yet.
-        serial_steps, serial_at: number of serial steps, and number of the latest one.
+        steps, serial_steps, serial_at: number of its steps, of the serial ones, and number of the latest serial one.
         suspect: the link seems to have changed since then.
         used: the arm in use.
     """
@@ -89,6 +89,7 @@ class SizeTimes:
     off: dict[str, Level] = field(default_factory=dict)
     travel: dict[str, Level] = field(default_factory=dict)
     untold: Counter[str] = field(default_factory=Counter)
+    steps: int = 0
     serial_steps: int = 0
     serial_at: int = 0
     suspect: bool = False
@@ -118,6 +119,10 @@ class SizeTimes:
             self.stages = stages if self.stages is None else _between(self.stages, stages)
         return moved
 
+    def off_of(self, arm: str, log_ratio: float) -> float:
+        """`off` of a step with this log ratio to a serial one."""
+        return log_ratio - self._expected.get(arm, 0.0)
+
     def add_arm(self, arm: str, log_ratio: float, log_travel: float | None, noise: float) -> float:
         """Add a step in an arm, with its log ratio to a serial step; returns its `off`.
 
@@ -125,7 +130,7 @@ class SizeTimes:
             log_travel: log of what its transfers travelled, per square root of its tokens, because they grow with the
                 tokens or not; None if it is not known. A change of it makes the serial time suspect.
         """
-        off = log_ratio - self._expected.get(arm, 0.0)
+        off = self.off_of(arm, log_ratio)
         changed = self.off.setdefault(arm, Level()).add(off, noise)
         if log_travel is not None:
             changed |= self.travel.setdefault(arm, Level()).add(log_travel, max(noise, _TRAVEL_NOISE))

@@ -64,8 +64,11 @@ def overlap_config(s: Settings) -> UBatchConfig:
 
 def measured_kinds(s: Settings) -> tuple[str, ...]:
     """Kinds of steps for which nobody gave a threshold: they overlap only where running steps show that it pays."""
+    if not (s["enable_dbo"] or s["enable_single_batch_overlap"]):
+        return ()
     flags = {kind: f"dbo_{'prefill' if kind == 'prefill' else 'decode'}_token_threshold" for kind in MODE_KEYS}
-    return tuple(kind for kind in MODE_KEYS if not s.given(flags[kind]) and "token_threshold" not in (s[kind] or {}))
+    own = {kind: ModeSettings.from_mapping(s.spell(kind), s[kind] or {}).token_threshold for kind in MODE_KEYS}
+    return tuple(kind for kind in MODE_KEYS if own[kind] is None and not s.given(flags[kind]))
 
 
 def _mode(s: Settings, key: str, schedules: Mapping[str, Schedule]) -> ModeSettings | None:

@@ -35,7 +35,6 @@ def test_the_best_fixed_setting_is_reckoned() -> None:
         "three": [3.0, 3.0, 2.9, 2.9, 3.0],
     }
     assert best_fixed(load, seconds) == {"decode": Setting("two", 32), "prefill": Setting()}
-    assert best_fixed(load, seconds, {"two": "prefill"})["decode"] != Setting("two", 32)
 
 
 def test_arms_that_ran_alike_are_pooled() -> None:
@@ -62,8 +61,9 @@ def test_a_short_run(tmp_path: Path) -> None:
         assert set(link["seconds"]) == {
             "serial",
             "single_batch",
-            "mlp_shared_overlap x2",
-            "mlp_shared_overlap x3",
+            "mlp_shared_overlap in 2 lanes",
+            "mlp_shared_overlap in 3 lanes",
+            "mlp_shared_overlap_2_chunks in 2 lanes",
             "auto",
         }
         assert {len(values) for values in link["seconds"].values()} == {len(link["load"])}
@@ -76,7 +76,6 @@ def test_a_short_run(tmp_path: Path) -> None:
         for arm, seconds in link["seconds"].items():
             assert len(link["forwards"][arm]) == steps
             assert all(0 < forward < whole for forward, whole in zip(link["forwards"][arm], seconds, strict=True))
-        assert link["preparing_s"] > 0
         for figure in ("pooled_serial", "pooled_best"):
             assert link[figure]["low"] <= link[figure]["median"] <= link[figure]["high"]
     fast, slow = (sum(link["seconds"]["serial"]) for link in results["links"])
