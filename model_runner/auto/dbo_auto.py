@@ -2,8 +2,8 @@
 
     settings      the settings this rank votes with: those of the arm that the `Policy` chooses for the step
     timed         times the forward of a step after the vote, and its transfers
-    exchange      every step while something is new, later every 32 steps, the ranks exchange what their steps took in
-                  one small all-reduce beside the vote's; the policy decides the same on every rank
+    exchange      every 32 steps the ranks exchange what their steps took, in one small all-reduce beside the vote's;
+                  while something is new, before every vote; the policy decides the same on every rank
 
 A step's time covers its forward and logits: on a GPU it is taken between two events of the stream, without a wait.
 There, and with CUDA graphs, the host does not see the transfers, so only trials tell.
@@ -177,6 +177,8 @@ class DboAuto:
         self._learn()
         if self._policy.wants_times(len(self._running) - self._in_flight):
             self._exchange()
+            if self._policy.eager:
+                self._learn()
         tokens, kind = sum(batch.query_lens), mode_key(batch.mode)
         if not tokens or kind not in self._arms:
             return self._config, False
@@ -240,7 +242,7 @@ class DboAuto:
         self._connection = connection
 
     def _exchange(self) -> None:
-        """Starts the exchange, on every rank before the same vote; `_learn` reads the result before the next vote."""
+        """Starts the exchange, on every rank before the same vote; `_learn` reads the result."""
         numbers = sorted(self._running)[: len(self._running) - self._in_flight]
         steps, rows = {}, []
         for number in numbers:
@@ -251,7 +253,7 @@ class DboAuto:
         self._asked = steps, self._largest(rows)
 
     def _learn(self) -> None:
-        """Learns from the times exchanged before the previous vote, if there were any."""
+        """Learns from the times of the exchange that was started last, if there is one."""
         if self._asked is None:
             return
         (steps, wait), self._asked = self._asked, None

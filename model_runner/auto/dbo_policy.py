@@ -174,7 +174,12 @@ class Policy:
 
     def wants_times(self, waiting: int) -> bool:
         """Whether the ranks should exchange the times of `waiting` steps now; the same on every rank."""
-        return waiting >= _CALM_STEPS or (waiting > 0 and self._steps <= self._eager_until)
+        return waiting >= _CALM_STEPS or (waiting > 0 and self.eager)
+
+    @property
+    def eager(self) -> bool:
+        """Whether something is new: then a step's time is wanted before the next step."""
+        return self._steps <= self._eager_until
 
     # -- now and then ------------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ class Stages:
     def of(largest: Sequence[float], layers: int) -> Stages:
         """From the largest value over the ranks of each entry of their rows."""
         seconds, attention, experts, travel, *waits = largest
-        dispatch, combine, other = (-sum(waits[place : place + _SLOTS]) for place in range(0, len(waits), _SLOTS))
+        dispatch, combine, other = (0.0 - sum(waits[place : place + _SLOTS]) for place in range(0, len(waits), _SLOTS))
         return Stages(seconds, attention, experts, dispatch, combine, other, -travel, layers)
 
 
