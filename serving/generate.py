@@ -214,10 +214,16 @@ def _count_steps(statistics: Mapping[int, EngineStatistics]) -> tuple[int, Count
 
 def _why_no_overlap(s: Settings, statistics: Mapping[int, EngineStatistics]) -> Iterator[str]:
     engaged, declined = _count_steps(statistics)
+    if not engaged and DeclineReason.NO_GAIN_EXPECTED in declined:
+        yield (
+            "no step overlapped: their own times show no gain, or there were too few of a size to tell. To overlap all "
+            f"the same, give {' and '.join(_FLAGS)}"
+        )
     small = {DeclineReason.BELOW_DECODE_THRESHOLD, DeclineReason.BELOW_PREFILL_THRESHOLD} & declined.keys()
     if not engaged and small:
-        thresholds = [f"--{name.replace('_', '-')} ({s[name]})" for name in _THRESHOLDS]
+        thresholds = [f"{flag} ({s[name]})" for name, flag in zip(_THRESHOLDS, _FLAGS, strict=True)]
         yield f"no step overlapped: each was smaller than {' or '.join(thresholds)}. Give more prompts, or lower these"
 
 
 _THRESHOLDS = ("dbo_decode_token_threshold", "dbo_prefill_token_threshold")
+_FLAGS = ("--dbo-decode-token-threshold", "--dbo-prefill-token-threshold")

@@ -173,7 +173,8 @@ class EngineStatistics(SchedulerTotals, TracedTime):
         steps: "mode/outcome" -> number of steps; the outcome is `engaged`, `engaged_single` (single-batch overlap) or
             the reason against overlap (`ubatch.DeclineReason`).
         graph_replays: steps that were replayed as CUDA graphs; the others ran eagerly.
-        dbo_auto: what `--dbo-auto` has decided for `decode`, `prefill` and `verify` steps, and why; empty without it.
+        dbo_auto: what the running steps have decided for `decode`, `prefill` and `verify` steps by size, and why; empty
+            if thresholds decide.
     """
 
     num_running: int = 0

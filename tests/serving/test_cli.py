@@ -201,7 +201,12 @@ def test_generate_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", TINY, "--prompt", "def main(", "import os", "--max-tokens", "5", "--enable-dbo"]) == 0
     captured = capsys.readouterr()
     assert "def main(self" in captured.out
-    assert "steps: 0 overlapped, 5 not (below_decode_threshold 4, below_prefill_threshold 1)" in captured.out
+    assert "steps: 0 overlapped, 5 not (no_gain_expected 5)" in captured.out
+    assert "no step overlapped: their own times show no gain" in captured.err
+    words = ["generate", TINY, "--prompt", "x", "--max-tokens", "2", "--enable-dbo"]
+    assert main([*words, "--dbo-decode-token-threshold", "32", "--dbo-prefill-token-threshold", "512"]) == 0
+    captured = capsys.readouterr()
+    assert "(below_decode_threshold 1, below_prefill_threshold 1)" in captured.out
     assert "no step overlapped: each was smaller than --dbo-decode-token-threshold (32)" in captured.err
 
 
