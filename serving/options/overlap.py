@@ -63,12 +63,12 @@ def overlap_config(s: Settings) -> UBatchConfig:
 
 
 def measured_kinds(s: Settings) -> tuple[str, ...]:
-    """Kinds of steps for which nobody gave a threshold: they overlap only where running steps show that it pays."""
+    """Kinds of steps without a threshold but the default: they overlap only where running steps show that it pays."""
     if not (s["enable_dbo"] or s["enable_single_batch_overlap"]):
         return ()
     flags = {kind: f"dbo_{'prefill' if kind == 'prefill' else 'decode'}_token_threshold" for kind in MODE_KEYS}
     own = {kind: ModeSettings.from_mapping(s.spell(kind), s[kind] or {}).token_threshold for kind in MODE_KEYS}
-    return tuple(kind for kind in MODE_KEYS if own[kind] is None and not s.given(flags[kind]))
+    return tuple(kind for kind in MODE_KEYS if own[kind] is None and s.all[flags[kind]].source is Source.DEFAULT)
 
 
 def _mode(s: Settings, key: str, schedules: Mapping[str, Schedule]) -> ModeSettings | None:

@@ -31,6 +31,7 @@ __all__ = ["OfflineRun", "choose_run", "pick_link", "record", "record_serial"]
 _RANKS = 2
 _LATENCY_US = 20.0
 _CALIBRATION_TOKENS = 8
+_DECODE_TOKENS, _PREFILL_TOKENS = 32, 64
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,10 @@ def _choices(s: Settings) -> Iterator[tuple[str, Any, str]]:
     model = _model_of(s)
     if not s.given("enable_dbo") and not s["enable_single_batch_overlap"]:
         yield "enable_dbo", True, "to show overlap"
+    for kind, tokens in (("decode", _DECODE_TOKENS), ("prefill", _PREFILL_TOKENS)):
+        name = f"dbo_{kind}_token_threshold"
+        if not s.given(name) and not s["dbo_auto"]:
+            yield name, tokens, "overlap from there on, whether it pays or not"
     processes = s["data_parallel_size"] * s["tensor_parallel_size"]
     if not s.given("data_parallel_size") and not s.given("tensor_parallel_size") and _room_for_ranks(s):
         processes = _RANKS
