@@ -35,11 +35,15 @@ def chosen(run: OfflineRun) -> list[str]:
     return [line.partition(":")[0].partition(",")[0] for line in run.choices]
 
 
+THRESHOLDS = ("--dbo-decode-token-threshold 32", "--dbo-prefill-token-threshold 64")
+
+
 def test_with_its_defaults_steps_overlap_on_two_ranks() -> None:
     run = run_of("--prompt", "def main(", "import os")
     s = run.command.settings
     assert (s["enable_dbo"], s["data_parallel_size"], s["enable_expert_parallel"]) == (True, 2, True)
-    assert chosen(run) == ["--enable-dbo", "--data-parallel-size 2", "--enable-expert-parallel", "64 prompts"]
+    ranks = ["--data-parallel-size 2", "--enable-expert-parallel"]
+    assert chosen(run) == ["--enable-dbo", *THRESHOLDS, *ranks, "64 prompts"]
     assert all(": " in line or ", " in line for line in run.choices), "with the reason"
     assert run.link
     prompts = run.command.prompts
@@ -52,7 +56,7 @@ def test_explicit_settings_win(tmp_path: Path) -> None:
     file = tmp_path / "dbo.yaml"
     file.write_text("dbo-decode-token-threshold: 4\nemulated-link: [20, 50]\n")
     run = run_of("--prompt", "a", "b", "--config", str(file), "--data-parallel-size", "4", "--enable-expert-parallel")
-    assert chosen(run) == ["--enable-dbo", "16 prompts"]
+    assert chosen(run) == ["--enable-dbo", THRESHOLDS[1], "16 prompts"]
     assert run.command.settings["emulated_link"] == (20, 50)
     assert not run.link
     enough = run_of("--prompt", *"abcdefgh", "--dbo-decode-token-threshold", "4", "--max-num-seqs", "3")
@@ -60,7 +64,7 @@ def test_explicit_settings_win(tmp_path: Path) -> None:
     assert enough.command.settings["max_num_seqs"] == 3
     assert "64 prompts" not in chosen(enough)
     own = run_of("--prompt", "a", "--no-enable-expert-parallel", "--data-parallel-size", "2")
-    assert chosen(own) == ["--enable-dbo", "64 prompts"]
+    assert chosen(own) == ["--enable-dbo", *THRESHOLDS, "64 prompts"]
     assert not own.link, "nothing travels"
 
 
@@ -75,7 +79,7 @@ def test_a_dense_model_shares_its_heads(tmp_path: Path) -> None:
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (model / file).write_bytes((TINY_MOE / file).read_bytes())
     run = run_of("--prompt", "a", model=str(model))
-    assert chosen(run) == ["--enable-dbo", "--tensor-parallel-size 2", "32 prompts"]
+    assert chosen(run) == ["--enable-dbo", *THRESHOLDS, "--tensor-parallel-size 2", "32 prompts"]
     assert run.link
 
 
