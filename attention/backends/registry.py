@@ -27,6 +27,7 @@ _BACKENDS = LazyRegistry(
     "attention back end",
     {
         "native": "attention.backends.native.mha:NativeAttentionBackend",
+        "native_mla": "attention.backends.native.mla:NativeMLABackend",
         "torch": "attention.backends.torch.sdpa:TorchAttentionBackend",
         "torch_mla": "attention.backends.torch.mla:TorchMLABackend",
         "triton": "attention.backends.triton.mha:TritonAttentionBackend",
@@ -37,7 +38,7 @@ _BACKENDS = LazyRegistry(
         "trtllm_mla": "attention.backends.trtllm.mla:TRTLLMMLABackend",
     },
 )
-_MLA_NAMES = {"native": "torch_mla", "torch": "torch_mla", "triton": "triton_mla", "flashinfer": "flashinfer_mla"}
+_MLA_NAMES = {"native": "native_mla", "torch": "torch_mla", "triton": "triton_mla", "flashinfer": "flashinfer_mla"}
 """Names that serve both kinds of attention, with their class for MLA."""
 _TRTLLM_GEN = ((10, 0), (10, 3))
 """GPU architectures that TensorRT-LLM's generated kernels, the fastest, support."""
@@ -118,7 +119,7 @@ def _candidates(shape: Shape, device: torch.device) -> list[str]:
     """Back ends for a device whose packages are installed, the likeliest first; `torch` runs everything."""
     names = []
     is_mha = isinstance(shape, AttentionShape)
-    if device.type == "cpu" and is_mha:
+    if device.type == "cpu":
         names.append("native")
     if device.type == "cuda":
         if importlib.util.find_spec("flashinfer") is not None:

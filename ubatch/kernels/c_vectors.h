@@ -3,7 +3,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -53,7 +53,13 @@ INLINE float widen(bf16 x) {
     const union { uint32_t bits; float value; } wide = {(uint32_t)x << 16};
     return wide.value;
 }
-INLINE vec load_bf16(const bf16 *from) { return (vec)(__builtin_convertvector(*(const halves *)from, uvec) << 16); }
+INLINE vec load_bf16(const bf16 *from) {
+#if defined(__AVX512F__) && LANES == 16 // GCC 12 makes five instructions of the other line
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#else
+    return (vec)(__builtin_convertvector(*(const halves *)from, uvec) << 16);
+#endif
+}
 
 // Rounds to the nearest number in bfloat16, to even if two are as near.
 INLINE void store_bf16(bf16 *to, vec x) {

@@ -2,6 +2,8 @@
 
 requests   a step's requests, as the kernels read them
 mha        `native`: over keys and values
+mla        `native_mla`: over latents
 
-The sources are joined when they are compiled: pages.c (one query per request), prompts.c (several), layer.c (the call).
+The sources are joined when they are compiled: pages.c (one query per request), products.c (of blocks of rows),
+prompts.c (several queries), then the call: layer.c, or latent.c for latents.
 """

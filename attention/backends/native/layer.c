@@ -49,10 +49,3 @@ void attention(const Plan *decodes, const Plan *prompts, const int64_t *slots, i
             attend_prompts(prompts, &layer, (char *)(stats + 2 * num_parts * heads) + omp_get_thread_num() * prompt_bytes);
     }
 }
-
-// The first row whose slot does not exist, or -1. The block behind the last one is for padding.
-int64_t find_bad_slot(const int64_t *slots, int64_t rows, int64_t num_slots) {
-    for (int64_t row = 0; row < rows; row++)
-        if (slots[row] < 0 || slots[row] >= num_slots) return row;
-    return -1;
-}

@@ -1,4 +1,4 @@
-"""The `native` back end: kernels in C on a CPU (pages.c, prompts.c and layer.c), one call per layer.
+"""The `native` back end: kernels in C on a CPU (pages.c, products.c, prompts.c and layer.c), one call per layer.
 
     decode                   one new token: reads keys and values in place in the cache, once
     fresh, extend, chain     several new tokens: products in blocks of rows and keys
@@ -20,11 +20,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attention.backends.native.requests import Requests, Sizes, check_usable, load_library
+from attention.backends.native.requests import Queries, Requests, Sizes, check_slots, check_usable, load_library
 from attention.backends.torch.groups import Workspace
 from attention.backends.torch.sdpa import TorchAttentionBackend
 from attention.interface import AttentionPlan, AttentionShape, BackendTraits
-from attention.kv_cache import KVCacheError, PagedKVCache
+from attention.kv_cache import PagedKVCache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
 from ubatch.kernels.c_jit import kernel_of
@@ -71,27 +71,26 @@ class NativeAttentionPlan:
         self._dtype, kernel = spec.dtype, _kernel(spec.dtype)
         self._kv_cache = kv_cache  # the kernel has its address
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        sizes = Sizes(heads, kv_heads, dim, shape.softmax_scale, shape.soft_cap, shape.sliding_window)
+        sizes = Sizes(heads, kv_heads, dim, dim, shape.softmax_scale, shape.soft_cap, shape.sliding_window)
         cache_size = (spec, kv_cache.num_blocks)
         self._decodes = self._prompts = None
         if metadata.max_query_len == 1 and metadata.num_actual_tokens == metadata.num_reqs:
-            self._decodes = Requests(kernel.functions, sizes, cache_size, metadata, range(metadata.num_reqs))
+            self._decodes = Requests(
+                kernel.functions, sizes, cache_size, metadata, Queries.of(metadata, range(metadata.num_reqs))
+            )
         else:
             query_lens = metadata.query_lens_cpu
             decodes = [index for index, length in enumerate(query_lens) if length == 1]
             prompts = [index for index, length in enumerate(query_lens) if length > 1]
             if decodes:
-                self._decodes = Requests(kernel.functions, sizes, cache_size, metadata, decodes)
+                self._decodes = Requests(kernel.functions, sizes, cache_size, metadata, Queries.of(metadata, decodes))
             if prompts:
                 item_tokens = kernel.functions.prompt_tokens(shape.group_size)
-                self._prompts = Requests(kernel.functions, sizes, cache_size, metadata, prompts, item_tokens)
+                self._prompts = Requests(
+                    kernel.functions, sizes, cache_size, metadata, Queries.of(metadata, prompts), item_tokens
+                )
         slots = self._slots = kv_cache.write_slots(metadata.slot_mapping)
-        num_rows = slots.shape[0]
-        bad = kernel.functions.find_bad_slot(slots.data_ptr(), num_rows, kv_cache.hidden_slot + spec.block_size)
-        if bad >= 0:
-            raise KVCacheError(
-                f"row {bad} has the slot {slots[bad]}, which is not in the cache of {kv_cache.num_blocks} blocks."
-            )
+        num_rows = check_slots(kernel.functions, slots, kv_cache)
         self._q_shape, self._kv_shape = (num_rows, heads, dim), (num_rows, kv_heads, dim)
         layers = range(spec.num_layers)
         self._layers = [(kv_cache.keys(layer).data_ptr(), kv_cache.values(layer).data_ptr()) for layer in layers]
@@ -173,7 +172,7 @@ class NativeAttentionPlan:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """The functions of pages.c, prompts.c and layer.c, and the one for a layer."""
+    """The library's functions, and the one for a layer."""
 
     functions: ctypes.CDLL
     attention: Callable[..., None]
@@ -190,11 +189,10 @@ def _load_kernel(dtype: torch.dtype, **defines: int) -> _Kernel:
     Args:
         defines: `LANES`, floats per vector; `TILES`, whether AMX is used; by default what the processor has.
     """
-    library = load_library(dtype, "pages.c", "prompts.c", "layer.c", **defines)
+    library = load_library(dtype, "pages.c", "products.c", "prompts.c", "layer.c", **defines)
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     for function in (library.prompt_tokens, library.prompt_scratch_bytes):
         function.argtypes, function.restype = (number,), number
-    library.find_bad_slot.argtypes, library.find_bad_slot.restype = (pointer, number, number), number
     strided = (pointer, number, number)
     types = (*[pointer] * 3, number, number, *strided * 3, *[pointer] * 5, number, number)
     return _Kernel(library, kernel_of(library, "attention", *types))

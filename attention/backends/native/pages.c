@@ -1,5 +1,5 @@
-// Attention of one query token per request over a paged cache, read in place: what prompts.c and
-// layer.c, which follow this file when it is compiled, build on. The cache holds `number`s, float32 or bfloat16; all else is float32.
+// Attention of one query token per request over a paged cache, read in place: what the files that follow
+// this one when it is compiled build on. The cache holds `number`s, float32 or bfloat16; all else is float32.
 //
 //     item      (request, chunk of CHUNK visible keys); threads take items as they come, and share an item's
 //               heads where there are too few items
@@ -24,7 +24,7 @@
 #endif
 
 typedef struct {
-    int64_t num_heads, num_kv_heads, head_dim;           // a cached row has num_kv_heads * head_dim numbers
+    int64_t num_heads, num_kv_heads, head_dim, value_dim; // a cached row has num_kv_heads * head_dim numbers
     int64_t block_size, num_blocks, window;               // no window: a number above all lengths
     float scale, soft_cap;                                // no cap: 0
     int64_t num_requests, table_stride, item_tokens; // query tokens of an item, if requests have several
@@ -143,10 +143,10 @@ INLINE void weigh(int heads, int count, float *scores, float *most, float *total
     }
 }
 
-// Adds weighted values to `out` [heads, head_dim], numbers d .. d + vectors * LANES of every head.
+// Adds weighted values to `out` [heads, value_dim], numbers d .. d + vectors * LANES of every head.
 INLINE void add_vectors(const Plan *plan, int heads, int vectors, int d, const number *base, const int64_t *offsets,
                         int count, const number *next, const float *weights, float *out) {
-    const int64_t dim = plan->head_dim;
+    const int64_t dim = plan->value_dim;
     vec sum[HEADS * VECTORS];
     UNROLL for (int h = 0; h < heads; h++)
         UNROLL for (int j = 0; j < vectors; j++) sum[h * vectors + j] = load(out + h * dim + d + j * LANES);
@@ -164,7 +164,7 @@ INLINE void add_vectors(const Plan *plan, int heads, int vectors, int d, const n
 
 INLINE void add_values(const Plan *plan, int heads, const number *base, const int64_t *offsets, int count,
                        const number *next, const float *weights, float *out) {
-    const int64_t dim = plan->head_dim;
+    const int64_t dim = plan->value_dim;
     int d = 0;
     for (; d + VECTORS * LANES <= dim; d += VECTORS * LANES)
         add_vectors(plan, heads, VECTORS, d, base, offsets, count, next, weights, out);
@@ -222,8 +222,8 @@ typedef struct {
     int64_t q_row, q_head; // numbers from a row or head to the next
     const number *keys, *values;
     const float *sinks;    // [num_heads] or null
-    float *parts, *stats;  // [parts, num_heads, head_dim]; [parts, num_heads, 2], maxima and denominators
-    number *out;           // [rows, num_heads, head_dim]
+    float *parts, *stats;  // [parts, num_heads, value_dim]; [parts, num_heads, 2], maxima and denominators
+    number *out;           // [rows, num_heads, value_dim]
 } Layer;
 
 INLINE void widen_row(float *to, const number *from, int64_t count) {
@@ -242,12 +242,12 @@ INLINE void round_row(number *to, const float *from, int64_t count) {
 }
 
 // Writes the item's result for the query heads `first_head` to `end_head`, at most PASS of them, into `out` [heads,
-// head_dim]. If `stats` [heads, 2] is given, `out` is not divided, and `stats` gets the maxima and denominators.
+// value_dim]. If `stats` [heads, 2] is given, `out` is not divided, and `stats` gets the maxima and denominators.
 // `q` [heads, head_dim], `out` and `stats` begin at `first_head`, `sinks` do not.
 static void run_pass(const Plan *plan, int64_t first_head, int64_t end_head, const int64_t *offsets, int count,
                      const float *q, const number *keys, const number *values, const float *sinks, float *out,
                      float *stats) {
-    const int64_t dim = plan->head_dim;
+    const int64_t dim = plan->value_dim;
     float scores[PASS * CHUNK] __attribute__((aligned(64)));
     Block blocks[PASS];
     const int num_blocks = list_blocks(plan, first_head, end_head, blocks);
@@ -301,12 +301,12 @@ static void find_keys(const Plan *plan, int64_t request, int64_t first, int coun
 }
 
 static void run_item(const Plan *plan, const Layer *layer, const int32_t *item, int64_t first_head, int64_t end_head) {
-    const int64_t heads = plan->num_heads, head_dim = plan->head_dim;
+    const int64_t heads = plan->num_heads, head_dim = plan->head_dim, dim = plan->value_dim;
     const int64_t request = item[0], part = item[3];
     const int count = item[2] - item[1];
     int64_t offsets[CHUNK + TILE + LANES];
     find_keys(plan, request, item[1], count, offsets);
-    float queries[PASS * head_dim], results[PASS * head_dim];
+    float queries[PASS * head_dim], results[PASS * dim];
     // Passes end where groups do, or at fixed places in them, so that a head's block is the same whatever else runs.
     const int64_t group = heads / plan->num_kv_heads;
     for (int64_t head = first_head, next; head < end_head; head = next) {
@@ -316,18 +316,17 @@ static void run_item(const Plan *plan, const Layer *layer, const int32_t *item, 
         for (int64_t h = head; h < next; h++)
             widen_row(queries + (h - head) * head_dim,
                       layer->q + plan->rows[request] * layer->q_row + h * layer->q_head, head_dim);
-        float *out = part < 0 ? results : layer->parts + (part * heads + head) * head_dim;
+        float *out = part < 0 ? results : layer->parts + (part * heads + head) * dim;
         run_pass(plan, head, next, offsets, count, queries, layer->keys, layer->values, layer->sinks, out,
                  part < 0 ? NULL : layer->stats + 2 * (part * heads + head));
         if (part < 0)
             for (int64_t h = head; h < next; h++)
-                round_row(layer->out + (plan->rows[request] * heads + h) * head_dim, results + (h - head) * head_dim,
-                          head_dim);
+                round_row(layer->out + (plan->rows[request] * heads + h) * dim, results + (h - head) * dim, dim);
     }
 }
 
 static void merge(const Plan *plan, const Layer *layer, int64_t request) {
-    const int64_t heads = plan->num_heads, dim = plan->head_dim;
+    const int64_t heads = plan->num_heads, dim = plan->value_dim;
     const int64_t first = plan->merges[2 * request], end = first + plan->merges[2 * request + 1];
     float result[dim];
     for (int64_t head = 0; head < heads; head++) {
@@ -346,6 +345,14 @@ static void merge(const Plan *plan, const Layer *layer, int64_t request) {
         }
         round_row(layer->out + (plan->rows[request] * heads + head) * dim, result, dim);
     }
+}
+
+// Called by every thread of a parallel region.
+static void merge_parts(const Plan *plan, const Layer *layer) {
+    if (!plan->num_parts) return;
+    #pragma omp for schedule(dynamic, 1)
+    for (int64_t request = 0; request < plan->num_requests; request++)
+        if (plan->merges[2 * request + 1] > 1) merge(plan, layer, request);
 }
 
 // -- the batch --------------------------------------------------------------------------------------------------------
@@ -387,9 +394,12 @@ static void attend(const Plan *plan, const Layer *layer, int64_t threads) {
         const int64_t first = i % shares * share, end = first + share < heads ? first + share : heads;
         run_item(plan, layer, plan->items + 4 * (i / shares), first, end);
     }
-    if (plan->num_parts) {
-        #pragma omp for schedule(dynamic, 1)
-        for (int64_t request = 0; request < plan->num_requests; request++)
-            if (plan->merges[2 * request + 1] > 1) merge(plan, layer, request);
-    }
+    merge_parts(plan, layer);
+}
+
+// The first row whose slot does not exist, or -1. The block behind the last one is for padding.
+int64_t find_bad_slot(const int64_t *slots, int64_t rows, int64_t num_slots) {
+    for (int64_t row = 0; row < rows; row++)
+        if (slots[row] < 0 || slots[row] >= num_slots) return row;
+    return -1;
 }

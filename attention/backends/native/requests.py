@@ -12,12 +12,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention.kv_cache import CacheSpec, KVCacheError
+from attention.kv_cache import CacheSpec, KVCacheError, MLAKVCache, PagedKVCache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
 from ubatch.kernels.c_jit import TILES_SOURCE, compile_c, why_not_c
 
-__all__ = ["CHUNK_KEYS", "Requests", "Sizes", "check_usable", "load_library"]
+__all__ = ["CHUNK_KEYS", "Queries", "Requests", "Sizes", "check_slots", "check_usable", "load_library"]
 
 CHUNK_KEYS = 256
 """Keys per work item; a request that sees more keys is merged from several items."""
@@ -51,14 +51,32 @@ def load_library(dtype: torch.dtype, *sources: str, **defines: int) -> ctypes.CD
     library = compile_c(source, **defines)
     if "TILES" not in defines and not library.grants_tiles():
         library = compile_c(source, **defines, TILES=0)
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.prepare.argtypes, library.prepare.restype = (pointer,), number
+    library.find_bad_slot.argtypes, library.find_bad_slot.restype = (pointer, number, number), number
     return library
+
+
+def check_slots(library: ctypes.CDLL, slots: Tensor, kv_cache: PagedKVCache | MLAKVCache) -> int:
+    """The number of rows that are stored at `slots`, int64 from `write_slots`.
+
+    Raises:
+        KVCacheError: a slot is not in the cache.
+    """
+    num_rows = slots.shape[0]
+    bad = library.find_bad_slot(slots.data_ptr(), num_rows, kv_cache.hidden_slot + kv_cache.spec.block_size)
+    if bad >= 0:
+        raise KVCacheError(
+            f"row {bad} has the slot {slots[bad]}, which is not in the cache of {kv_cache.num_blocks} blocks."
+        )
+    return num_rows
 
 
 class _Plan(ctypes.Structure):
     """The C struct `Plan` of pages.c."""
 
     _fields_: ClassVar = [
-        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim")),
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim")),
         *((name, ctypes.c_int64) for name in ("block_size", "num_blocks", "window")),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
@@ -73,16 +91,42 @@ class Sizes:
     """A kind of attention, as the kernels need it.
 
     Attributes:
-        head_dim: numbers of a key, and of a value.
+        head_dim: numbers of a key.
+        value_dim: numbers of a value.
         scale, soft_cap, window: as in `AttentionShape`.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int
     scale: float
-    soft_cap: float | None
-    window: int | None
+    soft_cap: float | None = None
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Some requests of a step; a request's query tokens may be given one by one, as requests of one query each.
+
+    Attributes:
+        requests: their places in the batch; at least one.
+        lengths: int32, tokens that the last query sees, itself included.
+        rows: int64, the first query's row.
+    """
+
+    requests: Sequence[int]
+    lengths: array[int]
+    rows: array[int]
+
+    @classmethod
+    def of(cls, metadata: CommonAttentionMetadata, requests: Sequence[int]) -> Queries:
+        """All queries of these requests."""
+        starts, seq_lens = metadata.query_start_loc_cpu, metadata.seq_lens_cpu
+        lengths, rows = (
+            array(kind, [values[index] for index in requests]) for kind, values in (("i", seq_lens), ("q", starts))
+        )
+        return cls(requests, lengths, rows)
 
 
 class Requests:
@@ -90,7 +134,6 @@ class Requests:
 
     Args:
         cache: the cache's spec and number of blocks.
-        requests: their places in the batch; at least one.
         item_tokens: query tokens of a work item; None if every request has one query token.
 
     Attributes:
@@ -107,35 +150,32 @@ class Requests:
         sizes: Sizes,
         cache: tuple[CacheSpec, int],
         metadata: CommonAttentionMetadata,
-        requests: Sequence[int],
+        queries: Queries,
         item_tokens: int | None = None,
     ) -> None:
         spec, num_blocks = cache
-        starts, seq_lens = metadata.query_start_loc_cpu, metadata.seq_lens_cpu
-        every = len(requests) == metadata.num_reqs
-        lengths = array("i", seq_lens if every else [seq_lens[index] for index in requests])
-        rows = array("q", starts[:-1] if every else [starts[index] for index in requests])
-        queries = array("i", [] if item_tokens is None else [starts[index + 1] - starts[index] for index in requests])
+        requests, lengths, rows = queries.requests, queries.lengths, queries.rows
+        starts = metadata.query_start_loc_cpu
+        numbers = array("i", [] if item_tokens is None else [starts[index + 1] - starts[index] for index in requests])
         table = _tables(requests, metadata, spec.blocks_for(max(lengths)))
         window = _ANY_LENGTH if sizes.window is None else sizes.window
         if item_tokens is None:
             num_items = sum(-(-min(length, window) // CHUNK_KEYS) for length in lengths)
         else:
-            num_items = sum(-(-number // item_tokens) for number in queries)
+            num_items = sum(-(-number // item_tokens) for number in numbers)
         items, merges = array("i", bytes(16 * num_items)), array("i", bytes(8 * len(lengths)))
-        self._held = (lengths, queries, table, rows, items, merges)  # the kernel has their addresses
+        self._held = (lengths, numbers, table, rows, items, merges)  # the kernel has their addresses
         self._plan = plan = _Plan(
-            *(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim),
+            *(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.value_dim),
             *(spec.block_size, num_blocks, window),
             *(sizes.scale, sizes.soft_cap or 0.0),
             *(len(lengths), table.stride(0), item_tokens or 1),
             lengths.buffer_info()[0],
-            None if item_tokens is None else queries.buffer_info()[0],
+            None if item_tokens is None else numbers.buffer_info()[0],
             table.data_ptr(),
             *(values.buffer_info()[0] for values in (rows, items, merges)),
         )
         self.address = ctypes.addressof(plan)
-        library.prepare.restype, library.prepare.argtypes = ctypes.c_int64, (ctypes.c_void_p,)
         bad = library.prepare(self.address)
         if bad >= 0:
             raise KVCacheError(
@@ -155,6 +195,6 @@ def _tables(requests: Sequence[int], metadata: CommonAttentionMetadata, num_bloc
     if table.shape[1] < num_blocks:
         raise KVCacheError(f"a request of {num_blocks} blocks has a block table of {table.shape[1]}.")
     table = table[:, :num_blocks]
-    if len(requests) < metadata.num_reqs:
+    if requests != range(metadata.num_reqs):
         table = table.index_select(0, torch.tensor(requests))
     return table.to(torch.int32, copy=True, memory_format=torch.contiguous_format)

@@ -40,7 +40,7 @@ from attention.backends.torch.groups import (
     list_requests,
     visible_mask,
 )
-from attention.interface import BackendTraits, MLAInputs, MLAShape
+from attention.interface import BackendTraits, MLAInputs, MLAPlan, MLAShape
 from attention.kv_cache import MLAKVCache
 from attention.lse import merge_states, softmax_attention
 from attention.metadata import CommonAttentionMetadata
@@ -60,7 +60,7 @@ class TorchMLABackend(TorchBackend):
     shape: MLAShape
     kv_cache: MLAKVCache
 
-    def plan(self, metadata: CommonAttentionMetadata) -> TorchMLAPlan:
+    def plan(self, metadata: CommonAttentionMetadata) -> MLAPlan:
         """Sort the requests into groups and prepare indices and masks for all layers."""
         return TorchMLAPlan(LatentStep(self.shape, self.kv_cache, metadata, self._workspace))
 

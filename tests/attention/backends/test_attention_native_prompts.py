@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from attention_batches import Batch, make_batch
-from c_kernels import needs_c
+from c_kernels import KINDS, defines_of, needs_c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,25 +20,12 @@ from ubatch import UBatchSlice
 
 pytestmark = [needs_c, pytest.mark.long]
 
-KINDS = {
-    "best": {},
-    "8 lanes": {"LANES": 8, "TILES": 0},
-    "16 lanes": {"LANES": 16, "TILES": 0},
-    "emulated tiles": {"LANES": 16, "TILES": 1, "EMULATED_TILES": 1},
-}
-"""Defines that choose the instructions; tiles are of bfloat16."""
-
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    chosen = KINDS[request.param]
-
-    def load(dtype: torch.dtype) -> native._Kernel:
-        tiles = {"TILES": 0} if dtype is torch.float32 else {}
-        return native._load_kernel(dtype, **{**chosen, **tiles})
-
-    monkeypatch.setattr(native, "_kernel", load)
-    return request.param
+    kind, load = request.param, native._load_kernel
+    monkeypatch.setattr(native, "_kernel", lambda dtype: load(dtype, **defines_of(kind, dtype)))
+    return kind
 
 
 def run(name: str, batch: Batch) -> Tensor:

@@ -125,9 +125,12 @@ def test_of_keys_and_values_by_triton(shape: str, fp8: bool, step: str) -> None:
 
 @pytest.mark.sample(9)
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])
-@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("name", "fp8"), [("torch", False), ("torch", True), ("triton", False), ("triton", True), ("native", False)]
+)
 def test_of_latents(name: str, fp8: bool, step: str) -> None:
+    if name == "native" and (why_not_c() or DEVICE != "cpu"):
+        pytest.skip("needs a CPU and a C compiler")
     requests, options = STEPS[step]
     check(make_mla_batch(requests, fp8=fp8, **options), name)
 

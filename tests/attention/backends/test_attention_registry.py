@@ -51,7 +51,7 @@ def known() -> None:
 
 def test_names_are_those_of_the_flag() -> None:
     assert {"auto", "native", "torch", "triton", "flashinfer", "trtllm_mha", "trtllm_mla"} <= set(attention_backends())
-    assert not {"torch_mla", "flashinfer_mla"} & set(attention_backends())
+    assert not {"native_mla", "torch_mla", "flashinfer_mla"} & set(attention_backends())
 
 
 @pytest.mark.parametrize(("shape", "name"), [(MHA, "torch"), (MLA, "torch_mla")])
@@ -62,10 +62,10 @@ def test_one_name_serves_both_kinds_of_attention(shape: AttentionShape | MLAShap
 
 
 @needs_c
-@pytest.mark.parametrize(("shape", "name", "made"), [(MHA, "native", "native"), (MLA, "torch", "torch_mla")])
-def test_auto_on_a_cpu(shape: AttentionShape | MLAShape, name: str, made: str) -> None:
+@pytest.mark.parametrize(("shape", "made"), [(MHA, "native"), (MLA, "native_mla")])
+def test_auto_on_a_cpu(shape: AttentionShape | MLAShape, made: str) -> None:
     cache = cache_of(shape)
-    assert resolve_attention_backend("auto", shape, cache) == name
+    assert resolve_attention_backend("auto", shape, cache) == "native"
     assert make_attention_backend("auto", shape, cache).name == made
     assert make_attention_backend("native", shape, cache).name == made  # one name serves both kinds
     fp8 = cache_of(shape, fp8=True)
@@ -73,12 +73,13 @@ def test_auto_on_a_cpu(shape: AttentionShape | MLAShape, name: str, made: str) -
 
 
 @pytest.mark.usefixtures("no_c")
-def test_without_a_compiler_auto_is_torch_and_native_says_why() -> None:
-    cache = cache_of(MHA)
-    assert resolve_attention_backend("auto", MHA, cache) == "torch"
-    assert UBatchAttention(MHA, cache).decode_name == "torch"
+@pytest.mark.parametrize("shape", [MHA, MLA])
+def test_without_a_compiler_auto_is_torch_and_native_says_why(shape: AttentionShape | MLAShape) -> None:
+    cache = cache_of(shape)
+    assert resolve_attention_backend("auto", shape, cache) == "torch"
+    assert UBatchAttention(shape, cache).decode_name == "torch"
     with pytest.raises(ConfigError, match=r"'native' needs kernels in C.*switched off: UBATCH_C_KERNELS=0"):
-        make_attention_backend("native", MHA, cache)
+        make_attention_backend("native", shape, cache)
 
 
 def test_auto_passes_over_what_this_model_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:

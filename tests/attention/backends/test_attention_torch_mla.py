@@ -1,4 +1,4 @@
-"""The `torch` back end of latent attention against the plain reference: absorbed, expanded, and in chunks."""
+"""Latent attention by the `torch` and `native` back ends against the plain reference: absorbed, expanded, in chunks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from attention import AttentionShape, KVCacheSpec, MLAKVCache, MLAShape, PagedKV
 from attention.backends.torch import mla as torch_mla
 from attention.backends.torch.mla import ExpandedGroup, TorchMLABackend, TorchMLAPlan
 from ubatch import ConfigError
+from ubatch.kernels.c_jit import why_not_c
 
 MIXED = [(9, 4), (1, 2), (0, 4), (3, 1), (0, 7), (12, 1), (0, 0), (30, 5)]
+BACKENDS = ["torch", *([] if why_not_c() else ["native"])]
 DEEPSEEK = MLAShape(16, 512, 128, 64, 128)
 
 
@@ -27,16 +29,20 @@ def kinds(plan: TorchMLAPlan) -> tuple[int, int]:
 
 def check(batch: MLABatch, num_absorbed: int | None = None, num_expanded: int | None = None) -> None:
     """Output and cache equal the reference's; optionally in so many groups of each kind."""
-    fast, slow = batch.new_cache(), batch.new_cache()
-    plan = make_attention_backend("torch", batch.shape, fast).plan(batch.metadata)
-    for layer in range(batch.spec.num_layers):
-        out = plan.forward(batch.inputs, layer)
-        torch.testing.assert_close(out, batch.expected(layer, slow), atol=5e-6, rtol=1e-5)
-        assert out.shape == (len(batch.inputs.latent), batch.shape.num_heads, batch.shape.v_head_dim)
-        assert out.is_contiguous()
-        assert torch.equal(fast.rows(layer), slow.rows(layer))
-    assert isinstance(plan, TorchMLAPlan)
+    slow = batch.new_cache()
+    expected = [batch.expected(layer, slow) for layer in range(batch.spec.num_layers)]
+    for name in BACKENDS[: 1 if batch.spec.fp8 else None]:
+        fast = batch.new_cache()
+        plan = make_attention_backend(name, batch.shape, fast).plan(batch.metadata)
+        for layer, right in enumerate(expected):
+            out = plan.forward(batch.inputs, layer)
+            torch.testing.assert_close(out, right, atol=5e-6, rtol=1e-5)
+            assert out.shape == (len(batch.inputs.latent), batch.shape.num_heads, batch.shape.v_head_dim)
+            assert out.is_contiguous()
+            assert torch.equal(fast.rows(layer), slow.rows(layer))
     if num_absorbed is not None:
+        plan = make_attention_backend("torch", batch.shape, batch.new_cache()).plan(batch.metadata)
+        assert isinstance(plan, TorchMLAPlan)
         assert kinds(plan) == (num_absorbed, num_expanded)
 
 

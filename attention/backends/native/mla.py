@@ -1,0 +1,229 @@
+"""The `native_mla` back end: latent attention in C on a CPU (pages.c, products.c and latent.c), one call per layer.
+
+    decode, verify (chain)   absorbed, in C: queries are projected into the latent space, and read the pages in place
+    extend                   the same, if that takes fewer multiplications than expanding the prefix
+    prompts, other extends   the call stores their latents; torch attends over keys and values, as in `torch_mla`
+    tree of drafts           a step that has a mask runs in `torch_mla` (`attention.backends.torch.mla`)
+
+The call rotates and stores every token. In bfloat16 an absorbed query and the latent it attended are rounded, as they
+are in torch; with AMX the softmax's weights are, too. All other numbers inside are float32. An absorbed token gives the
+same bits alone and in any batch, with any number of drafts, and on any number of threads.
+
+Source: DeepSeek-V2 (2024), section 2.1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from attention.backends.native.requests import Queries, Requests, Sizes, check_slots, check_usable, load_library
+from attention.backends.torch.groups import Request, list_requests
+from attention.backends.torch.mla import LatentStep, TorchMLABackend, expanded_groups
+from attention.interface import BackendTraits, MLAInputs, MLAPlan, MLAShape, RopeTable
+from attention.kv_cache import MLAKVCache
+from attention.metadata import CommonAttentionMetadata
+from ubatch import ConfigError
+from ubatch.kernels.c_jit import kernel_of
+
+__all__ = ["NativeMLABackend", "NativeMLAPlan"]
+
+
+class NativeMLABackend(TorchMLABackend):
+    """Plans steps in C over a float32 or bfloat16 cache on a CPU; trees of drafts as `torch_mla`.
+
+    Raises:
+        ConfigError: C cannot be compiled here, or the cache has another dtype.
+    """
+
+    name: ClassVar[str] = "native_mla"
+    traits: ClassVar[BackendTraits] = BackendTraits(mha=False, mla=True, devices=("cpu",), tree_mask=True)
+
+    def __init__(self, shape: MLAShape, kv_cache: MLAKVCache) -> None:
+        check_usable(kv_cache.spec)
+        _kernel(kv_cache.spec.dtype)
+        super().__init__(shape, kv_cache)
+
+    def plan(self, metadata: CommonAttentionMetadata) -> MLAPlan:
+        """Prepare the work items of all layers.
+
+        Raises:
+            KVCacheError: a request's block table, or a slot, names a block that the cache does not have.
+        """
+        if metadata.has_tree or not metadata.num_actual_tokens:
+            return super().plan(metadata)
+        return NativeMLAPlan(LatentStep(self.shape, self.kv_cache, metadata, self._workspace))
+
+
+class NativeMLAPlan:
+    """The work items of a step, where its kernel reads and writes, and the groups that torch attends."""
+
+    def __init__(self, step: LatentStep) -> None:
+        spec, self._step = step.kv_cache.spec, step
+        self._dtype, self._kernel = spec.dtype, _kernel(spec.dtype)
+        absorbed: list[Request] = []
+        expanded: list[Request] = []
+        for request in list_requests(step.metadata, spec):
+            (absorbed if request.query_len == 1 or step.absorbs(request) else expanded).append(request)
+        self._slots = step.kv_cache.write_slots(step.metadata.slot_mapping)
+        self._num_rows = check_slots(self._kernel.library, self._slots, step.kv_cache)
+        self.groups = expanded_groups(step, expanded)
+        divided = _divide(absorbed, self._kernel.most_tokens)
+        self._calls = [self._make_call(queries) for queries in divided] or [_Call()]  # the first one stores, too
+        layers = range(spec.num_layers)
+        self._layers = [step.kv_cache.rows(layer).data_ptr() for layer in layers]
+        self._rope: RopeTable | None = None
+        self._reserve(torch.get_num_threads())
+
+    def _make_call(self, queries: Queries) -> _Call:
+        """Every query token as a request of its own."""
+        step, library = self._step, self._kernel.library
+        shape = step.shape
+        sizes = Sizes(shape.num_heads, 1, step.row_size, shape.kv_lora_rank, shape.softmax_scale)
+        cache_size = (step.kv_cache.spec, step.kv_cache.num_blocks)
+        rows = replace(queries, rows=array("q", range(len(queries.rows))))
+        requests = Requests(library, sizes, cache_size, step.metadata, rows)
+        num_bytes = library.latent_bytes(requests.address)
+        thread_bytes = library.latent_thread_bytes(requests.address, shape.qk_nope_head_dim)
+        return _Call(requests.address, queries.rows.buffer_info()[0], num_bytes, thread_bytes, (requests, queries))
+
+    def _reserve(self, threads: int) -> None:
+        """Take memory for so many threads; it is held, because the workspace may grow in later steps."""
+        num_bytes = max(call.num_bytes + threads * call.thread_bytes for call in self._calls)
+        self._threads = threads
+        self._scratch = self._step.workspace.take(-(-num_bytes // self._dtype.itemsize))
+
+    def forward(self, inputs: MLAInputs, layer: int) -> Tensor:
+        """See `MLAPlan.forward`.
+
+        Raises:
+            ConfigError: a tensor does not fit the shape, or does not have the cache's dtype; a position is not in the
+                rotary table.
+        """
+        shape, rows, heads = self._step.shape, self._num_rows, self._step.shape.num_heads
+        nope, rope, rank, value = shape.qk_nope_head_dim, shape.qk_rope_head_dim, shape.kv_lora_rank, shape.v_head_dim
+        q_nope = self._checked("queries", inputs.q_nope, (rows, heads, nope))
+        q_rope = self._checked("rotated queries", inputs.q_rope, (rows, heads, rope))
+        latent = self._checked("latents", inputs.latent, (rows, rank))
+        k_rope = self._checked("rotated keys", inputs.k_rope, (rows, rope))
+        w_uk = self._checked("w_uk", inputs.w_uk, (heads, nope, rank)).contiguous()
+        w_uv = self._checked("w_uv", inputs.w_uv, (heads, rank, value)).contiguous()
+        cos_sin, positions = self._rope_of(inputs.rope)
+        threads = torch.get_num_threads()
+        if threads > self._threads:
+            self._reserve(threads)
+        out = q_nope.new_empty(rows, heads, value)
+        stored = (self._step.metadata.num_actual_tokens, rows)
+        for call in self._calls:
+            self._kernel.attention(
+                *(call.address, call.rows_address, self._slots.data_ptr(), *stored),
+                *(cos_sin.data_ptr(), positions.data_ptr(), inputs.rope.interleaved),
+                *(q_nope.data_ptr(), q_nope.stride(0), q_nope.stride(1)),
+                *(q_rope.data_ptr(), q_rope.stride(0), q_rope.stride(1)),
+                *(latent.data_ptr(), latent.stride(0)),
+                *(k_rope.data_ptr(), k_rope.stride(0)),
+                *(w_uk.data_ptr(), w_uv.data_ptr(), self._layers[layer], out.data_ptr()),
+                *(heads, nope, rope, rank, value),
+                *(self._scratch.data_ptr(), call.thread_bytes, threads),
+            )
+            stored = (0, 0)
+        if self.groups:
+            rotated = replace(inputs, q_rope=inputs.rope.rotate(q_rope), k_rope=inputs.rope.rotate(k_rope))
+            for group in self.groups:
+                out[group.tokens.rows] = group.attend(self._step, rotated, layer)
+        return out
+
+    def _rope_of(self, rope: RopeTable) -> tuple[Tensor, Tensor]:
+        """The table and the positions, as the kernel reads them; checked once per step."""
+        if rope is not self._rope:
+            rope_dim = self._step.shape.qk_rope_head_dim
+            if rope.cos_sin.shape[1:] != (rope_dim,) or rope.positions.shape != (self._num_rows,) or rope_dim % 2:
+                raise ConfigError(
+                    f"{self._step.shape} and {self._num_rows} tokens need a rotary table [..., {rope_dim}] and as many "
+                    f"positions, not {[*rope.cos_sin.shape]} and {[*rope.positions.shape]}."
+                )
+            table = rope.cos_sin.to(torch.float32).contiguous()
+            positions = rope.positions.to(torch.int64).contiguous()
+            bad = self._kernel.library.find_bad_slot(positions.data_ptr(), self._num_rows, table.shape[0])
+            if bad >= 0:
+                raise ConfigError(
+                    f"token {bad} is at position {int(positions[bad])}, and the rotary table ends at {table.shape[0]}."
+                )
+            self._rope, self._rope_tensors = rope, (table, positions)
+        return self._rope_tensors
+
+    def _checked(self, what: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """`x`, with the numbers of its last dimension side by side."""
+        if x.shape != shape or x.dtype is not self._dtype:
+            raise ConfigError(
+                f"{self._step.shape} needs {what} {[*shape]} in the cache's {self._dtype}, "
+                f"not {[*x.shape]} in {x.dtype}."
+            )
+        return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Query tokens of a call; by default none.
+
+    Attributes:
+        address: of their C struct `Plan`.
+        rows_address: of their rows in the step, int64.
+        num_bytes, thread_bytes: scratch memory, for all threads and for each.
+        held: what lies at the addresses.
+    """
+
+    address: int | None = None
+    rows_address: int | None = None
+    num_bytes: int = 0
+    thread_bytes: int = 0
+    held: tuple[Requests, Queries] | None = None
+
+
+def _divide(requests: Sequence[Request], most: int) -> list[Queries]:
+    """The query tokens of `requests`, at most so many together."""
+    places = [(request, token) for request in requests for token in range(request.query_len)]
+    parts = [places[start : start + most] for start in range(0, len(places), most)]
+    return [
+        Queries(
+            requests=[request.index for request, _ in part],
+            lengths=array("i", [request.prefix + token + 1 for request, token in part]),
+            rows=array("q", [request.start + token for request, token in part]),
+        )
+        for part in parts
+    ]
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """The library's functions, the one for a layer, and how many query tokens that takes."""
+
+    library: ctypes.CDLL
+    attention: Callable[..., None]
+    most_tokens: int
+
+
+@cache
+def _kernel(dtype: torch.dtype) -> _Kernel:
+    return _load_kernel(dtype)
+
+
+def _load_kernel(dtype: torch.dtype, **defines: int) -> _Kernel:
+    """Compile and load the functions for a cache of `dtype`; `defines` as in `attention.backends.native.mha`."""
+    library = load_library(dtype, "pages.c", "products.c", "latent.c", **defines)
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    for name, *types in (("latent_bytes", pointer), ("latent_thread_bytes", pointer, number), ("latent_tokens",)):
+        function = getattr(library, name)
+        function.argtypes, function.restype = types, number
+    heads = (pointer, number, number)
+    rows = (pointer, number)
+    tensors = (*[pointer] * 3, number, number, pointer, pointer, number, *heads * 2, *rows * 2, *[pointer] * 4)
+    attention = kernel_of(library, "latent_attention", *tensors, *[number] * 5, pointer, number, number)
+    return _Kernel(library, attention, int(library.latent_tokens()))
