@@ -72,6 +72,7 @@ from ubatch import (
     dbo_yield,
     get_forward_context,
 )
+from ubatch.kernels.sums import add
 from ubatch.lanes.handover import Handover, Left
 
 __all__ = ["FusedMoEModularKernel"]
@@ -165,7 +166,7 @@ class FusedMoEModularKernel(nn.Module):
         output = _put_together(_wait_for_all(layer.combines.take()), schedule.chunks)
         dbo_yield(Point.OUTPUT)
         if self.shared_experts is not None:
-            output = output + layer.shared.take()
+            output = add(output, layer.shared.take())
         layer.end()
         return output
 

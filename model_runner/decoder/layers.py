@@ -22,6 +22,7 @@ from model_runner.parallel.tensor_parallel import WHOLE, Shard
 from model_runner.weights.weights import Checkpoint
 from moe import NativeLinear, linear
 from ubatch import ConfigError, Point, dbo_yield
+from ubatch.kernels.sums import add_bias
 
 __all__ = ["Attention", "GatedMLP", "Projection", "frozen", "pack_projections"]
 
@@ -58,7 +59,7 @@ class Projection(nn.Module):
             return linear(x, self.weight, self.bias)
         if self.bias is None:
             return self._native(x)
-        return self._native.sums(x).add_(self.bias).to(x.dtype)
+        return add_bias(self._native.sums(x), self.bias)
 
     def scores(self, x: Tensor) -> Tensor:
         """The same for logits: if packed, they are float32 and not rounded."""

@@ -14,12 +14,13 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from attention import RopeTable
 from model_runner.decoder.rope import Rotation
 from ubatch import dbo_enabled
 from ubatch.kernels.recording import Rebinds, Recording
@@ -46,33 +47,33 @@ class _Recorded:
     """The calls of a step.
 
     Attributes:
-        hidden, cos, sin: inputs, to be overwritten.
+        hidden, rotary: inputs, to be overwritten.
         result: the hidden states, overwritten by every repetition.
         modules: the model's; their plain weights had these addresses.
         recording: holds the calls' memory.
     """
 
     hidden: Tensor
-    cos: Tensor
-    sin: Tensor
+    rotary: Rotation | RopeTable
     result: Tensor
     modules: list[nn.Module]
     weights: list[tuple[dict[str, nn.Parameter | None], str, int]]
     recording: Recording
 
-    @property
-    def valid(self) -> bool:
-        """Whether all weights are where they were, and nobody has hooked into a layer."""
+    def valid(self, rotary: Rotation | RopeTable) -> bool:
+        """Whether all weights and the rotary table are where they were, and nobody has hooked into a layer."""
+        if isinstance(rotary, RopeTable) and rotary.cos_sin is not getattr(self.rotary, "cos_sin", None):
+            return False
         for weights, name, address in self.weights:
             weight = weights[name]
             if weight is None or weight.data_ptr() != address:
                 return False
         return not any(module._forward_hooks or module._forward_pre_hooks for module in self.modules)
 
-    def repeat(self, hidden: Tensor, rotary: Rotation, plan: Rebinds) -> Tensor:
+    def repeat(self, hidden: Tensor, rotary: Rotation | RopeTable, plan: Rebinds) -> Tensor:
         self.hidden.copy_(hidden)
-        self.cos.copy_(rotary.cos)
-        self.sin.copy_(rotary.sin)
+        for own, given in zip(_of_step(self.rotary), _of_step(rotary), strict=True):
+            own.copy_(given)
         for call in self.recording.calls:
             arguments = call.arguments
             if call.layer is not None:
@@ -106,7 +107,7 @@ class RepeatedLayers:
             key = (rows, torch.get_num_threads(), threading.get_ident())
             if not self._refused and _repeats(plan, rotary, rows):
                 recorded = self._recorded.pop(key, None)
-                if recorded is not None and recorded.valid:
+                if recorded is not None and recorded.valid(rotary):
                     self._recorded[key] = recorded
                     self.repetitions += 1
                     return recorded.repeat(hidden, rotary, plan)
@@ -117,11 +118,11 @@ class RepeatedLayers:
                     return self._record(key, hidden, rotary, plan)
         return self._layers(hidden, rotary, plan, num_tokens)
 
-    def _record(self, key: _Key, hidden: Tensor, rotary: Rotation, plan: Rebinds) -> Tensor:
+    def _record(self, key: _Key, hidden: Tensor, rotary: Rotation | RopeTable, plan: Rebinds) -> Tensor:
         rows, modules = hidden.shape[0], list(self._modules())
-        hidden, cos, sin = hidden.clone(), rotary.cos.clone(), rotary.sin.clone()
+        hidden, rotary = hidden.clone(), _copied(rotary)
         with Recording(MOST_BYTES) as recording:
-            result = self._layers(hidden, Rotation(cos, sin), plan, rows)
+            result = self._layers(hidden, rotary, plan, rows)
         self._refused = recording.computed is not None  # as it would be for every number of rows
         if recording.refused is not None:
             self._least_bytes = max(self._least_bytes, MOST_BYTES / rows)
@@ -133,7 +134,7 @@ class RepeatedLayers:
             for name, weight in module._parameters.items()
             if weight is not None
         ]
-        self._recorded[key] = _Recorded(hidden, cos, sin, result, modules, weights, recording)
+        self._recorded[key] = _Recorded(hidden, rotary, result, modules, weights, recording)
         while self._kept_bytes() > MOST_BYTES and len(self._recorded) > 1:
             unused = next(iter(self._recorded))
             del self._recorded[unused], self._seen[unused]
@@ -144,10 +145,26 @@ class RepeatedLayers:
         return sum(kept.values())
 
 
+def _of_step(rotary: Rotation | RopeTable) -> tuple[Tensor, ...]:
+    """The tensors that change from step to step."""
+    return (rotary.cos, rotary.sin) if isinstance(rotary, Rotation) else (rotary.positions,)
+
+
+def _copied(rotary: Rotation | RopeTable) -> Rotation | RopeTable:
+    """With tensors of its own, except the table, which serves all steps."""
+    if isinstance(rotary, Rotation):
+        return Rotation(rotary.cos.clone(), rotary.sin.clone())
+    return replace(rotary, positions=rotary.positions.clone())
+
+
 def _repeats(plan: Any, rotary: Any, rows: int) -> bool:
     """Whether this step may be recorded or repeated."""
-    if getattr(plan, "repeats", None) != rows or not isinstance(rotary, Rotation) or dbo_enabled():
+    if getattr(plan, "repeats", None) != rows or not isinstance(rotary, Rotation | RopeTable) or dbo_enabled():
         return False
+    if isinstance(rotary, RopeTable):
+        first, last = rotary.positions.aminmax()
+        if not 0 <= int(first) <= int(last) < rotary.cos_sin.shape[0]:  # the plan refuses it
+            return False
     if torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled():  # they want to see every operator
         return False
     return torch.is_inference_mode_enabled() and current_trace() is None

@@ -15,6 +15,7 @@ from model_runner.decoder.config import MoEConfig, TensorNames
 from model_runner.decoder.layers import GatedMLP, Projection, frozen
 from model_runner.weights.weights import Checkpoint
 from moe import FusedMoEModularKernel, SigmoidTopKRouter, make_experts, route
+from ubatch.kernels.sums import to_float
 
 __all__ = ["SparseMLP"]
 
@@ -68,7 +69,8 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor, num_tokens: int | Tensor) -> Tensor:
         """`[T, hidden_size]` to the same shape; rows from `num_tokens` on are padding and visit no routed expert."""
-        topk_weights, topk_ids = route(self.router, self.gate.scores(x.to(self.gate_dtype)), num_tokens)
+        logits = self.gate.scores(to_float(x) if self.gate_dtype is torch.float32 else x)
+        topk_weights, topk_ids = route(self.router, logits, num_tokens)
         out: Tensor = self.kernel(x, topk_weights, topk_ids)
         return out
 

@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from attention.kv_cache import MLAKVCache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
 from ubatch.kernels.c_jit import kernel_of
+from ubatch.kernels.recording import mark_rebound
 
 __all__ = ["NativeMLABackend", "NativeMLAPlan"]
 
@@ -133,12 +134,26 @@ class NativeMLAPlan:
                 *(heads, nope, rope, rank, value),
                 *(self._scratch.data_ptr(), call.thread_bytes, threads),
             )
+            mark_rebound(layer)
             stored = (0, 0)
         if self.groups:
             rotated = replace(inputs, q_rope=inputs.rope.rotate(q_rope), k_rope=inputs.rope.rotate(k_rope))
             for group in self.groups:
                 out[group.tokens.rows] = group.attend(self._step, rotated, layer)
         return out
+
+    @property
+    def repeats(self) -> int | None:
+        """Number of rows if calls may be rebound to a later step, because all requests decode one token."""
+        metadata = self._step.metadata
+        decodes = metadata.max_query_len == 1 and metadata.num_actual_tokens == self._num_rows
+        return self._num_rows if decodes and len(self._calls) == 1 else None
+
+    def rebound(self, layer: int, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of a recorded call for a layer of this step; see `ubatch.kernels.recording`."""
+        (call,) = self._calls
+        first = (call.address, call.rows_address, self._slots.data_ptr(), *arguments[3:20], self._layers[layer])
+        return *first, *arguments[21:27], self._scratch.data_ptr(), call.thread_bytes, arguments[29]
 
     def _rope_of(self, rope: RopeTable) -> tuple[Tensor, Tensor]:
         """The table and the positions, as the kernel reads them; checked once per step."""

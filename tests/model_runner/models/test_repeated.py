@@ -61,18 +61,20 @@ SIZES = [3, 3, 3, 3, 3, 2, 2, 2, 2, 1, 3, 2, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"),
+    ("family", "overrides", "dtype"),
     [
-        ("Qwen3Moe", torch.bfloat16),
-        ("Qwen3Moe", torch.float32),
-        ("Qwen3", torch.float32),
-        ("Llama", torch.bfloat16),
+        ("Qwen3Moe", {}, torch.bfloat16),
+        ("Qwen3Moe", {}, torch.float32),
+        ("Qwen3", {}, torch.float32),
+        ("Llama", {"attention_bias": True, "mlp_bias": True}, torch.bfloat16),
+        ("DeepseekV2", {}, torch.float32),
+        ("DeepseekV3", {}, torch.bfloat16),
     ],
 )
 def test_repeated_steps_are_the_same_to_the_bit(
-    tmp_path: Path, family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, family: str, overrides: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint = make_checkpoint(tmp_path, family)
+    checkpoint = make_checkpoint(tmp_path, family, **overrides)
     with ModelRunner(checkpoint, dtype=dtype, **NATIVE) as runner:
         found = decode(runner, SIZES)
         assert repetitions(runner) == 7, "from the fourth step of a size on"
@@ -92,17 +94,15 @@ def test_repeated_steps_are_the_same_to_the_bit(
     [
         ("Llama", {}, 0),  # no memory for it
         ("Llama", {"attention_backend": "torch"}, repeated.MOST_BYTES),
-        ("Llama", {"attention_bias": True}, repeated.MOST_BYTES),  # torch adds the bias
         ("Llama", {"dbo": UBatchConfig(enable_dbo=True, dbo_decode_token_threshold=2)}, repeated.MOST_BYTES),
     ],
-    ids=["memory", "torch attention", "bias", "lanes"],
+    ids=["memory", "torch attention", "lanes"],
 )
 def test_other_steps_run_as_always(
     tmp_path: Path, family: str, options: dict[str, Any], most_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(repeated, "MOST_BYTES", most_bytes)
-    own = {"attention_bias": True} if options.pop("attention_bias", None) else {}
-    with ModelRunner(make_checkpoint(tmp_path, family, **own), **{**NATIVE, **options}) as runner:
+    with ModelRunner(make_checkpoint(tmp_path, family), **{**NATIVE, **options}) as runner:
         decode(runner, [2] * 6)
         assert repetitions(runner) == 0
 

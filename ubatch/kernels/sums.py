@@ -1,0 +1,76 @@
+"""Sums and conversions of rows: on a CPU in C, so that a step which has them can be recorded; else by torch.
+
+Numbers are those of torch: computed in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ubatch.kernels.c_jit import compile_c, kernel_of
+from ubatch.kernels.tensors import runs_in_c
+
+__all__ = ["add", "add_bias", "to_float"]
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """`x + y`, both `[rows, size]` of one dtype."""
+    if x.shape != y.shape or not (_rows_in_c(x, y) and _rows_in_c(y)):
+        return x + y
+    rows, size = x.shape
+    out, threads = x.new_empty(rows, size), torch.get_num_threads()
+    _kernels(x.dtype).add(x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), rows, size, out.data_ptr(), threads)
+    return out
+
+
+def add_bias(sums: Tensor, bias: Tensor) -> Tensor:
+    """`sums` `[..., size]` in float32, plus a bias `[size]`, in the bias's dtype; `sums` may be overwritten."""
+    if not (_rows_in_c(sums) and bias.is_contiguous() and runs_in_c(bias)):
+        return sums.add_(bias).to(bias.dtype)
+    rows, size = sums.shape
+    out, threads = bias.new_empty(rows, size), torch.get_num_threads()
+    _kernels(bias.dtype).add_bias(sums.data_ptr(), sums.stride(0), bias.data_ptr(), rows, size, out.data_ptr(), threads)
+    return out
+
+
+def to_float(x: Tensor) -> Tensor:
+    """`x` in float32; itself if it is."""
+    if x.dtype is torch.float32 or not _rows_in_c(x):
+        return x.to(torch.float32)
+    rows, size = x.shape
+    out = torch.empty(rows, size, dtype=torch.float32, device="cpu")
+    _kernels(x.dtype).to_float(x.data_ptr(), x.stride(0), rows, size, out.data_ptr(), torch.get_num_threads())
+    return out
+
+
+def _rows_in_c(x: Tensor, *others: Tensor) -> bool:
+    return x.dim() == 2 and x.stride(1) == 1 and runs_in_c(x, *others)
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """The functions of `sums.c` for one dtype."""
+
+    add: Callable[..., None]
+    add_bias: Callable[..., None]
+    to_float: Callable[..., None]
+
+
+@cache
+def _kernels(dtype: torch.dtype) -> _Kernels:
+    source = Path(__file__).with_name("sums.c").read_text(encoding="utf-8")
+    library = compile_c(source, BFLOAT16=int(dtype is torch.bfloat16))
+    pointer, number, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    rows = (pointer, number)
+    return _Kernels(
+        kernel_of(library, "add", *rows * 2, number, number, pointer, threads),
+        kernel_of(library, "add_bias", *rows, pointer, number, number, pointer, threads),
+        kernel_of(library, "to_float", *rows, number, number, pointer, threads),
+    )
