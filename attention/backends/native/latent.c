@@ -1,4 +1,4 @@
-// One layer of a step of latent attention (absorbed); it follows products.c when it is compiled.
+// One layer of a step of latent attention; it follows expanded.c when it is compiled. Absorbed:
 //
 //     store     every token's latent and rotated key part, side by side in a row of the cache
 //     into      per head, q_nope * w_uk beside the rotated q_rope: a query as wide as a cached row
@@ -22,42 +22,6 @@
 
 // Query tokens that a call takes; callers divide more of them.
 int64_t latent_tokens(void) { return MOST_TOKENS; }
-
-// -- rotation ---------------------------------------------------------------------------------------------------------
-
-#define EVERY_SECOND(s, i) (2 * (i) + (s))
-#define ZIPPED(s, i) ((s) * LANES / 2 + (i) / 2 + (i) % 2 * LANES)
-
-// a * cos - b * sin and b * cos + a * sin of each pair. Products are rounded, as torch rounds them: all back ends store
-// the same numbers. cos_sin: a position's cosines, then its sines.
-static void rotate(number *to, const number *from, int64_t rope, const float *cos_sin, int interleaved) {
-    const int64_t half = rope / 2;
-    for (int64_t i = 0; i < half; i += LANES) {
-        const int64_t left = half - i, first = interleaved ? 2 * i : i, second = interleaved ? 2 * i + LANES : half + i;
-        const int64_t some = interleaved ? 2 * left : left, others = interleaved ? 2 * left - LANES : left;
-        const vec cos = load_some_floats(cos_sin + i, left), sin = load_some_floats(cos_sin + half + i, left);
-        vec a = load_some(from + first, some), b = others > 0 ? load_some(from + second, others) : all(0.0f);
-        if (interleaved) {
-            const vec x = a, y = b;
-            a = SHUFFLE(x, y, INDICES(EVERY_SECOND, 0));
-            b = SHUFFLE(x, y, INDICES(EVERY_SECOND, 1));
-        }
-        vec a_cos = a * cos, a_sin = a * sin, b_cos = b * cos, b_sin = b * sin;
-        KEEP(a_cos);
-        KEEP(a_sin);
-        KEEP(b_cos);
-        KEEP(b_sin);
-        a = a_cos - b_sin;
-        b = b_cos + a_sin;
-        if (interleaved) {
-            const vec x = a, y = b;
-            a = SHUFFLE(x, y, INDICES(ZIPPED, 0));
-            b = SHUFFLE(x, y, INDICES(ZIPPED, 1));
-        }
-        store_some(to + first, a, some);
-        if (others > 0) store_some(to + second, b, others);
-    }
-}
 
 // -- products with the weights of heads -------------------------------------------------------------------------------
 
@@ -260,15 +224,18 @@ int64_t latent_bytes(const Plan *plan) {
            aligned(parts * (plan->value_dim + 2) * sizeof(float));
 }
 
-int64_t latent_thread_bytes(const Plan *plan, int64_t nope) {
-    const int64_t into = product_bytes(nope), out_of = product_bytes(plan->value_dim);
-    const int64_t products = into > out_of ? into : out_of, chunk = chunk_bytes(plan->head_dim, plan->value_dim);
-    return aligned(products > chunk ? products : chunk);
+static int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
+
+int64_t latent_thread_bytes(int64_t nope, int64_t rope, int64_t rank, int64_t value) {
+    const int64_t products = larger_of(product_bytes(nope), product_bytes(rank));
+    const int64_t attention = larger_of(chunk_bytes(rank + rope, rank), expanded_bytes(nope, rope, rank, value));
+    return aligned(larger_of(products, attention));
 }
 
 // Strides are in numbers, from a row (token) or a head to the next.
 //   plan                of the query tokens, each as a request with one query: row i is query i; null for none
 //   query_rows          [queries], their rows in the step
+//   prompts             of requests that attend expanded; null for none
 //   slots               [rows], where each row's latent is stored
 //   tokens, rows        of the step: rows behind the last token are padding, and get zeros as result; 0 to store nothing
 //   cos_sin, positions  [positions, rope]; [rows]
@@ -278,8 +245,8 @@ int64_t latent_thread_bytes(const Plan *plan, int64_t nope) {
 //   cached              the layer's rows, [num_blocks + 1, block_size, rank + rope]
 //   out                 [rows, heads, value]
 //   scratch             `latent_bytes`, then `thread_bytes` for each thread
-void latent_attention(const Plan *plan, const int64_t *query_rows, const int64_t *slots, int64_t tokens, int64_t rows,
-                      const float *cos_sin, const int64_t *positions, int64_t interleaved, const number *q_nope,
+void latent_attention(const Plan *plan, const int64_t *query_rows, const Plan *prompts, const int64_t *slots,
+                      int64_t tokens, int64_t rows, const float *cos_sin, const int64_t *positions, int64_t interleaved, const number *q_nope,
                       int64_t nope_row, int64_t nope_head, const number *q_rope, int64_t rope_row, int64_t rope_head,
                       const number *latent, int64_t latent_row, const number *k_rope, int64_t k_rope_row,
                       const number *w_uk, const number *w_uv, number *cached, number *out, int64_t heads, int64_t nope,
@@ -292,8 +259,10 @@ void latent_attention(const Plan *plan, const int64_t *query_rows, const int64_t
     const Layer layer = {q, heads * width, width, cached, cached, NULL, parts, stats, attended};
     const Product into = {q_nope, query_rows, nope_row, nope_head, nope, w_uk, rank, q, NULL, heads * width, width};
     const Product out_of = {attended, NULL, heads * rank, rank, rank, w_uv, value, out, query_rows, heads * value, value};
-    const int64_t numbers = plan ? plan->num_keys * width + heads * rank * (nope + value) : rows * width;
-    #pragma omp parallel num_threads(threads) if (threads > 1 && numbers > FEW_NUMBERS)
+    const Latents tensors = {heads, nope, rope, rank, value, cos_sin, positions, interleaved, q_nope, nope_row, nope_head,
+                             q_rope, rope_row, rope_head, w_uk, w_uv, cached, out};
+    const int64_t numbers = plan ? plan->num_keys * width + heads * rank * (nope + value) : 0;
+    #pragma omp parallel num_threads(threads) if (threads > 1 && (prompts || numbers > FEW_NUMBERS))
     {
         char *own = scratch + (plan ? latent_bytes(plan) - 64 : 0) + omp_get_thread_num() * thread_bytes;
         #pragma omp for schedule(static) nowait
@@ -309,12 +278,16 @@ void latent_attention(const Plan *plan, const int64_t *query_rows, const int64_t
             rotate(q + i * width + rank, q_rope + row * rope_row + i % heads * rope_head, rope,
                    cos_sin + positions[row] * rope, interleaved);
         }
+        begin_tiles();
         if (plan) {
-            begin_tiles();
             project(&into, queries, heads, own);
             attend_latents(plan, &layer, threads, own);
             project(&out_of, queries, heads, own);
-            end_tiles();
         }
+        if (prompts) {
+            #pragma omp barrier
+            attend_expanded(prompts, &tensors, own);
+        }
+        end_tiles();
     }
 }

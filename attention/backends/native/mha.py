@@ -71,7 +71,9 @@ class NativeAttentionPlan:
         self._dtype, kernel = spec.dtype, _kernel(spec.dtype)
         self._kv_cache = kv_cache  # the kernel has its address
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        sizes = Sizes(heads, kv_heads, dim, dim, shape.softmax_scale, shape.soft_cap, shape.sliding_window)
+        sizes = Sizes(
+            heads, kv_heads, dim, dim, kv_heads * dim, shape.softmax_scale, shape.soft_cap, shape.sliding_window
+        )
         cache_size = (spec, kv_cache.num_blocks)
         self._decodes = self._prompts = None
         if metadata.max_query_len == 1 and metadata.num_actual_tokens == metadata.num_reqs:
@@ -105,7 +107,7 @@ class NativeAttentionPlan:
         self._part_bytes = 0
         if self._decodes is not None:
             self._part_bytes = self._decodes.num_parts * heads * (dim + 2) * torch.float32.itemsize
-        self._prompt_bytes = 0 if self._prompts is None else int(kernel.functions.prompt_scratch_bytes(dim))
+        self._prompt_bytes = 0 if self._prompts is None else int(kernel.functions.prompt_scratch_bytes(dim, dim))
         self._reserve(torch.get_num_threads())
 
     def _reserve(self, threads: int) -> None:
@@ -191,8 +193,8 @@ def _load_kernel(dtype: torch.dtype, **defines: int) -> _Kernel:
     """
     library = load_library(dtype, "pages.c", "products.c", "prompts.c", "layer.c", **defines)
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    for function in (library.prompt_tokens, library.prompt_scratch_bytes):
-        function.argtypes, function.restype = (number,), number
+    library.prompt_tokens.argtypes, library.prompt_tokens.restype = (number,), number
+    library.prompt_scratch_bytes.argtypes, library.prompt_scratch_bytes.restype = (number, number), number
     strided = (pointer, number, number)
     types = (*[pointer] * 3, number, number, *strided * 3, *[pointer] * 5, number, number)
     return _Kernel(library, kernel_of(library, "attention", *types))

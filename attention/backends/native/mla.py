@@ -1,13 +1,14 @@
-"""The `native_mla` back end: latent attention in C on a CPU (pages.c, products.c and latent.c), one call per layer.
+"""The `native_mla` back end: latent attention in C on a CPU (latent.c and what it follows), one call per layer.
 
     decode, verify (chain)   absorbed, in C: queries are projected into the latent space, and read the pages in place
     extend                   the same, if that takes fewer multiplications than expanding the prefix
-    prompts, other extends   the call stores their latents; torch attends over keys and values, as in `torch_mla`
+    prompts, other extends   expanded, in C: keys and values of every head are made from the pages, block by block
     tree of drafts           a step that has a mask runs in `torch_mla` (`attention.backends.torch.mla`)
 
-The call rotates and stores every token. In bfloat16 an absorbed query and the latent it attended are rounded, as they
-are in torch; with AMX the softmax's weights are, too. All other numbers inside are float32. An absorbed token gives the
-same bits alone and in any batch, with any number of drafts, and on any number of threads.
+The call rotates and stores every token. In bfloat16 an absorbed query, the latent it attended, and expanded keys and
+values are rounded, as they are in torch; with AMX the softmax's weights are, too. All other numbers inside are float32.
+A request gives the same bits alone and in any batch, and on any number of threads; a decode also as one of several
+drafts, and an expanded prompt wherever it is cut.
 
 Source: DeepSeek-V2 (2024), section 2.1.
 """
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from attention.backends.native.requests import Queries, Requests, Sizes, check_slots, check_usable, load_library
 from attention.backends.torch.groups import Request, list_requests
-from attention.backends.torch.mla import LatentStep, TorchMLABackend, expanded_groups
+from attention.backends.torch.mla import LatentStep, TorchMLABackend
 from attention.interface import BackendTraits, MLAInputs, MLAPlan, MLAShape, RopeTable
 from attention.kv_cache import MLAKVCache
 from attention.metadata import CommonAttentionMetadata
@@ -35,6 +36,9 @@ from ubatch.kernels.c_jit import kernel_of
 from ubatch.kernels.recording import mark_rebound
 
 __all__ = ["NativeMLABackend", "NativeMLAPlan"]
+
+_DEFINES = {"MOST_ROWS": 1024}
+"""More tokens of a prompt than attention over keys takes at once: keys and values are made for each of such parts."""
 
 
 class NativeMLABackend(TorchMLABackend):
@@ -75,11 +79,17 @@ class NativeMLAPlan:
             (absorbed if request.query_len == 1 or step.absorbs(request) else expanded).append(request)
         self._slots = step.kv_cache.write_slots(step.metadata.slot_mapping)
         self._num_rows = check_slots(self._kernel.library, self._slots, step.kv_cache)
-        self.groups = expanded_groups(step, expanded)
+        self._prompts = self._expanded([request.index for request in expanded]) if expanded else None
         divided = _divide(absorbed, self._kernel.most_tokens)
         self._calls = [self._make_call(queries) for queries in divided] or [_Call()]  # the first one stores, too
         layers = range(spec.num_layers)
         self._layers = [step.kv_cache.rows(layer).data_ptr() for layer in layers]
+        shape = step.shape
+        self._thread_bytes = int(
+            self._kernel.library.latent_thread_bytes(
+                shape.qk_nope_head_dim, shape.qk_rope_head_dim, shape.kv_lora_rank, shape.v_head_dim
+            )
+        )
         self._rope: RopeTable | None = None
         self._reserve(torch.get_num_threads())
 
@@ -87,17 +97,25 @@ class NativeMLAPlan:
         """Every query token as a request of its own."""
         step, library = self._step, self._kernel.library
         shape = step.shape
-        sizes = Sizes(shape.num_heads, 1, step.row_size, shape.kv_lora_rank, shape.softmax_scale)
+        sizes = Sizes(shape.num_heads, 1, step.row_size, shape.kv_lora_rank, step.row_size, shape.softmax_scale)
         cache_size = (step.kv_cache.spec, step.kv_cache.num_blocks)
         rows = replace(queries, rows=array("q", range(len(queries.rows))))
         requests = Requests(library, sizes, cache_size, step.metadata, rows)
         num_bytes = library.latent_bytes(requests.address)
-        thread_bytes = library.latent_thread_bytes(requests.address, shape.qk_nope_head_dim)
-        return _Call(requests.address, queries.rows.buffer_info()[0], num_bytes, thread_bytes, (requests, queries))
+        return _Call(requests.address, queries.rows.buffer_info()[0], num_bytes, (requests, queries))
+
+    def _expanded(self, indices: Sequence[int]) -> Requests:
+        """The requests that attend over keys and values."""
+        step, library = self._step, self._kernel.library
+        shape = step.shape
+        sizes = Sizes(shape.num_heads, 1, shape.qk_head_dim, shape.v_head_dim, step.row_size, shape.softmax_scale)
+        cache_size = (step.kv_cache.spec, step.kv_cache.num_blocks)
+        queries = Queries.of(step.metadata, indices)
+        return Requests(library, sizes, cache_size, step.metadata, queries, library.prompt_tokens(1))
 
     def _reserve(self, threads: int) -> None:
         """Take memory for so many threads; it is held, because the workspace may grow in later steps."""
-        num_bytes = max(call.num_bytes + threads * call.thread_bytes for call in self._calls)
+        num_bytes = max(call.num_bytes for call in self._calls) + threads * self._thread_bytes
         self._threads = threads
         self._scratch = self._step.workspace.take(-(-num_bytes // self._dtype.itemsize))
 
@@ -121,10 +139,11 @@ class NativeMLAPlan:
         if threads > self._threads:
             self._reserve(threads)
         out = q_nope.new_empty(rows, heads, value)
-        stored = (self._step.metadata.num_actual_tokens, rows)
+        prompts = None if self._prompts is None else self._prompts.address
+        tokens = (self._step.metadata.num_actual_tokens, rows)
         for call in self._calls:
             self._kernel.attention(
-                *(call.address, call.rows_address, self._slots.data_ptr(), *stored),
+                *(call.address, call.rows_address, prompts, self._slots.data_ptr(), *tokens),
                 *(cos_sin.data_ptr(), positions.data_ptr(), inputs.rope.interleaved),
                 *(q_nope.data_ptr(), q_nope.stride(0), q_nope.stride(1)),
                 *(q_rope.data_ptr(), q_rope.stride(0), q_rope.stride(1)),
@@ -132,14 +151,10 @@ class NativeMLAPlan:
                 *(k_rope.data_ptr(), k_rope.stride(0)),
                 *(w_uk.data_ptr(), w_uv.data_ptr(), self._layers[layer], out.data_ptr()),
                 *(heads, nope, rope, rank, value),
-                *(self._scratch.data_ptr(), call.thread_bytes, threads),
+                *(self._scratch.data_ptr(), self._thread_bytes, threads),
             )
             mark_rebound(layer)
-            stored = (0, 0)
-        if self.groups:
-            rotated = replace(inputs, q_rope=inputs.rope.rotate(q_rope), k_rope=inputs.rope.rotate(k_rope))
-            for group in self.groups:
-                out[group.tokens.rows] = group.attend(self._step, rotated, layer)
+            prompts, tokens = None, (0, 0)
         return out
 
     @property
@@ -152,8 +167,8 @@ class NativeMLAPlan:
     def rebound(self, layer: int, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of a recorded call for a layer of this step; see `ubatch.kernels.recording`."""
         (call,) = self._calls
-        first = (call.address, call.rows_address, self._slots.data_ptr(), *arguments[3:20], self._layers[layer])
-        return *first, *arguments[21:27], self._scratch.data_ptr(), call.thread_bytes, arguments[29]
+        first = (call.address, call.rows_address, None, self._slots.data_ptr(), *arguments[4:21], self._layers[layer])
+        return *first, *arguments[22:28], self._scratch.data_ptr(), *arguments[29:]
 
     def _rope_of(self, rope: RopeTable) -> tuple[Tensor, Tensor]:
         """The table and the positions, as the kernel reads them; checked once per step."""
@@ -191,14 +206,13 @@ class _Call:
     Attributes:
         address: of their C struct `Plan`.
         rows_address: of their rows in the step, int64.
-        num_bytes, thread_bytes: scratch memory, for all threads and for each.
+        num_bytes: scratch memory that all threads share.
         held: what lies at the addresses.
     """
 
     address: int | None = None
     rows_address: int | None = None
     num_bytes: int = 0
-    thread_bytes: int = 0
     held: tuple[Requests, Queries] | None = None
 
 
@@ -232,13 +246,15 @@ def _kernel(dtype: torch.dtype) -> _Kernel:
 
 def _load_kernel(dtype: torch.dtype, **defines: int) -> _Kernel:
     """Compile and load the functions for a cache of `dtype`; `defines` as in `attention.backends.native.mha`."""
-    library = load_library(dtype, "pages.c", "products.c", "latent.c", **defines)
+    sources = ("pages.c", "products.c", "prompts.c", "expanded.c", "latent.c")
+    library = load_library(dtype, *sources, **{**_DEFINES, **defines})
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    for name, *types in (("latent_bytes", pointer), ("latent_thread_bytes", pointer, number), ("latent_tokens",)):
-        function = getattr(library, name)
-        function.argtypes, function.restype = types, number
+    library.latent_bytes.argtypes, library.latent_bytes.restype = (pointer,), number
+    library.latent_thread_bytes.argtypes, library.latent_thread_bytes.restype = [number] * 4, number
+    library.prompt_tokens.argtypes, library.prompt_tokens.restype = (number,), number
+    library.latent_tokens.argtypes, library.latent_tokens.restype = (), number
     heads = (pointer, number, number)
     rows = (pointer, number)
-    tensors = (*[pointer] * 3, number, number, pointer, pointer, number, *heads * 2, *rows * 2, *[pointer] * 4)
+    tensors = (*[pointer] * 4, number, number, pointer, pointer, number, *heads * 2, *rows * 2, *[pointer] * 4)
     attention = kernel_of(library, "latent_attention", *tensors, *[number] * 5, pointer, number, number)
     return _Kernel(library, attention, int(library.latent_tokens()))

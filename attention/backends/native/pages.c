@@ -24,7 +24,7 @@
 #endif
 
 typedef struct {
-    int64_t num_heads, num_kv_heads, head_dim, value_dim; // a cached row has num_kv_heads * head_dim numbers
+    int64_t num_heads, num_kv_heads, head_dim, value_dim, row; // numbers of a key, of a value, and of a cached row
     int64_t block_size, num_blocks, window;               // no window: a number above all lengths
     float scale, soft_cap;                                // no cap: 0
     int64_t num_requests, table_stride, item_tokens; // query tokens of an item, if requests have several
@@ -291,12 +291,11 @@ static void run_pass(const Plan *plan, int64_t first_head, int64_t end_head, con
 
 // Where the `count` keys from `first` on lie; entries behind the last key, which a tile reads or prefetches, repeat it.
 static void find_keys(const Plan *plan, int64_t request, int64_t first, int count, int64_t *offsets) {
-    const int64_t row = plan->num_kv_heads * plan->head_dim;
     const int32_t *table = plan->table + request * plan->table_stride;
     int64_t page = first / plan->block_size, place = first % plan->block_size;
     for (int i = 0; i < count; page++, place = 0)
         for (; place < plan->block_size && i < count; place++)
-            offsets[i++] = (table[page] * plan->block_size + place) * row;
+            offsets[i++] = (table[page] * plan->block_size + place) * plan->row;
     for (int i = count; i < count + TILE + LANES; i++) offsets[i] = offsets[count - 1];
 }
 

@@ -12,37 +12,40 @@
 // Source: FlashAttention (Dao et al., 2022).
 
 #define KEYS 64
+#ifndef MOST_ROWS
 #define MOST_ROWS 256 // of an item
+#endif
 #define ROOM (MOST_ROWS + 32) // products write whole tiles of rows
 
 // A thread's memory.
 typedef struct {
-    operand *q;            // [ROOM, width]
-    operand *keys;         // [width / PAIR, KEYS, PAIR]
-    operand *values;       // of `pack_rows`
-    float *scores;         // [ROOM, KEYS]
-    operand *weights;      // the same
-    float *out;            // [ROOM, width]
-    float *most, *total;   // [ROOM] maxima; [ROOM, LANES] parts of the denominators
+    int64_t width, value_width; // numbers of a key and of a value, filled up
+    operand *q;                 // [ROOM, width]
+    operand *keys;              // [width / PAIR, KEYS, PAIR]
+    operand *values;            // of `pack_rows`
+    float *scores;              // [ROOM, KEYS]
+    operand *weights;           // the same
+    float *out;                 // [ROOM, value_width]
+    float *most, *total;        // [ROOM] maxima; [ROOM, LANES] parts of the denominators
 } Tile;
 
-int64_t prompt_scratch_bytes(int64_t head_dim) {
-    const int64_t width = padded(head_dim);
-    return 64 + (ROOM + 2 * KEYS) * width * sizeof(operand) + ROOM * (KEYS + width + 1 + LANES) * sizeof(float) +
-           ROOM * KEYS * sizeof(operand);
+int64_t prompt_scratch_bytes(int64_t head_dim, int64_t value_dim) {
+    const int64_t width = padded(head_dim), value_width = padded(value_dim);
+    return 64 + ((ROOM + KEYS) * width + KEYS * value_width + ROOM * KEYS) * sizeof(operand) +
+           ROOM * (KEYS + value_width + 1 + LANES) * sizeof(float);
 }
 
-static Tile divide_scratch(char *memory, int64_t width) {
-    Tile t;
+static Tile divide_scratch(char *memory, int64_t head_dim, int64_t value_dim) {
+    Tile t = {.width = padded(head_dim), .value_width = padded(value_dim)};
     memory += -(intptr_t)memory & 63;
     t.scores = (float *)memory;
     t.out = t.scores + ROOM * KEYS;
-    t.total = t.out + ROOM * width;
+    t.total = t.out + ROOM * t.value_width;
     t.most = t.total + ROOM * LANES;
     t.q = (operand *)(t.most + ROOM);
-    t.keys = t.q + ROOM * width;
-    t.values = t.keys + KEYS * width;
-    t.weights = t.values + KEYS * width;
+    t.keys = t.q + ROOM * t.width;
+    t.values = t.keys + KEYS * t.width;
+    t.weights = t.values + KEYS * t.value_width;
     return t;
 }
 
@@ -58,7 +61,7 @@ static void find_places(const Plan *plan, const int32_t *table, int64_t key, int
     int64_t page = (key + places->first) / plan->block_size, place = (key + places->first) % plan->block_size;
     for (int i = places->first; i < places->end; page++, place = 0)
         for (; place < plan->block_size && i < places->end; place++)
-            places->offsets[i++] = (table[page] * plan->block_size + place) * plan->num_kv_heads * plan->head_dim + column;
+            places->offsets[i++] = (table[page] * plan->block_size + place) * plan->row + column;
 }
 
 static void pack_keys(operand *to, const number *base, const Places *places, int64_t dim, int64_t width) {
@@ -156,50 +159,66 @@ static void weigh_rows(const Plan *plan, int rows, int heads, int64_t low, int64
 // Query tokens of an item, so that its rows are at most MOST_ROWS, if one token's are.
 int64_t prompt_tokens(int64_t group) { return group < MOST_ROWS ? MOST_ROWS / group : 1; }
 
+static void begin_rows(const Tile *t, int rows) {
+    for (int row = 0; row < rows; row++) {
+        t->most[row] = -INFINITY;
+        store(t->total + row * LANES, all(0.0f));
+    }
+    memset(t->out, 0, rows * t->value_width * sizeof(float));
+}
+
+// Attends to the packed keys and values from position `key` on. Rows are tokens from position `first` on x heads.
+static void attend_block(const Plan *plan, const Tile *t, int rows, int heads, int64_t first, int64_t key) {
+    const Right keys = {t->keys, KEYS, PANEL * PAIR}, values = packed_rows(t->values, KEYS);
+    // Tokens before `later` see none of these keys.
+    const int64_t later = key > first ? key - first : 0, high = first + later + 1 - key;
+    const int from = later * heads;
+    float *scores = t->scores + from * KEYS, *out = t->out + from * t->value_width;
+    operand *weights = t->weights + from * KEYS;
+    multiply(rows - from, t->width, KEYS, t->q + from * t->width, keys, scores, 0);
+    weigh_rows(plan, rows - from, heads, high - plan->window, high, t->value_width, scores, weights, out, t->most + from,
+               t->total + from * LANES);
+    multiply(rows - from, KEYS, t->value_width, weights, values, out, 1);
+}
+
+// Writes a row's result; `sink` is a term of its denominator, or null.
+static void finish_row(const Plan *plan, const Tile *t, int row, const float *sink, number *to) {
+    float total = 0.0f, factor, *out = t->out + row * t->value_width;
+    for (int i = 0; i < LANES; i++) total += t->total[row * LANES + i];
+    factor = 1.0f / total;
+    if (sink) {
+        const float term = *sink * LOG2_E, shift = fmaxf(t->most[row], term), share = exp2f(t->most[row] - shift);
+        factor = share / (total * share + exp2f(term - shift));
+    }
+    for (int64_t d = 0; d < plan->value_dim; d++) out[d] *= factor;
+    round_row(to, out, plan->value_dim);
+}
+
 // Query tokens at positions item[1] .. item[2] of a request, `heads` query heads from `head` on, which share their keys.
 static void run_prompt(const Plan *plan, const Layer *layer, const Tile *t, const int32_t *item, int64_t head, int heads) {
-    const int64_t dim = plan->head_dim, width = padded(dim), cached_row = plan->num_kv_heads * dim;
-    const int64_t request = item[0], first = item[1], length = plan->lengths[request];
+    const int64_t dim = plan->head_dim, request = item[0], first = item[1], length = plan->lengths[request];
     const int64_t column = head / (plan->num_heads / plan->num_kv_heads) * dim;
     const int rows = (item[2] - first) * heads;
     const int32_t *table = plan->table + request * plan->table_stride;
     // Row of the step of position 0.
     const int64_t start = plan->rows[request] - (length - plan->queries[request]);
-    for (int row = 0; row < rows; row++) {
-        const number *from = layer->q + (start + first + row / heads) * layer->q_row + (head + row % heads) * layer->q_head;
-        pack_row(t->q + row * width, from, dim, width);
-        t->most[row] = -INFINITY;
-        store(t->total + row * LANES, all(0.0f));
-    }
-    memset(t->out, 0, rows * width * sizeof(float));
-    const Right keys = {t->keys, KEYS, PANEL * PAIR};
+    begin_rows(t, rows);
+    for (int row = 0; row < rows; row++)
+        pack_row(t->q + row * t->width,
+                 layer->q + (start + first + row / heads) * layer->q_row + (head + row % heads) * layer->q_head, dim,
+                 t->width);
     const int64_t seen = first + 1 > plan->window ? first + 1 - plan->window : 0;
     for (int64_t key = seen / KEYS * KEYS; key < item[2]; key += KEYS) {
         Places places = {.first = seen > key ? seen - key : 0, .end = length - key < KEYS ? length - key : KEYS};
         find_places(plan, table, key, column, &places);
-        pack_keys(t->keys, layer->keys, &places, dim, width);
-        pack_rows(t->values, layer->values, places.offsets, places.first, places.end, KEYS, dim, width, 0);
-        // Tokens before `later` see none of these keys.
-        const int64_t later = key > first ? key - first : 0;
-        const int from = later * heads;
-        const int64_t high = first + later + 1 - key;
-        multiply(rows - from, width, KEYS, t->q + from * width, keys, t->scores + from * KEYS, 0);
-        weigh_rows(plan, rows - from, heads, high - plan->window, high, width, t->scores + from * KEYS,
-                   t->weights + from * KEYS, t->out + from * width, t->most + from, t->total + from * LANES);
-        multiply(rows - from, KEYS, width, t->weights + from * KEYS, packed_rows(t->values, KEYS), t->out + from * width, 1);
+        pack_keys(t->keys, layer->keys, &places, dim, t->width);
+        pack_rows(t->values, layer->values, places.offsets, places.first, places.end, KEYS, dim, t->width, 0);
+        attend_block(plan, t, rows, heads, first, key);
     }
     for (int row = 0; row < rows; row++) {
-        float total = 0.0f, factor;
-        for (int i = 0; i < LANES; i++) total += t->total[row * LANES + i];
-        factor = 1.0f / total;
-        if (layer->sinks) {
-            const float sink = layer->sinks[head + row % heads] * LOG2_E, shift = fmaxf(t->most[row], sink);
-            const float share = exp2f(t->most[row] - shift);
-            factor = share / (total * share + exp2f(sink - shift));
-        }
-        float *out = t->out + row * width;
-        for (int64_t d = 0; d < dim; d++) out[d] *= factor;
-        round_row(layer->out + ((start + first + row / heads) * plan->num_heads + head + row % heads) * dim, out, dim);
+        const int64_t own = head + row % heads;
+        finish_row(plan, t, row, layer->sinks ? layer->sinks + own : NULL,
+                   layer->out + ((start + first + row / heads) * plan->num_heads + own) * dim);
     }
 }
 
@@ -207,7 +226,7 @@ static void run_prompt(const Plan *plan, const Layer *layer, const Tile *t, cons
 static void attend_prompts(const Plan *plan, const Layer *layer, char *scratch) {
     const int64_t group = plan->num_heads / plan->num_kv_heads, parts = (group + MOST_ROWS - 1) / MOST_ROWS;
     const int64_t shares = plan->num_kv_heads * parts;
-    const Tile t = divide_scratch(scratch, padded(plan->head_dim));
+    const Tile t = divide_scratch(scratch, plan->head_dim, plan->head_dim);
     begin_tiles();
     #pragma omp for schedule(dynamic, 1)
     for (int64_t i = plan->num_items * shares - 1; i >= 0; i--) {

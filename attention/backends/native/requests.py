@@ -76,7 +76,7 @@ class _Plan(ctypes.Structure):
     """The C struct `Plan` of pages.c."""
 
     _fields_: ClassVar = [
-        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim")),
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim", "row")),
         *((name, ctypes.c_int64) for name in ("block_size", "num_blocks", "window")),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
@@ -93,6 +93,7 @@ class Sizes:
     Attributes:
         head_dim: numbers of a key.
         value_dim: numbers of a value.
+        row: numbers of a cached row.
         scale, soft_cap, window: as in `AttentionShape`.
     """
 
@@ -100,6 +101,7 @@ class Sizes:
     num_kv_heads: int
     head_dim: int
     value_dim: int
+    row: int
     scale: float
     soft_cap: float | None = None
     window: int | None = None
@@ -166,7 +168,7 @@ class Requests:
         items, merges = array("i", bytes(16 * num_items)), array("i", bytes(8 * len(lengths)))
         self._held = (lengths, numbers, table, rows, items, merges)  # the kernel has their addresses
         self._plan = plan = _Plan(
-            *(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.value_dim),
+            *(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.value_dim, sizes.row),
             *(spec.block_size, num_blocks, window),
             *(sizes.scale, sizes.soft_cap or 0.0),
             *(len(lengths), table.stride(0), item_tokens or 1),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,10 +18,10 @@ from torch import Tensor
 
 from attention import MLAInputs, MLAShape, UBatchAttention, make_attention_backend, split_attn_metadata
 from attention.backends.native import mla as native
-from attention.backends.native.mla import NativeMLABackend, NativeMLAPlan
+from attention.backends.native.mla import NativeMLABackend
 from attention.backends.native.requests import CHUNK_KEYS
 from attention.kv_cache import KVCacheError
-from ubatch import ConfigError, split_fixed
+from ubatch import ConfigError, UBatchSlice, split_fixed
 
 pytestmark = [needs_c, pytest.mark.long]
 
@@ -124,8 +125,6 @@ def test_drafts_and_decodes_beside_prompts_give_the_bits_of_decodes(dtype: torch
     batch = make_mla_batch([(LONG, 3), (70, 1), (0, 30)], shape=WIDE, block_size=16, padding=1).to(dtype)
     cache = batch.new_cache()
     plan = make_attention_backend("native", batch.shape, cache).plan(batch.metadata)
-    assert isinstance(plan, NativeMLAPlan)
-    assert len(plan.groups) == 1  # the prompt
     out = plan.forward(batch.inputs, 0)
     assert not out[-1].any()
     for row in range(4):
@@ -136,6 +135,25 @@ def test_drafts_and_decodes_beside_prompts_give_the_bits_of_decodes(dtype: torch
         )
         alone = make_attention_backend("native", batch.shape, cache).plan(metadata)
         assert torch.equal(alone.forward(rows_of(batch.inputs, rows), 0)[0], out[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_prompt_is_bit_for_bit_the_same_alone_on_any_threads_and_wherever_it_is_cut(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = make_mla_batch([(20, 150), (0, 70), (40, 1)], shape=WIDE, block_size=16).to(dtype)
+    whole = run(batch)
+    for threads in (2, 3):
+        assert torch.equal(on_threads(threads, lambda: run(batch)), whole)
+    backend = make_attention_backend("native", batch.shape, batch.new_cache())
+    lanes = [UBatchSlice(slice(0, 1), slice(start, stop)) for start, stop in pairwise([0, 57, 150])]
+    lanes.append(UBatchSlice(slice(1, 3), slice(150, 221)))
+    for metadata, lane in zip(split_attn_metadata(lanes, batch.metadata), lanes, strict=True):
+        rows = lane.token_slice
+        assert torch.equal(backend.plan(metadata).forward(rows_of(batch.inputs, rows), 0), whole[rows])
+    small = native._load_kernel(dtype, MOST_ROWS=32)
+    monkeypatch.setattr(native, "_kernel", lambda dtype: small)
+    assert torch.equal(run(batch), whole)
 
 
 def test_more_tokens_than_a_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
