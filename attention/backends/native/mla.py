@@ -38,7 +38,7 @@ from ubatch.kernels.recording import mark_rebound
 __all__ = ["NativeMLABackend", "NativeMLAPlan"]
 
 _DEFINES = {"MOST_ROWS": 1024}
-"""More tokens of a prompt than attention over keys takes at once: keys and values are made for each of such parts."""
+"""Tokens of a prompt that share the keys and values of a head once these are made; a longer prompt makes them again."""
 
 
 class NativeMLABackend(TorchMLABackend):
@@ -68,7 +68,7 @@ class NativeMLABackend(TorchMLABackend):
 
 
 class NativeMLAPlan:
-    """The work items of a step, where its kernel reads and writes, and the groups that torch attends."""
+    """The work items of a step, and where its kernel reads and writes."""
 
     def __init__(self, step: LatentStep) -> None:
         spec, self._step = step.kv_cache.spec, step
@@ -79,7 +79,11 @@ class NativeMLAPlan:
             (absorbed if request.query_len == 1 or step.absorbs(request) else expanded).append(request)
         self._slots = step.kv_cache.write_slots(step.metadata.slot_mapping)
         self._num_rows = check_slots(self._kernel.library, self._slots, step.kv_cache)
-        self._prompts = self._expanded([request.index for request in expanded]) if expanded else None
+        self._prompts: Requests | None = None
+        if expanded:
+            queries = Queries.of(step.metadata, [request.index for request in expanded])
+            item_tokens = self._kernel.library.prompt_tokens(1)
+            self._prompts = self._requests(queries, step.shape.qk_head_dim, step.shape.v_head_dim, item_tokens)
         divided = _divide(absorbed, self._kernel.most_tokens)
         self._calls = [self._make_call(queries) for queries in divided] or [_Call()]  # the first one stores, too
         layers = range(spec.num_layers)
@@ -95,23 +99,16 @@ class NativeMLAPlan:
 
     def _make_call(self, queries: Queries) -> _Call:
         """Every query token as a request of its own."""
-        step, library = self._step, self._kernel.library
-        shape = step.shape
-        sizes = Sizes(shape.num_heads, 1, step.row_size, shape.kv_lora_rank, step.row_size, shape.softmax_scale)
-        cache_size = (step.kv_cache.spec, step.kv_cache.num_blocks)
-        rows = replace(queries, rows=array("q", range(len(queries.rows))))
-        requests = Requests(library, sizes, cache_size, step.metadata, rows)
-        num_bytes = library.latent_bytes(requests.address)
+        own = replace(queries, rows=array("q", range(len(queries.rows))))
+        requests = self._requests(own, self._step.row_size, self._step.shape.kv_lora_rank)
+        num_bytes = self._kernel.library.latent_bytes(requests.address)
         return _Call(requests.address, queries.rows.buffer_info()[0], num_bytes, (requests, queries))
 
-    def _expanded(self, indices: Sequence[int]) -> Requests:
-        """The requests that attend over keys and values."""
-        step, library = self._step, self._kernel.library
-        shape = step.shape
-        sizes = Sizes(shape.num_heads, 1, shape.qk_head_dim, shape.v_head_dim, step.row_size, shape.softmax_scale)
+    def _requests(self, queries: Queries, head_dim: int, value_dim: int, item_tokens: int | None = None) -> Requests:
+        step, shape = self._step, self._step.shape
+        sizes = Sizes(shape.num_heads, 1, head_dim, value_dim, step.row_size, shape.softmax_scale)
         cache_size = (step.kv_cache.spec, step.kv_cache.num_blocks)
-        queries = Queries.of(step.metadata, indices)
-        return Requests(library, sizes, cache_size, step.metadata, queries, library.prompt_tokens(1))
+        return Requests(self._kernel.library, sizes, cache_size, step.metadata, queries, item_tokens)
 
     def _reserve(self, threads: int) -> None:
         """Take memory for so many threads; it is held, because the workspace may grow in later steps."""
