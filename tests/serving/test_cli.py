@@ -21,8 +21,10 @@ import serving
 from model_runner import RandomDeepseekV3, make_random_checkpoint
 from serving.arguments.fields import Group, WrongValue
 from serving.cli import COMMANDS, main
+from serving.generate import _why_no_overlap
 from serving.progress import progress
 from serving.ranks import free_port
+from serving.requests import EngineStatistics
 from serving.workbench.bench.statistics import bootstrap, interleave_arms, paired, ratio_of_sums
 from serving.workbench.bench.step_setting import StepOptions, model_folder
 from ubatch import SCHEDULES, __version__
@@ -203,11 +205,16 @@ def test_generate_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert "def main(self" in captured.out
     assert "steps: 0 overlapped, 5 not (no_gain_expected 5)" in captured.out
     assert "no step overlapped: their own times show no gain" in captured.err
-    words = ["generate", TINY, "--prompt", "x", "--max-tokens", "2", "--enable-dbo"]
-    assert main([*words, "--dbo-decode-token-threshold", "32", "--dbo-prefill-token-threshold", "512"]) == 0
-    captured = capsys.readouterr()
-    assert "(below_decode_threshold 1, below_prefill_threshold 1)" in captured.out
-    assert "no step overlapped: each was smaller than --dbo-decode-token-threshold (32)" in captured.err
+
+
+def test_why_generate_overlapped_nothing() -> None:
+    settings = {"dbo_decode_token_threshold": 32, "dbo_prefill_token_threshold": 512}
+    steps = {"decode/below_decode_threshold": 4, "prefill/below_prefill_threshold": 1}
+    (why,) = _why_no_overlap(settings, {0: EngineStatistics(steps=steps)})  # type: ignore[arg-type]
+    assert why.startswith(
+        "no step overlapped: each was smaller than --dbo-decode-token-threshold (32) or --dbo-prefill"
+    )
+    assert list(_why_no_overlap(settings, {0: EngineStatistics(steps={**steps, "decode/engaged": 1})})) == []  # type: ignore[arg-type]
 
 
 def test_generate_is_no_job_of_a_launcher(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 # -- right -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("block_size", [4, 16])

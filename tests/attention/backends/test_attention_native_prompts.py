@@ -54,6 +54,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("case", CASES)
 def test_every_kind_of_instructions(case: str) -> None:

@@ -260,7 +260,7 @@ def test_trees_and_rejection_on_streams(tmp_path: Path, monkeypatch: pytest.Monk
             runner.release(request)
         return [greedy.token_ids, drawn.token_ids]
 
-    seen = {"experts_backend": "grouped"}  # the fake sees torch's operators, not the kernels in C
+    seen = {"experts_backend": "grouped", "attention_backend": "torch"}  # the fake sees no kernels in C
     with make_runner(checkpoint, acceptance=Acceptance.REJECTION, **seen) as plain:
         (known,) = generate(plain, PROMPTS[3:4], SamplingParams(max_tokens=NEW, ignore_eos=True))
 
