@@ -101,7 +101,7 @@ bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
 	$(BIN)/ubatch bench auto examples/models/tiny-moe --steps 500 --compared 0.5 --json $(RESULTS)/auto.json
 	$(BIN)/ubatch bench experts --json $(RESULTS)/experts.json
 	$(BIN)/ubatch bench attention --json $(RESULTS)/attention.json
-	$(BIN)/ubatch bench step --json $(RESULTS)/step.json
+	$(BIN)/ubatch bench step --blocks 6 --json $(RESULTS)/step.json
 	$(BIN)/ubatch bench engine --only scheduler --json $(RESULTS)/engine-scheduler.json
 	$(BIN)/ubatch bench engine --only overlap --blocks 6 --json $(RESULTS)/engine-overlap.json
 	$(BIN)/ubatch bench speculation --json $(RESULTS)/speculation.json
