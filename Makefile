@@ -94,6 +94,7 @@ bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
 	$(BIN)/ubatch bench lanes --json $(RESULTS)/lanes.json
 	$(BIN)/ubatch bench overlap --ratios 1.0 --json $(RESULTS)/overlap.json
 	$(BIN)/ubatch bench overlap --lanes 2 --ratios 0.25 0.5 2.0 4.0 --json $(RESULTS)/overlap-ratios.json
+	$(BIN)/ubatch bench overlap --dtype bfloat16 --ratios 1 --lanes 2 --json $(RESULTS)/overlap-bf16.json
 	$(BIN)/ubatch bench transformers --json $(RESULTS)/transformers.json
 	$(BIN)/ubatch bench schedules --blocks 6 --top 6 --json $(RESULTS)/schedules-qwen3-moe.json
 	$(BIN)/ubatch bench schedules --random deepseek-v3 --sequences 4 --blocks 6 --json $(RESULTS)/schedules-deepseek-v3.json

@@ -201,24 +201,27 @@ def test_the_readme_shows_figures_of_that_page() -> None:
 
 
 def test_the_table_of_links() -> None:
-    """Every row, from the two files that `make bench` writes; where they differ, put in these."""
+    """Every row, from the files that `make bench` writes; where they differ, put in these."""
     shown = table_below("| communication | lanes | best serial |")
-    rows = [row for name in ("overlap-ratios", "overlap") for row in rows_of_links(name)]
+    rows = [row for name in ("overlap-ratios", "overlap", "overlap-bf16") for row in rows_of_links(name)]
     expected = [row for _, row in sorted(rows, key=lambda ratio_and_row: ratio_and_row[0])]
     shown[0][0] = shown[0][0].removesuffix(" compute")  # said once
     assert shown == expected, as_table(expected)
+    (link,) = results("overlap-bf16")["links"]
+    assert f"{interval(link['lanes']['2']['of_bound'], unit='')} of it" in MEASURED.read_text(encoding="utf-8")
 
 
 def rows_of_links(name: str) -> Iterator[tuple[tuple[float, int], list[str]]]:
-    """Rows of the table of links, by link and number of lanes."""
+    """Rows of the table of links, by link and number of lanes; those in bfloat16 come last."""
+    half = name.endswith("bf16")
     for link in results(name)["links"]:
         medians = {arm: statistics.median(values) for arm, values in link["arms_ms"].items()}
         serial = min(value for arm, value in medians.items() if arm.startswith("serial_"))
         for lanes, figures in link["lanes"].items():
             yield (
-                (link["ratio"], int(lanes)),
+                (link["ratio"] + 100 * half, int(lanes)),
                 [
-                    f"{link['ratio']:g}x",
+                    f"{link['ratio']:g}x" + ", bfloat16" * half,
                     lanes,
                     f"{serial:.0f} ms",
                     f"{medians[f'overlapped_{lanes}']:.0f} ms",
@@ -230,7 +233,7 @@ def rows_of_links(name: str) -> Iterator[tuple[tuple[float, int], list[str]]]:
             )
 
 
-@pytest.mark.parametrize("name", ["overlap", "overlap-ratios"])
+@pytest.mark.parametrize("name", ["overlap", "overlap-ratios", "overlap-bf16"])
 def test_no_measured_step_passes_the_bound(name: str) -> None:
     for link in results(name)["links"]:
         for lanes, figures in link["lanes"].items():
