@@ -155,10 +155,10 @@ class Policy:
             return number
         self._latest[step.kind] = step.tokens
         sizes = self._sizes[step.kind]
-        if step.size not in sizes:
-            sizes[step.size] = SizeTimes()
+        own = sizes.setdefault(step.size, SizeTimes())
+        if step.arm != own.latest:  # of votes alone: ranks that round differently must be eager together
             self._eager_until = self._steps + _EAGER_STEPS
-        own = sizes[step.size]
+        own.latest = step.arm
         own.untold[step.arm] += 1
         own.steps += 1
         if step.arm == SERIAL_ARM:
@@ -169,16 +169,19 @@ class Policy:
         if step.arm != used:
             self._trials[number] = used
             self._probes += 1
-            self._eager_until = self._steps + _EAGER_STEPS
         return number
 
     def wants_times(self, waiting: int) -> bool:
-        """Whether the ranks should exchange the times of `waiting` steps now; the same on every rank."""
+        """Whether the ranks should exchange the times of `waiting` steps now.
+
+        It depends on votes alone, so it is the same on ranks that round differently: an exchange that one rank leaves
+        out would take the others' vote for it.
+        """
         return waiting >= _CALM_STEPS or (waiting > 0 and self.eager)
 
     @property
     def eager(self) -> bool:
-        """Whether something is new: then a step's time is wanted before the next step."""
+        """Whether a size lately ran in another arm than before: then a step's time is wanted before the next step."""
         return self._steps <= self._eager_until
 
     # -- now and then ------------------------------------------------------------------------------------------
@@ -212,7 +215,6 @@ class Policy:
             if best != own.used:
                 own.used = best
                 self._changes += 1
-                self._eager_until = self._steps + _EAGER_STEPS
 
     def _learn(self, step: Seen, stages: Stages, own: SizeTimes, used: str) -> None:
         kind, noise, log_tokens = step.kind, self._noise[step.kind], math.log(max(1, step.tokens))
@@ -232,9 +234,7 @@ class Policy:
             off = near.add_arm(step.arm, ratio, travel, noise)
             elsewhere.add(off, _MOST_NOISE)
             moved = off - before if near.off[step.arm].weight > 1 else 0.0
-            if near.suspect:
-                own.suspect = True
-                self._eager_until = self._steps + _EAGER_STEPS
+            own.suspect |= near.suspect
         else:
             return
         if moved:

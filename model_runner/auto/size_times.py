@@ -81,6 +81,7 @@ class SizeTimes:
         steps, serial_steps, serial_at: number of its steps, of the serial ones, and number of the latest serial one.
         suspect: the link seems to have changed since then.
         used: the arm in use.
+        latest: the arm of the latest step; empty before the first.
     """
 
     tokens: Level = field(default_factory=Level)
@@ -94,6 +95,7 @@ class SizeTimes:
     serial_at: int = 0
     suspect: bool = False
     used: str = "serial"
+    latest: str = ""
     _asked: Stages | None = None
     _expected: dict[str, float] = field(default_factory=dict)
 

@@ -221,6 +221,23 @@ def test_all_ranks_decide_the_same_from_the_same_times() -> None:
     assert first.steps == second.steps
 
 
+def test_ranks_that_round_differently_exchange_at_the_same_steps() -> None:
+    """One that exchanged alone would take the others' vote for their times, and hang."""
+    served, other, draw = Served(Policy(ARMS), 0.7), Policy(ARMS), random.Random(1)
+    for kind, tokens in mixed_load(4, 1500):
+        due = served.policy.wants_times(len(served.pending))
+        assert other.wants_times(len(served.pending)) == due
+        assert other.eager == served.policy.eager
+        coming = dict(served.pending) if due else {}
+        arm = served.step(kind, tokens)
+        other.saw(Seen(kind, tokens, arm))
+        rounded = {
+            number: (seen, None if stages is None else replace(stages, seconds=stages.seconds * draw.uniform(0.9, 1.1)))
+            for number, (seen, stages) in coming.items()
+        }
+        other.learn(rounded)
+
+
 def test_times_are_wanted_at_once_only_while_something_is_new() -> None:
     served = Served(Policy(DECODES), 0.0, spread=0.0)
     for _ in range(40):
