@@ -27,7 +27,7 @@ _WARM_UP = 0.1
 _FAR = 4.0
 """Standard deviations beyond which a step is an outlier, or, if the next one is like it, the level has changed."""
 _TRAVEL_NOISE = 0.1
-_MOVED = 0.03
+_MOVED = 0.06
 """The simulator is asked again when a stage has moved by this share of the step."""
 _UNMEASURED, _UNTRIED, _TRIED = 0.2, 0.1, 0.06
 """Standard deviation of `off` before a step ran in the arm: without stages, with stages, and where the arm ran in steps

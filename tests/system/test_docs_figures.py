@@ -296,8 +296,6 @@ def test_the_table_of_dbo_auto() -> None:
     shown = table_below("| link | against serial | pooled |")
     shown[1][0] = shown[1][0].removesuffix(" compute")
     assert shown == expected, as_table(expected)
-    times = [link["preparing_s"] for link in links]
-    assert f"for {min(times):.0f} to {max(times):.0f} s" in MEASURED.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("step", ["decode", "prefill"])
