@@ -78,11 +78,11 @@ class NativeMLAPlan:
         for request in list_requests(step.metadata, spec):
             (absorbed if request.query_len == 1 or step.absorbs(request) else expanded).append(request)
         self._slots = step.kv_cache.write_slots(step.metadata.slot_mapping)
-        self._num_rows = check_slots(self._kernel.library, self._slots, step.kv_cache)
+        self._num_rows = check_slots(self._kernel.functions, self._slots, step.kv_cache)
         self._prompts: Requests | None = None
         if expanded:
             queries = Queries.of(step.metadata, [request.index for request in expanded])
-            item_tokens = self._kernel.library.prompt_tokens(1)
+            item_tokens = self._kernel.functions.prompt_tokens(1)
             self._prompts = self._requests(queries, step.shape.qk_head_dim, step.shape.v_head_dim, item_tokens)
         divided = _divide(absorbed, self._kernel.most_tokens)
         self._calls = [self._make_call(queries) for queries in divided] or [_Call()]  # the first one stores, too
@@ -90,7 +90,7 @@ class NativeMLAPlan:
         self._layers = [step.kv_cache.rows(layer).data_ptr() for layer in layers]
         shape = step.shape
         self._thread_bytes = int(
-            self._kernel.library.latent_thread_bytes(
+            self._kernel.functions.latent_thread_bytes(
                 shape.qk_nope_head_dim, shape.qk_rope_head_dim, shape.kv_lora_rank, shape.v_head_dim
             )
         )
@@ -101,14 +101,14 @@ class NativeMLAPlan:
         """Every query token as a request of its own."""
         own = replace(queries, rows=array("q", range(len(queries.rows))))
         requests = self._requests(own, self._step.row_size, self._step.shape.kv_lora_rank)
-        num_bytes = self._kernel.library.latent_bytes(requests.address)
+        num_bytes = self._kernel.functions.latent_bytes(requests.address)
         return _Call(requests.address, queries.rows.buffer_info()[0], num_bytes, (requests, queries))
 
     def _requests(self, queries: Queries, head_dim: int, value_dim: int, item_tokens: int | None = None) -> Requests:
         step, shape = self._step, self._step.shape
         sizes = Sizes(shape.num_heads, 1, head_dim, value_dim, step.row_size, shape.softmax_scale)
         cache_size = (step.kv_cache.spec, step.kv_cache.num_blocks)
-        return Requests(self._kernel.library, sizes, cache_size, step.metadata, queries, item_tokens)
+        return Requests(self._kernel.functions, sizes, cache_size, step.metadata, queries, item_tokens)
 
     def _reserve(self, threads: int) -> None:
         """Take memory for so many threads; it is held, because the workspace may grow in later steps."""
@@ -178,7 +178,7 @@ class NativeMLAPlan:
                 )
             table = rope.cos_sin.to(torch.float32).contiguous()
             positions = rope.positions.to(torch.int64).contiguous()
-            bad = self._kernel.library.find_bad_slot(positions.data_ptr(), self._num_rows, table.shape[0])
+            bad = self._kernel.functions.find_bad_slot(positions.data_ptr(), self._num_rows, table.shape[0])
             if bad >= 0:
                 raise ConfigError(
                     f"token {bad} is at position {int(positions[bad])}, and the rotary table ends at {table.shape[0]}."
@@ -229,9 +229,9 @@ def _divide(requests: Sequence[Request], most: int) -> list[Queries]:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """The library's functions, the one for a layer, and how many query tokens that takes."""
+    """The functions in C, the one for a layer, and how many query tokens that takes."""
 
-    library: ctypes.CDLL
+    functions: ctypes.CDLL
     attention: Callable[..., None]
     most_tokens: int
 

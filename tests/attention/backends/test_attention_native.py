@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +14,7 @@ from c_kernels import needs_c
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch_threads import on_threads
 
 from attention import AttentionShape, UBatchAttention, make_attention_backend, split_attn_metadata
 from attention.backends.native import mha as native
@@ -53,21 +52,6 @@ def one_of(batch: Batch, index: int) -> Batch:
     part = split_attn_metadata(split_fixed(len(batch.q), num_ubatches=len(batch.q)), batch.metadata)[index]
     row = slice(index, index + 1)
     return replace(batch, metadata=part, q=batch.q[row], k=batch.k[row], v=batch.v[row])
-
-
-def on_threads(count: int, compute: Callable[[], Tensor]) -> Tensor:
-    """Computed with so many threads, which end with it: this process is forked by other tests."""
-    before = torch.get_num_threads()
-
-    def body() -> Tensor:
-        torch.set_num_threads(count)
-        return compute()
-
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(body).result()
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.fixture(params=[16, 8])

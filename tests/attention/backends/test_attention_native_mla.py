@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,6 +13,7 @@ import torch
 from attention_batches import MLABatch, make_mla_batch
 from c_kernels import KINDS, defines_of, needs_c
 from torch import Tensor
+from torch_threads import on_threads
 
 from attention import MLAInputs, MLAShape, UBatchAttention, make_attention_backend, split_attn_metadata
 from attention.backends.native import mla as native
@@ -40,21 +39,6 @@ def rows_of(inputs: MLAInputs, rows: slice) -> MLAInputs:
     names = ("q_nope", "q_rope", "latent", "k_rope")
     rope = replace(inputs.rope, positions=inputs.rope.positions[rows])
     return replace(inputs, rope=rope, **{name: getattr(inputs, name)[rows] for name in names})
-
-
-def on_threads(count: int, compute: Callable[[], Tensor]) -> Tensor:
-    """Computed with so many threads, which end with it: this process is forked by other tests."""
-    before = torch.get_num_threads()
-
-    def body() -> Tensor:
-        torch.set_num_threads(count)
-        return compute()
-
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(body).result()
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.fixture(params=KINDS)
