@@ -257,18 +257,14 @@ class DboAuto:
         if self._asked is None:
             return
         (steps, wait), self._asked = self._asked, None
-        before = self._policy.statistics().arms
-        self._policy.learn(
+        changed = self._policy.learn(
             {
                 number: (seen, Stages.of(values, layers))
                 for (number, (seen, layers)), values in zip(steps.items(), wait(), strict=True)
             }
         )
-        if self._group is not None and self._group.rank:
-            return
-        for kind, arms in self._policy.statistics().arms.items():
-            if arms != before[kind]:
-                _logger.info("overlap of %s steps, %s", kind, self._policy.reasons[kind])
+        for kind in changed if self._group is None or self._group.rank == 0 else ():
+            _logger.info("overlap of %s steps, %s", kind, self._policy.reasons[kind])
 
     def _largest(self, rows: list[list[float]]) -> Callable[[], list[list[float]]]:
         """Starts an all-reduce of each entry's largest value; the returned function waits for the result."""

@@ -116,6 +116,7 @@ class Policy:
         self._steps = self._told = self._probes = self._changes = 0
         self._eager_until = _EAGER_STEPS
         self._seconds = self._lost_s = 0.0
+        self._reasons: Mapping[str, str] | None = None  # as of the latest times; every step asks
 
     # -- before a step, and after its vote ---------------------------------------------------------------------
 
@@ -186,13 +187,18 @@ class Policy:
 
     # -- now and then ------------------------------------------------------------------------------------------
 
-    def learn(self, times: Mapping[int, tuple[Seen, Stages | None]]) -> None:
+    def learn(self, times: Mapping[int, tuple[Seen, Stages | None]]) -> list[str]:
         """Learns the stages of steps, then decides which arms are in use.
 
         Args:
             times: number -> step and its stages, None if it failed; for every step since the last call, the same on
                 every rank.
+
+        Returns:
+            The kinds with another arm in use at some size than before.
         """
+        self._reasons = None
+        changed: dict[str, None] = {}
         touched: dict[tuple[str, int], None] = {}
         for number, (step, stages) in times.items():
             used = self._trials.pop(number, step.arm)
@@ -215,6 +221,8 @@ class Policy:
             if best != own.used:
                 own.used = best
                 self._changes += 1
+                changed[kind] = None
+        return list(changed)
 
     def _learn(self, step: Seen, stages: Stages, own: SizeTimes, used: str) -> None:
         kind, noise, log_tokens = step.kind, self._noise[step.kind], math.log(max(1, step.tokens))
@@ -290,7 +298,9 @@ class Policy:
     @property
     def reasons(self) -> Mapping[str, str]:
         """Kind -> a sentence: the arm in use by size, and why."""
-        return {kind: self._in_words(kind) for kind in self._arms}
+        if self._reasons is None:
+            self._reasons = {kind: self._in_words(kind) for kind in self._arms}
+        return self._reasons
 
     def _in_words(self, kind: str) -> str:
         told = []

@@ -53,9 +53,8 @@ class EmulatedLinkAll2All:
         self.inner = make_all2all(inner, group=group, num_experts=num_experts, **options)
         if isinstance(self.inner, ExchangesCounts):
             self.inner.on_counts = link.signal
-        self._marks_inputs = (
-            self.inner if isinstance(self.inner, MarksInputs) else None
-        )  # asking in every layer is slow
+        # Asked once: asking in every layer is slow.
+        self._marks_inputs = self.inner if isinstance(self.inner, MarksInputs) else None
 
     @property
     def traits(self) -> All2AllTraits:

@@ -177,11 +177,11 @@ def decode_steps(rank: int, world_size: int, path: str) -> dict[str, object]:
     measured: list[Stages] = []
 
     class Optimist(Policy):
-        def learn(self, times: Mapping[int, tuple[Seen, Stages | None]]) -> None:
+        def learn(self, times: Mapping[int, tuple[Seen, Stages | None]]) -> list[str]:
             told.append(len(times))
             measured.extend(stages for seen, stages in times.values() if stages and seen.arm == SERIAL_ARM)
             made_up = {SERIAL_ARM: Stages(1.0, 0.2, 0.2, 0.3, 0.3, layers=4)}
-            super().learn({n: (seen, made_up.get(seen.arm, Stages(0.5))) for n, (seen, _) in times.items()})
+            return super().learn({n: (seen, made_up.get(seen.arm, Stages(0.5))) for n, (seen, _) in times.items()})
 
     dbo = UBatchConfig(modes={"prefill": ModeSettings(token_threshold=4)})
     with ModelRunner(path, group=group, num_kv_blocks=96, block_size=8, dbo=dbo, dbo_auto=True) as runner:

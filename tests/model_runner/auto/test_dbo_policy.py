@@ -177,6 +177,20 @@ def test_without_transfers_nothing_is_tried() -> None:
     assert reasons.endswith("x expected)")
 
 
+def test_it_says_which_kinds_changed_and_its_reasons_are_made_once() -> None:
+    """Every step of a server asks for the reasons."""
+    policy = Policy(DECODES)
+    told_of = []
+    for _ in range(12):
+        arm = policy.arm("decode", 64)
+        seen = Seen("decode", 64, arm)
+        told_of += policy.learn({policy.saw(seen): (seen, told("decode", 64, arm, 2.0))})
+        assert policy.reasons is policy.reasons
+    assert told_of == ["decode"]
+    assert policy.statistics().arms == {"decode": {64: "2"}}
+    assert "64: 2 (" in policy.reasons["decode"]
+
+
 def test_a_size_close_to_a_known_one_runs_serially_once() -> None:
     served = Served(Policy(DECODES), 2.0, spread=0.0)
     for _ in range(60):
