@@ -44,13 +44,17 @@ def test_gradients_autocast_and_other_dtypes_are_torchs_own(onednn: bool) -> Non
             assert linear(x, weight).dtype is torch.bfloat16
 
 
+ONEDNN_BF16 = cpu_linear._onednn_takes_bfloat16()
+needs_onednn_bf16 = pytest.mark.skipif(not ONEDNN_BF16, reason="oneDNN has no kernels of bfloat16 for this processor")
+
+
 @pytest.mark.parametrize(
     ("question", "asked"),
     [
         ("_onednn_is_faster", [True]),
         ("_onednn_is_faster", [False]),
         ("_packed_is_faster", [torch.float32]),
-        ("_packed_is_faster", [torch.bfloat16]),
+        pytest.param("_packed_is_faster", [torch.bfloat16], marks=needs_onednn_bf16),
     ],
 )
 def test_the_faster_library_is_found_by_measuring(
@@ -67,10 +71,6 @@ def test_the_faster_library_is_found_by_measuring(
 def packed_experts() -> FusedExperts:
     w13, w2 = torch.randn(4, 12, 8), torch.randn(4, 8, 6)
     return make_experts("packed", w13, w2)
-
-
-ONEDNN_BF16 = cpu_linear._onednn_takes_bfloat16()
-needs_onednn_bf16 = pytest.mark.skipif(not ONEDNN_BF16, reason="oneDNN has no kernels of bfloat16 for this processor")
 
 
 @pytest.mark.parametrize(
