@@ -5,7 +5,7 @@ The policy gets what all ranks know of a step (kind, tokens, arm) and, some step
 the same values, so all ranks decide the same.
 
     a size that never ran                        serial, once or twice: it tells the stages
-    an arm may be faster than the one in use     the next step tries it, within the budget
+    an arm may be faster than the one in use     the next step tries it, within the budget; what its steps told fades
     an arm is believed faster by the hysteresis  it is used
     an arm is in use for long, or its transfers take another time than before     one serial step, within the budget
 
@@ -136,9 +136,9 @@ class Policy:
         if near.seconds.weight < 2 and sum(each.known for each in self._sizes[kind].values()) < 2:
             return SERIAL_ARM  # the very first step may have warmed up
         used = self._used(kind, own, near)
-        beliefs = dict(self._beliefs(kind, near))
+        beliefs = dict(self._beliefs(kind, near, faded=True))
         if used != SERIAL_ARM:
-            due = own.suspect or own.steps - own.serial_at >= _SERIAL_EVERY
+            due = own.suspect or own.steps - own.ran_at[SERIAL_ARM] >= _SERIAL_EVERY
             if due and self._affords(math.exp(near.seconds.value) * (1 - math.exp(min(0.0, beliefs[used].mean)))):
                 return SERIAL_ARM
         used_log = beliefs[used].mean if used != SERIAL_ARM else 0.0
@@ -162,9 +162,8 @@ class Policy:
         own.latest = step.arm
         own.untold[step.arm] += 1
         own.steps += 1
-        if step.arm == SERIAL_ARM:
-            own.serial_steps += 1
-            own.serial_at = own.steps
+        own.ran_at[step.arm] = own.steps
+        own.serial_steps += step.arm == SERIAL_ARM
         near = self._near(step.kind, step.size)
         used = SERIAL_ARM if near is None else self._used(step.kind, own, near)
         if step.arm != used:
@@ -269,9 +268,9 @@ class Policy:
         """The arm in use; at a size whose serial time is not known, the best one of a size close by."""
         return own.used if own.known else self._believed_best(kind, near, near.used)
 
-    def _beliefs(self, kind: str, near: SizeTimes) -> Iterator[tuple[str, Belief]]:
+    def _beliefs(self, kind: str, near: SizeTimes, *, faded: bool = False) -> Iterator[tuple[str, Belief]]:
         for arm in self._arms[kind]:
-            yield arm, near.belief(arm, self._elsewhere.get((kind, arm), Level()), self._noise[kind])
+            yield arm, near.belief(arm, self._elsewhere.get((kind, arm), Level()), self._noise[kind], faded=faded)
 
     def _believed_best(self, kind: str, near: SizeTimes, used: str) -> str:
         """The arm with the least believed time; `used` unless it is slower by the hysteresis."""

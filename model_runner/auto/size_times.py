@@ -32,6 +32,8 @@ _MOVED = 0.06
 _UNMEASURED, _UNTRIED, _TRIED = 0.2, 0.1, 0.06
 """Standard deviation of `off` before a step ran in the arm: without stages, with stages, and where the arm ran in steps
 of another size."""
+_FADES = 16
+"""Steps after which what steps in an arm told counts half for a trial: they may have been disturbed."""
 
 
 @dataclass
@@ -78,7 +80,8 @@ class SizeTimes:
         off: arm -> see the top of this file.
         travel: arm -> log of the time that its transfers travelled.
         untold: arm -> steps whose times are not known yet.
-        steps, serial_steps, serial_at: number of its steps, of the serial ones, and number of the latest serial one.
+        ran_at: arm -> number of its latest step.
+        steps, serial_steps: number of its steps, and of the serial ones.
         suspect: the link seems to have changed since then.
         used: the arm in use.
         latest: the arm of the latest step; empty before the first.
@@ -90,9 +93,9 @@ class SizeTimes:
     off: dict[str, Level] = field(default_factory=dict)
     travel: dict[str, Level] = field(default_factory=dict)
     untold: Counter[str] = field(default_factory=Counter)
+    ran_at: dict[str, int] = field(default_factory=dict)
     steps: int = 0
     serial_steps: int = 0
-    serial_at: int = 0
     suspect: bool = False
     used: str = "serial"
     latest: str = ""
@@ -150,16 +153,20 @@ class SizeTimes:
             for arm, level in self.off.items():
                 level.value -= self._expected.get(arm, 0.0)
 
-    def belief(self, arm: str, elsewhere: Level, noise: float) -> Belief:
+    def belief(self, arm: str, elsewhere: Level, noise: float, *, faded: bool = False) -> Belief:
         """How `arm` compares with serial.
 
         Args:
             elsewhere: `off` of the arm over all sizes of the kind.
+            faded: what steps in the arm told counts less the longer ago they ran.
         """
         own, expected = self.off.get(arm, Level()), self._expected.get(arm)
         prior = _UNMEASURED if expected is None else _TRIED if elsewhere.weight else _UNTRIED
         first = elsewhere.value * elsewhere.weight / (elsewhere.weight + 1)
         sure, told, coming = prior**-2, own.weight * noise**-2, self.untold[arm] * noise**-2
+        if faded:
+            left = 0.5 ** ((self.steps - self.ran_at.get(arm, self.steps)) / _FADES)
+            told, first = left * told, left * first
         mean = (expected or 0.0) + (sure * first + told * own.value) / (sure + told)
         return Belief(mean, (sure + told + coming) ** -0.5)
 

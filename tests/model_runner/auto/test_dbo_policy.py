@@ -158,6 +158,27 @@ def test_a_noisy_machine_does_not_mislead_it(link: float) -> None:
         assert served.against() >= 0.94
 
 
+@pytest.mark.parametrize("disturbed", [2, 4, 40])
+def test_an_arm_that_other_work_disturbed_is_tried_again(disturbed: int) -> None:
+    served = Served(Policy(DECODES), 1.0, spread=0.01)
+    arms = []
+    for step in range(500):
+        slow = 100 <= step < 100 + disturbed and served.policy.arm("decode", 64) != SERIAL_ARM
+        quiet, served.noise = served.noise, Slow() if slow else served.noise
+        arms.append(served.step("decode", 64))
+        served.noise = quiet
+    assert arms[80:100].count("2") >= 19
+    assert SERIAL_ARM in arms[100:120]
+    assert arms[400:].count("2") >= 95
+
+
+class Slow(random.Random):
+    """Every step takes three times its time."""
+
+    def gauss(self, mu: float = 0.0, sigma: float = 1.0) -> float:
+        return math.log(3.0)
+
+
 @pytest.mark.parametrize("link", [0.0, 1.0, 4.0])
 def test_where_only_whole_times_are_known_trials_decide(link: float) -> None:
     """On a GPU the host does not see the transfers."""
