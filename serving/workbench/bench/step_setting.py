@@ -32,8 +32,8 @@ from model_runner.decoder.config import DecoderConfig
 from moe import EmulatedLink, all2all_backends
 from serving.hub import fetch_weights, find_checkpoint
 from serving.options.flags.fields import one_of
-from serving.tuning.cells import arm_config
-from serving.tuning.programs import Programs, gather_steps, traced_step
+from serving.workbench.arms.cells import arm_config
+from serving.workbench.arms.programs import Programs, gather_steps, traced_step
 from serving.workbench.bench.options import ENGINE, BlockOptions
 from ubatch import (
     SCHEDULES,
@@ -67,7 +67,7 @@ __all__ = [
 class ModelOptions(BlockOptions):
     """The model."""
 
-    measures = (*ENGINE, "serving/tuning", "serving/workbench/bench/step_setting.py")
+    measures = (*ENGINE, "serving/workbench/arms", "serving/workbench/bench/step_setting.py")
 
     model: Annotated[
         Path | None, Field(description="checkpoint folder, or name on the hub; random weights if not given")
@@ -292,7 +292,7 @@ def calibrate(setting: Setting, lanes: int, ratio: float) -> float:
 class SplitCompute:
     """An arm that runs a schedule's lanes one after the other without waiting, and records the times of their stages.
 
-    The link delivers at once, and records how long it would have been busy; see `serving.tuning.programs`.
+    The link delivers at once, and records how long it would have been busy; see `serving.workbench.arms.programs`.
     """
 
     def __init__(self, setting: Setting, schedule: Schedule) -> None:

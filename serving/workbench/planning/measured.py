@@ -20,8 +20,8 @@ from statistics import median
 import torch
 
 from serving.ranks import run_ranks
-from serving.tuning.programs import predict_step, read_steps
-from serving.tuning.stages import HANDOFF_S
+from serving.workbench.arms.programs import predict_step, read_steps
+from serving.workbench.arms.stages import HANDOFF_S
 from serving.workbench.bench.runtime.overlap import Options
 from serving.workbench.bench.statistics import interleave_arms
 from serving.workbench.bench.step_setting import (

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from model_runner import InputBatch, ModelRunner
 from model_runner.parallel.transport import most_chunks
 from serving.progress import progress
-from serving.tuning.batches import make_batch
-from serving.tuning.cells import Arm, Cell, Grid, library_arms
-from serving.tuning.stages import best_schedules
-from serving.tuning.steps import ArmSteps, NoStageTimes
+from serving.workbench.arms.batches import make_batch
+from serving.workbench.arms.cells import Arm, Cell, Grid, library_arms
+from serving.workbench.arms.stages import best_schedules
+from serving.workbench.arms.steps import ArmSteps, NoStageTimes
 from serving.workbench.tuning.state import State, save_state
 from ubatch.schedules.cost_table import SERIAL_ARM
 

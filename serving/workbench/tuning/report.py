@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from serving.tuning.cells import Arm, Cell
+from serving.workbench.arms.cells import Arm, Cell
 from serving.workbench.bench.statistics import columns
 from serving.workbench.tuning.state import State
 from ubatch import SCHEDULES, UBatchConfig

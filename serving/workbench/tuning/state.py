@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from serving.tuning.cells import Arm
+from serving.workbench.arms.cells import Arm
 from ubatch import ConfigError
 
 __all__ = ["State", "load_state", "save_state", "state_file"]

@@ -31,9 +31,9 @@ from serving.options import (
     to_engine_options,
 )
 from serving.ranks import run_ranks
-from serving.tuning.batches import kv_blocks_needed, requests_needed
-from serving.tuning.cells import Arm, Grid
-from serving.tuning.steps import ArmSteps
+from serving.workbench.arms.batches import kv_blocks_needed, requests_needed
+from serving.workbench.arms.cells import Arm, Grid
+from serving.workbench.arms.steps import ArmSteps
 from serving.workbench.bench.statistics import environment
 from serving.workbench.tuning.measure import Plan, Tuner
 from serving.workbench.tuning.plot import can_draw_png, write_html, write_png

@@ -47,7 +47,7 @@ from model_runner.step.context import step_context
 from model_runner.step.dp import BatchShape, check_same_requests, content_of, coordinate_batch_across_dp
 from model_runner.step.input_batch import build_input_batch
 from model_runner.weights.weights import Part
-from serving.tuning.stages import layer_times
+from serving.workbench.arms.stages import layer_times
 from ubatch import (
     SCHEDULES,
     ConfigError,

@@ -9,7 +9,7 @@ import pytest
 from repository import TINY_MOE
 
 from serving.cli import main
-from serving.tuning.cells import Cell
+from serving.workbench.arms.cells import Cell
 from serving.workbench.bench.runtime.auto import Options, best_fixed, mixed_load, pooled
 from ubatch.schedules.cost_table import SERIAL_ARM, Setting
 

@@ -13,7 +13,7 @@ from repository import ROOT
 
 from model_runner import RandomQwen3Moe, make_random_qwen3_moe
 from serving.cli import main
-from serving.tuning.programs import write_steps
+from serving.workbench.arms.programs import write_steps
 from serving.workbench.bench.runtime.overlap import Options as Bench
 from serving.workbench.bench.statistics import write_json
 from serving.workbench.planning import simulate

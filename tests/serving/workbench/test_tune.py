@@ -17,8 +17,8 @@ from repository import TINY_MOE
 import serving.workbench.tuning.tune
 from serving.cli import main
 from serving.options import read_serve_command
-from serving.tuning.cells import Arm, Cell, Grid, library_arms
-from serving.tuning.stages import StageModel, best_schedules, layer_times
+from serving.workbench.arms.cells import Arm, Cell, Grid, library_arms
+from serving.workbench.arms.stages import StageModel, best_schedules, layer_times
 from serving.workbench.tuning.plot import can_draw_png, write_html, write_png
 from serving.workbench.tuning.report import make_result
 from serving.workbench.tuning.state import State, load_state, save_state

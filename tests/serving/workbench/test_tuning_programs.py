@@ -6,7 +6,7 @@ import pytest
 
 from moe import EmulatedLink
 from ranks import run_ranks
-from serving.tuning.programs import (
+from serving.workbench.arms.programs import (
     gather_steps,
     gather_texts,
     middle_steps,
@@ -15,7 +15,7 @@ from serving.tuning.programs import (
     traced_step,
     write_steps,
 )
-from serving.tuning.stages import slowest_layer_times
+from serving.workbench.arms.stages import slowest_layer_times
 from ubatch import Transfer
 from ubatch.schedules.schedule import get_schedule
 from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait

@@ -39,8 +39,8 @@ from moe import EmulatedLink
 from serving.arguments.fields import Flag
 from serving.progress import progress
 from serving.ranks import run_ranks
-from serving.tuning.batches import kv_blocks_needed, make_batch, requests_needed
-from serving.tuning.cells import Cell, Grid, arm_config
+from serving.workbench.arms.batches import kv_blocks_needed, make_batch, requests_needed
+from serving.workbench.arms.cells import Cell, Grid, arm_config
 from serving.workbench.bench.options import Checkpoint, ReportOptions
 from serving.workbench.bench.statistics import Interval, ratio_of_sums
 from serving.workbench.bench.step_setting import StepSetting, calibrate, slowest_rank

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from pydantic import Field
 
 from serving.ranks import run_ranks
-from serving.tuning.programs import middle_steps, predict_step, write_steps
+from serving.workbench.arms.programs import middle_steps, predict_step, write_steps
 from serving.workbench.bench.statistics import (
     Interval,
     bootstrap,

@@ -10,7 +10,7 @@
 Per schedule, besides `speedup` over the best serial arm, and `efficiency`, max(split compute, communication) / T:
 
     predicted   the simulator's time for the step, from the stage times of the split arms, which neither overlap nor
-                wait (`serving.tuning.programs`), and these steps' time outside their lanes
+                wait (`serving.workbench.arms.programs`), and these steps' time outside their lanes
     error       predicted / measured - 1
 """
 
@@ -28,9 +28,9 @@ from pydantic import Field
 
 from model_runner.parallel.transport import most_chunks
 from serving.ranks import run_ranks
-from serving.tuning.programs import Programs, predict_step
-from serving.tuning.stages import HANDOFF_S, best_schedules, nameless
-from serving.tuning.steps import ArmSteps
+from serving.workbench.arms.programs import Programs, predict_step
+from serving.workbench.arms.stages import HANDOFF_S, best_schedules, nameless
+from serving.workbench.arms.steps import ArmSteps
 from serving.workbench.bench.statistics import (
     Interval,
     bootstrap,

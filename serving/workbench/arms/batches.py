@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from model_runner import InputBatch, ModelRunner, Request, SamplingParams, ScheduledRequest, build_input_batch
-from serving.tuning.cells import Cell, Grid
+from serving.workbench.arms.cells import Cell, Grid
 
 __all__ = ["kv_blocks_needed", "make_batch", "request_shapes", "requests_needed"]
 

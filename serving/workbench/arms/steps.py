@@ -11,9 +11,9 @@ import torch.distributed as dist
 from model_runner import InputBatch, ModelRunner
 from model_runner.parallel.transport import most_lanes, traits_in_lanes
 from moe import EmulatedLink
-from serving.tuning.cells import Arm, arm_config
-from serving.tuning.programs import gather_steps, gather_texts, traced_step
-from serving.tuning.stages import StageModel, slowest_layer_times
+from serving.workbench.arms.cells import Arm, arm_config
+from serving.workbench.arms.programs import gather_steps, gather_texts, traced_step
+from serving.workbench.arms.stages import StageModel, slowest_layer_times
 from ubatch import SCHEDULES, ConfigError, UBatchWrapper, set_forward_context
 from ubatch.schedules.layer_program import LayerTimes
 

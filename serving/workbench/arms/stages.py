@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 from statistics import mean
 
 from moe import All2AllTraits
-from serving.tuning.cells import Arm
-from serving.tuning.programs import Programs
+from serving.workbench.arms.cells import Arm
+from serving.workbench.arms.programs import Programs
 from ubatch import ConfigError, Schedule
 from ubatch.schedules.layer_program import LayerTimes, UnevenTimes
 from ubatch.schedules.schedule import Point, SharedExpert
