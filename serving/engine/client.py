@@ -37,6 +37,7 @@ from serving.engine.wire.messages import (
     Add,
     Alive,
     Failed,
+    Finished,
     FromEngine,
     NodeAlive,
     Outputs,
@@ -98,6 +99,7 @@ class EngineClient:
         self._ready: dict[int, Ready] = {}
         self._all_ready: asyncio.Future[None] = self._loop.create_future()
         self._died: asyncio.Future[EngineDead] = self._loop.create_future()
+        self._finished: asyncio.Future[str] = self._loop.create_future()
         self._cause = FirstCause(self._failed)
         self._profiles = Profiles(options)
         self._signs = VitalSigns(options, self._cause.report)
@@ -195,6 +197,7 @@ class EngineClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._all_ready.cancel()
         self._died.cancel()
+        self._finished.cancel()
         self._profiles.cancel()
         if self._gate is not None:
             self._gate.close()
@@ -293,6 +296,16 @@ class EngineClient:
         """Wait until an engine dies; returns why. Cancelled when the client is closed."""
         return await asyncio.shield(self._died)
 
+    async def result(self) -> str:
+        """Wait until the ranks have done their job (`EngineOptions.job`); returns what they found.
+
+        Raises:
+            EngineDead: an engine died.
+        """
+        await asyncio.wait((self._finished, self._died), return_when=asyncio.FIRST_COMPLETED)
+        self._check_alive()
+        return self._finished.result()
+
     async def start_profile(self) -> None:
         """Make every rank record its steps."""
         self._check_alive()
@@ -377,6 +390,9 @@ class EngineClient:
                     self._all_ready.set_result(None)
             case ProfileWritten():
                 self._profiles.written(message)
+            case Finished(_, result):
+                if not self._finished.done():
+                    self._finished.set_result(result)
             case NodeAlive(node_rank):
                 self._signs.heard_node(node_rank)
             case Failed():

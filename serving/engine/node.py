@@ -12,7 +12,7 @@ from typing import Self
 
 import torch.distributed as dist
 
-from serving.engine.launch import LocalEngines
+from serving.engine.launch import EngineMain, LocalEngines
 from serving.engine.options import EngineOptions
 from serving.engine.rank.process import run_engine
 from serving.engine.wire.link import EngineLink
@@ -29,9 +29,11 @@ _logger = logging.getLogger(__name__)
 _ALIVE_EVERY_S = 2.0
 _GRACE_S = 10.0
 """How long the other ranks may take to end after the first one has ended, in seconds."""
+_LEAVING_S = 1.0
+"""How long the ranks may take to end after node 0, which tells them to end and then ends itself, in seconds."""
 
 
-def run_node(options: EngineOptions) -> int:
+def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) -> int:
     """Run the ranks of a node with `options.node_rank` above 0. Returns when they have ended.
 
     Node 0 tells the ranks when to end. This function reports the deaths of its ranks to node 0, and notices when node 0
@@ -55,7 +57,7 @@ def run_node(options: EngineOptions) -> int:
         claim_node(run, options.node_rank)
         link = EngineLink(run.address, f"node-{options.node_rank}", run.curve)
         told.listen()
-        engines = LocalEngines(options, options.master_addr, options.master_port, run_engine)
+        engines = LocalEngines(options, options.master_addr, options.master_port, engine_main)
         try:
             return _Supervisor(options.node_rank, engines, store, link, told).run()
         finally:
@@ -127,6 +129,8 @@ class _Supervisor:
                 self._ended(rank)
                 deadline = deadline or time.monotonic() + _GRACE_S
             if alive and not self._node_0_answers():
+                if self._engines.join(_LEAVING_S) and not any(map(self._engines.exit_status, self._engines.ranks)):
+                    return 0
                 log_event(_logger, "node 0 is gone", level=logging.ERROR, node_rank=self._node_rank)
                 return 1
         return 1 if alive or self._failed else 0

@@ -43,6 +43,7 @@ class EngineOptions:
         master_addr: address at which the other nodes reach node 0.
         master_port: port of the rendezvous store; 0 picks a free one (one node only).
         cluster_secret_file: file with the nodes' shared secret; each process reads it (`serving.engine.wire.secret`).
+        job: settings of what the ranks do in place of serving, by name, the same on all nodes; empty if they serve.
     """
 
     model: Path
@@ -78,6 +79,7 @@ class EngineOptions:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     cluster_secret_file: Path | None = None
+    job: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:

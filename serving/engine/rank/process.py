@@ -12,6 +12,8 @@ number, its *epoch*. Its rank gets the epoch with the request, the others get it
 ranks compare their last epochs in one small all-reduce. They pause only if all epochs are equal and no rank has work.
 The client sends the next epoch to all ranks, so all wake up.
 
+Ranks with another job than to serve (`ubatch tune`) have a loop of their own in such a process (`run_rank`).
+
 The process ends after `Shutdown`, after an error, or when the process that started it has ended. It ignores Ctrl-C and
 SIGTERM: they often reach every process of a group while the process that started the engines still drains them.
 """
@@ -27,10 +29,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -69,7 +72,7 @@ from ubatch import CommGroup, ConfigError, GroupBroken, PeerFailed, TransferTime
 from ubatch.process.heartbeat import Heart, stop_hearts
 from ubatch.ranks.long_calls import taking_long
 
-__all__ = ["Engine", "Orphaned", "run_engine"]
+__all__ = ["Engine", "Orphaned", "RankWork", "ToldToEnd", "check_parent", "place_rank", "run_engine", "run_rank"]
 
 _logger = logging.getLogger(__name__)
 
@@ -80,36 +83,56 @@ _REPORT_S = 0.2
 """How often a rank whose steps give no output sends its statistics, in seconds."""
 
 
+RankWork: TypeAlias = Callable[[Run, EngineLink, int | None], None]
+"""What a rank's process does once it has joined the run: called with the run, its connection to the client, which it
+closes at the end, and the id of the process that started it."""
+
+
 def run_engine(options: EngineOptions, rank: int, store_host: str, store_port: int) -> None:
     """Main function of a rank's process. It exits with status 0 after `Shutdown`, with 1 after an error."""
+    run_rank(options, rank, store_host, store_port, partial(_serve, options, rank))
+
+
+def run_rank(options: EngineOptions, rank: int, store_host: str, store_port: int, work: RankWork) -> None:
+    """Join the run, and work. After an error the client is told, and the process exits with status 1.
+
+    A `Shutdown` explains an error: then the client is not told, and an engine that served exits with status 0.
+    """
     started_by = multiprocessing.parent_process()
     parent = os.getppid() if started_by is None else started_by.pid
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if options.log_level is not None:
         configure_logging(options.log_level, f"rank {rank}")
-    _check_parent(parent)  # if it is gone, so is the store, and connecting would be tried for minutes
+    tqdm.set_lock(threading.RLock())  # its default lock is a system semaphore, which a killed process leaves behind
+    check_parent(parent)  # if it is gone, so is the store, and connecting would be tried for minutes
     store = connect_store(store_host, store_port)
     run, _ = join_run(store, options)
     client = EngineLink(run.address, f"rank-{rank}", run.curve)
     try:
-        link = join_turns(client, run.address, options, rank, run.said, partial(_check_parent, parent))
-        with _loaded(options, rank, run) as (runner, core):
-            memory = describe_memory(runner)
-            for way in describe_transport(runner):
-                log_event(_logger, "transport", way=way)
-            log_event(_logger, "engine ready", memory=memory, overlap_schedule=options.overlaps_schedule)
-            ready = Ready(rank, options.scheduler.max_model_len, runner.config.vocab_size, memory)
-            timeout_s = options.dbo.timeout_s
-            Engine(ready, core, runner.group, link, parent, options.dp_rank(rank), timeout_s).serve()
+        work(run, client, parent)
     except BaseException as error:
         stop_hearts()  # a lane that still runs must not send heartbeats while this thread sends
-        ending = client.shutdown_comes()  # other ranks may have ended on `Shutdown` before this rank read it
+        # other ranks may have ended on `Shutdown` before this rank read it
+        ending = isinstance(error, ToldToEnd) or client.shutdown_comes()
         if not ending:
             _report_failure(client, rank, error)
         client.close()
         sys.stderr.flush()
-        os._exit(0 if ending else 1)  # skips the destructors of process groups, which would wait for stuck operations
+        served = ending and not options.job  # a job that is told to end has not been done
+        os._exit(0 if served else 1)  # skips the destructors of process groups, which would wait for stuck operations
+
+
+def _serve(options: EngineOptions, rank: int, run: Run, client: EngineLink, parent: int | None) -> None:
+    link = join_turns(client, run.address, options, rank, run.said, partial(check_parent, parent))
+    with _loaded(options, rank, run) as (runner, core):
+        memory = describe_memory(runner)
+        for way in describe_transport(runner):
+            log_event(_logger, "transport", way=way)
+        log_event(_logger, "engine ready", memory=memory, overlap_schedule=options.overlaps_schedule)
+        ready = Ready(rank, options.scheduler.max_model_len, runner.config.vocab_size, memory)
+        timeout_s = options.dbo.timeout_s
+        Engine(ready, core, runner.group, link, parent, options.dp_rank(rank), timeout_s).serve()
     link.close()
 
 
@@ -117,7 +140,16 @@ class Orphaned(UBatchError):
     """The process that started this rank is gone."""
 
 
-def _check_parent(parent: int | None) -> None:
+class ToldToEnd(UBatchError):
+    """The client sent `Shutdown` before this rank had done its job."""
+
+
+def check_parent(parent: int | None) -> None:
+    """Check that the process that started this one still runs.
+
+    Raises:
+        Orphaned: it is gone.
+    """
     if os.getppid() != parent:
         raise Orphaned(f"the process that started it ({parent}) is gone.")
 
@@ -125,14 +157,8 @@ def _check_parent(parent: int | None) -> None:
 @contextmanager
 def _loaded(options: EngineOptions, rank: int, run: Run) -> Iterator[tuple[ModelRunner, EngineCore]]:
     """Join the other ranks, load the model, warm it up and make its loop; all is released at the end."""
-    local_rank = rank - options.local_ranks.start
-    if options.device == "cuda":
-        _choose_gpu(local_rank, options.local_size)
-        pin_rank(local_rank, options.local_size, torch.device("cuda", local_rank))
-    elif options.local_size > 1:
-        pin_rank(local_rank, options.local_size)
+    local_rank = place_rank(options, rank)
     collective = options.step_size > 1
-    tqdm.set_lock(threading.RLock())  # its default lock is a system semaphore, which a killed process leaves behind
     with (
         tqdm(total=3, desc="engine", unit="stage", disable=None if rank == 0 else True, leave=False) as bar,
         ExitStack() as starting,
@@ -159,6 +185,21 @@ def _loaded(options: EngineOptions, rank: int, run: Run) -> Iterator[tuple[Model
             yield runner, core
     if collective:
         dist.destroy_process_group()
+
+
+def place_rank(options: EngineOptions, rank: int) -> int:
+    """Choose this process's GPU, and pin it to its cores; returns its place among the ranks of this node.
+
+    Raises:
+        ConfigError: this node has too few GPUs.
+    """
+    local_rank = rank - options.local_ranks.start
+    if options.device == "cuda":
+        _choose_gpu(local_rank, options.local_size)
+        pin_rank(local_rank, options.local_size, torch.device("cuda", local_rank))
+    elif options.local_size > 1:
+        pin_rank(local_rank, options.local_size)
+    return local_rank
 
 
 def _choose_gpu(local_rank: int, local_size: int) -> None:
@@ -247,7 +288,7 @@ class Engine:
 
     def _take_in(self, wait_s: float) -> bool:
         """Handle received messages; wait up to `wait_s` for the first. Returns False after `Shutdown`."""
-        _check_parent(self._parent)
+        check_parent(self._parent)
         self._heart.beat()
         received = self._received
         for message in self._link.receive(wait_s):

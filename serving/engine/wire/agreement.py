@@ -13,7 +13,17 @@ from dataclasses import fields, replace
 import msgspec
 
 from serving.engine.options import AUTO_DTYPE, EngineOptions
-from serving.engine.wire.messages import Alive, Failed, FromEngine, NodeAlive, Outputs, ProfileWritten, Ready, Refused
+from serving.engine.wire.messages import (
+    Alive,
+    Failed,
+    Finished,
+    FromEngine,
+    NodeAlive,
+    Outputs,
+    ProfileWritten,
+    Ready,
+    Refused,
+)
 from ubatch import ConfigError
 
 __all__ = ["describe_shape", "is_of_this_run", "rank_identity", "require_same_shape", "settle_dtype"]
@@ -75,7 +85,7 @@ def require_same_shape(options: EngineOptions, theirs: str, other_node: int) -> 
             f"{name} is {_text(own, name)} on {here} and {_text(other, name)} on {there}" for name in names
         )
         raise ConfigError(
-            f"{here} and {there} cannot serve together: {wrong}. Start every node with the same command, except "
+            f"{here} and {there} cannot work together: {wrong}. Start every node with the same command, except "
             f"for --node-rank."
         )
 
@@ -103,6 +113,8 @@ def is_of_this_run(options: EngineOptions, sender: bytes, message: FromEngine) -
             return node_rank in range(1, options.nnodes)
         case Failed(rank):
             return rank in range(options.world_size)
+        case Finished(rank):
+            return rank == 0 and sender == rank_identity(rank)
         case Ready(rank) | Alive(rank) | ProfileWritten(rank):
             return rank in range(options.world_size) and sender == rank_identity(rank)
 
@@ -114,6 +126,8 @@ def _settings(options: EngineOptions) -> Iterator[tuple[str, object]]:
             prefix = _NESTED[each.name]
             parts = [(part.name, getattr(value, part.name)) for part in fields(value)] if value is not None else []
             yield from ((prefix + name, part) for name, part in parts if name not in _MAY_DIFFER)
+        elif each.name == "job":
+            yield from value.items()
         elif each.name not in _MAY_DIFFER:
             yield each.name, value
 

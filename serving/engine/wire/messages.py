@@ -1,7 +1,7 @@
 """The messages between the API process and the engines: tagged msgspec structs, in MessagePack.
 
     to an engine      Add, Abort, Wake, StartProfile, StopProfile, Shutdown; Unreadable is an Add that it cannot decode
-    from an engine    Ready, Alive, Outputs, Refused, Failed, ProfileWritten
+    from an engine    Ready, Alive, Outputs, Refused, Failed, ProfileWritten; Finished at the end of a job
     from a node       NodeAlive, and Failed for an engine of it that died
     to a follower     Turn, from the leader of its tensor-parallel group (see `lockstep`)
 
@@ -27,6 +27,7 @@ __all__ = [
     "Add",
     "Alive",
     "Failed",
+    "Finished",
     "FromEngine",
     "NodeAlive",
     "Outputs",
@@ -167,6 +168,17 @@ class ProfileWritten(msgspec.Struct, tag=True, array_like=True, frozen=True):
     error: str | None
 
 
+class Finished(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """From rank 0: the ranks have done their job (`EngineOptions.job`), and wait for `Shutdown`.
+
+    Attributes:
+        result: what they found, as text.
+    """
+
+    rank: int
+    result: str
+
+
 class NodeAlive(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The heartbeat of a node other than node 0."""
 
@@ -174,7 +186,7 @@ class NodeAlive(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 ToEngine: TypeAlias = Add | Unreadable | Abort | Wake | StartProfile | StopProfile | Shutdown
-FromEngine: TypeAlias = Ready | Alive | Outputs | Refused | Failed | ProfileWritten | NodeAlive
+FromEngine: TypeAlias = Ready | Alive | Outputs | Refused | Failed | Finished | ProfileWritten | NodeAlive
 
 
 class Turn(msgspec.Struct, tag=True, array_like=True, frozen=True):

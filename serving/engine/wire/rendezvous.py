@@ -145,8 +145,8 @@ def join_run(store: dist.Store, options: EngineOptions) -> tuple[Run, EngineOpti
         raise _other_secret(error, f"node {options.node_rank}", "node 0") from error
     except dist.DistError as error:
         raise UBatchError(
-            f"node 0 at {options.master_addr} has not begun its run ({_first_line(error)}). Does `ubatch serve` with "
-            f"--node-rank 0 and the same version still run there, or does something else use its port?"
+            f"node 0 at {options.master_addr} has not begun its run ({_first_line(error)}). Does the same command "
+            f"with --node-rank 0, of the same version, still run there, or does something else use its port?"
         ) from error
     try:
         require_same_shape(options, shape, 0)

@@ -25,7 +25,17 @@ from serving.engine import EngineClient, EngineOptions, run_node
 from serving.engine.client import EngineClient as Client
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.engine.wire.agreement import describe_shape, require_same_shape
-from serving.engine.wire.messages import Alive, Failed, NodeAlive, Outputs, ProfileWritten, Ready, Refused, encode
+from serving.engine.wire.messages import (
+    Alive,
+    Failed,
+    Finished,
+    NodeAlive,
+    Outputs,
+    ProfileWritten,
+    Ready,
+    Refused,
+    encode,
+)
 from serving.engine.wire.rendezvous import Run, check_node, claim_node, join_run, post_node
 from serving.requests import EngineStatistics
 from serving.scheduler import SchedulerConfig
@@ -57,6 +67,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
         {"speculation": SpeculationConfig(Algorithm.NGRAM, 2)},
         '--speculative-algorithm is "ngram" on node 1 and not set',
     ),
+    "a job": ({"job": {"max_rounds": 3}}, "--max-rounds is 3 on node 1 and not set"),
 }
 
 
@@ -65,10 +76,10 @@ def test_other_settings_are_an_error_on_both_ends(other: dict[str, Any], why: st
     store = dist.HashStore()
     Run.open(store, None).post_client_address("tcp://127.0.0.1:5", two_nodes())
     post_node(store, two_nodes(1, **other))
-    with pytest.raises(ConfigError, match=f"^node 1 and node 0 cannot serve together: .*{why}"):
+    with pytest.raises(ConfigError, match=f"^node 1 and node 0 cannot work together: .*{why}"):
         join_run(store, two_nodes(1, **other))
     with pytest.raises(
-        ConfigError, match=r"^node 0 and node 1 cannot serve together: .* Start every node with the same"
+        ConfigError, match=r"^node 0 and node 1 cannot work together: .* Start every node with the same"
     ):
         check_node(store, None, two_nodes(), 1)
 
@@ -138,13 +149,12 @@ def sleep_for_ever(options: EngineOptions, rank: int, host: str, port: int) -> N
     asyncio.run(asyncio.sleep(3600))
 
 
-def test_a_server_of_two_nodes_takes_none_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_of_two_nodes_takes_none_of_four() -> None:
     port = free_port()
-    monkeypatch.setattr("serving.engine.node.run_engine", sleep_for_ever)
 
     async def scenario() -> list[Any]:
         stranger = tiny(4, nnodes=4, node_rank=3, master_port=port)
-        node = asyncio.create_task(asyncio.to_thread(run_node, stranger))
+        node = asyncio.create_task(asyncio.to_thread(run_node, stranger, engine_main=sleep_for_ever))
         start = EngineClient.start(tiny(2, nnodes=2, master_port=port), engine_main=sleep_for_ever)
         return await asyncio.wait_for(asyncio.gather(start, node, return_exceptions=True), 60)
 
@@ -160,6 +170,8 @@ STRANGE: dict[str, tuple[str, Callable[[int], Any]]] = {
     "outputs": ("rank-9", lambda rank: Outputs(rank, 0, (), EngineStatistics())),
     "refused": ("rank-9", lambda rank: Refused(rank, "a", "RequestError", "no")),
     "failed": ("rank-9", lambda rank: Failed(rank, "", "", "is no more", "", False)),
+    "a result": ("rank-9", lambda rank: Finished(rank, "")),
+    "a result in rank 0's name": ("rank-9", lambda rank: Finished(0, "")),
     "a profile": ("rank-9", lambda rank: ProfileWritten(rank, "", None)),
     "a node": ("node-9", lambda rank: NodeAlive(rank)),
 }
@@ -186,6 +198,7 @@ def test_a_message_of_no_rank_of_this_run_changes_nothing(caplog: pytest.LogCapt
             send(name, message(9))
         await asyncio.sleep(0.5)
         assert not client._all_ready.done()
+        assert not client._finished.done()
         assert not receiving.done()
         assert client._signs._nodes == {}
         send("rank-1", Ready(1, 1, 1, ""))

@@ -1,4 +1,4 @@
-"""Two nodes, both on this machine: a request is served by either, and node 0 hears of deaths that it cannot see."""
+"""Two nodes, both on this machine: they serve or do a job, and node 0 hears of deaths that it cannot see."""
 
 from __future__ import annotations
 
@@ -6,16 +6,24 @@ import asyncio
 import multiprocessing
 import os
 import signal
+from contextlib import closing
+from functools import partial
+from typing import Any
 
 import pytest
 from engine_mains import is_alive, tiny, tokens_of, wait_for
 
 from model_runner import SamplingParams
 from ranks import free_port
-from serving.engine import EngineClient, run_node
+from serving.engine import EngineClient, EngineOptions, run_node
+from serving.engine.node import _Supervisor, _Told
+from serving.engine.rank.process import ToldToEnd, run_rank
+from serving.engine.wire.link import EngineLink
+from serving.engine.wire.messages import Finished, NodeAlive, Ready
+from serving.engine.wire.rendezvous import Run, init_ranks
 from serving.network import choose_interface
 from serving.requests import EngineDead
-from ubatch import ConfigError
+from ubatch import CommGroup, ConfigError
 
 
 def test_node_0_is_not_a_node_to_be_run() -> None:
@@ -64,3 +72,76 @@ def test_two_nodes_serve_and_the_death_of_a_remote_rank_is_named() -> None:
 
 def engine_of_rank(rank: int) -> int:
     return next(p.pid for p in multiprocessing.active_children() if p.name == f"rank {rank}" and p.pid is not None)
+
+
+def add_up(options: EngineOptions, rank: int, run: Run, link: EngineLink, parent: int | None) -> None:
+    init_ranks(run, rank, options)
+    group = CommGroup.from_process_group()
+    link.send(Ready(rank, 1, 1, ""))
+    highest = -group.least(-10.0 - rank)
+    if rank == 0:
+        link.send(Finished(rank, str(highest)))
+    while not link.shutdown_comes():
+        pass
+    if options.job["leave"] == "in time":
+        link.close()
+        return
+    raise ToldToEnd("too early")
+
+
+def run_job(options: EngineOptions, rank: int, host: str, port: int) -> None:
+    run_rank(options, rank, host, port, partial(add_up, options, rank))
+
+
+@pytest.mark.parametrize(("leave", "status"), [("in time", 0), ("early", 1)])
+def test_the_ranks_of_two_nodes_do_a_job_and_a_node_says_whether_its_own_have_done_it(leave: str, status: int) -> None:
+    settings: dict[str, Any] = {"expert_parallel": True, "nnodes": 2, "master_port": free_port()}
+    settings["job"] = {"leave": leave}
+
+    async def scenario() -> int:
+        other = tiny(2, node_rank=1, **settings)
+        node = asyncio.create_task(asyncio.to_thread(run_node, other, engine_main=run_job))
+        client = await EngineClient.start(tiny(2, **settings), engine_main=run_job)
+        try:
+            assert await client.result() == "11.0"
+        finally:
+            await client.close()
+        return await node
+
+    assert asyncio.run(scenario()) == status
+
+
+class Leaving:
+    """Engines of a node that end, or do not, after node 0 has gone."""
+
+    ranks = range(1, 2)
+
+    def __init__(self, status: int | None) -> None:
+        self.status, (self.never_ready, self._other_end) = status, os.pipe()
+        self.sentinels = {1: self.never_ready}
+
+    def join(self, timeout_s: float) -> bool:
+        return self.status is not None
+
+    def exit_status(self, rank: int) -> int | None:
+        return self.status
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("the store is gone")
+
+    def send(self, message: NodeAlive) -> None:
+        pass
+
+    def close(self) -> None:
+        os.close(self.never_ready)
+        os.close(self._other_end)
+
+
+@pytest.mark.parametrize(("rank", "node"), [(0, 0), (1, 1), (None, 1)])
+def test_node_0_may_leave_before_ranks_that_it_told_to_end(
+    rank: int | None, node: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serving.engine.node._ALIVE_EVERY_S", 0.01)
+    with _Told() as told, closing(Leaving(rank)) as all_of_it:
+        fakes: Any = (all_of_it,) * 3
+        assert _Supervisor(1, *fakes, told).run() == node
