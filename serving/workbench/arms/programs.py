@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from moe import EmulatedLink
-from ubatch import Schedule, tracing
+from ubatch import CommGroup, Schedule, tracing
 from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait, programs_of, simulate_ranks
 from ubatch.trace.spans import SpanKind
 
@@ -64,22 +64,37 @@ def traced_step(step: Callable[[], object], link: EmulatedLink | None) -> Traced
     return TracedStep(programs_of(trace, trace.step), lanes_s)
 
 
-def gather_steps(mine: Sequence[Programs]) -> list[list[Programs]]:
-    """Gather this rank's programs into step -> rank -> programs. Every rank of the job calls it; all get the same."""
+def gather_steps(mine: Sequence[Programs], group: CommGroup | None) -> list[list[Programs]]:
+    """Gather this rank's programs into step -> rank -> programs. Every rank calls it; see `gather_texts`."""
     own = json.dumps(write_steps([[programs] for programs in mine]))
-    of_ranks = [read_steps(json.loads(text)) for text in gather_texts(own)]
+    of_ranks = [read_steps(json.loads(text)) for text in gather_texts(own, group)]
     return [[programs for (programs,) in step] for step in zip(*of_ranks, strict=True)]
 
 
-def gather_texts(mine: str) -> list[str]:
-    """Gather every rank's text, by CPU collectives. Data of other machines is sent as text, and never unpickled."""
+def gather_texts(mine: str, group: CommGroup | None) -> list[str]:
+    """Gather every rank's text, by CPU collectives. Data of other machines is sent as text, and never unpickled.
+
+    Args:
+        group: the ranks, every one of which calls this; None for a single rank.
+
+    Raises:
+        PeerFailed, TransferTimeout, GroupBroken: as a vote.
+    """
+    if group is None:
+        return [mine]
     own = torch.frombuffer(bytearray(mine.encode() + b"\0"), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(own)]))
+    sizes = _gather(torch.tensor([len(own)]), group)
     longest = int(max(sizes))
-    rows = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(rows, torch.nn.functional.pad(own, (0, longest - len(own))))
+    rows = _gather(torch.nn.functional.pad(own, (0, longest - len(own))), group)
     return [bytes(row[: int(size) - 1].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def _gather(own: torch.Tensor, group: CommGroup) -> list[torch.Tensor]:
+    rows = [torch.zeros_like(own) for _ in range(group.size)]
+    connection = group.usable_connection()
+    work = dist.all_gather(rows, own, group=connection.vote_pg, async_op=True)
+    connection.wait_for_works((work,), "gather")
+    return rows
 
 
 def predict_step(steps: Sequence[Sequence[Programs]], schedule: Schedule, handoff_s: float = 0.0) -> float:

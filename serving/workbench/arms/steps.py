@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from model_runner import InputBatch, ModelRunner
 from model_runner.parallel.transport import most_lanes, traits_in_lanes
@@ -64,9 +63,9 @@ class ArmSteps:
 
     def search(self, batch: InputBatch, find: Callable[[StageModel], list[Arm]]) -> list[Arm]:
         """Run `find` on the stage model on rank 0, and send its arms to all ranks. Errors as in `stage_model`."""
-        model = self.stage_model(batch)
-        found = msgspec.json.encode(find(model)).decode() if dist.get_rank() == 0 else ""
-        return msgspec.json.decode(gather_texts(found)[0], type=list[Arm])
+        model, group = self.stage_model(batch), self._runner.group
+        found = msgspec.json.encode(find(model)).decode() if group is None or group.rank == 0 else ""
+        return msgspec.json.decode(gather_texts(found, group)[0], type=list[Arm])
 
     @torch.inference_mode()
     def stage_model(self, batch: InputBatch) -> StageModel:
@@ -111,7 +110,7 @@ class ArmSteps:
         if not self.run(arm, batch):
             return None
         samples = [traced_step(lambda: self.run(arm, batch), self._link).programs for _ in range(_TRACED_STEPS)]
-        return slowest_layer_times(gather_steps(samples))
+        return slowest_layer_times(gather_steps(samples, self._runner.group))
 
     def _wrapper(self, arm: Arm) -> UBatchWrapper:
         if arm.name not in self._wrappers:

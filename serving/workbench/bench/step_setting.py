@@ -327,7 +327,7 @@ class SplitCompute:
 
     def steps(self) -> list[list[Programs]]:
         """Every rank's programs of all steps but the first, for the simulator; every rank calls it."""
-        return gather_steps(self._programs[1:] or self._programs)
+        return gather_steps(self._programs[1:] or self._programs, self._setting.group)
 
     def around_ms(self) -> float:
         """Milliseconds of a step outside its lanes, such as the vote; every rank calls it."""

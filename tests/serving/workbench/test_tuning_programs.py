@@ -16,7 +16,7 @@ from serving.workbench.arms.programs import (
     write_steps,
 )
 from serving.workbench.arms.stages import slowest_layer_times
-from ubatch import Transfer
+from ubatch import CommGroup, Transfer
 from ubatch.schedules.schedule import get_schedule
 from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait
 from ubatch.trace.spans import Event, EventKind, SpanKind, current_trace
@@ -90,7 +90,8 @@ def test_steps_in_a_file_predict_the_same() -> None:
 
 def gather(rank: int, ranks: int) -> tuple[list[str], list[list[list[list[Op]]]]]:
     mine: list[list[list[Op]]] = [[[Compute(0.5 + rank), Pass("dispatch")], [Launch("sent", 0.25)]], [[Wait("sent")]]]
-    return gather_texts("ü" * 3 * rank), gather_steps(mine)
+    group = CommGroup.from_process_group()
+    return gather_texts("ü" * 3 * rank, group), gather_steps(mine, group)
 
 
 def test_every_rank_gets_what_all_have_measured() -> None:
