@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GenerateCommand",
+    "check_launcher",
     "describe_steps",
     "print_generated",
     "print_notes",
@@ -87,7 +88,7 @@ def resolve_offline(layers: Sequence[Layer], table: Table, *, print_config: bool
     if not given["prompt"] and not print_config and given["node_rank"] == 0:
         raise ConfigError("--prompt is missing: give one or more prompts to generate from.")
     _check_model(given)
-    _check_launcher()
+    check_launcher()
     settings = resolve_settings(*layers, table=table, first=_size_for_prompts)
     check_tokenizer(settings.folders["model"])
     if settings.given("max_tokens") and settings["max_tokens"] >= settings["max_model_len"]:
@@ -126,7 +127,7 @@ def _check_model(given: Settings) -> None:
         )
 
 
-def _check_launcher() -> None:
+def check_launcher() -> None:
     """Refuse to run once per rank.
 
     Raises:

@@ -29,7 +29,7 @@ from serving.network import LOOPBACK, choose_interface, listening_store
 from serving.pinning import pin_rank
 from ubatch import ConfigError, UBatchError
 
-__all__ = ["RankFailed", "free_port", "run_ranks"]
+__all__ = ["RankFailed", "free_port", "run_ranks", "terminated_as_exit"]
 
 _logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, device: str =
     context = mp.get_context("spawn")
     store = listening_store(LOOPBACK, 0, _START_TIMEOUT)  # outlives the ranks
     readers, ranks = [], []
-    with _terminated_as_exit():
+    with terminated_as_exit():
         try:
             for rank in range(world_size):
                 reader, writer = context.Pipe(duplex=False)
@@ -108,7 +108,7 @@ def _collect(readers: Sequence[Any], ranks: Sequence[Any]) -> Any:
 
 
 @contextmanager
-def _terminated_as_exit() -> Iterator[None]:
+def terminated_as_exit() -> Iterator[None]:
     """Turn SIGTERM into SystemExit, so that the ranks are ended too."""
     if threading.current_thread() is not threading.main_thread():
         yield

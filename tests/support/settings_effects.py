@@ -15,7 +15,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from torch.distributed import HashStore
 
 import serving.engine.launch as launch
@@ -225,36 +224,26 @@ def of_trace(words: Sequence[str]) -> Effects:
 
 
 def of_tune(words: Sequence[str]) -> Effects:
-    """Of `ubatch tune`: what the ranks are told, and the runner of rank 0."""
+    """Of `ubatch tune`: what the ranks are told to measure, the runner of rank 0, and the processes."""
     seen = Seen()
     command = tune.read("ubatch tune", "", words)
     with (
-        mock.patch.object(tune, "run_ranks", seen.note("ranks")),
+        mock.patch.object(tune, "_measure", seen.note("measured", then=Enough)),
+        mock.patch.object(tune, "run_node", seen.note("node", then=Enough)),
         mock.patch.object(tune, "load_state", return_value=None),
         mock.patch.object(Path, "mkdir"),
     ):
         _silently(lambda: tune.run(command), seen)
-    (((_, size, engine, *told), how),) = seen["ranks"]
-    seen["ranks"] = size, told[:3], how
-    with (
-        mock.patch.object(build, "ModelRunner", seen.note("runner", then=Enough)),
-        mock.patch.object(build, "WeightsBar", return_value=None),
-        mock.patch.object(tune, "CommGroup", SimpleNamespace(from_process_group=lambda *_, **__: _GROUP)),
-        mock.patch.object(tune.dist, "new_group"),
-        mock.patch.object(tune.dist, "broadcast_object_list"),
-        mock.patch.object(torch.cuda, "set_device"),
-        pytest.raises(Enough),
-    ):
-        tune._tune_on_rank(0, size, engine, *told)
+    (((_, *main), how),) = seen.pop("measured", None) or seen.pop("node")
+    plan, _, path = (how.get("engine_main") or main[0]).args
+    seen["plan"] = plan, path
+    _of_offline(seen, command.engine)
     return seen
-
-
-_GROUP = SimpleNamespace(rank=0, size=2)
 
 
 def _silently(run: Callable[[], Any], seen: Seen) -> None:
     """What a command says before it begins."""
-    with mock.patch("sys.stderr", new_callable=io.StringIO) as said:
+    with mock.patch("sys.stderr", new_callable=io.StringIO) as said, contextlib.suppress(Enough):
         run()
     seen["said"] = said.getvalue()
 

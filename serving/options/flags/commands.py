@@ -67,7 +67,7 @@ class Measurement(Group):
     """What to measure, and where to write the best settings."""
 
     out: Path = Field(Path("dbo.yaml"), description="YAML file to write; .html and .png beside it")
-    data_parallel_size: int = Field(2, ge=2, description="ranks; they share the experts")
+    data_parallel_size: Positive = Field(2, description="ranks in all; they share the experts")
     modes: Annotated[
         Annotated[tuple[Mode, ...], Field(min_length=1)],
         BeforeValidator(_as_tuple),
@@ -89,6 +89,7 @@ class Measurement(Group):
 
 
 _EXCHANGE = ("all2all_backend", "all2all_options", "moe_backend", "emulated_link")
+_MACHINES = ("nnodes", "node_rank", "master_addr", "master_port", "cluster_secret_file")
 _OFFLINE: Mapping[str, type[Group]] = {
     "model": Model,
     "prompts": Prompts,
@@ -107,10 +108,10 @@ TUNE = Table(
             *("dtype", "device"),
         ),
         "measurement": Measurement,
-        "parallelism": pick(Parallelism, *_EXCHANGE),
+        "parallelism": pick(Parallelism, "tensor_parallel_size", *_EXCHANGE, *_MACHINES),
         "attention": pick(Attention, "attention_backend"),
         "cache": pick(Cache, "block_size"),
     },
-    implied={"enable_expert_parallel": True},
+    implied={"enable_expert_parallel": True, **_QUIET},
 )
 COMMANDS = (SERVE, GENERATE, TRACE, TUNE)

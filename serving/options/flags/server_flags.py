@@ -87,7 +87,7 @@ class Parallelism(Group):
         Flag(metavar="US MB/S"),
     ] = Field(None, description="deliver over a link of this latency and bandwidth")
     nnodes: Positive = Field(1, description="machines; they have equally many ranks")
-    node_rank: int = Field(0, ge=0, description="this machine; 0 serves, the others only compute")
+    node_rank: int = Field(0, ge=0, description="this machine; 0 serves or writes, the others only compute")
     master_addr: str = Field("127.0.0.1", description="where the others reach machine 0")
     master_port: Annotated[int, Flag(default="a free one; with more machines choose one")] = Field(
         0, ge=0, le=65535, description="its port for their rendezvous"

@@ -5,20 +5,20 @@
     after two   an arm far slower than the best of its cell is dropped from that cell
 
 Rank 0 alone decides when the time is up and which arms the search adds; other decisions follow from exchanged times, so
-that all ranks decide alike. A step's time is that of its slowest rank.
+that all ranks decide alike. A step's time is that of its slowest rank. With tensor parallelism the ranks of a replica
+have the same batch.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import torch
-import torch.distributed as dist
 
 from model_runner import InputBatch, ModelRunner
 from model_runner.parallel.transport import most_chunks
@@ -28,6 +28,7 @@ from serving.workbench.arms.cells import Arm, Cell, Grid, library_arms
 from serving.workbench.arms.stages import best_schedules
 from serving.workbench.arms.steps import ArmSteps, NoStageTimes
 from serving.workbench.tuning.state import State, save_state
+from ubatch import CommGroup
 from ubatch.schedules.cost_table import SERIAL_ARM
 
 __all__ = ["Plan", "Tuner"]
@@ -60,31 +61,45 @@ class Tuner:
 
     Args:
         runner: the model; of its overlap settings only the time-out is used.
+        group: the runner's.
         plan: what to measure.
         state: results of an earlier run, or an empty state; new results are added to it.
-        state_path: rank 0 writes the state here; None writes none.
+        state_path: where to write the state; None, as on all ranks but 0, writes none.
         steps: runs the arms on this runner.
+        check: called before every step; may raise to end the measuring.
     """
 
-    def __init__(self, runner: ModelRunner, plan: Plan, state: State, state_path: Path | None, steps: ArmSteps) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        group: CommGroup,
+        plan: Plan,
+        state: State,
+        state_path: Path | None,
+        steps: ArmSteps,
+        check: Callable[[], object],
+    ) -> None:
         self._runner = runner
+        self._group = group
         self._plan = plan
         self._state = state
         self._state_path = state_path
-        self._rank = dist.get_rank()
         self._steps = steps
+        self._check = check
+        self._seed = group.rank // runner.tensor_parallel_size
         self._start = time.monotonic() - state.seconds
 
     def run(self) -> State:
         """Run as many rounds as the time allows, at least one."""
-        for mode in self._plan.grid.modes:
+        first = self._group.rank == 0
+        for mode in progress(self._plan.grid.modes, desc="stage times", unit="mode", show=first):
             if mode not in self._state.searched:
                 self._state.searched[mode] = self._search(mode)
         self._save()
         cells = self._plan.grid.cells()
         for done in range(self._state.rounds, self._plan.rounds):
             label = f"round {done + 1} of at most {self._plan.rounds}"
-            for cell in progress(cells, desc=label, unit="cell", show=self._rank == 0):
+            for cell in progress(cells, desc=label, unit="cell", show=first):
                 serial = self._state.samples.get(str(cell), {}).get(SERIAL_ARM)
                 if serial is not None and len(serial) > done:
                     continue  # measured before the run was stopped
@@ -107,24 +122,23 @@ class Tuner:
     @torch.inference_mode()
     def _visit(self, cell: Cell) -> None:
         samples = self._state.samples.setdefault(str(cell), {})
-        with make_batch(self._runner, cell, self._plan.grid, seed=self._rank) as batch:
+        with make_batch(self._runner, cell, self._plan.grid, seed=self._seed) as batch:
             racing = []
             for arm in self.arms(cell.mode):
                 if arm.name not in samples:
-                    samples[arm.name] = [] if self._steps.run(arm, batch) else None
+                    samples[arm.name] = [] if self._run(arm, batch) else None
                 if samples[arm.name] is not None and not self._is_out(samples, arm):
                     racing.append(arm)
             times: dict[str, list[float]] = {arm.name: [] for arm in racing}
             for arm in racing:
-                self._steps.run(arm, batch)  # a warm-up: after other arms the caches are cold
+                self._run(arm, batch)  # a warm-up: after other arms the caches are cold
             for arm in [*racing, *reversed(racing)]:
                 times[arm.name].append(self._timed(arm, batch))
-        slowest = torch.tensor([sum(times[arm.name]) / 2 for arm in racing], dtype=torch.float64, device="cpu")
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        for arm, seconds in zip(racing, slowest.tolist(), strict=True):
+        for arm in racing:
+            slowest = -self._group.least(-sum(times[arm.name]) / 2)
             own = samples[arm.name]
             if own is not None:
-                own.append(seconds)
+                own.append(slowest)
 
     def _is_out(self, samples: Mapping[str, list[float] | None], arm: Arm) -> bool:
         times = samples[arm.name]
@@ -141,16 +155,21 @@ class Tuner:
             return []
         cell = max((cell for cell in self._plan.grid.cells() if cell.mode == mode), key=lambda cell: cell.tokens)
         limits = {"max_lanes": max(self._plan.lanes), "max_chunks": _MAX_CHUNKS, "keep": self._plan.search_best}
-        with make_batch(self._runner, cell, self._plan.grid, seed=self._rank) as batch, suppress(NoStageTimes):
+        with make_batch(self._runner, cell, self._plan.grid, seed=self._seed) as batch, suppress(NoStageTimes):
             return self._steps.search(batch, lambda model: best_schedules(model, mode, self.arms(mode), **limits))
         return []
 
-    # -- the ranks; what they exchange goes over the default group, which runs on the host ------------------------
+    # -- a step, and what the ranks exchange ----------------------------------------------------------------------
+
+    def _run(self, arm: Arm, batch: InputBatch) -> bool:
+        self._check()
+        return self._steps.run(arm, batch)
 
     def _timed(self, arm: Arm, batch: InputBatch) -> float:
         """Seconds of a step, from when all ranks are ready; on a GPU, until its work is done."""
+        self._check()
         self._wait_for_device()
-        dist.barrier()
+        self._group.least(0.0)
         start = time.perf_counter()
         self._steps.run(arm, batch)
         self._wait_for_device()
@@ -162,11 +181,10 @@ class Tuner:
 
     def _time_is_up(self) -> bool:
         """Whether the time is up, by rank 0's clock."""
-        box = [time.monotonic() - self._start > self._plan.max_seconds]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        up = self._group.rank == 0 and time.monotonic() - self._start > self._plan.max_seconds
+        return self._group.least(0.0 if up else 1.0) == 0.0
 
     def _save(self) -> None:
         self._state.seconds = time.monotonic() - self._start
-        if self._rank == 0 and self._state_path is not None:
+        if self._state_path is not None:
             save_state(self._state_path, self._state)

@@ -1,22 +1,28 @@
-"""`ubatch tune`: measure the fastest way to run steps on this model, these ranks and this link; write the settings."""
+"""`ubatch tune`: measure the fastest way to run steps on this model, these ranks and this link; write the settings.
+
+machine 0     start its ranks, and wait for what they measured (`EngineClient`)  ->  write the files
+any other     start its ranks, and wait until machine 0 ends them (`run_node`)   ->  say where the files are
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
-import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+import msgspec
 
-from model_runner.parallel.transport import resolve_all2all
+from serving.engine.client import EngineClient
+from serving.engine.launch import EngineMain
+from serving.engine.node import run_node
 from serving.engine.options import EngineOptions
-from serving.engine.rank.build import make_runner
-from serving.generate import print_notes
+from serving.generate import check_launcher, print_notes
 from serving.options import (
     TUNE,
     Command,
@@ -30,16 +36,17 @@ from serving.options import (
     resolve_settings,
     to_engine_options,
 )
-from serving.ranks import run_ranks
-from serving.workbench.arms.batches import kv_blocks_needed, requests_needed
-from serving.workbench.arms.cells import Arm, Grid
-from serving.workbench.arms.steps import ArmSteps
+from serving.options.flags.commands import Measurement
+from serving.ranks import terminated_as_exit
+from serving.workbench.arms.batches import requests_needed
+from serving.workbench.arms.cells import Grid
 from serving.workbench.bench.statistics import environment
-from serving.workbench.tuning.measure import Plan, Tuner
+from serving.workbench.tuning.measure import Plan
 from serving.workbench.tuning.plot import can_draw_png, write_html, write_png
+from serving.workbench.tuning.rank import Measured, tune_rank
 from serving.workbench.tuning.report import Result, make_result
 from serving.workbench.tuning.state import State, load_state, state_file
-from ubatch import CommGroup, ConfigError, UBatchConfig
+from ubatch import ConfigError, UBatchConfig
 
 __all__ = ["TuneCommand", "read", "run"]
 
@@ -57,9 +64,7 @@ class TuneCommand(Command):
     def plan(self) -> Plan:
         """What the ranks measure, from the settings."""
         s = self.settings
-        sizes = ("max_decode_tokens", "max_prefill_tokens", "context", "prompt_len", "draft_tokens")
-        grid = Grid(s["modes"], *(s[name] for name in sizes))
-        return Plan(grid, s["lanes"], s["rounds"], s["max_seconds"], s["search_best"])
+        return Plan(_grid(s), s["lanes"], s["rounds"], s["max_seconds"], s["search_best"])
 
 
 def read(program: str, description: str, words: Sequence[str]) -> TuneCommand:
@@ -78,90 +83,117 @@ def read(program: str, description: str, words: Sequence[str]) -> TuneCommand:
             f"{s.spell('draft_tokens')} {s['draft_tokens']}: a verify step of {s.spell('max_decode_tokens')} "
             f"{s['max_decode_tokens']} has fewer than two requests. Lower the one or raise the other."
         )
-    s = resolve_settings(*layers, table=TUNE, first=_derive)
-    return TuneCommand(s, to_engine_options(s), print_config, tuple(notes(s)))
+    if s["data_parallel_size"] * s["tensor_parallel_size"] == 1:
+        raise ConfigError(
+            f"{s.spell('data_parallel_size')} 1: one process has all experts, and nothing to overlap with. Give 2 or "
+            "more, or --tensor-parallel-size."
+        )
+    check_launcher()
+    s = resolve_settings(*layers, table=TUNE, first=_derive_device)
+    longest = max(s["prompt_len"], s["context"] + 1 + s["draft_tokens"])
+    if longest > s["max_model_len"]:
+        raise ConfigError(
+            f"the checkpoint has {s['max_model_len']} positions, but {s.spell('prompt_len')} and {s.spell('context')} "
+            f"need {longest}."
+        )
+    return TuneCommand(s, _engine(s), print_config, tuple(notes(s)))
 
 
-def _derive(s: Settings, gpus: int) -> Settings:
-    """Derive the device (`cuda` if each rank here can have its own GPU), and a launcher's number of machines."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", s["data_parallel_size"]))
-    if s["device"] == "auto":
-        s = s.derive("device", "cuda" if gpus >= local else "cpu", f"{local} ranks, {gpus or 'no'} GPU")
-    return s.derive("nnodes", max(1, s["data_parallel_size"] // local), "as launched")
+def _derive_device(s: Settings, gpus: int) -> Settings:
+    """`cuda` if each process here can have its own GPU."""
+    if s["device"] != "auto":
+        return s
+    local = s["data_parallel_size"] * s["tensor_parallel_size"] // s["nnodes"]
+    return s.derive("device", "cuda" if gpus >= local else "cpu", f"{local} ranks, {gpus or 'no'} GPU")
 
 
-def run(options: TuneCommand) -> int:
-    if options.print_config:
-        print(describe_settings(options.settings))
+def _engine(s: Settings) -> EngineOptions:
+    """The options of the ranks. All that determines what they do must be in them: the machines compare these."""
+    grid, engine = _grid(s), to_engine_options(s)
+    most = requests_needed(grid)
+    scheduler = replace(engine.scheduler, max_num_seqs=most, max_num_batched_tokens=max(grid.max_prefill_tokens, most))
+    job = {name: s[name] for name in Measurement.model_fields if name != "data_parallel_size"}
+    return replace(engine, dbo=UBatchConfig(timeout_s=_TIMEOUT_S), scheduler=scheduler, job=job)
+
+
+def _grid(s: Settings) -> Grid:
+    sizes = ("max_decode_tokens", "max_prefill_tokens", "context", "prompt_len", "draft_tokens")
+    return Grid(s["modes"], *(s[name] for name in sizes))
+
+
+def run(command: TuneCommand) -> int:
+    """Measure, and on machine 0 print and write the settings. A run that ends early keeps its measurements there.
+
+    Raises:
+        ConfigError, CheckpointError: the ranks cannot start like this.
+        EngineDead: a rank or another machine failed; the message names it.
+    """
+    if command.print_config:
+        print(describe_settings(command.settings))
         return 0
-    print_notes("ubatch tune", (*chosen_dtype(options.settings), *options.notes))
-    fetch_checkpoints(options.settings)
-    key = _key(options)
-    path = state_file(options.out)
+    print_notes("ubatch tune", (*chosen_dtype(command.settings), *command.notes))
+    fetch_checkpoints(command.settings)
+    engine, out, plan = command.engine, command.out, command.plan()
+    path = state_file(out)
+    if engine.node_rank:
+        status = run_node(engine, engine_main=partial(tune_rank, plan, State({}), path))
+        there = f"machine 0 ({engine.master_addr})"
+        if status == 0:
+            print(f"{there} writes {out}")
+        else:
+            print(f"ubatch tune: ended before all was measured; {there} says why", file=sys.stderr)
+        return status
+    state = _state(path, _key(command))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with terminated_as_exit():  # and so the ranks end, too
+        measured = asyncio.run(_measure(engine, partial(tune_rank, plan, state, path)))
+    facts = _facts(engine, plan.grid, Path(command.settings["model"]).name, measured.state)
+    _write(make_result(plan.grid.cells(), measured.arms, measured.state, facts), out)
+    path.unlink(missing_ok=True)
+    return 0
+
+
+def _state(path: Path, key: dict[str, Any]) -> State:
+    """The state of an earlier run with the same key, or an empty one."""
     state = load_state(path, key)
     if state is None:
         if path.exists():
             print(f"{path} is of another run; starting anew")
-        state = State(key)
-    else:
-        print(f"going on after {state.seconds:.0f} s and {state.rounds} whole rounds of an earlier run ({path})")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    engine = options.engine
-    asked = engine, options.plan(), Path(options.settings["model"]).name, path, state
-    result: Result | None = run_ranks(_tune_on_rank, engine.world_size, *asked, device=engine.device)
-    if result is None:  # under a launcher, another rank than 0
-        return 0
+        return State(key)
+    print(f"going on after {state.seconds:.0f} s and {state.rounds} whole rounds of an earlier run ({path})")
+    return state
+
+
+async def _measure(engine: EngineOptions, engine_main: EngineMain) -> Measured:
+    """Start the ranks of this machine, and wait until those of all machines have measured."""
+    client = await EngineClient.start(engine, engine_main=engine_main)
+    try:
+        return msgspec.json.decode(await client.result(), type=Measured)
+    finally:
+        await client.close()
+
+
+def _write(result: Result, out: Path) -> None:
+    """Print the tables, and write the files."""
     result.print()
-    result.write(options.out)
-    page = options.out.with_suffix(".html")
+    result.write(out)
+    page = out.with_suffix(".html")
     write_html(result, page)
-    written = [options.out, page]
+    written = [out, page]
     if can_draw_png():
-        written.append(options.out.with_suffix(".png"))
+        written.append(out.with_suffix(".png"))
         write_png(result, written[-1])
     else:
         print("no PNG: matplotlib is not installed (the extra `tune` has it)")
-    path.unlink(missing_ok=True)
     print(f"wrote {', '.join(map(str, written))}")
-    return 0
 
 
-def _tune_on_rank(
-    rank: int, world_size: int, engine: EngineOptions, plan: Plan, name: str, path: Path, state: State
-) -> Result:
-    index, carrier = 0, None
-    if engine.device == "cuda":
-        index = int(os.environ.get("LOCAL_RANK", rank))
-        torch.cuda.set_device(index)
-        carrier = dist.new_group(backend="nccl")  # carries tensors; decisions go over the default group
-    group = CommGroup.from_process_group(carrier, timeout_s=_TIMEOUT_S)
-    shared: list[Any] = [state, engine.dtype]  # under a launcher every rank has read and measured by itself
-    dist.broadcast_object_list(shared, src=0)
-    state, dtype = shared
-    backend, _ = resolve_all2all(engine.all2all_backend, group)
-    scheduler = replace(
-        engine.scheduler,
-        max_num_seqs=requests_needed(plan.grid),
-        max_num_batched_tokens=max(plan.grid.max_prefill_tokens, requests_needed(plan.grid)),
-    )
-    engine = replace(
-        engine, dtype=dtype, all2all_backend=backend, dbo=UBatchConfig(timeout_s=_TIMEOUT_S), scheduler=scheduler
-    )
-    num_blocks = kv_blocks_needed(plan.grid, engine.block_size)
-    with make_runner(engine, group, device_index=index, num_kv_blocks=num_blocks) as runner:
-        longest = max(plan.grid.prompt_len, plan.grid.context + 1 + plan.grid.drafts)
-        if longest > runner.max_model_len:
-            raise ConfigError(
-                f"the checkpoint has {runner.max_model_len} positions, but --prompt-len and --context need {longest}."
-            )
-        with ArmSteps(runner, runner.link) as steps:
-            tuner = Tuner(runner, plan, state, path, steps)
-            state = tuner.run()
-            arms: Mapping[str, list[Arm]] = {mode: tuner.arms(mode) for mode in plan.grid.modes}
-    return make_result(plan.grid.cells(), arms, state, _facts(engine, plan.grid, name, backend, state))
-
-
-_NO_FIGURE = frozenset(("out", "rounds", "max_seconds", "trust_remote_code", "download_dir"))
+_NO_FIGURE = frozenset(
+    {
+        *("out", "rounds", "max_seconds", "trust_remote_code", "download_dir"),
+        *("node_rank", "master_addr", "master_port", "cluster_secret_file"),
+    }
+)
 """Settings that do not change the figures: a run with other values of them resumes the same state."""
 
 
@@ -178,16 +210,26 @@ def _key(options: TuneCommand) -> dict[str, Any]:
     }
 
 
-def _facts(engine: EngineOptions, grid: Grid, name: str, backend: str, state: State) -> dict[str, Any]:
+def _facts(engine: EngineOptions, grid: Grid, name: str, state: State) -> dict[str, Any]:
     link = "the real one"
     if engine.emulated_link is not None:
         link = f"emulated, {engine.emulated_link[0]:g} us and {engine.emulated_link[1]:g} MB/s"
     machine = environment() | {"device": environment()["device"] if engine.device == "cuda" else "cpu"}
     return {
         "model": name,
-        "ranks": f"{engine.data_parallel_size}, experts shared, {backend}",
+        "ranks": _describe_ranks(engine),
         "link": link,
         "machine": ", ".join(f"{name} {value}" for name, value in machine.items()),
         "measured": f"{state.rounds} whole rounds in {state.seconds:.0f} s; medians, arms interleaved A B B A",
         "steps": f"context {grid.context}, prompts of {grid.prompt_len}, {grid.drafts} drafts; eager",
     }
+
+
+def _describe_ranks(engine: EngineOptions) -> str:
+    """`2, experts shared, torch_dist`; with tensor parallelism and machines, where there are several."""
+    parts = [str(engine.data_parallel_size)]
+    if engine.tensor_parallel_size > 1:
+        parts.append(f"each of {engine.tensor_parallel_size} processes (tensor parallel)")
+    if engine.nnodes > 1:
+        parts.append(f"on {engine.nnodes} machines")
+    return ", ".join((*parts, "experts shared", str(engine.all2all_backend)))

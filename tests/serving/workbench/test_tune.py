@@ -256,7 +256,9 @@ def test_pages_may_be_larger_than_steps(capsys: pytest.CaptureFixture[str]) -> N
     assert "block-size: 4096" in capsys.readouterr().out
 
 
-def test_wrong_calls_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_calls_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["tune", TINY, "--device", "cuda"]) == 2
     assert "--device cuda: there is no GPU here that torch can use" in capsys.readouterr().err
     assert main(["tune", str(tmp_path)]) == 2
@@ -265,3 +267,13 @@ def test_wrong_calls_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "the settings are YAML" in capsys.readouterr().err
     assert main(["tune", str(tmp_path), "--draft-tokens", "9", "--max-decode-tokens", "8"]) == 2
     assert "fewer than two requests" in capsys.readouterr().err
+    assert main(["tune", TINY, "--data-parallel-size", "1"]) == 2
+    assert "Give 2 or more, or --tensor-parallel-size" in capsys.readouterr().err
+    assert main(["tune", TINY, "--prompt-len", "99999"]) == 2
+    assert "positions, but --prompt-len and --context need 99999" in capsys.readouterr().err
+    assert main(["tune", TINY, "--nnodes", "2"]) == 2
+    assert "needs --master-addr" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["tune", TINY]) == 2
+    assert "without a launcher, once per machine" in capsys.readouterr().err
