@@ -1,4 +1,4 @@
-"""Two machines, one server: two network namespaces stand in for the machines.
+"""Two machines, one server or one measurement: two network namespaces stand in for the machines.
 
 host 0   API and rank 0   10.83.7.1 --- 10.83.7.2   host 1   rank 1
 """
@@ -42,11 +42,11 @@ class Host:
     def run(self, *words: str) -> list[str]:
         return ["ip", "netns", "exec", self.name, *words]
 
-    def serve(self, node_rank: int, secret: Path) -> subprocess.Popen[bytes]:
-        flags = ["--data-parallel-size", "2", "--enable-expert-parallel", "--nnodes", "2", "--port", PORT]
-        flags += ["--node-rank", str(node_rank), "--master-addr", ADDRESSES[0], "--master-port", MASTER_PORT]
-        flags += ["--cluster-secret-file", str(secret)]
-        command = self.run(*UBATCH, "serve", str(TINY_MOE), *flags)
+    def start(self, name: str, node_rank: int, secret: Path, *flags: str) -> subprocess.Popen[bytes]:
+        """Start a command with a rank on each host."""
+        shared = ["--data-parallel-size", "2", "--nnodes", "2", "--node-rank", str(node_rank)]
+        shared += ["--master-addr", ADDRESSES[0], "--master-port", MASTER_PORT, "--cluster-secret-file", str(secret)]
+        command = self.run(*UBATCH, name, str(TINY_MOE), *shared, *flags)
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log)
         return self.process
 
@@ -107,12 +107,18 @@ def engines(host: Host) -> list[int]:
     return spawned
 
 
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.touch(0o600)
+    path.write_text(secrets.token_hex(32))
+    return path
+
+
 @pytest.mark.slow
-def test_two_hosts_serve_together_and_end_together(hosts: list[Host], tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.touch(0o600)
-    secret.write_text(secrets.token_hex(32))
-    first, second = (host.serve(node_rank, secret) for node_rank, host in enumerate(hosts))
+def test_two_hosts_serve_together_and_end_together(hosts: list[Host], secret: Path) -> None:
+    flags = ["--enable-expert-parallel", "--port", PORT]
+    first, second = (host.start("serve", node_rank, secret, *flags) for node_rank, host in enumerate(hosts))
     wait_until(lambda: first.poll() is not None or "ready on http" in hosts[0].output(), "ready", 90)
     assert first.poll() is None, hosts[0].output() + hosts[1].output()
 
@@ -134,3 +140,15 @@ def test_two_hosts_serve_together_and_end_together(hosts: list[Host], tmp_path: 
     assert first.poll() != 0
     assert second.poll() != 0
     assert "rank 1" in hosts[0].output().splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_two_hosts_tune_together(hosts: list[Host], secret: Path, tmp_path: Path) -> None:
+    out = tmp_path / "dbo.yaml"
+    flags = ["--out", str(out), "--load-format", "dummy", "--dtype", "float32", "--modes", "decode", "--lanes", "2"]
+    flags += ["--max-decode-tokens", "8", "--rounds", "1"]
+    first, second = (host.start("tune", node_rank, secret, *flags) for node_rank, host in enumerate(hosts))
+    wait_until(lambda: first.poll() is not None and second.poll() is not None, "both nodes end", 90)
+    assert (first.poll(), second.poll()) == (0, 0), hosts[0].output() + hosts[1].output()
+    assert "# ranks: 2, on 2 machines, experts shared" in out.read_text(encoding="utf-8")
+    assert f"machine 0 ({ADDRESSES[0]}) writes {out}" in hosts[1].output()
