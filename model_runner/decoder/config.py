@@ -117,6 +117,8 @@ def read_decoder(
         CheckpointError: an entry is missing or invalid, the activation is not SiLU, or the weights are quantised.
     """
     _refuse_quantised_weights(config)
+    rope = read_rope(config) if rope is None else rope
+    _check_rotary_dim(config, attention, rope)
     activation = config.values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):  # two names of one function
         raise config.wrong("hidden_act", activation, "'silu'")
@@ -131,7 +133,7 @@ def read_decoder(
         eos_token_ids=generation.integers("eos_token_id") or config.integers("eos_token_id"),
         intermediate_size=config.integer("intermediate_size"),
         rms_norm_eps=config.number("rms_norm_eps", default_eps),
-        rope=read_rope(config) if rope is None else rope,
+        rope=rope,
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         moe=moe,
     )
@@ -141,15 +143,13 @@ def read_grouped_query(config: HFConfig, *, sliding_window: int | None = None) -
     """The heads of multi-head and grouped-query attention, all over a window of `sliding_window` tokens if given.
 
     Raises:
-        CheckpointError: an entry is missing, the key/value heads do not divide the heads, or the head size is odd.
+        CheckpointError: an entry is missing, or the key/value heads do not divide the heads.
     """
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise config.wrong("num_key_value_heads", num_kv_heads, f"a divisor of its {num_heads} attention heads")
     head_dim = config.integer("head_dim", default=config.integer("hidden_size") // num_heads)
-    if head_dim % 2:
-        raise config.wrong("head_dim", head_dim, "an even number, for rotary embeddings")
     return AttentionShape(num_heads, num_kv_heads, head_dim, sliding_window=sliding_window)
 
 
@@ -168,6 +168,21 @@ def read_top_k(config: HFConfig) -> int:
     if top_k > num_experts:
         raise config.wrong("num_experts_per_tok", top_k, f"at most its {num_experts} experts")
     return top_k
+
+
+def _check_rotary_dim(config: HFConfig, attention: AttentionShape | MLAShape, rope: Rope) -> None:
+    """Refuse an odd number of rotated dimensions, and latent attention that rotates a part of its rotary heads."""
+    factor = rope.partial_rotary_factor
+    if isinstance(attention, MLAShape):
+        if factor != 1:
+            raise config.wrong("partial_rotary_factor", factor, "1: latent attention rotates all of qk_rope_head_dim")
+        return
+    dim = rope.rotary_dim(attention.head_dim)
+    if factor == 1 and dim % 2:
+        raise config.wrong("head_dim", dim, "an even number, for rotary embeddings")
+    if dim % 2 or not dim:
+        what = f"a factor that rotates an even number of the head's {attention.head_dim} dimensions, and at least 2"
+        raise config.wrong("partial_rotary_factor", factor, what)
 
 
 def _refuse_quantised_weights(config: HFConfig) -> None:

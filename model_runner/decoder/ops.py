@@ -53,7 +53,7 @@ def add_rms_norm(update: Tensor, residual: Tensor, weight: Tensor, eps: float) -
 
 
 def normalise_and_rotate(heads: Tensor, rotation: Rotation, weight: Tensor | None, eps: float | None) -> Tensor:
-    """Normalise query and key heads (if the family does), and apply the rotary embedding.
+    """Normalise query and key heads (if the family does), and apply the rotary embedding to their first dimensions.
 
     Args:
         heads: `[T, heads, head_dim]`, a slice of a fused projection; it may be overwritten.

@@ -12,7 +12,7 @@ RotaryTable      -> RopeTable  multi-head latent attention: the back end rotates
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ class Rope:
         theta: the base of the frequencies.
         attention_factor: multiplies cosines and sines, so scores of rotated dimensions are multiplied by its square.
         softmax_factor: multiplies the scale of all scores; for latent attention, which sets its own scale.
+        partial_rotary_factor: share of a head's dimensions that are rotated: its first ones.
 
     Source: Su et al., RoFormer, 2021.
     """
@@ -48,6 +49,11 @@ class Rope:
     theta: float
     attention_factor: float = 1.0
     softmax_factor: float = 1.0
+    partial_rotary_factor: float = 1.0
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Number of dimensions of a head that are rotated."""
+        return int(head_dim * self.partial_rotary_factor)
 
     def inverse_frequencies(self, dim: int) -> Tensor:
         """Radians per position of each pair of dimensions, `[dim / 2]` float32; `dim` dimensions are rotated."""
@@ -129,11 +135,12 @@ class YarnRope(Rope):
         return dim * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
-def read_rope(config: HFConfig, default_theta: float = 10_000.0) -> Rope:
+def read_rope(config: HFConfig, default_theta: float = 10_000.0, default_partial: float = 1.0) -> Rope:
     """Read `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (earlier versions).
 
     Args:
         default_theta: the family's base, used if the config has none.
+        default_partial: the family's `partial_rotary_factor`, used if the config has none.
 
     Raises:
         CheckpointError: a scaling that is not supported, or one that lacks a number it needs.
@@ -141,11 +148,16 @@ def read_rope(config: HFConfig, default_theta: float = 10_000.0) -> Rope:
     values = config.values.get("rope_scaling") or config.values.get("rope_parameters") or {}
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
         raise config.wrong("rope_parameters", values, "the same rotary embeddings in all layers")
-    for partial in (values.get("partial_rotary_factor"), config.values.get("partial_rotary_factor")):
-        if partial not in (None, 1):
-            raise config.wrong("partial_rotary_factor", partial, "1: rotary embeddings of the whole head")
     rope = HFConfig(values, config.path)
+    partial = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", default_partial))
+    if partial > 1:
+        raise config.wrong("partial_rotary_factor", partial, "at most 1: the whole head")
     theta = rope.number("rope_theta", config.number("rope_theta", default_theta))
+    return replace(_read_scaling(config, rope, theta), partial_rotary_factor=partial)
+
+
+def _read_scaling(config: HFConfig, rope: HFConfig, theta: float) -> Rope:
+    values = rope.values
     kind = values.get("rope_type", values.get("type", "default"))
     if kind == "default":
         return Rope(theta)
@@ -198,10 +210,12 @@ def _original_max_position(config: HFConfig, rope: HFConfig) -> int:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotation of a step's tokens in pairs of dimensions `i` and `i + head_dim / 2`; made once per step, not per layer.
+    """Rotation of a step's tokens in pairs of dimensions `i` and `i + rotary_dim / 2`; made once per step.
+
+    The first `rotary_dim` dimensions of a head are rotated; in most families that is all of them.
 
     Attributes:
-        cos: `[T, 1, head_dim]` float32.
+        cos: `[T, 1, rotary_dim]` float32.
         sin: the same shape, negative in its first half, so that rotating is a product and a multiply-add.
     """
 
@@ -210,18 +224,24 @@ class Rotation:
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate `x` `[T, heads, head_dim]` to its tokens' positions: in float32, rounded once to its dtype."""
-        return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, dims=-1), self.sin).to(x.dtype)
+        dim = self.cos.shape[-1]
+        if dim < x.shape[-1]:
+            return torch.cat((self.rotate(x[..., :dim]), x[..., dim:]), dim=-1)
+        return torch.addcmul(x * self.cos, x.roll(dim // 2, dims=-1), self.sin).to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):
-    """Makes the `Rotation` of a step, in the "rotate half" order of Hugging Face checkpoints; `head_dim` is even."""
+    """Makes the `Rotation` of a step, in the "rotate half" order of Hugging Face checkpoints.
+
+    `rope.rotary_dim(head_dim)` is even.
+    """
 
     inv_freq: Tensor
 
     def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
         super().__init__()
         self.factor = rope.attention_factor
-        (inv_freq,) = to_device([rope.inverse_frequencies(head_dim)], device)
+        (inv_freq,) = to_device([rope.inverse_frequencies(rope.rotary_dim(head_dim))], device)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     def forward(self, positions: Tensor) -> Rotation:

@@ -38,16 +38,17 @@ void add_norm(const number *update, int64_t update_stride, const number *residua
     }
 }
 
-// Heads of 2 * half numbers, in place: normalised if `weight` [heads, 2 * half] is not null; then number i of the first
-// half is rotated with number i of the second one. cos, sin: [tokens, 2 * half]; the sines of the first half are negative.
+// Heads of `size` numbers, in place: normalised if `weight` [heads, size] is not null; then of the first 2 * half numbers,
+// number i is rotated with number i + half. cos, sin: [tokens, 2 * half]; the sines of the first half are negative.
 void rotate_heads(number *heads, int64_t token_stride, int64_t head_stride, int64_t tokens, int64_t num_heads,
-                  int64_t half, const float *cos, const float *sin, const number *weight, float eps, int threads) {
-#pragma omp parallel for schedule(static) num_threads(tokens * num_heads * half < FEW / 2 ? 1 : threads)
+                  int64_t size, int64_t half, const float *cos, const float *sin, const number *weight, float eps,
+                  int threads) {
+#pragma omp parallel for schedule(static) num_threads(tokens * num_heads * size < FEW ? 1 : threads)
     for (int64_t token = 0; token < tokens; token++) {
         const float *c = cos + token * 2 * half, *s = sin + token * 2 * half;
         for (int64_t head = 0; head < num_heads; head++) {
             number *first = heads + token * token_stride + head * head_stride, *second = first + half;
-            const number *w = weight + head * 2 * half;
+            const number *w = weight + head * size;
             float factor = 1.0f;
             if (weight) {
                 vec squares = all(0.0f);
@@ -55,7 +56,15 @@ void rotate_heads(number *heads, int64_t token_stride, int64_t head_stride, int6
                     const vec a = load_some(first + i, half - i), b = load_some(second + i, half - i);
                     squares += a * a + b * b;
                 }
-                factor = norm_factor(squares, 2 * half, eps);
+                for (int64_t i = 2 * half; i < size; i += LANES) {
+                    const vec part = load_some(first + i, size - i);
+                    squares += part * part;
+                }
+                factor = norm_factor(squares, size, eps);
+                for (int64_t i = 2 * half; i < size; i += LANES) {
+                    const vec part = load_some(first + i, size - i) * factor * load_some(w + i, size - i);
+                    store_some(first + i, part, size - i);
+                }
             }
             for (int64_t i = 0; i < half; i += LANES) {
                 const int64_t left = half - i;

@@ -50,8 +50,8 @@ def rotate_heads(heads: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None,
     """Normalise, if there are weights, and rotate the heads of every token, in place.
 
     Args:
-        heads: `[T, heads, head_dim]`, float32 or bfloat16, dense in the last dimension, `head_dim` even.
-        cos, sin: `[T, 1, head_dim]` float32, dense; see `Rotation`.
+        heads: `[T, heads, head_dim]`, float32 or bfloat16, dense in the last dimension.
+        cos, sin: `[T, 1, rotary_dim]` float32, dense, `rotary_dim` even; see `Rotation`.
         weight: `[heads, head_dim]`, dense, of the heads' dtype; None for heads that are not normalised.
     """
     tokens, num_heads, head_dim = heads.shape
@@ -61,7 +61,8 @@ def rotate_heads(heads: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None,
         heads.stride(1),
         tokens,
         num_heads,
-        head_dim // 2,
+        head_dim,
+        cos.shape[-1] // 2,
         cos.data_ptr(),
         sin.data_ptr(),
         None if weight is None else weight.data_ptr(),
@@ -136,7 +137,7 @@ def _kernels(dtype: torch.dtype, **defines: int) -> _Kernels:
     rows = (pointer, number)
     return _Kernels(
         kernel_of(library, "add_norm", *rows, *rows, pointer, real, number, number, pointer, pointer, threads),
-        kernel_of(library, "rotate_heads", pointer, *[number] * 5, *[pointer] * 3, real, threads),
+        kernel_of(library, "rotate_heads", pointer, *[number] * 6, *[pointer] * 3, real, threads),
         kernel_of(library, "silu_mul", *rows, number, number, pointer, threads),
         kernel_of(library, "find_highest", *rows, number, number, pointer, pointer, threads),
     )

@@ -133,6 +133,8 @@ def compile_models() -> None:
     heads, angles = torch.zeros(3, 40, 128, dtype=BF16), torch.zeros(3, 1, 128, dtype=BF16)
     rotate_heads(heads[:, :36], angles, angles, torch.zeros(36, 128, dtype=BF16), 1e-6)
     rotate_heads(heads[:, :36], angles, angles)
+    half = torch.zeros(3, 1, 64, dtype=BF16)  # GLM-4.5
+    rotate_heads(heads, half, half, torch.zeros(40, 128, dtype=BF16), 1e-6)
 
 
 def compile_steps() -> None:

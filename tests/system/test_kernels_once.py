@@ -242,11 +242,13 @@ def rope() -> None:
     from model_runner.kernels.rope import rotate_heads
     from model_runner.models import Rope
 
-    turn = RotaryEmbedding(Rope(10_000.0), 16, torch.device("cpu"))(torch.arange(3))
-    heads, weight = torch.randn(3, 4, 16), torch.randn(4, 16)
-    found = heads.to(DEVICE, copy=True)
-    rotate_heads(found, turn.cos.to(DEVICE), turn.sin.to(DEVICE), weight.to(DEVICE), 1e-6)
-    close(found, ops.normalise_and_rotate(heads, turn, weight, 1e-6))
+    for share in (1.0, 0.5):
+        embedding = RotaryEmbedding(Rope(10_000.0, partial_rotary_factor=share), 16, torch.device("cpu"))
+        turn = embedding(torch.arange(3))
+        heads, weight = torch.randn(3, 4, 16), torch.randn(4, 16)
+        found = heads.to(DEVICE, copy=True)
+        rotate_heads(found, turn.cos.to(DEVICE), turn.sin.to(DEVICE), weight.to(DEVICE), 1e-6)
+        close(found, ops.normalise_and_rotate(heads, turn, weight, 1e-6))
 
 
 @launches("resolve", "store")

@@ -93,14 +93,17 @@ def on_device(rotation: Rotation) -> tuple[Tensor, Tensor]:
     tokens=st.integers(0, 3),
     heads=st.integers(1, 7),
     half=st.integers(1, 9),
+    rest=st.sampled_from([0, 0, 1, 2, 11]),
     normed=st.booleans(),
     seed=st.integers(0, 9),
 )
-def test_heads_are_normalised_and_rotated_in_place(tokens: int, heads: int, half: int, normed: bool, seed: int) -> None:
-    """Those of the slice, and no others."""
+def test_heads_are_normalised_and_rotated_in_place(
+    tokens: int, heads: int, half: int, rest: int, normed: bool, seed: int
+) -> None:
+    """Those of the slice, and no others; `rest` dimensions of each are not rotated."""
     torch.manual_seed(seed)
-    fused = torch.randn(tokens, heads + 2, 2 * half)
-    weight, eps = (torch.randn(heads, 2 * half), 1e-3) if normed else (None, None)
+    fused = torch.randn(tokens, heads + 2, 2 * half + rest)
+    weight, eps = (torch.randn(heads, 2 * half + rest), 1e-3) if normed else (None, None)
     turn, there = rotation(tokens, 2 * half), fused.clone().to(DEVICE)
     rotate_heads(there[:, :heads], *on_device(turn), None if weight is None else weight.to(DEVICE), eps)
     close(there[:, :heads], ops.normalise_and_rotate(fused[:, :heads], turn, weight, eps))
@@ -116,9 +119,11 @@ def test_more_heads_than_a_program_holds() -> None:
 
 def test_heads_that_cannot_be_rotated_are_refused() -> None:
     turn = on_device(rotation(2, 8))
-    with pytest.raises(ConfigError, match="must be even and dense"):
+    with pytest.raises(ConfigError, match="at most head_dim"):
         rotate_heads(torch.zeros(2, 3, 7), *turn)
-    with pytest.raises(ConfigError, match="must be even and dense"):
+    with pytest.raises(ConfigError, match="must be even"):
+        rotate_heads(torch.zeros(2, 3, 7), torch.zeros(2, 1, 7), torch.zeros(2, 1, 7))
+    with pytest.raises(ConfigError, match="must be dense"):
         rotate_heads(torch.zeros(2, 8, 3).transpose(1, 2), *turn)
     with pytest.raises(ConfigError, match="one of the two is missing"):
         rotate_heads(torch.zeros(2, 3, 8), *turn, torch.zeros(3, 8))
@@ -189,10 +194,11 @@ def test_activation_compiled(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("share", [1, 2, 4])
 @pytest.mark.parametrize("heads", [(36, 128), (10, 64), (72, 128)])
-def test_rope_compiled(dtype: torch.dtype, heads: tuple[int, int]) -> None:
+def test_rope_compiled(dtype: torch.dtype, heads: tuple[int, int], share: int) -> None:
     (fused, there), (weight, weight_there) = rounded(200, *heads, dtype=dtype), rounded(*heads, dtype=dtype)
-    turn = rotation(200, heads[1])
+    turn = rotation(200, heads[1] // share)
     wide = Rotation(turn.cos.float(), turn.sin.float())
     result = ops.normalise_and_rotate(there, Rotation(*on_device(turn)), weight_there, 1e-6)
     close(result, ops.normalise_and_rotate(fused, wide, weight, 1e-6), dtype)

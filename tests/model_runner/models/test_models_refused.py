@@ -39,6 +39,8 @@ def test_every_family_is_known_and_reads_its_config() -> None:
         ("Llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("Llama", {"mlp_bias": "yes"}, "mlp_bias is 'yes'"),
         ("Llama", {"head_dim": 15}, "head_dim is 15.*even"),
+        ("Llama", {"partial_rotary_factor": 0.1}, r"partial_rotary_factor is 0\.1.*even number of the head's 16"),
+        ("DeepseekV2", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5.*latent attention"),
         ("Llama", {"num_key_value_heads": 3}, "a divisor of its 4 attention heads"),
         ("Llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is 'fp8'.*not quantised"),
         (

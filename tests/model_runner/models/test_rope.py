@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, LlamaConfig
+from transformers import DeepseekV3Config, Glm4MoeConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave, yarn_apply_mscale
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
+from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb as rotate_a_part
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from model_runner import CheckpointError
@@ -129,6 +131,23 @@ def test_older_names() -> None:
     assert read_rope(config_of(), default_theta=1e6) == Rope(1e6)
 
 
+@pytest.mark.parametrize("parameters", [VARIANTS["plain"], LLAMA3, YARN], ids=["plain", "llama3", "yarn"])
+def test_a_part_of_every_head_is_rotated(parameters: dict[str, Any]) -> None:
+    """As GLM-4.5 does: frequencies of the smaller dimension; the rest of a head stays as it is."""
+    partly = {**parameters, "partial_rotary_factor": 0.5}
+    positions = torch.tensor([0, 1, 2, 500])
+    q, k = torch.randn(2, 4, 3, HEAD_DIM)
+    config = Glm4MoeConfig(head_dim=HEAD_DIM, max_position_embeddings=MAX_POSITION, rope_parameters=dict(partly))
+    cos, sin = Glm4MoeRotaryEmbedding(config)(q, positions[None])
+    expected = rotate_a_part(q[None], k[None], cos, sin, unsqueeze_dim=2)
+    rotation = RotaryEmbedding(read_rope(config_of(rope_parameters=partly)), HEAD_DIM, CPU)(positions)
+    for ours, theirs in zip((q, k), expected, strict=True):
+        torch.testing.assert_close(rotation.rotate(ours), theirs[0], rtol=1e-4, atol=5e-4)
+    outside = config_of(rope_parameters=parameters, partial_rotary_factor=0.5)
+    assert read_rope(outside) == read_rope(config_of(rope_parameters=partly))
+    assert read_rope(config_of(rope_parameters=parameters), default_partial=0.5) == read_rope(outside)
+
+
 def test_what_a_config_may_leave_out() -> None:
     """YaRN without a factor extends from the original context to the longest one; without that, from nothing."""
     yarn = {"rope_type": "yarn", "original_max_position_embeddings": 256}
@@ -157,8 +176,8 @@ def test_what_a_config_may_leave_out() -> None:
         ({"rope_parameters": {**YARN, "truncate": "no"}}, "truncate is 'no'"),
         ({"rope_parameters": {**YARN, "mscale": -1.0}}, r"mscale is -1\.0"),
         ({"rope_theta": "big"}, "rope_theta is 'big'"),
-        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, r"partial_rotary_factor is 0\.5"),
-        ({"partial_rotary_factor": 0.25}, r"partial_rotary_factor is 0\.25"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0}}, "partial_rotary_factor is 0.*positive"),
+        ({"partial_rotary_factor": 1.25}, r"partial_rotary_factor is 1\.25.*at most 1"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "the same rotary embeddings in all layers"),
         ({"rope_parameters": "default"}, "the same rotary embeddings in all layers"),
     ],

@@ -62,11 +62,12 @@ def test_norms(dtype: torch.dtype, rows: int, size: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_norm", [True, False])
+@pytest.mark.parametrize("rest", [0, 3, 24])
 @pytest.mark.parametrize(("tokens", "heads", "half"), [(0, 2, 4), (1, 1, 1), (3, 4, 5), (2, 3, 32), (70, 8, 40)])
-def test_heads(dtype: torch.dtype, with_norm: bool, tokens: int, heads: int, half: int) -> None:
-    """Those of a slice, in place, and no others."""
-    fused, turn = torch.randn(tokens, heads + 2, 2 * half).to(dtype), rotation(tokens, 2 * half)
-    weight = torch.rand(heads, 2 * half).to(dtype) if with_norm else None
+def test_heads(dtype: torch.dtype, with_norm: bool, rest: int, tokens: int, heads: int, half: int) -> None:
+    """Those of a slice, in place, and no others; `rest` dimensions of each are not rotated."""
+    fused, turn = torch.randn(tokens, heads + 2, 2 * half + rest).to(dtype), rotation(tokens, 2 * half)
+    weight = torch.rand(heads, 2 * half + rest).to(dtype) if with_norm else None
     expected = fused[:, :heads].to(torch.float32, copy=True)
     if weight is not None:
         expected = normed(expected, weight, 1e-3)
