@@ -67,6 +67,8 @@ class DecoderConfig(ModelConfig):
         rms_norm_eps: epsilon of all norms except those inside latent attention.
         tie_word_embeddings: logits come from the embedding's weights.
         attention_bias: attention's projections have biases; in latent attention only the first and the last ones.
+        qkv_bias: query, key and value projections have biases, but the output projection has none. Not for latent
+            attention.
         mlp_bias: the dense MLPs' projections have biases.
         qk_norm: queries and keys are normalised per head.
         q_lora_rank: size of the compressed query; None if it is not compressed. Latent attention only.
@@ -79,6 +81,7 @@ class DecoderConfig(ModelConfig):
     rope: Rope
     tie_word_embeddings: bool
     attention_bias: bool = False
+    qkv_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     q_lora_rank: int | None = None

@@ -176,8 +176,8 @@ def _rotary(config: DecoderConfig, checkpoint: Checkpoint) -> RotaryEmbedding | 
 def _attention(
     config: DecoderConfig, checkpoint: Checkpoint, prefix: str, layer: int, shard: Shard
 ) -> Attention | LatentAttention:
-    shape, where, bias = config.attention, (checkpoint, prefix, layer, config.hidden_size), config.attention_bias
+    shape, where, every = config.attention, (checkpoint, prefix, layer, config.hidden_size), config.attention_bias
     if isinstance(shape, MLAShape):
-        return LatentAttention(*where, shape, q_lora_rank=config.q_lora_rank, bias=bias, shard=shard)
+        return LatentAttention(*where, shape, q_lora_rank=config.q_lora_rank, bias=every, shard=shard)
     eps = config.rms_norm_eps if config.qk_norm else None
-    return Attention(*where, shape, bias=bias, norm_eps=eps, shard=shard)
+    return Attention(*where, shape, bias=every or config.qkv_bias, out_bias=every, norm_eps=eps, shard=shard)

@@ -118,6 +118,7 @@ class Attention(nn.Module):
         shape: AttentionShape,
         *,
         bias: bool,
+        out_bias: bool = False,
         norm_eps: float | None,
         shard: Shard = WHOLE,
     ) -> None:
@@ -126,6 +127,8 @@ class Attention(nn.Module):
         Args:
             prefix: prefix of the tensors' names, without the last dot.
             shape: heads of all ranks.
+            bias: whether the query, key and value projections have biases.
+            out_bias: whether the output projection has one.
             norm_eps: epsilon of the query and key norms; None for a family without them.
         """
         super().__init__()
@@ -136,12 +139,12 @@ class Attention(nn.Module):
         parts = (("q", q_part), ("k", kv_part), ("v", kv_part))
         qkv = checkpoint.load_fused([(f"{prefix}.{p}_proj.weight", n) for p, n in parts], hidden_size)
         out = checkpoint.load(f"{prefix}.o_proj.weight", hidden_size, q_part)
-        qkv_bias = out_bias = None
+        of_qkv = of_out = None
         if bias:
-            qkv_bias = checkpoint.load_fused([(f"{prefix}.{p}_proj.bias", n) for p, n in parts])
-            if shard.rank == 0:  # the ranks' outputs are added up
-                out_bias = checkpoint.load(f"{prefix}.o_proj.bias", hidden_size)
-        self.qkv, self.out = Projection(qkv, qkv_bias), Projection(out, out_bias)
+            of_qkv = checkpoint.load_fused([(f"{prefix}.{p}_proj.bias", n) for p, n in parts])
+        if out_bias and shard.rank == 0:  # the ranks' outputs are added up
+            of_out = checkpoint.load(f"{prefix}.o_proj.bias", hidden_size)
+        self.qkv, self.out = Projection(qkv, of_qkv), Projection(out, of_out)
         self.shape = shape = shard.grouped(shape)
         self.qk_norm: nn.Parameter | None = None
         if norm_eps is not None:

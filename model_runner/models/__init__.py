@@ -1,7 +1,7 @@
 """Model families, and the registry that finds one for a checkpoint.
 
 registry               finds the class for an architecture
-llama, qwen3, qwen3_moe, mixtral, deepseek_v2, deepseek_v3   one family each: how to read its `config.json`
+llama, qwen2, qwen3, qwen3_moe, mixtral, deepseek_v2, deepseek_v3   one family each: how to read its `config.json`
 eagle                  an EAGLE-style draft head
 mtp                    DeepSeek's multi-token-prediction layer, as a draft head
 

@@ -17,7 +17,7 @@ from model_runner.decoder.config import (
     read_top_k,
 )
 from model_runner.decoder.decoder import DecoderLM
-from model_runner.models.qwen3 import read_sliding_window
+from model_runner.models.qwen2 import read_sliding_window
 from model_runner.weights.hf_config import HFConfig
 from moe import SoftmaxTopKRouter
 

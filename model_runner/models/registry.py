@@ -19,6 +19,7 @@ _MODELS = LazyRegistry(
         "DeepseekV3ForCausalLM": "model_runner.models.deepseek_v3:DeepseekV3ForCausalLM",
         "LlamaForCausalLM": "model_runner.models.llama:LlamaForCausalLM",
         "MixtralForCausalLM": "model_runner.models.mixtral:MixtralForCausalLM",
+        "Qwen2ForCausalLM": "model_runner.models.qwen2:Qwen2ForCausalLM",
         "Qwen3ForCausalLM": "model_runner.models.qwen3:Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM": "model_runner.models.qwen3_moe:Qwen3MoeForCausalLM",
     },

@@ -66,6 +66,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
             "original_max_position_embeddings": 64,
         },
     },
+    "Qwen2": {**COMMON, **GROUPED},
     "Qwen3": {**COMMON, **GROUPED},
     "Mixtral": {**COMMON, **GROUPED, "num_local_experts": 8, "num_experts_per_tok": 3},
     "Qwen3Moe": {
