@@ -32,12 +32,16 @@ class TensorNames:
     Attributes:
         block: name of the MoE within its layer.
         gate, up, down: the projections of an expert, `down(silu(gate(x)) * up(x))`.
+        shared: name of the shared experts within the MoE.
+        shared_gate: name of the shared experts' gate within the MoE; see `MoEConfig.shared_gate`.
     """
 
     block: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate"
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class MoEConfig:
         layers: numbers of the layers with a MoE; the others have a dense MLP.
         router: chooses experts; `SigmoidTopKRouter` gets every layer's own bias.
         shared_intermediate_size: intermediate size of all shared experts together; 0 for none.
+        shared_gate: a token's result of the shared experts is multiplied by `sigmoid(shared_gate(x))`, one number.
         float32_gate: the router's logits are computed in float32 even if the model's dtype is another.
     """
 
@@ -55,6 +60,7 @@ class MoEConfig:
     intermediate_size: int
     router: Router
     shared_intermediate_size: int = 0
+    shared_gate: bool = False
     float32_gate: bool = False
     names: TensorNames = TensorNames()
 

@@ -17,7 +17,7 @@ from model_runner.decoder.rope import Rotation
 from model_runner.kernels import small_ops
 from ubatch.kernels.tensors import runs_in_c
 
-__all__ = ["add_rms_norm", "normalise_and_rotate", "rms_norm", "silu_mul"]
+__all__ = ["add_rms_norm", "normalise_and_rotate", "rms_norm", "sigmoid_mul", "silu_mul"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -83,6 +83,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         return small_ops.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def sigmoid_mul(gate: Tensor, x: Tensor) -> Tensor:
+    """`sigmoid(gate) * x`, `[T, size]`, of gates `[T, size]` or `[T, 1]`."""
+    if runs_in_c(gate, x) and gate.stride(-1) == 1 and x.stride(-1) == 1:
+        return small_ops.sigmoid_mul(gate, x)
+    return torch.sigmoid(gate) * x
 
 
 def _fuses(x: Tensor) -> bool:

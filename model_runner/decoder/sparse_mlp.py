@@ -13,11 +13,30 @@ from torch import Tensor, nn
 from model_runner.decoder.base import ExpertParallel
 from model_runner.decoder.config import MoEConfig, TensorNames
 from model_runner.decoder.layers import GatedMLP, Projection, frozen
+from model_runner.decoder.ops import sigmoid_mul
 from model_runner.weights.weights import Checkpoint
 from moe import FusedMoEModularKernel, SigmoidTopKRouter, make_experts, route
 from ubatch.kernels.sums import to_float
 
-__all__ = ["SparseMLP"]
+__all__ = ["SharedExperts", "SparseMLP"]
+
+
+class SharedExperts(GatedMLP):
+    """The experts that every token visits, with a gate on their result: `sigmoid(gate(x)) * mlp(x)`.
+
+    Source: Qwen1.5-MoE (2024).
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, prefix: str, hidden_size: int, intermediate_size: int, *, gate: str
+    ) -> None:
+        """Load the weights; `gate` is the name of the gate, without `.weight`."""
+        super().__init__(checkpoint, prefix, hidden_size, intermediate_size)
+        self.gate = Projection(checkpoint.load(f"{gate}.weight", 1, hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[T, hidden_size]` to the same shape."""
+        return sigmoid_mul(self.gate(x), super().forward(x))
 
 
 class SparseMLP(nn.Module):
@@ -52,9 +71,13 @@ class SparseMLP(nn.Module):
             self.correction_bias = frozen(bias)
             self.router = replace(config.router, correction_bias=self.correction_bias)
 
-        shared = None
-        if config.shared_intermediate_size:
-            shared = GatedMLP(checkpoint, f"{prefix}.shared_experts", hidden_size, config.shared_intermediate_size)
+        shared: GatedMLP | None = None
+        names, shared_sizes = config.names, (hidden_size, config.shared_intermediate_size)
+        if config.shared_intermediate_size and config.shared_gate:
+            gate_name = f"{prefix}.{names.shared_gate}"
+            shared = SharedExperts(checkpoint, f"{prefix}.{names.shared}", *shared_sizes, gate=gate_name)
+        elif config.shared_intermediate_size:
+            shared = GatedMLP(checkpoint, f"{prefix}.{names.shared}", *shared_sizes)
         held = parallel.all2all.experts
         weights: list[Tensor] = []
 
@@ -65,7 +88,7 @@ class SparseMLP(nn.Module):
             self.kernel = FusedMoEModularKernel(parallel.all2all, experts, shared)
 
         with checkpoint.once_read(make_kernel):
-            weights += _load_experts(checkpoint, prefix, held, hidden_size, config.intermediate_size, config.names)
+            weights += _load_experts(checkpoint, prefix, held, hidden_size, config.intermediate_size, names)
 
     def forward(self, x: Tensor, num_tokens: int | Tensor) -> Tensor:
         """`[T, hidden_size]` to the same shape; rows from `num_tokens` on are padding and visit no routed expert."""

@@ -93,6 +93,21 @@ void silu_mul(const number *gate_up, int64_t stride, int64_t rows, int64_t size,
         }
 }
 
+// out [rows, size] = sigmoid(gates) * x, with one gate per row, or one per number if `columns`
+void sigmoid_mul(const number *gates, int64_t gate_stride, int64_t columns, const number *x, int64_t stride,
+                 int64_t rows, int64_t size, number *out, int threads) {
+#pragma omp parallel for schedule(static) num_threads(rows * size < FEW ? 1 : threads)
+    for (int64_t row = 0; row < rows; row++) {
+        const number *gate = gates + row * gate_stride;
+        const vec of_row = all(read_number(*gate));
+        for (int64_t i = 0; i < size; i += LANES) {
+            const vec score = columns ? load_some(gate + i, size - i) : of_row;
+            const vec part = load_some(x + row * stride + i, size - i);
+            store_some(out + row * size + i, part / (1.0f + exponential(-score)), size - i);
+        }
+    }
+}
+
 // Each row's highest number, and the first place that has it; of a row with a nan, the first nan.
 void find_highest(const number *x, int64_t stride, int64_t rows, int64_t size, int64_t *place, number *highest,
                   int threads) {

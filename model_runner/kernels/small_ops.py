@@ -18,7 +18,7 @@ from torch import Tensor
 from ubatch.kernels.c_jit import compile_c, kernel_of
 from ubatch.kernels.tensors import rows_contiguous
 
-__all__ = ["add_rms_norm", "find_highest", "rms_norm", "rotate_heads", "silu_mul"]
+__all__ = ["add_rms_norm", "find_highest", "rms_norm", "rotate_heads", "sigmoid_mul", "silu_mul"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -80,6 +80,17 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
+def sigmoid_mul(gate: Tensor, x: Tensor) -> Tensor:
+    """`sigmoid(gate) * x`, `[T, size]`, of gates `[T, size]` or `[T, 1]`; rows may be strided."""
+    rows, size = x.shape
+    out, columns = x.new_empty(rows, size), int(gate.shape[1] > 1)
+    _kernels(x.dtype).sigmoid_mul(
+        *(gate.data_ptr(), gate.stride(0), columns, x.data_ptr(), x.stride(0), rows, size, out.data_ptr()),
+        torch.get_num_threads(),
+    )
+    return out
+
+
 def find_highest(x: Tensor) -> tuple[Tensor, Tensor]:
     """Each row's highest number and its first index; of a row with a nan, the first nan.
 
@@ -126,6 +137,7 @@ class _Kernels:
     add_norm: Callable[..., None]
     rotate_heads: Callable[..., None]
     silu_mul: Callable[..., None]
+    sigmoid_mul: Callable[..., None]
     find_highest: Callable[..., None]
 
 
@@ -139,5 +151,6 @@ def _kernels(dtype: torch.dtype, **defines: int) -> _Kernels:
         kernel_of(library, "add_norm", *rows, *rows, pointer, real, number, number, pointer, pointer, threads),
         kernel_of(library, "rotate_heads", pointer, *[number] * 6, *[pointer] * 3, real, threads),
         kernel_of(library, "silu_mul", *rows, number, number, pointer, threads),
+        kernel_of(library, "sigmoid_mul", *rows, number, *rows, number, number, pointer, threads),
         kernel_of(library, "find_highest", *rows, number, number, pointer, pointer, threads),
     )

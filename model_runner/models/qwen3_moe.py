@@ -18,6 +18,7 @@ from model_runner.decoder.config import (
 )
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.models.qwen2 import read_sliding_window
+from model_runner.models.qwen2_moe import read_sparse_layers
 from model_runner.weights.hf_config import HFConfig
 from moe import SoftmaxTopKRouter
 
@@ -31,16 +32,10 @@ class Qwen3MoeForCausalLM(DecoderLM):
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
         """See `CausalLM.read_config`."""
         moe = MoEConfig(
-            layers=_sparse_layers(config),
+            layers=read_sparse_layers(config),
             intermediate_size=config.integer("moe_intermediate_size"),
             router=SoftmaxTopKRouter(read_top_k(config), renormalize=config.flag("norm_topk_prob", False)),
         )
         attention = read_grouped_query(config, sliding_window=read_sliding_window(config))
         common = read_decoder(config, generation, attention, moe=moe)
         return replace(common, attention_bias=config.flag("attention_bias", False), qk_norm=True)
-
-
-def _sparse_layers(config: HFConfig) -> frozenset[int]:
-    dense, step = config.integers("mlp_only_layers"), config.integer("decoder_sparse_step", default=1)
-    layers = range(config.integer("num_hidden_layers"))
-    return frozenset(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)

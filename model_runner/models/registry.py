@@ -20,6 +20,7 @@ _MODELS = LazyRegistry(
         "LlamaForCausalLM": "model_runner.models.llama:LlamaForCausalLM",
         "MixtralForCausalLM": "model_runner.models.mixtral:MixtralForCausalLM",
         "Qwen2ForCausalLM": "model_runner.models.qwen2:Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM": "model_runner.models.qwen2_moe:Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM": "model_runner.models.qwen3:Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM": "model_runner.models.qwen3_moe:Qwen3MoeForCausalLM",
     },

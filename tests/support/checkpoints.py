@@ -69,6 +69,15 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "Qwen2": {**COMMON, **GROUPED},
     "Qwen3": {**COMMON, **GROUPED},
     "Mixtral": {**COMMON, **GROUPED, "num_local_experts": 8, "num_experts_per_tok": 3},
+    "Qwen2Moe": {
+        **COMMON,
+        **GROUPED,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 36,
+        "mlp_only_layers": [1],
+    },
     "Qwen3Moe": {
         **COMMON,
         **GROUPED,

@@ -89,6 +89,17 @@ def test_gates(dtype: torch.dtype, rows: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("one_per_row", [True, False])
+@pytest.mark.parametrize(("rows", "size"), [(0, 4), (1, 1), (3, 24), (40, 700)])
+def test_sigmoid_gates(dtype: torch.dtype, one_per_row: bool, rows: int, size: int) -> None:
+    gates, x = (20 * torch.randn(rows, size + 5)).to(dtype)[:, 5:], torch.randn(rows, size + 3).to(dtype)[:, 3:]
+    gates = gates[:, :1] if one_per_row else gates
+    found = ops.sigmoid_mul(gates, x)
+    close(found, torch.sigmoid(gates.float()) * x.float(), dtype)
+    assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "size"), [(0, 3), (1, 1), (5, 16), (4, 37), (40, 3000)])
 def test_the_highest_of_a_row(dtype: torch.dtype, rows: int, size: int) -> None:
     wide = torch.randn(rows, size + 3).to(dtype)

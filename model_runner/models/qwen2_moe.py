@@ -1,0 +1,52 @@
+"""Qwen2-MoE: Qwen2's attention, and a softmax-routed MoE whose shared expert has a gate.
+
+Layers named in `mlp_only_layers`, or skipped by `decoder_sparse_step`, have a dense MLP instead.
+
+Source: Qwen1.5-MoE (2024) and the `Qwen2MoeForCausalLM` checkpoints on the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from model_runner.decoder.config import (
+    DecoderConfig,
+    MoEConfig,
+    TensorNames,
+    read_decoder,
+    read_grouped_query,
+    read_top_k,
+)
+from model_runner.decoder.decoder import DecoderLM
+from model_runner.models.qwen2 import read_sliding_window
+from model_runner.weights.hf_config import HFConfig
+from moe import SoftmaxTopKRouter
+
+__all__ = ["Qwen2MoeForCausalLM", "read_sparse_layers"]
+
+
+class Qwen2MoeForCausalLM(DecoderLM):
+    """The model. See `CausalLM`."""
+
+    @classmethod
+    def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
+        """See `CausalLM.read_config`."""
+        if read_sliding_window(config) is not None:
+            raise config.wrong("use_sliding_window", True, "false: every other layer would have a window")
+        moe = MoEConfig(
+            layers=read_sparse_layers(config),
+            intermediate_size=config.integer("moe_intermediate_size"),
+            router=SoftmaxTopKRouter(read_top_k(config), renormalize=config.flag("norm_topk_prob", False)),
+            shared_intermediate_size=config.integer("shared_expert_intermediate_size"),
+            shared_gate=True,
+            names=TensorNames(shared="shared_expert"),
+        )
+        common = read_decoder(config, generation, read_grouped_query(config), moe=moe)
+        return replace(common, qkv_bias=config.flag("qkv_bias", True))
+
+
+def read_sparse_layers(config: HFConfig) -> frozenset[int]:
+    """Numbers of the layers with a MoE."""
+    dense, step = config.integers("mlp_only_layers"), config.integer("decoder_sparse_step", default=1)
+    layers = range(config.integer("num_hidden_layers"))
+    return frozenset(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
