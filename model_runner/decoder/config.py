@@ -77,6 +77,10 @@ class DecoderConfig(ModelConfig):
             attention.
         mlp_bias: the dense MLPs' projections have biases.
         qk_norm: queries and keys are normalised per head.
+        norms_all_heads: a token's queries are normalised over all heads together, and so are its keys; not with tensor
+            parallelism.
+        clip_qkv: largest absolute value of queries, keys and values before rotation; None for no limit. With
+            `norms_all_heads` only.
         q_lora_rank: size of the compressed query; None if it is not compressed. Latent attention only.
         rope_interleaved: a rotated pair is two neighbouring dimensions. Latent attention only.
         moe: the MoE layers; None for a dense model.
@@ -90,6 +94,8 @@ class DecoderConfig(ModelConfig):
     qkv_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    norms_all_heads: bool = False
+    clip_qkv: float | None = None
     q_lora_rank: int | None = None
     rope_interleaved: bool = True
     moe: MoEConfig | None = None

@@ -22,7 +22,7 @@ from attention import MLAShape
 from model_runner.decoder.base import CausalLM, ExpertParallel, current_plan
 from model_runner.decoder.config import DecoderConfig
 from model_runner.decoder.latent_attention import LatentAttention
-from model_runner.decoder.layers import Attention, GatedMLP, Projection, frozen, pack_projections
+from model_runner.decoder.layers import AllHeadsNormAttention, Attention, GatedMLP, Projection, frozen, pack_projections
 from model_runner.decoder.repeated import RepeatedLayers
 from model_runner.decoder.rope import RotaryEmbedding, RotaryTable
 from model_runner.decoder.scatter import (
@@ -179,5 +179,7 @@ def _attention(
     shape, where, every = config.attention, (checkpoint, prefix, layer, config.hidden_size), config.attention_bias
     if isinstance(shape, MLAShape):
         return LatentAttention(*where, shape, q_lora_rank=config.q_lora_rank, bias=every, shard=shard)
-    eps = config.rms_norm_eps if config.qk_norm else None
-    return Attention(*where, shape, bias=every or config.qkv_bias, out_bias=every, norm_eps=eps, shard=shard)
+    options: dict[str, Any] = {"bias": every or config.qkv_bias, "out_bias": every, "shard": shard}
+    if config.norms_all_heads:
+        return AllHeadsNormAttention(*where, shape, norm_eps=config.rms_norm_eps, clip=config.clip_qkv, **options)
+    return Attention(*where, shape, norm_eps=config.rms_norm_eps if config.qk_norm else None, **options)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention import AttentionPlan, AttentionShape
-from model_runner.decoder.ops import normalise_and_rotate, silu_mul
+from model_runner.decoder.ops import normalise_and_rotate, rms_norm, silu_mul
 from model_runner.decoder.rope import Rotation
 from model_runner.parallel.tensor_parallel import WHOLE, Shard
 from model_runner.weights.weights import Checkpoint
@@ -24,7 +24,7 @@ from moe import NativeLinear, linear
 from ubatch import ConfigError, Point, dbo_yield
 from ubatch.kernels.sums import add_bias
 
-__all__ = ["Attention", "GatedMLP", "Projection", "frozen", "pack_projections"]
+__all__ = ["AllHeadsNormAttention", "Attention", "GatedMLP", "Projection", "frozen", "pack_projections"]
 
 
 def frozen(weight: Tensor) -> nn.Parameter:
@@ -103,7 +103,7 @@ def pack_projections(model: nn.Module) -> None:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary embeddings and, in Qwen3's families, normalised queries and keys.
+    """Grouped-query attention with rotary embeddings and, in Qwen3's and other families, normalised queries and keys.
 
     Query, key and value projections are fused into one product; query and key heads are normalised and rotated
     together.
@@ -148,9 +148,12 @@ class Attention(nn.Module):
         self.shape = shape = shard.grouped(shape)
         self.qk_norm: nn.Parameter | None = None
         if norm_eps is not None:
-            norms: list[Tensor] = []
-            with checkpoint.once_read(lambda: self._repeat_norms(norms)):
-                norms += [checkpoint.load(f"{prefix}.{part}_norm.weight", shape.head_dim) for part in ("q", "k")]
+            self._load_norms(checkpoint, prefix)
+
+    def _load_norms(self, checkpoint: Checkpoint, prefix: str) -> None:
+        norms: list[Tensor] = []
+        with checkpoint.once_read(lambda: self._repeat_norms(norms)):
+            norms += [checkpoint.load(f"{prefix}.{part}_norm.weight", self.shape.head_dim) for part in ("q", "k")]
 
     def _repeat_norms(self, norms: Sequence[Tensor]) -> None:
         """Store the norms' weights as one row for each query head, then one for each key head."""
@@ -160,15 +163,53 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, plan: AttentionPlan) -> Tensor:
         """Attention of `x` `[T, hidden_size]` (normalised). The caller sums the ranks' results into the residual."""
+        q, k, v = self._heads(x, rotation)
+        dbo_yield(Point.ATTN_PREPARE)
+        projected: Tensor = self.out(plan.forward(q, k, v, self.layer).flatten(1))
+        return projected
+
+    def _heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each `[T, heads, head_dim]`, as the back end takes them."""
         shape = self.shape
         num_qk = shape.num_heads + shape.num_kv_heads
         heads = self.qkv(x).view(x.shape[0], num_qk + shape.num_kv_heads, shape.head_dim)
         qk, v = heads[:, :num_qk], heads[:, num_qk:]
         qk = normalise_and_rotate(qk, rotation, self.qk_norm, self.norm_eps)
-        dbo_yield(Point.ATTN_PREPARE)
-        out = plan.forward(qk[:, : shape.num_heads], qk[:, shape.num_heads :], v, self.layer)
-        projected: Tensor = self.out(out.flatten(1))
-        return projected
+        return qk[:, : shape.num_heads], qk[:, shape.num_heads :], v
+
+
+class AllHeadsNormAttention(Attention):
+    """Attention that normalises a token's queries over all heads together, and its keys, as OLMoE does.
+
+    Args:
+        norm_eps: epsilon of the norms.
+        clip: largest absolute value of queries, keys and values, before they are rotated; None for no limit.
+        arguments, options: see `Attention`.
+
+    Raises:
+        ConfigError: this rank has a part of the heads.
+    """
+
+    def __init__(
+        self, *arguments: Any, norm_eps: float, clip: float | None, shard: Shard = WHOLE, **options: Any
+    ) -> None:
+        if shard.size > 1:
+            raise ConfigError("queries and keys are normalised over all heads; use tensor_parallel_size 1.")
+        super().__init__(*arguments, norm_eps=norm_eps, shard=shard, **options)
+        self.eps, self.clip = norm_eps, clip
+
+    def _load_norms(self, checkpoint: Checkpoint, prefix: str) -> None:
+        heads = (("q", self.shape.num_heads), ("k", self.shape.num_kv_heads))
+        norms = [checkpoint.load(f"{prefix}.{part}_norm.weight", n * self.shape.head_dim) for part, n in heads]
+        self.q_norm, self.k_norm = map(frozen, norms)
+
+    def _heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.qkv(x).split((len(self.q_norm), len(self.k_norm), len(self.k_norm)), dim=-1)
+        q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
+        if self.clip is not None:
+            q, k, v = (each.clamp(-self.clip, self.clip) for each in (q, k, v))
+        q, k, v = (each.unflatten(-1, (-1, self.shape.head_dim)) for each in (q, k, v))
+        return normalise_and_rotate(q, rotation, None, None), normalise_and_rotate(k, rotation, None, None), v
 
 
 class GatedMLP(nn.Module):

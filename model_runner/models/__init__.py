@@ -1,7 +1,7 @@
 """Model families, and the registry that finds one for a checkpoint.
 
 registry               finds the class for an architecture
-llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, deepseek_v2, deepseek_v3
+llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, olmoe, glm4_moe, deepseek_v2, deepseek_v3
                        one family each: how to read its `config.json`
 eagle                  an EAGLE-style draft head
 mtp                    DeepSeek's multi-token-prediction layer, as a draft head

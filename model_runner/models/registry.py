@@ -17,8 +17,11 @@ _MODELS = LazyRegistry(
     {
         "DeepseekV2ForCausalLM": "model_runner.models.deepseek_v2:DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM": "model_runner.models.deepseek_v3:DeepseekV3ForCausalLM",
+        "Glm4MoeForCausalLM": "model_runner.models.glm4_moe:Glm4MoeForCausalLM",
         "LlamaForCausalLM": "model_runner.models.llama:LlamaForCausalLM",
+        "MistralForCausalLM": "model_runner.models.mistral:MistralForCausalLM",
         "MixtralForCausalLM": "model_runner.models.mixtral:MixtralForCausalLM",
+        "OlmoeForCausalLM": "model_runner.models.olmoe:OlmoeForCausalLM",
         "Qwen2ForCausalLM": "model_runner.models.qwen2:Qwen2ForCausalLM",
         "Qwen2MoeForCausalLM": "model_runner.models.qwen2_moe:Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM": "model_runner.models.qwen3:Qwen3ForCausalLM",

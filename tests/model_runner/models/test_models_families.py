@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import LATENT, load_reference, make_checkpoint, reference_logits
-from model_checks import PROMPTS, admitted, all_logits, check_prefill
+from model_checks import PROMPTS, admitted, all_logits, check_prefill, close
 from safetensors import safe_open
 
 from model_runner import ModelRunner, ScheduledRequest
@@ -16,6 +18,10 @@ from model_runner import ModelRunner, ScheduledRequest
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 50_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
+KIMI_ROPE = {
+    **{"rope_type": "yarn", "rope_theta": 50_000.0, "factor": 32.0, "original_max_position_embeddings": 8},
+    **{"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
 BF16 = {"max_shard_size": "30KB", "dtype": torch.bfloat16}
 
 
@@ -32,6 +38,9 @@ BF16 = {"max_shard_size": "30KB", "dtype": torch.bfloat16}
         ("Qwen2Moe", {"shared_expert_intermediate_size": 7, "num_key_value_heads": 4, **BF16}),
         ("Qwen3", {"attention_bias": True, "rope_parameters": YARN, "rms_norm_eps": 1e-3}),
         ("Qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0, **BF16}),
+        ("Mistral", {"sliding_window": 5, "tie_word_embeddings": True, **BF16}),
+        ("Olmoe", {"clip_qkv": 0.5, "num_key_value_heads": 4, "norm_topk_prob": True, **BF16}),
+        ("Glm4Moe", {"use_qk_norm": False, "attention_bias": False, "first_k_dense_replace": 3, **BF16}),
         ("Mixtral", {"sliding_window": 5, "num_experts_per_tok": 1, "head_dim": None}),
         ("Mixtral", {"rope_parameters": None, "tie_word_embeddings": True, **BF16}),
         ("DeepseekV2", {"topk_method": "greedy", "n_group": None, "topk_group": None, "q_lora_rank": None}),
@@ -62,6 +71,30 @@ def test_a_model_in_bf16_stays_near_its_reference(tmp_path: Path) -> None:
     wanted = torch.cat([reference_logits(reference, prompt) for prompt in PROMPTS])
     error = (got.float() - wanted).abs()
     assert error.median() < 0.02 * wanted.abs().max()  # a token that bf16 sends to another expert may be far off
+
+
+def test_kimi_k2_is_deepseek_v3(tmp_path: Path) -> None:
+    """Its config names a model type of its own, and code that is not run; the architecture is DeepSeek-V3's."""
+    overrides = {"n_routed_experts": 12, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+    theirs = make_checkpoint(tmp_path / "deepseek", "DeepseekV3", rope_parameters=KIMI_ROPE, **overrides)
+    path = shutil.copytree(theirs, tmp_path / "kimi")
+    config = json.loads((path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {
+        "model_type": "kimi_k2",
+        "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "num_nextn_predict_layers": 0,
+        "rope_theta": rope.pop("rope_theta"),
+        "rope_scaling": {"type": rope.pop("rope_type"), **rope},
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    with ModelRunner(path, num_kv_blocks=64) as runner:
+        requests = admitted(runner, PROMPTS)
+        got = all_logits(runner, [ScheduledRequest(request, request.num_tokens) for request in requests])
+    reference = load_reference(theirs)
+    close(got, torch.cat([reference_logits(reference, prompt) for prompt in PROMPTS]))
 
 
 def test_deepseek_keeps_one_latent_per_token(tmp_path: Path) -> None:

@@ -57,6 +57,14 @@ def test_every_family_is_known_and_reads_its_config() -> None:
             },
             "layer_types is .*the same attention in all layers",
         ),
+        ("Mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "the same attention.*Ministral's"),
+        (
+            "Qwen2Moe",
+            {"use_sliding_window": True, "sliding_window": 8},
+            "use_sliding_window is True.*every other layer",
+        ),
+        ("Olmoe", {"clip_qkv": -1}, "clip_qkv is -1"),
+        ("Glm4Moe", {"topk_group": 3}, "topk_group is 3"),
         ("Mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9.*at most its 8 experts"),
         ("Mixtral", {"num_local_experts": ...}, "has no 'num_experts' or 'num_local_experts'"),
         ("Mixtral", {"sliding_window": 0}, "sliding_window is 0"),
@@ -90,6 +98,13 @@ def test_what_configs_of_the_hub_say_beside() -> None:
     assert read("Llama", quantization_config=kv_only) == read("Llama")
     assert read("Qwen3", sliding_window=8) == read("Qwen3"), "a window that is switched off"
     assert read("Mixtral", num_key_value_heads=...).attention.num_kv_heads == 4
+
+
+def test_windows_of_mistral() -> None:
+    """7B v0.1 has one, later ones say null."""
+    assert read("Mistral", sliding_window=7).attention.sliding_window == 7
+    assert read("Mistral").attention.sliding_window is None
+    assert read("Mistral", sliding_window=...).attention.sliding_window == 4096
 
 
 def test_swish_is_silu() -> None:

@@ -66,6 +66,8 @@ SIZES = [3, 3, 3, 3, 3, 2, 2, 2, 2, 1, 3, 2, 1, 1, 1, 1]
         ("Qwen3Moe", {}, torch.bfloat16),
         ("Qwen3Moe", {}, torch.float32),
         ("Qwen2Moe", {}, torch.bfloat16),
+        ("Olmoe", {}, torch.float32),
+        ("Glm4Moe", {}, torch.bfloat16),
         ("Qwen3", {}, torch.float32),
         ("Llama", {"attention_bias": True, "mlp_bias": True}, torch.bfloat16),
         ("DeepseekV2", {}, torch.float32),

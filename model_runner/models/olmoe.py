@@ -1,0 +1,38 @@
+"""OLMoE: attention that normalises a token's queries, and its keys, over all heads together, and a MoE in every layer.
+
+Tensor parallelism is refused: no rank would have all heads, which the norms need.
+
+Source: OLMoE (2024) and the `OlmoeForCausalLM` checkpoints on the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from model_runner.decoder.config import DecoderConfig, MoEConfig, read_decoder, read_grouped_query, read_top_k
+from model_runner.decoder.decoder import DecoderLM
+from model_runner.weights.hf_config import HFConfig
+from moe import SoftmaxTopKRouter
+
+__all__ = ["OlmoeForCausalLM"]
+
+
+class OlmoeForCausalLM(DecoderLM):
+    """The model. See `CausalLM`."""
+
+    serves_tensor_parallel = False
+
+    @classmethod
+    def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
+        """See `CausalLM.read_config`."""
+        moe = MoEConfig(
+            layers=frozenset(range(config.integer("num_hidden_layers"))),
+            intermediate_size=config.integer("intermediate_size"),
+            router=SoftmaxTopKRouter(read_top_k(config), renormalize=config.flag("norm_topk_prob", False)),
+        )
+        return replace(
+            read_decoder(config, generation, read_grouped_query(config), moe=moe, default_eps=1e-5),
+            attention_bias=config.flag("attention_bias", False),
+            norms_all_heads=True,
+            clip_qkv=None if config.values.get("clip_qkv") is None else config.number("clip_qkv"),
+        )

@@ -1,0 +1,129 @@
+"""Random configs of model families: what the entries of a config open, in any combination that transformers can run."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from checkpoints import COMMON
+
+RANDOM_FAMILIES = ("Qwen2", "Qwen2Moe", "Mistral", "Olmoe", "Glm4Moe", "DeepseekV3")
+
+
+def random_fields(family: str, seed: int) -> dict[str, Any]:
+    """All fields of a random config of a family. Heads and experts can be shared by two ranks."""
+    rng = random.Random(f"{family} {seed}")
+    kv_heads = rng.choice([1, 2, 4])
+    heads = kv_heads * rng.choice([2, 4] if kv_heads == 1 else [1, 2])
+    head_dim = rng.choice([8, 12, 20])
+    hidden_size = heads * head_dim if family == "Olmoe" else rng.choice([24, 40, 72])
+    fields: dict[str, Any] = {
+        **COMMON,
+        "hidden_size": hidden_size,
+        "intermediate_size": 4 * rng.randrange(4, 15),
+        "num_hidden_layers": rng.choice([2, 3]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": rng.choice([1e-6, 1e-3]),
+        "tie_word_embeddings": rng.random() < 0.3,
+        "rope_parameters": _rope(rng),
+        "initializer_range": 0.2,
+    }
+    return {**fields, **_OF_FAMILY[family](rng, fields)}
+
+
+def _rope(rng: random.Random) -> dict[str, Any]:
+    theta = rng.choice([10_000.0, 250_000.0])
+    scaled = {"rope_theta": theta, "factor": rng.choice([2.0, 4.0]), "original_max_position_embeddings": 64}
+    return rng.choice(
+        [
+            {"rope_type": "default", "rope_theta": theta},
+            {"rope_type": "linear", "rope_theta": theta, "factor": 2.5},
+            {"rope_type": "yarn", **scaled},
+            {"rope_type": "llama3", **scaled, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        ]
+    )
+
+
+def _experts(rng: random.Random, name: str) -> dict[str, Any]:
+    return {name: rng.choice([4, 8]), "num_experts_per_tok": rng.choice([1, 3])}
+
+
+def _qwen2(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    slides = rng.random() < 0.4
+    return {"use_sliding_window": slides, "sliding_window": rng.randrange(3, 12), "max_window_layers": 0}
+
+
+def _qwen2_moe(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_experts(rng, "num_experts"),
+        "moe_intermediate_size": 4 * rng.randrange(2, 10),
+        "shared_expert_intermediate_size": rng.randrange(5, 40),
+        "qkv_bias": rng.random() < 0.7,
+        "norm_topk_prob": rng.random() < 0.5,
+        "mlp_only_layers": rng.choice([[], [0], [1]]),
+    }
+
+
+def _mistral(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": rng.choice([None, rng.randrange(2, 6), rng.randrange(2, 20)])}
+
+
+def _olmoe(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_experts(rng, "num_experts"),
+        "attention_bias": rng.random() < 0.3,
+        "norm_topk_prob": rng.random() < 0.5,
+        "clip_qkv": rng.choice([None, 0.7]),
+    }
+
+
+def _grouped_experts(rng: random.Random) -> dict[str, Any]:
+    groups, top_groups = rng.choice([(1, 1), (2, 1), (2, 2), (4, 2)])
+    return {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": rng.choice([1, 3]),
+        "n_shared_experts": rng.choice([1, 2]),
+        "n_group": groups,
+        "topk_group": top_groups,
+        "moe_intermediate_size": 4 * rng.randrange(2, 10),
+        "first_k_dense_replace": rng.choice([0, 1]),
+        "routed_scaling_factor": rng.choice([1.0, 2.5]),
+        "norm_topk_prob": rng.random() < 0.7,
+    }
+
+
+def _glm4_moe(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    share = rng.choice([0.25, 0.5, 0.5, 1.0] if fields["head_dim"] % 8 == 0 else [0.5, 0.5, 1.0])
+    return {
+        **_grouped_experts(rng),
+        "attention_bias": rng.random() < 0.5,
+        "use_qk_norm": rng.random() < 0.5,
+        "rope_parameters": {**fields["rope_parameters"], "partial_rotary_factor": share},
+    }
+
+
+def _deepseek(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    nope, rotated = rng.choice([8, 12]), rng.choice([4, 8])
+    return {
+        **_grouped_experts(rng),
+        "num_key_value_heads": fields["num_attention_heads"],
+        "head_dim": rotated,
+        "q_lora_rank": rng.choice([None, 20]),
+        "kv_lora_rank": rng.choice([16, 24]),
+        "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": rng.choice([6, 10]),
+        "attention_bias": rng.random() < 0.3,
+    }
+
+
+_OF_FAMILY = {
+    "Qwen2": _qwen2,
+    "Qwen2Moe": _qwen2_moe,
+    "Mistral": _mistral,
+    "Olmoe": _olmoe,
+    "Glm4Moe": _glm4_moe,
+    "DeepseekV3": _deepseek,
+}
