@@ -104,6 +104,10 @@ MODES: Mapping[ForwardMode, ModeTraits] = {
 """Every forward mode. SGLang's DRAFT_EXTEND_V2 is `DRAFT_EXTEND` here; SGLang has removed its first version."""
 
 
+_RECURRENT = frozenset(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"))
+"""Kinds of layers that keep a state instead of keys and values, alone or beside attention; names as in configs."""
+
+
 def refuse_unsupported_model(architecture: str, *, encoder_decoder: bool, layer_types: tuple[str, ...]) -> None:
     """Refuse models whose attention has no row in the table.
 
@@ -113,12 +117,18 @@ def refuse_unsupported_model(architecture: str, *, encoder_decoder: bool, layer_
         layer_types: `layer_types` of its config, empty if it has none.
 
     Raises:
-        ConfigError: the model is an encoder-decoder, or has linear (hybrid) attention.
+        ConfigError: the model is an encoder-decoder, has linear (hybrid) attention, or attention of another kind.
     """
     if encoder_decoder:
         raise ConfigError(f"{architecture} is an encoder-decoder model; only decoder-only models are supported.")
     known = {"full_attention", "sliding_attention", "attention"}
     strange = sorted(set(layer_types) - known)
+    other = [kind for kind in strange if kind not in _RECURRENT]
+    if other:
+        raise ConfigError(
+            f"{architecture} has {other[0]!r} layers; only models whose layers all have full or sliding-window "
+            f"attention are supported."
+        )
     if strange:
         raise ConfigError(
             f"{architecture} mixes {strange[0]!r} layers with attention (a hybrid model); only models whose layers all "

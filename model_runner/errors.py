@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ubatch import UBatchError, nearest
+from ubatch import UBatchError
 
 __all__ = [
     "CheckpointError",
@@ -50,7 +50,8 @@ class UnknownArchitecture(CheckpointError):
 
     def __init__(self, architecture: str, known: Iterable[str]) -> None:
         self.architecture = architecture
-        super().__init__(f"unknown architecture {architecture!r}{nearest(architecture, known)}")
+        # No "did you mean": a config names its family truly, and the weights of another one would not fit.
+        super().__init__(f"unknown architecture {architecture!r}. Known: {', '.join(sorted(known))}")
 
 
 class RequestError(UBatchError, ValueError):
