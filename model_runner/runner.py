@@ -121,6 +121,7 @@ class ModelRunner:
         max_num_seqs: most requests that run at once.
         max_num_batched_tokens: most tokens of a step, to size memory and transports. The caller must keep to it.
         max_model_len: longest sequence in tokens, prompt and output together; by default the model's own limit.
+        allow_long_max_model_len: it may be longer than the model's limit, for which the model was not trained.
         cudagraph_mode: `none`; `full` replays decode, verify and draft steps as CUDA graphs, after `capture_graphs`;
             `auto` is `full` on a GPU if attention, experts and transport can be captured. Prefills run eagerly.
         cudagraph_capture_sizes: sizes to capture, in requests; by default those of `dbo`, or the default ones.
@@ -181,6 +182,7 @@ class ModelRunner:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
         max_model_len: int | None = None,
+        allow_long_max_model_len: bool = False,
         cudagraph_mode: str = "none",
         cudagraph_capture_sizes: Sequence[int] | None = None,
         num_speculative_tokens: int = 0,
@@ -212,7 +214,10 @@ class ModelRunner:
         checkpoint = open_checkpoint(model_path, load_format, **options)
         kind = model_class(checkpoint.architecture, checkpoint.config)
         self.config: ModelConfig = kind.read_config(checkpoint.config, checkpoint.generation_config())
-        self.max_model_len = check_max_model_len(max_model_len, self.config.max_position_embeddings)
+        limit = self.config.max_position_embeddings
+        self.max_model_len = check_max_model_len(max_model_len, limit, allow_long=allow_long_max_model_len)
+        if self.max_model_len > limit:
+            self.config = replace(self.config, max_position_embeddings=self.max_model_len)
         check_tensor_parallel(self.config, tensor_parallel_size)
         if tensor_parallel_size > 1 and not kind.serves_tensor_parallel:
             raise ConfigError(f"{kind.__name__} does not serve tensor parallelism; run it with tensor_parallel_size 1.")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 from ubatch import CommGroup, ConfigError, UBatchConfig, Verify, nearest
 
 __all__ = ["check_max_model_len", "is_fp8", "with_group"]
+
+_logger = logging.getLogger(__name__)
 
 
 def with_group(config: UBatchConfig, group: CommGroup | None) -> UBatchConfig:
@@ -27,10 +30,23 @@ def is_fp8(kv_cache_dtype: str) -> bool:
     return kv_cache_dtype == "fp8"
 
 
-def check_max_model_len(asked: int | None, limit: int) -> int:
-    """The longest sequence in tokens: `asked`, or the model's `limit` if None."""
+def check_max_model_len(asked: int | None, limit: int, *, allow_long: bool = False) -> int:
+    """The longest sequence in tokens: `asked`, or the model's `limit` if None.
+
+    Raises:
+        ConfigError: `asked` is not positive, or longer than the limit without `allow_long`.
+    """
     if asked is None:
         return limit
-    if not 1 <= asked <= limit:
-        raise ConfigError(f"max_model_len must be from 1 to the model's {limit} positions, not {asked}.")
+    if asked < 1 or (asked > limit and not allow_long):
+        raise ConfigError(
+            f"max_model_len must be from 1 to the model's {limit} positions, not {asked}. With "
+            "allow_long_max_model_len it may be longer; what the model says at later positions may be nonsense."
+        )
+    if asked > limit:
+        _logger.warning(
+            "max_model_len is %d, but the model has %d positions: at later ones its output may be nonsense",
+            asked,
+            limit,
+        )
     return asked

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from attention import AttentionShape, MLAShape
 from model_runner.decoder.base import ModelConfig
-from model_runner.decoder.rope import Rope, read_rope
+from model_runner.decoder.rope import Rope, read_longest_context, read_rope
 from model_runner.weights.hf_config import HFConfig
 from moe import Router
 
@@ -142,7 +142,7 @@ def read_decoder(
         hidden_size=config.integer("hidden_size"),
         num_layers=config.integer("num_hidden_layers"),
         attention=attention,
-        max_position_embeddings=config.integer("max_position_embeddings"),
+        max_position_embeddings=read_longest_context(config),
         num_experts=0 if moe is None else read_num_experts(config),
         num_experts_per_tok=0 if moe is None else read_top_k(config),
         eos_token_ids=generation.integers("eos_token_id") or config.integers("eos_token_id"),

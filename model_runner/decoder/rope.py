@@ -29,8 +29,11 @@ __all__ = [
     "RotaryTable",
     "Rotation",
     "YarnRope",
+    "read_longest_context",
     "read_rope",
 ]
+
+_ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -145,10 +148,7 @@ def read_rope(config: HFConfig, default_theta: float = 10_000.0, default_partial
     Raises:
         CheckpointError: a scaling that is not supported, or one that lacks a number it needs.
     """
-    values = config.values.get("rope_scaling") or config.values.get("rope_parameters") or {}
-    if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
-        raise config.wrong("rope_parameters", values, "the same rotary embeddings in all layers")
-    rope = HFConfig(values, config.path)
+    rope = _entries(config)
     partial = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", default_partial))
     if partial > 1:
         raise config.wrong("partial_rotary_factor", partial, "at most 1: the whole head")
@@ -156,9 +156,36 @@ def read_rope(config: HFConfig, default_theta: float = 10_000.0, default_partial
     return replace(_read_scaling(config, rope, theta), partial_rotary_factor=partial)
 
 
+def read_longest_context(config: HFConfig) -> int:
+    """Longest sequence in tokens: original context x factor if a YaRN or linear scaling names the original.
+
+    Otherwise it is `max_position_embeddings`. Qwen3's recipe for longer contexts adds the scaling and leaves that entry
+    as it was; DeepSeek's entry is the product already.
+
+    Raises:
+        CheckpointError: an entry is missing or invalid.
+    """
+    limit, rope = config.integer("max_position_embeddings"), _entries(config)
+    if _kind(rope) not in ("linear", "yarn") or not any(each.values.get(_ORIGINAL) for each in (config, rope)):
+        return limit
+    original = _original_max_position(config, rope)
+    return int(original * rope.number("factor", limit / original))
+
+
+def _entries(config: HFConfig) -> HFConfig:
+    """The entries of the rotary embeddings, by either of their names."""
+    values = config.values.get("rope_scaling") or config.values.get("rope_parameters") or {}
+    if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
+        raise config.wrong("rope_parameters", values, "the same rotary embeddings in all layers")
+    return HFConfig(values, config.path)
+
+
+def _kind(rope: HFConfig) -> object:
+    return rope.values.get("rope_type", rope.values.get("type", "default"))
+
+
 def _read_scaling(config: HFConfig, rope: HFConfig, theta: float) -> Rope:
-    values = rope.values
-    kind = values.get("rope_type", values.get("type", "default"))
+    kind = _kind(rope)
     if kind == "default":
         return Rope(theta)
     if kind == "linear":
@@ -202,10 +229,9 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def _original_max_position(config: HFConfig, rope: HFConfig) -> int:
-    name = "original_max_position_embeddings"
-    if config.values.get(name) is not None:  # some families keep it outside the rope entry
-        return config.integer(name)
-    return rope.integer(name, default=config.integer("max_position_embeddings"))
+    if config.values.get(_ORIGINAL) is not None:  # some families keep it outside the rope entry
+        return config.integer(_ORIGINAL)
+    return rope.integer(_ORIGINAL, default=config.integer("max_position_embeddings"))
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ class EngineOptions:
 
     model: Path
     load_format: str = "auto"
+    allow_long_max_model_len: bool = False
     dbo: UBatchConfig = field(default_factory=lambda: UBatchConfig(enable_dbo=False))
     dbo_kinds: tuple[str, ...] = ()
     dbo_auto: bool = False

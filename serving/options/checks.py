@@ -207,10 +207,11 @@ _SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
 
 def _checkpoint(s: Settings, model: ModelConfig) -> Iterator[str]:
-    if s["max_model_len"] > model.max_position_embeddings:
+    if s["max_model_len"] > model.max_position_embeddings and not s["allow_long_max_model_len"]:
         yield (
             f"{s.spell('max_model_len')} is {s['max_model_len']}, but the checkpoint has "
-            f"{model.max_position_embeddings} positions."
+            f"{model.max_position_embeddings} positions. Lower it, or allow it with "
+            f"{s.spell('allow_long_max_model_len')}: outputs beyond may be nonsense."
         )
     yield from tensor_parallel_faults(
         model, s["tensor_parallel_size"], s.spell("tensor_parallel_size"), expert_parallel=s["enable_expert_parallel"]

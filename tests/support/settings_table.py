@@ -48,6 +48,7 @@ CASES: Mapping[str, Case] = {
     "dtype": Case(("bfloat16",)),
     "device": Case(("cpu",), gpus=2),
     "max_model_len": Case(("64",)),
+    "allow_long_max_model_len": Case(),
     # ranks
     "data_parallel_size": Case(("4",)),
     "tensor_parallel_size": Case(("2",), EP),

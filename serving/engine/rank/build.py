@@ -57,6 +57,7 @@ def make_runner(
         max_num_seqs=options.scheduler.max_num_seqs,
         max_num_batched_tokens=options.scheduler.max_num_batched_tokens,
         max_model_len=options.scheduler.max_model_len,
+        allow_long_max_model_len=options.allow_long_max_model_len,
         cudagraph_mode=options.cudagraph_mode,
         cudagraph_capture_sizes=options.cudagraph_capture_sizes,
         **runner_options(options.speculation),

@@ -72,3 +72,6 @@ class Model(Group):
     max_model_len: Annotated[Positive | None, Flag(default="the checkpoint's")] = Field(
         None, description="longest sequence, prompt and output together"
     )
+    allow_long_max_model_len: bool = Field(
+        False, description="--max-model-len may exceed the checkpoint's, beyond which outputs may be nonsense"
+    )

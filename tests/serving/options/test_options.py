@@ -297,7 +297,10 @@ LINE_IS_WRONG: Mapping[str, tuple[tuple[str, ...], str]] = {
     "local experts": ((*EP, "--all2all-backend", "local"), "--all2all-backend local exchanges nothing"),
     "link by name": ((*EP, "--all2all-backend", "emulated_link"), "chosen by --emulated-link US MB/S"),
     "experts and ranks": (("--data-parallel-size", "7", EP[2]), "experts do not divide"),
-    "too long": (("--max-model-len", "4096"), "--max-model-len is 4096, but the checkpoint has 1024 positions"),
+    "too long": (
+        ("--max-model-len", "4096"),
+        "--max-model-len is 4096, but the checkpoint has 1024 positions. Lower it, or allow it with --allow-long-max",
+    ),
     "steps too small": (("--max-num-seqs", "64", "--max-num-batched-tokens", "32"), "below --max-num-seqs (64)"),
     "prompt in a step": (("--no-enable-chunked-prefill", "--max-num-batched-tokens", "512"), "must be at least"),
     "drafts alone": (

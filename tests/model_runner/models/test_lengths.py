@@ -1,0 +1,74 @@
+"""How long a sequence may be: what configs say of it, and logits beyond the length that a model was trained for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import load_reference, make_checkpoint, reference_logits
+from model_checks import admitted, all_logits, close
+
+from model_runner import ModelRunner, ScheduledRequest
+from model_runner.decoder.rope import read_longest_context
+from model_runner.weights.hf_config import HFConfig
+from ubatch import ConfigError
+
+YARN = {"rope_type": "yarn", "rope_theta": 50_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("positions", "rope", "longest"),
+    [
+        (40_960, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}, 131_072),  # Qwen3
+        (163_840, {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}, 163_840),  # DeepSeek-V3
+        (131_072, {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}, 131_072),  # Kimi-K2
+        (8192, {"type": "yarn", "original_max_position_embeddings": 4096}, 8192),  # its factor is the quotient
+        (8192, {"type": "yarn", "factor": 4.0}, 8192),  # of what, it does not say
+        (4096, {"type": "linear", "factor": 2.5, "original_max_position_embeddings": 4096}, 10_240),
+        (16_384, {"type": "linear", "factor": 4.0}, 16_384),  # deepseek-coder: multiplied already
+        (
+            131_072,
+            {
+                **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+                "original_max_position_embeddings": 8192,
+            },
+            131_072,  # Llama 3.1
+        ),
+        (4096, None, 4096),
+    ],
+)
+def test_what_configs_say(positions: int, rope: dict[str, Any] | None, longest: int) -> None:
+    config = HFConfig({"max_position_embeddings": positions, "rope_scaling": rope}, Path("config.json"))
+    assert read_longest_context(config) == longest
+
+
+def test_an_original_beside_the_scaling_counts() -> None:
+    values = {"max_position_embeddings": 64, "original_max_position_embeddings": 50}
+    config = HFConfig({**values, "rope_scaling": {"type": "yarn", "factor": 2.0}}, Path("config.json"))
+    assert read_longest_context(config) == 100
+
+
+def check(path: Path, length: int, **settings: Any) -> None:
+    reference, prompt = load_reference(path), [(7 * place) % 131 for place in range(length)]
+    with ModelRunner(path, num_kv_blocks=64, block_size=8, **settings) as runner:
+        assert runner.max_model_len == length + 1
+        requests = admitted(runner, [prompt], length + 1)
+        got = all_logits(runner, [ScheduledRequest(requests[0], length)])
+    close(got, reference_logits(reference, prompt))
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "DeepseekV3"])
+def test_a_recipe_for_longer_contexts(family: str, tmp_path: Path) -> None:
+    """Positions behind `max_position_embeddings`, as far as the scaling reaches; with latent attention, too."""
+    check(make_checkpoint(tmp_path, family, max_position_embeddings=40, rope_parameters=YARN), 127)
+
+
+@pytest.mark.parametrize("family", ["Llama", "DeepseekV2"])
+def test_longer_than_the_model_if_allowed(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain = {"rope_type": "default", "rope_theta": 50_000.0}
+    path = make_checkpoint(tmp_path, family, max_position_embeddings=64, rope_parameters=plain)
+    with pytest.raises(ConfigError, match=r"1 to the model's 64 positions, not 101\. With allow_long"):
+        ModelRunner(path, num_kv_blocks=64, max_model_len=101)
+    check(path, 100, max_model_len=101, allow_long_max_model_len=True)
+    assert "max_model_len is 101, but the model has 64 positions" in caplog.text
