@@ -1,10 +1,10 @@
-"""DeepSeek's multi-token-prediction layer, as a draft head of the model in the same checkpoint.
+"""The multi-token-prediction layer of DeepSeek and GLM-4.5, as a draft head of the model in the same checkpoint.
 
     step at t  eh_proj(enorm(embedding of token t + 1) | hnorm(hidden state of token t)) -> decoder layer -> norm
     output     an estimate of the hidden state of token t + 1, from which the model's output layer drafts token t + 2
 
 The layer follows the model's last one in the checkpoint (`model.layers.{num_hidden_layers}`) and is built like it, with
-latent attention and MoE. Embeddings and output layer are the model's; the copies in published checkpoints are not read.
+its attention and MoE. Embeddings and output layer are the model's; the copies in published checkpoints are not read.
 If a checkpoint has several such layers, the first one drafts every token, from its own estimates.
 
 Source: DeepSeek-V3 (2024), section 2.2.

@@ -7,8 +7,6 @@ from typing import Any
 
 from checkpoints import COMMON
 
-RANDOM_FAMILIES = ("Qwen2", "Qwen2Moe", "Mistral", "Olmoe", "Glm4Moe", "DeepseekV3")
-
 
 def random_fields(family: str, seed: int) -> dict[str, Any]:
     """All fields of a random config of a family. Heads and experts can be shared by two ranks."""
@@ -48,6 +46,28 @@ def _rope(rng: random.Random) -> dict[str, Any]:
 
 def _experts(rng: random.Random, name: str) -> dict[str, Any]:
     return {name: rng.choice([4, 8]), "num_experts_per_tok": rng.choice([1, 3])}
+
+
+def _llama(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    return {"attention_bias": rng.random() < 0.5, "mlp_bias": rng.random() < 0.5}
+
+
+def _qwen3(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    return {**_qwen2(rng, fields), "attention_bias": rng.random() < 0.5}
+
+
+def _qwen3_moe(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_experts(rng, "num_experts"),
+        "attention_bias": rng.random() < 0.5,
+        "moe_intermediate_size": 4 * rng.randrange(2, 10),
+        "norm_topk_prob": rng.random() < 0.5,
+        "mlp_only_layers": rng.choice([[], [0], [1]]),
+    }
+
+
+def _mixtral(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    return {**_experts(rng, "num_local_experts"), **_mistral(rng, fields)}
 
 
 def _qwen2(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
@@ -104,6 +124,11 @@ def _glm4_moe(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _deepseek_v2(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    method = rng.choice(["greedy", "group_limited_greedy"])
+    return {**_deepseek(rng, fields), "topk_method": method, "norm_topk_prob": False}
+
+
 def _deepseek(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     nope, rotated = rng.choice([8, 12]), rng.choice([4, 8])
     return {
@@ -120,6 +145,11 @@ def _deepseek(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 _OF_FAMILY = {
+    "Llama": _llama,
+    "Mixtral": _mixtral,
+    "Qwen3": _qwen3,
+    "Qwen3Moe": _qwen3_moe,
+    "DeepseekV2": _deepseek_v2,
     "Qwen2": _qwen2,
     "Qwen2Moe": _qwen2_moe,
     "Mistral": _mistral,
@@ -127,3 +157,4 @@ _OF_FAMILY = {
     "Glm4Moe": _glm4_moe,
     "DeepseekV3": _deepseek,
 }
+RANDOM_FAMILIES = tuple(_OF_FAMILY)

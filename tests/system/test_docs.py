@@ -18,7 +18,7 @@ from documents import DOCUMENTS
 from model_checks import check_decode, check_prefill
 from repository import ROOT
 
-from model_runner import UnknownArchitecture, model_class
+from model_runner import UnknownArchitecture, known_architectures, model_class
 from model_runner.models import registry
 from ubatch import Span, SpanKind, write_chrome
 
@@ -34,16 +34,21 @@ def test_adding_a_model_in_ten_lines(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (snippet,) = re.findall(r"```python\n(.*?)```", ADDING_A_MODEL.read_text(encoding="utf-8"), re.DOTALL)
     assert len([line for line in snippet.splitlines() if line]) <= 10
     with pytest.raises(UnknownArchitecture):
-        model_class("MistralForCausalLM")
+        model_class("SeedOssForCausalLM")
 
     monkeypatch.setattr(registry._MODELS, "_targets", dict(registry._MODELS._targets))  # forgotten after the test
-    module = types.ModuleType("mistral_of_the_document")
+    module = types.ModuleType("seed_oss_of_the_document")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(snippet, str(ADDING_A_MODEL), "exec"), module.__dict__)
 
-    path = make_checkpoint(tmp_path, "Mistral", **{**COMMON, **GROUPED, "sliding_window": 6, "num_hidden_layers": 2})
+    path = make_checkpoint(tmp_path, "SeedOss", **{**COMMON, **GROUPED, "num_hidden_layers": 2})
     check_prefill(path)
     check_decode(path)
+
+
+def test_the_table_of_models_is_whole() -> None:
+    table = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    assert [name for name in known_architectures() if f"| `{name}` |" not in table] == []
 
 
 # -- names -------------------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ class ModelShape:
             experts=experts,
             top_k=config.integer("num_experts_per_tok"),
             intermediate=inner,
-            shared_intermediate=shared * inner,
+            shared_intermediate=config.integer("shared_expert_intermediate_size", default=shared * inner, at_least=0),
             groups=config.integer("n_group", default=1),
             top_groups=config.integer("topk_group", default=1),
             heads=heads,

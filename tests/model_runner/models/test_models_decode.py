@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checkpoints import FAMILIES, make_checkpoint
-from model_checks import check_decode, check_overlap
+from checkpoints import FAMILIES, load_reference, make_checkpoint, reference_logits
+from model_checks import admitted, all_logits, check_decode, check_overlap, close
 
+from model_runner import ModelRunner, ScheduledRequest
 from ubatch import Schedule
 
 pytestmark = pytest.mark.long
@@ -29,6 +30,22 @@ def test_every_step_equals_transformers(checkpoints: dict[str, Path], family: st
 def test_lanes_change_nothing(checkpoints: dict[str, Path], family: str) -> None:
     """Handing on at every point there is, in dense layers too."""
     check_overlap(checkpoints[family], Schedule("every_point", points_off=frozenset()))
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_of_prompts_and_drafts(checkpoints: dict[str, Path], family: str) -> None:
+    """A prompt behind a part of it that is in the cache, as a shared prefix is, and a step that verifies drafts."""
+    prompt, drafts = list(range(40, 63)), (9, 100, 77)
+    logits = reference_logits(load_reference(checkpoints[family]), [*prompt, 5, *drafts])
+    with ModelRunner(checkpoints[family], num_kv_blocks=32, num_speculative_tokens=3) as runner:
+        (request,) = admitted(runner, [prompt])
+        for end in (7, 8, 23):
+            share = ScheduledRequest(request, end - request.num_computed_tokens)
+            first = request.num_computed_tokens
+            close(all_logits(runner, [share]), logits[first:end])
+            request.advance(share.num_tokens, 5 if end == len(prompt) else None)
+        close(all_logits(runner, [ScheduledRequest(request, 1, drafts)]), logits[len(prompt) :])
 
 
 @pytest.mark.sample(3)

@@ -1,5 +1,5 @@
-"""Random configs of model families against transformers: logits of all positions and greedy tokens, also in lanes, and
-over two ranks that share attention."""
+"""Random configs of all model families against transformers: logits of all positions and greedy tokens, in lanes, too,
+and over two ranks that share attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ARMS = {"off": {}, "two lanes": {"dbo": UBatchConfig(**EAGER)}}
 
 
 @pytest.mark.long
-@pytest.mark.sample(8)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("family", RANDOM_FAMILIES)
 def test_steps_equal_transformers(family: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,13 @@ from ubatch import CommGroup, UBatchConfig
 
 pytestmark = pytest.mark.ranks
 
-DENSE = ("Qwen3", "Llama")
-FAMILIES = [("DeepseekV3", "Mixtral", "Llama"), pytest.param(("DeepseekV2", "Qwen3"), marks=pytest.mark.slow)]
+DENSE = ("Qwen2", "Qwen3", "Mistral", "Llama")
+FAMILIES = [
+    ("DeepseekV3", "Mixtral", "Llama"),
+    pytest.param(("DeepseekV2", "Qwen3"), marks=pytest.mark.slow),
+    pytest.param(("Qwen2Moe", "Olmoe", "Glm4Moe"), marks=pytest.mark.slow),
+    pytest.param(("Qwen2", "Mistral"), marks=pytest.mark.slow),
+]
 NUM_TOKENS = 8
 EAGER = {"dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
 ARMS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Loading draft networks: DeepSeek's layer for multi-token prediction against transformers' layers, and refusals."""
+"""Loading draft networks: layers for multi-token prediction against transformers' layers, and refusals."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ pytestmark = pytest.mark.long
 LAYERS = 3
 
 
-def make_mtp_checkpoint(path: Path) -> Path:
-    """A DeepSeek-V3 checkpoint of three layers; the fourth is for multi-token prediction, as in published ones."""
-    make_checkpoint(path, "DeepseekV3", num_hidden_layers=LAYERS + 1)
+def make_mtp_checkpoint(path: Path, family: str = "DeepseekV3") -> Path:
+    """A checkpoint of three layers; the fourth is for multi-token prediction, as in published ones."""
+    make_checkpoint(path, family, num_hidden_layers=LAYERS + 1)
     weights = load_file(path / "model.safetensors")
     generator = torch.Generator().manual_seed(5)
     place, hidden = f"model.layers.{LAYERS}", weights["model.norm.weight"].shape[0]
@@ -60,13 +60,13 @@ def mtp_estimates(path: Path) -> Callable[[Any], Any]:
     """The layer by transformers' own: the fourth of a model that has four."""
 
     def bind(model: Any) -> Any:
-        from transformers import AutoConfig, DeepseekV3ForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         weights = load_file(path / "model.safetensors")
         own = {name: weights[f"model.layers.{LAYERS}.{name}.weight"] for name in ("enorm", "hnorm", "eh_proj")}
         last = weights[f"model.layers.{LAYERS}.shared_head.norm.weight"]
         config = AutoConfig.from_pretrained(path, num_hidden_layers=LAYERS + 1, attn_implementation="eager")
-        layers = DeepseekV3ForCausalLM.from_pretrained(path, config=config, dtype=torch.float32).eval().model
+        layers = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32).eval().model
         eps = config.rms_norm_eps
 
         @torch.no_grad()
@@ -86,8 +86,9 @@ def mtp_estimates(path: Path) -> Callable[[Any], Any]:
     return bind
 
 
-def test_the_layer_for_multi_token_prediction(tmp_path: Path) -> None:
-    path = make_mtp_checkpoint(tmp_path)
+@pytest.mark.parametrize("family", ["DeepseekV3", "Glm4Moe"])
+def test_the_layer_for_multi_token_prediction(family: str, tmp_path: Path) -> None:
+    path = make_mtp_checkpoint(tmp_path, family)
     reference = Reference(path, mtp_estimates(path))
     with ModelRunner(path, num_kv_blocks=128, block_size=4) as runner:
         network = Recording(load_draft("mtp", None, runner))

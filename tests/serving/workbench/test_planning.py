@@ -202,6 +202,15 @@ def test_a_checkpoint_folder_is_read(tmp_path: Path) -> None:
         read_model(str(tmp_path))
 
 
+def test_a_shared_expert_with_a_size_of_its_own() -> None:
+    """Qwen2-MoE."""
+    values = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "intermediate_size": 5632}
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16, "vocab_size": 151_936}
+    shared = {"shared_expert_intermediate_size": 5632}
+    model = ModelShape.from_config("qwen", {**values, **sizes, **shared}, Path("config.json"))
+    assert model.shared_intermediate == 5632
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean 'deepseek-v3'"):
         read_model("deepseek-v33")
