@@ -20,7 +20,7 @@ Multi-head (and grouped-query) attention and multi-head latent attention (MLA) h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
@@ -59,6 +59,7 @@ class AttentionShape:
         head_dim: elements per head.
         scale: factor on the scores; None is `head_dim ** -0.5`.
         sliding_window: how many tokens a query sees, itself included; None is all of them.
+        layer_windows: `sliding_window` of every layer, if they differ; the cache then has as many layers.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)`, after scaling; None is no cap.
         sinks: each head has one more term in its softmax's denominator, given to `forward`.
     """
@@ -70,6 +71,7 @@ class AttentionShape:
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    layer_windows: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
         check_positive("attention", self, "num_heads", "num_kv_heads", "head_dim")
@@ -77,8 +79,11 @@ class AttentionShape:
             raise ConfigError(
                 f"attention: {self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly."
             )
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ConfigError(f"attention: sliding_window must be at least 1 or None, not {self.sliding_window}.")
+        for window in (self.sliding_window, *(self.layer_windows or ())):
+            if window is not None and window < 1:
+                raise ConfigError(f"attention: sliding_window must be at least 1 or None, not {window}.")
+        if self.layer_windows is not None and self.sliding_window is not None:
+            raise ConfigError("attention: give either sliding_window, or layer_windows of all layers; not both.")
         if self.soft_cap is not None and not self.soft_cap > 0:
             raise ConfigError(f"attention: soft_cap must be positive or None, not {self.soft_cap}.")
 
@@ -86,6 +91,10 @@ class AttentionShape:
     def softmax_scale(self) -> float:
         """The factor on the scores that is in force."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    def with_window(self, window: int | None) -> AttentionShape:
+        """The shape of the layers with this window."""
+        return replace(self, layer_windows=None, sliding_window=window)
 
     def check_sinks(self, sinks: Tensor | None) -> None:
         """Check that a layer passes sinks if the shape has them, and none if it has not.

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 
 from attention.backends.fastest import fastest_attention
+from attention.backends.windows import WindowsBackend
 from attention.interface import AttentionBackend, AttentionShape, BackendTraits, KVCache, Shape
 from attention.kv_cache import MLAKVCache
 from ubatch import ConfigError, LazyRegistry
@@ -142,8 +143,16 @@ def make_attention_backend(name: str, shape: Shape, kv_cache: KVCache) -> Attent
         name = _MLA_NAMES.get(name, name)
     backend = cast("type[AttentionBackend]", _BACKENDS.load(name))
     _check_cache(shape, kv_cache)
-    _check_traits(name, backend.traits, shape, kv_cache)
-    return backend(shape, kv_cache)
+    if not isinstance(shape, AttentionShape) or shape.layer_windows is None:
+        _check_traits(name, backend.traits, shape, kv_cache)
+        return backend(shape, kv_cache)
+    by_window = {}
+    for window in shape.layer_windows:
+        if window not in by_window:
+            of_window = shape.with_window(window)
+            _check_traits(name, backend.traits, of_window, kv_cache)
+            by_window[window] = backend(of_window, kv_cache)
+    return cast("AttentionBackend", WindowsBackend(shape.layer_windows, by_window))
 
 
 def _check_cache(shape: Shape, kv_cache: KVCache) -> None:
@@ -151,6 +160,9 @@ def _check_cache(shape: Shape, kv_cache: KVCache) -> None:
     wanted = shape.cache_spec(spec.num_layers, spec.block_size, spec.dtype, fp8=spec.fp8)
     if wanted != spec:
         raise ConfigError(f"{shape} needs a cache of {wanted}, not of {spec}; make both from the same model config.")
+    windows = shape.layer_windows if isinstance(shape, AttentionShape) else None
+    if windows is not None and len(windows) < spec.num_layers:
+        raise ConfigError(f"{shape} has windows of {len(windows)} layers, but the cache has {spec.num_layers} layers.")
 
 
 def _check_traits(name: str, traits: BackendTraits, shape: Shape, kv_cache: KVCache) -> None:

@@ -6,6 +6,7 @@ the layers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attention import AttentionShape, MLAShape
@@ -20,6 +21,7 @@ __all__ = [
     "TensorNames",
     "read_decoder",
     "read_grouped_query",
+    "read_layer_windows",
     "read_num_experts",
     "read_top_k",
 ]
@@ -154,8 +156,19 @@ def read_decoder(
     )
 
 
-def read_grouped_query(config: HFConfig, *, sliding_window: int | None = None) -> AttentionShape:
-    """The heads of multi-head and grouped-query attention, all over a window of `sliding_window` tokens if given.
+def read_grouped_query(
+    config: HFConfig,
+    *,
+    sliding_window: int | None = None,
+    layer_windows: Sequence[int | None] | None = None,
+    sinks: bool = False,
+) -> AttentionShape:
+    """The heads of multi-head and grouped-query attention.
+
+    Args:
+        sliding_window: the window of all layers in tokens; None for none.
+        layer_windows: the window of every layer, instead; see `read_layer_windows`.
+        sinks: see `AttentionShape`.
 
     Raises:
         CheckpointError: an entry is missing, or the key/value heads do not divide the heads.
@@ -165,7 +178,31 @@ def read_grouped_query(config: HFConfig, *, sliding_window: int | None = None) -
     if num_heads % num_kv_heads:
         raise config.wrong("num_key_value_heads", num_kv_heads, f"a divisor of its {num_heads} attention heads")
     head_dim = config.integer("head_dim", default=config.integer("hidden_size") // num_heads)
-    return AttentionShape(num_heads, num_kv_heads, head_dim, sliding_window=sliding_window)
+    windows = None if layer_windows is None else tuple(layer_windows)
+    if windows is not None and len(set(windows)) == 1:
+        sliding_window, windows = windows[0], None
+    return AttentionShape(
+        num_heads, num_kv_heads, head_dim, sliding_window=sliding_window, sinks=sinks, layer_windows=windows
+    )
+
+
+def read_layer_windows(config: HFConfig, window: int | None, default: Sequence[str]) -> list[int | None]:
+    """The window of every layer, by `layer_types`: `window` tokens where that is `sliding_attention`, else None.
+
+    Args:
+        default: `layer_types` of a config that has none.
+
+    Raises:
+        CheckpointError: there are as many kinds as layers, or one is another kind; or a window is needed and missing.
+    """
+    given = config.values.get("layer_types")
+    kinds = list(default) if given is None else given
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != config.integer("num_hidden_layers") or set(kinds) - set(known):
+        raise config.wrong("layer_types", kinds, f"one of {' and '.join(known)} for every layer")
+    if window is None and known[1] in kinds:
+        raise config.wrong("sliding_window", window, "the window of its sliding_attention layers")
+    return [window if kind == known[1] else None for kind in kinds]
 
 
 def read_num_experts(config: HFConfig) -> int:

@@ -18,6 +18,7 @@ from model_runner.decoder.config import (
     TensorNames,
     read_decoder,
     read_grouped_query,
+    read_layer_windows,
     read_num_experts,
     read_top_k,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "model_class",
     "read_decoder",
     "read_grouped_query",
+    "read_layer_windows",
     "read_num_experts",
     "read_rope",
     "read_top_k",

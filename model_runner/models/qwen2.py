@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query
+from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query, read_layer_windows
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.weights.hf_config import HFConfig
 
-__all__ = ["Qwen2ForCausalLM", "read_sliding_window", "read_window_of_all"]
+__all__ = ["Qwen2ForCausalLM", "read_sliding_window", "read_windows"]
 
 
 class Qwen2ForCausalLM(DecoderLM):
@@ -20,7 +20,7 @@ class Qwen2ForCausalLM(DecoderLM):
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
         """See `CausalLM.read_config`."""
-        attention = read_grouped_query(config, sliding_window=read_window_of_all(config))
+        attention = read_grouped_query(config, layer_windows=read_windows(config))
         return replace(read_decoder(config, generation, attention), qkv_bias=True)
 
 
@@ -29,19 +29,15 @@ def read_sliding_window(config: HFConfig) -> int | None:
     return config.optional_integer("sliding_window") if config.flag("use_sliding_window", False) else None
 
 
-def read_window_of_all(config: HFConfig) -> int | None:
-    """The sliding window in tokens of all layers; None if no layer has one.
+def read_windows(config: HFConfig) -> list[int | None]:
+    """The sliding window in tokens of every layer; None for a layer without one.
 
     Raises:
-        CheckpointError: only some layers have it; one attention plan per step must fit all layers.
+        CheckpointError: see `read_layer_windows`.
     """
     num_layers, window = config.integer("num_hidden_layers"), read_sliding_window(config)
     if window is None:
-        return None
-    kinds = config.values.get("layer_types")
-    if kinds is None:
-        full = min(num_layers, config.integer("max_window_layers", default=28, at_least=0))
-        kinds = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
-    if len(set(kinds)) > 1:
-        raise config.wrong("layer_types", kinds, "the same attention in all layers")
-    return window if "sliding_attention" in kinds else None
+        return [None] * num_layers
+    full = min(num_layers, config.integer("max_window_layers", default=28, at_least=0))
+    kinds = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
+    return read_layer_windows(config, window, kinds)

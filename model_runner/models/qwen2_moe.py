@@ -15,6 +15,7 @@ from model_runner.decoder.config import (
     TensorNames,
     read_decoder,
     read_grouped_query,
+    read_layer_windows,
     read_top_k,
 )
 from model_runner.decoder.decoder import DecoderLM
@@ -31,8 +32,6 @@ class Qwen2MoeForCausalLM(DecoderLM):
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
         """See `CausalLM.read_config`."""
-        if read_sliding_window(config) is not None:
-            raise config.wrong("use_sliding_window", True, "false: every other layer would have a window")
         moe = MoEConfig(
             layers=read_sparse_layers(config),
             intermediate_size=config.integer("moe_intermediate_size"),
@@ -41,8 +40,19 @@ class Qwen2MoeForCausalLM(DecoderLM):
             shared_gate=True,
             names=TensorNames(shared="shared_expert"),
         )
-        common = read_decoder(config, generation, read_grouped_query(config), moe=moe)
+        attention = read_grouped_query(config, layer_windows=_windows(config))
+        common = read_decoder(config, generation, attention, moe=moe)
         return replace(common, qkv_bias=config.flag("qkv_bias", True))
+
+
+def _windows(config: HFConfig) -> list[int | None]:
+    """The sliding window of every layer: by default of every other one before `max_window_layers`."""
+    num_layers, window = config.integer("num_hidden_layers"), read_sliding_window(config)
+    if window is None:
+        return [None] * num_layers
+    last = config.integer("max_window_layers", default=28, at_least=0)
+    slides = [layer % 2 == 0 and layer < last for layer in range(num_layers)]
+    return read_layer_windows(config, window, ["sliding_attention" if each else "full_attention" for each in slides])
 
 
 def read_sparse_layers(config: HFConfig) -> frozenset[int]:

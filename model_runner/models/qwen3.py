@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query
 from model_runner.decoder.decoder import DecoderLM
-from model_runner.models.qwen2 import read_window_of_all
+from model_runner.models.qwen2 import read_windows
 from model_runner.weights.hf_config import HFConfig
 
 __all__ = ["Qwen3ForCausalLM"]
@@ -21,6 +21,6 @@ class Qwen3ForCausalLM(DecoderLM):
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
         """See `CausalLM.read_config`."""
-        attention = read_grouped_query(config, sliding_window=read_window_of_all(config))
+        attention = read_grouped_query(config, layer_windows=read_windows(config))
         common = read_decoder(config, generation, attention)
         return replace(common, attention_bias=config.flag("attention_bias", False), qk_norm=True)

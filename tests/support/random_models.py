@@ -72,7 +72,11 @@ def _mixtral(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _qwen2(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     slides = rng.random() < 0.4
-    return {"use_sliding_window": slides, "sliding_window": rng.randrange(3, 12), "max_window_layers": 0}
+    return {
+        "use_sliding_window": slides,
+        "sliding_window": rng.randrange(3, 12),
+        "max_window_layers": rng.choice([0, 1]),
+    }
 
 
 def _qwen2_moe(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
@@ -83,6 +87,7 @@ def _qwen2_moe(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
         "qkv_bias": rng.random() < 0.7,
         "norm_topk_prob": rng.random() < 0.5,
         "mlp_only_layers": rng.choice([[], [0], [1]]),
+        **_qwen2(rng, fields),
     }
 
 

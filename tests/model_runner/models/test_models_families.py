@@ -37,6 +37,8 @@ BF16 = {"max_shard_size": "30KB", "dtype": torch.bfloat16}
         ("Qwen2Moe", {"qkv_bias": False, "norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": []}),
         ("Qwen2Moe", {"shared_expert_intermediate_size": 7, "num_key_value_heads": 4, **BF16}),
         ("Qwen3", {"attention_bias": True, "rope_parameters": YARN, "rms_norm_eps": 1e-3}),
+        ("Qwen2Moe", {"use_sliding_window": True, "sliding_window": 5}),
+        ("Qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
         ("Qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0, **BF16}),
         ("Mistral", {"sliding_window": 5, "tie_word_embeddings": True, **BF16}),
         ("Olmoe", {"clip_qkv": 0.5, "num_key_value_heads": 4, "norm_topk_prob": True, **BF16}),

@@ -45,24 +45,14 @@ def test_every_family_is_known_and_reads_its_config() -> None:
         ("Llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is 'fp8'.*not quantised"),
         (
             "Qwen3",
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
-            "the same attention in all",
-        ),
-        (
-            "Qwen3",
             {
                 "use_sliding_window": True,
                 "sliding_window": 8,
-                "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+                "layer_types": ["sliding_attention", "full_attention"],
             },
-            "layer_types is .*the same attention in all layers",
+            "layer_types is .*for every layer",
         ),
         ("Mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "the same attention.*Ministral's"),
-        (
-            "Qwen2Moe",
-            {"use_sliding_window": True, "sliding_window": 8},
-            "use_sliding_window is True.*every other layer",
-        ),
         ("Olmoe", {"clip_qkv": -1}, "clip_qkv is -1"),
         ("Glm4Moe", {"topk_group": 3}, "topk_group is 3"),
         ("Mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9.*at most its 8 experts"),
