@@ -29,6 +29,7 @@ from moe import (
     All2All,
     ExpertsNeeds,
     ExpertsShape,
+    check_takes_biases,
     experts_backends,
     experts_class,
     fastest_cpu_experts,
@@ -68,6 +69,8 @@ def resolve_experts(
     if config is None or width is None:  # nothing to measure
         by_default = fastest_cpu_experts(dtype, device) if device.type == "cpu" else "triton"
         return by_default if name == "auto" else name
+    if config.biased_experts and name != "auto":
+        check_takes_biases(name)
     schedules = [dbo.for_mode(mode).schedule for mode in ForwardMode] if dbo is not None and dbo.enable_dbo else []
     overlapping = [schedule for schedule in schedules if schedule.overlaps]
     if name == "auto":
@@ -99,6 +102,7 @@ def _auto_experts(
         signals=signalled and not in_blocks,
         blocks=signalled and in_blocks,
         obeys_sms=any(schedule.comm_sms for schedule in overlapping),
+        biases=config.biased_experts,
     )
     usable = usable_experts(shape, dtype, device, needs)
     return _choose(

@@ -47,7 +47,14 @@ from moe.expert_parallel import ExpertParallelMoE, UnsupportedModelError, expert
 from moe.experts.base import BatchedExperts, BlockwiseExperts, Experts, FusedExperts, SignallingExperts
 from moe.experts.fastest import ExpertsNeeds, ExpertsShape, fastest_cpu_experts, fastest_experts, usable_experts
 from moe.experts.quantization import dequantize_blocks, quantize_blocks
-from moe.experts.registry import experts_backends, experts_class, make_experts, register_experts_backend
+from moe.experts.registry import (
+    check_takes_biases,
+    experts_backends,
+    experts_class,
+    make_experts,
+    register_experts_backend,
+)
+from moe.experts.torch_experts import ClampedSwiGLU
 from moe.grouped_linear import NativeLinear
 from moe.modular_kernel import FusedMoEModularKernel
 from moe.placement import local_experts
@@ -71,6 +78,7 @@ __all__ = [
     "BatchedExperts",
     "BlockCombine",
     "BlockwiseExperts",
+    "ClampedSwiGLU",
     "Dispatched",
     "EmulatedLink",
     "ExpertParallelMoE",
@@ -101,6 +109,7 @@ __all__ = [
     "check_schedule",
     "check_schedule_by_name",
     "check_signalled_experts",
+    "check_takes_biases",
     "default_all2all_options",
     "dequantize_blocks",
     "expert_parallel",

@@ -54,6 +54,8 @@ def fastest_cpu_dtype(
         tensor_parallel_size: ranks that share a replica: a rank's products are narrower, and it has fewer experts.
     """
     own = torch.get_num_threads()
+    if config.biased_experts and experts_backend == "auto":
+        experts_backend = "grouped"
     try:
         torch.set_num_threads(threads or own)
         bfloat16, float32 = _measure(_Sizes.of(config, tensor_parallel_size), experts_backend, torch.get_num_threads())

@@ -52,6 +52,11 @@ class ModelConfig:
         """Intermediate size of a routed expert; None for a dense model. Without it `auto` does not measure experts."""
         return None
 
+    @property
+    def biased_experts(self) -> bool:
+        """Whether the routed experts have biases, or another activation than SwiGLU."""
+        return False
+
 
 def check_tensor_parallel(config: ModelConfig, size: int) -> None:
     """Check that `size` ranks can share a model.

@@ -13,7 +13,7 @@ from attention import AttentionShape, MLAShape
 from model_runner.decoder.base import ModelConfig
 from model_runner.decoder.rope import Rope, read_longest_context, read_rope
 from model_runner.weights.hf_config import HFConfig
-from moe import Router
+from moe import ClampedSwiGLU, Router
 
 __all__ = [
     "DecoderConfig",
@@ -33,12 +33,14 @@ class TensorNames:
 
     Attributes:
         block: name of the MoE within its layer.
+        router: name of the gate within the MoE.
         gate, up, down: the projections of an expert, `down(silu(gate(x)) * up(x))`.
         shared: name of the shared experts within the MoE.
         shared_gate: name of the shared experts' gate within the MoE; see `MoEConfig.shared_gate`.
     """
 
     block: str = "mlp"
+    router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -56,6 +58,9 @@ class MoEConfig:
         shared_intermediate_size: intermediate size of all shared experts together; 0 for none.
         shared_gate: a token's result of the shared experts is multiplied by `sigmoid(shared_gate(x))`, one number.
         float32_gate: the router's logits are computed in float32 even if the model's dtype is another.
+        gate_bias: the gate has a bias.
+        clamped: activation of gpt-oss's routed experts, which have biases and are stacked in the checkpoint; None for
+            SwiGLU without biases, and one tensor per projection.
     """
 
     layers: frozenset[int]
@@ -64,6 +69,8 @@ class MoEConfig:
     shared_intermediate_size: int = 0
     shared_gate: bool = False
     float32_gate: bool = False
+    gate_bias: bool = False
+    clamped: ClampedSwiGLU | None = None
     names: TensorNames = TensorNames()
 
 
@@ -107,6 +114,11 @@ class DecoderConfig(ModelConfig):
         """See `ModelConfig`."""
         all_sparse = self.moe is not None and self.moe.layers.issuperset(range(self.num_layers))
         return None if all_sparse else self.intermediate_size
+
+    @property
+    def biased_experts(self) -> bool:
+        """See `ModelConfig`."""
+        return self.moe is not None and self.moe.clamped is not None
 
     @property
     def expert_intermediate_size(self) -> int | None:

@@ -134,7 +134,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.norm_eps = norm_eps
-        q_part = shard.part(shape.num_heads * shape.head_dim)
+        heads_part, q_part = (shard.part(size) for size in (shape.num_heads, shape.num_heads * shape.head_dim))
         kv_part = shard.part(shape.num_kv_heads * shape.head_dim, most=shape.num_kv_heads)
         parts = (("q", q_part), ("k", kv_part), ("v", kv_part))
         qkv = checkpoint.load_fused([(f"{prefix}.{p}_proj.weight", n) for p, n in parts], hidden_size)
@@ -146,9 +146,18 @@ class Attention(nn.Module):
             of_out = checkpoint.load(f"{prefix}.o_proj.bias", hidden_size)
         self.qkv, self.out = Projection(qkv, of_qkv), Projection(out, of_out)
         self.shape = shape = shard.grouped(shape)
+        self.sinks: nn.Parameter | None = None
+        if shape.sinks:
+            sinks: list[Tensor] = []
+            with checkpoint.once_read(lambda: self._keep_sinks(*sinks)):
+                sinks.append(checkpoint.load(f"{prefix}.sinks", heads_part))
         self.qk_norm: nn.Parameter | None = None
         if norm_eps is not None:
             self._load_norms(checkpoint, prefix)
+
+    def _keep_sinks(self, sinks: Tensor) -> None:
+        """Store the sinks in float32, in which back ends compute: steps that convert them could not be recorded."""
+        self.sinks = frozen(sinks.float())
 
     def _load_norms(self, checkpoint: Checkpoint, prefix: str) -> None:
         norms: list[Tensor] = []
@@ -165,7 +174,7 @@ class Attention(nn.Module):
         """Attention of `x` `[T, hidden_size]` (normalised). The caller sums the ranks' results into the residual."""
         q, k, v = self._heads(x, rotation)
         dbo_yield(Point.ATTN_PREPARE)
-        projected: Tensor = self.out(plan.forward(q, k, v, self.layer).flatten(1))
+        projected: Tensor = self.out(plan.forward(q, k, v, self.layer, self.sinks).flatten(1))
         return projected
 
     def _heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:

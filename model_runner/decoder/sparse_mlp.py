@@ -5,7 +5,9 @@ The modular kernel runs the shared experts while tokens are being transferred.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +16,8 @@ from model_runner.decoder.base import ExpertParallel
 from model_runner.decoder.config import MoEConfig, TensorNames
 from model_runner.decoder.layers import GatedMLP, Projection, frozen
 from model_runner.decoder.ops import sigmoid_mul
-from model_runner.weights.weights import Checkpoint
-from moe import FusedMoEModularKernel, SigmoidTopKRouter, make_experts, route
+from model_runner.weights.weights import Checkpoint, Part
+from moe import ClampedSwiGLU, FusedMoEModularKernel, SigmoidTopKRouter, make_experts, route
 from ubatch.kernels.sums import to_float
 
 __all__ = ["SharedExperts", "SparseMLP"]
@@ -62,8 +64,9 @@ class SparseMLP(nn.Module):
         # Scores of experts may be close together, so some families compute the gate in float32.
         self.gate_dtype = torch.float32 if config.float32_gate else checkpoint.dtype
         gate = torch.empty(num_experts, hidden_size, dtype=self.gate_dtype, device=checkpoint.device)
-        checkpoint.load_into(f"{prefix}.gate.weight", gate)
-        self.gate = Projection(gate)
+        gate_name = f"{prefix}.{config.names.router}"
+        checkpoint.load_into(f"{gate_name}.weight", gate)
+        self.gate = Projection(gate, checkpoint.load(f"{gate_name}.bias", num_experts) if config.gate_bias else None)
         self.router = config.router
         if isinstance(config.router, SigmoidTopKRouter):
             bias = torch.empty(num_experts, dtype=torch.float32, device=checkpoint.device)
@@ -82,13 +85,19 @@ class SparseMLP(nn.Module):
         weights: list[Tensor] = []
 
         def make_kernel() -> None:  # needs the weights: a back end may pack or reorder them
-            w13, w2 = weights
+            w13, w2, biases = weights[0], weights[1], dict[str, Any]()
+            if config.clamped is not None:
+                w13, w2, biases = _unstacked(weights, config.clamped)
             weights.clear()
-            experts = make_experts(parallel.experts, w13, w2, held.start, num_experts=num_experts)
+            experts = make_experts(parallel.experts, w13, w2, held.start, num_experts=num_experts, **biases)
             self.kernel = FusedMoEModularKernel(parallel.all2all, experts, shared)
 
+        sizes = (hidden_size, config.intermediate_size)
         with checkpoint.once_read(make_kernel):
-            weights += _load_experts(checkpoint, prefix, held, hidden_size, config.intermediate_size, names)
+            if config.clamped is not None:
+                weights += _load_stacked(checkpoint, prefix, held, num_experts, *sizes)
+            else:
+                weights += _load_experts(checkpoint, prefix, held, *sizes, names)
 
     def forward(self, x: Tensor, num_tokens: int | Tensor) -> Tensor:
         """`[T, hidden_size]` to the same shape; rows from `num_tokens` on are padding and visit no routed expert."""
@@ -96,6 +105,29 @@ class SparseMLP(nn.Module):
         topk_weights, topk_ids = route(self.router, logits, num_tokens)
         out: Tensor = self.kernel(x, topk_weights, topk_ids)
         return out
+
+
+def _load_stacked(
+    checkpoint: Checkpoint, prefix: str, held: range, num_experts: int, hidden_size: int, intermediate_size: int
+) -> list[Tensor]:
+    """gpt-oss's tensors of all experts: weights `[experts, in, out]` and biases; gates and ups take turns."""
+    experts, columns = Part(held.start, len(held), num_experts), 2 * intermediate_size
+    shapes = {
+        "gate_up_proj": (hidden_size, columns),
+        "down_proj": (intermediate_size, hidden_size),
+        "gate_up_proj_bias": (columns,),
+        "down_proj_bias": (hidden_size,),
+    }
+    return [checkpoint.load(f"{prefix}.experts.{name}", experts, *shape) for name, shape in shapes.items()]
+
+
+def _unstacked(weights: Sequence[Tensor], activation: ClampedSwiGLU) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """The tensors of `_load_stacked` in the layouts of `make_experts`."""
+    w13, w2, b13, b2 = weights
+    experts, hidden_size, columns = w13.shape
+    w13 = w13.view(experts, hidden_size, columns // 2, 2).permute(0, 3, 2, 1).reshape(experts, columns, hidden_size)
+    b13 = b13.view(experts, columns // 2, 2).transpose(1, 2).reshape(experts, columns)
+    return w13, w2.transpose(1, 2).contiguous(), {"b13": b13, "b2": b2, "activation": activation}
 
 
 def _load_experts(

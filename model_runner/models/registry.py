@@ -18,6 +18,7 @@ _MODELS = LazyRegistry(
         "DeepseekV2ForCausalLM": "model_runner.models.deepseek_v2:DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM": "model_runner.models.deepseek_v3:DeepseekV3ForCausalLM",
         "Glm4MoeForCausalLM": "model_runner.models.glm4_moe:Glm4MoeForCausalLM",
+        "GptOssForCausalLM": "model_runner.models.gpt_oss:GptOssForCausalLM",
         "LlamaForCausalLM": "model_runner.models.llama:LlamaForCausalLM",
         "MistralForCausalLM": "model_runner.models.mistral:MistralForCausalLM",
         "MixtralForCausalLM": "model_runner.models.mixtral:MixtralForCausalLM",

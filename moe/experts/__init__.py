@@ -2,6 +2,7 @@
 
 reference    plain loop, the reference in tests
 grouped      torch: sort by expert, one pair of GEMMs per expert; CPU and CUDA
+torch_experts    what those two share: biases, and a clamped activation
 packed       the same on a CPU, with weights kept only in oneDNN's packed layout; for serving
 native       the same with products and activation in C, compiled on the machine; the fastest on a CPU
 grouped_mm   torch's grouped product, one launch per projection; bfloat16 on GPUs

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe.cpu_linear import best_times, packing_pays
 from moe.experts.base import BatchedExperts, BlockwiseExperts, FusedExperts, SignallingExperts
-from moe.experts.registry import make_experts
+from moe.experts.registry import check_takes_biases, make_experts
 from ubatch import ConfigError
 from ubatch.kernels.c_jit import why_not_c
 from ubatch.kernels.fastest import Chosen, Launches, fastest, measured
@@ -57,12 +57,14 @@ class ExpertsNeeds:
         signals: they must signal each finished block, for a signalled schedule.
         blocks: they must run block by block, for a signalled schedule on a transport that sends blocks.
         obeys_sms: they must use only the SMs that a schedule with `comm_sms` leaves; the last candidate is exempt.
+        biases: they must have biases and other activations than SwiGLU, as the model wants.
     """
 
     batched: bool = False
     signals: bool = False
     blocks: bool = False
     obeys_sms: bool = False
+    biases: bool = False
 
     def missing(self, experts: FusedExperts) -> str | None:
         """The first requirement that `experts` do not meet, or None.
@@ -95,7 +97,7 @@ def usable_experts(
         needs: of the transport and the schedules.
     """
     if not measured(device):
-        return {fastest_cpu_experts(dtype, device): None}
+        return {"grouped" if needs.biases else fastest_cpu_experts(dtype, device): None}
     found = {name: _why_not(name, shape, dtype, device, needs) for name in _CANDIDATES}
     if None not in found.values():
         found["grouped"] = _why_not("grouped", shape, dtype, device, replace(needs, obeys_sms=False))
@@ -138,6 +140,8 @@ def _why_not(
     w13 = torch.empty(1, 2 * shape.intermediate_size, shape.hidden_size, dtype=dtype, device=device)
     w2 = torch.empty(1, shape.hidden_size, shape.intermediate_size, dtype=dtype, device=device)
     try:
+        if needs.biases:
+            check_takes_biases(name)
         return needs.missing(make_experts(name, w13, w2, num_experts=shape.num_experts))
     except ConfigError as error:
         return str(error)

@@ -18,18 +18,17 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe.cpu_linear import linear
-from moe.experts.base import FusedExperts
+from moe.experts.torch_experts import TorchExperts
 from moe.placement import block_of
 from moe.segments import segment_offsets, segment_sum
 
 __all__ = ["GroupedExperts", "RowPlan"]
 
 
-class GroupedExperts(FusedExperts):
+class GroupedExperts(TorchExperts):
     """Experts by sorting and one GEMM per expert. CPU and CUDA, any floating dtype."""
 
     def forward(
@@ -107,8 +106,8 @@ class GroupedExperts(FusedExperts):
 
     def run_expert(self, slot: int, x: Tensor) -> Tensor:
         """The expert at `slot` of those held here, for its rows `[rows, H]`."""
-        gate, up = linear(x, self.w13[slot]).chunk(2, dim=-1)
-        return linear(F.silu(gate) * up, self.w2[slot])
+        first, second = (None if bias is None else bias[slot] for bias in (self.b13, self.b2))
+        return linear(self.activate(linear(x, self.w13[slot], first)), self.w2[slot], second)
 
 
 @dataclass(frozen=True)

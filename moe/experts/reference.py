@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from moe.experts.base import FusedExperts
+from moe.experts.torch_experts import TorchExperts
 
 __all__ = ["ReferenceExperts"]
 
 
-class ReferenceExperts(FusedExperts):
+class ReferenceExperts(TorchExperts):
     """A plain loop over tokens and their choices. Slow; tests compare the fast experts with it."""
 
     def forward(
@@ -43,5 +42,6 @@ class ReferenceExperts(FusedExperts):
         return y
 
     def _expert(self, slot: int, x: Tensor) -> Tensor:
-        gate, up = (self.w13[slot] @ x).chunk(2)
-        return self.w2[slot] @ (F.silu(gate) * up)
+        up = self.w13[slot] @ x
+        y = self.w2[slot] @ self.activate(up if self.b13 is None else up + self.b13[slot])
+        return y if self.b2 is None else y + self.b2[slot]

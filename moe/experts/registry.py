@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from moe.experts.base import FusedExperts
+from moe.experts.torch_experts import ClampedSwiGLU
 from ubatch import ConfigError, LazyRegistry
 
-__all__ = ["experts_backends", "experts_class", "make_experts", "register_experts_backend"]
+__all__ = ["check_takes_biases", "experts_backends", "experts_class", "make_experts", "register_experts_backend"]
 
 _BACKENDS = LazyRegistry(
     "experts back end",
@@ -56,6 +57,19 @@ def experts_class(name: str) -> type[FusedExperts]:
     return cast("type[FusedExperts]", _BACKENDS.load(name))
 
 
+def check_takes_biases(name: str) -> None:
+    """Check that a back end has biases and other activations than SwiGLU.
+
+    Raises:
+        ConfigError: it has not, or the name is unknown.
+    """
+    if "b13" not in inspect.signature(experts_class(name)).parameters:
+        raise ConfigError(
+            f"experts back end {name!r} has no biases and no clamped activation, which this model's experts have. "
+            "Choose 'grouped', or let 'auto' choose."
+        )
+
+
 def make_experts(
     name: str,
     w13: Tensor,
@@ -67,6 +81,9 @@ def make_experts(
     dtype: torch.dtype | None = None,
     quantize: str | None = None,
     num_experts: int | None = None,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: ClampedSwiGLU | None = None,
 ) -> FusedExperts:
     """Make experts with weights `w13`, `w2` on the back end `name`; see `FusedExperts` for the arguments.
 
@@ -74,13 +91,17 @@ def make_experts(
         w13_scale: of w13 in fp8, as w2_scale, dtype and quantize for back ends that compute in fp8; see
             `moe.experts.triton_batched`.
         num_experts: of all ranks, if known; a hint for back ends that choose their tiles by it.
+        b13: biases, as b2, and activation for back ends that have them; see `moe.experts.torch_experts`.
 
     Raises:
         ConfigError: an unknown name, weights that do not fit together, or an argument that this back end does not take.
     """
     make = cast("Callable[..., FusedExperts]", _BACKENDS.load(name))
     known = inspect.signature(make).parameters
-    given = {"w13_scale": w13_scale, "w2_scale": w2_scale, "dtype": dtype, "quantize": quantize}
+    if b13 is not None or b2 is not None or activation is not None:
+        check_takes_biases(name)
+    given: dict[str, Any] = {"w13_scale": w13_scale, "w2_scale": w2_scale, "dtype": dtype, "quantize": quantize}
+    given |= {"b13": b13, "b2": b2, "activation": activation}
     options: dict[str, Any] = {option: value for option, value in given.items() if value is not None}
     refused = sorted(set(options) - set(known))
     if refused:

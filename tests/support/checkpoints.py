@@ -89,6 +89,21 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "norm_topk_prob": True,
     },
     "Olmoe": {**COMMON, **GROUPED, "head_dim": 12, "num_experts": 8, "num_experts_per_tok": 3},
+    "GptOss": {
+        **COMMON,
+        **GROUPED,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 50_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "truncate": False,
+        },
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 5,
+        "swiglu_limit": 0.7,  # small, so that it clamps
+    },
     "Glm4Moe": {
         **COMMON,
         **GROUPED,

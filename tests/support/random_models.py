@@ -104,6 +104,18 @@ def _olmoe(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    kinds = ["sliding_attention", "full_attention"]
+    return {
+        **_experts(rng, "num_local_experts"),
+        "attention_bias": rng.random() < 0.7,
+        "sliding_window": rng.randrange(2, 12),
+        "layer_types": rng.choice([None, [rng.choice(kinds) for _ in range(fields["num_hidden_layers"])]]),
+        "swiglu_limit": rng.choice([0.5, 1.0, 7.0]),
+        "swiglu_alpha": rng.choice([1.702, 1.0]),
+    }
+
+
 def _grouped_experts(rng: random.Random) -> dict[str, Any]:
     groups, top_groups = rng.choice([(1, 1), (2, 1), (2, 2), (4, 2)])
     return {
@@ -160,6 +172,7 @@ _OF_FAMILY = {
     "Mistral": _mistral,
     "Olmoe": _olmoe,
     "Glm4Moe": _glm4_moe,
+    "GptOss": _gpt_oss,
     "DeepseekV3": _deepseek,
 }
 RANDOM_FAMILIES = tuple(_OF_FAMILY)

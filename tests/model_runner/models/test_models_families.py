@@ -14,6 +14,7 @@ from model_checks import PROMPTS, admitted, all_logits, check_prefill, close
 from safetensors import safe_open
 
 from model_runner import ModelRunner, ScheduledRequest
+from ubatch import ConfigError
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 50_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -42,6 +43,7 @@ BF16 = {"max_shard_size": "30KB", "dtype": torch.bfloat16}
         ("Qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0, **BF16}),
         ("Mistral", {"sliding_window": 5, "tie_word_embeddings": True, **BF16}),
         ("Olmoe", {"clip_qkv": 0.5, "num_key_value_heads": 4, "norm_topk_prob": True, **BF16}),
+        ("GptOss", {"attention_bias": False, "layer_types": ["full_attention"] * 3, "num_key_value_heads": 4, **BF16}),
         ("Glm4Moe", {"use_qk_norm": False, "attention_bias": False, "first_k_dense_replace": 3, **BF16}),
         ("Mixtral", {"sliding_window": 5, "num_experts_per_tok": 1, "head_dim": None}),
         ("Mixtral", {"rope_parameters": None, "tie_word_embeddings": True, **BF16}),
@@ -73,6 +75,14 @@ def test_a_model_in_bf16_stays_near_its_reference(tmp_path: Path) -> None:
     wanted = torch.cat([reference_logits(reference, prompt) for prompt in PROMPTS])
     error = (got.float() - wanted).abs()
     assert error.median() < 0.02 * wanted.abs().max()  # a token that bf16 sends to another expert may be far off
+
+
+def test_gpt_oss_runs_on_experts_that_have_biases(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "GptOss")
+    with ModelRunner(path, num_kv_blocks=8) as runner:
+        assert runner.experts_backend == "grouped"
+    with pytest.raises(ConfigError, match="experts back end 'native' has no biases"):
+        ModelRunner(path, num_kv_blocks=8, experts_backend="native")
 
 
 def test_kimi_k2_is_deepseek_v3(tmp_path: Path) -> None:

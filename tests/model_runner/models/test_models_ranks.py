@@ -24,7 +24,7 @@ DENSE = ("Qwen2", "Qwen3", "Mistral", "Llama")
 FAMILIES = [
     ("DeepseekV3", "Mixtral", "Llama"),
     pytest.param(("DeepseekV2", "Qwen3"), marks=pytest.mark.slow),
-    pytest.param(("Qwen2Moe", "Olmoe", "Glm4Moe"), marks=pytest.mark.slow),
+    pytest.param(("Qwen2Moe", "Olmoe", "GptOss", "Glm4Moe"), marks=pytest.mark.slow),
     pytest.param(("Qwen2", "Mistral"), marks=pytest.mark.slow),
 ]
 NUM_TOKENS = 8

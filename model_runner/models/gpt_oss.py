@@ -1,0 +1,54 @@
+"""gpt-oss: attention with sinks, over a sliding window in every other layer, and a MoE with biases in every layer.
+
+Its experts clamp gates and ups. Weights in MXFP4, as published, are refused with the other quantised ones: a copy in
+bf16 is needed.
+
+Source: gpt-oss-120b and gpt-oss-20b Model Card (2025) and the `GptOssForCausalLM` checkpoints on the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from model_runner.decoder.config import (
+    DecoderConfig,
+    MoEConfig,
+    TensorNames,
+    read_decoder,
+    read_grouped_query,
+    read_layer_windows,
+    read_top_k,
+)
+from model_runner.decoder.decoder import DecoderLM
+from model_runner.decoder.rope import read_rope
+from model_runner.weights.hf_config import HFConfig
+from moe import ClampedSwiGLU, SoftmaxTopKRouter
+
+__all__ = ["GptOssForCausalLM"]
+
+
+class GptOssForCausalLM(DecoderLM):
+    """The model. See `CausalLM`."""
+
+    @classmethod
+    def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
+        """See `CausalLM.read_config`."""
+        if not (config.values.get("rope_scaling") or config.values.get("rope_parameters")):
+            raise config.wrong("rope_scaling", None, "the scaling it was trained with")
+        num_layers = config.integer("num_hidden_layers")
+        kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)]
+        windows = read_layer_windows(config, config.optional_integer("sliding_window"), kinds)
+        moe = MoEConfig(
+            layers=frozenset(range(num_layers)),
+            intermediate_size=config.integer("intermediate_size"),
+            router=SoftmaxTopKRouter(read_top_k(config), renormalize=True),  # of the chosen ones only: the same
+            gate_bias=True,
+            clamped=ClampedSwiGLU(config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)),
+            names=TensorNames(router="router"),
+        )
+        attention = read_grouped_query(config, layer_windows=windows, sinks=True)
+        rope = read_rope(config, default_theta=150_000.0)
+        return replace(
+            read_decoder(config, generation, attention, rope=rope, moe=moe, default_eps=1e-5),
+            attention_bias=config.flag("attention_bias", True),
+        )
