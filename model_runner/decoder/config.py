@@ -13,6 +13,7 @@ from attention import AttentionShape, MLAShape
 from model_runner.decoder.base import ModelConfig
 from model_runner.decoder.rope import Rope, read_longest_context, read_rope
 from model_runner.weights.hf_config import HFConfig
+from model_runner.weights.quantization import read_quantization
 from moe import ClampedSwiGLU, Router
 
 __all__ = [
@@ -143,9 +144,10 @@ def read_decoder(
         default_eps: the family's `rms_norm_eps`, used if the config has none.
 
     Raises:
-        CheckpointError: an entry is missing or invalid, the activation is not SiLU, or the weights are quantised.
+        CheckpointError: an entry is missing or invalid, the activation is not SiLU, or the weights are quantised in a
+            way that is not supported.
     """
-    _refuse_quantised_weights(config)
+    read_quantization(config)  # weights that cannot be loaded are refused before anything is launched
     rope = read_rope(config) if rope is None else rope
     _check_rotary_dim(config, attention, rope)
     activation = config.values.get("hidden_act", "silu")
@@ -247,15 +249,3 @@ def _check_rotary_dim(config: HFConfig, attention: AttentionShape | MLAShape, ro
     if dim % 2 or not dim:
         what = f"a factor that rotates an even number of the head's {attention.head_dim} dimensions, and at least 2"
         raise config.wrong("partial_rotary_factor", factor, what)
-
-
-def _refuse_quantised_weights(config: HFConfig) -> None:
-    """Refuse quantised weights: their scales would be lost in loading. Scales of the KV cache are allowed."""
-    quantization = config.values.get("quantization_config")
-    if quantization is None:
-        return
-    if isinstance(quantization, dict):
-        if quantization.get("kv_cache_scheme") and not quantization.get("config_groups"):
-            return
-        quantization = quantization.get("quant_method")
-    raise config.wrong("quantization_config", quantization, "weights that are not quantised")

@@ -1,6 +1,8 @@
 """A checkpoint's tensors and config.
 
 hf_config            `config.json`, read and checked
+quantization         its `quantization_config`: how weights are stored in fp8
+scaled               fp8 and scales, multiplied as they are read
 weight_pass          reads the files from front to back, through pinned memory to a device
 weights              a checkpoint's tensors, whole or a rank's part
 dummy_weights        random weights instead (`load_format dummy`)

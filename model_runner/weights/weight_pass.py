@@ -1,7 +1,7 @@
 """One pass over a checkpoint's files: a rank's tensors are read once, in the order of the files.
 
     want       while the model is built: note a tensor of a file, or a part of it, and its destination in memory
-    run        reader threads    mapped file -> pinned buffer, converted to the dtype of the destination
+    run        reader threads    mapped file -> pinned buffer, dequantised or converted to the dtype of the destination
                caller            pinned buffer -> destination, an asynchronous copy on the current stream
     once_read  runs an action on several tensors (packing, reordering) as soon as all of them are read
 
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from model_runner.weights.scaled import ScaledBlocks
 from ubatch.streams.streams import Event, NullStreams, StreamBackend, make_streams
 
 __all__ = ["PINNED_BYTES", "Progress", "WeightPass"]
@@ -52,13 +53,21 @@ class Wanted:
     """
 
     file: str
-    source: Tensor
+    source: Tensor | ScaledBlocks
     out: Tensor
 
     @property
     def position(self) -> tuple[str, int]:
         """Sort key: the order of reading."""
         return self.file, self.source.data_ptr()
+
+    def read(self, index: Index, out: Tensor) -> None:
+        """Write a part of the source to `out`, in the dtype of `out`."""
+        source = self.source[index]
+        if isinstance(source, Tensor):
+            out.copy_(source)
+        else:
+            source.read(out)
 
 
 @dataclass(frozen=True)
@@ -147,7 +156,7 @@ class WeightPass:
         if isinstance(streams, NullStreams):
             while ordered:
                 wanted = ordered.popleft()
-                wanted.out.copy_(wanted.source)
+                wanted.read((), wanted.out)
                 placed(_Piece(wanted, (), 0, last=True))
         else:
             self._by_pinned_memory(ordered, streams, placed)
@@ -191,7 +200,7 @@ def _fill(memory: Tensor, pieces: Sequence[_Piece]) -> None:
     """Read the pieces into a buffer, each converted to the dtype of its destination."""
     with torch.no_grad():
         for piece in pieces:
-            piece.staged(memory).copy_(piece.wanted.source[piece.index])
+            piece.wanted.read(piece.index, piece.staged(memory))
 
 
 def _batches(ordered: deque[Wanted], room: int) -> Iterator[list[_Piece]]:

@@ -3,7 +3,7 @@
 A checkpoint is a folder with `config.json` and either `model.safetensors` or shards listed in
 `model.safetensors.index.json`. Files are mapped, not read: a rank that loads an eighth of the experts reads an eighth
 of their bytes, and one that loads a `Part` of a tensor's rows or columns reads that part. Tensors are converted to the
-compute dtype.
+compute dtype; those in fp8 are multiplied by their scales as they are read (`model_runner.weights.scaled`).
 
     norm = checkpoint.load(name, size)          read at once
     with checkpoint.one_pass():
@@ -20,7 +20,7 @@ import difflib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +33,8 @@ from torch import Tensor
 
 from model_runner.errors import CheckpointError, CheckpointFileMissing, TensorMissing, WrongShape
 from model_runner.weights.hf_config import HFConfig
+from model_runner.weights.quantization import WeightQuantization, read_quantization
+from model_runner.weights.scaled import FP8, ScaledBlocks
 from model_runner.weights.weight_pass import Progress, Wanted, WeightPass
 from ubatch.streams.streams import StreamBackend
 
@@ -42,6 +44,9 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Name in a safetensors file -> name in a config."""
+_FP8_NAME = "F8_E4M3"
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,15 @@ class Checkpoint:
             raise self.config.wrong("architectures", names, "a list with one name")
         return names[0]
 
+    @cached_property
+    def quantization(self) -> WeightQuantization | None:
+        """How its weights are quantised; None if they are not.
+
+        Raises:
+            CheckpointError: in a way that is not supported.
+        """
+        return read_quantization(self.config)
+
     @property
     def names(self) -> frozenset[str]:
         """Names of all its tensors."""
@@ -142,7 +156,8 @@ class Checkpoint:
     def stored_dtypes(self) -> tuple[str, ...]:
         """The dtype that the config names, and the one that most weights in the first file have if that is another.
 
-        Names as in a config, such as `bfloat16`. Empty if the config names none and the files are not here.
+        Names as in a config, such as `bfloat16`. Empty if the config names none and the files are not here. Weights in
+        fp8 and their scales do not count: what they are dequantised to is that of the others.
         """
         named = self.config.values.get("dtype") or self.config.values.get("torch_dtype")  # transformers 5, and 4
         numbers: Counter[str] = Counter()
@@ -151,7 +166,8 @@ class Checkpoint:
             for name in handle.keys():  # noqa: SIM118 - it is no mapping
                 stored = handle.get_slice(name)
                 kind = str(stored.get_dtype())
-                numbers[_DTYPES.get(kind, kind)] += math.prod(stored.get_shape())
+                if kind != _FP8_NAME and not name.endswith(("_scale", "_scale_inv")):
+                    numbers[_DTYPES.get(kind, kind)] += math.prod(stored.get_shape())
         found = [str(named)] if named else []
         return tuple(dict.fromkeys(found + [name for name, _ in numbers.most_common(1)]))
 
@@ -222,18 +238,81 @@ class Checkpoint:
         """Copy a tensor to `out`, which may be a part of a larger one; errors as `load`."""
         self._copy(name, tuple(out.shape), out)
 
+    def has_blocks(self, names: Iterable[str], block: tuple[int, int]) -> bool:
+        """Whether all these tensors are stored in fp8 with a scale for every block of this size; errors as `load`."""
+        if self.quantization is None or self.quantization.block != block:
+            return False
+        return all(self._handle(name).get_slice(name).get_dtype() == _FP8_NAME for name in names)
+
+    def load_blocks_into(self, name: str, out: Tensor, scales: Tensor) -> None:
+        """Copy a tensor for which `has_blocks` as it is stored; errors as `load`.
+
+        Args:
+            out: `[rows, columns]` float8_e4m3fn.
+            scales: one for every block, `[row blocks, column blocks]` float32.
+        """
+        source = self._source(name, tuple(out.shape))
+        if not isinstance(source, ScaledBlocks) or source.scales.shape != scales.shape:
+            raise CheckpointError(f"{self.path}: {name!r} is not stored in fp8 with scales {list(scales.shape)}.")
+        self._want(name, source.stored, out)
+        self._want(name, source.scales, scales)
+
     def _copy(self, name: str, shape: Sequence[Size], out: Tensor) -> None:
-        handle = self._handle(name)
-        with self._reading(name):
-            stored = handle.get_slice(name)
-            whole = whole_shape(shape)
-            if tuple(stored.get_shape()) != whole:
-                raise WrongShape(name, stored.get_shape(), whole)
-            mapped = handle.get_tensor(name)
+        self._want(name, self._source(name, whole_shape(shape))[part_index(shape)], out)
+
+    def _want(self, name: str, source: Tensor | ScaledBlocks, out: Tensor) -> None:
         reading = self._new_pass() if self._pass is None else self._pass
-        reading.want(Wanted(self._file_of[name], mapped[part_index(shape)], out))
+        reading.want(Wanted(self._file_of[name], source, out))
         if self._pass is None:
             reading.run()
+
+    def _source(self, name: str, shape: tuple[int, ...]) -> Tensor | ScaledBlocks:
+        """The whole tensor in the mapped file, with its scales if it is quantised."""
+        mapped = self._mapped(name)
+        if tuple(mapped.shape) != shape:
+            raise WrongShape(name, mapped.shape, shape)
+        known = self.quantization
+        suffixes = ("_scale_inv", "_scale") if known is None else known.suffixes
+        scales = next((name + suffix for suffix in suffixes if name + suffix in self._file_of), None)
+        if mapped.dtype == FP8 and known is not None and mapped.dim() == 2:
+            if scales is None:
+                raise TensorMissing(
+                    name + suffixes[0],
+                    f"{self.path}: {name!r} is stored in fp8, but its scales {name + suffixes[0]!r} are missing.",
+                )
+            return self._scaled(mapped, scales, known)
+        if mapped.dtype not in _PLAIN or scales is not None:
+            stored = f"{self.path}: {name!r} is stored as {str(mapped.dtype).removeprefix('torch.')} {list(shape)}"
+            how = "names no quantization_config" if known is None else f"says that weights are {known.method!r}"
+            beside = "" if scales is None else f" with scales {scales!r}"
+            raise CheckpointError(
+                f"{stored}{beside}, but config.json {how}. Weights must be bfloat16, float16 or float32 without "
+                "scales, or matrices in float8_e4m3fn with scales and a quantization_config."
+            )
+        return mapped
+
+    def _scaled(self, stored: Tensor, name: str, known: WeightQuantization) -> ScaledBlocks:
+        """A tensor in fp8 with its scales `name`."""
+        scales = self._mapped(name)
+        shapes = known.scale_shapes((stored.shape[0], stored.shape[1]))
+        block = shapes.get(tuple(scales.shape))
+        if block is None:
+            raise WrongShape(name, scales.shape, list(shapes)[-1])
+        if scales.dtype == torch.uint8 and known.ue8m0:
+            scales = scales.view(torch.float8_e8m0fnu)
+        if scales.dtype not in _SCALES:
+            raise CheckpointError(
+                f"{self.path}: the scales {name!r} are {scales.dtype}; they may be float32, bfloat16, float16 or ue8m0."
+            )
+        if block == (1, stored.shape[1]):  # one for all rows, or one for each
+            scales = scales.reshape(-1, 1).expand(stored.shape[0], 1)
+        return ScaledBlocks(stored, scales, block)
+
+    def _mapped(self, name: str) -> Tensor:
+        handle = self._handle(name)
+        with self._reading(name):
+            mapped: Tensor = handle.get_tensor(name)
+        return mapped
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:

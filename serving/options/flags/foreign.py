@@ -24,7 +24,7 @@ FOREIGN: Mapping[str, str] = {
     "tokenizer": _TOKENIZER,
     "tokenizer_path": _TOKENIZER,
     "context_length": "--max-model-len",
-    "quantization": "a checkpoint in bf16, fp16 or fp32",
+    "quantization": "a checkpoint in fp8, whose config says so, or in bf16, fp16 or fp32",
     "tp": "--tensor-parallel-size",
     "tp_size": "--tensor-parallel-size",
     "dp": "--data-parallel-size",

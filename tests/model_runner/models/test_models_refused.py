@@ -42,7 +42,7 @@ def test_every_family_is_known_and_reads_its_config() -> None:
         ("Llama", {"partial_rotary_factor": 0.1}, r"partial_rotary_factor is 0\.1.*even number of the head's 16"),
         ("DeepseekV2", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5.*latent attention"),
         ("Llama", {"num_key_value_heads": 3}, "a divisor of its 4 attention heads"),
-        ("Llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is 'fp8'.*not quantised"),
+        ("Llama", {"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq'.*not supported"),
         (
             "Qwen3",
             {
@@ -73,7 +73,7 @@ def test_every_family_is_known_and_reads_its_config() -> None:
         ("DeepseekV3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ("DeepseekV3", {"first_k_dense_replace": ...}, "has no 'first_k_dense_replace'"),
         ("DeepseekV3", {"routed_scaling_factor": 0.0}, r"routed_scaling_factor is 0\.0"),
-        ("DeepseekV3", {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}}, "not quantised"),
+        ("DeepseekV3", {"quantization_config": {"quant_method": "mxfp4"}}, "'mxfp4'.*not supported"),
     ],
 )
 def test_configs_that_cannot_be(family: str, changes: dict[str, Any], message: str) -> None:

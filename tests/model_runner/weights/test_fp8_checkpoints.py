@@ -1,0 +1,229 @@
+"""Checkpoints in fp8: dequantised as they are read, on a CPU, whole or a rank's part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import load_reference, make_checkpoint, reference_logits
+from fp8_checkpoints import FP8, Kind, blockwise, compressed, dequantize, one_weight, quantize, with_config, write_fp8
+from model_checks import PROMPTS, admitted, all_logits, close
+from safetensors.torch import load_file, save_file
+from step_cases import StepStreamsFake
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model_runner import (
+    Checkpoint,
+    ModelRunner,
+    SamplingParams,
+    ScheduledRequest,
+    model_class,
+)
+from model_runner.drafting.network import load_draft
+from model_runner.parallel.tensor_parallel import Shard
+from model_runner.weights.scaled import ScaledBlocks
+from model_runner.weights.weight_pass import Wanted, WeightPass
+from model_runner.weights.weights import Part
+from serving import LLM
+
+E8M0, BYTES = torch.float8_e8m0fnu, torch.uint8
+CASES: dict[str, tuple[str, dict[str, Any], Kind]] = {
+    "Qwen3": ("Qwen3", {}, blockwise(128, 128, plain=["layers.1.self_attn.o_proj", "layers.2.mlp"])),
+    "Qwen3, small blocks": ("Qwen3", {"tie_word_embeddings": True}, blockwise(20, 28, scales=torch.bfloat16)),
+    "Qwen3-MoE, shards": ("Qwen3Moe", {"max_shard_size": "60KB"}, blockwise(16, 32, scales=E8M0, scale_fmt="ue8m0")),
+    "DeepSeek-V3": ("DeepseekV3", {"attention_bias": True}, blockwise(32, 20)),
+    "DeepSeek-V3, bytes": (
+        "DeepseekV3",
+        {"q_lora_rank": None},
+        blockwise(24, 16, scales=torch.uint8, scale_fmt="ue8m0"),
+    ),
+    "per tensor": (
+        "Mixtral",
+        {},
+        Kind({"quant_method": "fp8"}, (0, 0), "_scale", dims=0),
+    ),
+    "compressed per tensor": ("Llama", {}, compressed("tensor", dims=1, plain=["layers.0.mlp.down_proj"])),
+    "compressed per channel": ("Qwen3Moe", {}, compressed("channel", block=(1, 0))),
+    "compressed blocks": ("Llama", {}, compressed("block", block=(16, 32))),
+}
+
+
+@pytest.mark.parametrize(("family", "changes", "kind"), CASES.values(), ids=CASES)
+def test_logits_are_those_of_the_weights_that_it_means(
+    family: str, changes: dict[str, Any], kind: Kind, tmp_path: Path
+) -> None:
+    path, meant = write_fp8(make_checkpoint(tmp_path / "plain", family, **changes), tmp_path, kind)
+    stored = {w.dtype for file in path.glob("*.safetensors") for w in load_file(file).values()}
+    assert {FP8, kind.scales} <= stored
+    reference = load_reference(meant)
+    expected = torch.cat([reference_logits(reference, prompt) for prompt in PROMPTS])
+    with ModelRunner(path, num_kv_blocks=64, block_size=4) as runner:
+        requests = admitted(runner, PROMPTS)
+        got = all_logits(runner, [ScheduledRequest(request, request.num_tokens) for request in requests])
+    close(got, expected)
+
+
+# ---------------------------------------------------------------------------------------------------------- the parts
+
+
+KINDS = ["Qwen3, small blocks", "compressed per channel", "compressed per tensor"]
+PARTS = [
+    (Part(0, 41, 82), 90),
+    (Part(41, 41, 82), 90),
+    (82, Part(30, 30, 90)),
+    (82, Part(60, 30, 90)),
+    (Part(17, 3, 82), Part(31, 9, 90)),
+    (Part(81, 1, 82), Part(89, 1, 90)),
+]
+
+
+@pytest.mark.parametrize("kind", [CASES[name][2] for name in KINDS], ids=KINDS)
+def test_parts_are_slices_of_the_whole(kind: Kind, tmp_path: Path) -> None:
+    """Wherever they begin and end in a block."""
+    stored, scales = quantize(torch.randn(82, 90), kind)
+    whole = dequantize(stored, scales, kind)
+    path = one_weight(tmp_path, {"w": stored, "w" + kind.suffix: scales.to(kind.scales)}, kind.config)
+    for dtype in (torch.float32, torch.bfloat16):
+        checkpoint = Checkpoint(path, dtype=dtype)
+        assert torch.equal(checkpoint.load("w", 82, 90), whole.to(dtype))
+        for rows, columns in PARTS:
+            index = tuple(size.slice if isinstance(size, Part) else slice(size) for size in (rows, columns))
+            assert torch.equal(checkpoint.load("w", rows, columns), whole[index].to(dtype))
+    wide = torch.full((164, 100), 7.0, dtype=torch.bfloat16)
+    checkpoint.load_into("w", wide[41:123, 5:95])
+    assert torch.equal(wide[41:123, 5:95], whole.bfloat16())
+    assert (wide[:, 95:] == 7).all()
+
+
+@pytest.mark.parametrize("pinned_bytes", [8 * 1024, 8 * 64])
+def test_pieces_of_pinned_memory_are_dequantised(pinned_bytes: int) -> None:
+    """Some rows of a matrix, or some columns of a row, at a time."""
+    kind = blockwise(16, 28)
+    stored, scales = quantize(torch.randn(82, 90), kind)
+    out = torch.zeros(75, 70, dtype=torch.bfloat16)
+    reading = WeightPass(torch.device("cpu"), StepStreamsFake(), pinned_bytes=pinned_bytes)
+    reading.want(Wanted("file", ScaledBlocks(stored, scales, (16, 28))[3:78, 11:81], out))
+    reading.run()
+    assert torch.equal(out, dequantize(stored, scales, kind)[3:78, 11:81].bfloat16())
+
+
+def test_ranks_load_their_own_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts 4 to 7, and the second half of the heads and the dense MLP; blocks of 20 x 28 fit none of these."""
+    monkeypatch.setattr("model_runner.decoder.sparse_mlp.FusedMoEModularKernel", Kernel)
+    path, _ = write_fp8(make_checkpoint(tmp_path / "plain", "DeepseekV3"), tmp_path, blockwise(20, 28))
+
+    def load(experts: range, shard: Shard) -> tuple[dict[str, Tensor], set[str]]:
+        checkpoint = Checkpoint(path)
+        read: set[str] = set()
+        monkeypatch.setattr(checkpoint, "_mapped", lambda name: read.add(name) or Checkpoint._mapped(checkpoint, name))
+        kind = model_class(checkpoint.architecture)
+        config = kind.read_config(checkpoint.config, checkpoint.generation_config())
+        parallel: Any = SimpleNamespace(
+            all2all=SimpleNamespace(experts=experts, traits=SimpleNamespace(other_ranks=True)),
+            experts="grouped",
+            tensor=None,
+            shard=shard,
+            fp8_experts=False,
+        )
+        return kind.load(config, checkpoint, parallel).state_dict(), read
+
+    (whole, _), (part, read) = load(range(8), Shard(0, 1)), load(range(4, 8), Shard(1, 2))
+    assert not any(f".experts.{expert}." in name for name in read for expert in range(4))
+    cut = 0
+    for name, w in part.items():
+        expected = whole[name]
+        for dim, size in enumerate(w.shape):  # a fused projection has two halves, each cut
+            if size != expected.shape[dim]:
+                blocks = 2 if "gate_up" in name else 1
+                expected = expected.unflatten(dim, (blocks, 2, -1)).select(dim + 1, 1).flatten(dim, dim + 1)
+                cut += 1
+        assert torch.equal(w, expected), name
+    assert cut >= 3 * 4
+
+
+class Kernel(torch.nn.Module):
+    """A layer that only holds its experts."""
+
+    def __init__(self, all2all: Any, experts: torch.nn.Module, shared: torch.nn.Module | None) -> None:
+        super().__init__()
+        self.experts, self.shared = experts, shared
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes at once of what operations have allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._alive: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._alive.setdefault(StorageWeakRef(storage), storage.nbytes())
+        self._alive = {ref: size for ref, size in self._alive.items() if not ref.expired()}
+        self.most = max(self.most, sum(self._alive.values()))
+        return result
+
+
+def test_memory_is_that_of_the_result_and_of_one_tensor(tmp_path: Path) -> None:
+    kind = blockwise(128, 128)
+    stored: dict[str, Tensor] = {}
+    for number in range(8):
+        stored[f"{number}"], stored[f"{number}_scale_inv"] = quantize(torch.randn(1000, 1500), kind)
+    checkpoint = Checkpoint(one_weight(tmp_path, stored, kind.config), dtype=torch.bfloat16)
+    for name in stored:
+        checkpoint._mapped(name)  # a mapped file is no memory
+    with Peak() as peak, checkpoint.one_pass():
+        loaded = [checkpoint.load(f"{number}", 1000, 1500) for number in range(8)]
+    result = sum(w.nbytes for w in loaded)
+    files = sum(w.nbytes for w in stored.values())
+    assert result < peak.most
+    assert peak.most - files < result + loaded[0].nbytes
+
+
+# ------------------------------------------------------------------------------------------------------------- beside
+
+
+@pytest.mark.parametrize("named", ["bfloat16", None])
+def test_the_dtype_is_that_of_what_is_not_quantised(named: str | None, tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "Qwen3", dtype=torch.bfloat16)
+    path, _ = write_fp8(plain, tmp_path, blockwise(4, 4))  # more scales than weights that are not quantised
+    assert Checkpoint(with_config(path, dtype=named)).stored_dtypes() == ("bfloat16",)
+
+
+def test_a_layer_for_drafts_is_dequantised_too(tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "DeepseekV3", num_hidden_layers=4)
+    weights = load_file(plain / "model.safetensors")
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        weights[f"model.layers.3.{name}.weight"] = torch.rand(48)
+    weights["model.layers.3.eh_proj.weight"] = torch.randn(48, 96)
+    save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
+    with_config(plain, num_hidden_layers=3, num_nextn_predict_layers=1)
+    path, meant = write_fp8(plain, tmp_path, blockwise(32, 20))
+    drafts = []
+    for each in (path, meant):
+        with ModelRunner(each, num_kv_blocks=4, experts_backend="grouped") as runner:
+            drafts.append(load_draft("mtp", None, runner).state_dict())  # type: ignore[attr-defined]
+    assert drafts[0].keys() == drafts[1].keys()
+    assert all(torch.equal(drafts[0][name], drafts[1][name]) for name in drafts[0])
+
+
+@pytest.mark.long
+def test_served(tmp_path: Path) -> None:
+    path, meant = write_fp8(make_checkpoint(tmp_path / "plain", "Qwen3Moe"), tmp_path, blockwise(20, 28, scales=E8M0))
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    options: dict[str, Any] = {"device": "cpu", "kv_cache_memory": "8M", "max_num_seqs": 4, "skip_tokenizer_init": True}
+    found = []
+    for each in (path, meant):
+        with LLM(each, data_parallel_size=2, enable_expert_parallel=True, dtype="float32", **options) as llm:
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
