@@ -25,6 +25,7 @@ from attention import (
     usable_attention_backends,
 )
 from model_runner.decoder.base import ModelConfig
+from model_runner.weights.quantization import WeightQuantization
 from moe import (
     All2All,
     ExpertsNeeds,
@@ -34,13 +35,14 @@ from moe import (
     experts_class,
     fastest_cpu_experts,
     fastest_experts,
+    fp8_block,
     usable_experts,
 )
 from ubatch import CommGroup, ConfigError, ForwardMode, Schedule, UBatchConfig
 from ubatch.kernels.fastest import Chosen, measured
 from ubatch.ranks.long_calls import taking_long
 
-__all__ = ["resolve_attention", "resolve_experts"]
+__all__ = ["resolve_attention", "resolve_experts", "resolve_fp8_block"]
 
 _logger = logging.getLogger(__name__)
 
@@ -54,12 +56,15 @@ def resolve_experts(
     *,
     dbo: UBatchConfig | None = None,
     group: CommGroup | None = None,
+    quantization: WeightQuantization | None = None,
 ) -> str:
     """The experts' back end: `auto` is resolved, any other name is returned. With a group on a GPU it is collective.
 
     Args:
         device: device of the weights; they are not loaded yet, so its memory is free for measuring.
         group: the ranks that choose together; None for a rank that chooses alone.
+        quantization: of the checkpoint. `auto` prefers back ends that keep its experts in fp8: with others they take
+            twice the memory.
 
     Raises:
         ConfigError: no back end can be used on every rank, or none works here.
@@ -71,10 +76,9 @@ def resolve_experts(
         return by_default if name == "auto" else name
     if config.biased_experts and name != "auto":
         check_takes_biases(name)
-    schedules = [dbo.for_mode(mode).schedule for mode in ForwardMode] if dbo is not None and dbo.enable_dbo else []
-    overlapping = [schedule for schedule in schedules if schedule.overlaps]
+    overlapping = _overlapping(dbo)
     if name == "auto":
-        name = _auto_experts(config, width, all2all, dtype, device, overlapping, group)
+        name = _auto_experts(config, width, all2all, dtype, device, overlapping, group, quantization)
     if measured(device) and any(schedule.comm_sms for schedule in overlapping) and not experts_class(name).obeys_sms:
         _logger.warning(
             "experts back end %s takes all SMs, though a schedule reserves some for communication. Set comm_sms to 0, "
@@ -82,6 +86,64 @@ def resolve_experts(
             name,
         )
     return name
+
+
+def resolve_fp8_block(
+    name: str,
+    config: ModelConfig | None,
+    quantization: WeightQuantization | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    dbo: UBatchConfig | None = None,
+) -> tuple[int, int] | None:
+    """The blocks in which a checkpoint's routed experts stay in fp8; None if they are dequantised, with why in the log.
+
+    Args:
+        name: the experts' back end, from `resolve_experts`.
+        dtype: what all other weights are dequantised to.
+
+    Raises:
+        ConfigError: the back end is unknown.
+    """
+    if quantization is None:
+        return None
+    why = "the model has no experts"
+    if config is not None and config.num_experts:
+        why = _why_not_fp8(name, config, quantization, device, _overlapping(dbo)) or ""
+    if why:
+        _logger.info("weights in fp8 are dequantised to %s: %s", dtype, why)
+        return None
+    _logger.info("routed experts stay in fp8; other weights in fp8 (attention, dense MLPs) become %s", dtype)
+    return quantization.block
+
+
+def _why_not_fp8(
+    name: str,
+    config: ModelConfig,
+    quantization: WeightQuantization,
+    device: torch.device,
+    overlapping: Sequence[Schedule],
+) -> str | None:
+    """Why the checkpoint's experts cannot stay in fp8 on this back end; None if they can."""
+    block = fp8_block(name, device)
+    if block is None:
+        return f"experts back end {name!r} does not multiply fp8 here"
+    if quantization.block != block:
+        given = "no blocks" if quantization.block is None else f"blocks of {quantization.block}"
+        return f"the checkpoint's scales are for {given}, those of experts back end {name!r} for blocks of {block}"
+    sizes = config.hidden_size, config.expert_intermediate_size
+    if any(size is None or size % length for size in sizes for length in block):
+        return f"blocks of {block} do not divide the experts' sizes {sizes}"
+    if any(schedule.signalled for schedule in overlapping):
+        return "no down projection in fp8 signals its blocks, as a schedule wants"
+    return None
+
+
+def _overlapping(dbo: UBatchConfig | None) -> list[Schedule]:
+    """The schedules of all modes that overlap."""
+    schedules = [dbo.for_mode(mode).schedule for mode in ForwardMode] if dbo is not None and dbo.enable_dbo else []
+    return [schedule for schedule in schedules if schedule.overlaps]
 
 
 def _auto_experts(
@@ -92,6 +154,7 @@ def _auto_experts(
     device: torch.device,
     overlapping: Sequence[Schedule],
     group: CommGroup | None,
+    quantization: WeightQuantization | None,
 ) -> str:
     """See `resolve_experts`; `width` is one expert's intermediate size."""
     held = len(all2all.experts)
@@ -105,6 +168,11 @@ def _auto_experts(
         biases=config.biased_experts,
     )
     usable = usable_experts(shape, dtype, device, needs)
+    if quantization is not None:
+        names = [name for name, why in usable.items() if why is None]
+        in_fp8 = [name for name in names if _why_not_fp8(name, config, quantization, device, overlapping) is None]
+        if in_fp8:
+            usable |= {name: f"it needs the fp8 experts in {dtype}" for name in names if name not in in_fp8}
     return _choose(
         "experts back end",
         experts_backends(),

@@ -37,7 +37,7 @@ from attention import (
 )
 from model_runner.auto.dbo_auto import make_step_settings
 from model_runner.auto.step_cost import split_cost
-from model_runner.backend_choice import resolve_attention, resolve_experts
+from model_runner.backend_choice import resolve_attention, resolve_experts, resolve_fp8_block
 from model_runner.decoder.base import CausalLM, ExpertParallel, ModelConfig, check_tensor_parallel
 from model_runner.drafting.proposer import DraftProposer
 from model_runner.drafting.setting import DraftSetting
@@ -232,12 +232,22 @@ class ModelRunner:
             all2all_backend, group, of_experts, self.config.num_experts, all2all_options, steps
         )
         self.experts_backend = resolve_experts(
-            experts_backend, self.config, self.all2all, dtype, self.device, dbo=self.dbo, group=group
+            experts_backend,
+            self.config,
+            self.all2all,
+            dtype,
+            self.device,
+            dbo=self.dbo,
+            group=group,
+            quantization=checkpoint.quantization,
+        )
+        block = resolve_fp8_block(
+            self.experts_backend, self.config, checkpoint.quantization, dtype, self.device, dbo=self.dbo
         )
         if self.config.num_experts:
             verifies = num_speculative_tokens > 0
             check_schedules(self.dbo, self.all2all, self.experts_backend, self.device, verifies=verifies)
-        parallel = ExpertParallel(self.all2all, self.experts_backend, self.tensor_parallel)
+        parallel = ExpertParallel(self.all2all, self.experts_backend, self.tensor_parallel, block)
         with taking_long("loading the model"):
             self.model: CausalLM = kind.load(self.config, checkpoint, parallel).eval()
             self.draft = None if draft is None else draft.load(self)

@@ -51,6 +51,7 @@ from moe.experts.registry import (
     check_takes_biases,
     experts_backends,
     experts_class,
+    fp8_block,
     make_experts,
     register_experts_backend,
 )
@@ -117,6 +118,7 @@ __all__ = [
     "experts_class",
     "fastest_cpu_experts",
     "fastest_experts",
+    "fp8_block",
     "linear",
     "local_experts",
     "make_all2all",

@@ -95,11 +95,13 @@ class ExpertParallel:
         all2all: the transport that all layers and lanes share; it knows which experts this rank holds.
         experts: name of the experts' back end; with `native`, the layers' other weights are packed, too.
         tensor: the ranks that share attention and dense MLPs; None if this rank has them whole.
+        fp8_block: experts stored in fp8 with a scale per such block stay so; None if all weights are dequantised.
     """
 
     all2all: All2All[Any]
     experts: str = "grouped"
     tensor: TensorParallel | None = None
+    fp8_block: tuple[int, int] | None = None
 
     @property
     def shard(self) -> Shard:

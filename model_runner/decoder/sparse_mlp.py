@@ -5,7 +5,7 @@ The modular kernel runs the shared experts while tokens are being transferred.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from model_runner.decoder.base import ExpertParallel
 from model_runner.decoder.config import MoEConfig, TensorNames
 from model_runner.decoder.layers import GatedMLP, Projection, frozen
 from model_runner.decoder.ops import sigmoid_mul
+from model_runner.weights.fp8_experts import load_fp8_experts
 from model_runner.weights.weights import Checkpoint, Part
 from moe import ClampedSwiGLU, FusedMoEModularKernel, SigmoidTopKRouter, make_experts, route
 from ubatch.kernels.sums import to_float
@@ -82,22 +83,20 @@ class SparseMLP(nn.Module):
         elif config.shared_intermediate_size:
             shared = GatedMLP(checkpoint, f"{prefix}.{names.shared}", *shared_sizes)
         held = parallel.all2all.experts
-        weights: list[Tensor] = []
+        weights: dict[str, Any] = {}
 
         def make_kernel() -> None:  # needs the weights: a back end may pack or reorder them
-            w13, w2, biases = weights[0], weights[1], dict[str, Any]()
-            if config.clamped is not None:
-                w13, w2, biases = _unstacked(weights, config.clamped)
+            given = weights if config.clamped is None else _unstacked(weights, config.clamped)
+            experts = make_experts(parallel.experts, first_expert=held.start, num_experts=num_experts, **given)
             weights.clear()
-            experts = make_experts(parallel.experts, w13, w2, held.start, num_experts=num_experts, **biases)
             self.kernel = FusedMoEModularKernel(parallel.all2all, experts, shared)
 
         sizes = (hidden_size, config.intermediate_size)
         with checkpoint.once_read(make_kernel):
             if config.clamped is not None:
-                weights += _load_stacked(checkpoint, prefix, held, num_experts, *sizes)
+                weights |= _load_stacked(checkpoint, prefix, held, num_experts, *sizes)
             else:
-                weights += _load_experts(checkpoint, prefix, held, *sizes, names)
+                weights |= _load_experts(checkpoint, prefix, held, *sizes, names, parallel.fp8_block)
 
     def forward(self, x: Tensor, num_tokens: int | Tensor) -> Tensor:
         """`[T, hidden_size]` to the same shape; rows from `num_tokens` on are padding and visit no routed expert."""
@@ -109,31 +108,47 @@ class SparseMLP(nn.Module):
 
 def _load_stacked(
     checkpoint: Checkpoint, prefix: str, held: range, num_experts: int, hidden_size: int, intermediate_size: int
-) -> list[Tensor]:
+) -> dict[str, Tensor]:
     """gpt-oss's tensors of all experts: weights `[experts, in, out]` and biases; gates and ups take turns."""
     experts, columns = Part(held.start, len(held), num_experts), 2 * intermediate_size
     shapes = {
-        "gate_up_proj": (hidden_size, columns),
-        "down_proj": (intermediate_size, hidden_size),
-        "gate_up_proj_bias": (columns,),
-        "down_proj_bias": (hidden_size,),
+        "w13": ("gate_up_proj", (hidden_size, columns)),
+        "w2": ("down_proj", (intermediate_size, hidden_size)),
+        "b13": ("gate_up_proj_bias", (columns,)),
+        "b2": ("down_proj_bias", (hidden_size,)),
     }
-    return [checkpoint.load(f"{prefix}.experts.{name}", experts, *shape) for name, shape in shapes.items()]
+    return {key: checkpoint.load(f"{prefix}.experts.{name}", experts, *shape) for key, (name, shape) in shapes.items()}
 
 
-def _unstacked(weights: Sequence[Tensor], activation: ClampedSwiGLU) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """The tensors of `_load_stacked` in the layouts of `make_experts`."""
-    w13, w2, b13, b2 = weights
+def _unstacked(weights: Mapping[str, Tensor], activation: ClampedSwiGLU) -> dict[str, Any]:
+    """The tensors of `_load_stacked` in the layouts of `make_experts`, and the activation."""
+    w13, w2, b13 = weights["w13"], weights["w2"], weights["b13"]
     experts, hidden_size, columns = w13.shape
     w13 = w13.view(experts, hidden_size, columns // 2, 2).permute(0, 3, 2, 1).reshape(experts, columns, hidden_size)
     b13 = b13.view(experts, columns // 2, 2).transpose(1, 2).reshape(experts, columns)
-    return w13, w2.transpose(1, 2).contiguous(), {"b13": b13, "b2": b2, "activation": activation}
+    w2 = w2.transpose(1, 2).contiguous()
+    return {"w13": w13, "w2": w2, "b13": b13, "b2": weights["b2"], "activation": activation}
 
 
 def _load_experts(
-    checkpoint: Checkpoint, prefix: str, held: range, hidden_size: int, intermediate_size: int, names: TensorNames
-) -> tuple[Tensor, Tensor]:
-    """`w13` `[experts held, 2 * intermediate, hidden]`, gate first, and `w2` `[experts held, hidden, intermediate]`."""
+    checkpoint: Checkpoint,
+    prefix: str,
+    held: range,
+    hidden_size: int,
+    intermediate_size: int,
+    names: TensorNames,
+    fp8_block: tuple[int, int] | None,
+) -> dict[str, Any]:
+    """`w13` `[experts held, 2 * intermediate, hidden]`, gate first, and `w2` `[experts held, hidden, intermediate]`.
+
+    Experts that stay in fp8 come with their scales, and the dtype of their results.
+    """
+    if fp8_block is not None:
+        kinds = names.gate, names.up, names.down
+        of_experts = [tuple(f"{prefix}.experts.{expert}.{kind}.weight" for kind in kinds) for expert in held]
+        fp8 = load_fp8_experts(checkpoint, of_experts, fp8_block, hidden_size, intermediate_size)
+        if fp8 is not None:
+            return {**fp8, "dtype": checkpoint.dtype}
     dtype, device = checkpoint.dtype, checkpoint.device
     w13 = torch.empty(len(held), 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
     w2 = torch.empty(len(held), hidden_size, intermediate_size, dtype=dtype, device=device)
@@ -142,4 +157,4 @@ def _load_experts(
         checkpoint.load_into(f"{name}.{names.gate}.weight", w13[slot, :intermediate_size])
         checkpoint.load_into(f"{name}.{names.up}.weight", w13[slot, intermediate_size:])
         checkpoint.load_into(f"{name}.{names.down}.weight", w2[slot])
-    return w13, w2
+    return {"w13": w13, "w2": w2}

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from model_runner.backend_choice import resolve_experts
+from model_runner.backend_choice import resolve_experts, resolve_fp8_block
 from model_runner.decoder.base import CausalLM, ExpertParallel, ModelConfig
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.drafting.target import TargetRunner
@@ -120,12 +120,12 @@ def _load_eagle(runner: TargetRunner, checkpoint: Checkpoint) -> DraftNetwork:
     for name, wanted in (("hidden_size", runner.config.hidden_size), ("vocab_size", runner.config.vocab_size)):
         _check_fits(checkpoint, name, wanted)
     with checkpoint.one_pass():
-        return EagleHead(_decoder(runner), checkpoint, _alone(runner, None)).eval()
+        return EagleHead(_decoder(runner), checkpoint, _alone(runner, None, checkpoint)).eval()
 
 
 def _load_mtp(runner: TargetRunner, checkpoint: Checkpoint) -> DraftNetwork:
     with checkpoint.one_pass():
-        return MTPLayer(_decoder(runner), checkpoint, _alone(runner, runner.config)).eval()
+        return MTPLayer(_decoder(runner), checkpoint, _alone(runner, runner.config, checkpoint)).eval()
 
 
 def _load_model(runner: TargetRunner, checkpoint: Checkpoint) -> DraftNetwork:
@@ -139,7 +139,7 @@ def _load_model(runner: TargetRunner, checkpoint: Checkpoint) -> DraftNetwork:
             f"{checkpoint.path} has {config.max_position_embeddings} positions, the target runs sequences of "
             f"{runner.max_model_len}. Lower max_model_len, or choose another draft model."
         )
-    return DraftModel(kind.load(config, checkpoint, _alone(runner, config)).eval())
+    return DraftModel(kind.load(config, checkpoint, _alone(runner, config, checkpoint)).eval())
 
 
 _LOADERS: dict[str, Callable[[TargetRunner, Checkpoint], DraftNetwork]] = {
@@ -168,11 +168,12 @@ def _check_fits(checkpoint: Checkpoint, name: str, wanted: int) -> None:
         )
 
 
-def _alone(runner: TargetRunner, config: ModelConfig | None) -> ExpertParallel:
+def _alone(runner: TargetRunner, config: ModelConfig | None, checkpoint: Checkpoint) -> ExpertParallel:
     """All experts on this rank, with the target's back end; `config` is None for a network without experts."""
     transport = make_transport(None, None, None, 0 if config is None else config.num_experts)
     name = (
         "auto" if runner.all2all.traits.batched else runner.experts_backend
     )  # the local transport delivers rows, not batches
-    dtype = runner.dtype
-    return ExpertParallel(transport, resolve_experts(name, config, transport, dtype, runner.device))
+    dtype, device, stored = runner.dtype, runner.device, checkpoint.quantization
+    name = resolve_experts(name, config, transport, dtype, device, quantization=stored)
+    return ExpertParallel(transport, name, fp8_block=resolve_fp8_block(name, config, stored, dtype, device))

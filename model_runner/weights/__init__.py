@@ -5,6 +5,7 @@ quantization         its `quantization_config`: how weights are stored in fp8
 scaled               fp8 and scales, multiplied as they are read
 weight_pass          reads the files from front to back, through pinned memory to a device
 weights              a checkpoint's tensors, whole or a rank's part
+fp8_experts          experts that stay in fp8
 dummy_weights        random weights instead (`load_format dummy`)
 kv_scales            static scales of an fp8 KV cache
 """

@@ -10,10 +10,21 @@ import torch
 from torch import Tensor
 
 from moe.experts.base import FusedExperts
+from moe.experts.quantization import BLOCK
 from moe.experts.torch_experts import ClampedSwiGLU
 from ubatch import ConfigError, LazyRegistry
 
-__all__ = ["check_takes_biases", "experts_backends", "experts_class", "make_experts", "register_experts_backend"]
+__all__ = [
+    "check_takes_biases",
+    "experts_backends",
+    "experts_class",
+    "fp8_block",
+    "make_experts",
+    "register_experts_backend",
+]
+
+_FP8_PRODUCTS = (8, 9)
+"""The first compute capability with products in fp8."""
 
 _BACKENDS = LazyRegistry(
     "experts back end",
@@ -68,6 +79,22 @@ def check_takes_biases(name: str) -> None:
             f"experts back end {name!r} has no biases and no clamped activation, which this model's experts have. "
             "Choose 'grouped', or let 'auto' choose."
         )
+
+
+def fp8_block(name: str, device: torch.device) -> tuple[int, int] | None:
+    """Rows and columns that share a scale of weights in fp8, for a back end that multiplies them; None for others.
+
+    Args:
+        device: of the weights; a GPU needs products in fp8 (compute capability 8.9).
+
+    Raises:
+        ConfigError: see `experts_class`.
+    """
+    if "w13_scale" not in inspect.signature(experts_class(name)).parameters:
+        return None
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_PRODUCTS:
+        return None
+    return BLOCK, BLOCK
 
 
 def make_experts(

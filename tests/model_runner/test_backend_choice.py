@@ -20,8 +20,9 @@ import moe.experts.fastest
 from attention import AttentionShape, MLAShape, make_kv_cache, resolve_attention_backend
 from attention.backends import registry
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
-from model_runner.backend_choice import _choose, resolve_attention, resolve_experts
+from model_runner.backend_choice import _choose, resolve_attention, resolve_experts, resolve_fp8_block
 from model_runner.models.qwen3_moe import Qwen3MoeForCausalLM
+from model_runner.weights.quantization import WeightQuantization
 from model_runner.weights.weights import Checkpoint
 from moe import ExpertsNeeds, ExpertsShape, experts_backends, fastest_experts, make_all2all, usable_experts
 from moe.experts import flashinfer
@@ -94,6 +95,31 @@ def test_flashinfers_experts_are_chosen_where_they_are_the_fastest(
 def test_whoever_is_the_fastest(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     told(monkeypatch, tmp_path, {**TIMES, name: (0.5, 0.5)})
     assert resolve(checkpoint) == name
+
+
+@pytest.mark.parametrize("block", [(128, 128), (64, 64)])
+def test_experts_stored_in_fp8_stay_so_whoever_is_the_fastest(
+    block: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_checkpoint(tmp_path, replace(TINY, hidden_size=128, moe_intermediate_size=128))
+    with caplog.at_level(logging.INFO, "model_runner"):
+        name = resolve(path, quantization=WeightQuantization("fp8", ("_scale_inv",), block))
+    assert name == (TRITON if block == (128, 128) else FLASHINFER)
+    left_out = "experts back end flashinfer is left out: it needs the fp8 experts in torch.float32"
+    assert (left_out in caplog.messages) == (name == TRITON)
+
+
+def test_a_signalled_schedule_gets_dequantised_experts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = make_checkpoint(tmp_path, replace(TINY, hidden_size=128, moe_intermediate_size=128))
+    config, stored = (
+        Qwen3MoeForCausalLM.read_config(*_configs(path)),
+        WeightQuantization("fp8", ("_scale",), (128, 128)),
+    )
+    for schedule, block in (("single_batch", (128, 128)), ("single_batch_signalled", None)):
+        dbo = UBatchConfig(schedule=replace(SCHEDULES[schedule], comm_sms=0))
+        with caplog.at_level(logging.INFO, "model_runner"):
+            assert resolve_fp8_block(TRITON, config, stored, torch.float32, CPU, dbo=dbo) == block
+    assert "no down projection in fp8 signals its blocks" in caplog.messages[-1]
 
 
 def test_any_other_name_is_itself(checkpoint: Path) -> None:

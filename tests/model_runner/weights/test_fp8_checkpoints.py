@@ -128,7 +128,7 @@ def test_ranks_load_their_own_only(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             experts="grouped",
             tensor=None,
             shard=shard,
-            fp8_experts=False,
+            fp8_block=None,
         )
         return kind.load(config, checkpoint, parallel).state_dict(), read
 
@@ -192,11 +192,12 @@ def test_memory_is_that_of_the_result_and_of_one_tensor(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- beside
 
 
-@pytest.mark.parametrize("named", ["bfloat16", None])
-def test_the_dtype_is_that_of_what_is_not_quantised(named: str | None, tmp_path: Path) -> None:
-    plain = make_checkpoint(tmp_path / "plain", "Qwen3", dtype=torch.bfloat16)
-    path, _ = write_fp8(plain, tmp_path, blockwise(4, 4))  # more scales than weights that are not quantised
-    assert Checkpoint(with_config(path, dtype=named)).stored_dtypes() == ("bfloat16",)
+@pytest.mark.parametrize("named", [{"dtype": "bfloat16"}, {}], ids=["named", "found"])
+def test_the_dtype_is_that_of_what_is_not_quantised(named: dict[str, str], tmp_path: Path) -> None:
+    kind = blockwise(1, 2)  # more scales than anything else
+    stored, scales = quantize(torch.randn(8, 8), kind)
+    tensors = {"norm": torch.ones(8, dtype=torch.bfloat16), "w": stored, "w_scale_inv": scales}
+    assert Checkpoint(one_weight(tmp_path, tensors, kind.config, **named)).stored_dtypes() == ("bfloat16",)
 
 
 def test_a_layer_for_drafts_is_dequantised_too(tmp_path: Path) -> None:

@@ -1,0 +1,134 @@
+"""Experts of an fp8 checkpoint on Triton's kernels: their weights stay in fp8, and activations are rounded to fp8."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from fp8_checkpoints import FP8, Kind, blockwise, compressed, with_config, write_fp8
+from model_checks import admitted, all_logits
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from triton_batches import DEVICE  # before Triton is imported
+
+from model_runner import ModelRunner, ScheduledRequest
+from model_runner.drafting.network import load_draft
+from moe import FusedMoEModularKernel, fp8_block
+from moe.experts.reference import ReferenceExperts
+
+SIZES = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2, "num_experts_per_tok": 2}
+MOE = {**SIZES, "num_experts": 4, "mlp_only_layers": []}
+DEEPSEEK = {
+    **SIZES,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "intermediate_size": 100,
+}
+PROMPTS = [[5, 17, 99, 3, 42], [1]]
+BLOCKS = blockwise(128, 128, scales=torch.float8_e8m0fnu)
+
+
+def logits(runner: ModelRunner) -> Tensor:
+    requests = admitted(runner, PROMPTS)
+    return all_logits(runner, [ScheduledRequest(request, request.num_tokens) for request in requests]).cpu()
+
+
+def layers(model: nn.Module) -> list[FusedMoEModularKernel]:
+    return [module for module in model.modules() if isinstance(module, FusedMoEModularKernel)]
+
+
+class Rounding(ReferenceExperts):
+    """The formula with every operand rounded as fp8's products round it: 128 numbers of a row share a scale."""
+
+    def _expert(self, slot: int, x: Tensor) -> Tensor:
+        gate, up = (self.w13[slot] @ rounded(x)).chunk(2)
+        return self.w2[slot] @ rounded(nn.functional.silu(gate) * up)
+
+
+def rounded(x: Tensor) -> Tensor:
+    blocks = x.view(-1, 128)
+    scales = blocks.abs().amax(1, keepdim=True).clamp(min=1e-4) / 448
+    return ((blocks / scales).to(FP8).float() * scales).view(x.shape)
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("Qwen3Moe", MOE), ("DeepseekV3", DEEPSEEK)])
+def test_logits_are_those_of_rounded_operands(family: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    path, meant = write_fp8(make_checkpoint(tmp_path / "plain", family, **sizes), tmp_path, BLOCKS)
+    with ModelRunner(path, num_kv_blocks=16, device=DEVICE, experts_backend="triton") as runner:
+        held = layers(runner.model)
+        assert {(k.experts.w13.dtype, k.experts.w2.dtype, k.experts.dtype) for k in held} == {(FP8, FP8, torch.float32)}
+        found = logits(runner)
+        stored = load_file(path / "model.safetensors")
+        name = "model.layers.1.mlp.experts.3.{}_proj.weight{}"
+        w13 = [stored[name.format(kind, "")] for kind in ("gate", "up")]
+        assert torch.equal(held[-1].experts.w13[3].cpu().view(torch.uint8), torch.cat(w13).view(torch.uint8))
+        scales = [stored[name.format(kind, "_scale_inv")].float() for kind in ("gate", "up")]
+        assert torch.equal(held[-1].experts.w13_scale[3].cpu(), torch.cat(scales))
+        assert torch.equal(held[-1].experts.w2_scale[3].cpu(), stored[name.format("down", "_scale_inv")].float())
+    with ModelRunner(meant, num_kv_blocks=16, experts_backend="reference") as runner:
+        plain = logits(runner)
+        for kernel in layers(runner.model):
+            kernel.experts = Rounding(kernel.experts.w13, kernel.experts.w2)
+        expected = logits(runner)
+    assert expected.abs().max() > 0.5
+    assert (found - expected).abs().max() < 1e-2
+    assert (plain - expected).abs().max() > 2e-2, "or the activations were not rounded"
+
+
+def dtypes(path: Path, **options: Any) -> set[torch.dtype]:
+    with ModelRunner(path, num_kv_blocks=4, device=DEVICE, experts_backend="triton", **options) as runner:
+        return {kernel.experts.w13.dtype for kernel in layers(runner.model)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "why"),
+    [
+        (compressed("channel", block=(1, 0)), {}, "scales are for no blocks, those of experts back end 'triton' for"),
+        (blockwise(64, 128), {}, "scales are for blocks of (64, 128)"),
+        (BLOCKS, {"moe_intermediate_size": 96}, "blocks of (128, 128) do not divide the experts' sizes (128, 96)"),
+    ],
+)
+def test_other_experts_are_dequantised_and_it_is_said(
+    kind: Kind, changes: dict[str, Any], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, _ = write_fp8(make_checkpoint(tmp_path / "plain", "Qwen3Moe", **{**MOE, **changes}), tmp_path, kind)
+    with caplog.at_level(logging.INFO, "model_runner"):
+        assert dtypes(path) == {torch.float32}
+    (said,) = [text for text in caplog.messages if "weights in fp8" in text]
+    assert said.startswith("weights in fp8 are dequantised to torch.float32: ")
+    assert why in said
+
+
+def test_a_layer_with_an_expert_that_is_not_in_fp8_is_dequantised(tmp_path: Path) -> None:
+    kind = blockwise(128, 128, plain=["layers.0.mlp.experts.2.up_proj"])
+    path, _ = write_fp8(make_checkpoint(tmp_path / "plain", "Qwen3Moe", **MOE), tmp_path, kind)
+    assert dtypes(path) == {FP8, torch.float32}
+
+
+def test_random_weights_and_drafts_are_in_fp8_too(tmp_path: Path) -> None:
+    """Of a model whose weights are not here, with one layer listed as not quantised."""
+    path = make_checkpoint(tmp_path / "plain", "DeepseekV3", **DEEPSEEK)
+    kind = blockwise(128, 128, plain=["model.layers.1"])
+    with_config(path, quantization_config=kind.config, num_hidden_layers=3, num_nextn_predict_layers=1)
+    (path / "model.safetensors").unlink()
+    with ModelRunner(path, num_kv_blocks=16, device=DEVICE, experts_backend="triton", load_format="dummy") as runner:
+        assert [kernel.experts.w13.dtype for kernel in layers(runner.model)] == [torch.float32, FP8]
+        assert logits(runner).isfinite().all()
+        draft: Any = load_draft("mtp", None, runner)
+        assert [kernel.experts.w13.dtype for kernel in layers(draft)] == [FP8]
+        w13 = layers(draft)[0].experts.w13.float() * layers(draft)[0].experts.w13_scale[0, 0, 0]
+        assert w13.std() == pytest.approx(128**-0.5, rel=0.05)
+
+
+def test_gpus_without_products_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    for capability, block in (((8, 0), None), ((8, 9), (128, 128)), ((9, 0), (128, 128))):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, known=capability: known)
+        assert fp8_block("triton", gpu) == fp8_block("triton_batched", gpu) == block
+    assert fp8_block("grouped", torch.device("cpu")) is None
