@@ -25,7 +25,7 @@ from attention import (
     usable_attention_backends,
 )
 from model_runner.decoder.base import ModelConfig
-from model_runner.weights.quantization import WeightQuantization
+from model_runner.weights.quantization import MXFP4, WeightQuantization
 from moe import (
     All2All,
     ExpertsNeeds,
@@ -112,7 +112,7 @@ def resolve_fp8_block(
     if config is not None and config.num_experts:
         why = _why_not_fp8(name, config, quantization, device, _overlapping(dbo)) or ""
     if why:
-        _logger.info("weights in fp8 are dequantised to %s: %s", dtype, why)
+        _logger.info("quantised weights are dequantised to %s: %s", dtype, why)
         return None
     _logger.info("routed experts stay in fp8; other weights in fp8 (attention, dense MLPs) become %s", dtype)
     return quantization.block
@@ -126,6 +126,8 @@ def _why_not_fp8(
     overlapping: Sequence[Schedule],
 ) -> str | None:
     """Why the checkpoint's experts cannot stay in fp8 on this back end; None if they can."""
+    if quantization.method == MXFP4:
+        return "no experts here multiply MXFP4"
     block = fp8_block(name, device)
     if block is None:
         return f"experts back end {name!r} does not multiply fp8 here"

@@ -3,6 +3,7 @@
     fp8                  DeepSeek-V3, Kimi-K2, Qwen3's -FP8: a scale per block, `w.weight_scale_inv`; without a block
                          size one per tensor, of either name
     compressed-tensors   format float-quantized: a scale per tensor, per channel (row) or per block, `w.weight_scale`
+    mxfp4                gpt-oss's experts: `w_blocks` and `w_scales`, see `model_runner.weights.mxfp4`
 
 The file says which tensors are quantised, by their dtype: published lists of modules that are not are incomplete, and
 match in several ways. The list counts where nothing is stored (`load_format dummy`). Scales of activations are not
@@ -19,12 +20,13 @@ from typing import Any
 from model_runner.errors import CheckpointError
 from model_runner.weights.hf_config import HFConfig
 
-__all__ = ["WeightQuantization", "read_quantization"]
+__all__ = ["MXFP4", "WeightQuantization", "read_quantization"]
 
 _ADVICE = (
     "Weights may be bfloat16, float16, float32, or fp8 by quant_method 'fp8' or compressed-tensors 'float-quantized'. "
     "Choose a checkpoint of the model in one of these, or dequantise this one to bfloat16."
 )
+MXFP4 = "mxfp4"
 _KNOWN_METHODS = {
     "auto-round": "integers of 2 to 8 bits",
     "awq": "AWQ, integers of 4 bits",
@@ -33,7 +35,7 @@ _KNOWN_METHODS = {
     "gptq": "GPTQ, integers of 2 to 8 bits",
     "modelopt": "ModelOpt, such as NVFP4",
     "modelopt_fp4": "NVFP4",
-    "mxfp4": "MXFP4, numbers of 4 bits in blocks of 32",
+    "mxfp4": "MXFP4, which only gpt-oss may have",
     "nvfp4": "NVFP4",
     "quark": "Quark",
     "torchao": "torchao",
@@ -43,7 +45,7 @@ _KNOWN_METHODS = {
 
 @dataclass(frozen=True)
 class WeightQuantization:
-    """How weights are stored in fp8.
+    """How weights are stored in fp8, or in MXFP4 (then only `method` and `ignored` say something).
 
     Attributes:
         method: `quant_method`.
@@ -102,6 +104,8 @@ def read_quantization(config: HFConfig) -> WeightQuantization | None:
         return _read_fp8(config, values)
     if method == "compressed-tensors":
         return _read_compressed(config, values)
+    if method == MXFP4 and config.values.get("architectures") == ["GptOssForCausalLM"]:
+        return WeightQuantization(MXFP4, (), None, ignored=_names(config, values, "modules_to_not_convert"))
     what = _KNOWN_METHODS.get(str(method))
     raise _unsupported(config, f"quant_method {method!r}" + (f" ({what})" if what else ""))
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from model_runner.weights.mxfp4 import MXFP4Blocks
 from model_runner.weights.scaled import ScaledBlocks
 from ubatch.streams.streams import Event, NullStreams, StreamBackend, make_streams
 
@@ -53,7 +54,7 @@ class Wanted:
     """
 
     file: str
-    source: Tensor | ScaledBlocks
+    source: Tensor | ScaledBlocks | MXFP4Blocks
     out: Tensor
 
     @property

@@ -33,7 +33,8 @@ from torch import Tensor
 
 from model_runner.errors import CheckpointError, CheckpointFileMissing, TensorMissing, WrongShape
 from model_runner.weights.hf_config import HFConfig
-from model_runner.weights.quantization import WeightQuantization, read_quantization
+from model_runner.weights.mxfp4 import MXFP4Blocks
+from model_runner.weights.quantization import MXFP4, WeightQuantization, read_quantization
 from model_runner.weights.scaled import FP8, ScaledBlocks
 from model_runner.weights.weight_pass import Progress, Wanted, WeightPass
 from ubatch.streams.streams import StreamBackend
@@ -45,6 +46,7 @@ _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Name in a safetensors file -> name in a config."""
 _FP8_NAME = "F8_E4M3"
+_QUANTIZED = (_FP8_NAME, "F8_E8M0", "U8")
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 
@@ -166,7 +168,7 @@ class Checkpoint:
             for name in handle.keys():  # noqa: SIM118 - it is no mapping
                 stored = handle.get_slice(name)
                 kind = str(stored.get_dtype())
-                if kind != _FP8_NAME and not name.endswith(("_scale", "_scale_inv")):
+                if kind not in _QUANTIZED and not name.endswith(("_scale", "_scale_inv")):
                     numbers[_DTYPES.get(kind, kind)] += math.prod(stored.get_shape())
         found = [str(named)] if named else []
         return tuple(dict.fromkeys(found + [name for name, _ in numbers.most_common(1)]))
@@ -260,21 +262,24 @@ class Checkpoint:
     def _copy(self, name: str, shape: Sequence[Size], out: Tensor) -> None:
         self._want(name, self._source(name, whole_shape(shape))[part_index(shape)], out)
 
-    def _want(self, name: str, source: Tensor | ScaledBlocks, out: Tensor) -> None:
+    def _want(self, name: str, source: Tensor | ScaledBlocks | MXFP4Blocks, out: Tensor) -> None:
         reading = self._new_pass() if self._pass is None else self._pass
-        reading.want(Wanted(self._file_of[name], source, out))
+        file = self._file_of.get(name) or self._file_of[f"{name}_blocks"]
+        reading.want(Wanted(file, source, out))
         if self._pass is None:
             reading.run()
 
-    def _source(self, name: str, shape: tuple[int, ...]) -> Tensor | ScaledBlocks:
+    def _source(self, name: str, shape: tuple[int, ...]) -> Tensor | ScaledBlocks | MXFP4Blocks:
         """The whole tensor in the mapped file, with its scales if it is quantised."""
+        known = self.quantization
+        if known is not None and known.method == MXFP4 and f"{name}_blocks" in self._file_of:
+            return self._mxfp4(name, shape)
         mapped = self._mapped(name)
         if tuple(mapped.shape) != shape:
             raise WrongShape(name, mapped.shape, shape)
-        known = self.quantization
         suffixes = ("_scale_inv", "_scale") if known is None else known.suffixes
         scales = next((name + suffix for suffix in suffixes if name + suffix in self._file_of), None)
-        if mapped.dtype == FP8 and known is not None and mapped.dim() == 2:
+        if mapped.dtype == FP8 and known is not None and suffixes and mapped.dim() == 2:
             if scales is None:
                 raise TensorMissing(
                     name + suffixes[0],
@@ -307,6 +312,21 @@ class Checkpoint:
         if block == (1, stored.shape[1]):  # one for all rows, or one for each
             scales = scales.reshape(-1, 1).expand(stored.shape[0], 1)
         return ScaledBlocks(stored, scales, block)
+
+    def _mxfp4(self, name: str, shape: tuple[int, ...]) -> MXFP4Blocks:
+        """A tensor of experts in MXFP4."""
+        blocks, scales = self._mapped(f"{name}_blocks"), self._mapped(f"{name}_scales")
+        if scales.shape != blocks.shape[:-1]:
+            raise WrongShape(f"{name}_scales", scales.shape, blocks.shape[:-1])
+        if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or blocks.dim() != 4 or blocks.shape[-1] != 16:
+            raise CheckpointError(
+                f"{self.path}: {name + '_blocks'!r} is {blocks.dtype} {list(blocks.shape)}, its scales {scales.dtype}; "
+                "MXFP4 is [experts, rows, groups, 16] bytes, with scales in bytes."
+            )
+        source = MXFP4Blocks.whole(blocks, scales)
+        if source.shape != shape:
+            raise WrongShape(name, source.shape, shape)
+        return source
 
     def _mapped(self, name: str) -> Tensor:
         handle = self._handle(name)

@@ -222,9 +222,10 @@ def test_served(tmp_path: Path) -> None:
     path, meant = write_fp8(make_checkpoint(tmp_path / "plain", "Qwen3Moe"), tmp_path, blockwise(20, 28, scales=E8M0))
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     options: dict[str, Any] = {"device": "cpu", "kv_cache_memory": "8M", "max_num_seqs": 4, "skip_tokenizer_init": True}
+    two = [{f"{which}_parallel_size": 2, "enable_expert_parallel": True} for which in ("data", "tensor")]
     found = []
-    for each in (path, meant):
-        with LLM(each, data_parallel_size=2, enable_expert_parallel=True, dtype="float32", **options) as llm:
+    for folder, ranks in ((path, two[0]), (path, two[1]), (meant, {})):
+        with LLM(folder, dtype="float32", **options, **ranks) as llm:
             outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         found.append([output.outputs[0].token_ids for output in outputs])
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]

@@ -31,7 +31,7 @@ DEEPSEEK = {
     "intermediate_size": 100,
 }
 PROMPTS = [[5, 17, 99, 3, 42], [1]]
-BLOCKS = blockwise(128, 128, scales=torch.float8_e8m0fnu)
+BLOCKS = blockwise(128, 128)
 
 
 def logits(runner: ModelRunner) -> Tensor:
@@ -57,19 +57,25 @@ def rounded(x: Tensor) -> Tensor:
     return ((blocks / scales).to(FP8).float() * scales).view(x.shape)
 
 
-@pytest.mark.parametrize(("family", "sizes"), [("Qwen3Moe", MOE), ("DeepseekV3", DEEPSEEK)])
-def test_logits_are_those_of_rounded_operands(family: str, sizes: dict[str, Any], tmp_path: Path) -> None:
-    path, meant = write_fp8(make_checkpoint(tmp_path / "plain", family, **sizes), tmp_path, BLOCKS)
+CASES = [("Qwen3Moe", MOE, torch.float32), ("DeepseekV3", DEEPSEEK, torch.float8_e8m0fnu)]
+
+
+@pytest.mark.parametrize(("family", "sizes", "scales"), CASES, ids=["Qwen3-MoE", "DeepSeek-V3, ue8m0"])
+def test_logits_are_those_of_rounded_operands(
+    family: str, sizes: dict[str, Any], scales: torch.dtype, tmp_path: Path
+) -> None:
+    kind = blockwise(128, 128, scales=scales)
+    path, meant = write_fp8(make_checkpoint(tmp_path / "plain", family, **sizes), tmp_path, kind)
     with ModelRunner(path, num_kv_blocks=16, device=DEVICE, experts_backend="triton") as runner:
         held = layers(runner.model)
         assert {(k.experts.w13.dtype, k.experts.w2.dtype, k.experts.dtype) for k in held} == {(FP8, FP8, torch.float32)}
         found = logits(runner)
         stored = load_file(path / "model.safetensors")
         name = "model.layers.1.mlp.experts.3.{}_proj.weight{}"
-        w13 = [stored[name.format(kind, "")] for kind in ("gate", "up")]
+        w13 = [stored[name.format(half, "")] for half in ("gate", "up")]
         assert torch.equal(held[-1].experts.w13[3].cpu().view(torch.uint8), torch.cat(w13).view(torch.uint8))
-        scales = [stored[name.format(kind, "_scale_inv")].float() for kind in ("gate", "up")]
-        assert torch.equal(held[-1].experts.w13_scale[3].cpu(), torch.cat(scales))
+        w13_scale = [stored[name.format(half, "_scale_inv")].float() for half in ("gate", "up")]
+        assert torch.equal(held[-1].experts.w13_scale[3].cpu(), torch.cat(w13_scale))
         assert torch.equal(held[-1].experts.w2_scale[3].cpu(), stored[name.format("down", "_scale_inv")].float())
     with ModelRunner(meant, num_kv_blocks=16, experts_backend="reference") as runner:
         plain = logits(runner)
@@ -100,8 +106,8 @@ def test_other_experts_are_dequantised_and_it_is_said(
     path, _ = write_fp8(make_checkpoint(tmp_path / "plain", "Qwen3Moe", **{**MOE, **changes}), tmp_path, kind)
     with caplog.at_level(logging.INFO, "model_runner"):
         assert dtypes(path) == {torch.float32}
-    (said,) = [text for text in caplog.messages if "weights in fp8" in text]
-    assert said.startswith("weights in fp8 are dequantised to torch.float32: ")
+    (said,) = [text for text in caplog.messages if "are dequantised" in text]
+    assert said.startswith("quantised weights are dequantised to torch.float32: ")
     assert why in said
 
 

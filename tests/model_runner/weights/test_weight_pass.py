@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_qwen3_moe_checkpoint
+from fp8_checkpoints import blockwise, write_fp8
 from step_cases import Place, Recorder, StepStreamsFake
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -124,6 +125,19 @@ def test_no_copy_to_the_device_is_from_pageable_memory(
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert sum(device.pinned) <= PINNED_BYTES
+
+
+def test_fp8_is_dequantised_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the readers, into pinned memory: what is mapped never meets the device."""
+    path, meant = write_fp8(make_checkpoint(tmp_path / "plain", "Qwen3Moe"), tmp_path, blockwise(20, 28))
+    with ModelRunner(meant, num_kv_blocks=4, experts_backend="grouped") as runner:
+        expected = runner.model.state_dict()
+    device = Device(monkeypatch)
+    with device.recorder:
+        runner = ModelRunner(path, num_kv_blocks=4, experts_backend="grouped", streams=device.fake)
+    with runner:
+        device.check(*runner.model.parameters())
+        assert all(torch.equal(w, expected[name]) for name, w in runner.model.state_dict().items())
 
 
 def test_drafts_travel_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
