@@ -217,6 +217,19 @@ def test_a_layer_for_drafts_is_dequantised_too(tmp_path: Path) -> None:
     assert all(torch.equal(drafts[0][name], drafts[1][name]) for name in drafts[0])
 
 
+def test_scales_of_the_kv_cache_are_read_beside_those_of_weights(tmp_path: Path) -> None:
+    kind = compressed("tensor")
+    kind.config["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+    path, _ = write_fp8(make_checkpoint(tmp_path / "plain", "Llama"), tmp_path, kind)
+    weights = load_file(path / "model.safetensors")
+    for layer in range(3):
+        for part in ("k", "v"):
+            weights[f"model.layers.{layer}.self_attn.{part}_scale"] = torch.tensor(0.25 + layer)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with ModelRunner(path, num_kv_blocks=4, kv_cache_dtype="fp8") as runner:
+        assert runner.kv_cache.key_pool.scales == [0.25, 1.25, 2.25]
+
+
 @pytest.mark.long
 def test_served(tmp_path: Path) -> None:
     path, meant = write_fp8(make_checkpoint(tmp_path / "plain", "Qwen3Moe"), tmp_path, blockwise(20, 28, scales=E8M0))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from triton_batches import DEVICE  # before Triton is imported
 
-from model_runner import ModelRunner, ScheduledRequest
+from model_runner import ModelRunner, RandomQwen3Moe, ScheduledRequest, make_random_qwen3_moe
 from model_runner.drafting.network import load_draft
 from moe import FusedMoEModularKernel, fp8_block
 from moe.experts.reference import ReferenceExperts
@@ -57,6 +57,15 @@ def rounded(x: Tensor) -> Tensor:
     return ((blocks / scales).to(FP8).float() * scales).view(x.shape)
 
 
+def plain_and_rounded(meant: Path) -> tuple[Tensor, Tensor]:
+    """Logits in float32 on the CPU: of the weights as they are, and with the experts' operands rounded, too."""
+    with ModelRunner(meant, num_kv_blocks=16, experts_backend="reference") as runner:
+        plain = logits(runner)
+        for kernel in layers(runner.model):
+            kernel.experts = Rounding(kernel.experts.w13, kernel.experts.w2)
+        return plain, logits(runner)
+
+
 CASES = [("Qwen3Moe", MOE, torch.float32), ("DeepseekV3", DEEPSEEK, torch.float8_e8m0fnu)]
 
 
@@ -77,11 +86,7 @@ def test_logits_are_those_of_rounded_operands(
         w13_scale = [stored[name.format(half, "_scale_inv")].float() for half in ("gate", "up")]
         assert torch.equal(held[-1].experts.w13_scale[3].cpu(), torch.cat(w13_scale))
         assert torch.equal(held[-1].experts.w2_scale[3].cpu(), stored[name.format("down", "_scale_inv")].float())
-    with ModelRunner(meant, num_kv_blocks=16, experts_backend="reference") as runner:
-        plain = logits(runner)
-        for kernel in layers(runner.model):
-            kernel.experts = Rounding(kernel.experts.w13, kernel.experts.w2)
-        expected = logits(runner)
+    plain, expected = plain_and_rounded(meant)
     assert expected.abs().max() > 0.5
     assert (found - expected).abs().max() < 1e-2
     assert (plain - expected).abs().max() > 2e-2, "or the activations were not rounded"
@@ -138,3 +143,17 @@ def test_gpus_without_products_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, known=capability: known)
         assert fp8_block("triton", gpu) == fp8_block("triton_batched", gpu) == block
     assert fp8_block("grouped", torch.device("cpu")) is None
+
+
+@pytest.mark.gpu
+def test_auto_keeps_them_in_fp8_on_a_gpu(tmp_path: Path) -> None:
+    size = RandomQwen3Moe(128, 256, 2, num_experts=8, moe_intermediate_size=128)
+    path, meant = write_fp8(
+        make_random_qwen3_moe(tmp_path / "plain", size=size, layers_per_shard=None), tmp_path, BLOCKS
+    )
+    _, expected = plain_and_rounded(meant)
+    with ModelRunner(path, num_kv_blocks=16, device="cuda", dtype=torch.bfloat16) as runner:
+        in_fp8 = torch.cuda.get_device_capability() >= (8, 9)
+        assert {kernel.experts.w13.dtype for kernel in layers(runner.model)} == {FP8 if in_fp8 else torch.bfloat16}
+        found = logits(runner)
+    assert (found - expected).norm() < 9e-2 * expected.norm()
