@@ -108,7 +108,7 @@ def resolve_fp8_block(
     """
     if quantization is None:
         return None
-    why = "the model has no experts"
+    why = "only routed experts have products in fp8, and the model has none"
     if config is not None and config.num_experts:
         why = _why_not_fp8(name, config, quantization, device, _overlapping(dbo)) or ""
     if why:

@@ -13,7 +13,6 @@ float32 and rounded once, to the dtype of the destination.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -24,6 +23,8 @@ FP8 = torch.float8_e4m3fn
 
 _ROOM = 1 << 18
 """Numbers that are multiplied at once; more if a row of blocks has more."""
+_HALVES, _NAN = 256.0, 0x7F
+"""Ratio of the numbers with the same exponent bits in fp8 and in float16 (biases 7 and 15), and the only NaN in fp8."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +58,7 @@ class ScaledBlocks:
     def read(self, out: Tensor) -> None:
         """Write the values to `out`, of `stored`'s shape (or a row or column of it), rounded to its dtype.
 
-        Takes room for `_ROOM` numbers, or for one row of blocks, besides: 12 bytes for each.
+        Takes room for `_ROOM` numbers, or for one row of blocks, besides: 10 bytes for each.
         """
         out = out.view(self.stored.shape) if out.dim() < 2 else out
         (rows, columns), (block_rows, block_columns) = self.stored.shape, self.block
@@ -66,12 +67,12 @@ class ScaledBlocks:
         at_once = max(1, _ROOM // (block_rows * width))
         room = torch.empty(min(at_once, num_row_blocks) * block_rows, width, device="cpu")
         for block in range(0, num_row_blocks, at_once):
-            scales = self.scales[block : block + at_once].float()
+            scales = self.scales[block : block + at_once].float() * _HALVES
             start, stop = block * block_rows - first_row, (block + scales.shape[0]) * block_rows - first_row
             begin, end = max(start, 0), min(stop, rows)
             numbers = room[: stop - start]
             place = numbers[begin - start : end - start, first_column : first_column + columns]
-            place.copy_(_to_float(self.stored[begin:end]))
+            place.copy_(_as_halves(self.stored[begin:end]))
             numbers.view(-1, block_rows, num_column_blocks, block_columns).mul_(scales[:, None, :, None])
             out[begin:end].copy_(place)
 
@@ -83,11 +84,13 @@ def _cut(index: int | slice, size: int, block: int, first: int) -> tuple[slice, 
     return slice(start, stop), slice((first + start) // block, -(-(first + stop) // block)), (first + start) % block
 
 
-def _to_float(stored: Tensor) -> Tensor:
-    """fp8 to float32 by a table of all 256 numbers, several times as fast as torch's conversion on a CPU."""
-    return _numbers().index_select(0, stored.view(torch.uint8).flatten().int()).view(stored.shape)
+def _as_halves(stored: Tensor) -> Tensor:
+    """fp8 as float16, divided by `_HALVES`: exponent and mantissa move to their places there.
 
-
-@cache
-def _numbers() -> Tensor:
-    return torch.arange(256, dtype=torch.uint8, device="cpu").view(FP8).float()
+    On a CPU that is ten times as fast as torch's conversion.
+    """
+    bits = stored.view(torch.int8).to(torch.int16)
+    sign, rest = bits & -0x8000, bits & 0x7F
+    if rest.numel() and rest.amax() == _NAN:
+        return (stored.float() / _HALVES).half()
+    return rest.bitwise_left_shift_(7).bitwise_or_(sign).view(torch.float16)

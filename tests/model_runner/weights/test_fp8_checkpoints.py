@@ -112,6 +112,15 @@ def test_pieces_of_pinned_memory_are_dequantised(pinned_bytes: int) -> None:
     assert torch.equal(out, dequantize(stored, scales, kind)[3:78, 11:81].bfloat16())
 
 
+def test_every_number_of_fp8_is_itself() -> None:
+    """Smallest and largest ones, both zeros, and NaN, which only a broken checkpoint has."""
+    stored = torch.arange(256, dtype=torch.uint8).view(FP8).view(16, 16)
+    for numbers in (stored, stored[:7], stored[8:15]):
+        ScaledBlocks(numbers, torch.full((1, 1), 3.0), (16, 16)).read(out := torch.zeros(numbers.shape))
+        assert torch.equal(out.isnan(), numbers.float().isnan())
+        assert torch.equal(out.nan_to_num(), numbers.float().nan_to_num() * 3)
+
+
 def test_ranks_load_their_own_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts 4 to 7, and the second half of the heads and the dense MLP; blocks of 20 x 28 fit none of these."""
     monkeypatch.setattr("model_runner.decoder.sparse_mlp.FusedMoEModularKernel", Kernel)

@@ -179,7 +179,7 @@ def test_a_prompt_that_took_the_model(capsys: pytest.CaptureFixture[str]) -> Non
         ("tokenizer: x", "use a checkpoint's folder with that tokenizer in it."),
         ("mem-fraction-static: 0.5", "use gpu-memory-utilization."),
         ("tp: 2", "use tensor-parallel-size."),
-        ("quantization: fp8", "use a checkpoint in bf16"),
+        ("quantization: fp8", "use a checkpoint in fp8"),
         ("no-enable-dbo: true", "use enable-dbo: false."),
         ("disable-radix-cache: true", "use enable-prefix-caching: false."),
         ("Enable-Dbo: true", "did you mean 'enable-dbo'?"),
