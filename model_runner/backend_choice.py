@@ -114,7 +114,7 @@ def resolve_fp8_block(
     if why:
         _logger.info("quantised weights are dequantised to %s: %s", dtype, why)
         return None
-    _logger.info("routed experts stay in fp8; other weights in fp8 (attention, dense MLPs) become %s", dtype)
+    _logger.info("routed experts stored in fp8 stay so; other weights in fp8 (attention, dense MLPs) become %s", dtype)
     return quantization.block
 
 
