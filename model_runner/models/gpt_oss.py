@@ -1,7 +1,6 @@
 """gpt-oss: attention with sinks, over a sliding window in every other layer, and a MoE with biases in every layer.
 
-Its experts clamp gates and ups. Weights in MXFP4, as published, are refused with the other quantised ones: a copy in
-bf16 is needed.
+Its experts clamp gates and ups. Experts in MXFP4, as published, are dequantised as they are read.
 
 Source: gpt-oss-120b and gpt-oss-20b Model Card (2025) and the `GptOssForCausalLM` checkpoints on the Hugging Face hub.
 """

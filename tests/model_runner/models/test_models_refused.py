@@ -56,7 +56,6 @@ def test_every_family_is_known_and_reads_its_config() -> None:
         ("Olmoe", {"clip_qkv": -1}, "clip_qkv is -1"),
         ("GptOss", {"rope_parameters": ...}, "rope_scaling is None.*the scaling it was trained with"),
         ("GptOss", {"sliding_window": None}, "sliding_window is None.*the window of its sliding_attention layers"),
-        ("GptOss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config is 'mxfp4'"),
         ("Glm4Moe", {"topk_group": 3}, "topk_group is 3"),
         ("Mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9.*at most its 8 experts"),
         ("Mixtral", {"num_local_experts": ...}, "has no 'num_experts' or 'num_local_experts'"),

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from fp8_checkpoints import one_weight
+from checkpoints import load_reference, make_checkpoint, reference_logits
+from fp8_checkpoints import one_weight, with_config
+from model_checks import PROMPTS, admitted, all_logits, close
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from model_runner import Checkpoint, CheckpointError, WrongShape
+from model_runner import Checkpoint, CheckpointError, ModelRunner, ScheduledRequest, WrongShape
 from model_runner.weights.mxfp4 import MXFP4Blocks
 from model_runner.weights.weights import Part
 
@@ -43,6 +46,28 @@ def test_whole_and_in_parts(dtype: torch.dtype, tmp_path: Path, monkeypatch: pyt
     assert torch.equal(out, expected[2, 45:52]), "a part of a part, with a number for a dimension, as a pass cuts them"
     assert torch.equal(checkpoint.load("w_bias", 3, 10), tensors["w_bias"].to(dtype))
     assert checkpoint.stored_dtypes() == ("float32",)
+
+
+def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "GptOss", hidden_size=64, intermediate_size=96)
+    weights = load_file(path / "model.safetensors")
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = weights[name].shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 124, blocks.shape[:-1], dtype=torch.uint8)
+        weights[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+        weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    packed = {name.removesuffix("_blocks") for name in weights if name.endswith("_blocks")}
+    halves = [name for name in weights if name.endswith(("_blocks", "_scales"))]
+    save_file({name: w for name, w in weights.items() if name not in halves}, path / "model.safetensors")
+    reference = load_reference(path)
+    expected = torch.cat([reference_logits(reference, prompt) for prompt in PROMPTS])
+    save_file({name: w for name, w in weights.items() if name not in packed}, path / "model.safetensors")
+    with_config(path, quantization_config=CONFIG)
+    with ModelRunner(path, num_kv_blocks=64, block_size=4) as runner:
+        requests = admitted(runner, PROMPTS)
+        got = all_logits(runner, [ScheduledRequest(request, request.num_tokens) for request in requests])
+    close(got, expected)
 
 
 def test_what_does_not_fit(tmp_path: Path) -> None:
