@@ -112,6 +112,19 @@ def test_what_families_assume_where_a_config_is_silent() -> None:
         assert read(family, **silent).rms_norm_eps == 1e-6
 
 
+def test_what_older_configs_do_not_say() -> None:
+    """Which layers have a window, before `layer_types`; and the share of a head that GLM-4.5 rotates."""
+    windows = {"use_sliding_window": True, "sliding_window": 8}
+    for family in ("Qwen2", "Qwen3"):
+        assert read(family, **windows, max_window_layers=1).attention.layer_windows == (None, 8, 8)
+        assert read(family, **windows).attention.layer_windows is None, "the first 28 have none"
+        assert read(family, **windows, max_window_layers=0).attention.sliding_window == 8
+    assert read("Qwen2Moe", **windows).attention.layer_windows == (8, None, 8)
+    assert read("Qwen2Moe", **windows, max_window_layers=1).attention.layer_windows == (8, None, None)
+    assert read("GptOss").attention.layer_windows == (5, None, 5)
+    assert read("Glm4Moe", rope_parameters={"rope_theta": 1e4}).rope == Rope(1e4, partial_rotary_factor=0.5)
+
+
 def test_the_published_config_of_deepseek_v3() -> None:
     """Its names are older than transformers 5, and some are its own."""
     published = {
