@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attention_batches import Batch, make_batch
-from c_kernels import needs_c
+from c_kernels import needs_c, use_instructions
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -57,7 +57,7 @@ def one_of(batch: Batch, index: int) -> Batch:
 @pytest.fixture(params=[16, 8])
 def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Numbers a vector: AVX-512's, and everybody else's."""
-    monkeypatch.setattr(native, "_kernel", lambda dtype: native._load_kernel(dtype, LANES=request.param))
+    use_instructions(monkeypatch, native, {"LANES": request.param})
     return request.param
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 from attention_batches import MLABatch, make_mla_batch
-from c_kernels import KINDS, defines_of, needs_c
+from c_kernels import KINDS, needs_c, use_instructions
 from torch import Tensor
 from torch_threads import on_threads
 
@@ -43,8 +43,8 @@ def rows_of(inputs: MLAInputs, rows: slice) -> MLAInputs:
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    kind, load = request.param, native._load_kernel
-    monkeypatch.setattr(native, "_kernel", lambda dtype: load(dtype, **defines_of(kind, dtype)))
+    kind: str = request.param
+    use_instructions(monkeypatch, native, KINDS[kind])
     return kind
 
 

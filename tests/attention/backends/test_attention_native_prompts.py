@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from attention_batches import Batch, make_batch
-from c_kernels import KINDS, defines_of, needs_c
+from c_kernels import KINDS, needs_c, use_instructions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -23,8 +23,8 @@ pytestmark = [needs_c, pytest.mark.long]
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    kind, load = request.param, native._load_kernel
-    monkeypatch.setattr(native, "_kernel", lambda dtype: load(dtype, **defines_of(kind, dtype)))
+    kind: str = request.param
+    use_instructions(monkeypatch, native, KINDS[kind])
     return kind
 
 
