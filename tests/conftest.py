@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from forked import AsSpawned, fork_server
@@ -114,10 +115,34 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
     if session.items:  # the process that hands tests to workers has none
         import torch
 
+        _choose_without_measuring()
         if not torch.cuda.is_available():
             fork_server()
         _let_logs_propagate()
     return (yield)
+
+
+def _choose_without_measuring() -> None:
+    """What is measured once per process is known in this one, and in all that are forked from it: a second of each.
+
+    That C is the fastest where it can be compiled, then torch. Tests of the measuring call what is behind the caches;
+    commands that are started as users start them measure.
+    """
+    experts = sys.modules.get("moe.experts.fastest")
+    if experts is None:
+        return
+    import torch
+
+    from moe import cpu_linear
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "make_experts", Mock())  # it would compile
+        for module in (cpu_linear, experts):
+            patch.setattr(module, "best_times", lambda ways: [1.0, 2.0])
+        for few_rows in (True, False):
+            cpu_linear._onednn_is_faster(few_rows)
+        for dtype in (torch.float32, torch.bfloat16):
+            experts.fastest_cpu_experts(dtype, torch.device("cpu"))
 
 
 def _let_logs_propagate() -> None:

@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 from functools import cache
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -226,8 +227,12 @@ def test_a_kernel_that_cannot_be_compiled_is_not_the_fastest(monkeypatch: pytest
 
 @needs_c
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_measured_by_running_them(dtype: torch.dtype) -> None:
+def test_it_is_measured_by_running_them(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = Mock(side_effect=fastest.best_times)
+    monkeypatch.setattr(fastest, "best_times", measure)
+    monkeypatch.setattr(fastest, "_native_is_faster", cache(fastest._native_is_faster.__wrapped__))
     assert fastest_cpu_experts(dtype, CPU) in ("native", "packed", "grouped")
+    assert measure.call_count == len(fastest._TOKENS)
 
 
 def test_without_c_native_experts_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
