@@ -24,12 +24,13 @@ from serving.cli import main
 pytestmark = pytest.mark.server
 
 EP = ("--data-parallel-size", "2", "--enable-expert-parallel")
+FLOAT32 = ("--dtype", "float32")  # `auto` runs products of both dtypes for seconds
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     words = ["--enable-dbo", "--config", "examples/dbo.yaml", "--dbo-decode-token-threshold", "2", "--port", "0"]
-    server = Server(MODEL, *EP, *words, "--profile-dir", str(tmp_path_factory.mktemp("profile")))
+    server = Server(MODEL, *EP, *FLOAT32, *words, "--profile-dir", str(tmp_path_factory.mktemp("profile")))
     try:
         yield server
     finally:
@@ -187,7 +188,7 @@ def test_a_port_in_use_is_one_clear_line(capfd: pytest.CaptureFixture[str]) -> N
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        server = AsSpawned().Process(target=serve, args=(MODEL, "--port", str(port)))
+        server = AsSpawned().Process(target=serve, args=(MODEL, *FLOAT32, "--port", str(port)))
         server.start()
         server.join(PATIENCE_S)
         assert server.exitcode == 1
