@@ -12,6 +12,7 @@ import os
 
 # Before torch is imported, and inherited by the ranks that tests spawn.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # where a test has several threads, those that wait do not spin
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not glob.glob("/dev/nvidia[0-9]*"):  # before anything imports Triton, which other tests' libraries do

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 from forked import AsSpawned
 from serve_processes import MODEL, PATIENCE_S, PROMPTS, Server, metric, sick, stream_lines
@@ -49,6 +48,8 @@ def test_it_says_what_it_has_when_it_is_ready(server: Server) -> None:
 
 
 def test_openai_client_and_overlapped_steps(server: Server) -> None:
+    import openai
+
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE_S)
     assert [model.id for model in client.models.list().data] == [MODEL]
     one = client.completions.create(model=MODEL, prompt="def main(", max_tokens=5, temperature=0)

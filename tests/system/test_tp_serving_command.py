@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import openai
 import pytest
 from serve_processes import MODEL, PATIENCE_S, PROMPTS, Server, metric, sick, stream_lines
 from served import wait_until
@@ -19,7 +18,7 @@ from serving.cli import main
 
 pytestmark = pytest.mark.server
 
-TP = ("-tp", "2", "--enable-expert-parallel", "--enable-dbo", "--dbo-decode-token-threshold", "2")
+TP = ("-tp", "2", "--enable-expert-parallel", "--enable-dbo", "--dbo-decode-token-threshold", "2", "--dtype", "float32")
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +43,8 @@ def test_it_says_who_is_who(server: Server) -> None:
 
 @pytest.mark.slow
 def test_its_steps_overlap_and_are_counted_once(server: Server) -> None:
+    import openai
+
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE_S)
     one = client.completions.create(model=MODEL, prompt="def main(", max_tokens=5, temperature=0)
     assert one.choices[0].text.startswith("self")

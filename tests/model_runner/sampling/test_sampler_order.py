@@ -35,7 +35,8 @@ def by_definition(logits: NDArray[np.float64], row: SamplingRow) -> NDArray[np.f
     params, logits = row.params, logits.copy()
     # allowed tokens, bad words: each is compared with the end of the output
     if params.allowed_token_ids is not None:
-        logits[[token for token in range(len(logits)) if token not in params.allowed_token_ids]] = -np.inf
+        allowed = set(params.allowed_token_ids)
+        logits[[token for token in range(len(logits)) if token not in allowed]] = -np.inf
     for *before, last in params.bad_token_sequences:
         if list(row.output)[len(row.output) - len(before) :] == before and len(before) <= len(row.output):
             logits[last] = -np.inf
@@ -53,7 +54,7 @@ def by_definition(logits: NDArray[np.float64], row: SamplingRow) -> NDArray[np.f
         logits[token] -= params.frequency_penalty * count
         logits[token] -= params.presence_penalty
     if params.temperature < 1e-5:
-        return np.eye(len(logits))[logits.argmax()]
+        return (np.arange(len(logits)) == logits.argmax()).astype(np.float64)
     # temperature, min-p
     logits /= params.temperature
     probabilities = softmax(logits)
@@ -109,7 +110,7 @@ def all_of(logits: Tensor, rows: list[SamplingRow]) -> NDArray[np.float64]:
     drawn = [replace(row, params=replace(row.params, temperature=1.0)) if row.params.greedy else row for row in rows]
     found = distributions(logits, drawn).double().numpy()
     chosen = sample(logits, dict(enumerate(rows))).numpy()
-    certain = np.where((chosen == OUT_OF_TOKENS)[:, None], np.nan, np.eye(logits.shape[1])[chosen])
+    certain = np.where((chosen == OUT_OF_TOKENS)[:, None], np.nan, chosen[:, None] == np.arange(logits.shape[1]))
     return np.where(np.array(best)[:, None], certain, found)
 
 

@@ -1,4 +1,7 @@
-"""The openai client against a real server: its types, its errors, its streams; and clients that leave."""
+"""The openai client against a real server: its types, its errors, its streams; and clients that leave.
+
+It is imported by the tests: a second that only the worker which runs them needs.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,20 @@ import http.client
 import json
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 from api_clients import MODEL, Recorder, app_of, says, serving
 from fake_engine import FakeEngine
-from openai.types import Completion
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
 from model_runner import RequestError
 from serving.requests import EngineDead
+
+if TYPE_CHECKING:
+    import openai
+    from openai.types.chat import ChatCompletionChunk
 
 pytestmark = pytest.mark.server
 
@@ -52,6 +56,8 @@ def server(running: Server) -> Server:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
+    import openai
+
     with openai.OpenAI(base_url=f"{server.address}/v1", api_key=KEY, max_retries=0) as made:
         yield made
 
@@ -76,6 +82,8 @@ MESSAGES: Any = [{"role": "user", "content": "Hello"}]
 
 
 def test_completions(client: openai.OpenAI) -> None:
+    from openai.types import Completion
+
     answer = client.completions.create(model=MODEL, prompt="Hello", max_tokens=50, logprobs=2, n=2)
     assert isinstance(answer, Completion)
     strict(answer)
@@ -87,6 +95,8 @@ def test_completions(client: openai.OpenAI) -> None:
 
 
 def test_chat(client: openai.OpenAI) -> None:
+    from openai.types.chat import ChatCompletion
+
     answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, logprobs=True, top_logprobs=2)
     assert isinstance(answer, ChatCompletion)
     strict(answer)
@@ -120,6 +130,8 @@ def test_the_stream_helper(client: openai.OpenAI) -> None:
 
 
 def test_the_asynchronous_client(server: Server) -> None:
+    import openai
+
     async def run() -> None:
         async with openai.AsyncOpenAI(base_url=f"{server.address}/v1", api_key=KEY, max_retries=0) as client:
             whole = await client.chat.completions.create(model=MODEL, messages=MESSAGES)
@@ -139,6 +151,8 @@ def test_models(client: openai.OpenAI) -> None:
 
 
 def test_errors_have_types(server: Server, client: openai.OpenAI) -> None:
+    import openai
+
     with pytest.raises(openai.BadRequestError, match="temperature") as wrong:
         client.completions.create(model=MODEL, prompt="a", temperature=3)
     assert (wrong.value.param, wrong.value.type) == ("temperature", "invalid_request_error")
@@ -156,6 +170,8 @@ def test_errors_have_types(server: Server, client: openai.OpenAI) -> None:
 
 
 def test_an_engine_that_dies(server: Server, client: openai.OpenAI) -> None:
+    import openai
+
     server.engine.fail_after, server.engine.failure = 4, EngineDead("rank 1: killed")
     with pytest.raises(openai.InternalServerError, match="rank 1"):
         client.completions.create(model=MODEL, prompt="a", max_tokens=50)

@@ -146,17 +146,18 @@ def in_lanes(group: CommGroup, schedule: Schedule, body: Callable[[], Any]) -> l
         pool.close()
 
 
-def all_cases_everywhere(rank: int, world_size: int) -> None:
+SCHEDULES = (
+    Schedule("two lanes"),
+    Schedule("three lanes", lanes=3),
+    Schedule("peer", recv=Recv.PEER),
+    Schedule("three lanes, peer, lead 2", lanes=3, lead=2, recv=Recv.PEER),
+)
+
+
+def all_cases_everywhere(rank: int, world_size: int, schedules: Sequence[Schedule]) -> None:
     group = CommGroup.from_process_group(timeout_s=20.0)
     assert check(group, 0) > 100
-    for number, schedule in enumerate(
-        (
-            Schedule("two lanes"),
-            Schedule("three lanes", lanes=3),
-            Schedule("peer", recv=Recv.PEER),
-            Schedule("three lanes, peer, lead 2", lanes=3, lead=2, recv=Recv.PEER),
-        )
-    ):
+    for number, schedule in enumerate(schedules):
         counts = in_lanes(
             group, schedule, lambda n=number: check(group, 10000 * (n + 1) + 500 * dbo_current_ubatch_id())
         )
@@ -165,9 +166,18 @@ def all_cases_everywhere(rank: int, world_size: int) -> None:
         check(group, 1)
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_every_collective_equals_its_reference_inside_lanes_and_outside(world_size: int) -> None:
-    run_ranks(all_cases_everywhere, world_size)
+@pytest.mark.parametrize(
+    ("world_size", "schedules"),
+    [
+        pytest.param(1, SCHEDULES, id="1"),
+        pytest.param(2, SCHEDULES, marks=pytest.mark.slow, id="2"),
+        pytest.param(3, SCHEDULES[::3], id="3"),  # both kinds of receiving, and three ranks with as many lanes
+    ],
+)
+def test_every_collective_equals_its_reference_inside_lanes_and_outside(
+    world_size: int, schedules: Sequence[Schedule]
+) -> None:
+    run_ranks(all_cases_everywhere, world_size, schedules)
 
 
 def bytes_and_names(rank: int, world_size: int) -> None:
