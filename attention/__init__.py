@@ -9,6 +9,7 @@ kv_order     which requests read KV that others of the same batch write, and so 
 interface    what a back end is, and the shape of a model's attention
 backends     one interface, one plan per step and lane
 kernels      Triton kernels of the `triton` back end
+linear       layers with a recurrent state per request in place of keys and values
 graph_buffers  a batch's tensors at fixed addresses, for captured CUDA graphs
 lanes        back ends and plans of a whole batch and of its lanes
 multi_step   plans of the consecutive decode steps that draft a chain
@@ -47,7 +48,8 @@ from attention.kv_cache import (
 )
 from attention.kv_order import reads_of_later_writes
 from attention.kv_tables import BlockAllocator, RequestToTokenTable
-from attention.lanes import UBatchAttention
+from attention.lanes import HybridPlan, UBatchAttention
+from attention.linear.states import GatedDeltaShape, StatePool
 from attention.metadata import CommonAttentionMetadata, split_attn_metadata
 from attention.modes import MODES, Kernel, ModeTraits, SplitKind, refuse_unsupported_model
 from attention.multi_step import MultiStepDraftAttention
@@ -63,7 +65,9 @@ __all__ = [
     "BlockAllocator",
     "CacheSpec",
     "CommonAttentionMetadata",
+    "GatedDeltaShape",
     "GraphLimits",
+    "HybridPlan",
     "KVCacheError",
     "KVCacheExhausted",
     "KVCacheSpec",
@@ -80,6 +84,7 @@ __all__ = [
     "RopeTable",
     "SpecVerifyInput",
     "SplitKind",
+    "StatePool",
     "UBatchAttention",
     "attention_backends",
     "fastest_attention_backend",

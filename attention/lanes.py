@@ -3,6 +3,7 @@
     whole batch     one back end, one plan
     N lanes         N back ends with N plans: lanes run at once, and kernels keep counters in their workspace
     empty lane      no back end: it attends to nothing and writes nothing
+    hybrid model    every plan has a part for the layers with linear attention, over the same pool of states
 
 The lanes' back ends are made on the first step that overlaps. Prefill and decode may run on different back ends over
 the same cache; a mixed batch counts as prefill.
@@ -11,7 +12,7 @@ the same cache; a mixed batch counts as prefill.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -26,13 +27,34 @@ from attention.interface import (
     MLAPlan,
     Shape,
 )
+from attention.linear.plan import LinearPlan
+from attention.linear.states import StatePool
 from attention.metadata import CommonAttentionMetadata
 from attention.modes import MODES, Kernel
 from ubatch import ConfigError
 
-__all__ = ["EmptyPlan", "UBatchAttention"]
+__all__ = ["EmptyPlan", "HybridPlan", "UBatchAttention"]
 
-Plan = AttentionPlan | MLAPlan
+
+@dataclass(frozen=True)
+class HybridPlan:
+    """The plans of a model that has attention in some layers and linear attention in the others.
+
+    Attributes:
+        attention: an `AttentionPlan` or `MLAPlan`.
+        linear: for the layers with linear attention.
+    """
+
+    attention: Any
+    linear: LinearPlan
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """`forward` of the attention plan."""
+        out: Tensor = self.attention.forward(*args, **kwargs)
+        return out
+
+
+Plan = AttentionPlan | MLAPlan | HybridPlan
 
 
 class EmptyPlan:
@@ -81,13 +103,23 @@ class UBatchAttention:
     Args:
         prefill: name of the back end for batches with a prefill.
         decode: name of the back end for decode, verify and draft-extend batches; None is the same as `prefill`.
+        states: the recurrent states of a model with linear attention; its plans are `HybridPlan`s.
 
     Raises:
         ConfigError: an unknown back end, one that lacks what the model needs, or two that do not fit together.
     """
 
-    def __init__(self, shape: Shape, kv_cache: KVCache, prefill: str = "auto", decode: str | None = None) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        kv_cache: KVCache,
+        prefill: str = "auto",
+        decode: str | None = None,
+        *,
+        states: StatePool | None = None,
+    ) -> None:
         self.shape = shape
+        self.states = states
         self.kv_cache = kv_cache
         self.prefill_name = resolve_attention_backend(prefill, shape, kv_cache, decode=False)
         self.decode_name = resolve_attention_backend(prefill if decode is None else decode, shape, kv_cache)
@@ -122,8 +154,8 @@ class UBatchAttention:
 
     @property
     def capturable(self) -> bool:
-        """Whether decode and verify batches can be captured: the decode back end plans for graphs."""
-        return self._whole.decode.traits.graphs
+        """Whether decode and verify batches can be captured: their back end plans for graphs, no layer is linear."""
+        return self.states is None and self._whole.decode.traits.graphs
 
     @property
     def takes_trees(self) -> bool:
@@ -168,12 +200,14 @@ class UBatchAttention:
         return {f"{where}/{backend.name}": backend.nbytes for where, pair in pairs for backend in pair.distinct}
 
     def _plan(self, pair: _Pair, metadata: CommonAttentionMetadata) -> Plan:
-        if not metadata.num_actual_tokens:
-            return EmptyPlan()
-        plan: Plan = pair.for_batch(metadata).plan(metadata)
-        return plan
+        plan: Plan = EmptyPlan()
+        if metadata.num_actual_tokens:
+            plan = pair.for_batch(metadata).plan(metadata)
+        return plan if self.states is None else HybridPlan(plan, LinearPlan(self.states, metadata))
 
     def _plan_for_graph(self, pair: _Pair, metadata: CommonAttentionMetadata) -> Plan:
+        if self.states is not None:
+            raise ConfigError("steps of a model with linear attention are not captured. Run them eagerly.")
         if not MODES[metadata.mode].graph:
             raise ConfigError(
                 f"{metadata.mode} batches are not captured: their shapes are not fixed. Run them eagerly."

@@ -47,6 +47,7 @@ class CommonAttentionMetadata:
         max_seq_len: longest of `seq_lens`; 0 for an empty batch.
         mode: the batch's forward mode; see `attention.modes`.
         spec_verify: drafts and their tree, in a target-verify batch only.
+        state_slots: `[R]` int64, the slot of each request's recurrent states; None without linear attention.
     """
 
     query_start_loc: Tensor
@@ -61,6 +62,7 @@ class CommonAttentionMetadata:
     max_seq_len: int
     mode: ForwardMode = ForwardMode.PREFILL
     spec_verify: SpecVerifyInput | None = None
+    state_slots: Tensor | None = None
 
     @classmethod
     def build(
@@ -72,6 +74,7 @@ class CommonAttentionMetadata:
         mode: ForwardMode = ForwardMode.PREFILL,
         spec_verify: SpecVerifyInput | None = None,
         lengths: tuple[Tensor, Tensor] | None = None,
+        state_slots: Tensor | None = None,
     ) -> CommonAttentionMetadata:
         """Make the metadata from lengths on the host; its tensors are on `slot_mapping`'s device.
 
@@ -83,6 +86,7 @@ class CommonAttentionMetadata:
             mode: the batch's forward mode.
             spec_verify: drafts and their tree, of a target-verify batch.
             lengths: `query_start_loc` and `seq_lens` if they are on the device already; else they are copied there.
+            state_slots: `[R]` int64, on the device, for a model with linear attention.
 
         Raises:
             ConfigError: lengths, table and slots do not fit together.
@@ -115,6 +119,7 @@ class CommonAttentionMetadata:
             max_seq_len=max(seq_lens, default=0),
             mode=mode,
             spec_verify=spec_verify,
+            state_slots=state_slots,
         )
 
     @property
@@ -176,6 +181,7 @@ _RULES: dict[str, Callable[[CommonAttentionMetadata, _Lane], Any]] = {
     "max_seq_len": lambda whole, lane: max(lane.seq_lens, default=0),
     "mode": lambda whole, lane: whole.mode if lane.num_tokens else ForwardMode.IDLE,
     "spec_verify": lambda whole, lane: _lane_spec_verify(whole, lane),
+    "state_slots": lambda whole, lane: None if whole.state_slots is None else whole.state_slots[lane.requests],
 }
 
 

@@ -1,0 +1,6 @@
+"""Linear attention: layers with a recurrent state per request in place of keys and values.
+
+states      the pool of states: a slot for every request, in every linear layer
+delta_rule  the gated delta rule: a token at a time (reference), one token of many requests, and in chunks
+plan        a batch's plan: where each request's state lies, and the way through its tokens
+"""

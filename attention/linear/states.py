@@ -1,0 +1,108 @@
+"""The recurrent states of running requests: one slot per request, in every linear layer.
+
+    windows   [layers, slots, kernel - 1, conv_dim]     the last inputs of the short convolution, in the model's dtype
+    states    [layers, slots, v_heads, k_dim, v_dim]    float32: rounding would add up over thousands of tokens
+
+A request's slot is its row of the request-to-token table, so slots are taken and freed with rows. A slot is never
+cleared: a request whose tokens of a step are its first ones starts from zeros, whatever its slot held. That is also how
+a request starts over after it was retracted.
+
+A step changes states in place and cannot be repeated, unlike a step that only writes keys and values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention.kv_cache import check_positive
+from ubatch import ConfigError
+
+__all__ = ["GatedDeltaShape", "StatePool"]
+
+
+@dataclass(frozen=True)
+class GatedDeltaShape:
+    """The shape of a gated-delta-rule layer on this rank.
+
+    Attributes:
+        num_k_heads: heads of queries and keys.
+        num_v_heads: heads of values, gates and states; a multiple of `num_k_heads`, whose heads serve equally many
+            consecutive ones.
+        k_dim: elements of a query or key head.
+        v_dim: elements of a value head.
+        conv_kernel: tokens that the short convolution sees, the current one included.
+
+    Source: Yang et al., Gated Delta Networks, 2024.
+    """
+
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+    conv_kernel: int
+
+    def __post_init__(self) -> None:
+        sizes = ("num_k_heads", "num_v_heads", "k_dim", "v_dim", "conv_kernel")
+        check_positive("linear attention", self, *sizes)
+        if self.num_v_heads % self.num_k_heads:
+            raise ConfigError(
+                f"linear attention: {self.num_v_heads} value heads cannot share {self.num_k_heads} key heads evenly."
+            )
+
+    @property
+    def key_size(self) -> int:
+        """Elements of all key heads of a token."""
+        return self.num_k_heads * self.k_dim
+
+    @property
+    def value_size(self) -> int:
+        """Elements of all value heads of a token."""
+        return self.num_v_heads * self.v_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: queries, keys, values."""
+        return 2 * self.key_size + self.value_size
+
+
+class StatePool:
+    """Windows and states of `num_slots` requests in `num_layers` linear layers.
+
+    Args:
+        dtype: dtype of the model's computation, and of the windows.
+    """
+
+    def __init__(
+        self, shape: GatedDeltaShape, num_layers: int, num_slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        if num_layers < 1 or num_slots < 1:
+            raise ConfigError(f"linear attention: {num_slots} slots in {num_layers} layers; both must be at least 1.")
+        self.shape = shape
+        window = (num_layers, num_slots, shape.conv_kernel - 1, shape.conv_dim)
+        state = (num_layers, num_slots, shape.num_v_heads, shape.k_dim, shape.v_dim)
+        # Zeros are not written to memory on Linux before they are used.
+        self.windows: tuple[Tensor, ...] = torch.zeros(window, dtype=dtype, device=device).unbind()
+        self.states: tuple[Tensor, ...] = torch.zeros(state, dtype=torch.float32, device=device).unbind()
+
+    @property
+    def num_layers(self) -> int:
+        """Linear layers."""
+        return len(self.states)
+
+    @property
+    def num_slots(self) -> int:
+        """Requests that the pool has room for."""
+        return self.states[0].shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the states are."""
+        return self.states[0].device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.num_layers * (self.windows[0].nbytes + self.states[0].nbytes)

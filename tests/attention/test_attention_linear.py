@@ -1,0 +1,131 @@
+"""Linear attention in any chunks and any lanes equals the reference, a token at a time over whole requests."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attention import CommonAttentionMetadata, GatedDeltaShape, StatePool, split_attn_metadata
+from attention.linear.delta_rule import normalised, reference_delta_rule
+from attention.linear.plan import LinearPlan
+from ubatch import ConfigError, ForwardMode, UBatchSlice
+
+SHAPES = [GatedDeltaShape(2, 4, 8, 12, 4), GatedDeltaShape(3, 3, 4, 4, 2), GatedDeltaShape(1, 2, 6, 2, 1)]
+LAYER = 1
+
+
+class Layer:
+    """Random inputs of a layer for a whole request, and what the reference makes of them."""
+
+    def __init__(self, shape: GatedDeltaShape, conv: Tensor, length: int) -> None:
+        self.qkv = torch.randn(length, shape.conv_dim)
+        self.g, self.beta = -2 * torch.rand(length, shape.num_v_heads), torch.rand(length, shape.num_v_heads)
+        padded = F.pad(self.qkv.T[None], (shape.conv_kernel - 1, 0))
+        mixed = F.silu(F.conv1d(padded, conv.T[:, None], groups=shape.conv_dim))[0].T
+        q, k, v = mixed.split((shape.key_size, shape.key_size, shape.value_size), dim=-1)
+        heads, groups = (length, shape.num_k_heads, shape.k_dim), shape.num_v_heads // shape.num_k_heads
+        q = normalised(q.reshape(heads), shape.k_dim**-0.5, groups)
+        k = normalised(k.reshape(heads), 1.0, groups)
+        v = v.reshape(length, shape.num_v_heads, shape.v_dim)
+        start = torch.zeros(shape.num_v_heads, shape.k_dim, shape.v_dim)
+        self.expected, self.state = reference_delta_rule(q, k, v, self.g, self.beta, start)
+
+
+def described(shares: list[tuple[int, int, int]], padding: int) -> CommonAttentionMetadata:
+    """Metadata of (slot, computed, tokens) of each request."""
+    lens = [count for _, _, count in shares]
+    return CommonAttentionMetadata.build(
+        lens,
+        [done + count for _, done, count in shares],
+        torch.zeros(len(shares), 1, dtype=torch.int32),
+        torch.zeros(sum(lens) + padding, dtype=torch.int64),
+        ForwardMode.MIXED,
+        state_slots=torch.tensor([slot for slot, _, _ in shares], dtype=torch.int64),
+    )
+
+
+def cut(metadata: CommonAttentionMetadata, edges: list[int]) -> list[UBatchSlice]:
+    """Lanes at these tokens, with every request that has a token in them."""
+    starts, pieces = metadata.query_start_loc_cpu, []
+    for start, stop in pairwise(edges):
+        inside = [r for r in range(metadata.num_reqs) if starts[r] < stop and starts[r + 1] > start]
+        requests = slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)
+        pieces.append(UBatchSlice(requests, slice(start, stop)))
+    return pieces
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_chunks_and_lanes_equal_the_reference(seed: int) -> None:
+    torch.manual_seed(seed)
+    chance, shape = random.Random(seed), SHAPES[seed % len(SHAPES)]
+    conv = torch.randn(shape.conv_kernel, shape.conv_dim)
+    pool = StatePool(shape, 2, 7, torch.float32, torch.device("cpu"))
+    for held in (*pool.windows, *pool.states):
+        held.fill_(float("nan"))  # what requests before left behind
+    requests = [Layer(shape, conv, chance.choice([1, 3, 40, 64, 150])) for _ in range(5)]
+    slots, done = chance.sample(range(7), 5), [0] * 5
+    straddled = 0
+    while shares := [
+        (index, len(each.qkv) - done[index]) for index, each in enumerate(requests) if done[index] < len(each.qkv)
+    ]:
+        shares = [(index, chance.choice([1, left, chance.randint(1, left)])) for index, left in shares]
+        padding = chance.choice([0, 2])
+        whole = described([(slots[index], done[index], count) for index, count in shares], padding)
+        count = whole.num_actual_tokens
+        edges = [0, *sorted(chance.randint(0, count) for _ in range(chance.randint(0, 2))), count + padding]
+        straddled += len(set(edges) - set(whole.query_start_loc_cpu) - {count + padding})
+        got = []
+        inputs = [
+            torch.cat([getattr(requests[index], name)[done[index] : done[index] + tokens] for index, tokens in shares])
+            for name in ("qkv", "g", "beta")
+        ]
+        inputs = [torch.cat((each, each.new_full((padding, each.shape[1]), float("nan")))) for each in inputs]
+        lanes = cut(whole, edges)
+        for piece, metadata in zip(lanes, split_attn_metadata(lanes, whole), strict=True):
+            own = [each[piece.token_slice] for each in inputs]
+            got.append(LinearPlan(pool, metadata).forward(*own, conv, LAYER))
+        wanted = [requests[index].expected[done[index] : done[index] + tokens] for index, tokens in shares]
+        out = torch.cat(got)
+        torch.testing.assert_close(out[:count], torch.cat(wanted), atol=2e-5, rtol=1e-4)
+        assert not out[count:].any()
+        for index, tokens in shares:
+            done[index] += tokens
+    for index, each in enumerate(requests):
+        torch.testing.assert_close(pool.states[LAYER][slots[index]], each.state, atol=2e-5, rtol=1e-4)
+    assert straddled or seed not in (0, 1, 2)
+    assert pool.states[0].isnan().all()  # the other layer's
+
+
+def test_a_request_that_is_not_finite_leaves_the_others_alone() -> None:
+    shape, conv = SHAPES[0], torch.randn(SHAPES[0].conv_kernel, SHAPES[0].conv_dim)
+    pool = StatePool(shape, 2, 3, torch.float32, torch.device("cpu"))
+    lengths = (70, 1, 5)
+    requests = [Layer(shape, conv, length) for length in lengths]
+    requests[0].qkv[3] = float("nan")
+    plan = LinearPlan(pool, described([(slot, 0, length) for slot, length in enumerate(lengths)], 0))
+    out = plan.forward(
+        *(torch.cat([getattr(each, name) for each in requests]) for name in ("qkv", "g", "beta")), conv, LAYER
+    )
+    assert out[:70].isnan().any()
+    torch.testing.assert_close(out[70:], torch.cat([each.expected for each in requests[1:]]), atol=2e-5, rtol=1e-4)
+
+
+def test_what_cannot_run_is_refused() -> None:
+    pool = StatePool(SHAPES[0], 1, 1, torch.float32, torch.device("cpu"))
+    empty = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ConfigError, match="state_slots"):
+        LinearPlan(pool, CommonAttentionMetadata.build([1], [1], *empty))
+    verify = CommonAttentionMetadata.build(
+        [1], [1], *empty, ForwardMode.TARGET_VERIFY, state_slots=torch.zeros(1, dtype=torch.int64)
+    )
+    with pytest.raises(ConfigError, match="rejected drafts"):
+        LinearPlan(pool, verify)
+    with pytest.raises(ConfigError, match="3 value heads cannot share 2"):
+        GatedDeltaShape(2, 3, 4, 4, 4)
+    with pytest.raises(ConfigError, match="at least 1"):
+        StatePool(SHAPES[0], 0, 4, torch.float32, torch.device("cpu"))
