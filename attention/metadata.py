@@ -47,7 +47,8 @@ class CommonAttentionMetadata:
         max_seq_len: longest of `seq_lens`; 0 for an empty batch.
         mode: the batch's forward mode; see `attention.modes`.
         spec_verify: drafts and their tree, in a target-verify batch only.
-        state_slots: `[R]` int64, the slot of each request's recurrent states; None without linear attention.
+        state_slots: `[R]` int64, the slot of each request's recurrent states: its row of the request-to-token
+            table; may be None for a model without linear attention.
     """
 
     query_start_loc: Tensor

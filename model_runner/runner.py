@@ -32,6 +32,7 @@ from attention import (
     MLAKVCache,
     PagedKVCache,
     RequestToTokenTable,
+    StatePool,
     UBatchAttention,
     make_kv_cache,
 )
@@ -52,7 +53,7 @@ from model_runner.models.registry import model_class
 from model_runner.parallel.tensor_parallel import make_tensor_parallel
 from model_runner.parallel.transport import check_schedules, make_transport
 from model_runner.pending_step import PendingStep, SamplingContext, StepOutput
-from model_runner.runner_options import check_max_model_len, is_fp8, with_group
+from model_runner.runner_options import check_max_model_len, is_fp8, refuse_drafts, with_group
 from model_runner.speculation.accept import Acceptance, check_acceptance
 from model_runner.speculation.proposer import StepObserver
 from model_runner.step.context import step_context
@@ -138,6 +139,7 @@ class ModelRunner:
 
     Attributes:
         link: the emulated link between the ranks; None for the real one.
+        states: recurrent states of `max_num_seqs` requests; None for a model without linear attention.
         experts_backend: the resolved name; draft networks use it, too.
         graphs: the captured steps; None if all run eagerly.
         draft: the loaded draft network; None if there is none.
@@ -219,6 +221,7 @@ class ModelRunner:
         if self.max_model_len > limit:
             self.config = replace(self.config, max_position_embeddings=self.max_model_len)
         check_tensor_parallel(self.config, tensor_parallel_size)
+        refuse_drafts(len(self.config.linear_layers), num_speculative_tokens > 0 or draft is not None)
         if tensor_parallel_size > 1 and not kind.serves_tensor_parallel:
             raise ConfigError(f"{kind.__name__} does not serve tensor parallelism; run it with tensor_parallel_size 1.")
         self.tensor_parallel = make_tensor_parallel(group, tensor_parallel_size, link)
@@ -261,12 +264,17 @@ class ModelRunner:
             self.dbo, group, self.device, self.all2all, kinds=dbo_kinds, explore=dbo_auto
         )
         self.streams = StepStreams(self.device, streams, group)
+        self.states: StatePool | None = None
+        if self.config.linear is not None and self.config.linear_layers:
+            heads = parallel.shard.linear(self.config.linear)
+            self.states = StatePool(heads, len(self.config.linear_layers), max_num_seqs, dtype, self.device)
         shape = parallel.shard.attention(self.config.attention)
-        spec = shape.cache_spec(self.config.num_layers, block_size, dtype, fp8=fp8)
+        spec = shape.cache_spec(self.config.num_kv_layers, block_size, dtype, fp8=fp8)
         backends = prefill_attention_backend or attention_backend, decode_attention_backend or attention_backend
 
         def make_attention(kv_cache: PagedKVCache | MLAKVCache) -> UBatchAttention:
-            return UBatchAttention(shape, kv_cache, *resolve_attention(*backends, shape, kv_cache, group=group))
+            names = resolve_attention(*backends, shape, kv_cache, group=group)
+            return UBatchAttention(shape, kv_cache, *names, states=self.states)
 
         self._acceptance = acceptance
         self._voted_at: float | None = None

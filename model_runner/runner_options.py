@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ubatch import CommGroup, ConfigError, UBatchConfig, Verify, nearest
 
-__all__ = ["check_max_model_len", "is_fp8", "with_group"]
+__all__ = ["check_max_model_len", "is_fp8", "refuse_drafts", "with_group"]
 
 _logger = logging.getLogger(__name__)
 
@@ -50,3 +50,16 @@ def check_max_model_len(asked: int | None, limit: int, *, allow_long: bool = Fal
             limit,
         )
     return asked
+
+
+def refuse_drafts(linear_layers: int, drafts: bool) -> None:
+    """Refuse speculation for a model with linear attention.
+
+    Raises:
+        ConfigError: some layers have linear attention, and there are drafts.
+    """
+    if linear_layers and drafts:
+        raise ConfigError(
+            f"{linear_layers} layers of this model have linear attention, whose states cannot forget rejected drafts. "
+            "Run it without speculation."
+        )

@@ -89,11 +89,13 @@ def chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tens
         state: `[R, heads, k_dim, v_dim]`, the requests in an order of falling length; changed in place.
         running: number of requests that have a first chunk, a second one, and so on.
     """
-    decay = g.cumsum(-1)
+    # Differences of sums that may be in the hundreds: float64, or the decays between near tokens lose digits.
+    sums = g.double().cumsum(-1)
+    decay = sums.float()
     size = g.shape[-1]
     later = torch.ones(size, size, dtype=torch.bool, device=g.device).triu(1)
     # Filled before `exp`: from a later token to an earlier one it would overflow.
-    between = (decay[..., :, None] - decay[..., None, :]).masked_fill(later, float("-inf")).exp()
+    between = (sums[..., :, None] - sums[..., None, :]).float().masked_fill(later, float("-inf")).exp()
     k_beta = k * beta[..., None]
     turned = k.transpose(-1, -2)
     system = (k_beta @ turned) * between
@@ -103,7 +105,7 @@ def chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tens
     values, keys_of_state = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
     scores = (q @ turned) * between
     from_state = q * decay.exp()[..., None]
-    to_state = turned * (decay[..., -1:] - decay).exp()[..., None, :]
+    to_state = turned * (sums[..., -1:] - sums).float().exp()[..., None, :]
     whole = decay[..., -1].exp()[..., None, None]
 
     out = torch.empty_like(v)

@@ -47,7 +47,7 @@ def split_cost(model: CausalLM, *, several_ranks: bool = False, tensor_parallel_
     chosen = sum(_chosen_numbers(module, model.config.num_experts_per_tok) for module in experts)
     per_token = 2.0 * (dense + chosen / tensor_parallel_size)
     per_sent = per_token if experts and several_ranks else 0.0
-    return SplitCost(per_token, float(per_pair * model.config.num_layers), window, per_sent=per_sent, **latent)
+    return SplitCost(per_token, float(per_pair * model.config.num_kv_layers), window, per_sent=per_sent, **latent)
 
 
 def _chosen_numbers(experts: FusedExperts, top_k: int) -> int:

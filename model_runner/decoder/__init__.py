@@ -6,6 +6,7 @@ rope                rotary embeddings and their scalings
 ops                 small operations, each one kernel on a GPU
 layers              projections, attention, the dense MLP
 latent_attention    multi-head latent attention
+gated_delta_net     linear attention with the gated delta rule
 sparse_mlp          the mixture of experts
 scatter             distribution of rows over ranks that share attention, and its transfers
 decoder             the stack of layers: `DecoderLM`

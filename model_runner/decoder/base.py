@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from attention import AttentionPlan, AttentionShape, MLAPlan, MLAShape
+from attention import AttentionPlan, AttentionShape, GatedDeltaShape, HybridPlan, MLAPlan, MLAShape
 from model_runner.parallel.tensor_parallel import WHOLE, Shard, TensorParallel
 from model_runner.weights.hf_config import HFConfig
 from model_runner.weights.weights import Checkpoint
@@ -25,12 +25,15 @@ class ModelConfig:
     Attributes:
         vocab_size: rows of the logits.
         hidden_size: numbers per token between layers.
-        num_layers: decoder layers, each with attention.
-        attention: heads of each layer, over all tensor-parallel ranks; it determines the KV cache's shape, too.
+        num_layers: decoder layers, each with attention or linear attention.
+        attention: heads of each layer with attention, over all tensor-parallel ranks; it determines the KV cache's
+            shape, too.
         max_position_embeddings: longest sequence in tokens, prompt and output together.
         num_experts: routed experts per MoE layer; 0 for a dense model.
         num_experts_per_tok: routed experts that a token visits; 0 for a dense model.
         eos_token_ids: tokens that end a sequence.
+        linear: heads of the layers with linear attention, over all tensor-parallel ranks; None if there are none.
+        linear_layers: numbers of these layers; they have a recurrent state per request instead of keys and values.
     """
 
     vocab_size: int
@@ -41,6 +44,18 @@ class ModelConfig:
     num_experts: int
     num_experts_per_tok: int
     eos_token_ids: tuple[int, ...]
+    linear: GatedDeltaShape | None = field(default=None, kw_only=True)
+    linear_layers: frozenset[int] = field(default=frozenset(), kw_only=True)
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers with keys and values."""
+        return self.num_layers - len(self.linear_layers)
+
+    def place(self, layer: int) -> int:
+        """Number of a layer among those of its kind: its place in the KV cache, or in the pool of states."""
+        before = sum(other < layer for other in self.linear_layers)
+        return before if layer in self.linear_layers else layer - before
 
     @property
     def dense_intermediate_size(self) -> int | None:
@@ -66,7 +81,7 @@ def check_tensor_parallel(config: ModelConfig, size: int) -> None:
         size: ranks of a replica.
 
     Raises:
-        ConfigError: the heads, key/value heads or dense MLPs cannot be divided by `size`.
+        ConfigError: the heads, key/value heads, heads of linear attention or dense MLPs cannot be divided by `size`.
     """
     if size < 1:
         raise ConfigError(f"tensor_parallel_size must be at least 1, not {size}.")
@@ -76,6 +91,8 @@ def check_tensor_parallel(config: ModelConfig, size: int) -> None:
     kv_heads = size if isinstance(shape, MLAShape) else shape.num_kv_heads
     if kv_heads % size and size % kv_heads:
         raise _undivided(size, f"its {kv_heads} key/value heads, nor they it")
+    if config.linear is not None and config.linear.num_k_heads % size:
+        raise _undivided(size, f"the {config.linear.num_k_heads} key heads of its linear attention")
     if dense is not None and dense % size:
         raise _undivided(size, f"the intermediate size {dense} of its dense MLPs")
 
@@ -155,7 +172,7 @@ class CausalLM(nn.Module, ABC):
         """Logits `[rows, vocab_size]` of the rows `[rows, hidden_size]` that are sampled from."""
 
 
-def current_plan() -> tuple[AttentionPlan | MLAPlan, int | Tensor]:
+def current_plan() -> tuple[AttentionPlan | MLAPlan | HybridPlan, int | Tensor]:
     """The attention plan of the current forward context, and its number of tokens without padding.
 
     In a captured step that number is on the device: `ForwardContext.num_valid`.

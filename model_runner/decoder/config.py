@@ -92,6 +92,11 @@ class DecoderConfig(ModelConfig):
         clip_qkv: largest absolute value of queries, keys and values before rotation; None for no limit. With
             `norms_all_heads` only.
         q_lora_rank: size of the compressed query; None if it is not compressed. Latent attention only.
+        output_gate: attention's output is multiplied by the sigmoid of a gate per element, before its last projection.
+            Not for latent attention.
+        zero_centred_norms: norms multiply by 1 + weight.
+        linear_grouped: the input projections of linear attention are two tensors, ordered by key head; else four.
+        tensor_prefix: prefix of the names of all tensors except the output layer's.
         rope_interleaved: a rotated pair is two neighbouring dimensions. Latent attention only.
         moe: the MoE layers; None for a dense model.
     """
@@ -107,6 +112,10 @@ class DecoderConfig(ModelConfig):
     norms_all_heads: bool = False
     clip_qkv: float | None = None
     q_lora_rank: int | None = None
+    output_gate: bool = False
+    zero_centred_norms: bool = False
+    linear_grouped: bool = False
+    tensor_prefix: str = "model"
     rope_interleaved: bool = True
     moe: MoEConfig | None = None
 

@@ -21,8 +21,16 @@ from torch import Tensor, nn
 from attention import MLAShape
 from model_runner.decoder.base import CausalLM, ExpertParallel, current_plan
 from model_runner.decoder.config import DecoderConfig
+from model_runner.decoder.gated_delta_net import GatedDeltaNet
 from model_runner.decoder.latent_attention import LatentAttention
-from model_runner.decoder.layers import AllHeadsNormAttention, Attention, GatedMLP, Projection, frozen, pack_projections
+from model_runner.decoder.layers import (
+    AllHeadsNormAttention,
+    Attention,
+    GatedMLP,
+    Projection,
+    load_norm,
+    pack_projections,
+)
 from model_runner.decoder.repeated import RepeatedLayers
 from model_runner.decoder.rope import RotaryEmbedding, RotaryTable
 from model_runner.decoder.scatter import (
@@ -66,14 +74,16 @@ class DecoderLM(CausalLM):
                 self.lm_head.pack()
 
         with checkpoint.once_read(pack_output):
-            self.lm_head = self.embed_tokens = Projection(checkpoint.load("model.embed_tokens.weight", *vocabulary))
+            self.lm_head = self.embed_tokens = Projection(
+                checkpoint.load(f"{config.tensor_prefix}.embed_tokens.weight", *vocabulary)
+            )
             if not config.tie_word_embeddings:
                 self.lm_head = Projection(checkpoint.load("lm_head.weight", *vocabulary))
         self.rope = _rotary(config, checkpoint)
         self.layers = nn.ModuleList(
             DecoderLayer(config, checkpoint, parallel, layer) for layer in range(config.num_layers)
         )
-        self.norm = frozen(checkpoint.load("model.norm.weight", config.hidden_size))
+        self.norm = _norm(config, checkpoint, f"{config.tensor_prefix}.norm.weight")
         self._repeated: RepeatedLayers | None = None
         if parallel.experts == "native" and not parallel.all2all.traits.other_ranks:  # transfers are no kernels
             self._repeated = RepeatedLayers(self._run_layers, self.modules)
@@ -118,10 +128,10 @@ class DecoderLayer(nn.Module):
             self._load(config, checkpoint, parallel, layer)
 
     def _load(self, config: DecoderConfig, checkpoint: Checkpoint, parallel: ExpertParallel, layer: int) -> None:
-        prefix, hidden_size = f"model.layers.{layer}", config.hidden_size
-        self.input_norm = frozen(checkpoint.load(f"{prefix}.input_layernorm.weight", hidden_size))
-        self.attention = _attention(config, checkpoint, f"{prefix}.self_attn", layer, parallel.shard)
-        self.post_attention_norm = frozen(checkpoint.load(f"{prefix}.post_attention_layernorm.weight", hidden_size))
+        prefix, hidden_size = f"{config.tensor_prefix}.layers.{layer}", config.hidden_size
+        self.input_norm = _norm(config, checkpoint, f"{prefix}.input_layernorm.weight")
+        self.attention = _attention(config, checkpoint, prefix, layer, parallel.shard)
+        self.post_attention_norm = _norm(config, checkpoint, f"{prefix}.post_attention_layernorm.weight")
         self.mlp: GatedMLP | SparseMLP
         self.mlp_mode = ScatterMode.TP_ATTN_FULL
         if config.moe is not None and layer in config.moe.layers:
@@ -173,13 +183,28 @@ def _rotary(config: DecoderConfig, checkpoint: Checkpoint) -> RotaryEmbedding | 
     return RotaryEmbedding(config.rope, shape.head_dim, device)
 
 
+def _norm(config: DecoderConfig, checkpoint: Checkpoint, name: str) -> nn.Parameter:
+    return load_norm(checkpoint, name, config.hidden_size, zero_centred=config.zero_centred_norms)
+
+
 def _attention(
     config: DecoderConfig, checkpoint: Checkpoint, prefix: str, layer: int, shard: Shard
-) -> Attention | LatentAttention:
-    shape, where, every = config.attention, (checkpoint, prefix, layer, config.hidden_size), config.attention_bias
+) -> Attention | LatentAttention | GatedDeltaNet:
+    place, hidden_size, eps = config.place(layer), config.hidden_size, config.rms_norm_eps
+    if config.linear is not None and layer in config.linear_layers:
+        name, grouped = f"{prefix}.linear_attn", config.linear_grouped
+        return GatedDeltaNet(
+            checkpoint, name, place, hidden_size, config.linear, norm_eps=eps, grouped=grouped, shard=shard
+        )
+    shape, where, every = (
+        config.attention,
+        (checkpoint, f"{prefix}.self_attn", place, hidden_size),
+        config.attention_bias,
+    )
     if isinstance(shape, MLAShape):
         return LatentAttention(*where, shape, q_lora_rank=config.q_lora_rank, bias=every, shard=shard)
     options: dict[str, Any] = {"bias": every or config.qkv_bias, "out_bias": every, "shard": shard}
     if config.norms_all_heads:
-        return AllHeadsNormAttention(*where, shape, norm_eps=config.rms_norm_eps, clip=config.clip_qkv, **options)
-    return Attention(*where, shape, norm_eps=config.rms_norm_eps if config.qk_norm else None, **options)
+        return AllHeadsNormAttention(*where, shape, norm_eps=eps, clip=config.clip_qkv, **options)
+    options |= {"zero_centred": config.zero_centred_norms, "gated": config.output_gate}
+    return Attention(*where, shape, norm_eps=eps if config.qk_norm else None, **options)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention import AttentionPlan, AttentionShape
-from model_runner.decoder.ops import normalise_and_rotate, rms_norm, silu_mul
+from model_runner.decoder.ops import normalise_and_rotate, rms_norm, sigmoid_mul, silu_mul
 from model_runner.decoder.rope import Rotation
 from model_runner.parallel.tensor_parallel import WHOLE, Shard
 from model_runner.weights.weights import Checkpoint
@@ -24,12 +24,26 @@ from moe import NativeLinear, linear
 from ubatch import ConfigError, Point, dbo_yield
 from ubatch.kernels.sums import add_bias
 
-__all__ = ["AllHeadsNormAttention", "Attention", "GatedMLP", "Projection", "frozen", "pack_projections"]
+__all__ = ["AllHeadsNormAttention", "Attention", "GatedMLP", "Projection", "frozen", "load_norm", "pack_projections"]
 
 
 def frozen(weight: Tensor) -> nn.Parameter:
     """A weight that is served, not trained."""
     return nn.Parameter(weight, requires_grad=False)
+
+
+def load_norm(checkpoint: Checkpoint, name: str, size: int, *, zero_centred: bool) -> nn.Parameter:
+    """The weights of a norm. Zero-centred ones are 1 + what is stored, in float32: sums near 1 would lose digits."""
+    if not zero_centred:
+        return frozen(checkpoint.load(name, size))
+    weight = torch.empty(size, dtype=torch.float32, device=checkpoint.device)
+    with checkpoint.once_read(lambda: _add_one(weight)):
+        checkpoint.load_into(name, weight)
+    return frozen(weight)
+
+
+def _add_one(weight: Tensor) -> None:
+    weight += 1
 
 
 class Projection(nn.Module):
@@ -105,8 +119,8 @@ def pack_projections(model: nn.Module) -> None:
 class Attention(nn.Module):
     """Grouped-query attention with rotary embeddings and, in Qwen3's and other families, normalised queries and keys.
 
-    Query, key and value projections are fused into one product; query and key heads are normalised and rotated
-    together.
+    Query, key and value projections are fused into one product, in which the gates of the output are last, if the
+    family has them; query and key heads are normalised and rotated together.
     """
 
     def __init__(
@@ -120,6 +134,8 @@ class Attention(nn.Module):
         bias: bool,
         out_bias: bool = False,
         norm_eps: float | None,
+        zero_centred: bool = False,
+        gated: bool = False,
         shard: Shard = WHOLE,
     ) -> None:
         """Load the weights of this rank's heads.
@@ -130,22 +146,28 @@ class Attention(nn.Module):
             bias: whether the query, key and value projections have biases.
             out_bias: whether the output projection has one.
             norm_eps: epsilon of the query and key norms; None for a family without them.
+            zero_centred: see `load_norm`.
+            gated: the query projection also has a gate for every element of attention's output, each head's behind its
+                query.
         """
         super().__init__()
         self.layer = layer
         self.norm_eps = norm_eps
         heads_part, q_part = (shard.part(size) for size in (shape.num_heads, shape.num_heads * shape.head_dim))
         kv_part = shard.part(shape.num_kv_heads * shape.head_dim, most=shape.num_kv_heads)
-        parts = (("q", q_part), ("k", kv_part), ("v", kv_part))
-        qkv = checkpoint.load_fused([(f"{prefix}.{p}_proj.weight", n) for p, n in parts], hidden_size)
+        self.gated, self.zero_centred, self.shape = gated, zero_centred, shard.grouped(shape)
+        parts = (("q", shard.part(2 * q_part.total) if gated else q_part), ("k", kv_part), ("v", kv_part))
+        fused: list[Tensor] = []
+        with checkpoint.once_read(lambda: self._move_gates(fused)):
+            fused.append(checkpoint.load_fused([(f"{prefix}.{p}_proj.weight", n) for p, n in parts], hidden_size))
+            if bias:
+                fused.append(checkpoint.load_fused([(f"{prefix}.{p}_proj.bias", n) for p, n in parts]))
+        qkv, of_qkv = fused[0], fused[1] if bias else None
         out = checkpoint.load(f"{prefix}.o_proj.weight", hidden_size, q_part)
-        of_qkv = of_out = None
-        if bias:
-            of_qkv = checkpoint.load_fused([(f"{prefix}.{p}_proj.bias", n) for p, n in parts])
+        of_out = None
         if out_bias and shard.rank == 0:  # the ranks' outputs are added up
             of_out = checkpoint.load(f"{prefix}.o_proj.bias", hidden_size)
         self.qkv, self.out = Projection(qkv, of_qkv), Projection(out, of_out)
-        self.shape = shape = shard.grouped(shape)
         self.sinks: nn.Parameter | None = None
         if shape.sinks:
             sinks: list[Tensor] = []
@@ -162,7 +184,18 @@ class Attention(nn.Module):
     def _load_norms(self, checkpoint: Checkpoint, prefix: str) -> None:
         norms: list[Tensor] = []
         with checkpoint.once_read(lambda: self._repeat_norms(norms)):
-            norms += [checkpoint.load(f"{prefix}.{part}_norm.weight", self.shape.head_dim) for part in ("q", "k")]
+            for part in ("q", "k"):
+                name = f"{prefix}.{part}_norm.weight"
+                norms.append(load_norm(checkpoint, name, self.shape.head_dim, zero_centred=self.zero_centred))
+
+    def _move_gates(self, fused: Sequence[Tensor]) -> None:
+        """Move the gates' rows behind those of queries, keys and values."""
+        if not self.gated:
+            return
+        queries = 2 * self.shape.num_heads * self.shape.head_dim
+        for rows in fused:
+            both = rows[:queries].view(self.shape.num_heads, 2, self.shape.head_dim, *rows.shape[1:])
+            rows.copy_(torch.cat((both[:, 0].flatten(0, 1), rows[queries:], both[:, 1].flatten(0, 1))))
 
     def _repeat_norms(self, norms: Sequence[Tensor]) -> None:
         """Store the norms' weights as one row for each query head, then one for each key head."""
@@ -172,19 +205,23 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, plan: AttentionPlan) -> Tensor:
         """Attention of `x` `[T, hidden_size]` (normalised). The caller sums the ranks' results into the residual."""
-        q, k, v = self._heads(x, rotation)
+        q, k, v, gate = self._heads(x, rotation)
         dbo_yield(Point.ATTN_PREPARE)
-        projected: Tensor = self.out(plan.forward(q, k, v, self.layer, self.sinks).flatten(1))
+        out = plan.forward(q, k, v, self.layer, self.sinks).flatten(1)
+        projected: Tensor = self.out(out if gate is None else sigmoid_mul(gate, out))
         return projected
 
-    def _heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, each `[T, heads, head_dim]`, as the back end takes them."""
+    def _heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys and values, each `[T, heads, head_dim]`, as the back end takes them, and the output's gate."""
         shape = self.shape
         num_qk = shape.num_heads + shape.num_kv_heads
-        heads = self.qkv(x).view(x.shape[0], num_qk + shape.num_kv_heads, shape.head_dim)
-        qk, v = heads[:, :num_qk], heads[:, num_qk:]
+        num_heads = num_qk + shape.num_kv_heads
+        gates = shape.num_heads if self.gated else 0
+        heads = self.qkv(x).view(x.shape[0], num_heads + gates, shape.head_dim)
+        qk, v = heads[:, :num_qk], heads[:, num_qk:num_heads]
         qk = normalise_and_rotate(qk, rotation, self.qk_norm, self.norm_eps)
-        return qk[:, : shape.num_heads], qk[:, shape.num_heads :], v
+        gate = heads[:, num_heads:].flatten(1) if self.gated else None
+        return qk[:, : shape.num_heads], qk[:, shape.num_heads :], v, gate
 
 
 class AllHeadsNormAttention(Attention):
@@ -212,13 +249,13 @@ class AllHeadsNormAttention(Attention):
         norms = [checkpoint.load(f"{prefix}.{part}_norm.weight", n * self.shape.head_dim) for part, n in heads]
         self.q_norm, self.k_norm = map(frozen, norms)
 
-    def _heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         q, k, v = self.qkv(x).split((len(self.q_norm), len(self.k_norm), len(self.k_norm)), dim=-1)
         q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
         if self.clip is not None:
             q, k, v = (each.clamp(-self.clip, self.clip) for each in (q, k, v))
         q, k, v = (each.unflatten(-1, (-1, self.shape.head_dim)) for each in (q, k, v))
-        return normalise_and_rotate(q, rotation, None, None), normalise_and_rotate(k, rotation, None, None), v
+        return normalise_and_rotate(q, rotation, None, None), normalise_and_rotate(k, rotation, None, None), v, None
 
 
 class GatedMLP(nn.Module):

@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm.rms_norm(x, weight, eps)
     if runs_in_c(x, weight):
         return small_ops.rms_norm(x, weight, eps)
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return _torch_norm(x, weight, eps)
 
 
 def add_rms_norm(update: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ def add_rms_norm(update: Tensor, residual: Tensor, weight: Tensor, eps: float) -
     if runs_in_c(update, residual, weight):
         return small_ops.add_rms_norm(update, residual, weight, eps)
     summed = residual + update
-    return F.rms_norm(summed, (summed.shape[-1],), weight, eps), summed
+    return _torch_norm(summed, weight, eps), summed
 
 
 def normalise_and_rotate(heads: Tensor, rotation: Rotation, weight: Tensor | None, eps: float | None) -> Tensor:
@@ -69,7 +69,10 @@ def normalise_and_rotate(heads: Tensor, rotation: Rotation, weight: Tensor | Non
         small_ops.rotate_heads(heads, rotation.cos, rotation.sin, weight, eps)
         return heads
     if weight is not None:
-        heads = F.rms_norm(heads, (heads.shape[-1],), None, eps) * weight
+        if weight.dtype is not heads.dtype:
+            heads = (F.rms_norm(heads.float(), (heads.shape[-1],), None, eps) * weight).to(heads.dtype)
+        else:
+            heads = F.rms_norm(heads, (heads.shape[-1],), None, eps) * weight
     return rotation.rotate(heads)
 
 
@@ -90,6 +93,13 @@ def sigmoid_mul(gate: Tensor, x: Tensor) -> Tensor:
     if runs_in_c(gate, x) and gate.stride(-1) == 1 and x.stride(-1) == 1:
         return small_ops.sigmoid_mul(gate, x)
     return torch.sigmoid(gate) * x
+
+
+def _torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    size = (x.shape[-1],)
+    if weight.dtype is x.dtype:
+        return F.rms_norm(x, size, weight, eps)
+    return F.rms_norm(x.float(), size, weight, eps).to(x.dtype)  # zero-centred weights are kept in float32
 
 
 def _fuses(x: Tensor) -> bool:

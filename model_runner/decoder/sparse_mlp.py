@@ -86,17 +86,17 @@ class SparseMLP(nn.Module):
         weights: dict[str, Any] = {}
 
         def make_kernel() -> None:  # needs the weights: a back end may pack or reorder them
-            given = weights if config.clamped is None else _unstacked(weights, config.clamped)
+            given = weights if config.clamped is None else _untransposed(weights, config.clamped)
             experts = make_experts(parallel.experts, first_expert=held.start, num_experts=num_experts, **given)
             weights.clear()
             self.kernel = FusedMoEModularKernel(parallel.all2all, experts, shared)
 
-        sizes = (hidden_size, config.intermediate_size)
+        sizes = (num_experts, hidden_size, config.intermediate_size)
         with checkpoint.once_read(make_kernel):
             if config.clamped is not None:
-                weights |= _load_stacked(checkpoint, prefix, held, num_experts, *sizes)
+                weights |= _load_transposed(checkpoint, f"{prefix}.experts", held, *sizes)
             else:
-                weights |= _load_experts(checkpoint, prefix, held, *sizes, names, parallel.fp8_block)
+                weights |= _load_experts(checkpoint, f"{prefix}.experts", held, *sizes, names, parallel.fp8_block)
 
     def forward(self, x: Tensor, num_tokens: int | Tensor) -> Tensor:
         """`[T, hidden_size]` to the same shape; rows from `num_tokens` on are padding and visit no routed expert."""
@@ -106,7 +106,7 @@ class SparseMLP(nn.Module):
         return out
 
 
-def _load_stacked(
+def _load_transposed(
     checkpoint: Checkpoint, prefix: str, held: range, num_experts: int, hidden_size: int, intermediate_size: int
 ) -> dict[str, Tensor]:
     """gpt-oss's tensors of all experts: weights `[experts, in, out]` and biases; gates and ups take turns."""
@@ -117,11 +117,11 @@ def _load_stacked(
         "b13": ("gate_up_proj_bias", (columns,)),
         "b2": ("down_proj_bias", (hidden_size,)),
     }
-    return {key: checkpoint.load(f"{prefix}.experts.{name}", experts, *shape) for key, (name, shape) in shapes.items()}
+    return {key: checkpoint.load(f"{prefix}.{name}", experts, *shape) for key, (name, shape) in shapes.items()}
 
 
-def _unstacked(weights: Mapping[str, Tensor], activation: ClampedSwiGLU) -> dict[str, Any]:
-    """The tensors of `_load_stacked` in the layouts of `make_experts`, and the activation."""
+def _untransposed(weights: Mapping[str, Tensor], activation: ClampedSwiGLU) -> dict[str, Any]:
+    """The tensors of `_load_transposed` in the layouts of `make_experts`, and the activation."""
     w13, w2, b13 = weights["w13"], weights["w2"], weights["b13"]
     experts, hidden_size, columns = w13.shape
     w13 = w13.view(experts, hidden_size, columns // 2, 2).permute(0, 3, 2, 1).reshape(experts, columns, hidden_size)
@@ -134,6 +134,7 @@ def _load_experts(
     checkpoint: Checkpoint,
     prefix: str,
     held: range,
+    num_experts: int,
     hidden_size: int,
     intermediate_size: int,
     names: TensorNames,
@@ -143,9 +144,13 @@ def _load_experts(
 
     Experts that stay in fp8 come with their scales, and the dtype of their results.
     """
+    if f"{prefix}.gate_up_proj" in checkpoint.names:  # all experts in one tensor, in this layout
+        part = Part(held.start, len(held), num_experts)
+        w13 = checkpoint.load(f"{prefix}.gate_up_proj", part, 2 * intermediate_size, hidden_size)
+        return {"w13": w13, "w2": checkpoint.load(f"{prefix}.down_proj", part, hidden_size, intermediate_size)}
     if fp8_block is not None:
         kinds = names.gate, names.up, names.down
-        of_experts = [tuple(f"{prefix}.experts.{expert}.{kind}.weight" for kind in kinds) for expert in held]
+        of_experts = [tuple(f"{prefix}.{expert}.{kind}.weight" for kind in kinds) for expert in held]
         fp8 = load_fp8_experts(checkpoint, of_experts, fp8_block, hidden_size, intermediate_size)
         if fp8 is not None:
             return {**fp8, "dtype": checkpoint.dtype}
@@ -153,7 +158,7 @@ def _load_experts(
     w13 = torch.empty(len(held), 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
     w2 = torch.empty(len(held), hidden_size, intermediate_size, dtype=dtype, device=device)
     for slot, expert in enumerate(held):
-        name = f"{prefix}.experts.{expert}"
+        name = f"{prefix}.{expert}"
         checkpoint.load_into(f"{name}.{names.gate}.weight", w13[slot, :intermediate_size])
         checkpoint.load_into(f"{name}.{names.up}.weight", w13[slot, intermediate_size:])
         checkpoint.load_into(f"{name}.{names.down}.weight", w2[slot])

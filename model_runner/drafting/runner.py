@@ -62,7 +62,7 @@ class DraftBatch:
 def draft_cache_spec(network: DraftNetwork, spec: CacheSpec) -> CacheSpec:
     """The draft cache: the network's own layers, with the page size and dtype of the target's cache (`spec`)."""
     config = network.config
-    return config.attention.cache_spec(config.num_layers, spec.block_size, spec.dtype)
+    return config.attention.cache_spec(config.num_kv_layers, spec.block_size, spec.dtype)
 
 
 class DraftRunner:

@@ -1,6 +1,6 @@
 """Measures a runner's GPU memory beside the KV cache, before the cache is made: the cache gets the rest.
 
-    weights    memory held after loading the model and its draft network
+    weights    memory held after loading the model and its draft network, with the states of linear attention
     step       additional memory of the largest steps: their tensors, workspaces of attention, and buffers of the
                transport, which may differ between prefills and decode steps. With a small cache a prefill, a verify
                and a decode step run, twice: compilation, tuning and one-time allocations happen in the first run

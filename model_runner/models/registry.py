@@ -27,8 +27,14 @@ _MODELS = LazyRegistry(
         "Qwen2MoeForCausalLM": "model_runner.models.qwen2_moe:Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM": "model_runner.models.qwen3:Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM": "model_runner.models.qwen3_moe:Qwen3MoeForCausalLM",
+        "Qwen3NextForCausalLM": "model_runner.models.qwen3_next:Qwen3NextForCausalLM",
+        "Qwen3_5MoeForCausalLM": "model_runner.models.qwen3_5_moe:Qwen35MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration": "model_runner.models.qwen3_5_moe:Qwen35MoeForConditionalGeneration",
     },
 )
+
+_HYBRID = ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+"""The architectures that may have layers with linear attention."""
 
 
 def register_model(architecture: str, target: str) -> None:
@@ -60,7 +66,7 @@ def model_class(architecture: str, config: HFConfig | None = None) -> type[Causa
         ConfigError: the model is an encoder-decoder, or has linear attention; the message says which.
         UnknownArchitecture: the architecture is unknown; the message lists the known ones.
     """
-    if config is not None:
+    if config is not None and architecture not in _HYBRID:
         _refuse_unsupported(architecture, config)
     if architecture not in _MODELS.names():
         raise UnknownArchitecture(architecture, _MODELS.names())

@@ -27,7 +27,7 @@ from functools import cached_property
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import AttentionShape, MLAShape
+from attention import AttentionShape, GatedDeltaShape, MLAShape
 from model_runner.weights.weights import Part
 from moe import EmulatedLink
 from ubatch import CommGroup, ConfigError
@@ -106,6 +106,11 @@ class Shard:
         """The heads of this rank for multi-head attention. Extra ranks repeat key/value heads."""
         kv_heads = max(1, shape.num_kv_heads // self.size)
         return replace(shape, num_heads=shape.num_heads // self.size, num_kv_heads=kv_heads)
+
+    def linear(self, shape: GatedDeltaShape) -> GatedDeltaShape:
+        """The heads of this rank for linear attention; the size divides them."""
+        key_heads, value_heads = shape.num_k_heads // self.size, shape.num_v_heads // self.size
+        return replace(shape, num_k_heads=key_heads, num_v_heads=value_heads)
 
 
 WHOLE = Shard()

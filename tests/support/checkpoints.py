@@ -53,6 +53,23 @@ LATENT: Mapping[str, Any] = {
         "mscale_all_dim": 1.2,
     },
 }
+HYBRID: Mapping[str, Any] = {
+    **{name: value for name, value in COMMON.items() if name != "intermediate_size"},
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0, "partial_rotary_factor": 0.25},
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+ZERO_CENTRED = ("Qwen3Next", "Qwen3_5Moe")
+"""Families whose norms multiply by 1 + weight, except those of linear attention."""
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "Llama": {
         **COMMON,
@@ -121,6 +138,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     },
     "DeepseekV2": {**COMMON, **LATENT, "topk_method": "group_limited_greedy"},
     "DeepseekV3": {**COMMON, **LATENT},
+    "Qwen3Next": {**HYBRID, "intermediate_size": 40},
+    "Qwen3_5Moe": HYBRID,
 }
 """Family (`{family}Config` and `{family}ForCausalLM` of transformers) -> the fields of its config."""
 
@@ -140,13 +159,18 @@ def make_checkpoint(path: Path | str, family: str, *, max_shard_size: str = "5GB
     logging.disable_progress_bar()
     torch.manual_seed(overrides.pop("seed", 0))
     dtype = overrides.pop("dtype", torch.float32)
-    config = getattr(transformers, f"{family}Config")(**{**FAMILIES.get(family, {}), **overrides})
+    kind = f"{family}TextConfig" if family == "Qwen3_5Moe" else f"{family}Config"
+    config = getattr(transformers, kind)(**{**FAMILIES.get(family, {}), **overrides})
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             # As transformers makes them, norms are ones and biases zeros: forgetting one would not show.
             if "norm" in name:
                 tensor.uniform_(0.5, 1.5)
+                if family in ZERO_CENTRED and ".linear_attn." not in name:
+                    tensor -= 1
+            elif name.endswith("A_log"):  # slow decay: a lost state shows, and transformers' chunks are precise
+                tensor.uniform_(-4, 0)
             elif "bias" in name:
                 tensor.uniform_(-0.3, 0.3)
     model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)

@@ -184,10 +184,10 @@ def test_kinds_of_models_that_cannot_run() -> None:
     with pytest.raises(ConfigError, match="T5ForConditionalGeneration is an encoder-decoder model"):
         kind_of("T5ForConditionalGeneration", is_encoder_decoder=True)
     hybrid = ["linear_attention", "full_attention"]
-    with pytest.raises(ConfigError, match="Qwen3NextForCausalLM mixes 'linear_attention' layers"):
-        kind_of("Qwen3NextForCausalLM", layer_types=hybrid)
+    with pytest.raises(ConfigError, match="JambaForCausalLM mixes 'linear_attention' layers"):
+        kind_of("JambaForCausalLM", layer_types=hybrid)
     with pytest.raises(ConfigError, match="mixes 'linear_attention' layers"):
-        kind_of("Qwen3_5MoeForConditionalGeneration", text_config={"layer_types": hybrid})
+        kind_of("Qwen3_5ForConditionalGeneration", text_config={"layer_types": hybrid})
     chunked = ["chunked_attention", "full_attention"]
     with pytest.raises(ConfigError, match="Llama4ForConditionalGeneration has 'chunked_attention' layers") as caught:
         kind_of("Llama4ForConditionalGeneration", text_config={"layer_types": chunked})

@@ -1,0 +1,123 @@
+"""Linear attention with the gated delta rule: a recurrent state per request instead of keys and values.
+
+    projections    queries, keys, values | z | b | a      one product
+    convolution    of queries, keys and values over a request's last tokens, SiLU
+    delta rule     decay exp(-exp(A_log) softplus(a + dt_bias)), strength of writing sigmoid(b)
+    output         norm of each head, times silu(z); projection
+
+Convolution and delta rule belong to the step's plan, which knows every request's state (`attention.linear`).
+
+Source: Yang et al., Gated Delta Networks, 2024; the `Qwen3NextForCausalLM` checkpoints on the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attention import GatedDeltaShape, HybridPlan
+from model_runner.decoder.layers import Projection, frozen
+from model_runner.parallel.tensor_parallel import WHOLE, Shard
+from model_runner.weights.weights import Checkpoint, Part
+from ubatch import ConfigError, Point, dbo_yield
+
+__all__ = ["GatedDeltaNet"]
+
+
+class GatedDeltaNet(nn.Module):
+    """A layer with the gated delta rule. Each tensor-parallel rank has its share of the heads."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        prefix: str,
+        place: int,
+        hidden_size: int,
+        shape: GatedDeltaShape,
+        *,
+        norm_eps: float,
+        grouped: bool,
+        shard: Shard = WHOLE,
+    ) -> None:
+        """Load the weights of this rank's heads.
+
+        Args:
+            prefix: prefix of the tensors' names, without the last dot.
+            place: number of the layer among those with linear attention.
+            shape: heads of all ranks.
+            grouped: see `DecoderConfig.linear_grouped`.
+        """
+        super().__init__()
+        self.place, self.norm_eps = place, norm_eps
+        self.shape = own = shard.linear(shape)
+        device = checkpoint.device
+        of_keys, of_values, of_heads = map(shard.part, (shape.key_size, shape.value_size, shape.num_v_heads))
+        mixed = [of_keys, _behind(of_keys, shape.key_size), _behind(of_values, 2 * shape.key_size)]
+        mixed = [Part(part.start, part.size, shape.conv_dim) for part in mixed]
+        if grouped:
+            both = shard.part(2 * (shape.key_size + shape.value_size)), shard.part(2 * shape.num_v_heads)
+            names = [(f"{prefix}.in_proj_{name}.weight", part) for name, part in zip(("qkvz", "ba"), both, strict=True)]
+        else:
+            names = [(f"{prefix}.in_proj_qkv.weight", part) for part in mixed]
+            others = ("z", of_values), ("b", of_heads), ("a", of_heads)
+            names += [(f"{prefix}.in_proj_{name}.weight", part) for name, part in others]
+        inputs: list[Tensor] = []
+        with checkpoint.once_read(lambda: _by_kind(inputs[0], own) if grouped else None):
+            inputs.append(checkpoint.load_fused(names, hidden_size))
+        self.inputs = Projection(inputs[0])
+        self.out = Projection(checkpoint.load(f"{prefix}.out_proj.weight", hidden_size, of_values))
+
+        # Small, and read in every step: float32, as they are computed with.
+        self.conv = frozen(torch.empty(shape.conv_kernel, own.conv_dim, device=device))
+        self.rate, self.dt_bias = (frozen(torch.empty(own.num_v_heads, device=device)) for _ in range(2))
+        self.norm = frozen(torch.empty(shape.v_dim, device=device))
+        checkpoint.load_into(f"{prefix}.norm.weight", self.norm)
+        loaded: list[Tensor] = []
+        with checkpoint.once_read(lambda: self._place_small(loaded, of_heads)):
+            loaded.append(
+                checkpoint.load_fused([(f"{prefix}.conv1d.weight", part) for part in mixed], 1, len(self.conv))
+            )
+            for name in ("A_log", "dt_bias"):
+                whole = torch.empty(shape.num_v_heads, device=device)
+                checkpoint.load_into(f"{prefix}.{name}", whole)
+                loaded.append(whole)
+
+    def _place_small(self, loaded: list[Tensor], heads: Part) -> None:
+        conv, log_rate, bias = loaded
+        self.conv.copy_(conv[:, 0].T)
+        self.rate.copy_(-log_rate[heads.slice].exp())
+        self.dt_bias.copy_(bias[heads.slice])
+
+    def forward(self, x: Tensor, rotation: object, plan: object) -> Tensor:
+        """Linear attention of `x` `[T, hidden_size]` (normalised). The caller sums the ranks' results.
+
+        Raises:
+            ConfigError: the step's plan has no part for linear attention.
+        """
+        if not isinstance(plan, HybridPlan):
+            raise ConfigError("a model with linear attention was called without states: give UBatchAttention `states`.")
+        shape = self.shape
+        sizes = (shape.conv_dim, shape.value_size, shape.num_v_heads, shape.num_v_heads)
+        qkv, z, b, a = self.inputs(x).split(sizes, dim=-1)
+        decay = self.rate * F.softplus(a.float() + self.dt_bias)
+        strength = b.float().sigmoid()
+        dbo_yield(Point.ATTN_PREPARE)
+        out = plan.linear.forward(qkv, decay, strength, self.conv, self.place)
+        out = F.rms_norm(out, (shape.v_dim,), self.norm, self.norm_eps) * F.silu(z.float()).view_as(out)
+        projected: Tensor = self.out(out.flatten(1).to(x.dtype))
+        return projected
+
+
+def _behind(part: Part, start: int) -> Part:
+    return Part(start + part.start, part.size, part.total)
+
+
+def _by_kind(weight: Tensor, shape: GatedDeltaShape) -> None:
+    """Reorder rows from `q k v z` of each key head, then `b a` of each, to all queries, all keys, and so on."""
+    heads, values = shape.num_k_heads, shape.value_size // shape.num_k_heads
+    sums = 2 * (shape.key_size + shape.value_size)
+    gates = shape.num_v_heads // heads
+    first = weight[:sums].view(heads, -1, weight.shape[1]).split((shape.k_dim, shape.k_dim, values, values), dim=1)
+    second = weight[sums:].view(heads, -1, weight.shape[1]).split((gates, gates), dim=1)
+    weight.copy_(torch.cat([part.flatten(0, 1) for part in (*first, *second)]))

@@ -1,0 +1,57 @@
+"""Qwen3.5-MoE: the text model, which is Qwen3-Next with its projections of linear attention stored apart.
+
+Checkpoints of the whole model (`Qwen3_5MoeForConditionalGeneration`) can be read; what sees images is left out, and
+so is the multi-token-prediction layer.
+
+Source: the `Qwen3_5MoeForConditionalGeneration` checkpoints on the Hugging Face hub (2026).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from model_runner.decoder.base import ExpertParallel
+from model_runner.decoder.config import DecoderConfig
+from model_runner.decoder.decoder import DecoderLM
+from model_runner.models.qwen3_next import read_hybrid
+from model_runner.weights.hf_config import HFConfig
+from model_runner.weights.weights import Checkpoint
+
+__all__ = ["Qwen35MoeForCausalLM", "Qwen35MoeForConditionalGeneration"]
+
+_logger = logging.getLogger(__name__)
+
+
+class Qwen35MoeForCausalLM(DecoderLM):
+    """The text model. See `CausalLM`."""
+
+    @classmethod
+    def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
+        """See `CausalLM.read_config`."""
+        layers = range(config.integer("num_hidden_layers"))
+        # It has no dense MLP, and its config no size of one.
+        config = HFConfig({"intermediate_size": config.integer("moe_intermediate_size"), **config.values}, config.path)
+        return read_hybrid(config, generation, sparse=layers, renormalize=True)
+
+
+class Qwen35MoeForConditionalGeneration(Qwen35MoeForCausalLM):
+    """The text model of a checkpoint that can see. See `CausalLM`."""
+
+    @classmethod
+    def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
+        """See `CausalLM.read_config`."""
+        text = config.values.get("text_config")
+        if not isinstance(text, dict):
+            raise config.wrong("text_config", text, "the settings of its text model")
+        values = {"tie_word_embeddings": config.flag("tie_word_embeddings", False), **text}
+        return replace(
+            super().read_config(HFConfig(values, config.path), generation), tensor_prefix="model.language_model"
+        )
+
+    @classmethod
+    def load(cls, config: DecoderConfig, checkpoint: Checkpoint, parallel: ExpertParallel) -> DecoderLM:
+        """See `CausalLM.load`."""
+        unseen = sum(name.startswith("model.visual.") for name in checkpoint.names)
+        _logger.info("text only: %d vision tensors of %s are not loaded", unseen, checkpoint.path)
+        return super().load(config, checkpoint, parallel)

@@ -1,0 +1,97 @@
+"""Qwen3-Next: linear attention in most layers, gated grouped-query attention in the others, and a MoE in every layer.
+
+Layers with linear attention keep a recurrent state per request (`model_runner.decoder.gated_delta_net`). The
+multi-token-prediction layer in published checkpoints is not loaded.
+
+Source: the `Qwen3NextForCausalLM` checkpoints on the Hugging Face hub (2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from attention import GatedDeltaShape
+from model_runner.decoder.config import (
+    DecoderConfig,
+    MoEConfig,
+    TensorNames,
+    read_decoder,
+    read_grouped_query,
+    read_top_k,
+)
+from model_runner.decoder.decoder import DecoderLM
+from model_runner.decoder.rope import read_rope
+from model_runner.models.qwen2_moe import read_sparse_layers
+from model_runner.weights.hf_config import HFConfig
+from moe import SoftmaxTopKRouter
+
+__all__ = ["Qwen3NextForCausalLM", "read_hybrid"]
+
+_LINEAR, _FULL = "linear_attention", "full_attention"
+
+
+class Qwen3NextForCausalLM(DecoderLM):
+    """The model. See `CausalLM`."""
+
+    @classmethod
+    def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
+        """See `CausalLM.read_config`."""
+        renormalize = config.flag("norm_topk_prob", True)
+        common = read_hybrid(config, generation, sparse=read_sparse_layers(config), renormalize=renormalize)
+        return replace(common, linear_grouped=True)
+
+
+def read_hybrid(config: HFConfig, generation: HFConfig, *, sparse: Collection[int], renormalize: bool) -> DecoderConfig:
+    """Read the config entries that Qwen3-Next and Qwen3.5 share.
+
+    Args:
+        sparse: numbers of the layers with a MoE.
+        renormalize: the weights of a token's experts add up to 1.
+
+    Raises:
+        CheckpointError: an entry is missing or invalid, or no layer has full attention.
+    """
+    moe = MoEConfig(
+        layers=frozenset(sparse),
+        intermediate_size=config.integer("moe_intermediate_size"),
+        router=SoftmaxTopKRouter(read_top_k(config), renormalize=renormalize),
+        shared_intermediate_size=config.integer("shared_expert_intermediate_size"),
+        shared_gate=True,
+        names=TensorNames(shared="shared_expert"),
+    )
+    rope = read_rope(config, default_partial=0.25)
+    return replace(
+        read_decoder(config, generation, read_grouped_query(config), rope=rope, moe=moe),
+        attention_bias=config.flag("attention_bias", False),
+        qk_norm=True,
+        output_gate=True,
+        zero_centred_norms=True,
+        linear=_read_linear(config),
+        linear_layers=_linear_layers(config),
+    )
+
+
+def _read_linear(config: HFConfig) -> GatedDeltaShape:
+    num_k_heads, num_v_heads = config.integer("linear_num_key_heads"), config.integer("linear_num_value_heads")
+    if num_v_heads % num_k_heads:
+        raise config.wrong("linear_num_value_heads", num_v_heads, f"a multiple of its {num_k_heads} key heads")
+    return GatedDeltaShape(
+        num_k_heads=num_k_heads,
+        num_v_heads=num_v_heads,
+        k_dim=config.integer("linear_key_head_dim"),
+        v_dim=config.integer("linear_value_head_dim"),
+        conv_kernel=config.integer("linear_conv_kernel_dim", default=4),
+    )
+
+
+def _linear_layers(config: HFConfig) -> frozenset[int]:
+    num_layers = config.integer("num_hidden_layers")
+    kinds = config.values.get("layer_types")
+    if kinds is None:
+        every = config.integer("full_attention_interval", default=4)
+        kinds = [_LINEAR if (layer + 1) % every else _FULL for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not {_FULL} <= set(kinds) <= {_FULL, _LINEAR}:
+        wanted = f"{_LINEAR!r} or {_FULL!r} for each of its {num_layers} layers, {_FULL!r} at least once"
+        raise config.wrong("layer_types", kinds, wanted)
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == _LINEAR)
