@@ -450,6 +450,9 @@ class ModelRunner:
             table, spec = self.request_table, self.kv_cache.spec
             batch = build_input_batch(scheduled, table, spec, self.device, mask_chains=masked)
             batch = replace(batch, input_ids=self._sampling.future_map.resolve(batch.input_ids, batch.pending))
+            if self.states is not None:
+                rows = [share.request.row for share in scheduled if share.request.row is not None]
+                self.states.follow(rows, batch.shape.prefix_lens, batch.shape.query_lens)
             for span in batch.prompt_spans:
                 self._sampling.prompt_carry.launch(span)
             agreed = self.coordinate(batch, *self.step_settings.settings(batch.shape))

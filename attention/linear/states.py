@@ -7,17 +7,19 @@ A request's slot is its row of the request-to-token table, so slots are taken an
 cleared: a request whose tokens of a step are its first ones starts from zeros, whatever its slot held. That is also how
 a request starts over after it was retracted.
 
-A step changes states in place and cannot be repeated, unlike a step that only writes keys and values.
+A step changes states in place and cannot be repeated, unlike a step that only writes keys and values. So the pool notes
+how many tokens each state has seen, and `follow` refuses a step that does not go on from there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from attention.kv_cache import check_positive
+from attention.kv_cache import KVCacheError, check_positive
 from ubatch import ConfigError
 
 __all__ = ["GatedDeltaShape", "StatePool"]
@@ -86,6 +88,24 @@ class StatePool:
         # Zeros are not written to memory on Linux before they are used.
         self.windows: tuple[Tensor, ...] = torch.zeros(window, dtype=dtype, device=device).unbind()
         self.states: tuple[Tensor, ...] = torch.zeros(state, dtype=torch.float32, device=device).unbind()
+
+        self._seen = [0] * num_slots
+
+    def follow(self, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
+        """Note that a step runs `counts` tokens of each request, from token `starts` on.
+
+        Raises:
+            KVCacheError: a request neither begins nor goes on where its state is. Nothing is noted then.
+        """
+        for slot, start in zip(slots, starts, strict=True):
+            if start not in (0, self._seen[slot]):
+                raise KVCacheError(
+                    f"a step begins at token {start} of a request whose recurrent states (slot {slot}) have seen "
+                    f"{self._seen[slot]}. Tokens whose keys and values are cached must be computed all the same: turn "
+                    "the prefix cache off, and run every step once."
+                )
+        for slot, start, count in zip(slots, starts, counts, strict=True):
+            self._seen[slot] = start + count
 
     @property
     def num_layers(self) -> int:

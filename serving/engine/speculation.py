@@ -12,6 +12,7 @@ Names are SGLang's, except that `num_draft_tokens` counts drafts: there the last
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -20,10 +21,13 @@ from typing import Any
 from model_runner import ModelRunner, Proposer
 from model_runner.drafting import DraftProposer, DraftSetting, DraftShape
 from model_runner.speculation import Acceptance, NgramProposer
+from serving.logs import log_event
 from serving.scheduler import Scheduler, SchedulerConfig
 from ubatch import ConfigError
 
 __all__ = ["Algorithm", "SpeculationConfig", "make_proposer", "make_scheduler", "runner_options"]
+
+_logger = logging.getLogger(__name__)
 
 
 class Algorithm(StrEnum):
@@ -109,12 +113,16 @@ def make_scheduler(scheduler: SchedulerConfig, config: SpeculationConfig | None,
     """Make the scheduler over a runner's KV cache, with its proposer.
 
     Args:
-        scheduler: how steps are filled; with speculation, its settings of drafts are replaced by those of `config`.
+        scheduler: how steps are filled; with speculation, its settings of drafts are replaced by those of `config`. A
+            model with linear attention gets no prefix cache.
 
     Raises:
         ConfigError: as in `make_proposer`.
     """
     proposer = None
+    if runner.states is not None and scheduler.enable_prefix_caching:
+        log_event(_logger, "prefix cache off", reason="pages have no recurrent states, which linear attention needs")
+        scheduler = replace(scheduler, enable_prefix_caching=False)
     if config is not None:
         proposer = make_proposer(config, runner)
         scheduler = replace(

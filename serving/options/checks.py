@@ -216,6 +216,11 @@ def _checkpoint(s: Settings, model: ModelConfig) -> Iterator[str]:
     yield from tensor_parallel_faults(
         model, s["tensor_parallel_size"], s.spell("tensor_parallel_size"), expert_parallel=s["enable_expert_parallel"]
     )
+    if model.linear_layers and s["speculative_algorithm"] is not None:
+        yield (
+            f"{s.spell('speculative_algorithm')} {s['speculative_algorithm']}: {len(model.linear_layers)} layers have "
+            "linear attention, whose states cannot forget rejected drafts. Remove it."
+        )
     if model.num_experts == 0 and s["moe_backend"] != "auto":
         yield f"{s.spell('moe_backend')} {s['moe_backend']}: the checkpoint is a dense model. Remove it."
     if not s["enable_expert_parallel"]:

@@ -163,7 +163,8 @@ class KVManager:
         request.num_computed_tokens = request.num_written_tokens = request.num_shared_tokens = 0
 
     def check(self, requests: Iterable[TrackedRequest], *, idle: bool = False) -> None:
-        """Check the conservation law: free + cached + owned by `requests` == total, and no block has two owners.
+        """Check the conservation laws: free + cached + owned by `requests` == total, and no block has two owners; free
+        rows + `requests` == all rows, which are also the slots of recurrent states.
 
         Args:
             idle: also require that nothing is locked.
@@ -172,7 +173,13 @@ class KVManager:
         self.tree.check()
         cached = set(self.tree.blocks())
         own: Counter[int] = Counter()
-        for request in requests:
+        running = list(requests)
+        if self._table.num_free_rows + len(running) != self._table.num_rows:
+            raise KVCacheError(
+                f"rows are not conserved: {self._table.num_free_rows} free + {len(running)} of requests != "
+                f"{self._table.num_rows}."
+            )
+        for request in running:
             blocks = self._table.blocks(self._row(request))
             shared = request.num_shared_tokens // self.block_size
             if len(blocks) != request.num_kv_blocks or not cached.issuperset(blocks[:shared]):

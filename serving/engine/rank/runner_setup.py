@@ -136,7 +136,11 @@ def describe_memory(runner: ModelRunner) -> str:
     cache = runner.kv_cache
     parts = [f"{name} {size / 2**20:.2f} MiB" for name, size in runner.attention.memory().items()]
     pages = f"{cache.num_blocks} pages of {cache.spec.block_size} tokens"
-    return f"KV cache {cache.nbytes / 2**20:.1f} MiB ({pages}); attention back ends: {', '.join(parts)}"
+    states = ""
+    if runner.states is not None:
+        size = runner.states.nbytes / 2**20
+        states = f"recurrent states {size:.1f} MiB (of {runner.states.num_slots} requests at once); "
+    return f"KV cache {cache.nbytes / 2**20:.1f} MiB ({pages}); {states}attention back ends: {', '.join(parts)}"
 
 
 def describe_transport(runner: ModelRunner) -> list[str]:

@@ -1,0 +1,173 @@
+"""Models with linear attention, through the server's scheduler and over ranks, give transformers' tokens."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import load_reference, make_checkpoint, reference_greedy
+from fake_device import run
+
+from attention import KVCacheError
+from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, check_tensor_parallel, generate
+from ranks import run_ranks
+from serving.engine import EngineCore
+from serving.engine.speculation import make_scheduler
+from serving.options import resolve_keywords
+from serving.requests import RequestInput
+from serving.scheduler import SchedulerConfig
+from ubatch import CommGroup, ConfigError, Point, UBatchConfig, tracing
+from ubatch.trace.spans import SpanKind
+
+NEW = 7
+EAGER = {"dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
+ARMS: dict[str, dict[str, Any]] = {
+    "off": {"dbo": UBatchConfig(enable_dbo=False)},
+    "five stages": {"dbo": UBatchConfig(**EAGER, schedule="two_batch_decode")},
+    "three lanes": {"dbo": UBatchConfig(dbo_decode_token_threshold=3, dbo_prefill_token_threshold=3, num_ubatches=3)},
+    "single": {"dbo": UBatchConfig(**EAGER, schedule="single_batch")},
+}
+
+
+def prompts_of(seed: int, lengths: tuple[int, ...]) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(131) for _ in range(length)] for length in lengths]
+
+
+def expected_of(path: Path, prompts: list[list[int]], count: int = NEW) -> list[list[int]]:
+    reference = load_reference(path)
+    return [reference_greedy(reference, prompt, count)[0] for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("hybrids")
+    return {family: make_checkpoint(folder / family, family) for family in ("Qwen3Next", "Qwen3_5Moe")}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
+def test_any_setting_of_the_scheduler_gives_the_same_tokens(
+    paths: dict[str, Path], seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Chunked prompts, mixed steps, retraction, requests that begin alike, one to three lanes."""
+    rng, path = random.Random(seed), paths[("Qwen3Next", "Qwen3_5Moe")[seed % 2]]
+    crowded = seed == 2
+    prompts = prompts_of(seed, (5, 9, 7, 20, 3, 8, 9, 9) if crowded else (70, 1, 9, 33, 20, 5))
+    prompts += [[*prompts[0][:40], 1, 2, 3], prompts[3]]
+    block, most = rng.choice([2, 4]), 10 if crowded else rng.choice([4, 6])
+    config = SchedulerConfig(
+        max_num_seqs=most,
+        max_num_batched_tokens=rng.choice([12, 30, 300]),
+        max_model_len=90,
+        prefill_first=rng.random() < 0.5,
+    )
+    dbo = UBatchConfig(
+        dbo_decode_token_threshold=3,
+        dbo_prefill_token_threshold=3,
+        num_ubatches=2 + seed % 2,
+        split_by=rng.choice(["tokens", "cost"]),
+        enable_dbo=seed != 3,
+    )
+    new = 50 if crowded else NEW
+    room = {"num_kv_blocks": 100 // block, "block_size": block, "max_num_seqs": most, "max_model_len": 90}
+    with ModelRunner(path, dbo=dbo, **room) as runner:
+        with caplog.at_level("INFO"):
+            scheduler = make_scheduler(config, None, runner)
+        assert "prefix cache off" in caplog.text
+        core = EngineCore(runner, scheduler, overlap_schedule=seed % 2 == 1)
+        greedy = SamplingParams(max_tokens=new, ignore_eos=True)
+        got = run(core, [RequestInput(str(n), prompt, greedy) for n, prompt in enumerate(prompts)])
+        statistics = scheduler.statistics()
+        scheduler.check(idle=True)
+        assert (runner.statistics().engaged > NEW) == dbo.enable_dbo
+    assert [got[str(n)] for n in range(len(prompts))] == expected_of(path, prompts, new)
+    assert statistics.prefix_hits == 0
+    assert (statistics.preemptions > 0) == crowded
+
+
+def generate_in_all_arms(rank: int, world_size: int, paths: dict[str, str], size: int) -> dict[Any, Any]:
+    group = CommGroup.from_process_group(timeout_s=30)
+    results = {}
+    # Rank 0 has more and longer prompts, so the other one is idle in the end.
+    lengths = ((5, 90, 2, 9), (4, 7, 3))[rank // size]
+    for family, path in paths.items():
+        for name, arm in ARMS.items():
+            settings = {"num_kv_blocks": 96, "block_size": 4, "tensor_parallel_size": size, **arm}
+            with ModelRunner(path, group=group, **settings) as runner, tracing() as trace:
+                tokens = NEW if rank // size == 0 else NEW - 3
+                outputs = generate(runner, prompts_of(rank // size, lengths), SamplingParams(max_tokens=tokens))
+                transfers = [span for span in trace.spans if span.kind is SpanKind.TRANSFER and span.lane >= 0]
+                computing = [span for span in trace.spans if span.kind is SpanKind.COMPUTE and span.lane >= 0]
+                hidden = any(
+                    mine.lane != other.lane and mine.step == other.step and mine.start < other.start < mine.end
+                    for mine in transfers
+                    for other in computing
+                )
+                places = sum(point == Point.ATTN_PREPARE for _, point in trace.order)
+                results[family, name] = (
+                    [list(output.token_ids) for output in outputs],
+                    runner.statistics().engaged + runner.statistics().engaged_single,
+                    hidden,
+                    places,
+                    dict(runner.statistics().declined),
+                )
+    return results
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [1, 2], ids=["DP 2", "TP 2"])
+def test_ranks_overlap_and_give_transformers_tokens(paths: dict[str, Path], size: int) -> None:
+    own = paths if size == 1 else {"Qwen3Next": paths["Qwen3Next"]}
+    ranks = run_ranks(generate_in_all_arms, 2, {family: str(path) for family, path in own.items()}, size)
+    for rank, results in enumerate(ranks):
+        lengths = ((5, 90, 2, 9), (4, 7, 3))[rank // size]
+        for family, path in own.items():
+            expected = expected_of(path, prompts_of(rank // size, lengths))
+            count = NEW if rank // size == 0 else NEW - 3
+            for name in ARMS:
+                in_lanes = name in ("five stages", "three lanes")
+                tokens, engaged, hidden, places, declined = results[family, name]
+                assert tokens == [row[:count] for row in expected], (family, name, rank)
+                assert engaged == (0 if name == "off" else NEW), (family, name, rank, declined)
+                if in_lanes:
+                    assert hidden, (family, name, rank)
+                    lanes = 3 if name == "three lanes" else 2
+                    assert places in (0, 3 * lanes * NEW), places  # in layers of both kinds
+
+
+def test_a_checkpoint_that_can_see_runs_without_its_eyes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    import transformers
+    from checkpoints import FAMILIES
+
+    torch.manual_seed(0)
+    eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+    config = transformers.Qwen3_5MoeConfig(text_config=dict(FAMILIES["Qwen3_5Moe"]), vision_config=eyes)
+    model = transformers.Qwen3_5MoeForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    prompt = prompts_of(3, (19,))[0]
+    with caplog.at_level("INFO"), ModelRunner(tmp_path, num_kv_blocks=16) as runner:
+        (got,) = generate(runner, [prompt], SamplingParams(max_tokens=NEW))
+    assert list(got.token_ids) == reference_greedy(model, prompt, NEW)[0]
+    assert "vision tensors" in caplog.text
+
+
+def test_what_a_state_cannot_do_is_refused(paths: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="2 layers of this model have linear attention"):
+        ModelRunner(paths["Qwen3Next"], num_kv_blocks=16, num_speculative_tokens=2)
+    with pytest.raises(ConfigError, match="algorithm ngram: 2 layers have linear attention"):
+        resolve_keywords(paths["Qwen3Next"], {"speculative_algorithm": "ngram"})
+    with ModelRunner(paths["Qwen3Next"], num_kv_blocks=16) as runner:
+        with pytest.raises(ConfigError, match="does not divide the 2 key heads of its linear attention"):
+            check_tensor_parallel(runner.config, 4)
+        request = Request(0, [1, 2, 3, 4], SamplingParams())
+        runner.admit(request, 16)
+        share = ScheduledRequest(request, 2)
+        runner.execute([share])
+        request.advance(2, None)
+        request.num_computed_tokens = 3  # as if a page had been found in a prefix cache
+        with pytest.raises(KVCacheError, match=r"begins at token 3 .* have seen 2"):
+            runner.execute([ScheduledRequest(request, 1)])
