@@ -159,8 +159,8 @@ class UBatchAttention:
 
     @property
     def takes_trees(self) -> bool:
-        """Whether the decode back end takes verify batches with a tree of drafts, which have a mask."""
-        return self._whole.decode.traits.tree_mask
+        """Whether verify batches may have trees of drafts: the decode back end takes masks, no layer is linear."""
+        return self.states is None and self._whole.decode.traits.tree_mask
 
     def plan_for_graph(self, metadata: CommonAttentionMetadata) -> Plan:
         """The plan that a graph of the unsplit batch is captured with; see `AttentionBackend.plan_for_graph`.

@@ -47,8 +47,8 @@ class CommonAttentionMetadata:
         max_seq_len: longest of `seq_lens`; 0 for an empty batch.
         mode: the batch's forward mode; see `attention.modes`.
         spec_verify: drafts and their tree, in a target-verify batch only.
-        state_slots: `[R]` int64, the slot of each request's recurrent states: its row of the request-to-token
-            table; may be None for a model without linear attention.
+        state_slots: on the host, the slot of each request's recurrent states: its row of the request-to-token table;
+            may be None for a model without linear attention.
     """
 
     query_start_loc: Tensor
@@ -63,7 +63,7 @@ class CommonAttentionMetadata:
     max_seq_len: int
     mode: ForwardMode = ForwardMode.PREFILL
     spec_verify: SpecVerifyInput | None = None
-    state_slots: Tensor | None = None
+    state_slots: tuple[int, ...] | None = None
 
     @classmethod
     def build(
@@ -75,7 +75,7 @@ class CommonAttentionMetadata:
         mode: ForwardMode = ForwardMode.PREFILL,
         spec_verify: SpecVerifyInput | None = None,
         lengths: tuple[Tensor, Tensor] | None = None,
-        state_slots: Tensor | None = None,
+        state_slots: Sequence[int] | None = None,
     ) -> CommonAttentionMetadata:
         """Make the metadata from lengths on the host; its tensors are on `slot_mapping`'s device.
 
@@ -87,7 +87,7 @@ class CommonAttentionMetadata:
             mode: the batch's forward mode.
             spec_verify: drafts and their tree, of a target-verify batch.
             lengths: `query_start_loc` and `seq_lens` if they are on the device already; else they are copied there.
-            state_slots: `[R]` int64, on the device, for a model with linear attention.
+            state_slots: of each request, for a model with linear attention.
 
         Raises:
             ConfigError: lengths, table and slots do not fit together.
@@ -120,7 +120,7 @@ class CommonAttentionMetadata:
             max_seq_len=max(seq_lens, default=0),
             mode=mode,
             spec_verify=spec_verify,
-            state_slots=state_slots,
+            state_slots=None if state_slots is None else tuple(state_slots),
         )
 
     @property

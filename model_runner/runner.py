@@ -53,7 +53,7 @@ from model_runner.models.registry import model_class
 from model_runner.parallel.tensor_parallel import make_tensor_parallel
 from model_runner.parallel.transport import check_schedules, make_transport
 from model_runner.pending_step import PendingStep, SamplingContext, StepOutput
-from model_runner.runner_options import check_max_model_len, is_fp8, refuse_drafts, with_group
+from model_runner.runner_options import check_max_model_len, is_fp8, refuse_trees, with_group
 from model_runner.speculation.accept import Acceptance, check_acceptance
 from model_runner.speculation.proposer import StepObserver
 from model_runner.step.context import step_context
@@ -76,6 +76,7 @@ from ubatch import (
     ConfigError,
     CUDAGraphMode,
     ForwardContext,
+    ForwardMode,
     GraphBackend,
     UBatchConfig,
     UBatchStatistics,
@@ -221,7 +222,7 @@ class ModelRunner:
         if self.max_model_len > limit:
             self.config = replace(self.config, max_position_embeddings=self.max_model_len)
         check_tensor_parallel(self.config, tensor_parallel_size)
-        refuse_drafts(len(self.config.linear_layers), num_speculative_tokens > 0 or draft is not None)
+        refuse_trees(len(self.config.linear_layers), speculative_trees)
         if tensor_parallel_size > 1 and not kind.serves_tensor_parallel:
             raise ConfigError(f"{kind.__name__} does not serve tensor parallelism; run it with tensor_parallel_size 1.")
         self.tensor_parallel = make_tensor_parallel(group, tensor_parallel_size, link)
@@ -267,7 +268,8 @@ class ModelRunner:
         self.states: StatePool | None = None
         if self.config.linear is not None and self.config.linear_layers:
             heads = parallel.shard.linear(self.config.linear)
-            self.states = StatePool(heads, len(self.config.linear_layers), max_num_seqs, dtype, self.device)
+            layers = len(self.config.linear_layers)
+            self.states = StatePool(heads, layers, max_num_seqs, dtype, self.device, num_speculative_tokens)
         shape = parallel.shard.attention(self.config.attention)
         spec = shape.cache_spec(self.config.num_kv_layers, block_size, dtype, fp8=fp8)
         backends = prefill_attention_backend or attention_backend, decode_attention_backend or attention_backend
@@ -452,7 +454,8 @@ class ModelRunner:
             batch = replace(batch, input_ids=self._sampling.future_map.resolve(batch.input_ids, batch.pending))
             if self.states is not None:
                 rows = [share.request.row for share in scheduled if share.request.row is not None]
-                self.states.follow(rows, batch.shape.prefix_lens, batch.shape.query_lens)
+                verify = batch.mode is ForwardMode.TARGET_VERIFY
+                self.states.follow(rows, batch.shape.prefix_lens, batch.shape.query_lens, verify=verify)
             for span in batch.prompt_spans:
                 self._sampling.prompt_carry.launch(span)
             agreed = self.coordinate(batch, *self.step_settings.settings(batch.shape))

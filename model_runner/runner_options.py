@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ubatch import CommGroup, ConfigError, UBatchConfig, Verify, nearest
 
-__all__ = ["check_max_model_len", "is_fp8", "refuse_drafts", "with_group"]
+__all__ = ["check_max_model_len", "is_fp8", "refuse_trees", "with_group"]
 
 _logger = logging.getLogger(__name__)
 
@@ -52,14 +52,14 @@ def check_max_model_len(asked: int | None, limit: int, *, allow_long: bool = Fal
     return asked
 
 
-def refuse_drafts(linear_layers: int, drafts: bool) -> None:
-    """Refuse speculation for a model with linear attention.
+def refuse_trees(linear_layers: int, trees: bool) -> None:
+    """Refuse trees of drafts for a model with linear attention.
 
     Raises:
-        ConfigError: some layers have linear attention, and there are drafts.
+        ConfigError: some layers have linear attention, and drafts may be trees.
     """
-    if linear_layers and drafts:
+    if linear_layers and trees:
         raise ConfigError(
-            f"{linear_layers} layers of this model have linear attention, whose states cannot forget rejected drafts. "
-            "Run it without speculation."
+            f"{linear_layers} layers of this model have linear attention, whose states cannot follow a tree of drafts. "
+            "Use chains (topk 1)."
         )

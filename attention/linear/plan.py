@@ -7,12 +7,20 @@
 A request that is cut between lanes needs nothing more: its first part writes window and state in the earlier lane, and
 lanes run every layer in lane order, so the next part reads them there, as it reads keys and values (`kv_order`).
 
+Drafts: a step that verifies them moves no state. It keeps the inputs of its tokens, and the request's next step, which
+knows how many were accepted, runs these again before its own. So no state ever saw a rejected token:
+
+    verify      accepted of before -> state | root, drafts -> outputs only; their inputs are kept
+    any step    accepted of before -> state | its tokens -> state, outputs
+
 Every index of padding is one of the same request: values that are not finite never reach another request.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -56,46 +64,44 @@ class LinearPlan:
         metadata: with the requests' slots.
 
     Raises:
-        ConfigError: the metadata has no slots, or verifies drafts: a state cannot forget a rejected one.
+        ConfigError: the metadata has no slots, or drafts that the pool has no room for, or a tree of drafts: states
+            follow a chain.
     """
 
     def __init__(self, pool: StatePool, metadata: CommonAttentionMetadata) -> None:
         if metadata.state_slots is None:
             raise ConfigError("a model with linear attention needs CommonAttentionMetadata.state_slots in every step.")
-        if metadata.mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
-            raise ConfigError(f"linear attention has no {metadata.mode} steps: a state cannot forget rejected drafts.")
+        self._verifies = metadata.mode is ForwardMode.TARGET_VERIFY
+        if metadata.has_tree or metadata.mode is ForwardMode.DRAFT_EXTEND:
+            raise ConfigError("linear attention verifies chains of drafts only: a state cannot follow a tree.")
+        if self._verifies and metadata.max_query_len > pool.num_kept:
+            raise ConfigError(
+                f"{metadata.max_query_len - 1} drafts, but linear attention keeps the inputs of {pool.num_kept} tokens;"
+                " set num_speculative_tokens."
+            )
         self._pool = pool
         self.num_tokens = metadata.num_actual_tokens
         if self.num_tokens:
             self._prepare(metadata, metadata.state_slots)
 
-    def _prepare(self, metadata: CommonAttentionMetadata, slots: Tensor) -> None:
-        lens = metadata.query_lens_cpu
-        present = [request for request, length in enumerate(lens) if length]
-        fresh = [lens[request] == metadata.seq_lens_cpu[request] for request in present]
-        starts = [metadata.query_start_loc_cpu[request] for request in present]
-        lens = tuple(lens[request] for request in present)
-        device, behind = self._pool.device, self._pool.shape.conv_kernel - 1
+    def _prepare(self, metadata: CommonAttentionMetadata, slots: Sequence[int]) -> None:
+        each = zip(metadata.query_lens_cpu, metadata.seq_lens_cpu, slots, strict=True)
+        present = [(length, seq_len - length, slot) for length, seq_len, slot in each if length]
+        lens, starts, slots = zip(*present, strict=True)
+        self._new = _Tokens(self._pool, lens, slots, [start == 0 for start in starts])
+        self._accepted: tuple[_Tokens, Tensor] | None = None
+        accepted = [(self._pool.accepted(slot, start), slot) for _, start, slot in present]
+        if accepted := [(count, slot) for count, slot in accepted if count]:
+            counts, slots_of = zip(*accepted, strict=True)
+            self._accepted = _Tokens(self._pool, counts, slots_of, [False] * len(counts)), self._kept_rows(accepted)
+        if self._verifies:
+            self._rows = self._kept_rows([(length, slot) for length, _, slot in present])
 
-        # Rows of the convolution's input: before its tokens, every request has its window.
-        ends = torch.tensor(lens).cumsum(0) + behind * torch.arange(1, len(lens) + 1)
-        window = ends[:, None] - torch.tensor(lens)[:, None] - behind + torch.arange(behind)
-        inside = torch.ones(self.num_tokens + behind * len(lens), dtype=torch.bool)
-        inside[window.flatten()] = False
-        host = [torch.tensor(fresh), window.flatten(), inside.nonzero().flatten(), ends[:, None] - behind]
-        if len(present) < len(metadata.query_lens_cpu):
-            host.append(torch.tensor(present))
-        self._fresh, self._window_rows, self._token_rows, last, *kept = to_device(host, device)
-        self._last_rows = (last + torch.arange(behind, device=device)).flatten()
-        self._slots = slots.index_select(0, kept[0]) if kept else slots
-        self._any_fresh = any(fresh)
-
-        ones = [request for request, length in enumerate(lens) if length == 1]
-        self._chunked = None if len(ones) == len(lens) else _chunked(lens, starts, device)
-        self._ones: tuple[Tensor, Tensor] | None = None  # requests, tokens
-        if ones and self._chunked is not None:
-            requests, tokens = to_device([torch.tensor(ones), torch.tensor([starts[each] for each in ones])], device)
-            self._ones = requests, tokens
+    def _kept_rows(self, requests: Iterable[tuple[int, int]]) -> Tensor:
+        """Where the pool keeps the inputs of these requests' first tokens: (count, slot) of each."""
+        rows = [torch.arange(count) + slot * self._pool.num_kept for count, slot in requests]
+        (placed,) = to_device([torch.cat(rows)], self._pool.device)
+        return placed
 
     def forward(self, qkv: Tensor, g: Tensor, beta: Tensor, conv: Tensor, layer: int) -> Tensor:
         """Convolve, then update and read the states.
@@ -103,8 +109,8 @@ class LinearPlan:
         Args:
             qkv: `[T, conv_dim]`: queries, keys and values of all heads, before the convolution.
             g: `[T, num_v_heads]` float32, logarithm of the decay.
-            beta: `[T, num_v_heads]`, strength of writing, 0 to 1.
-            conv: `[conv_kernel, conv_dim]`, the convolution's weights, oldest token first.
+            beta: `[T, num_v_heads]` float32, strength of writing, 0 to 1.
+            conv: `[conv_kernel, conv_dim]` float32, the convolution's weights, oldest token first.
             layer: number of the layer among the linear ones.
 
         Returns:
@@ -112,27 +118,74 @@ class LinearPlan:
         """
         rows, shape = qkv.shape[0], self._pool.shape
         if not self.num_tokens:
-            return g.new_zeros(rows, shape.num_v_heads, shape.v_dim, dtype=torch.float32)
+            return g.new_zeros(rows, shape.num_v_heads, shape.v_dim)
         used = slice(0, self.num_tokens)
-        mixed = self._convolved(qkv[used], conv, layer)
-        q, k, v = mixed.split((shape.key_size, shape.key_size, shape.value_size), dim=-1)
-        groups = shape.num_v_heads // shape.num_k_heads
-        heads = (self.num_tokens, shape.num_k_heads, shape.k_dim)
-        q = normalised(q.view(heads), shape.k_dim**-0.5, groups)
-        k = normalised(k.view(heads), 1.0, groups)
-        v = v.reshape(self.num_tokens, shape.num_v_heads, shape.v_dim).float()
-        out = self._recurrent(q, k, v, g[used].float(), beta[used].float(), layer)
+        inputs = qkv[used], torch.cat((g[used], beta[used]), dim=-1)
+        if self._accepted is not None:
+            tokens, places = self._accepted
+            mixed, gates = (kept[layer].flatten(0, 1).index_select(0, places) for kept in self._pool.kept)
+            tokens.run(mixed, gates, conv, layer)
+        out = self._new.run(*inputs, conv, layer, write=not self._verifies)
+        if self._verifies:
+            for kept, new in zip(self._pool.kept, inputs, strict=True):
+                kept[layer].flatten(0, 1).index_copy_(0, self._rows, new)
         return out if rows == self.num_tokens else F.pad(out, (0, 0, 0, 0, 0, rows - self.num_tokens))
 
-    def _convolved(self, qkv: Tensor, conv: Tensor, layer: int) -> Tensor:
-        """The convolution's output after SiLU, `[T, conv_dim]`; the windows move on."""
+
+class _Tokens:
+    """The way of some requests' tokens through a layer.
+
+    Args:
+        lens: tokens of each request, at least 1.
+        fresh: whether they are the request's first ones.
+    """
+
+    def __init__(self, pool: StatePool, lens: Sequence[int], slots: Sequence[int], fresh: Sequence[bool]) -> None:
+        self._pool = pool
+        self._num_tokens, device, behind = sum(lens), pool.device, pool.shape.conv_kernel - 1
+        starts = [0, *accumulate(lens)]
+        # Rows of the convolution's input: before its tokens, every request has its window.
+        ends = torch.tensor(starts[1:]) + behind * torch.arange(1, len(lens) + 1)
+        window = ends[:, None] - torch.tensor(lens)[:, None] - behind + torch.arange(behind)
+        inside = torch.ones(self._num_tokens + behind * len(lens), dtype=torch.bool)
+        inside[window.flatten()] = False
+        last = ends[:, None] - behind + torch.arange(behind)
+        ones = [request for request, length in enumerate(lens) if length == 1]
+        of_ones = [torch.tensor(ones, dtype=torch.int64), torch.tensor([starts[each] for each in ones])]
+        rows = [window.flatten(), inside.nonzero().flatten(), last.flatten()]
+        on_device = to_device([torch.tensor(fresh), torch.tensor(slots), *rows, *of_ones], device)
+        self._fresh, self._slots, self._window_rows, self._token_rows, self._last_rows, *of_ones = on_device
+        self._any_fresh = any(fresh)
+        self._chunked = None if len(ones) == len(lens) else _chunked(lens, starts, device)
+        self._ones = of_ones if ones and self._chunked is not None else None  # requests, tokens
+
+    def run(self, qkv: Tensor, gates: Tensor, conv: Tensor, layer: int, *, write: bool = True) -> Tensor:
+        """Arguments as of `LinearPlan.forward`; `gates` are `g` and `beta` side by side.
+
+        Args:
+            write: windows and states move on. Else they stay where they are, as if the tokens had not been.
+        """
+        shape = self._pool.shape
+        mixed = self._convolved(qkv, conv, layer, write)
+        q, k, v = mixed.split((shape.key_size, shape.key_size, shape.value_size), dim=-1)
+        groups = shape.num_v_heads // shape.num_k_heads
+        heads = (self._num_tokens, shape.num_k_heads, shape.k_dim)
+        q = normalised(q.view(heads), shape.k_dim**-0.5, groups)
+        k = normalised(k.view(heads), 1.0, groups)
+        v = v.reshape(self._num_tokens, shape.num_v_heads, shape.v_dim).float()
+        g, beta = gates.chunk(2, dim=-1)
+        return self._recurrent(q, k, v, g, beta, layer, write)
+
+    def _convolved(self, qkv: Tensor, conv: Tensor, layer: int, write: bool) -> Tensor:
+        """The convolution's output after SiLU, `[T, conv_dim]`."""
         windows = self._pool.windows[layer]
         held = windows.index_select(0, self._slots)
         if self._any_fresh:
             held.masked_fill_(self._fresh[:, None, None], 0)
         rows = qkv.new_empty(self._token_rows.shape[0] + self._window_rows.shape[0], qkv.shape[1])
         rows.index_copy_(0, self._window_rows, held.flatten(0, 1)).index_copy_(0, self._token_rows, qkv)
-        windows.index_copy_(0, self._slots, rows.index_select(0, self._last_rows).view_as(held))
+        if write:
+            windows.index_copy_(0, self._slots, rows.index_select(0, self._last_rows).view_as(held))
         wide, behind = rows.float(), conv.shape[0] - 1
         count = wide.shape[0] - behind
         summed = wide[behind:] * conv[behind]
@@ -140,7 +193,7 @@ class LinearPlan:
             summed.addcmul_(wide[place : place + count], conv[place])
         return F.silu(summed.index_select(0, self._token_rows - behind)).to(qkv.dtype)
 
-    def _recurrent(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: int) -> Tensor:
+    def _recurrent(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: int, write: bool) -> Tensor:
         states = self._pool.states[layer]
         held = states.index_select(0, self._slots)
         if self._any_fresh:
@@ -156,7 +209,8 @@ class LinearPlan:
             q, k, v, g, beta = (each.index_select(0, tokens) for each in (q, k, v, g, beta))
             out.index_copy_(0, tokens, one_token(q, k, v, g, beta, own))
             held.index_copy_(0, requests, own)
-        states.index_copy_(0, self._slots, held)
+        if write:
+            states.index_copy_(0, self._slots, held)
         return out
 
     def _in_chunks(
@@ -173,7 +227,7 @@ class LinearPlan:
         return flat.index_select(0, batch.places)
 
 
-def _chunked(lens: tuple[int, ...], starts: list[int], device: torch.device) -> _Chunked:
+def _chunked(lens: Sequence[int], starts: Sequence[int], device: torch.device) -> _Chunked:
     order = sorted((request for request, length in enumerate(lens) if length > 1), key=lambda each: -lens[each])
     size = min(CHUNK, lens[order[0]])
     counts = [-(-lens[request] // size) for request in order]

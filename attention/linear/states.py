@@ -7,6 +7,8 @@ A request's slot is its row of the request-to-token table, so slots are taken an
 cleared: a request whose tokens of a step are its first ones starts from zeros, whatever its slot held. That is also how
 a request starts over after it was retracted.
 
+    kept      [layers, slots, 1 + drafts, ...]          inputs of the last tokens that were verified, see `plan`
+
 A step changes states in place and cannot be repeated, unlike a step that only writes keys and values. So the pool notes
 how many tokens each state has seen, and `follow` refuses a step that does not go on from there.
 """
@@ -75,10 +77,17 @@ class StatePool:
 
     Args:
         dtype: dtype of the model's computation, and of the windows.
+        num_drafts: most drafts of a request in a step.
     """
 
     def __init__(
-        self, shape: GatedDeltaShape, num_layers: int, num_slots: int, dtype: torch.dtype, device: torch.device
+        self,
+        shape: GatedDeltaShape,
+        num_layers: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_drafts: int = 0,
     ) -> None:
         if num_layers < 1 or num_slots < 1:
             raise ConfigError(f"linear attention: {num_slots} slots in {num_layers} layers; both must be at least 1.")
@@ -88,24 +97,46 @@ class StatePool:
         # Zeros are not written to memory on Linux before they are used.
         self.windows: tuple[Tensor, ...] = torch.zeros(window, dtype=dtype, device=device).unbind()
         self.states: tuple[Tensor, ...] = torch.zeros(state, dtype=torch.float32, device=device).unbind()
+        self.num_kept = 1 + num_drafts if num_drafts else 0
+        mixed, gates = (
+            (num_layers, num_slots, self.num_kept, size) for size in (shape.conv_dim, 2 * shape.num_v_heads)
+        )
+        self.kept = (
+            torch.zeros(mixed, dtype=dtype, device=device).unbind(),
+            torch.zeros(gates, dtype=torch.float32, device=device).unbind(),
+        )
+        self._seen, self._unsure = [0] * num_slots, [0] * num_slots
+        self._accepted: dict[int, tuple[int, int]] = {}
 
-        self._seen = [0] * num_slots
-
-    def follow(self, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
+    def follow(
+        self, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int], *, verify: bool = False
+    ) -> None:
         """Note that a step runs `counts` tokens of each request, from token `starts` on.
+
+        Args:
+            verify: all but the first token of each are drafts. How many of them are right, the request's next start
+                tells.
 
         Raises:
             KVCacheError: a request neither begins nor goes on where its state is. Nothing is noted then.
         """
         for slot, start in zip(slots, starts, strict=True):
-            if start not in (0, self._seen[slot]):
+            if start and not 0 <= start - self._seen[slot] <= self._unsure[slot]:
                 raise KVCacheError(
                     f"a step begins at token {start} of a request whose recurrent states (slot {slot}) have seen "
                     f"{self._seen[slot]}. Tokens whose keys and values are cached must be computed all the same: turn "
                     "the prefix cache off, and run every step once."
                 )
+        self._accepted.clear()
         for slot, start, count in zip(slots, starts, counts, strict=True):
-            self._seen[slot] = start + count
+            if start > self._seen[slot]:
+                self._accepted[slot] = start, start - self._seen[slot]
+            self._seen[slot], self._unsure[slot] = (start, count) if verify else (start + count, 0)
+
+    def accepted(self, slot: int, start: int) -> int:
+        """How many kept tokens of a request were accepted, if the step that was noted last begins it at `start`."""
+        noted, count = self._accepted.get(slot, (start, 0))
+        return count if noted == start else 0
 
     @property
     def num_layers(self) -> int:
@@ -125,4 +156,4 @@ class StatePool:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole pool."""
-        return self.num_layers * (self.windows[0].nbytes + self.states[0].nbytes)
+        return sum(held[0].nbytes * self.num_layers for held in (self.windows, self.states, *self.kept))

@@ -114,7 +114,7 @@ def build_input_batch(
     starts = [0, *accumulate(query_lens)]
     mode = ForwardMode.TARGET_VERIFY if num_drafts else _mode(query_lens, computed)
 
-    state_slots, positions, slots = _places(table, rows, query_lens, computed)
+    positions, slots = _places(table, rows, query_lens, computed)
     trees = None
     if num_drafts:
         trees = DraftTrees.of([share.parents for share in shares], num_drafts, chains=mask_chains)
@@ -136,8 +136,8 @@ def build_input_batch(
     future_places = [row + 1 for _, _, row in owners]
     host = [torch.tensor(values, dtype=torch.int64) for values in (ids, sampled_rows, future_places)]
     host += [torch.tensor(values, dtype=torch.int32) for values in (starts, seq_lens)]
-    on_device = to_device((*host, positions, pages, slots, state_slots), device)
-    input_ids, logits_rows, places, query_start_loc, lens, positions, table_on_device, slots, state_slots = on_device
+    on_device = to_device((*host, positions, pages, slots), device)
+    input_ids, logits_rows, places, query_start_loc, lens, positions, table_on_device, slots = on_device
     drafts: SpecVerifyInput | None = None
     if num_drafts:
         if trees is None:
@@ -145,7 +145,7 @@ def build_input_batch(
         else:
             drafts = trees.verify_input(computed, input_ids, positions)
     metadata = CommonAttentionMetadata.build(
-        query_lens, seq_lens, table_on_device, slots, mode, drafts, (query_start_loc, lens), state_slots
+        query_lens, seq_lens, table_on_device, slots, mode, drafts, (query_start_loc, lens), rows
     )
     late_reads = partial(reads_of_later_writes, query_lens, seq_lens, pages, spec.block_size)
     return InputBatch(
@@ -166,17 +166,17 @@ def build_input_batch(
 
 def _places(
     table: RequestToTokenTable, rows: Sequence[int], query_lens: Sequence[int], computed: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Every request's row, `[R]`; every token's position in its request, and its KV slot, `[T]` each."""
+) -> tuple[Tensor, Tensor]:
+    """Every token's position in its request, and its KV slot, `[T]` each."""
     row_of_request = torch.tensor(rows, dtype=torch.int64)
     done = torch.tensor(computed, dtype=torch.int64)
     num_tokens = sum(query_lens)
     if num_tokens == len(rows):  # one each
-        return row_of_request, done, table.slots(row_of_request, done)
+        return done, table.slots(row_of_request, done)
     lengths = torch.tensor(query_lens, dtype=torch.int64)
     owner = torch.repeat_interleave(lengths)
     positions = torch.arange(num_tokens) + (done - lengths.cumsum(0) + lengths)[owner]
-    return row_of_request, positions, table.slots(row_of_request[owner], positions)
+    return positions, table.slots(row_of_request[owner], positions)
 
 
 def _input_ids(

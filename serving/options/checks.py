@@ -216,10 +216,11 @@ def _checkpoint(s: Settings, model: ModelConfig) -> Iterator[str]:
     yield from tensor_parallel_faults(
         model, s["tensor_parallel_size"], s.spell("tensor_parallel_size"), expert_parallel=s["enable_expert_parallel"]
     )
-    if model.linear_layers and s["speculative_algorithm"] is not None:
+    if model.linear_layers and (s["speculative_eagle_topk"] or 1) > 1:
+        topk = f"{s.spell('speculative_eagle_topk')} is {s['speculative_eagle_topk']}"
         yield (
-            f"{s.spell('speculative_algorithm')} {s['speculative_algorithm']}: {len(model.linear_layers)} layers have "
-            "linear attention, whose states cannot forget rejected drafts. Remove it."
+            f"{topk}, but {len(model.linear_layers)} layers have linear attention, whose states cannot follow a tree. "
+            "Use 1."
         )
     if model.num_experts == 0 and s["moe_backend"] != "auto":
         yield f"{s.spell('moe_backend')} {s['moe_backend']}: the checkpoint is a dense model. Remove it."

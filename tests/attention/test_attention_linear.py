@@ -45,7 +45,7 @@ def described(shares: list[tuple[int, int, int]], padding: int) -> CommonAttenti
         torch.zeros(len(shares), 1, dtype=torch.int32),
         torch.zeros(sum(lens) + padding, dtype=torch.int64),
         ForwardMode.MIXED,
-        state_slots=torch.tensor([slot for slot, _, _ in shares], dtype=torch.int64),
+        state_slots=[slot for slot, _, _ in shares],
     )
 
 
@@ -120,10 +120,8 @@ def test_what_cannot_run_is_refused() -> None:
     empty = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ConfigError, match="state_slots"):
         LinearPlan(pool, CommonAttentionMetadata.build([1], [1], *empty))
-    verify = CommonAttentionMetadata.build(
-        [1], [1], *empty, ForwardMode.TARGET_VERIFY, state_slots=torch.zeros(1, dtype=torch.int64)
-    )
-    with pytest.raises(ConfigError, match="rejected drafts"):
+    verify = CommonAttentionMetadata.build([1], [1], *empty, ForwardMode.TARGET_VERIFY, state_slots=[0])
+    with pytest.raises(ConfigError, match="keeps the inputs of 0 tokens"):
         LinearPlan(pool, verify)
     with pytest.raises(ConfigError, match="3 value heads cannot share 2"):
         GatedDeltaShape(2, 3, 4, 4, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ import pytest
 import torch
 from checkpoints import load_reference, make_checkpoint, reference_greedy
 from fake_device import run
+from fake_proposer import FakeProposer
 
 from attention import KVCacheError
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, check_tensor_parallel, generate
 from ranks import run_ranks
 from serving.engine import EngineCore
-from serving.engine.speculation import make_scheduler
-from serving.options import resolve_keywords
+from serving.engine.speculation import Algorithm, SpeculationConfig, make_scheduler, runner_options
 from serving.requests import RequestInput
 from serving.scheduler import SchedulerConfig
 from ubatch import CommGroup, ConfigError, Point, UBatchConfig, tracing
@@ -49,13 +50,13 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(5))
 def test_any_setting_of_the_scheduler_gives_the_same_tokens(
-    paths: dict[str, Path], seed: int, caplog: pytest.LogCaptureFixture
+    paths: dict[str, Path], seed: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunked prompts, mixed steps, retraction, requests that begin alike, one to three lanes."""
+    """Chunked prompts, mixed steps, retraction, requests that begin alike, drafts, one to three lanes."""
     rng, path = random.Random(seed), paths[("Qwen3Next", "Qwen3_5Moe")[seed % 2]]
-    crowded = seed == 2
+    crowded, speculation = seed in (2, 4), SpeculationConfig(Algorithm.NGRAM, 3) if seed in (0, 4) else None
     prompts = prompts_of(seed, (5, 9, 7, 20, 3, 8, 9, 9) if crowded else (70, 1, 9, 33, 20, 5))
     prompts += [[*prompts[0][:40], 1, 2, 3], prompts[3]]
     block, most = rng.choice([2, 4]), 10 if crowded else rng.choice([4, 6])
@@ -73,10 +74,17 @@ def test_any_setting_of_the_scheduler_gives_the_same_tokens(
         enable_dbo=seed != 3,
     )
     new = 50 if crowded else NEW
+    expected = expected_of(path, prompts, new)
+
+    def right_one(request: Request, tokens: Sequence[int]) -> int:
+        number = int(str(request.request_id))
+        return [*expected[number], 0, 0, 0][len(tokens) - len(prompts[number])]
+
+    monkeypatch.setattr("serving.engine.speculation.make_proposer", lambda *_: FakeProposer(right_one, vocab_size=131))
     room = {"num_kv_blocks": 100 // block, "block_size": block, "max_num_seqs": most, "max_model_len": 90}
-    with ModelRunner(path, dbo=dbo, **room) as runner:
+    with ModelRunner(path, dbo=dbo, **room, **runner_options(speculation)) as runner:
         with caplog.at_level("INFO"):
-            scheduler = make_scheduler(config, None, runner)
+            scheduler = make_scheduler(config, speculation, runner)
         assert "prefix cache off" in caplog.text
         core = EngineCore(runner, scheduler, overlap_schedule=seed % 2 == 1)
         greedy = SamplingParams(max_tokens=new, ignore_eos=True)
@@ -84,9 +92,57 @@ def test_any_setting_of_the_scheduler_gives_the_same_tokens(
         statistics = scheduler.statistics()
         scheduler.check(idle=True)
         assert (runner.statistics().engaged > NEW) == dbo.enable_dbo
-    assert [got[str(n)] for n in range(len(prompts))] == expected_of(path, prompts, new)
+    assert [got[str(n)] for n in range(len(prompts))] == expected
     assert statistics.prefix_hits == 0
     assert (statistics.preemptions > 0) == crowded
+    assert (statistics.accepted_tokens > 0) == (speculation is not None)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_no_state_sees_a_rejected_draft(paths: dict[str, Path], lanes: int) -> None:
+    """Drafts that are wrong, right in part, and all right, between plain steps; requests come and go."""
+    path = paths["Qwen3_5Moe"]
+    prompts = prompts_of(5, (20, 1, 9, 33))
+    expected = expected_of(path, prompts, 30)
+    rng = random.Random(lanes)
+    accepted = set()
+    dbo = UBatchConfig(**EAGER, require_overlap=True) if lanes == 2 else UBatchConfig(enable_dbo=False)
+    with ModelRunner(path, num_kv_blocks=64, num_speculative_tokens=3, max_num_seqs=4, dbo=dbo) as runner:
+        requests = [Request(number, prompt, SamplingParams()) for number, prompt in enumerate(prompts)]
+        for request in requests:
+            runner.admit(request, 90)
+        for step in range(16):
+            if step == 8:  # starts over, in the slot of another one
+                for request in requests[:2]:
+                    runner.release(request)
+                for request in requests[:2]:
+                    runner.admit(request, 90)
+            plain = any(request.num_uncomputed_tokens > 1 for request in requests) or rng.random() < 0.3
+            shares, right = [], []
+            for request, tokens in zip(requests, expected, strict=True):
+                if plain:
+                    shares.append(ScheduledRequest(request, request.num_uncomputed_tokens))
+                    right.append(0)
+                    continue
+                here = tokens[request.num_output_tokens :][:3]
+                right.append(rng.randint(0, 3))
+                drafts = [token if place < right[-1] else (token + 1) % 131 for place, token in enumerate(here)]
+                shares.append(ScheduledRequest(request, 1, tuple(drafts)))
+            output = runner.execute(shares)
+            for request, share, tokens, count, wanted in zip(
+                requests, shares, output.tokens, right, expected, strict=True
+            ):
+                start = request.num_output_tokens
+                assert list(tokens) == wanted[start : start + count + 1], step
+                accepted.add(count)
+                request.num_computed_tokens += share.num_tokens + count
+                request.token_ids += tokens
+                assert request.num_uncomputed_tokens == 1
+            if min(30 - request.num_output_tokens for request in requests) < 5:
+                break
+        assert (runner.statistics().engaged > 0) == (lanes == 2)
+    assert accepted == {0, 1, 2, 3}
 
 
 def generate_in_all_arms(rank: int, world_size: int, paths: dict[str, str], size: int) -> dict[Any, Any]:
@@ -156,10 +212,8 @@ def test_a_checkpoint_that_can_see_runs_without_its_eyes(tmp_path: Path, caplog:
 
 
 def test_what_a_state_cannot_do_is_refused(paths: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match="2 layers of this model have linear attention"):
-        ModelRunner(paths["Qwen3Next"], num_kv_blocks=16, num_speculative_tokens=2)
-    with pytest.raises(ConfigError, match="algorithm ngram: 2 layers have linear attention"):
-        resolve_keywords(paths["Qwen3Next"], {"speculative_algorithm": "ngram"})
+    with pytest.raises(ConfigError, match=r"2 layers of this model have linear attention.* a tree of drafts"):
+        ModelRunner(paths["Qwen3Next"], num_kv_blocks=16, num_speculative_tokens=2, speculative_trees=True)
     with ModelRunner(paths["Qwen3Next"], num_kv_blocks=16) as runner:
         with pytest.raises(ConfigError, match="does not divide the 2 key heads of its linear attention"):
             check_tensor_parallel(runner.config, 4)
