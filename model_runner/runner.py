@@ -452,10 +452,7 @@ class ModelRunner:
             table, spec = self.request_table, self.kv_cache.spec
             batch = build_input_batch(scheduled, table, spec, self.device, mask_chains=masked)
             batch = replace(batch, input_ids=self._sampling.future_map.resolve(batch.input_ids, batch.pending))
-            if self.states is not None:
-                rows = [share.request.row for share in scheduled if share.request.row is not None]
-                verify = batch.mode is ForwardMode.TARGET_VERIFY
-                self.states.follow(rows, batch.shape.prefix_lens, batch.shape.query_lens, verify=verify)
+            self._follow_states(batch)
             for span in batch.prompt_spans:
                 self._sampling.prompt_carry.launch(span)
             agreed = self.coordinate(batch, *self.step_settings.settings(batch.shape))
@@ -471,6 +468,13 @@ class ModelRunner:
             if batch.num_tokens > batch.logits_rows.shape[0]:  # to check rows without logits for nan and infinity
                 row_sums = hidden[: batch.num_tokens].sum(dim=-1, dtype=torch.float32)
             return PendingStep(self._sampling, batch, agreed.decision, logits, prompt_hidden, hidden, row_sums)
+
+    def _follow_states(self, batch: InputBatch) -> None:
+        """Tell the recurrent states, if there are some, which tokens the step runs; call it once per step."""
+        if self.states is not None:
+            verify = batch.mode is ForwardMode.TARGET_VERIFY
+            slots = batch.metadata.state_slots or ()
+            self.states.follow(slots, batch.shape.prefix_lens, batch.shape.query_lens, verify=verify)
 
     def restart_clock(self) -> None:
         """Reset the step clock after an idle time, so that the next vote does not count it as the step's period."""

@@ -24,6 +24,7 @@ def all_logits(runner: ModelRunner, scheduled: list[ScheduledRequest]) -> Tensor
     with torch.inference_mode():
         batch = build_input_batch(scheduled, runner.request_table, runner.kv_cache.spec)
         agreed = runner.coordinate(batch)
+        runner._follow_states(batch)
         return runner.forward(replace(batch, logits_rows=torch.arange(batch.num_tokens)), agreed)
 
 

@@ -91,6 +91,33 @@ def _qwen2_moe(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _hybrid(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    layers, heads = fields["num_hidden_layers"], rng.choice([2, 4])
+    full = {rng.randrange(layers)}
+    share = rng.choice([0.25, 0.5, 1.0] if fields["head_dim"] % 8 == 0 else [0.5, 1.0])
+    return {
+        **_experts(rng, "num_experts"),
+        "attention_bias": rng.random() < 0.3,
+        "moe_intermediate_size": 4 * rng.randrange(2, 10),
+        "shared_expert_intermediate_size": rng.randrange(5, 40),
+        "layer_types": [("linear_attention", "full_attention")[layer in full] for layer in range(layers)],
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": heads * rng.choice([1, 2, 3]),
+        "linear_key_head_dim": rng.choice([4, 8, 12]),
+        "linear_value_head_dim": rng.choice([4, 6, 12]),
+        "linear_conv_kernel_dim": rng.choice([2, 3, 4]),
+        "rope_parameters": {**fields["rope_parameters"], "partial_rotary_factor": share},
+    }
+
+
+def _qwen3_next(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_hybrid(rng, fields),
+        "norm_topk_prob": rng.random() < 0.5,
+        "mlp_only_layers": rng.choice([[], [0], [1]]),
+    }
+
+
 def _mistral(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     return {"sliding_window": rng.choice([None, rng.randrange(2, 6), rng.randrange(2, 20)])}
 
@@ -174,5 +201,7 @@ _OF_FAMILY = {
     "Glm4Moe": _glm4_moe,
     "GptOss": _gpt_oss,
     "DeepseekV3": _deepseek,
+    "Qwen3Next": _qwen3_next,
+    "Qwen3_5Moe": _hybrid,
 }
 RANDOM_FAMILIES = tuple(_OF_FAMILY)

@@ -132,6 +132,7 @@ def play_all(
 def make_runner(path: str, group: CommGroup | None, size: int, **settings: Any) -> ModelRunner:
     """A small runner; it does not overlap unless told to."""
     settings = {"dbo": UBatchConfig(enable_dbo=False), "num_kv_blocks": 96, "block_size": 4, **settings}
+    settings = {"num_speculative_tokens": 2, **settings}
     return ModelRunner(path, group=group, tensor_parallel_size=size, **settings)
 
 
