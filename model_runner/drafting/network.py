@@ -134,6 +134,10 @@ def _load_model(runner: TargetRunner, checkpoint: Checkpoint) -> DraftNetwork:
     _check_fits(checkpoint, "vocab_size", runner.config.vocab_size)
     kind = model_class(checkpoint.architecture, checkpoint.config)
     config = kind.read_config(checkpoint.config, checkpoint.generation_config())
+    if config.linear_layers:
+        raise ConfigError(
+            f"{checkpoint.path} has linear attention; a draft model keeps no recurrent states. Choose another one."
+        )
     if config.max_position_embeddings < runner.max_model_len:
         raise ConfigError(
             f"{checkpoint.path} has {config.max_position_embeddings} positions, the target runs sequences of "

@@ -5,7 +5,7 @@ llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, qwen3_next, qwen3_5
 deepseek_v2, deepseek_v3
                        one family each: how to read its `config.json`
 eagle                  an EAGLE-style draft head
-mtp                    the multi-token-prediction layer of DeepSeek and GLM-4.5, as a draft head
+mtp                    the multi-token-prediction layer of DeepSeek, GLM-4.5 and Qwen3-Next, as a draft head
 
 The decoder that families share is in `model_runner.decoder`; what a new family needs of it can be imported from here.
 

@@ -1,4 +1,5 @@
-"""The multi-token-prediction layer of DeepSeek and GLM-4.5, as a draft head of the model in the same checkpoint.
+"""The multi-token-prediction layer of DeepSeek, GLM-4.5 and Qwen3-Next, as a draft head of the model in the same
+checkpoint.
 
     step at t  eh_proj(enorm(embedding of token t + 1) | hnorm(hidden state of token t)) -> decoder layer -> norm
     output     an estimate of the hidden state of token t + 1, from which the model's output layer drafts token t + 2
@@ -7,12 +8,14 @@ The layer follows the model's last one in the checkpoint (`model.layers.{num_hid
 its attention and MoE. Embeddings and output layer are the model's; the copies in published checkpoints are not read.
 If a checkpoint has several such layers, the first one drafts every token, from its own estimates.
 
+Qwen3-Next and Qwen3.5 keep the layer apart, as `mtp.layers.0`. It has full attention, so drafting needs no states.
+
 Source: DeepSeek-V3 (2024), section 2.2.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +23,38 @@ from torch import Tensor, nn
 from model_runner.decoder.base import ExpertParallel, current_plan
 from model_runner.decoder.config import DecoderConfig
 from model_runner.decoder.decoder import DecoderLayer, DecoderLM
-from model_runner.decoder.layers import frozen
+from model_runner.decoder.layers import frozen, load_norm
 from model_runner.decoder.ops import add_rms_norm, rms_norm
 from model_runner.weights.weights import Checkpoint
 from moe import linear
 from ubatch import ConfigError
 
 __all__ = ["MTPLayer"]
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Where a checkpoint has the layer: decoder layer `place` behind `prefix`, and the tensors around it."""
+
+    prefix: str
+    place: int
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    last_norm: str
+
+
+def _names(config: DecoderConfig, checkpoint: Checkpoint) -> _Names | None:
+    """None if the checkpoint has no such layer."""
+    if config.linear_layers:
+        if "mtp.fc.weight" not in checkpoint.names:
+            return None
+        return _Names("mtp", 0, "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
+    if not checkpoint.config.integer("num_nextn_predict_layers", default=0, at_least=0):
+        return None
+    own = f"{config.tensor_prefix}.layers.{config.num_layers}"
+    around = (f"{own}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+    return _Names(config.tensor_prefix, config.num_layers, *around)
 
 
 class MTPLayer(nn.Module):
@@ -45,26 +73,29 @@ class MTPLayer(nn.Module):
 
     def __init__(self, target: DecoderLM, checkpoint: Checkpoint, parallel: ExpertParallel) -> None:
         super().__init__()
-        if not checkpoint.config.integer("num_nextn_predict_layers", default=0, at_least=0):
-            raise ConfigError(
-                f"{checkpoint.path} has no layer for multi-token prediction (num_nextn_predict_layers); speculate with "
-                "a draft head, a draft model or n-grams instead."
-            )
         config: DecoderConfig = target.config
-        place, hidden_size, eps = config.num_layers, config.hidden_size, config.rms_norm_eps
+        names = _names(config, checkpoint)
+        if names is None:
+            raise ConfigError(
+                f"{checkpoint.path} has no layer for multi-token prediction (num_nextn_predict_layers, mtp.*). Guess "
+                "with a draft head, a draft model or n-grams instead."
+            )
+        hidden_size, place = config.hidden_size, names.place
         moe = None if config.moe is None else replace(config.moe, layers=frozenset({place}))
-        self.config = replace(config, num_layers=1, moe=moe)
-        self.eps = eps
+        kept = replace(config, num_layers=1, moe=moe, linear=None, linear_layers=frozenset())
+        self.config = replace(kept, tensor_prefix=names.prefix)
+        self.eps = config.rms_norm_eps
         self.embed = target.embed_tokens.rows
         self.rope = target.rope
         self.compute_logits = target.compute_logits
-        prefix = f"model.layers.{place}"
-        self.embedding_norm = frozen(checkpoint.load(f"{prefix}.enorm.weight", hidden_size))
-        self.hidden_norm = frozen(checkpoint.load(f"{prefix}.hnorm.weight", hidden_size))
-        self.fc = frozen(checkpoint.load(f"{prefix}.eh_proj.weight", hidden_size, 2 * hidden_size))
+        norms = (names.embedding_norm, names.hidden_norm, names.last_norm)
+        self.embedding_norm, self.hidden_norm, self.norm = (
+            load_norm(checkpoint, f"{name}.weight", hidden_size, zero_centred=config.zero_centred_norms)
+            for name in norms
+        )
+        self.fc = frozen(checkpoint.load(f"{names.projection}.weight", hidden_size, 2 * hidden_size))
         self.layer = DecoderLayer(self.config, checkpoint, parallel, place)
         self.layer.attention.layer = 0  # the draft cache has one layer
-        self.norm = frozen(checkpoint.load(f"{prefix}.shared_head.norm.weight", hidden_size))
 
     def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
         """One step; see `DraftNetwork`."""

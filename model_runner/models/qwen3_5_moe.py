@@ -1,7 +1,6 @@
 """Qwen3.5-MoE: the text model, which is Qwen3-Next with its projections of linear attention stored apart.
 
-Checkpoints of the whole model (`Qwen3_5MoeForConditionalGeneration`) can be read; what sees images is left out, and
-so is the multi-token-prediction layer.
+Checkpoints of the whole model (`Qwen3_5MoeForConditionalGeneration`) can be read; what sees images is left out.
 
 Source: the `Qwen3_5MoeForConditionalGeneration` checkpoints on the Hugging Face hub (2026).
 """

@@ -1,7 +1,7 @@
 """Qwen3-Next: linear attention in most layers, gated grouped-query attention in the others, and a MoE in every layer.
 
 Layers with linear attention keep a recurrent state per request (`model_runner.decoder.gated_delta_net`). The
-multi-token-prediction layer in published checkpoints is not loaded.
+multi-token-prediction layer in published checkpoints is not loaded here (see `model_runner.models.mtp`).
 
 Source: the `Qwen3NextForCausalLM` checkpoints on the Hugging Face hub (2025).
 """

@@ -133,7 +133,8 @@ def check_draft_network(s: Settings, model: ModelConfig) -> None:
     """
     if s["speculative_algorithm"] == Algorithm.MTP:
         with closing(Checkpoint(s.folders["model"])) as own:
-            if not own.config.integer("num_nextn_predict_layers", default=0, at_least=0):
+            # A hybrid's config need not name the layer; its tensors are looked for when it is loaded.
+            if not model.linear_layers and not own.config.integer("num_nextn_predict_layers", default=0, at_least=0):
                 raise ConfigError(
                     f"{s.spell('speculative_algorithm')} mtp: {own.path} has no layer for multi-token prediction "
                     "(num_nextn_predict_layers). Choose another algorithm."

@@ -38,20 +38,37 @@ from ubatch import ConfigError
 pytestmark = pytest.mark.long
 
 LAYERS = 3
+APART = {
+    "enorm": "mtp.pre_fc_norm_embedding.weight",
+    "hnorm": "mtp.pre_fc_norm_hidden.weight",
+    "eh_proj": "mtp.fc.weight",
+    "shared_head.norm": "mtp.norm.weight",
+}
+"""Qwen3-Next's names of the tensors around the layer. Its norms multiply by 1 + weight."""
 
 
 def make_mtp_checkpoint(path: Path, family: str = "DeepseekV3") -> Path:
     """A checkpoint of three layers; the fourth is for multi-token prediction, as in published ones."""
-    make_checkpoint(path, family, num_hidden_layers=LAYERS + 1)
+    hybrid = family == "Qwen3Next"
+    kinds = {"layer_types": ["linear_attention", "full_attention"] * 2} if hybrid else {}
+    make_checkpoint(path, family, num_hidden_layers=LAYERS + 1, **kinds)
     weights = load_file(path / "model.safetensors")
     generator = torch.Generator().manual_seed(5)
     place, hidden = f"model.layers.{LAYERS}", weights["model.norm.weight"].shape[0]
     for name in ("enorm", "hnorm", "shared_head.norm"):
         weights[f"{place}.{name}.weight"] = torch.rand(hidden, generator=generator) + 0.5
     weights[f"{place}.eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * 0.2
+    if hybrid:
+        weights = {name.replace(place, "mtp.layers.0"): weight for name, weight in weights.items()}
+        for name, own in APART.items():
+            weights[own] = weights.pop(f"mtp.layers.0.{name}.weight") - int(own != "mtp.fc.weight")
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((path / "config.json").read_text())
-    config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
+    config |= {"num_hidden_layers": LAYERS}
+    if hybrid:
+        config["layer_types"] = config["layer_types"][:LAYERS]
+    else:
+        config["num_nextn_predict_layers"] = 1
     (path / "config.json").write_text(json.dumps(config))
     return path
 
@@ -63,10 +80,23 @@ def mtp_estimates(path: Path) -> Callable[[Any], Any]:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         weights = load_file(path / "model.safetensors")
+        kinds = {}
+        if "mtp.fc.weight" in weights:
+            for name, apart in APART.items():
+                weights[f"mtp.layers.0.{name}.weight"] = weights.pop(apart) + int(name != "eh_proj")
+            place = f"model.layers.{LAYERS}"
+            weights = {name.replace("mtp.layers.0", place): weight for name, weight in weights.items()}
+            kinds = {"layer_types": ["linear_attention", "full_attention"] * 2}
         own = {name: weights[f"model.layers.{LAYERS}.{name}.weight"] for name in ("enorm", "hnorm", "eh_proj")}
         last = weights[f"model.layers.{LAYERS}.shared_head.norm.weight"]
-        config = AutoConfig.from_pretrained(path, num_hidden_layers=LAYERS + 1, attn_implementation="eager")
-        layers = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32).eval().model
+        config = AutoConfig.from_pretrained(path, num_hidden_layers=LAYERS + 1, attn_implementation="eager", **kinds)
+        whole = path
+        if kinds:
+            whole = path / "whole"
+            whole.mkdir(exist_ok=True)
+            (whole / "config.json").write_text((path / "config.json").read_text())
+            save_file(weights, whole / "model.safetensors", metadata={"format": "pt"})
+        layers = AutoModelForCausalLM.from_pretrained(whole, config=config, dtype=torch.float32).eval().model
         eps = config.rms_norm_eps
 
         @torch.no_grad()
@@ -86,11 +116,11 @@ def mtp_estimates(path: Path) -> Callable[[Any], Any]:
     return bind
 
 
-@pytest.mark.parametrize("family", ["DeepseekV3", "Glm4Moe"])
+@pytest.mark.parametrize("family", ["DeepseekV3", "Glm4Moe", "Qwen3Next"])
 def test_the_layer_for_multi_token_prediction(family: str, tmp_path: Path) -> None:
     path = make_mtp_checkpoint(tmp_path, family)
     reference = Reference(path, mtp_estimates(path))
-    with ModelRunner(path, num_kv_blocks=128, block_size=4) as runner:
+    with ModelRunner(path, num_kv_blocks=128, block_size=4, num_speculative_tokens=3) as runner:
         network = Recording(load_draft("mtp", None, runner))
         proposer = make_proposer(runner, network, num_steps=3)
         runner.set_observer(proposer)
