@@ -33,11 +33,10 @@ __all__ = ["chunks", "normalised", "one_token", "reference_delta_rule"]
 _EPS = 1e-6
 
 
-def normalised(x: Tensor, scale: float, groups: int) -> Tensor:
-    """`x` `[..., heads, dim]` with heads of length `scale`, in float32, every head repeated `groups` times in a row."""
+def normalised(x: Tensor, scale: float) -> Tensor:
+    """`x` `[..., heads, dim]` with heads of length `scale`, in float32."""
     x = x.float()
-    x = x * (x.square().sum(-1, keepdim=True) + _EPS).rsqrt() * scale
-    return x if groups == 1 else x.repeat_interleave(groups, dim=-2)
+    return x * (x.square().sum(-1, keepdim=True) + _EPS).rsqrt() * scale
 
 
 def reference_delta_rule(

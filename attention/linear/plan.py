@@ -1,8 +1,9 @@
 """A batch's way through the linear layers, prepared once per step and lane.
 
     windows of the requests | their tokens    -> short convolution, SiLU -> queries, keys, values
-    requests with one token                   -> `one_token`, all at once
-    requests with more                        -> `chunks`, all at once, the last chunk of each padded
+    on a CPU, in C                            -> `scan`, token by token
+    else requests with one token              -> `one_token`, all at once
+    and requests with more                    -> `chunks`, all at once, the last chunk of each padded
 
 A request that is cut between lanes needs nothing more: its first part writes window and state in the earlier lane, and
 lanes run every layer in lane order, so the next part reads them there, as it reads keys and values (`kv_order`).
@@ -27,9 +28,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention.linear.delta_rule import chunks, normalised, one_token
+from attention.linear.scan import scan
 from attention.linear.states import StatePool
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError, ForwardMode
+from ubatch.kernels.tensors import runs_in_c
 from ubatch.streams.small_copies import to_device
 
 __all__ = ["CHUNK", "LinearPlan"]
@@ -152,9 +155,10 @@ class _Tokens:
         last = ends[:, None] - behind + torch.arange(behind)
         ones = [request for request, length in enumerate(lens) if length == 1]
         of_ones = [torch.tensor(ones, dtype=torch.int64), torch.tensor([starts[each] for each in ones])]
-        rows = [window.flatten(), inside.nonzero().flatten(), last.flatten()]
+        rows = [torch.tensor(starts), window.flatten(), inside.nonzero().flatten(), last.flatten()]
         on_device = to_device([torch.tensor(fresh), torch.tensor(slots), *rows, *of_ones], device)
-        self._fresh, self._slots, self._window_rows, self._token_rows, self._last_rows, *of_ones = on_device
+        self._fresh, self._slots, self._starts, self._window_rows, self._token_rows, *rest = on_device
+        self._last_rows, *of_ones = rest
         self._any_fresh = any(fresh)
         self._chunked = None if len(ones) == len(lens) else _chunked(lens, starts, device)
         self._ones = of_ones if ones and self._chunked is not None else None  # requests, tokens
@@ -170,11 +174,15 @@ class _Tokens:
         q, k, v = mixed.split((shape.key_size, shape.key_size, shape.value_size), dim=-1)
         groups = shape.num_v_heads // shape.num_k_heads
         heads = (self._num_tokens, shape.num_k_heads, shape.k_dim)
-        q = normalised(q.view(heads), shape.k_dim**-0.5, groups)
-        k = normalised(k.view(heads), 1.0, groups)
+        q, k = normalised(q.view(heads), shape.k_dim**-0.5), normalised(k.view(heads), 1.0)
         v = v.reshape(self._num_tokens, shape.num_v_heads, shape.v_dim).float()
         g, beta = gates.chunk(2, dim=-1)
-        return self._recurrent(q, k, v, g, beta, layer, write)
+        states = self._pool.states[layer]
+        if runs_in_c(states, q):
+            v = v.contiguous()
+            return scan(q, k, v, g, beta, states, self._slots, self._fresh, self._starts, write=write)
+        q, k = (each if groups == 1 else each.repeat_interleave(groups, dim=1) for each in (q, k))
+        return self._recurrent(q, k, v, g, beta, states, write)
 
     def _convolved(self, qkv: Tensor, conv: Tensor, layer: int, write: bool) -> Tensor:
         """The convolution's output after SiLU, `[T, conv_dim]`."""
@@ -193,8 +201,9 @@ class _Tokens:
             summed.addcmul_(wide[place : place + count], conv[place])
         return F.silu(summed.index_select(0, self._token_rows - behind)).to(qkv.dtype)
 
-    def _recurrent(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: int, write: bool) -> Tensor:
-        states = self._pool.states[layer]
+    def _recurrent(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, write: bool
+    ) -> Tensor:
         held = states.index_select(0, self._slots)
         if self._any_fresh:
             held.masked_fill_(self._fresh[:, None, None, None], 0)

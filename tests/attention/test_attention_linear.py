@@ -7,15 +7,17 @@ from itertools import pairwise
 
 import pytest
 import torch
+from c_kernels import KINDS, needs_c
 from torch import Tensor
 from torch.nn import functional as F
 
 from attention import CommonAttentionMetadata, GatedDeltaShape, StatePool, split_attn_metadata
+from attention.linear import scan
 from attention.linear.delta_rule import normalised, reference_delta_rule
 from attention.linear.plan import LinearPlan
 from ubatch import ConfigError, ForwardMode, UBatchSlice
 
-SHAPES = [GatedDeltaShape(2, 4, 8, 12, 4), GatedDeltaShape(3, 3, 4, 4, 2), GatedDeltaShape(1, 2, 6, 2, 1)]
+SHAPES = [GatedDeltaShape(2, 4, 8, 12, 4), GatedDeltaShape(3, 3, 4, 4, 2), GatedDeltaShape(1, 2, 6, 70, 1)]
 LAYER = 1
 
 
@@ -29,8 +31,8 @@ class Layer:
         mixed = F.silu(F.conv1d(padded, conv.T[:, None], groups=shape.conv_dim))[0].T
         q, k, v = mixed.split((shape.key_size, shape.key_size, shape.value_size), dim=-1)
         heads, groups = (length, shape.num_k_heads, shape.k_dim), shape.num_v_heads // shape.num_k_heads
-        q = normalised(q.reshape(heads), shape.k_dim**-0.5, groups)
-        k = normalised(k.reshape(heads), 1.0, groups)
+        q = normalised(q.reshape(heads), shape.k_dim**-0.5).repeat_interleave(groups, dim=1)
+        k = normalised(k.reshape(heads), 1.0).repeat_interleave(groups, dim=1)
         v = v.reshape(length, shape.num_v_heads, shape.v_dim)
         start = torch.zeros(shape.num_v_heads, shape.k_dim, shape.v_dim)
         self.expected, self.state = reference_delta_rule(q, k, v, self.g, self.beta, start)
@@ -59,6 +61,16 @@ def cut(metadata: CommonAttentionMetadata, edges: list[int]) -> list[UBatchSlice
     return pieces
 
 
+@pytest.fixture(params=["torch", *(pytest.param(kind, marks=needs_c) for kind in ("best", "8 lanes"))])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch":
+        monkeypatch.setattr("attention.linear.plan.runs_in_c", lambda *tensors: False)
+    else:
+        compiled = scan._kernel(**{name: value for name, value in KINDS[request.param].items() if name == "LANES"})
+        monkeypatch.setattr(scan, "_kernel", lambda: compiled)
+
+
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("seed", range(12))
 def test_any_chunks_and_lanes_equal_the_reference(seed: int) -> None:
     torch.manual_seed(seed)
@@ -101,6 +113,7 @@ def test_any_chunks_and_lanes_equal_the_reference(seed: int) -> None:
     assert pool.states[0].isnan().all()  # the other layer's
 
 
+@pytest.mark.usefixtures("kernel")
 def test_a_request_that_is_not_finite_leaves_the_others_alone() -> None:
     shape, conv = SHAPES[0], torch.randn(SHAPES[0].conv_kernel, SHAPES[0].conv_dim)
     pool = StatePool(shape, 2, 3, torch.float32, torch.device("cpu"))
