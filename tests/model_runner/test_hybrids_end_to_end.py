@@ -15,6 +15,7 @@ from fake_proposer import FakeProposer
 
 from attention import KVCacheError
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, check_tensor_parallel, generate
+from model_runner.memory.memory_profile import CudaMemory
 from ranks import run_ranks
 from serving.engine import EngineCore
 from serving.engine.speculation import Algorithm, SpeculationConfig, make_scheduler, runner_options
@@ -225,3 +226,24 @@ def test_what_a_state_cannot_do_is_refused(paths: dict[str, Path]) -> None:
         request.num_computed_tokens = 3  # as if a page had been found in a prefix cache
         with pytest.raises(KVCacheError, match=r"begins at token 3 .* have seen 2"):
             runner.execute([ScheduledRequest(request, 1)])
+
+
+def test_states_take_their_part_of_a_gpus_memory(paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there before memory is measured, so the KV cache gets what they leave."""
+    held: list[int] = []
+
+    def measured(runner: ModelRunner, *_: object) -> int:
+        held.append(0 if runner.states is None else runner.states.nbytes)
+        return 16
+
+    monkeypatch.setattr("model_runner.runner.measured_blocks", measured)
+    with ModelRunner(
+        paths["Qwen3Next"],
+        gpu_memory_utilization=0.5,
+        memory=CudaMemory(torch.device("cpu")),
+        max_num_seqs=5,
+        num_speculative_tokens=2,
+    ) as runner:
+        assert runner.kv_cache.spec.num_layers == 1
+    window, state, kept = 3 * 80 * 4, 4 * 8 * 12 * 4, 3 * (80 + 8) * 4
+    assert held == [2 * 5 * (window + state + kept)]
