@@ -5,6 +5,7 @@ torch is imported in functions: the process that hands tests to workers needs no
 
 from __future__ import annotations
 
+import atexit
 import gc
 import glob
 import logging
@@ -35,6 +36,16 @@ from repository import ROOT, SUPPORT, TESTS
 from tqdm import tqdm
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started us in the background
+_workers: list[int] = []
+
+
+@atexit.register  # the first to be registered is the last to be called
+def _end() -> None:
+    """End a worker of pytest-xdist without freeing a million objects; what it has started has an exit status."""
+    if os.getpid() in _workers:
+        os._exit(0)
+
+
 if hasattr(os, "sched_setaffinity") and "PYTEST_XDIST_WORKER" in os.environ:
     # Each worker, and what it starts, has cores of its own: every first rank would else pin itself to the first core.
     worker, count = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
@@ -61,9 +72,11 @@ SECONDS = {"server": 4.0, "ranks": 1.2, "triton": 0.2, "long": 0.4}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Know the marker of pytest-timeout where that is missing, as it may be on a GPU machine."""
+    """Know the marker of pytest-timeout where that is missing, as it may be on a GPU machine; and whether to `_end`."""
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): unheeded here, as pytest-timeout is not installed")
+    if hasattr(config, "workerinput"):
+        _workers.append(os.getpid())
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -163,8 +176,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Let libraries free at exit what they look for then."""
-    gc.unfreeze()
+    """Let libraries free at exit what they look for then; a worker of pytest-xdist ends without, see `_end`."""
+    if not _workers:
+        gc.unfreeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
