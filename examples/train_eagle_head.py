@@ -38,7 +38,7 @@ from train_tiny_moe import encode, learning_rate, make_parser, parse_args, prepa
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, generate
-from model_runner.drafting import DraftProposer, load_draft
+from model_runner.drafting import DraftProposer, DraftShape, load_draft
 from serving.workbench.bench.corpus import Corpus, read_corpus
 
 MODELS = Path(__file__).resolve().parent / "models"
@@ -279,7 +279,8 @@ def measure(target_path: Path, head_path: Path, prompts: Tensor) -> str:
     verify_steps, right = 0, [0] * NUM_DRAFTS
     params = SamplingParams(max_tokens=MEASURED_TOKENS, ignore_eos=True)
     with ModelRunner(target_path) as runner:
-        proposer = DraftProposer(runner, load_draft("eagle", head_path, runner), num_steps=NUM_DRAFTS)
+        shape = DraftShape(num_steps=NUM_DRAFTS, topk=1, num_drafts=NUM_DRAFTS, sampled=False)
+        proposer = DraftProposer(runner, load_draft("eagle", head_path, runner), shape)
         runner.set_observer(proposer)
         requests = [Request(index, prompt, params) for index, prompt in enumerate(prompts.tolist())]
         for request in requests:
