@@ -12,6 +12,7 @@ import torch
 from checkpoints import LATENT, load_reference, make_checkpoint, reference_logits
 from model_checks import PROMPTS, admitted, all_logits, check_prefill, close
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from model_runner import ModelRunner, ScheduledRequest
 from ubatch import ConfigError
@@ -78,6 +79,27 @@ def test_a_model_in_bf16_stays_near_its_reference(tmp_path: Path) -> None:
     wanted = torch.cat([reference_logits(reference, prompt) for prompt in PROMPTS])
     error = (got.float() - wanted).abs()
     assert error.median() < 0.02 * wanted.abs().max()  # a token that bf16 sends to another expert may be far off
+
+
+def test_experts_in_one_tensor_are_those_stored_one_by_one(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "Qwen3_5Moe")
+    weights = load_file(path / "model.safetensors")
+    by_layer: dict[str, dict[str, list[torch.Tensor]]] = {}
+    for name in sorted(weights, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]):
+        layer, experts, rest = name.partition(".experts.")
+        if experts:
+            by_layer.setdefault(layer, {}).setdefault(rest.split(".")[1], []).append(weights[name])
+    assert by_layer
+    stacked = {name: w for name, w in weights.items() if ".experts." not in name}
+    for layer, kinds in by_layer.items():
+        gate, up, down = (torch.stack(kinds[kind]) for kind in ("gate_proj", "up_proj", "down_proj"))
+        stacked |= {f"{layer}.experts.gate_up_proj": torch.cat((gate, up), dim=1), f"{layer}.experts.down_proj": down}
+    reference = load_reference(path)
+    wanted = torch.cat([reference_logits(reference, prompt) for prompt in PROMPTS])
+    save_file(stacked, path / "model.safetensors")
+    with ModelRunner(path, num_kv_blocks=64) as runner:
+        requests = admitted(runner, PROMPTS)
+        close(all_logits(runner, [ScheduledRequest(request, request.num_tokens) for request in requests]), wanted)
 
 
 def test_gpt_oss_runs_on_experts_that_have_biases(tmp_path: Path) -> None:
