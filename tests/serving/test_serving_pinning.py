@@ -127,16 +127,9 @@ def test_spawned_ranks_are_told_their_device(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_tuning_on_gpus_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[str] = []
-
-    def run_ranks(*_: Any, device: str = "cpu") -> None:
-        asked.append(device)
-
-    monkeypatch.setattr(tune, "run_ranks", run_ranks)
     monkeypatch.setattr(resolve, "count_gpus", lambda: 2)
-    model = TINY_MOE
-    tune.run(tune.read("ubatch tune", "", [str(model), "--out", str(tmp_path / "dbo.yaml")]))
-    assert asked == ["cuda"]
+    command = tune.read("ubatch tune", "", [str(TINY_MOE), "--out", str(tmp_path / "dbo.yaml")])
+    assert command.engine.device == "cuda"
 
 
 def test_compile_workers_are_as_many_as_cores_may_be_used(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,18 +182,33 @@ def wait_for_rest(sessions: Collection[int]) -> bool:
     while time.monotonic() < deadline:
         time.sleep(_REST_WINDOW_S)
         before, used = used, cpu_seconds(sessions)
-        if used - before < _REST_SHARE * _REST_WINDOW_S:
+        if used - before < _REST_SHARE * _REST_WINDOW_S and not _waits_for_a_core(sessions):
             return True
     return False
 
 
 def cpu_seconds(sessions: Collection[int]) -> float:
     """CPU time so far of the processes of these sessions that still run."""
-    ticks = 0
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with suppress(OSError):  # it ended meanwhile
-                fields = (folder / "stat").read_text().rpartition(") ")[2].split()  # its name may have blanks
-                if int(fields[3]) in sessions:
-                    ticks += int(fields[11]) + int(fields[12])
+    ticks = sum(int(fields[11]) + int(fields[12]) for _, fields in _processes(sessions))
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _waits_for_a_core(sessions: Collection[int]) -> bool:
+    """Whether one of their threads could run: beside other work it may get no core for a while."""
+    threads = (thread for folder, _ in _processes(sessions) for thread in folder.glob("task/*/stat"))
+    return any(fields[0] == "R" for fields in map(_fields, threads) if fields)
+
+
+def _processes(sessions: Collection[int]) -> Iterator[tuple[Path, list[str]]]:
+    """The folder in `/proc` of each process of these sessions, and the fields of its `stat` from the third on."""
+    for folder in Path("/proc").iterdir():
+        fields = _fields(folder / "stat") if folder.name.isdigit() else []
+        if fields and int(fields[3]) in sessions:
+            yield folder, fields
+
+
+def _fields(stat: Path) -> list[str]:
+    """Empty if the process has ended."""
+    with suppress(OSError):
+        return stat.read_text().rpartition(") ")[2].split()  # its name may have blanks
+    return []
