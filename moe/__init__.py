@@ -8,6 +8,7 @@
     kernels/          Triton kernels of both
     cpu_router        the routers as one kernel in C
     cpu_linear        a linear layer on the faster of two CPU libraries
+    gpu_linear        a linear layer with weights in fp8
     grouped_linear    linear layers of all experts in one call, in C
     placement         which experts a rank holds
     segments          sums and offsets of consecutive rows
@@ -56,6 +57,7 @@ from moe.experts.registry import (
     register_experts_backend,
 )
 from moe.experts.torch_experts import ClampedSwiGLU
+from moe.gpu_linear import fp8_linear, fp8_linear_block
 from moe.grouped_linear import NativeLinear
 from moe.modular_kernel import FusedMoEModularKernel
 from moe.placement import local_experts
@@ -119,6 +121,8 @@ __all__ = [
     "fastest_cpu_experts",
     "fastest_experts",
     "fp8_block",
+    "fp8_linear",
+    "fp8_linear_block",
     "linear",
     "local_experts",
     "make_all2all",

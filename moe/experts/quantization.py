@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ubatch import ConfigError
 
-__all__ = ["BLOCK", "FP8", "check_scales", "dequantize_blocks", "quantize_blocks", "quantize_tokens"]
+__all__ = ["BLOCK", "FP8", "check_scales", "dequantize_blocks", "in_triton", "quantize_blocks", "quantize_tokens"]
 
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
@@ -49,7 +49,7 @@ def quantize_blocks(x: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """`quantize_blocks` of `[T, H]`, in one kernel if Triton runs: on a GPU, or in its interpreter."""
-    if x.dim() != 2 or x.shape[1] % BLOCK or not x.is_floating_point() or not _in_triton(x.device.type):
+    if x.dim() != 2 or x.shape[1] % BLOCK or not x.is_floating_point() or not in_triton(x.device.type):
         return quantize_blocks(x)
     from moe.kernels.quantize import quantize_rows  # imports Triton
 
@@ -57,7 +57,8 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _in_triton(device_type: str) -> bool:
+def in_triton(device_type: str) -> bool:
+    """Whether Triton's kernels run on this type of device: on a GPU, or in the interpreter."""
     if importlib.util.find_spec("triton") is None:
         return False
     from ubatch.kernels.triton_jit import INTERPRETED

@@ -4,6 +4,7 @@ router          scores, groups, top k and weights of tokens
 align           which rows each expert computes, and in which tiles
 grouped_gemm    the experts' projections, all experts in one launch
 gemm_tile       one tile of these projections, with the loop along the inner dimension
+fp8_linear      a linear layer in fp8, of the same tiles
 gemm_configs    the tiles that the autotuner chooses from
 quantize        rounds activations and weights to fp8
 reduce          sums a token's output from its experts' rows, and can apply the router's weights

@@ -15,9 +15,18 @@ import triton.language as tl
 from moe.kernels.quantize import BLOCK, block_scale
 from ubatch.kernels.triton_jit import constant, jit, to_fp8
 
-__all__ = ["compute_tile"]
+__all__ = ["compute_tile", "tile_place"]
 
 _SCALED = constant(BLOCK)
+
+
+@jit()
+def tile_place(tile: tl.tensor, row_tiles: tl.tensor, COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr) -> Any:
+    """Row and column of the n-th tile. GROUP row tiles follow each other for one column tile, then for the next."""
+    nth = tile % (GROUP * COLUMN_TILES)
+    first = tile // (GROUP * COLUMN_TILES) * GROUP
+    size = tl.maximum(tl.minimum(row_tiles - first, GROUP), 1)
+    return first + nth % size, nth // size
 
 
 @jit()

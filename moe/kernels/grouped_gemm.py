@@ -30,7 +30,7 @@ from torch import Tensor
 
 from moe.kernels.align import Alignment, Tiles
 from moe.kernels.gemm_configs import GemmConfig
-from moe.kernels.gemm_tile import compute_tile
+from moe.kernels.gemm_tile import compute_tile, tile_place
 from moe.kernels.quantize import BLOCK
 from ubatch.kernels.triton_jit import INTERPRETED, cdiv, descriptor, jit, undefined
 
@@ -75,20 +75,17 @@ def _load_tile(
     HAS_PAIRS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> Any:
-    """A tile's column tile, expert, first and last row, and the rows' pairs; no rows if the tile does not exist. GROUP
-    row tiles follow each other for one column tile, then for the next."""
+    """A tile's column tile, expert, first and last row, and the rows' pairs; no rows if the tile does not exist."""
     exists = tile < row_tiles * COLUMN_TILES
-    nth = tile % (GROUP * COLUMN_TILES)
-    first = tile // (GROUP * COLUMN_TILES) * GROUP
-    size = tl.maximum(tl.minimum(row_tiles - first, GROUP), 1)
-    entry = tiles + (first + nth % size) * 3
+    row_tile, column_tile = tile_place(tile, row_tiles, COLUMN_TILES, GROUP)
+    entry = tiles + row_tile * 3
     expert = tl.load(entry, mask=exists, other=0)
     first_row = tl.load(entry + 1, mask=exists, other=0)
     last_row = tl.load(entry + 2, mask=exists, other=0)
     pairs = first_row + tl.arange(0, BLOCK_M)
     if HAS_PAIRS:
         pairs = tl.load(pair_of_row + pairs, mask=pairs < last_row, other=0)
-    return nth // size, expert, first_row, last_row, pairs
+    return column_tile, expert, first_row, last_row, pairs
 
 
 @jit()

@@ -30,11 +30,13 @@ from triton.runtime.jit import JITFunction
 
 from moe.kernels.align import align_pairs, tile_batches
 from moe.kernels.copy import copy_on_sms
+from moe.kernels.fp8_linear import _launch, linear_tiles
 from moe.kernels.gemm_configs import GemmConfig, gemm_configs
 from moe.kernels.grouped_gemm import Rows, Weights, project_down, project_up
 from moe.kernels.quantize import quantize_rows
 from moe.kernels.reduce import sum_choices
 from moe.kernels.signals import copy_signalled, make_signals, project_down_signalling
+from ubatch.kernels.triton_jit import power_of_2
 
 FP8 = torch.float8_e4m3fn
 TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 8, 4, 2048, 768
@@ -153,6 +155,15 @@ def compile_signals() -> None:
     sum_choices(rows, ids, 0, EXPERTS, torch.zeros(4, TOP_K), signals.alarm.gave_up)
 
 
+def compile_linear(*, few: bool) -> None:
+    """The linear layer in fp8, in bfloat16 and with sums for a bias; its last block of columns is smaller."""
+    weight, scales = numbers(2112, HIDDEN, dtype=FP8), numbers(17, HIDDEN // 128, dtype=torch.float32)
+    for rows in (1, 32, 64, 500):
+        x, x_scales = numbers(rows, HIDDEN, dtype=FP8), numbers(rows, HIDDEN // 128, dtype=torch.float32)
+        for tile in linear_tiles(power_of_2(rows))[: 1 if few else None]:
+            _launch(x, x_scales, weight, scales, torch.float32 if rows == 1 else torch.bfloat16, tile)
+
+
 def main(capability: int, thorough: bool) -> None:
     triton.runtime.driver.set_active(Nobody(capability))
     JITFunction.__getitem__ = compile_instead
@@ -161,6 +172,7 @@ def main(capability: int, thorough: bool) -> None:
     quantize_rows(numbers(4, HIDDEN, dtype=torch.bfloat16))
     sum_choices(numbers(4, TOP_K, HIDDEN, dtype=torch.bfloat16), torch.zeros(4, TOP_K, dtype=torch.int64), 0, 4)
     compile_signals()
+    compile_linear(few=not thorough)
     copy_on_sms(*torch.empty(2, 1 << 20, dtype=torch.uint8), 16)
     for dtype in (torch.bfloat16, FP8):
         for rows in (16, 128) if not thorough else (16, 32, 64, 128):

@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+
+from model_runner.decoder.layers import Projection
+from moe import FusedMoEModularKernel
+from moe.experts.reference import ReferenceExperts
 
 FP8 = torch.float8_e4m3fn
 PLAIN = re.compile(r"norm|embed_tokens|lm_head|mlp\.gate\.|bias$")
@@ -89,6 +93,37 @@ def dequantize(stored: Tensor, scales: Tensor, kind: Kind) -> Tensor:
     rows, columns = kind.block[0] or stored.shape[0], kind.block[1] or stored.shape[1]
     which = (torch.arange(stored.shape[0]) // rows)[:, None], (torch.arange(stored.shape[1]) // columns)[None]
     return stored.float() * scales[which]
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Activations as fp8's products round them: 128 numbers of a row share a scale."""
+    blocks = x.reshape(-1, 128)
+    scales = blocks.abs().amax(1, keepdim=True).clamp(min=1e-4) / 448
+    return ((blocks / scales).to(FP8).float() * scales).view(x.shape)
+
+
+def kept_projections(model: nn.Module) -> list[str]:
+    """Names of the projections that are in fp8."""
+    return [
+        name for name, module in model.named_modules() if isinstance(module, Projection) and module.scales is not None
+    ]
+
+
+class Rounding(ReferenceExperts):
+    """The formula with every operand rounded."""
+
+    def _expert(self, slot: int, x: Tensor) -> Tensor:
+        gate, up = (self.w13[slot] @ rounded(x)).chunk(2)
+        return self.w2[slot] @ rounded(nn.functional.silu(gate) * up)
+
+
+def round_operands(model: nn.Module, projections: Collection[str]) -> None:
+    """Make the routed experts of a plain model, and these projections, round what they multiply."""
+    for name in projections:
+        model.get_submodule(name).register_forward_pre_hook(lambda _, args: (rounded(args[0]),))
+    for kernel in model.modules():
+        if isinstance(kernel, FusedMoEModularKernel):
+            kernel.experts = Rounding(kernel.experts.w13, kernel.experts.w2)
 
 
 def write_fp8(path: Path, to: Path, kind: Kind) -> tuple[Path, Path]:

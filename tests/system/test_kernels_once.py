@@ -17,7 +17,7 @@ from triton_batches import DEVICE, moved, moved_cache
 
 from attention import AttentionShape, MLAKVCache, MLAShape, make_attention_backend
 from attention.kernels import decode as decode_kernels
-from moe import SigmoidTopKRouter, make_experts, quantize_blocks
+from moe import SigmoidTopKRouter, dequantize_blocks, fp8_linear, make_experts, quantize_blocks
 from moe import router as routers
 from ubatch.kernels import autotune
 from ubatch.kernels.triton_jit import INTERPRETED
@@ -84,6 +84,17 @@ def rows_in_fp8() -> None:
     expected, expected_scales = quantize_blocks(x.cpu())
     close(scales, expected_scales, 1e-6)
     close(found, expected, 0.13)
+
+
+@launches("quantize", "fp8_linear")
+def projection_in_fp8() -> None:
+    from moe.kernels.quantize import quantize_rows, quantize_weights
+
+    x = there(20, 256)
+    (weight,), (scales,) = quantize_weights(there(1, 384, 256))
+    rows = dequantize_blocks(*quantize_rows(x), torch.float32).cpu()
+    meant = weight.cpu().float() * scales.cpu().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    close(fp8_linear(x, weight, scales), rows @ meant.T, 1e-2)
 
 
 @launches("down_signalling", "copy_signalled")
