@@ -1,4 +1,5 @@
-"""Resolves `auto` to the back ends of experts and attention: the same on every rank, with the reason in the log.
+"""Resolves `auto` to the back ends of experts and attention: the same on every rank, with the reason in the log. It
+also says which weights stay in fp8.
 
 On a GPU all ranks measure at the same time which usable back end is fastest (`moe.experts.fastest`,
 `attention.backends.fastest`). Only back ends that every rank can use count, and the first rank's choice holds for all:
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 
@@ -36,13 +38,14 @@ from moe import (
     fastest_cpu_experts,
     fastest_experts,
     fp8_block,
+    fp8_linear_block,
     usable_experts,
 )
 from ubatch import CommGroup, ConfigError, ForwardMode, Schedule, UBatchConfig
 from ubatch.kernels.fastest import Chosen, measured
 from ubatch.ranks.long_calls import taking_long
 
-__all__ = ["resolve_attention", "resolve_experts", "resolve_fp8_block"]
+__all__ = ["FP8Blocks", "resolve_attention", "resolve_experts", "resolve_fp8_blocks"]
 
 _logger = logging.getLogger(__name__)
 
@@ -88,7 +91,19 @@ def resolve_experts(
     return name
 
 
-def resolve_fp8_block(
+class FP8Blocks(NamedTuple):
+    """The blocks in which a checkpoint's weights stay in fp8; None for those that are dequantised.
+
+    Attributes:
+        experts: routed experts, see `ExpertParallel.fp8_block`.
+        projections: linear layers of attention, dense MLPs and shared experts, see `Checkpoint.projection_block`.
+    """
+
+    experts: tuple[int, int] | None = None
+    projections: tuple[int, int] | None = None
+
+
+def resolve_fp8_blocks(
     name: str,
     config: ModelConfig | None,
     quantization: WeightQuantization | None,
@@ -96,26 +111,39 @@ def resolve_fp8_block(
     device: torch.device,
     *,
     dbo: UBatchConfig | None = None,
-) -> tuple[int, int] | None:
-    """The blocks in which a checkpoint's routed experts stay in fp8; None if they are dequantised, with why in the log.
+) -> FP8Blocks:
+    """Which of a checkpoint's weights stay in fp8, with the reasons why others are dequantised in the log.
 
     Args:
         name: the experts' back end, from `resolve_experts`.
+        config: of the model; None for a network without experts.
         dtype: what all other weights are dequantised to.
 
     Raises:
         ConfigError: the back end is unknown.
     """
     if quantization is None:
-        return None
-    why = "only routed experts have products in fp8, and the model has none"
+        return FP8Blocks()
+    reasons = {"projections": _why_not_fp8_projections(name, quantization, device)}
     if config is not None and config.num_experts:
-        why = _why_not_fp8(name, config, quantization, device, _overlapping(dbo)) or ""
-    if why:
-        _logger.info("quantised weights are dequantised to %s: %s", dtype, why)
-        return None
-    _logger.info("routed experts stored in fp8 stay so; other weights in fp8 (attention, dense MLPs) become %s", dtype)
-    return quantization.block
+        overlapping = _overlapping(dbo)
+        reasons = {"routed experts": _why_not_fp8(name, config, quantization, device, overlapping), **reasons}
+    kept = [kind for kind, why in reasons.items() if why is None]
+    others = "; ".join(f"{kind} become {dtype}: {why}" for kind, why in reasons.items() if why is not None)
+    if kept:
+        _logger.info("%s stored in fp8 stay so%s", " and ".join(kept), f"; {others}" if others else "")
+    else:
+        _logger.info("quantised weights are dequantised to %s: %s", dtype, next(iter(reasons.values())))
+    return FP8Blocks(*(quantization.block if kind in kept else None for kind in ("routed experts", "projections")))
+
+
+def _why_not_fp8_projections(name: str, quantization: WeightQuantization, device: torch.device) -> str | None:
+    """Why the checkpoint's projections cannot stay in fp8; None if they can, as far as their own sizes permit."""
+    # A CPU interprets the kernel, for tests, where it interprets the experts' kernels.
+    block = fp8_linear_block(device) if device.type == "cuda" or fp8_block(name, device) is not None else None
+    if block is None:
+        return f"nothing multiplies fp8 on {device}"
+    return _why_not_blocks(quantization, block, "those of projections")
 
 
 def _why_not_fp8(
@@ -131,15 +159,22 @@ def _why_not_fp8(
     block = fp8_block(name, device)
     if block is None:
         return f"experts back end {name!r} does not multiply fp8 here"
-    if quantization.block != block:
-        given = "no blocks" if quantization.block is None else f"blocks of {quantization.block}"
-        return f"the checkpoint's scales are for {given}, those of experts back end {name!r} for blocks of {block}"
+    other_blocks = _why_not_blocks(quantization, block, f"those of experts back end {name!r}")
+    if other_blocks is not None:
+        return other_blocks
     sizes = config.hidden_size, config.expert_intermediate_size
     if any(size is None or size % length for size in sizes for length in block):
         return f"blocks of {block} do not divide the experts' sizes {sizes}"
     if any(schedule.signalled for schedule in overlapping):
         return "no down projection in fp8 signals its blocks, as a schedule wants"
     return None
+
+
+def _why_not_blocks(quantization: WeightQuantization, block: tuple[int, int], whose: str) -> str | None:
+    if quantization.block == block:
+        return None
+    given = "no blocks" if quantization.block is None else f"blocks of {quantization.block}"
+    return f"the checkpoint's scales are for {given}, {whose} for blocks of {block}"
 
 
 def _overlapping(dbo: UBatchConfig | None) -> list[Schedule]:

@@ -38,7 +38,7 @@ from attention import (
 )
 from model_runner.auto.dbo_auto import make_step_settings
 from model_runner.auto.step_cost import split_cost
-from model_runner.backend_choice import resolve_attention, resolve_experts, resolve_fp8_block
+from model_runner.backend_choice import resolve_attention, resolve_experts, resolve_fp8_blocks
 from model_runner.decoder.base import CausalLM, ExpertParallel, ModelConfig, check_tensor_parallel
 from model_runner.drafting.proposer import DraftProposer
 from model_runner.drafting.setting import DraftSetting
@@ -66,6 +66,7 @@ from model_runner.step.request import Request, ScheduledRequest
 from model_runner.step.request_memory import RequestMemory
 from model_runner.step.streams import StepStreams
 from model_runner.weights.dummy_weights import open_checkpoint
+from model_runner.weights.fp8_projections import log_projections
 from model_runner.weights.kv_scales import load_kv_scales
 from model_runner.weights.weight_pass import Progress
 from model_runner.weights.weights import Checkpoint
@@ -245,15 +246,17 @@ class ModelRunner:
             group=group,
             quantization=checkpoint.quantization,
         )
-        block = resolve_fp8_block(
+        blocks = resolve_fp8_blocks(
             self.experts_backend, self.config, checkpoint.quantization, dtype, self.device, dbo=self.dbo
         )
         if self.config.num_experts:
             verifies = num_speculative_tokens > 0
             check_schedules(self.dbo, self.all2all, self.experts_backend, self.device, verifies=verifies)
-        parallel = ExpertParallel(self.all2all, self.experts_backend, self.tensor_parallel, block)
+        parallel = ExpertParallel(self.all2all, self.experts_backend, self.tensor_parallel, blocks.experts)
+        checkpoint.projection_block = blocks.projections
         with taking_long("loading the model"):
             self.model: CausalLM = kind.load(self.config, checkpoint, parallel).eval()
+            log_projections(checkpoint)
             self.draft = None if draft is None else draft.load(self)
 
         self.split_cost = split_cost(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from attention import MLAInputs, MLAPlan, MLAShape, RopeTable
-from model_runner.decoder.layers import Projection, frozen
+from model_runner.decoder.layers import Projection, frozen, load_projection
 from model_runner.decoder.ops import rms_norm
 from model_runner.parallel.tensor_parallel import WHOLE, Shard
 from model_runner.weights.weights import Checkpoint
@@ -61,25 +61,25 @@ class LatentAttention(nn.Module):
         self.sizes = (q_part.size if q_lora_rank is None else q_lora_rank, rank, shape.qk_rope_head_dim)
         first = ("q_proj", q_part) if q_lora_rank is None else ("q_a_proj", q_lora_rank)
         parts = [(f"{prefix}.{name}", rows) for name, rows in (first, ("kv_a_proj_with_mqa", sum(self.sizes[1:])))]
-        down = checkpoint.load_fused([(f"{name}.weight", rows) for name, rows in parts], hidden_size)
         v_part = shard.part(whole_heads * shape.v_head_dim)
-        out = checkpoint.load(f"{prefix}.o_proj.weight", hidden_size, v_part)
         self.latent_norm = frozen(checkpoint.load(f"{prefix}.kv_a_layernorm.weight", rank))
         self.q_norm: nn.Parameter | None = None
         self.q_up: Projection | None = None
         if q_lora_rank is not None:
             self.q_norm = frozen(checkpoint.load(f"{prefix}.q_a_layernorm.weight", q_lora_rank))
-            self.q_up = Projection(checkpoint.load(f"{prefix}.q_b_proj.weight", q_part, q_lora_rank))
+            self.q_up = load_projection(checkpoint, [(f"{prefix}.q_b_proj.weight", q_part)], q_lora_rank)
         down_bias = out_bias = None
         if bias:
-            down_bias = torch.zeros_like(down[:, 0])
+            down_bias = torch.zeros(sum(self.sizes), dtype=checkpoint.dtype, device=checkpoint.device)
             of_q, of_kv = down_bias.split([self.sizes[0], sum(self.sizes[1:])])
             checkpoint.load_into(f"{prefix}.kv_a_proj_with_mqa.bias", of_kv)
             if q_lora_rank is not None:  # an uncompressed query has none
                 checkpoint.load_into(f"{prefix}.q_a_proj.bias", of_q)
             if shard.rank == 0:  # the ranks' outputs are added up
                 out_bias = checkpoint.load(f"{prefix}.o_proj.bias", hidden_size)
-        self.down, self.out = Projection(down, down_bias), Projection(out, out_bias)
+        down = [(f"{name}.weight", rows) for name, rows in parts]
+        self.down = load_projection(checkpoint, down, hidden_size, down_bias)
+        self.out = load_projection(checkpoint, [(f"{prefix}.o_proj.weight", hidden_size)], v_part, out_bias)
 
         up_part = shard.part(whole_heads * (shape.qk_nope_head_dim + shape.v_head_dim))
         up: list[Tensor] = []

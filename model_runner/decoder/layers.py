@@ -19,12 +19,22 @@ from attention import AttentionPlan, AttentionShape
 from model_runner.decoder.ops import normalise_and_rotate, rms_norm, sigmoid_mul, silu_mul
 from model_runner.decoder.rope import Rotation
 from model_runner.parallel.tensor_parallel import WHOLE, Shard
-from model_runner.weights.weights import Checkpoint
-from moe import NativeLinear, linear
+from model_runner.weights.fp8_projections import load_fp8_projection
+from model_runner.weights.weights import Checkpoint, Size
+from moe import NativeLinear, fp8_linear, linear
 from ubatch import ConfigError, Point, dbo_yield
 from ubatch.kernels.sums import add_bias
 
-__all__ = ["AllHeadsNormAttention", "Attention", "GatedMLP", "Projection", "frozen", "load_norm", "pack_projections"]
+__all__ = [
+    "AllHeadsNormAttention",
+    "Attention",
+    "GatedMLP",
+    "Projection",
+    "frozen",
+    "load_norm",
+    "load_projection",
+    "pack_projections",
+]
 
 
 def frozen(weight: Tensor) -> nn.Parameter:
@@ -52,11 +62,16 @@ class Projection(nn.Module):
     Args:
         weight: `[out, in]`.
         bias: `[out]`, or None.
+        scales: of a weight in fp8, see `moe.fp8_linear`: such a projection stays in fp8, and rounds `x` to it. None
+            for other dtypes.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    scales: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> None:
         super().__init__()
         self.num_weights = weight.numel()
+        self.register_buffer("scales", scales)
         self.weight: nn.Parameter | None = frozen(weight)
         self.bias = None if bias is None else frozen(bias)
         self._packed: NativeLinear | None = None
@@ -68,7 +83,9 @@ class Projection(nn.Module):
             self.weight = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., in]` to `[..., out]`; if packed, raises the errors of `NativeLinear`."""
+        """`[..., in]` to `[..., out]`; raises the errors of `NativeLinear` if packed, of `moe.fp8_linear` in fp8."""
+        if self.weight is not None and self.scales is not None:
+            return fp8_linear(x, self.weight, self.scales, self.bias)
         if self.weight is not None:
             return linear(x, self.weight, self.bias)
         if self.bias is None:
@@ -81,6 +98,8 @@ class Projection(nn.Module):
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows `indices` `[N]` of the weight, `[N, in]`: an embedding."""
+        if self.scales is not None:
+            raise ConfigError("a projection in fp8 is no embedding; load the embedding's weight by `Checkpoint.load`.")
         return self._native.weight_rows(indices) if self.weight is None else F.embedding(indices, self.weight)
 
     @property
@@ -98,7 +117,16 @@ class Projection(nn.Module):
                     f"packed weights are {self._packed.dtype} on the CPU for good and cannot become {moved.dtype} on "
                     f"{moved.device}. Use experts_backend='grouped', which packs nothing."
                 )
-        return super()._apply(fn, recurse)
+        if self.scales is None:
+            return super()._apply(fn, recurse)
+        in_fp8 = (self.weight, self.scales)
+
+        def keep_dtype(tensor: Tensor) -> Tensor:  # results have the dtype of x
+            moved = fn(tensor)
+            fixed = moved.dtype is not tensor.dtype and any(tensor is each for each in in_fp8)
+            return tensor.to(moved.device) if fixed else moved
+
+        return super()._apply(keep_dtype, recurse)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Projection:
         if self._packed is not None:
@@ -107,6 +135,23 @@ class Projection(nn.Module):
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
+
+
+def load_projection(
+    checkpoint: Checkpoint, tensors: Sequence[tuple[str, Size]], columns: Size, bias: Tensor | None = None
+) -> Projection:
+    """A projection of one or several fused weights; it stays in fp8 if all of them can (`load_fp8_projection`).
+
+    Args:
+        tensors: (name, rows) of the weights, in order; all rows, or a part.
+        columns: their columns; all, or a part.
+        bias: of all of them together.
+    """
+    in_fp8 = load_fp8_projection(checkpoint, tensors, columns)
+    if in_fp8 is None:
+        return Projection(checkpoint.load_fused(tensors, columns), bias)
+    weight, scales = in_fp8
+    return Projection(weight, bias, scales)
 
 
 def pack_projections(model: nn.Module) -> None:
@@ -157,17 +202,21 @@ class Attention(nn.Module):
         kv_part = shard.part(shape.num_kv_heads * shape.head_dim, most=shape.num_kv_heads)
         self.gated, self.zero_centred, self.shape = gated, zero_centred, shard.grouped(shape)
         parts = (("q", shard.part(2 * q_part.total) if gated else q_part), ("k", kv_part), ("v", kv_part))
-        fused: list[Tensor] = []
-        with checkpoint.once_read(lambda: self._move_gates(fused)):
-            fused.append(checkpoint.load_fused([(f"{prefix}.{p}_proj.weight", n) for p, n in parts], hidden_size))
-            if bias:
-                fused.append(checkpoint.load_fused([(f"{prefix}.{p}_proj.bias", n) for p, n in parts]))
-        qkv, of_qkv = fused[0], fused[1] if bias else None
-        out = checkpoint.load(f"{prefix}.o_proj.weight", hidden_size, q_part)
+        weights = [(f"{prefix}.{p}_proj.weight", n) for p, n in parts]
+        if gated:  # rows are moved; those of scales in fp8 could not be
+            fused: list[Tensor] = []
+            with checkpoint.once_read(lambda: self._move_gates(fused)):
+                fused.append(checkpoint.load_fused(weights, hidden_size))
+                if bias:
+                    fused.append(checkpoint.load_fused([(f"{prefix}.{p}_proj.bias", n) for p, n in parts]))
+            self.qkv = Projection(*fused)
+        else:
+            of_qkv = checkpoint.load_fused([(f"{prefix}.{p}_proj.bias", n) for p, n in parts]) if bias else None
+            self.qkv = load_projection(checkpoint, weights, hidden_size, of_qkv)
         of_out = None
         if out_bias and shard.rank == 0:  # the ranks' outputs are added up
             of_out = checkpoint.load(f"{prefix}.o_proj.bias", hidden_size)
-        self.qkv, self.out = Projection(qkv, of_qkv), Projection(out, of_out)
+        self.out = load_projection(checkpoint, [(f"{prefix}.o_proj.weight", hidden_size)], q_part, of_out)
         self.sinks: nn.Parameter | None = None
         if shape.sinks:
             sinks: list[Tensor] = []
@@ -190,8 +239,6 @@ class Attention(nn.Module):
 
     def _move_gates(self, fused: Sequence[Tensor]) -> None:
         """Move the gates' rows behind those of queries, keys and values."""
-        if not self.gated:
-            return
         queries = 2 * self.shape.num_heads * self.shape.head_dim
         for rows in fused:
             both = rows[:queries].view(self.shape.num_heads, 2, self.shape.head_dim, *rows.shape[1:])
@@ -274,14 +321,14 @@ class GatedMLP(nn.Module):
         super().__init__()
         columns = shard.part(intermediate_size)
         halves = [f"{prefix}.{part}_proj" for part in ("gate", "up")]
-        gate_up = checkpoint.load_fused([(f"{name}.weight", columns) for name in halves], hidden_size)
-        down = checkpoint.load(f"{prefix}.down_proj.weight", hidden_size, columns)
         gate_up_bias = down_bias = None
         if bias:
             gate_up_bias = checkpoint.load_fused([(f"{name}.bias", columns) for name in halves])
             if shard.rank == 0:  # the ranks' outputs are added up
                 down_bias = checkpoint.load(f"{prefix}.down_proj.bias", hidden_size)
-        self.gate_up, self.down = Projection(gate_up, gate_up_bias), Projection(down, down_bias)
+        gate_up = [(f"{name}.weight", columns) for name in halves]
+        self.gate_up = load_projection(checkpoint, gate_up, hidden_size, gate_up_bias)
+        self.down = load_projection(checkpoint, [(f"{prefix}.down_proj.weight", hidden_size)], columns, down_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T, hidden_size]` to the same shape; the caller sums the ranks' results."""

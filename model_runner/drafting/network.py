@@ -16,7 +16,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from model_runner.backend_choice import resolve_experts, resolve_fp8_block
+from model_runner.backend_choice import resolve_experts, resolve_fp8_blocks
 from model_runner.decoder.base import CausalLM, ExpertParallel, ModelConfig
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.drafting.target import TargetRunner
@@ -25,6 +25,7 @@ from model_runner.models.mtp import MTPLayer
 from model_runner.models.registry import model_class
 from model_runner.parallel.transport import make_transport
 from model_runner.weights.dummy_weights import open_checkpoint
+from model_runner.weights.fp8_projections import log_projections
 from model_runner.weights.weights import Checkpoint
 from ubatch import ConfigError, nearest
 
@@ -106,6 +107,7 @@ def load_draft(algorithm: str, path: str | Path | None, runner: TargetRunner) ->
     )
     try:
         network = load(runner, checkpoint)
+        log_projections(checkpoint)
     finally:
         checkpoint.close()
     return network
@@ -180,4 +182,6 @@ def _alone(runner: TargetRunner, config: ModelConfig | None, checkpoint: Checkpo
     )  # the local transport delivers rows, not batches
     dtype, device, stored = runner.dtype, runner.device, checkpoint.quantization
     name = resolve_experts(name, config, transport, dtype, device, quantization=stored)
-    return ExpertParallel(transport, name, fp8_block=resolve_fp8_block(name, config, stored, dtype, device))
+    blocks = resolve_fp8_blocks(name, config, stored, dtype, device)
+    checkpoint.projection_block = blocks.projections
+    return ExpertParallel(transport, name, fp8_block=blocks.experts)

@@ -7,6 +7,7 @@ mxfp4                the same for experts in MXFP4
 weight_pass          reads the files from front to back, through pinned memory to a device
 weights              a checkpoint's tensors, whole or a rank's part
 fp8_experts          experts that stay in fp8
+fp8_projections      projections that stay in fp8
 dummy_weights        random weights instead (`load_format dummy`)
 kv_scales            static scales of an fp8 KV cache
 """

@@ -57,10 +57,12 @@ class DummyCheckpoint(Checkpoint):
         return known is not None and known.block == block and not any(map(known.ignores, names))
 
     @torch.no_grad()
-    def load_blocks_into(self, name: str, out: Tensor, scales: Tensor) -> None:
+    def load_blocks_into(self, name: str, out: Tensor, scales: Tensor, *shape: Size) -> None:
         """See `Checkpoint`: random numbers in fp8, all of one scale."""
-        scales.fill_(out.shape[-1] ** -0.5)
-        out.copy_(self._whole(name, tuple(out.shape)) / scales[0, 0].cpu())
+        shape = shape or tuple(out.shape)
+        scale = whole_shape(shape)[-1] ** -0.5
+        scales.fill_(scale)
+        out.copy_(self._whole(name, whole_shape(shape))[part_index(shape)] / scale)
 
     def _whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if "norm" in name:

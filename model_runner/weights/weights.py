@@ -104,6 +104,9 @@ class Checkpoint:
         CheckpointError: a file is not valid for its type.
     """
 
+    projection_block: tuple[int, int] | None = None
+    """Projections stored in fp8 with a scale per such block stay so (`model_runner.weights.fp8_projections`); None if
+    they are dequantised. Set before a model is loaded."""
     _pass: WeightPass | None = None
 
     def __init__(
@@ -124,6 +127,7 @@ class Checkpoint:
             raise CheckpointFileMissing(f"{self.path} is not a folder; give the folder of a Hugging Face checkpoint.")
         self.config = HFConfig(_read_json(self.path / "config.json"), self.path / "config.json")
         self._files: dict[str, Any] = {}
+        self.projections: Counter[bool] = Counter()
 
     @property
     def architecture(self) -> str:
@@ -223,15 +227,15 @@ class Checkpoint:
                 raise WrongShape(name, shape, ())
             return float(handle.get_tensor(name).to(torch.float32))
 
-    def load_fused(self, tensors: Sequence[tuple[str, Size]], *rest: int) -> Tensor:
+    def load_fused(self, tensors: Sequence[tuple[str, Size]], *rest: Size) -> Tensor:
         """Several tensors stacked along dimension 0, so that one product computes them all.
 
         Args:
             tensors: (name, rows) of each, in order; all rows, or a part.
-            rest: their other dimensions.
+            rest: their other dimensions; all, or a part.
         """
         rows = [_rows(size) for _, size in tensors]
-        out = torch.empty((sum(rows), *rest), dtype=self.dtype, device=self.device)
+        out = torch.empty((sum(rows), *map(_rows, rest)), dtype=self.dtype, device=self.device)
         for (name, size), place in zip(tensors, out.split(rows), strict=True):
             self._copy(name, (size, *rest), place)
         return out
@@ -246,15 +250,17 @@ class Checkpoint:
             return False
         return all(self._handle(name).get_slice(name).get_dtype() == _FP8_NAME for name in names)
 
-    def load_blocks_into(self, name: str, out: Tensor, scales: Tensor) -> None:
+    def load_blocks_into(self, name: str, out: Tensor, scales: Tensor, *shape: Size) -> None:
         """Copy a tensor for which `has_blocks` as it is stored; errors as `load`.
 
         Args:
             out: `[rows, columns]` float8_e4m3fn.
             scales: one for every block, `[row blocks, column blocks]` float32.
+            shape: rows and columns to copy, which begin at a block; all by default.
         """
-        source = self._source(name, tuple(out.shape))
-        if not isinstance(source, ScaledBlocks) or source.scales.shape != scales.shape:
+        shape = shape or tuple(out.shape)
+        source = self._source(name, whole_shape(shape))[part_index(shape)]
+        if not isinstance(source, ScaledBlocks) or source.scales.shape != scales.shape or any(source.first):
             raise CheckpointError(f"{self.path}: {name!r} is not stored in fp8 with scales {list(scales.shape)}.")
         self._want(name, source.stored, out)
         self._want(name, source.scales, scales)

@@ -20,7 +20,7 @@ import moe.experts.fastest
 from attention import AttentionShape, MLAShape, make_kv_cache, resolve_attention_backend
 from attention.backends import registry
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
-from model_runner.backend_choice import _choose, resolve_attention, resolve_experts, resolve_fp8_block
+from model_runner.backend_choice import _choose, resolve_attention, resolve_experts, resolve_fp8_blocks
 from model_runner.models.qwen3_moe import Qwen3MoeForCausalLM
 from model_runner.weights.quantization import WeightQuantization
 from model_runner.weights.weights import Checkpoint
@@ -118,7 +118,7 @@ def test_a_signalled_schedule_gets_dequantised_experts(tmp_path: Path, caplog: p
     for schedule, block in (("single_batch", (128, 128)), ("single_batch_signalled", None)):
         dbo = UBatchConfig(schedule=replace(SCHEDULES[schedule], comm_sms=0))
         with caplog.at_level(logging.INFO, "model_runner"):
-            assert resolve_fp8_block(TRITON, config, stored, torch.float32, CPU, dbo=dbo) == block
+            assert resolve_fp8_blocks(TRITON, config, stored, torch.float32, CPU, dbo=dbo).experts == block
     assert "no down projection in fp8 signals its blocks" in caplog.messages[-1]
 
 

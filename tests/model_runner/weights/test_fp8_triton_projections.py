@@ -1,0 +1,211 @@
+"""Projections of an fp8 checkpoint that stay in fp8, and those that are dequantised."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from fp8_checkpoints import FP8, blockwise, kept_projections, round_operands, with_config, write_fp8
+from model_checks import admitted, all_logits
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from triton_batches import DEVICE  # before Triton is imported
+
+from model_runner import Checkpoint, ModelRunner, ScheduledRequest, model_class, split_cost
+from model_runner.decoder.layers import Projection
+from model_runner.parallel.tensor_parallel import WHOLE, Shard
+from ubatch import ConfigError
+
+BLOCKS = blockwise(128, 128)
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+QWEN3 = {**SIZES, "num_key_value_heads": 4, "head_dim": 64}
+DEEPSEEK = {
+    **SIZES,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 136,  # with the key's 8 dimensions the last rows of the first product: one block, and 16 rows
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "n_shared_experts": 1,
+}
+PROMPTS = [[5, 17, 99, 3, 42], [1]]
+
+
+def logits(runner: ModelRunner) -> Tensor:
+    requests = admitted(runner, PROMPTS)
+    return all_logits(runner, [ScheduledRequest(request, request.num_tokens) for request in requests]).cpu()
+
+
+ATTENTION = [f"layers.{layer}.attention.{part}" for layer in range(2) for part in ("qkv", "out")]
+LATENT = [f"layers.{layer}.attention.{part}" for layer in range(2) for part in ("q_up", "down", "out")]
+DENSE = ["layers.0.mlp.gate_up", "layers.0.mlp.down"]
+CASES = [
+    ("Qwen3", {**QWEN3, "attention_bias": True}, [*ATTENTION, *DENSE, "layers.1.mlp.gate_up", "layers.1.mlp.down"]),
+    (
+        "DeepseekV3",
+        DEEPSEEK,
+        [*LATENT, *DENSE, "layers.1.mlp.kernel.shared_experts.gate_up", "layers.1.mlp.kernel.shared_experts.down"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "sizes", "kept"), CASES, ids=["Qwen3", "DeepSeek-V3"])
+def test_logits_are_those_of_rounded_operands(
+    family: str, sizes: dict[str, Any], kept: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also with biases and tied embeddings; DeepSeek-V3's routed experts are in fp8, too."""
+    plain = make_checkpoint(tmp_path / "plain", family, **sizes, tie_word_embeddings=family == "Qwen3")
+    path, meant = write_fp8(plain, tmp_path, BLOCKS)
+    with (
+        caplog.at_level(logging.INFO, "model_runner"),
+        ModelRunner(path, num_kv_blocks=16, device=DEVICE, experts_backend="triton") as runner,
+    ):
+        assert sorted(kept_projections(runner.model)) == sorted(kept)
+        assert f"all {len(kept)} projections of the layers stay in fp8" in caplog.messages
+        of_experts = "routed experts and " if family == "DeepseekV3" else ""
+        assert f"{of_experts}projections stored in fp8 stay so" in caplog.messages
+        found, cost = logits(runner), split_cost(runner.model)
+    with ModelRunner(meant, num_kv_blocks=16, experts_backend="reference") as runner:
+        assert split_cost(runner.model) == cost
+        exact = logits(runner)
+        round_operands(runner.model, kept)
+        expected = logits(runner)
+    assert expected.abs().max() > 0.5
+    # A GPU may round a tie to the other number of fp8.
+    limit = 1e-2 if DEVICE == "cpu" else 5e-2 * float(expected.abs().max())
+    assert (found - expected).abs().max() < limit
+    assert (exact - expected).abs().max() > 2e-2, "or the activations were not rounded"
+
+
+class Kernel(nn.Module):
+    """A layer that only holds its experts."""
+
+    def __init__(self, all2all: Any, experts: nn.Module, shared: nn.Module | None) -> None:
+        super().__init__()
+        self.shared = shared
+
+
+def load(path: Path, shard: Shard, block: tuple[int, int] | None = (128, 128)) -> tuple[Any, Checkpoint]:
+    """A rank's model, with its projections in fp8 where they can be."""
+    checkpoint = Checkpoint(path)
+    checkpoint.projection_block = block
+    kind = model_class(checkpoint.architecture)
+    config = kind.read_config(checkpoint.config, checkpoint.generation_config())
+    all2all = SimpleNamespace(experts=range(1), traits=SimpleNamespace(other_ranks=True))
+    parallel: Any = SimpleNamespace(all2all=all2all, experts="grouped", tensor=None, shard=shard, fp8_block=None)
+    return kind.load(config, checkpoint, parallel), checkpoint
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("Qwen3", QWEN3), ("DeepseekV3", {**DEEPSEEK, "v_head_dim": 64})])
+def test_ranks_hold_their_blocks(
+    family: str, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ranks' halves together are the whole; a half that does not end at a border is dequantised."""
+    monkeypatch.setattr("model_runner.decoder.sparse_mlp.FusedMoEModularKernel", Kernel)
+    path, _ = write_fp8(make_checkpoint(tmp_path / "plain", family, **sizes), tmp_path, BLOCKS)
+    whole, _ = load(path, WHOLE)
+    ranks = [load(path, Shard(rank, 2))[0] for rank in range(2)]
+    kept = [set(kept_projections(model)) for model in ranks]
+    assert kept[0] == kept[1]
+    missing = {"layers.0.attention.q_up", "layers.1.attention.q_up"} if family == "DeepseekV3" else set()
+    assert kept[0] == set(kept_projections(whole)) - missing
+    for name in ("layers.0.attention.out", "layers.0.mlp.down"):  # this rank's columns
+        halves, all_of_it = [model.get_submodule(name) for model in ranks], whole.get_submodule(name)
+        for part in ("weight", "scales"):
+            both = torch.cat([getattr(half, part).float() for half in halves], 1)
+            assert torch.equal(both, getattr(all_of_it, part).float())
+    gate_up, all_of_it = [model.get_submodule("layers.0.mlp.gate_up") for model in ranks], whole.layers[0].mlp.gate_up
+    for part in ("weight", "scales"):  # this rank's rows, of gate and up
+        gates, ups = zip(*(getattr(half, part).float().chunk(2) for half in gate_up), strict=True)
+        assert torch.equal(torch.cat((*gates, *ups)), getattr(all_of_it, part).float())
+
+
+def test_what_does_not_fit_is_dequantised_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A key projection that is stored otherwise takes queries and values along; 192 columns are no blocks."""
+    kind = blockwise(128, 128, plain=["layers.0.self_attn.k_proj"])
+    sizes = {**QWEN3, "intermediate_size": 192}
+    path, meant = write_fp8(make_checkpoint(tmp_path / "plain", "Qwen3", **sizes), tmp_path, kind)
+    with (
+        caplog.at_level(logging.INFO, "model_runner"),
+        ModelRunner(path, num_kv_blocks=4, device=DEVICE, experts_backend="triton") as runner,
+    ):
+        assert sorted(kept_projections(runner.model)) == sorted(ATTENTION[1:])
+        plain = load_file(meant / "model.safetensors")
+        parts = [plain[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"]
+        assert torch.equal(runner.model.layers[0].attention.qkv.weight.cpu(), torch.cat(parts))
+    (said,) = [text for text in caplog.messages if text.endswith("do not divide it")]
+    assert said.startswith("3 of 8 projections of the layers stay in fp8; the others are loaded as torch.float32: ")
+
+
+@pytest.mark.parametrize(("backend", "kind"), [("grouped", BLOCKS), ("triton", blockwise(64, 128))])
+def test_elsewhere_all_are_dequantised(
+    backend: str, kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a CPU, also beside an interpreter that nobody asked for; and in other blocks."""
+    path, _ = write_fp8(make_checkpoint(tmp_path / "plain", "Qwen3", **QWEN3), tmp_path, kind)
+    with (
+        caplog.at_level(logging.INFO, "model_runner"),
+        ModelRunner(path, num_kv_blocks=4, device="cpu", experts_backend=backend) as runner,
+    ):
+        assert not kept_projections(runner.model)
+    why = "nothing multiplies fp8 on cpu"
+    if backend == "triton":
+        why = "the checkpoint's scales are for blocks of (64, 128), those of projections for blocks of (128, 128)"
+    assert f"quantised weights are dequantised to torch.float32: {why}" in caplog.messages
+
+
+def test_random_weights_are_in_fp8_too(tmp_path: Path) -> None:
+    path = with_config(
+        make_checkpoint(tmp_path / "plain", "Qwen3", **QWEN3),
+        quantization_config=blockwise(128, 128, plain=["model.layers.1.mlp"]).config,
+    )
+    (path / "model.safetensors").unlink()
+    with ModelRunner(path, num_kv_blocks=16, device=DEVICE, experts_backend="triton", load_format="dummy") as runner:
+        assert sorted(kept_projections(runner.model)) == sorted([*ATTENTION, *DENSE])
+        down = runner.model.layers[0].mlp.down
+        assert (down.weight.float() * down.scales[0, 0]).std() == pytest.approx(256**-0.5, rel=0.05)
+        assert logits(runner).isfinite().all()
+
+
+def test_one_in_fp8_is_a_module_like_any_other() -> None:
+    weight, scales = torch.randn(128, 256, device=DEVICE).to(FP8), torch.rand(1, 2, device=DEVICE)
+    layer = Projection(weight, torch.randn(128, device=DEVICE), scales)
+    x = torch.randn(2, 256, device=DEVICE)
+    assert layer.num_weights == 128 * 256
+    assert set(layer.state_dict()) == {"weight", "bias", "scales"}
+    before = layer(x)
+    copied = copy.deepcopy(layer)
+    assert copied.weight is not layer.weight
+    assert copied.scales is not layer.scales
+    assert torch.equal(copied(x), before)
+    there = copied.to(DEVICE, torch.bfloat16)  # its weights and their scales keep what they mean
+    assert (there.weight.dtype, there.scales.dtype, there.bias.dtype) == (FP8, torch.float32, torch.bfloat16)
+    assert there(x.bfloat16()).dtype == torch.bfloat16
+    assert {tensor.device.type for tensor in copied.to("meta").state_dict().values()} == {"meta"}
+    with pytest.raises(ConfigError, match="is no embedding"):
+        layer.rows(torch.tensor([0], device=DEVICE))
+
+
+@pytest.mark.gpu
+def test_a_gpu_keeps_them_in_fp8_in_captured_steps(tmp_path: Path) -> None:
+    path, meant = write_fp8(make_checkpoint(tmp_path / "plain", "Qwen3", **QWEN3), tmp_path, BLOCKS)
+    with ModelRunner(path, num_kv_blocks=64, device="cuda", dtype=torch.bfloat16, cudagraph_mode="full") as runner:
+        in_fp8 = torch.cuda.get_device_capability() >= (8, 9)
+        kept = kept_projections(runner.model)
+        assert len(kept) == (8 if in_fp8 else 0)
+        runner.capture_graphs()
+        found = logits(runner)
+    with ModelRunner(meant, num_kv_blocks=16) as runner:
+        round_operands(runner.model, kept)
+        expected = logits(runner)
+    assert (found - expected).norm() < 9e-2 * expected.norm()
