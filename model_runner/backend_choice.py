@@ -142,7 +142,7 @@ def _why_not_fp8_projections(name: str, quantization: WeightQuantization, device
     # A CPU interprets the kernel, for tests, where it interprets the experts' kernels.
     block = fp8_linear_block(device) if device.type == "cuda" or fp8_block(name, device) is not None else None
     if block is None:
-        return f"nothing multiplies fp8 on {device}"
+        return f"fp8 is multiplied by Triton on GPUs of compute capability 8.9 or newer, not on {device}"
     return _why_not_blocks(quantization, block, "those of projections")
 
 

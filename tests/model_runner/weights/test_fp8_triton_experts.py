@@ -26,7 +26,7 @@ from triton_batches import DEVICE  # before Triton is imported
 
 from model_runner import ModelRunner, RandomQwen3Moe, ScheduledRequest, make_random_qwen3_moe
 from model_runner.drafting.network import load_draft
-from moe import FusedMoEModularKernel, fp8_block
+from moe import FusedMoEModularKernel, fp8_block, fp8_linear_block
 
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2, "num_experts_per_tok": 2}
 MOE = {**SIZES, "num_experts": 4, "mlp_only_layers": []}
@@ -149,6 +149,7 @@ def test_gpus_without_products_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, block in (((8, 0), None), ((8, 9), (128, 128)), ((9, 0), (128, 128))):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, known=capability: known)
         assert fp8_block("triton", gpu) == fp8_block("triton_batched", gpu) == block
+        assert fp8_linear_block(gpu) == block
     assert fp8_block("grouped", torch.device("cpu")) is None
 
 
