@@ -81,7 +81,7 @@ class DecoderConfig(ModelConfig):
 
     Attributes:
         rms_norm_eps: epsilon of all norms except those inside latent attention.
-        tie_word_embeddings: logits come from the embedding's weights.
+        tie_word_embeddings: logits come from the embedding's weights, unless the checkpoint has others for them.
         attention_bias: attention's projections have biases; in latent attention only the first and the last ones.
         qkv_bias: query, key and value projections have biases, but the output projection has none. Not for latent
             attention.
@@ -246,13 +246,10 @@ def read_top_k(config: HFConfig) -> int:
 
 
 def _check_rotary_dim(config: HFConfig, attention: AttentionShape | MLAShape, rope: Rope) -> None:
-    """Refuse an odd number of rotated dimensions, and latent attention that rotates a part of its rotary heads."""
-    factor = rope.partial_rotary_factor
+    """Refuse an odd number of rotated dimensions; a family with latent attention checks its own."""
     if isinstance(attention, MLAShape):
-        if factor != 1:
-            raise config.wrong("partial_rotary_factor", factor, "1: latent attention rotates all of qk_rope_head_dim")
         return
-    dim = rope.rotary_dim(attention.head_dim)
+    factor, dim = rope.partial_rotary_factor, rope.rotary_dim(attention.head_dim)
     if factor == 1 and dim % 2:
         raise config.wrong("head_dim", dim, "an even number, for rotary embeddings")
     if dim % 2 or not dim:

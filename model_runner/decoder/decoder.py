@@ -74,10 +74,9 @@ class DecoderLM(CausalLM):
                 self.lm_head.pack()
 
         with checkpoint.once_read(pack_output):
-            self.lm_head = self.embed_tokens = Projection(
-                checkpoint.load(f"{config.tensor_prefix}.embed_tokens.weight", *vocabulary)
-            )
-            if not config.tie_word_embeddings:
+            embedding = f"{config.tensor_prefix}.embed_tokens.weight"
+            self.lm_head = self.embed_tokens = Projection(checkpoint.load(embedding, *vocabulary))
+            if not config.tie_word_embeddings or checkpoint.has_other("lm_head.weight", embedding):
                 self.lm_head = Projection(checkpoint.load("lm_head.weight", *vocabulary))
         self.rope = _rotary(config, checkpoint)
         self.layers = nn.ModuleList(

@@ -138,20 +138,24 @@ class YarnRope(Rope):
         return dim * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
-def read_rope(config: HFConfig, default_theta: float = 10_000.0, default_partial: float = 1.0) -> Rope:
+def read_rope(config: HFConfig, default_theta: float = 10_000.0, default_partial: float | None = None) -> Rope:
     """Read `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (earlier versions).
 
     Args:
         default_theta: the family's base, used if the config has none.
-        default_partial: the family's `partial_rotary_factor`, used if the config has none.
+        default_partial: the family's `partial_rotary_factor`, used if the config has none; None for a family that
+            rotates whole heads, whatever a config says.
 
     Raises:
-        CheckpointError: a scaling that is not supported, or one that lacks a number it needs.
+        CheckpointError: a scaling that is not supported, or one that lacks a number it needs; or a part of a head is to
+            be rotated in a family that rotates whole heads.
     """
     rope = _entries(config)
-    partial = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", default_partial))
+    partial = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", default_partial or 1.0))
     if partial > 1:
         raise config.wrong("partial_rotary_factor", partial, "at most 1: the whole head")
+    if default_partial is None and partial != 1:
+        raise config.wrong("partial_rotary_factor", partial, "1: it rotates whole heads")
     theta = rope.number("rope_theta", config.number("rope_theta", default_theta))
     return replace(_read_scaling(config, rope, theta), partial_rotary_factor=partial)
 
@@ -186,6 +190,8 @@ def _kind(rope: HFConfig) -> object:
 
 def _read_scaling(config: HFConfig, rope: HFConfig, theta: float) -> Rope:
     kind = _kind(rope)
+    if kind != "yarn" and rope.values.get("mscale_all_dim"):
+        raise config.wrong("mscale_all_dim", rope.values["mscale_all_dim"], "rope type 'yarn' to have it")
     if kind == "default":
         return Rope(theta)
     if kind == "linear":

@@ -33,6 +33,8 @@ class DeepseekV2ForCausalLM(DecoderLM):
             raise config.wrong("topk_method", method, "'greedy' or 'group_limited_greedy'")
         if config.flag("norm_topk_prob", False):  # the published code then drops the scaling factor, others keep it
             raise config.wrong("norm_topk_prob", True, "false, as in all published checkpoints")
+        if config.flag("mlp_bias", False):
+            raise config.wrong("mlp_bias", True, "false, as in all published checkpoints")
         num_groups, top_groups = (1, 1) if method == "greedy" else read_groups(config)
         scale = config.number("routed_scaling_factor")
         router = GroupLimitedRouter(read_top_k(config), num_groups, top_groups, scale=scale)
@@ -54,7 +56,6 @@ def read_deepseek(config: HFConfig, generation: HFConfig, router: Router) -> Dec
         read_decoder(config, generation, _read_latent(config, rope), rope=rope, moe=moe),
         attention_bias=config.flag("attention_bias", False),
         q_lora_rank=config.optional_integer("q_lora_rank"),
-        rope_interleaved=config.flag("rope_interleave", True),
     )
 
 

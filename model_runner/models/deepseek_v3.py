@@ -7,6 +7,8 @@ Source: DeepSeek-V3 (2024) and the `DeepseekV3ForCausalLM` checkpoints on the Hu
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from model_runner.decoder.config import DecoderConfig, read_top_k
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.models.deepseek_v2 import read_deepseek, read_groups
@@ -33,4 +35,5 @@ class DeepseekV3ForCausalLM(DecoderLM):
             renormalize=config.flag("norm_topk_prob", True),
             scale=config.number("routed_scaling_factor"),
         )
-        return read_deepseek(config, generation, router)
+        interleaved = config.flag("rope_interleave", True)
+        return replace(read_deepseek(config, generation, router), rope_interleaved=interleaved)

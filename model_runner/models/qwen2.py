@@ -5,13 +5,17 @@ Source: Qwen2 Technical Report (2024) and the `Qwen2ForCausalLM` checkpoints on 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query, read_layer_windows
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.weights.hf_config import HFConfig
 
-__all__ = ["Qwen2ForCausalLM", "read_sliding_window", "read_windows"]
+__all__ = ["Qwen2ForCausalLM", "read_qwen_windows", "read_sliding_window", "read_windows"]
+
+_SLIDING_WINDOW = 4096
+"""The window if `use_sliding_window` is set and the config has no entry for it; null is no window."""
 
 
 class Qwen2ForCausalLM(DecoderLM):
@@ -26,18 +30,31 @@ class Qwen2ForCausalLM(DecoderLM):
 
 def read_sliding_window(config: HFConfig) -> int | None:
     """The sliding window in tokens; None unless `use_sliding_window` is set."""
-    return config.optional_integer("sliding_window") if config.flag("use_sliding_window", False) else None
+    if not config.flag("use_sliding_window", False):
+        return None
+    return config.optional_integer("sliding_window") if "sliding_window" in config.values else _SLIDING_WINDOW
 
 
 def read_windows(config: HFConfig) -> list[int | None]:
     """The sliding window in tokens of every layer; None for a layer without one.
 
     Raises:
-        CheckpointError: see `read_layer_windows`.
+        CheckpointError: see `read_qwen_windows`.
     """
-    num_layers, window = config.integer("num_hidden_layers"), read_sliding_window(config)
-    if window is None:
-        return [None] * num_layers
+    num_layers = config.integer("num_hidden_layers")
     full = min(num_layers, config.integer("max_window_layers", default=28, at_least=0))
-    kinds = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
-    return read_layer_windows(config, window, kinds)
+    if read_sliding_window(config) is None:
+        full = num_layers
+    return read_qwen_windows(config, ["full_attention"] * full + ["sliding_attention"] * (num_layers - full))
+
+
+def read_qwen_windows(config: HFConfig, default: Sequence[str]) -> list[int | None]:
+    """As `read_windows`, for a family with its own `default` of `layer_types`.
+
+    Raises:
+        CheckpointError: layers have a window that is switched off; or see `read_layer_windows`.
+    """
+    given = config.values.get("layer_types")
+    if given and "sliding_attention" in given and not config.flag("use_sliding_window", False):
+        raise config.wrong("layer_types", given, "'full_attention' in all layers unless use_sliding_window is set")
+    return read_layer_windows(config, read_sliding_window(config), default)

@@ -15,11 +15,10 @@ from model_runner.decoder.config import (
     TensorNames,
     read_decoder,
     read_grouped_query,
-    read_layer_windows,
     read_top_k,
 )
 from model_runner.decoder.decoder import DecoderLM
-from model_runner.models.qwen2 import read_sliding_window
+from model_runner.models.qwen2 import read_qwen_windows
 from model_runner.weights.hf_config import HFConfig
 from moe import SoftmaxTopKRouter
 
@@ -47,12 +46,9 @@ class Qwen2MoeForCausalLM(DecoderLM):
 
 def _windows(config: HFConfig) -> list[int | None]:
     """The sliding window of every layer: by default of every other one before `max_window_layers`."""
-    num_layers, window = config.integer("num_hidden_layers"), read_sliding_window(config)
-    if window is None:
-        return [None] * num_layers
-    last = config.integer("max_window_layers", default=28, at_least=0)
-    slides = [layer % 2 == 0 and layer < last for layer in range(num_layers)]
-    return read_layer_windows(config, window, ["sliding_attention" if each else "full_attention" for each in slides])
+    used, last = config.flag("use_sliding_window", False), config.integer("max_window_layers", default=28, at_least=0)
+    slides = [used and layer % 2 == 0 and layer < last for layer in range(config.integer("num_hidden_layers"))]
+    return read_qwen_windows(config, ["sliding_attention" if each else "full_attention" for each in slides])
 
 
 def read_sparse_layers(config: HFConfig) -> frozenset[int]:

@@ -244,6 +244,13 @@ class Checkpoint:
         """Copy a tensor to `out`, which may be a part of a larger one; errors as `load`."""
         self._copy(name, tuple(out.shape), out)
 
+    def has_other(self, name: str, than: str) -> bool:
+        """Whether it has both tensors and they differ, by dtype, shape or values; reads them if they may be equal."""
+        if not self.names.issuperset((name, than)):
+            return False
+        own, other = self._mapped(name), self._mapped(than)
+        return own.dtype != other.dtype or not torch.equal(own, other)
+
     def has_blocks(self, names: Iterable[str], block: tuple[int, int]) -> bool:
         """Whether all these tensors are stored in fp8 with a scale for every block of this size; errors as `load`."""
         if self.quantization is None or self.quantization.block != block:

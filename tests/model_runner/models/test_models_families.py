@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from model_runner import ModelRunner, ScheduledRequest
+from model_runner.models import DecoderLM
 from ubatch import ConfigError
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
@@ -145,3 +146,17 @@ def test_mixtral_checkpoints_have_the_published_names(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "Mixtral")
     with safe_open(path / "model.safetensors", framework="pt") as file:
         assert "model.layers.0.block_sparse_moe.experts.7.w3.weight" in set(file.keys())
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_tied_embeddings_and_an_output_layer_in_the_checkpoint(own: bool, tmp_path: Path) -> None:
+    """transformers ties them only if they are equal; fine-tuned checkpoints may have both, and say they are tied."""
+    path = make_checkpoint(tmp_path, "Qwen2", tie_word_embeddings=True)
+    tensors = load_file(path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = torch.randn_like(embedding) if own else embedding.clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    check_prefill(path)
+    with ModelRunner(path, num_kv_blocks=1) as runner:
+        assert isinstance(runner.model, DecoderLM)
+        assert (runner.model.lm_head is runner.model.embed_tokens) is not own

@@ -39,8 +39,33 @@ def test_every_family_is_known_and_reads_its_config() -> None:
         ("Llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("Llama", {"mlp_bias": "yes"}, "mlp_bias is 'yes'"),
         ("Llama", {"head_dim": 15}, "head_dim is 15.*even"),
-        ("Llama", {"partial_rotary_factor": 0.1}, r"partial_rotary_factor is 0\.1.*even number of the head's 16"),
-        ("DeepseekV2", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5.*latent attention"),
+        (
+            "Glm4Moe",
+            {"rope_parameters": {"partial_rotary_factor": 0.1}},
+            r"partial_rotary_factor is 0\.1.*even number of the head's 16",
+        ),
+        ("Llama", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5.*1: it rotates whole heads"),
+        ("DeepseekV2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "1: it rotates whole heads"),
+        ("DeepseekV2", {"mlp_bias": True}, "mlp_bias is True"),
+        (
+            "DeepseekV3",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}},
+            r"mscale_all_dim is 1\.0.*'yarn'",
+        ),
+        *(
+            (
+                family,
+                {"sliding_window": 8, "layer_types": ["sliding_attention"] * 3},
+                "unless use_sliding_window is set",
+            )
+            for family in ("Qwen2", "Qwen3", "Qwen2Moe")
+        ),
+        (
+            "Qwen2",
+            {"use_sliding_window": True, "sliding_window": None, "layer_types": ["sliding_attention"] * 3},
+            "sliding_window is None",
+        ),
+        ("Qwen2Moe", {"use_sliding_window": True, "sliding_window": None}, "sliding_window is None"),
         ("Llama", {"num_key_value_heads": 3}, "a divisor of its 4 attention heads"),
         ("Llama", {"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq'.*not supported"),
         (
@@ -97,6 +122,20 @@ def test_windows_of_mistral() -> None:
     assert read("Mistral", sliding_window=7).attention.sliding_window == 7
     assert read("Mistral").attention.sliding_window is None
     assert read("Mistral", sliding_window=...).attention.sliding_window == 4096
+
+
+def test_windows_of_qwen() -> None:
+    """Switched on without a length, it is 4096; null is none."""
+    on = {"use_sliding_window": True, "max_window_layers": 1}
+    assert read("Qwen2", **on, sliding_window=...).attention.layer_windows == (None, 4096, 4096)
+    assert read("Qwen2", **on, sliding_window=None) == read("Qwen2")
+    assert read("Qwen2Moe", **on, sliding_window=...).attention.layer_windows == (4096, None, None)
+    assert read("Qwen3Moe", **on, sliding_window=...).attention.sliding_window == 4096
+
+
+def test_only_deepseek_v3_may_not_interleave() -> None:
+    assert not read("DeepseekV3", rope_interleave=False).rope_interleaved
+    assert read("DeepseekV2", rope_interleave=False).rope_interleaved
 
 
 def test_swish_is_silu() -> None:
