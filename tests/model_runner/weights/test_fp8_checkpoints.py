@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import load_reference, make_checkpoint, reference_logits
+from checkpoints import load_reference, make_checkpoint, reference_greedy, reference_logits
 from fp8_checkpoints import FP8, Kind, blockwise, compressed, dequantize, one_weight, quantize, with_config, write_fp8
 from model_checks import PROMPTS, admitted, all_logits, close
 from safetensors.torch import load_file, save_file
@@ -240,14 +240,17 @@ def test_scales_of_the_kv_cache_are_read_beside_those_of_weights(tmp_path: Path)
 
 
 @pytest.mark.long
-def test_served(tmp_path: Path) -> None:
-    path, meant = write_fp8(make_checkpoint(tmp_path / "plain", "Qwen3Moe"), tmp_path, blockwise(20, 28, scales=E8M0))
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen3Next"])
+def test_served(family: str, tmp_path: Path) -> None:
+    path, meant = write_fp8(make_checkpoint(tmp_path / "plain", family), tmp_path, blockwise(20, 28, scales=E8M0))
+    reference = load_reference(meant)
+    expected = [reference_greedy(reference, prompt, 6)[0] for prompt in PROMPTS]
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     options: dict[str, Any] = {"device": "cpu", "kv_cache_memory": "8M", "max_num_seqs": 4, "skip_tokenizer_init": True}
-    two = [{f"{which}_parallel_size": 2, "enable_expert_parallel": True} for which in ("data", "tensor")]
-    found = []
-    for folder, ranks in ((path, two[0]), (path, two[1]), (meant, {})):
-        with LLM(folder, dtype="float32", **options, **ranks) as llm:
+    dbo = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
+    for ranks in ({"data_parallel_size": 2, **dbo}, {"tensor_parallel_size": 2}):
+        with LLM(path, dtype="float32", enable_expert_parallel=True, **options, **ranks) as llm:
             outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-        found.append([output.outputs[0].token_ids for output in outputs])
-    assert found[0] == found[1] == found[2]
+            outcomes = {outcome for rank in llm.statistics.values() for outcome in rank.steps}
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        assert ("prefill/engaged" in outcomes) == ("enable_dbo" in ranks), outcomes
