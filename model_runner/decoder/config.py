@@ -131,6 +131,11 @@ class DecoderConfig(ModelConfig):
         return self.moe is not None and self.moe.clamped is not None
 
     @property
+    def divides_heads(self) -> bool:
+        """See `ModelConfig`."""
+        return not self.norms_all_heads
+
+    @property
     def expert_intermediate_size(self) -> int | None:
         """See `ModelConfig`."""
         return None if self.moe is None else self.moe.intermediate_size
@@ -216,13 +221,14 @@ def read_layer_windows(config: HFConfig, window: int | None, default: Sequence[s
         default: `layer_types` of a config that has none.
 
     Raises:
-        CheckpointError: there are as many kinds as layers, or one is another kind; or a window is needed and missing.
+        CheckpointError: there are not as many kinds as layers, or one is another; or a window is needed and missing.
     """
     given = config.values.get("layer_types")
     kinds = list(default) if given is None else given
     known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) != config.integer("num_hidden_layers") or set(kinds) - set(known):
-        raise config.wrong("layer_types", kinds, f"one of {' and '.join(known)} for every layer")
+    num_layers = config.integer("num_hidden_layers")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
+        raise config.wrong("layer_types", kinds, f"one of {' and '.join(known)} for each of its {num_layers} layers")
     if window is None and known[1] in kinds:
         raise config.wrong("sliding_window", window, "the window of its sliding_attention layers")
     return [window if kind == known[1] else None for kind in kinds]

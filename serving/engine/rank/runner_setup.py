@@ -100,15 +100,15 @@ def read_config(model: Path) -> tuple[ModelConfig, tuple[str, ...]]:
 
 def tensor_parallel_faults(model: ModelConfig, size: int, flag: str, *, expert_parallel: bool) -> Iterator[str]:
     """Why a model cannot be split over `size` tensor-parallel processes."""
+    try:
+        check_tensor_parallel(model, size)
+    except ConfigError as error:
+        yield f"{flag}: {error}"
     if size > 1 and model.num_experts and not expert_parallel:
         yield (
             f"{flag} {size} shares attention and dense layers, and this model has {model.num_experts} experts. Add "
             "--enable-expert-parallel to share those too."
         )
-    try:
-        check_tensor_parallel(model, size)
-    except ConfigError as error:
-        yield f"{flag}: {error}"
 
 
 class WeightsBar:

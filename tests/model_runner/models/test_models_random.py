@@ -7,7 +7,7 @@ from pathlib import Path
 
 import model_checks
 import pytest
-from checkpoints import make_checkpoint
+from checkpoints import FAMILIES, make_checkpoint
 from model_checks import check_decode, check_prefill
 from random_models import RANDOM_FAMILIES, random_fields
 from tensor_parallel_steps import EAGER, check_logits, play_all
@@ -15,7 +15,9 @@ from tensor_parallel_steps import EAGER, check_logits, play_all
 from model_runner.decoder.layers import AllHeadsNormAttention
 from model_runner.models.olmoe import OlmoeForCausalLM
 from model_runner.parallel.tensor_parallel import Shard
+from model_runner.weights.hf_config import HFConfig
 from ranks import run_ranks
+from serving.engine.rank.runner_setup import tensor_parallel_faults
 from ubatch import ConfigError, UBatchConfig
 
 SEEDS = 10
@@ -51,6 +53,12 @@ def test_two_ranks_share_attention(family: str, tmp_path: Path) -> None:
 
 
 def test_norms_over_all_heads_are_not_shared_by_ranks() -> None:
+    """A command says so before it starts ranks."""
     assert not OlmoeForCausalLM.serves_tensor_parallel
+    config = HFConfig(FAMILIES["Olmoe"], Path("config.json"))
+    model = OlmoeForCausalLM.read_config(config, HFConfig({}, Path("generation_config.json")))
+    (fault, *_) = tensor_parallel_faults(model, 2, "-tp", expert_parallel=False)
+    assert "-tp: tensor_parallel_size 2 does not fit the model: it normalises queries and keys over all heads" in fault
+    assert not list(tensor_parallel_faults(model, 1, "-tp", expert_parallel=False))
     with pytest.raises(ConfigError, match="normalised over all heads; use tensor_parallel_size 1"):
         AllHeadsNormAttention(norm_eps=1e-6, clip=None, shard=Shard(0, 2))

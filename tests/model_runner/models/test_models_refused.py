@@ -75,7 +75,7 @@ def test_every_family_is_known_and_reads_its_config() -> None:
                 "sliding_window": 8,
                 "layer_types": ["sliding_attention", "full_attention"],
             },
-            "layer_types is .*for every layer",
+            "layer_types is .*for each of its 3 layers",
         ),
         ("Mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "the same attention.*Ministral's"),
         ("Olmoe", {"clip_qkv": -1}, "clip_qkv is -1"),
