@@ -228,7 +228,7 @@ def _checkpoint(s: Settings, model: ModelConfig) -> Iterator[str]:
         return
     ranks = _num_processes(s)
     if model.num_experts == 0:
-        yield f"{s.spell('enable_expert_parallel')}: the checkpoint is a dense model, without experts to share."
+        yield f"the checkpoint is a dense model, without experts that {s.spell('enable_expert_parallel')} could share."
     elif model.num_experts % ranks:
         both = f" times {s.spell('tensor_parallel_size')}" if s["tensor_parallel_size"] > 1 else ""
         yield (
