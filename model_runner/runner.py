@@ -128,6 +128,8 @@ class ModelRunner:
         cudagraph_mode: `none`; `full` replays decode, verify and draft steps as CUDA graphs, after `capture_graphs`;
             `auto` is `full` on a GPU if attention, experts and transport can be captured. Prefills run eagerly.
         cudagraph_capture_sizes: sizes to capture, in requests; by default those of `dbo`, or the default ones.
+        num_state_snapshots: snapshots of recurrent states that a prefix cache may keep; not used by a model without
+            linear attention.
         num_speculative_tokens: most drafts of a request in a verify step; 0 for none.
         speculative_trees: drafts may be trees. Captured steps then have a mask even for chains.
         acceptance: when drafts of sampled requests are accepted.
@@ -189,6 +191,7 @@ class ModelRunner:
         allow_long_max_model_len: bool = False,
         cudagraph_mode: str = "none",
         cudagraph_capture_sizes: Sequence[int] | None = None,
+        num_state_snapshots: int = 0,
         num_speculative_tokens: int = 0,
         speculative_trees: bool = False,
         acceptance: Acceptance = Acceptance.MATCH,
@@ -272,7 +275,9 @@ class ModelRunner:
         if self.config.linear is not None and self.config.linear_layers:
             heads = parallel.shard.linear(self.config.linear)
             layers = len(self.config.linear_layers)
-            self.states = StatePool(heads, layers, max_num_seqs, dtype, self.device, num_speculative_tokens)
+            self.states = StatePool(
+                heads, layers, max_num_seqs, dtype, self.device, num_speculative_tokens, num_state_snapshots
+            )
         shape = parallel.shard.attention(self.config.attention)
         spec = shape.cache_spec(self.config.num_kv_layers, block_size, dtype, fp8=fp8)
         backends = prefill_attention_backend or attention_backend, decode_attention_backend or attention_backend
@@ -468,16 +473,28 @@ class ModelRunner:
                     logits = self.model.compute_logits(hidden.index_select(0, batch.logits_rows))
             if batch.prompt_spans:
                 prompt_hidden = hidden.index_select(0, self._prompt_rows(batch))
+            self._keep_states(batch)
             if batch.num_tokens > batch.logits_rows.shape[0]:  # to check rows without logits for nan and infinity
                 row_sums = hidden[: batch.num_tokens].sum(dim=-1, dtype=torch.float32)
             return PendingStep(self._sampling, batch, agreed.decision, logits, prompt_hidden, hidden, row_sums)
 
     def _follow_states(self, batch: InputBatch) -> None:
-        """Tell the recurrent states, if there are some, which tokens the step runs; call it once per step."""
+        """Restore the recurrent states, if there are some, and tell them which tokens the step runs; once per step."""
         if self.states is not None:
             verify = batch.mode is ForwardMode.TARGET_VERIFY
             slots = batch.metadata.state_slots or ()
+            found = [(share.restore, slot) for share, slot in zip(batch.scheduled, slots, strict=True)]
+            if pairs := [(number, slot) for number, slot in found if number is not None]:
+                self.states.restore(*zip(*pairs, strict=True))
             self.states.follow(slots, batch.shape.prefix_lens, batch.shape.query_lens, verify=verify)
+
+    def _keep_states(self, batch: InputBatch) -> None:
+        """Copy the recurrent states that the step's shares keep; on its stream, so before the next step's changes."""
+        if self.states is not None:
+            slots = batch.metadata.state_slots or ()
+            found = [(slot, share.keep) for share, slot in zip(batch.scheduled, slots, strict=True)]
+            if pairs := [(slot, number) for slot, number in found if number is not None]:
+                self.states.keep(*zip(*pairs, strict=True))
 
     def restart_clock(self) -> None:
         """Reset the step clock after an idle time, so that the next vote does not count it as the step's period."""

@@ -9,6 +9,9 @@ a request starts over after it was retracted.
 
     kept      [layers, slots, 1 + drafts, ...]          inputs of the last tokens that were verified, see `plan`
 
+Behind the requests' slots are those of snapshots: copies of a request's window and state after a step, for requests
+that begin with the same tokens. `keep` and `restore` copy on the caller's stream, so they are ordered with the steps.
+
 A step changes states in place and cannot be repeated, unlike a step that only writes keys and values. So the pool notes
 how many tokens each state has seen, and `follow` refuses a step that does not go on from there.
 """
@@ -78,7 +81,15 @@ class StatePool:
     Args:
         dtype: dtype of the model's computation, and of the windows.
         num_drafts: most drafts of a request in a step.
+        num_snapshots: room for so many copies of a request's states.
+
+    Attributes:
+        num_slots: requests that the pool has room for.
+        num_snapshots: snapshots that it has room for.
     """
+
+    num_slots: int
+    num_snapshots: int
 
     def __init__(
         self,
@@ -88,15 +99,25 @@ class StatePool:
         dtype: torch.dtype,
         device: torch.device,
         num_drafts: int = 0,
+        num_snapshots: int = 0,
     ) -> None:
-        if num_layers < 1 or num_slots < 1:
-            raise ConfigError(f"linear attention: {num_slots} slots in {num_layers} layers; both must be at least 1.")
+        if num_layers < 1 or num_slots < 1 or num_snapshots < 0:
+            raise ConfigError(
+                f"linear attention: {num_slots} slots and {num_snapshots} snapshots in {num_layers} layers; there must "
+                "be at least 1 slot and 1 layer, and no negative number."
+            )
         self.shape = shape
-        window = (num_layers, num_slots, shape.conv_kernel - 1, shape.conv_dim)
-        state = (num_layers, num_slots, shape.num_v_heads, shape.k_dim, shape.v_dim)
+        self.num_slots, self.num_snapshots = num_slots, num_snapshots
+        places = num_slots + num_snapshots
+        window = (num_layers, places, shape.conv_kernel - 1, shape.conv_dim)
+        state = (num_layers, places, shape.num_v_heads, shape.k_dim, shape.v_dim)
         # Zeros are not written to memory on Linux before they are used.
-        self.windows: tuple[Tensor, ...] = torch.zeros(window, dtype=dtype, device=device).unbind()
-        self.states: tuple[Tensor, ...] = torch.zeros(state, dtype=torch.float32, device=device).unbind()
+        self._held = (
+            torch.zeros(window, dtype=dtype, device=device),
+            torch.zeros(state, dtype=torch.float32, device=device),
+        )
+        self.windows: tuple[Tensor, ...] = self._held[0].unbind()
+        self.states: tuple[Tensor, ...] = self._held[1].unbind()
         self.num_kept = 1 + num_drafts if num_drafts else 0
         mixed, gates = (
             (num_layers, num_slots, self.num_kept, size) for size in (shape.conv_dim, 2 * shape.num_v_heads)
@@ -105,7 +126,7 @@ class StatePool:
             torch.zeros(mixed, dtype=dtype, device=device).unbind(),
             torch.zeros(gates, dtype=torch.float32, device=device).unbind(),
         )
-        self._seen, self._unsure = [0] * num_slots, [0] * num_slots
+        self._seen, self._unsure = [0] * places, [0] * places
         self._accepted: dict[int, tuple[int, int]] = {}
 
     def follow(
@@ -124,8 +145,8 @@ class StatePool:
             if start and not 0 <= start - self._seen[slot] <= self._unsure[slot]:
                 raise KVCacheError(
                     f"a step begins at token {start} of a request whose recurrent states (slot {slot}) have seen "
-                    f"{self._seen[slot]}. Tokens whose keys and values are cached must be computed all the same: turn "
-                    "the prefix cache off, and run every step once."
+                    f"{self._seen[slot]}. Tokens whose keys and values are cached must be computed all the same, or "
+                    "a snapshot of the states after them restored; run every step once."
                 )
         self._accepted.clear()
         for slot, start, count in zip(slots, starts, counts, strict=True):
@@ -138,15 +159,37 @@ class StatePool:
         noted, count = self._accepted.get(slot, (start, 0))
         return count if noted == start else 0
 
+    def keep(self, slots: Sequence[int], snapshots: Sequence[int]) -> None:
+        """Copy the states of requests into snapshots, after the step that was noted last.
+
+        Args:
+            snapshots: their numbers, 0 to `num_snapshots` - 1, all different.
+
+        Raises:
+            KVCacheError: a request's last step verified drafts: its states have not seen those that were accepted.
+        """
+        for slot in slots:
+            if self._unsure[slot]:
+                raise KVCacheError(
+                    f"a snapshot of recurrent states (slot {slot}) right after a step with drafts, when nobody knows "
+                    "which of them are right. Keep it after a step without drafts."
+                )
+        self._copy(slots, [self.num_slots + number for number in snapshots])
+
+    def restore(self, snapshots: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy snapshots into the slots of requests, which then go on where the snapshots were kept."""
+        self._copy([self.num_slots + number for number in snapshots], slots)
+
+    def _copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            for held in self._held:
+                held[:, target].copy_(held[:, source])
+            self._seen[target], self._unsure[target] = self._seen[source], 0
+
     @property
     def num_layers(self) -> int:
         """Linear layers."""
         return len(self.states)
-
-    @property
-    def num_slots(self) -> int:
-        """Requests that the pool has room for."""
-        return self.states[0].shape[0]
 
     @property
     def device(self) -> torch.device:
@@ -155,5 +198,5 @@ class StatePool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole pool."""
+        """Bytes of the whole pool, snapshots included."""
         return sum(held[0].nbytes * self.num_layers for held in (self.windows, self.states, *self.kept))

@@ -204,6 +204,8 @@ def content_of(scheduled: Sequence[ScheduledRequest]) -> int:
         request, start = share.request, share.request.num_computed_tokens
         tokens = request.token_ids[start : start + share.num_tokens]
         numbers = (start, len(tokens), *tokens, *share.drafts, *(share.parents or ()))
+        if share.restore is not None or share.keep is not None:
+            numbers += (-1 if share.restore is None else share.restore, -1 if share.keep is None else share.keep)
         content = zlib.crc32(array("q", numbers).tobytes(), content)
     return content or 1
 

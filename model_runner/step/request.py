@@ -109,6 +109,8 @@ class ScheduledRequest:
             earlier one. None is a chain. The trees of a step may differ.
         draft_probs: `[D, vocab]` float32 on the model's device, the distribution that each draft of a chain was drawn
             from; only with acceptance by rejection.
+        restore: snapshot of recurrent states that the request begins with; its number in the runner's pool.
+        keep: snapshot that gets the request's recurrent states after the step; not for a share with drafts.
     """
 
     request: Request
@@ -116,6 +118,8 @@ class ScheduledRequest:
     drafts: tuple[int, ...] = ()
     parents: tuple[int, ...] | None = None
     draft_probs: Tensor | None = None
+    restore: int | None = None
+    keep: int | None = None
 
     @property
     def samples(self) -> bool:

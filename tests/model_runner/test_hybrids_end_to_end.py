@@ -243,7 +243,8 @@ def test_states_take_their_part_of_a_gpus_memory(paths: dict[str, Path], monkeyp
         memory=CudaMemory(torch.device("cpu")),
         max_num_seqs=5,
         num_speculative_tokens=2,
+        num_state_snapshots=4,
     ) as runner:
         assert runner.kv_cache.spec.num_layers == 1
     window, state, kept = 3 * 80 * 4, 4 * 8 * 12 * 4, 3 * (80 + 8) * 4
-    assert held == [2 * 5 * (window + state + kept)]
+    assert held == [2 * (5 * (window + state + kept) + 4 * (window + state))]

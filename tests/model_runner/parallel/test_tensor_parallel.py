@@ -165,6 +165,10 @@ def test_a_fingerprint_of_what_runs() -> None:
     others.append(content_of([ScheduledRequest(Request("a", [1, 2, 4], SamplingParams()), 3)]))
     request.num_computed_tokens = 2
     others += [content_of([ScheduledRequest(request, 1)]), content_of([ScheduledRequest(request, 1, (5,))])]
+    others += [
+        content_of([ScheduledRequest(request, 1, keep=0)]),
+        content_of([ScheduledRequest(request, 1, restore=0)]),
+    ]
     assert len({base, *others, 0}) == len(others) + 2
 
 
