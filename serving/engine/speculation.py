@@ -113,14 +113,17 @@ def make_scheduler(scheduler: SchedulerConfig, config: SpeculationConfig | None,
     """Make the scheduler over a runner's KV cache, with its proposer.
 
     Args:
-        scheduler: how steps are filled; with speculation, its settings of drafts are replaced by those of `config`. A
-            model with linear attention gets no prefix cache.
+        scheduler: how steps are filled; with speculation, its settings of drafts are replaced by those of `config`.
+            Snapshots of recurrent states are as many as the runner has room for; a model with such states gets no
+            prefix cache if it has none.
 
     Raises:
         ConfigError: as in `make_proposer`.
     """
     proposer = None
-    if runner.states is not None and scheduler.enable_prefix_caching:
+    snapshots = 0 if runner.states is None else runner.states.num_snapshots
+    scheduler = replace(scheduler, num_state_snapshots=snapshots)
+    if runner.states is not None and not snapshots and scheduler.enable_prefix_caching:
         log_event(_logger, "prefix cache off", reason="pages have no recurrent states, which linear attention needs")
         scheduler = replace(scheduler, enable_prefix_caching=False)
     if config is not None:

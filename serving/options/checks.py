@@ -79,6 +79,8 @@ def _idle(s: Settings) -> Iterator[tuple[Sequence[str], str]]:
         yield ("schedule_verify", "verify"), "--speculative-algorithm: no step verifies drafts"
     if not s["enable_log_requests"] or s["log_level"] != "debug":
         yield ("max_log_len",), "--enable-log-requests and --log-level debug: no prompt is logged"
+    if not s["enable_prefix_caching"]:
+        yield ("num_state_snapshots",), "--enable-prefix-caching: nothing is kept"
     if s["node_rank"] > 0:
         yield (
             [name for name in Server.model_fields if name != "log_level"],

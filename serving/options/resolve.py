@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +155,9 @@ def _derive(s: Settings, model: ModelConfig, stored: Sequence[str], gpus: int) -
         s = s.derive("max_model_len", model.max_position_embeddings, "the checkpoint's")
     if s["served_model_name"] is None:
         s = s.derive("served_model_name", str(s["model"]), "MODEL")
+    if s.given("num_state_snapshots") and not model.linear_layers:
+        note = f"{s.spell('num_state_snapshots')} has no effect: no layer of this model has linear attention"
+        s = replace(s, notes=(*s.notes, note))
     s = _derive_graphs(_derive_steps(s))
     s = derive_speculation(s)
     if s["overlap_schedule"] is None:

@@ -6,6 +6,7 @@ request        the scheduler's state of a request; a planned step
 admission      the waiting queue, shared prefixes, KV kept free, what can never be served
 kv_manager     blocks, rows and the prefix cache
 radix_cache    the prefix cache: a tree of pages
+snapshots      whose the snapshots of recurrent states are
 speculation    drafts for decode steps
 mixed_steps    the limit of prefill tokens in a step that also decodes
 """

@@ -29,6 +29,8 @@ class SchedulerConfig:
         max_model_len: most tokens of a request, prompt and output.
         enable_chunked_prefill: split a prompt over several steps if it does not fit the current one.
         enable_prefix_caching: keep keys and values of prompts and outputs for requests with the same prefix.
+        num_state_snapshots: snapshots of recurrent states that the prefix cache may keep, for a model that has such
+            states; with 0 pages alone are shared, as suits other models.
         prefill_first: steps are either prefills or decodes, prefills first (SGLang); by default they mix.
         max_prefill_tokens_per_mixed_step: most prompt tokens of a step in which requests decode, on this rank or on one
             that steps with it; `auto` follows measured step times, None is no limit. See
@@ -46,6 +48,7 @@ class SchedulerConfig:
     max_model_len: int = 2048
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
+    num_state_snapshots: int = 0
     prefill_first: bool = False
     max_prefill_tokens_per_mixed_step: PrefillLimit = None
     policy: SchedulingPolicy = SchedulingPolicy.FCFS

@@ -5,6 +5,10 @@
     cache_written   move *written* whole pages into the prefix cache; if it has them already, use its blocks
     release         the same, then free the other blocks and the row
 
+A model with recurrent states goes on from a snapshot only: what is shared of a prefix ends with one, and a prompt is
+cut where one is kept (`checkpoints`). `plan_snapshots` says what a step begins with and keeps, `settle` what becomes of
+it.
+
 Every block is free, or owned by the prefix cache, or owned by exactly one request. `check` verifies this.
 """
 
@@ -12,10 +16,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from attention import BlockAllocator, KVCacheError, KVCacheExhausted, RequestToTokenTable
 from serving.scheduler.radix_cache import PrefixMatch, RadixCache
-from serving.scheduler.request import TrackedRequest
+from serving.scheduler.request import ScheduledStep, TrackedRequest
+from serving.scheduler.snapshots import SNAPSHOT_INTERVAL, SNAPSHOT_WORTH
 
 __all__ = ["KVManager"]
 
@@ -25,15 +31,23 @@ class KVManager:
 
     Args:
         prefix_caching: keep written pages for requests with the same prefix.
+        num_snapshots: of recurrent states, that the prefix cache may keep; 0 for a model without such states.
 
     Attributes:
         tree: the prefix cache; empty if prefix caching is off.
     """
 
-    def __init__(self, allocator: BlockAllocator, table: RequestToTokenTable, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        table: RequestToTokenTable,
+        *,
+        prefix_caching: bool = True,
+        num_snapshots: int = 0,
+    ) -> None:
         self._allocator = allocator
         self._table = table
-        self.tree = RadixCache(table.block_size)
+        self.tree = RadixCache(table.block_size, num_snapshots)
         self.prefix_caching = prefix_caching
         self.block_size = table.block_size
 
@@ -62,14 +76,16 @@ class KVManager:
         return -(-num_tokens // self.block_size)
 
     def lookup(self, request: TrackedRequest) -> PrefixMatch:
-        """The cached prefix of a request: whole pages, without its last token, which must be computed.
+        """The cached prefix of a request: whole pages, without its last token, which must be computed. For a model with
+        recurrent states it ends with a snapshot.
 
         It is empty for a request with `prompt_logprobs`: these need the whole prompt to be computed.
         """
         pages = (len(request.token_ids) - 1) // self.block_size
         if not self.prefix_caching or pages == 0 or request.params.prompt_logprobs is not None:
             return PrefixMatch(self.tree.root, ())
-        return self.tree.match(request.token_ids, pages * self.block_size)
+        match = self.tree.match_with_snapshot if self.tree.snapshots.count else self.tree.match
+        return match(request.token_ids, pages * self.block_size)
 
     def num_available_beside(self, match: PrefixMatch) -> int:
         """Blocks that would be free or evictable if this match were locked."""
@@ -100,7 +116,9 @@ class KVManager:
             raise
         self._table.append(row, [*match.blocks, *blocks])
         request.row, request.node, request.num_kv_blocks = row, match.node, needed
-        cached = len(match.blocks) * self.block_size
+        self.tree.snapshots.use(match.node)
+        request.snapshot = match.node.snapshot
+        cached = request.num_kept_tokens = len(match.blocks) * self.block_size
         request.num_computed_tokens = request.num_written_tokens = request.num_shared_tokens = cached
 
     def reserve(self, request: TrackedRequest, num_tokens: int) -> None:
@@ -145,6 +163,71 @@ class KVManager:
         request.node = inserted.node
         request.num_shared_tokens = pages * self.block_size
 
+    # -- snapshots ----------------------------------------------------------------------------------------------
+
+    def checkpoints(self, request: TrackedRequest, match: PrefixMatch) -> tuple[int, ...]:
+        """Where a prompt is to be cut, in tokens from its begin, because a snapshot there will serve others.
+
+        At its last page border, for requests that go on from it; and where it leaves what the cache has, because that
+        two requests begin so far alike says that others may. None if a snapshot would save too little.
+        """
+        if not self.tree.snapshots.count or not self.prefix_caching:
+            return ()
+        size, last = self.block_size, len(match.blocks) * self.block_size
+        found = []
+        for place in (last + match.pages_beyond * size, (len(request.token_ids) - 1) // size * size):
+            if place - last >= max(SNAPSHOT_WORTH, size):
+                found.append(place)
+                last = place
+        return tuple(found)
+
+    def plan_snapshots(self, step: ScheduledStep) -> ScheduledStep:
+        """The same step, with the snapshots that its shares begin with, and those that they keep.
+
+        One is kept at checkpoints, and at page borders when `SNAPSHOT_INTERVAL` tokens came since the last one. Not for
+        steps with drafts: nobody knows yet which of their tokens stay.
+        """
+        if not self.tree.snapshots.count:
+            return step
+        shares = []
+        for request, share, start in zip(step.requests, step.shares, step.starts, strict=True):
+            restore, request.snapshot = request.snapshot, None
+            keep = self._take_snapshot(request, start + share.num_tokens)
+            changed = restore is not None or keep is not None
+            shares.append(replace(share, restore=restore, keep=keep) if changed else share)
+        return replace(step, shares=tuple(shares))
+
+    def _take_snapshot(self, request: TrackedRequest, end: int) -> int | None:
+        due = end in request.checkpoints or end - request.num_kept_tokens >= SNAPSHOT_INTERVAL
+        if end % self.block_size or not due:
+            return None
+        number = self.tree.snapshots.take()
+        if number is not None:
+            request.num_kept_tokens = end
+        return number
+
+    def settle(self, step: ScheduledStep, index: int, *, good: bool) -> None:
+        """A share's result was processed: the snapshot that it kept, if any, goes to the node that ends there.
+
+        Args:
+            good: the step's values are finite, and the request is alive or ended with this step. Else the snapshot
+                becomes free.
+        """
+        request, share = step.requests[index], step.shares[index]
+        if share.keep is None:
+            return
+        if good:
+            if request.row is not None:
+                self.cache_written(request)
+            end = step.starts[index] + share.num_tokens
+            match = self.tree.match(request.token_ids, end)
+            if len(match.blocks) * self.block_size == end:
+                self.tree.snapshots.give(share.keep, match.node)
+                return
+        self.tree.snapshots.put_back(share.keep)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
     def release(self, request: TrackedRequest, *, keep: bool = True) -> None:
         """Free a request's row and blocks; its written pages stay in the prefix cache, unlocked.
 
@@ -160,17 +243,18 @@ class KVManager:
         if request.node is not None:
             self.tree.unlock(request.node)
         request.row, request.node, request.num_kv_blocks = None, None, 0
+        request.snapshot, request.checkpoints, request.num_kept_tokens = None, (), 0
         request.num_computed_tokens = request.num_written_tokens = request.num_shared_tokens = 0
 
     def check(self, requests: Iterable[TrackedRequest], *, idle: bool = False) -> None:
         """Check the conservation laws: free + cached + owned by `requests` == total, and no block has two owners; free
-        rows + `requests` == all rows, which are also the slots of recurrent states.
+        rows + `requests` == all rows, which are also the slots of recurrent states; and so of snapshots.
 
         Args:
-            idle: also require that nothing is locked.
+            idle: also require that nothing is locked, and no snapshot promised.
         """
         self._allocator.check()
-        self.tree.check()
+        self.tree.check(idle=idle)
         cached = set(self.tree.blocks())
         own: Counter[int] = Counter()
         running = list(requests)

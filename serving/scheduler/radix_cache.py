@@ -7,6 +7,8 @@ A *match* is the longest path of whole pages that a sequence begins with; a node
 A *lock* on a node protects its whole path from eviction: running requests read it. Unlocked pages may be evicted, the
 least recently used leaf first, page by page from its end; a parent becomes a leaf when its last child is gone.
 
+A node may own a snapshot of recurrent states, see `snapshots`. A split leaves it with the part that ends where it did.
+
 The tree neither allocates nor frees blocks. It owns inserted blocks until `evict` returns them.
 Time is a counter of calls, so evictions do not depend on the speed of the machine.
 
@@ -20,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from attention import KVCacheError
+from serving.scheduler.snapshots import Snapshots
 
 __all__ = ["Insertion", "PrefixMatch", "RadixCache", "RadixNode", "common_prefix"]
 
@@ -44,9 +47,10 @@ class RadixNode:
         children: first page -> child.
         locks: how many requests use this node or one below it.
         last_used: when it was last matched or inserted, by the tree's clock.
+        snapshot: of the recurrent states after its last token; None if there is none.
     """
 
-    __slots__ = ("blocks", "children", "last_used", "locks", "parent", "tokens")
+    __slots__ = ("blocks", "children", "last_used", "locks", "parent", "snapshot", "tokens")
 
     def __init__(self, parent: RadixNode | None, tokens: list[int], blocks: list[int], last_used: int) -> None:
         self.parent = parent
@@ -55,6 +59,7 @@ class RadixNode:
         self.children: dict[tuple[int, ...], RadixNode] = {}
         self.locks = 0
         self.last_used = last_used
+        self.snapshot: int | None = None
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,12 @@ class PrefixMatch:
     Attributes:
         node: the end of the path; the root if nothing matches.
         blocks: blocks of the path's pages, in order.
+        pages_beyond: pages of the sequence after these, in the cache, but without a snapshot to go on from.
     """
 
     node: RadixNode
     blocks: tuple[int, ...]
+    pages_beyond: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,10 +98,12 @@ class RadixCache:
         root: the empty prefix.
         num_cached: blocks that the tree owns.
         num_locked: owned blocks that are locked.
+        snapshots: which slots of snapshots are free, or whose.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, num_snapshots: int = 0) -> None:
         self.block_size = block_size
+        self.snapshots = Snapshots(num_snapshots)
         self._clock = 0
         self._serial = 0
         self.root = RadixNode(None, [], [], 0)
@@ -115,6 +124,15 @@ class RadixCache:
         node, blocks = self._walk(tokens, len(tokens) if stop is None else stop)
         self._note_evictable(node)
         return PrefixMatch(node, tuple(blocks))
+
+    def match_with_snapshot(self, tokens: Sequence[int], stop: int | None = None) -> PrefixMatch:
+        """The longest cached prefix of `tokens[:stop]` that ends with a snapshot."""
+        found = self.match(tokens, stop)
+        node, count = found.node, len(found.blocks)
+        while node.snapshot is None and node.parent is not None:
+            count -= len(node.blocks)
+            node = node.parent
+        return PrefixMatch(node, found.blocks[:count], len(found.blocks) - count)
 
     def insert(self, tokens: Sequence[int], blocks: Sequence[int]) -> Insertion:
         """Take over the blocks of a sequence, except those of pages that are in the tree already.
@@ -179,6 +197,7 @@ class RadixCache:
             keep = max(0, len(node.blocks) - (num_blocks - len(evicted)))
             evicted += reversed(node.blocks[keep:])
             self.num_cached -= len(node.blocks) - keep
+            self.snapshots.drop(node)
             if keep:
                 del node.blocks[keep:], node.tokens[keep * self.block_size :]
                 self._note_evictable(node)
@@ -190,8 +209,9 @@ class RadixCache:
         """Every block that the tree owns."""
         return (block for node in self._nodes() for block in node.blocks)
 
-    def check(self) -> None:
-        """Check the tree: pages match their keys, locks and counts are right, every unlocked leaf can be evicted."""
+    def check(self, *, idle: bool = False) -> None:
+        """Check the tree: pages match their keys, locks and counts are right, every unlocked leaf can be evicted, and
+        snapshots are conserved; with `idle`, that no step will still write one."""
         waiting = {id(node) for last_used, _, node in self._heap if self._is_evictable(node, last_used)}
         nodes = list(self._nodes())
         for node in nodes:
@@ -205,6 +225,7 @@ class RadixCache:
                 raise KVCacheError(f"prefix cache: a node with {node.locks} locks has children with more.")
             if not node.children and node.locks == 0 and id(node) not in waiting:
                 raise KVCacheError("prefix cache: an unlocked leaf could never be evicted.")
+        self.snapshots.check(nodes, idle=idle)
         blocks = list(self.blocks())
         if len(set(blocks)) != len(blocks):
             raise KVCacheError("prefix cache: a block is in it twice.")

@@ -28,6 +28,9 @@ class TrackedRequest(Request):
         num_kv_blocks: blocks in its row.
         num_written_tokens: tokens whose keys and values a processed step has written. Other requests may share them.
         num_shared_tokens: written tokens that are in the prefix cache.
+        snapshot: of recurrent states, to restore before its next step; None if it begins without, or has begun.
+        checkpoints: where its prompt is cut to keep a snapshot, in tokens from its begin.
+        num_kept_tokens: tokens of the last snapshot that it began with or kept.
         num_cached_tokens: prompt tokens that the prefix cache had when the request was first admitted.
         incarnation: how often it was retracted. A step of an earlier incarnation counts for tokens, not for KV.
         prefilling: it has a row, and no launched step reaches the end of its tokens.
@@ -48,6 +51,9 @@ class TrackedRequest(Request):
     num_kv_blocks: int = 0
     num_written_tokens: int = 0
     num_shared_tokens: int = 0
+    snapshot: int | None = None
+    checkpoints: tuple[int, ...] = ()
+    num_kept_tokens: int = 0
     num_cached_tokens: int | None = None
     incarnation: int = 0
     prefilling: bool = False
@@ -81,6 +87,11 @@ class TrackedRequest(Request):
     def tokens_known(self) -> bool:
         """Whether no step in flight will still add to its tokens."""
         return not self.verifying and self.token_ids[-1] != PENDING_TOKEN
+
+    @property
+    def next_stop(self) -> int:
+        """How far, in tokens from its begin, its next step may go: to the next checkpoint, or to the last token."""
+        return next((stop for stop in self.checkpoints if stop > self.num_computed_tokens), len(self.token_ids))
 
     @property
     def decodes(self) -> bool:

@@ -73,13 +73,15 @@ class Scheduler:
         )
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocab_size = vocab_size
-        self.kv = KVManager(allocator, table, prefix_caching=config.enable_prefix_caching)
+        snapshots = config.num_state_snapshots
+        self.kv = KVManager(allocator, table, prefix_caching=config.enable_prefix_caching, num_snapshots=snapshots)
         self._requests: dict[str, TrackedRequest] = {}  # all unfinished requests
         self._running: dict[str, TrackedRequest] = {}  # those with a row, in the order of their admission
         self._waiting = WaitingQueue(config.policy, lambda request: len(self.kv.lookup(request).blocks))
         self._chunked: TrackedRequest | None = None  # the request whose prompt is split over several steps
+        self._paused: dict[str, TrackedRequest] = {}  # prompts cut at a checkpoint; each goes on in the next step
         self._others_had_last = True  # in turns: other prompts had the last step
-        self._sharing = PrefixWaits(table.block_size)
+        self._sharing = PrefixWaits(table.block_size, snapshots=snapshots > 0)
         self._ratio = NewTokenRatio()
         self._speculation = Speculation(config, self.kv, min(config.max_model_len, self.kv.max_tokens), proposer)
         self._num_arrived = 0
@@ -158,7 +160,7 @@ class Scheduler:
         plain = bool(prefills) or any(request.suspect for request in decodes)
         if decodes and not plain and (found := self._speculation.draft(decodes)) is not None:
             return ScheduledStep.verifying(decodes, found.drafts, found.num_real, found.reach)
-        return ScheduledStep.plain(decodes, prefills)
+        return self.kv.plan_snapshots(ScheduledStep.plain(decodes, prefills))
 
     def advance(self, step: ScheduledStep) -> None:
         """The step was launched: count its tokens as computed, for the planning of later steps."""
@@ -184,15 +186,17 @@ class Scheduler:
         self._mixed_steps.processed(output.decision)
         outputs = []
         for index, request in enumerate(step.requests):
-            if request.finished:
-                continue
             corrupted = index in output.corrupted
+            if request.finished:
+                self.kv.settle(step, index, good=False)
+                continue
             if step.prefills[index] and not corrupted:
                 self._take_prefill(step, index, output)
             if step.samples[index] or corrupted:
                 got = self._take_tokens(step, index, output)
                 if got.token_ids or got.finish_reason is not None:
                     outputs.append(got)
+            self.kv.settle(step, index, good=not corrupted)
         return outputs
 
     def statistics(self) -> EngineStatistics:
@@ -250,17 +254,35 @@ class Scheduler:
     # -- prefills -----------------------------------------------------------------------------------------------
 
     def _plan_prefills(self, budget: int) -> list[tuple[TrackedRequest, int]]:
-        """The split prompt, then new ones, with the number of tokens that each runs.
+        """Prompts that paused at a checkpoint, the split one, then new ones, with the tokens that each runs."""
+        resumed: list[tuple[TrackedRequest, int]] = []
+        for request in tuple(self._paused.values()):
+            num_tokens = request.next_stop - request.num_computed_tokens
+            if num_tokens <= budget:
+                resumed.append((request, num_tokens))
+                budget -= num_tokens
+                self._run_to_stop(request)
+            elif self._chunked is None:
+                self._chunked = self._paused.pop(request.name)
+        return resumed + self._plan_others(budget)
 
-        Only one prompt is split at a time. While it needs more steps, it leaves half of each step to whole prompts of
-        other groups; if a step has no room for two pages, they take turns.
+    def _run_to_stop(self, request: TrackedRequest) -> None:
+        """The step runs a request up to its next stop; it pauses there, if that is not its end."""
+        self._paused.pop(request.name, None)
+        if request.next_stop < len(request.token_ids):
+            self._paused[request.name] = request
+
+    def _plan_others(self, budget: int) -> list[tuple[TrackedRequest, int]]:
+        """The split prompt, then new ones. Only one prompt is split at a time. While it needs more steps, it leaves
+        half of each to whole prompts of other groups; if a step has no room for two pages, they take turns.
         """
         request = self._chunked
         if request is None:
             return self._admit_waiting(budget)
-        start, missing = request.num_computed_tokens, request.num_uncomputed_tokens
+        start, missing = request.num_computed_tokens, request.next_stop - request.num_computed_tokens
         if missing <= budget:
             self._chunked = None
+            self._run_to_stop(request)
             return [(request, missing), *self._admit_waiting(budget - missing)]
         page = self.kv.block_size
         share = budget // 2
@@ -303,7 +325,8 @@ class Scheduler:
             if self.kv.prefix_caching and self._sharing.should_wait(request, start):
                 told_to_wait += 1
                 continue
-            missing = len(request.token_ids) - start
+            stops = self.kv.checkpoints(request, match) if self._config.enable_chunked_prefill else ()
+            missing = (stops[0] if stops else len(request.token_ids)) - start
             num_tokens = self._cut(start, missing, budget)
             if beside is not None and num_tokens < missing:
                 break
@@ -311,12 +334,14 @@ class Scheduler:
             if num_tokens == 0 or not self._fits(request, match, kept + needed):
                 break
             self._admit(request, match)
+            request.checkpoints = stops
             admitted.append((request, num_tokens))
             kept += needed
             budget -= num_tokens
             if num_tokens < missing:
                 self._chunked = request
                 break
+            self._run_to_stop(request)
         return admitted
 
     def _cut(self, start: int, wanted: int, budget: int) -> int:
@@ -420,5 +445,6 @@ class Scheduler:
         """Remove a request from the running ones."""
         self._running.pop(request.name, None)
         self._sharing.drop(request)
+        self._paused.pop(request.name, None)
         if self._chunked is request:
             self._chunked = None

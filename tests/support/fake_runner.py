@@ -127,6 +127,7 @@ class FakeRunner:
         checked: look at the KV cache; without it only tokens are made (to measure the scheduler).
         step_us: how long a step of so many decodes and prompt tokens takes, on a clock that does not tick.
         overlapped: a step's time is told by the vote of the second step after it, not of the next.
+        num_snapshots: not 0 for a model with recurrent states, which are checked as keys and values are.
     """
 
     def __init__(
@@ -140,8 +141,13 @@ class FakeRunner:
         checked: bool = True,
         step_us: Callable[[int, int], int] = lambda decodes, prefills: 0,
         overlapped: bool = False,
+        num_snapshots: int = 0,
     ) -> None:
         self.step_us = step_us
+        # (tokens that it has seen, hash of these, how many more it may take over from a verify step)
+        self.states: list[tuple[int, int, int]] = [(0, 0, 0)] * max_num_seqs
+        self.snapshots: list[tuple[int, int, int]] = [(0, 0, 0)] * num_snapshots
+        self.num_restored = 0
         self.periods = deque([0] * (1 + overlapped))
         self.allocator = BlockAllocator(num_blocks)
         self.table = RequestToTokenTable(max_num_seqs, -(-max_model_len // block_size), block_size)
@@ -168,7 +174,16 @@ class FakeRunner:
             self.steps.append([(str(s.request.request_id), s.num_tokens, len(s.drafts)) for s in shares])
         assert len({(len(s.drafts), s.num_tokens) for s in shares}) == 1 or not any(s.drafts for s in shares)
         logprobs = tuple(self._prompt_logprobs(share) for share in shares)
-        return FakePending(self, [self._run(share) for share in shares], logprobs)
+        for share in shares:
+            if share.restore is not None:
+                self.states[share.request.row or 0] = self.snapshots[share.restore]
+                self.num_restored += 1
+        ran = [self._run(share) for share in shares]
+        for share in shares:
+            if share.keep is not None:
+                self.snapshots[share.keep] = self.states[share.request.row or 0]
+                assert not share.drafts, "this state has not seen the drafts that are right"
+        return FakePending(self, ran, logprobs)
 
     def _run(self, share: ScheduledRequest) -> tuple[ScheduledRequest, int, list[int]]:
         """Read what is cached, write what is new; returns the tokens to sample after, or none."""
@@ -183,6 +198,7 @@ class FakeRunner:
         size = self.table.block_size
         blocks = self.table.blocks(request.row)
         value = 0
+        values = [0]  # the hash of so many tokens
         for place, token in enumerate(tokens[:stop]):
             value = hash((value, place, token))
             slot = blocks[place // size] * size + place % size
@@ -190,6 +206,14 @@ class FakeRunner:
                 assert self.slots[slot] == (place, value), f"{request.request_id}: the KV of token {place} is another's"
             else:
                 self.slots[slot] = (place, value)
+            values.append(value)
+        if self.snapshots:
+            seen, state, more = self.states[request.row] if start else (0, 0, 0)
+            assert 0 <= start - seen <= more, f"{request.request_id}: its state has seen {seen} tokens, not {start}"
+            assert state == values[seen], f"{request.request_id}: the state after {seen} tokens is another's"
+            self.states[request.row] = (
+                (start, values[start], 1 + len(share.drafts)) if share.drafts else (stop, value, 0)
+            )
         path = [(stop - 1, value)]  # of every node its place in the sequence, and the hash of its path
         for node, (token, parent) in enumerate(zip(share.drafts, parents_of(share), strict=True), 1):
             assert parent < node, "a draft comes before its parent"
@@ -294,6 +318,7 @@ def make_loop(
         checked=checked,
         step_us=step_us,
         overlapped=overlapped,
+        num_snapshots=int(str(config.get("num_state_snapshots", 0))),
     )
     settings = SchedulerConfig(max_num_seqs=max_num_seqs, max_model_len=max_model_len, **config)  # type: ignore[arg-type]
     if proposer is None and settings.num_speculative_tokens:

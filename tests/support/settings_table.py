@@ -88,6 +88,7 @@ CASES: Mapping[str, Case] = {
     "gpu_memory_utilization": Case(("0.5",), gpus=2),
     "kv_cache_dtype": Case(("fp8",)),
     "enable_prefix_caching": Case(off=True),
+    "num_state_snapshots": Case(("5",)),
     "max_num_seqs": Case(("3",)),
     "max_num_batched_tokens": Case(("1024",)),
     "max_prefill_tokens_per_mixed_step": Case(("auto",)),

@@ -56,6 +56,7 @@ def make_runner(
         gpu_memory_utilization=options.gpu_memory_utilization if num_kv_blocks is None else None,
         max_num_seqs=options.scheduler.max_num_seqs,
         max_num_batched_tokens=options.scheduler.max_num_batched_tokens,
+        num_state_snapshots=options.scheduler.num_state_snapshots if options.scheduler.enable_prefix_caching else 0,
         max_model_len=options.scheduler.max_model_len,
         allow_long_max_model_len=options.allow_long_max_model_len,
         cudagraph_mode=options.cudagraph_mode,

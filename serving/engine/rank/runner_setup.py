@@ -138,8 +138,9 @@ def describe_memory(runner: ModelRunner) -> str:
     pages = f"{cache.num_blocks} pages of {cache.spec.block_size} tokens"
     states = ""
     if runner.states is not None:
-        size = runner.states.nbytes / 2**20
-        states = f"recurrent states {size:.1f} MiB (of {runner.states.num_slots} requests at once); "
+        own, size = runner.states, runner.states.nbytes / 2**20
+        states = f"recurrent states {size:.1f} MiB (of {own.num_slots} requests at once"
+        states += f", and {own.num_snapshots} snapshots); " if own.num_snapshots else "); "
     return f"KV cache {cache.nbytes / 2**20:.1f} MiB ({pages}); {states}attention back ends: {', '.join(parts)}"
 
 

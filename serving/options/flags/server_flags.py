@@ -172,6 +172,12 @@ class Cache(Group):
     )
     kv_cache_dtype: Literal["auto", "fp8"] = Field("auto", description="fp8 stores one byte a number")
     enable_prefix_caching: bool = Field(True, description="keep pages for requests that begin alike")
+    num_state_snapshots: int = Field(
+        64,
+        ge=0,
+        description="recurrent states kept for requests that begin alike, by a model with linear attention; each as "
+        "large as those of a running request; 0 turns the prefix cache off for such a model",
+    )
 
 
 class Scheduling(Group):

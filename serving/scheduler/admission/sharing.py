@@ -19,10 +19,12 @@ class PrefixWaits:
 
     Args:
         block_size: tokens per page; only whole pages are shared.
+        snapshots: what is shared must end with a snapshot, so a request waits for a checkpoint of the other one only.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, *, snapshots: bool = False) -> None:
         self._block_size = block_size
+        self._snapshots = snapshots
         self._worth = max(_WORTH_WAITING, block_size)
         self._writers: dict[str, tuple[TrackedRequest, int]] = {}
         # Waiting request -> (writer, its incarnation, tokens to be written): makes `still_waits` cheap.
@@ -66,6 +68,8 @@ class PrefixWaits:
                 continue
             shared = min(common_prefix(writer.token_ids, tokens), len(tokens) - 1)
             shared -= shared % self._block_size
+            if self._snapshots:
+                shared = max((stop for stop in writer.checkpoints if stop <= shared), default=0)
             if shared - num_cached >= self._worth and writer.num_written_tokens < shared:
                 self._waits[request.name] = (writer, writer.incarnation, shared)
                 return True

@@ -260,6 +260,11 @@ def test_notes_say_what_may_not_have_been_meant() -> None:
     assert list(notes(resolve(*EP, "--enable-dbo"))) == []
     assert "--ubatch-size" in " ".join(notes(resolve("--ubatch-size", "3")))
     assert "overlaps nothing" in " ".join(notes(resolve(*EP, "--enable-dbo", "--schedule", "serial")))
+    told = list(notes(resolve("--num-state-snapshots", "9", "--no-enable-prefix-caching")))
+    assert told == [
+        "--num-state-snapshots has no effect: no layer of this model has linear attention",
+        "--num-state-snapshots without --enable-prefix-caching: nothing is kept",
+    ]
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------

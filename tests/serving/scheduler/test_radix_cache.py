@@ -7,7 +7,7 @@ import random
 import pytest
 
 from attention import KVCacheError
-from serving.scheduler import RadixCache, RadixNode
+from serving.scheduler import PrefixMatch, RadixCache, RadixNode
 
 
 def pages(*numbers: int, size: int = 2) -> list[int]:
@@ -82,6 +82,36 @@ def test_what_is_locked_stays_and_frees_nothing_above_it() -> None:
     assert tree.evict(9) == [12]
     assert tree.evict(9) == []
     assert tree.num_evictable == 0
+
+
+def test_a_snapshot_is_of_what_ends_with_its_node_and_the_oldest_goes_first() -> None:
+    tree = RadixCache(2, num_snapshots=2)
+    snapshots = tree.snapshots
+
+    def keep(node: RadixNode) -> int:
+        number = snapshots.take()
+        assert number is not None
+        snapshots.give(number, node)
+        return number
+
+    long = tree.insert(pages(1, 2, 3), [10, 11, 12]).node
+    first = keep(long)
+    other = tree.insert(pages(1, 5), [10, 15]).node  # splits the first node
+    second = keep(other)
+    assert tree.match_with_snapshot(pages(1, 2, 3, 4)) == PrefixMatch(long, (10, 11, 12))
+    assert tree.match_with_snapshot(pages(1, 2)) == PrefixMatch(tree.root, (), 2)
+    snapshots.use(long)
+    assert [snapshots.take(), snapshots.take(), snapshots.take()] == [second, first, None]
+    assert tree.match_with_snapshot(pages(1, 5)) == PrefixMatch(tree.root, (), 2)  # its pages stay
+    with pytest.raises(KVCacheError, match="2 snapshots are promised"):
+        tree.check(idle=True)
+    snapshots.give(first, long)
+    snapshots.give(second, long)  # it has one: the other is free
+    assert tree.evict(1) == [12]
+    assert long.snapshot is None
+    assert {keep(other), keep(tree.root)} == {first, second}
+    with pytest.raises(KVCacheError, match=r"0 free \+ 0 promised \+ 2 of 1 nodes != 2"):
+        tree.check()
 
 
 def test_misuse_is_told() -> None:

@@ -7,6 +7,8 @@ no step reads KV that is not its own, and no block is lost.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from fake_proposer import FakeProposer
@@ -15,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_runner import FinishReason, SamplingParams
-from serving.scheduler import SchedulingPolicy
+from serving.scheduler import SchedulingPolicy, kv_manager
 
 pytestmark = pytest.mark.long
 
@@ -62,6 +64,15 @@ class Traffic:
             self.aborted.add(name)
 
 
+@contextmanager
+def often_kept() -> Iterator[None]:
+    """Snapshots at every page border that a prompt has, and every few tokens of an output."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_manager, "SNAPSHOT_WORTH", 1)
+        patch.setattr(kv_manager, "SNAPSHOT_INTERVAL", 8)
+        yield
+
+
 @settings(max_examples=30)
 @given(
     seed=st.integers(0, 1 << 30),
@@ -73,6 +84,7 @@ class Traffic:
     prefill_first=st.booleans(),
     policy=st.sampled_from(list(SchedulingPolicy)),
     optimistic=st.booleans(),
+    snapshots=st.sampled_from([0, 1, 3, 20]),
 )
 def test_every_request_gets_its_own_tokens(
     seed: int,
@@ -84,6 +96,7 @@ def test_every_request_gets_its_own_tokens(
     prefill_first: bool,
     policy: SchedulingPolicy,
     optimistic: bool,
+    snapshots: int,
 ) -> None:
     rng = random.Random(seed)
     max_model_len = rng.choice([48, 96])
@@ -109,6 +122,7 @@ def test_every_request_gets_its_own_tokens(
         policy=policy,
         num_speculative_tokens=3 if drafts else 0,
         num_draft_places=5 if drafts == "tree" else 0,
+        num_state_snapshots=0 if drafts == "tree" else snapshots,
         proposer=proposer if drafts in ("chain", "tree") else None,
         prompt_lookup_min=1,
         next_token=next_token,
@@ -118,14 +132,15 @@ def test_every_request_gets_its_own_tokens(
     if optimistic:
         be_optimistic(loop)
     traffic = Traffic(loop, rng, max_prompt=min(30, max_model_len - 1))
-    for _ in range(60):
-        if rng.random() < 0.4:
-            traffic.add()
-        if rng.random() < 0.1:
-            traffic.abort()
-        loop.step()
-        loop.scheduler.check()
-    loop.run()
+    with often_kept():
+        for _ in range(60):
+            if rng.random() < 0.4:
+                traffic.add()
+            if rng.random() < 0.1:
+                traffic.abort()
+            loop.step()
+            loop.scheduler.check()
+        loop.run()
     assert not proposer.known  # every request has ended
 
     limit = min(max_model_len, cache_tokens + 1)
@@ -148,20 +163,27 @@ def test_every_request_gets_its_own_tokens(
             assert [one and one.token for one in given_back] == [None, *prompt[1:]]
 
 
+@pytest.mark.parametrize("snapshots", [0, 4])
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_a_long_run_in_a_tiny_cache_retracts_and_evicts(overlapped: bool) -> None:
+def test_a_long_run_in_a_tiny_cache_retracts_and_evicts(overlapped: bool, snapshots: int) -> None:
     rng = random.Random(5)
-    loop = make_loop(num_blocks=20, max_model_len=64, max_num_batched_tokens=32, overlapped=overlapped)
+    sizes = {"num_blocks": 20, "max_model_len": 64, "max_num_batched_tokens": 32}
+    loop = make_loop(**sizes, overlapped=overlapped, num_state_snapshots=snapshots)
     be_optimistic(loop)
     traffic = Traffic(loop, rng, max_prompt=30)
-    for _ in range(400):
-        if loop.scheduler.num_waiting < 5:
-            traffic.add()
-        loop.step()
-        loop.scheduler.check()
-    loop.run()
+    with often_kept():
+        for _ in range(400):
+            if loop.scheduler.num_waiting < 5:
+                traffic.add()
+            if rng.random() < 0.05:
+                traffic.abort()
+            loop.step()
+            loop.scheduler.check()
+        loop.run()
     statistics = loop.scheduler.statistics()
+    assert (loop.runner.num_restored > 20) == (snapshots > 0)
     assert statistics.preemptions > 10
     assert statistics.prefix_hits > 100
     for name, (prompt, params) in traffic.requests.items():
-        assert loop.tokens(name) == expected(prompt, params, limit=64)
+        if name not in traffic.aborted:
+            assert loop.tokens(name) == expected(prompt, params, limit=64)

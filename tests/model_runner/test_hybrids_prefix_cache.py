@@ -1,0 +1,234 @@
+"""The prefix cache of models with linear attention: tokens are transformers', however a request's states came about."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import load_reference, make_checkpoint, reference_greedy
+from fake_proposer import FakeProposer
+
+from attention import KVCacheError
+from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
+from ranks import run_ranks
+from serving.engine import EngineCore, EngineOptions
+from serving.engine.rank.build import make_runner
+from serving.engine.rank.runner_setup import describe_memory
+from serving.engine.speculation import Algorithm, SpeculationConfig, make_scheduler, runner_options
+from serving.options import notes, resolve_keywords
+from serving.requests import RequestInput
+from serving.scheduler import SchedulerConfig, kv_manager
+from ubatch import CommGroup, UBatchConfig
+
+LANES = {"dbo_decode_token_threshold": 3, "dbo_prefill_token_threshold": 3}
+ROOM = {"num_kv_blocks": 160, "block_size": 4, "max_num_seqs": 8}
+NEW = 6
+
+
+def tokens_of(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(131) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("hybrids")
+    return {family: make_checkpoint(folder / family, family) for family in ("Qwen3Next", "Qwen3_5Moe")}
+
+
+class Conversations:
+    """Waves of prompts that begin alike, and what transformers says after each."""
+
+    def __init__(self, path: Path, new: int = NEW) -> None:
+        model, self.new = load_reference(path), new
+        stem, first = tokens_of(1, 45), tokens_of(2, 70)
+
+        def said(prompts: list[list[int]]) -> list[tuple[list[int], list[int]]]:
+            return [(prompt, reference_greedy(model, prompt, new)[0]) for prompt in prompts]
+
+        opening = said([first, stem + tokens_of(3, 9), tokens_of(4, 3)])
+        turns = [prompt + answer + tokens_of(5, 11) for prompt, answer in opening]
+        branch = stem + tokens_of(6, 14)  # leaves `opening[1]` where no snapshot is
+        once = said([*turns, branch, stem + tokens_of(7, 5)])
+        alike = said([tokens_of(8, 50)])
+        self.waves = [opening, once, [*opening[:2], *alike * 3, *said([stem + tokens_of(9, 20)])]]
+
+
+@pytest.fixture(scope="module")
+def conversations(paths: dict[str, Path]) -> dict[str, Conversations]:
+    return {family: Conversations(path) for family, path in paths.items()}
+
+
+def serve(
+    core: EngineCore, waves: Sequence[Sequence[tuple[list[int], list[int]]]]
+) -> tuple[list[Any], list[list[int]]]:
+    """Every wave to its end, on this rank and all others; returns tokens, and cached tokens of each request."""
+    got: list[Any] = []
+    cached: list[list[int]] = []
+    for number, wave in enumerate(waves):
+        tokens: list[list[int]] = [[] for _ in wave]
+        cached.append([0] * len(wave))
+        for index, (prompt, answer) in enumerate(wave):
+            params = SamplingParams(max_tokens=len(answer), ignore_eos=True)
+            core.add(RequestInput(f"{number} {index}", prompt, params))
+        while core.has_work or not core.idle:
+            for output in core.step():
+                index = int(output.request_id.split()[1])
+                tokens[index] += output.token_ids
+                cached[-1][index] = output.num_cached_tokens
+            core.scheduler.check()
+        core.scheduler.check(idle=True)
+        got += tokens
+    return got, cached
+
+
+def answers(waves: Sequence[Sequence[tuple[list[int], list[int]]]]) -> list[list[int]]:
+    return [answer for wave in waves for _, answer in wave]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"family": "Qwen3Next"},
+    "overlapped": {"family": "Qwen3_5Moe", "overlap": True, "lanes": 2},
+    "chunks": {"family": "Qwen3Next", "overlap": True, "budget": 22, "snapshots": 3, "lanes": 3},
+    "prefill first": {"family": "Qwen3_5Moe", "prefill_first": True, "interval": 8},
+    "drafts": {"family": "Qwen3_5Moe", "drafts": True, "interval": 8, "lanes": 2},
+    "crowded": {"family": "Qwen3Next", "overlap": True, "blocks": 48, "interval": 8},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_requests_go_on_from_snapshots(
+    paths: dict[str, Path],
+    conversations: dict[str, Conversations],
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Later turns, equal prompts at once (`n` > 1), beginnings that several share, and nothing that fits."""
+    case = CASES[name]
+    family, lanes = case["family"], case.get("lanes", 1)
+    waves = conversations[family].waves
+    monkeypatch.setattr(kv_manager, "SNAPSHOT_INTERVAL", case.get("interval", 256))
+    speculation = SpeculationConfig(Algorithm.NGRAM, 3) if case.get("drafts") else None
+    known = {tuple(prompt): answer for wave in waves for prompt, answer in wave}
+
+    def right_one(request: Request, tokens: Sequence[int]) -> int:
+        answer = known[tuple(tokens[: request.num_prompt_tokens])]
+        return [*answer, 0, 0, 0, 0][len(tokens) - request.num_prompt_tokens]
+
+    monkeypatch.setattr("serving.engine.speculation.make_proposer", lambda *_: FakeProposer(right_one, vocab_size=131))
+    dbo = UBatchConfig(**LANES, num_ubatches=lanes) if lanes > 1 else UBatchConfig(enable_dbo=False)
+    room = {**ROOM, "num_kv_blocks": case.get("blocks", 160), "num_state_snapshots": case.get("snapshots", 16)}
+    config = SchedulerConfig(
+        max_num_seqs=8,
+        max_num_batched_tokens=case.get("budget", 300),
+        max_model_len=110,
+        prefill_first=case.get("prefill_first", False),
+    )
+    with ModelRunner(paths[family], dbo=dbo, max_model_len=110, **room, **runner_options(speculation)) as runner:
+        assert f"and {room['num_state_snapshots']} snapshots" in describe_memory(runner)
+        with caplog.at_level("INFO"):
+            scheduler = make_scheduler(config, speculation, runner)
+        assert "prefix cache off" not in caplog.text
+        core = EngineCore(runner, scheduler, overlap_schedule=case.get("overlap", False))
+        got, cached = serve(core, waves)
+        statistics = scheduler.statistics()
+        assert (runner.statistics().engaged > NEW) == (lanes > 1)
+    assert got == answers(waves)
+    assert statistics.prefix_hits == sum(map(sum, cached)) > 0
+    if name == "plain":  # the last page border of a prompt; a beginning that a second request showed; equal prompts
+        assert cached == [[0, 0, 0], [68, 52, 0, 0, 44], [68, 52, 0, 48, 48, 44]]
+    if name == "drafts":
+        assert statistics.accepted_tokens > 0
+
+
+def serve_on_a_rank(rank: int, world_size: int, path: str, size: int, waves: Any) -> dict[str, Any]:
+    group = CommGroup.from_process_group(timeout_s=30)
+    results = {}
+    own = waves if rank // size == 0 else [wave[1:] for wave in waves]  # this rank is idle at times
+    for name, snapshots, dbo in (
+        ("without", 0, UBatchConfig(enable_dbo=False)),
+        ("with", 8, UBatchConfig(**LANES, schedule="two_batch_decode")),
+    ):
+        room = {**ROOM, "tensor_parallel_size": size, "num_state_snapshots": snapshots, "dbo": dbo}
+        with ModelRunner(path, group=group, max_model_len=110, **room) as runner:
+            config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=60, max_model_len=110)
+            core = EngineCore(runner, make_scheduler(config, None, runner), overlap_schedule=True)
+            results[name] = (*serve(core, own), runner.statistics().engaged)
+    return results
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [1, 2], ids=["DP 2", "TP 2"])
+def test_ranks_go_on_from_snapshots(paths: dict[str, Path], conversations: dict[str, Conversations], size: int) -> None:
+    waves = conversations["Qwen3Next"].waves[:2]
+    for rank, results in enumerate(run_ranks(serve_on_a_rank, 2, str(paths["Qwen3Next"]), size, waves)):
+        own = waves if rank // size == 0 else [wave[1:] for wave in waves]
+        for name, (got, cached, engaged) in results.items():
+            assert got == answers(own), name
+            assert (sum(map(sum, cached)) > 50) == (engaged > 0) == (name == "with")
+
+
+def test_a_snapshot_is_the_state_that_would_be_computed(paths: dict[str, Path]) -> None:
+    """Kept after a chunk, restored for another request; and never kept right after drafts."""
+    prompt = tokens_of(11, 23)
+    with ModelRunner(paths["Qwen3_5Moe"], **ROOM, num_state_snapshots=2, num_speculative_tokens=2) as runner:
+        pool = runner.states
+        assert pool is not None
+
+        def computed(name: str, *chunks: int, **share: int) -> Request:
+            request = Request(name, prompt, SamplingParams())
+            runner.admit(request, 30)
+            for number, count in enumerate(chunks, 1):
+                runner.execute([ScheduledRequest(request, count, **(share if number == len(chunks) else {}))])
+                request.num_computed_tokens += count
+            return request
+
+        kept = computed("kept", 20, keep=1)
+        whole, parts = computed("whole", 20), computed("parts", 7, 13)
+        assert None not in (kept.row, parts.row, whole.row)
+        # The kept request goes on; its snapshot does not.
+        output = runner.execute([ScheduledRequest(kept, 3)])
+        kept.advance(3, output.tokens[0][0])
+        pool.restore([1], [parts.row])
+        for held in (pool.windows, pool.states):
+            for layer in held:
+                torch.testing.assert_close(layer[parts.row], layer[whole.row])
+                assert not torch.equal(layer[kept.row], layer[whole.row])
+        # Two requests, one of them with the restored state, say the same.
+        both = [whole, parts]
+        shares = [ScheduledRequest(whole, 3), ScheduledRequest(parts, 3, restore=1)]
+        for step in range(4):
+            tokens = runner.execute(shares).tokens
+            assert tokens[0] == tokens[1]
+            for request in both:
+                request.advance(3 if step == 0 else 1, tokens[0][0])
+            shares = [ScheduledRequest(request, 1) for request in both]
+        # A draft that is right and one that is not; then a step without, which keeps what has seen the right one only.
+        right = whole.output_token_ids
+        assert kept.output_token_ids == right[:1]
+        (accepted,) = runner.execute([ScheduledRequest(kept, 1, (right[1], right[2] + 1))]).tokens
+        assert list(accepted) == right[1:3]
+        kept.num_computed_tokens += 2
+        kept.token_ids += accepted
+        runner.execute([ScheduledRequest(kept, 1, keep=0)])
+        for held in (pool.windows, pool.states):
+            for layer in held:
+                torch.testing.assert_close(layer[pool.num_slots], layer[whole.row])
+        with pytest.raises(KVCacheError, match=r"right after a step with drafts"):
+            runner.execute([ScheduledRequest(whole, 1, (5, 6), keep=0)])
+
+
+def test_an_engine_has_room_for_as_many_as_it_was_told(paths: dict[str, Path]) -> None:
+    assert list(notes(resolve_keywords(paths["Qwen3Next"], {"num_state_snapshots": 3}))) == []
+    for caching, expected in ((True, 3), (False, 0)):
+        config = SchedulerConfig(max_num_seqs=2, max_model_len=64, num_state_snapshots=3, enable_prefix_caching=caching)
+        with make_runner(EngineOptions(paths["Qwen3Next"], scheduler=config), num_kv_blocks=8) as runner:
+            assert runner.states is not None
+            assert runner.states.num_snapshots == expected
+            assert make_scheduler(config, None, runner).kv.tree.snapshots.count == expected
