@@ -1,7 +1,8 @@
 """Floor 3: models from Hugging Face checkpoints, run step by step over a paged KV cache.
 
 generate          offline generation, batched and over several ranks
-runner            the whole: `ModelRunner.execute` runs one step; `runner_options` resolves its settings
+runner            the whole: `ModelRunner`, and what it is made of; `runner_options` resolves its settings
+step_runner       its steps: `ModelRunner.execute` runs one
 random_checkpoint a large model with random weights, for measuring
 memory/           memory that a step and graphs take; the KV cache gets the rest
 drafting/         draft networks, with a KV cache of their own

@@ -9,8 +9,7 @@ import pytest
 from dense_checkpoint import make_small
 from fake_device import run
 
-from model_runner import ModelRunner, SamplingParams, StepOutput
-from model_runner import runner as runner_module
+from model_runner import ModelRunner, SamplingParams, StepOutput, step_runner
 from serving.engine import EngineCore
 from serving.requests import RequestInput, RequestOutput
 from serving.scheduler import ScheduledStep, Scheduler, SchedulerConfig
@@ -73,7 +72,7 @@ def test_a_pause_is_not_told_as_the_time_of_a_step(
         return clock[0]
 
     with ModelRunner(make_small(tmp_path, dense=True), num_kv_blocks=100, block_size=16, max_num_seqs=6) as runner:
-        monkeypatch.setattr(runner_module.time, "perf_counter", tick)
+        monkeypatch.setattr(step_runner.time, "perf_counter", tick)
         scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=32, max_model_len=128),
             runner.allocator,

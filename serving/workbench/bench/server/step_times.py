@@ -19,7 +19,7 @@ from enum import StrEnum
 from functools import partial, wraps
 from typing import Any
 
-from model_runner import ModelRunner, runner
+from model_runner import step_runner
 from model_runner.decoder import decoder, latent_attention, layers, rope, scatter, sparse_mlp
 from model_runner.pending_step import PendingStep
 from moe import FusedMoEModularKernel
@@ -62,8 +62,8 @@ _BOUNDARIES: tuple[tuple[Kind, Any, tuple[str, ...]], ...] = (
     (Kind.SMALL, latent_attention, ("rms_norm",)),
     (Kind.LOGITS, decoder.DecoderLM, ("compute_logits",)),
     (Kind.SAMPLING, PendingStep, ("sample", "result")),
-    (Kind.BATCH, runner, ("build_input_batch",)),
-    (Kind.BATCH, ModelRunner, ("coordinate", "forward_context")),
+    (Kind.BATCH, step_runner, ("build_input_batch",)),
+    (Kind.BATCH, step_runner.StepRunner, ("coordinate", "forward_context")),
     (Kind.SCHEDULING, Scheduler, ("schedule", "advance", "process")),
 )
 
