@@ -74,7 +74,7 @@ WORKERS ?= $(shell echo $$(($(CORES) + 1)))
 PYTEST := env --unset=PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 PARALLEL := --dist loadfile --no-loadscope-reorder -n
 
-test: setup-test ## the tests, but for those that are long by nature: 7 minutes on 2 cores
+test: setup-test ## the tests, but for those that are long by nature: 5 to 7 minutes on 2 cores
 	$(PYTEST) -m "not slow" $(PARALLEL) $(WORKERS)
 
 test-fast: setup-test ## for every commit: the tests that start nothing and compute little: a minute on 2 cores
