@@ -5,6 +5,7 @@
                plan         attention for the whole batch, or one plan per lane
                forward      the wrapped model, in lanes or not; hidden states come back merged
                             (or plan and forward as a captured graph: `model_runner.graphs`)
+               (the last layer's MLP runs only for the rows that are sampled, or whose hidden states are read)
     sample     logits of the last token of each request only, then its next token (`pending_step`)
     result     the tokens on the host
 
@@ -26,7 +27,7 @@ from attention import MLAKVCache, PagedKVCache, RequestToTokenTable, StatePool, 
 from model_runner.auto.dbo_auto import StepSettings
 from model_runner.decoder.base import CausalLM
 from model_runner.graphs.steps import GraphSteps
-from model_runner.parallel.tensor_parallel import TensorParallel
+from model_runner.parallel.tensor_parallel import WHOLE, TensorParallel
 from model_runner.pending_step import PendingStep, SamplingContext, StepOutput
 from model_runner.speculation.accept import check_acceptance
 from model_runner.speculation.proposer import StepObserver
@@ -123,7 +124,8 @@ class StepRunner:
                 return PendingStep(self._sampling, batch, agreed.decision, None, all_idle=True)
             logits = prompt_hidden = row_sums = None
             with self.step_settings.timed(agreed.decision):
-                hidden = self._hidden_states(batch, agreed)
+                needed = None if self._sampling.observer is not None else batch.needed_rows
+                hidden = self._hidden_states(batch, agreed, needed)
                 if batch.logits_rows.shape[0]:
                     logits = self.model.compute_logits(hidden.index_select(0, batch.logits_rows))
             if batch.prompt_spans:
@@ -189,11 +191,13 @@ class StepRunner:
         with self.streams.forward(join=True):
             return self.model.compute_logits(self._hidden_states(batch, agreed).index_select(0, batch.logits_rows))
 
-    def _hidden_states(self, batch: InputBatch, agreed: Coordination) -> Tensor:
+    def _hidden_states(
+        self, batch: InputBatch, agreed: Coordination, needed_rows: Sequence[int] | None = None
+    ) -> Tensor:
         if self.graphs is not None and agreed.graph is not None:
             return self.graphs.replay(batch, agreed, agreed.graph)
         with self.streams.planning():
-            context = self.forward_context(batch, agreed)
+            context = self.forward_context(batch, agreed, needed_rows)
         with set_forward_context(context):
             hidden: Tensor = self.wrapper(batch.input_ids, batch.positions)
         return hidden
@@ -203,9 +207,16 @@ class StepRunner:
         (placed,) = to_device([torch.cat(rows)], self.device)
         return placed
 
-    def forward_context(self, batch: InputBatch, agreed: Coordination) -> ForwardContext:
-        """The step's context: one attention plan, or if it overlaps, one context and plan per lane."""
-        return step_context(batch, agreed, self.attention, self.tensor_parallel_size)
+    def forward_context(
+        self, batch: InputBatch, agreed: Coordination, needed_rows: Sequence[int] | None = None
+    ) -> ForwardContext:
+        """The step's context: one attention plan, or if it overlaps, one context and plan per lane.
+
+        Args:
+            needed_rows: rows of the batch whose output is read, ascending; None for all.
+        """
+        shard = WHOLE if self.tensor_parallel is None else self.tensor_parallel.shard
+        return step_context(batch, agreed, self.attention, shard, needed_rows=needed_rows)
 
     def together(self) -> AbstractContextManager[None]:
         """Context for collective work: an error in the `with` block fails the other ranks at once, naming this one.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from attention import MLAShape
@@ -45,7 +46,7 @@ from model_runner.decoder.scatter import (
 from model_runner.decoder.sparse_mlp import SparseMLP
 from model_runner.parallel.tensor_parallel import Shard
 from model_runner.weights.weights import Checkpoint
-from ubatch import Point, dbo_yield
+from ubatch import Point, dbo_yield, get_forward_context
 from ubatch.process.heartbeat import beat
 
 __all__ = ["DecoderLM"]
@@ -83,8 +84,10 @@ class DecoderLM(CausalLM):
             DecoderLayer(config, checkpoint, parallel, layer) for layer in range(config.num_layers)
         )
         self.norm = _norm(config, checkpoint, f"{config.tensor_prefix}.norm.weight")
+        traits = parallel.all2all.traits
+        self._sends_all_rows = traits.other_ranks > 0 and not traits.routed  # as many as the ranks voted on
         self._repeated: RepeatedLayers | None = None
-        if parallel.experts == "native" and not parallel.all2all.traits.other_ranks:  # transfers are no kernels
+        if parallel.experts == "native" and not traits.other_ranks:  # transfers are no kernels
             self._repeated = RepeatedLayers(self._run_layers, self.modules)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -93,16 +96,25 @@ class DecoderLM(CausalLM):
         layout = current_layout(self.tensor_parallel)
         own_ids = input_ids if layout is None else layout.own(input_ids)
         hidden, rotary = self.embed_tokens.rows(own_ids), self.rope(positions)
-        if self._repeated is not None and layout is None:
+        context = get_forward_context()
+        needed = None if context is None or self._sends_all_rows else context.needed_rows
+        if self._repeated is not None and layout is None and needed is None:
             return self._repeated(hidden, rotary, plan, num_tokens)
-        return self._run_layers(hidden, rotary, plan, num_tokens, layout)
+        return self._run_layers(hidden, rotary, plan, num_tokens, layout, needed)
 
     def _run_layers(
-        self, hidden: Tensor, rotary: Any, plan: Any, num_tokens: int | Tensor, layout: Layout | None = None
+        self,
+        hidden: Tensor,
+        rotary: Any,
+        plan: Any,
+        num_tokens: int | Tensor,
+        layout: Layout | None = None,
+        needed: Tensor | None = None,
     ) -> Tensor:
         update = None
-        for layer in self.layers:
-            hidden, update = layer(hidden, update, rotary, plan, num_tokens, layout)
+        for number, layer in enumerate(self.layers, 1):
+            rows = needed if number == len(self.layers) else None
+            hidden, update = layer(hidden, update, rotary, plan, num_tokens, layout, rows)
             beat()  # a step without lanes may take longer than the watchdog's time-out
             dbo_yield(Point.LAYER)
         return comm_final(update, hidden, self.norm, self.config.rms_norm_eps, layout)
@@ -149,6 +161,7 @@ class DecoderLayer(nn.Module):
         plan: Any,
         num_tokens: int | Tensor,
         layout: Layout | None = None,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run the layer on `[T, hidden_size]`; returns the residual, and the update still to be added to it.
 
@@ -158,15 +171,21 @@ class DecoderLayer(nn.Module):
             num_tokens: number of rows that are tokens; the rest is padding.
             layout: how the rows are spread over the ranks that share attention; None if this rank has all rows. With a
                 layout, residual and update hold this rank's share only.
+            rows: the MLP runs for these rows of this rank only, and the others' update is zero; None for all rows. A
+                dense MLP whose columns are shared out runs for all.
         """
         x, hidden = comm_prepare_attn(update, hidden, self.input_norm, self.eps, layout)
         update = self.attention(x, rotary, plan)
         x, hidden = comm_prepare_mlp(update, hidden, self.post_attention_norm, self.eps, self.mlp_mode, layout)
-        if isinstance(self.mlp, SparseMLP):
-            update = self.mlp(x, num_tokens if layout is None else layout.share_tokens)
-        else:
-            update = self.mlp(x)
+        if rows is not None and (layout is None or self.mlp_mode is ScatterMode.SCATTERED):
+            some = self._run_mlp(x.index_select(0, rows), rows.shape[0])
+            return hidden, torch.zeros_like(x).index_copy_(0, rows, some)
+        update = self._run_mlp(x, num_tokens if layout is None else layout.share_tokens)
         return hidden, postprocess(update, self.mlp_mode, layout)
+
+    def _run_mlp(self, x: Tensor, num_tokens: int | Tensor) -> Tensor:
+        update: Tensor = self.mlp(x, num_tokens) if isinstance(self.mlp, SparseMLP) else self.mlp(x)
+        return update
 
 
 def _rotary(config: DecoderConfig, checkpoint: Checkpoint) -> RotaryEmbedding | RotaryTable:

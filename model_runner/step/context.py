@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from attention import UBatchAttention, split_attn_metadata
-from model_runner.parallel.tensor_parallel import padded_len, share_tokens
+from model_runner.parallel.tensor_parallel import WHOLE, Shard, padded_len, share_rows, share_tokens
 from model_runner.step.dp import Coordination
 from model_runner.step.input_batch import InputBatch
 from ubatch import Decision, ForwardContext, ForwardMode, fingerprint
+from ubatch.streams.small_copies import to_device
 
 __all__ = ["common_mode", "step_context"]
 
@@ -17,40 +22,65 @@ _MODES = {fingerprint(mode): mode for mode in ForwardMode}
 
 
 def step_context(
-    batch: InputBatch, agreed: Coordination, attention: UBatchAttention, tensor_parallel_size: int = 1
+    batch: InputBatch,
+    agreed: Coordination,
+    attention: UBatchAttention,
+    shard: Shard = WHOLE,
+    *,
+    needed_rows: Sequence[int] | None = None,
 ) -> ForwardContext:
     """One context and attention plan for the batch, or if it overlaps in lanes, one of each per lane.
 
     Args:
-        tensor_parallel_size: ranks that share a replica, and have the same batch.
+        shard: this rank's place among those that share a replica, and have the same batch.
+        needed_rows: rows of the batch whose output is read, ascending; None for all.
     """
     decision = agreed.decision
     mode = common_mode(decision)
+    around = slice(0, batch.num_tokens)
+    slices = None if agreed.slices is None else [lane.token_slice for lane in agreed.slices]
+    needed = iter(_needed(needed_rows, slices or [around], shard, batch.input_ids.device))
 
-    def context(plan: object | None, own: int, tokens: Sequence[int]) -> ForwardContext:
-        """A context for `own` tokens of this rank; `tokens` are those of every rank's replica."""
-        replicas = tokens[::tensor_parallel_size]
+    def context(plan: object | None, own: slice, tokens: Sequence[int]) -> ForwardContext:
+        """A context for this rank's tokens `own`; `tokens` are those of every rank's replica."""
+        replicas, count = tokens[:: shard.size], own.stop - own.start
         return ForwardContext(
             attn_metadata=plan,
-            num_tokens=own,
+            num_tokens=count,
             mode=batch.mode,
-            tokens_across_ranks=share_tokens(tokens, tensor_parallel_size),
+            tokens_across_ranks=share_tokens(tokens, shard.size),
             decision=decision,
-            local_dp_buffer_len=padded_len(own, tensor_parallel_size),
-            global_dp_buffer_len=sum(padded_len(count, tensor_parallel_size) for count in replicas),
+            local_dp_buffer_len=padded_len(count, shard.size),
+            global_dp_buffer_len=sum(padded_len(count, shard.size) for count in replicas),
             global_mode=mode,
+            needed_rows=next(needed, None),
         )
 
-    if agreed.slices is None:
-        whole = context(attention.plan(batch.metadata), batch.num_tokens, decision.lane_tokens(0))
+    if agreed.slices is None or slices is None:
+        whole = context(attention.plan(batch.metadata), around, decision.lane_tokens(0))
         return replace(whole, schedule=agreed.schedule)
-    parts = split_attn_metadata(agreed.slices, batch.metadata)
+    plans = attention.plan_lanes(split_attn_metadata(agreed.slices, batch.metadata))
     lanes = tuple(
-        context(plan, metadata.num_actual_tokens, decision.lane_tokens(lane))
-        for lane, (metadata, plan) in enumerate(zip(parts, attention.plan_lanes(parts), strict=True))
+        context(plan, own, decision.lane_tokens(lane))
+        for lane, (own, plan) in enumerate(zip(slices, plans, strict=True))
     )
-    around = context(None, batch.num_tokens, tuple(map(sum, decision.tokens)))
-    return replace(around, ubatch_slices=agreed.slices, lane_contexts=lanes, schedule=agreed.schedule)
+    everything = context(None, around, tuple(map(sum, decision.tokens)))
+    return replace(everything, ubatch_slices=agreed.slices, lane_contexts=lanes, schedule=agreed.schedule)
+
+
+def _needed(
+    rows: Sequence[int] | None, parts: Sequence[slice], shard: Shard, device: torch.device
+) -> list[Tensor | None]:
+    """Of the ascending `rows` of a batch, those in this rank's share of each part, counted from the share's start."""
+    if rows is None:
+        return [None] * len(parts)
+    found: list[Tensor] = []
+    for part in parts:
+        share = share_rows(part.stop - part.start, shard.rank, shard.size)
+        first, stop = part.start + share.start, min(part.start + share.stop, part.stop)
+        own = rows[bisect_left(rows, first) : bisect_left(rows, stop)]
+        found.append(torch.tensor(own, dtype=torch.int64) - first)
+    return list(to_device(found, device))
 
 
 def common_mode(decision: Decision) -> ForwardMode | None:

@@ -49,6 +49,7 @@ class InputBatch:
             read before the next step.
         lengths: tokens of every request when the batch was built.
         rows_per_share: number of `logits_rows` of each share.
+        logits_rows_cpu: `logits_rows` on the host.
         future_owners: (request, index of the new token in it, row) of `future_places`.
         pending: (request, index of the token in it, row) of every pending token.
         prompt_spans: the parts of prompts in this step that need prompt log-probabilities.
@@ -63,6 +64,7 @@ class InputBatch:
     future_places: Tensor
     lengths: tuple[int, ...]
     rows_per_share: tuple[int, ...]
+    logits_rows_cpu: tuple[int, ...] = ()
     future_owners: tuple[tuple[Request, int, int], ...] = ()
     pending: tuple[tuple[Request, int, int], ...] = ()
     prompt_spans: tuple[PromptSpan, ...] = ()
@@ -76,6 +78,12 @@ class InputBatch:
     def num_tokens(self) -> int:
         """Tokens of this step."""
         return self.metadata.num_actual_tokens
+
+    @property
+    def needed_rows(self) -> tuple[int, ...] | None:
+        """Rows whose hidden states are read, if these are few; None for all. Prompts that are scored read theirs."""
+        few = self.mode is not ForwardMode.DECODE and len(self.logits_rows_cpu) < self.num_tokens
+        return self.logits_rows_cpu if few and not self.prompt_spans else None
 
     @property
     def sampled(self) -> tuple[Request, ...]:
@@ -158,6 +166,7 @@ def build_input_batch(
         future_places=places,
         lengths=tuple(lengths),
         rows_per_share=tuple(rows_per_share),
+        logits_rows_cpu=tuple(sampled_rows),
         future_owners=tuple(owners),
         pending=pending,
         prompt_spans=_prompt_spans(shares, starts),

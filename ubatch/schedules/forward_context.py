@@ -57,6 +57,8 @@ class ForwardContext:
         global_dp_buffer_len: of all data-parallel ranks together.
         global_mode: common mode of all ranks that have tokens; None if they differ or no rank has tokens. An idle rank
             learns the others' mode from it.
+        needed_rows: `[S]` int64 on the device, this rank's rows whose output is read; None for all rows. A model may
+            leave the others out of what no later token reads: the last layer's MLP.
     """
 
     attn_metadata: object | None = None
@@ -71,6 +73,7 @@ class ForwardContext:
     local_dp_buffer_len: int | None = None
     global_dp_buffer_len: int | None = None
     global_mode: ForwardMode | None = None
+    needed_rows: Tensor | None = None
 
 
 _forward_context: ContextVar[ForwardContext | None] = ContextVar("ubatch_forward_context", default=None)

@@ -188,7 +188,7 @@ def test_every_lane_knows_the_buffers(path: Path) -> None:
         )
         slices = (UBatchSlice(slice(0, 1), slice(0, 4)), UBatchSlice(slice(1, 2), slice(4, 7)))
         decision = Decision(True, None, None, ((1, 1), (1, 1), (4, 3), (4, 3)), modes=(PREFILL,) * 4)
-        context = step_context(batch, Coordination(decision, slices), runner.attention, 2)
+        context = step_context(batch, Coordination(decision, slices), runner.attention, Shard(0, 2))
         assert context.lane_contexts is not None
         known = [
             (c.num_tokens, c.local_dp_buffer_len, c.global_dp_buffer_len, c.tokens_across_ranks, c.global_mode)
@@ -202,12 +202,12 @@ def test_every_lane_knows_the_buffers(path: Path) -> None:
 
         idle = build_input_batch([], runner.request_table, runner.kv_cache.spec)
         decode = Decision(False, None, None, ((3,), (3,), (0,), (0,)), modes=(DECODE, DECODE, PREFILL, PREFILL))
-        context = step_context(idle, Coordination(decode, None), runner.attention, 2)
+        context = step_context(idle, Coordination(decode, None), runner.attention, Shard(0, 2))
         assert (context.mode, context.global_mode) == (ForwardMode.IDLE, ForwardMode.DECODE)
         assert (context.num_tokens, context.local_dp_buffer_len, context.global_dp_buffer_len) == (0, 0, 4)
         assert context.tokens_across_ranks == (2, 1, 0, 0)
         mixed = replace(decode, tokens=((3,), (3,), (1,), (1,)))
-        assert step_context(idle, Coordination(mixed, None), runner.attention, 2).global_mode is None
+        assert step_context(idle, Coordination(mixed, None), runner.attention, Shard(0, 2)).global_mode is None
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------

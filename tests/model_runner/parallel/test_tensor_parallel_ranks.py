@@ -200,9 +200,10 @@ def look_inside(rank: int, world_size: int, paths: dict[str, str]) -> dict[str, 
                 x, _, topk_ids = args
                 rows.append(("experts", len(x), (topk_ids >= 0).all(1).tolist(), bool((topk_ids >= 0).any(1).all())))
 
-            for layer in runner.model.layers:  # type: ignore[union-attr]
+            *_, last = layers = list(runner.model.layers)  # type: ignore[union-attr, arg-type]
+            for layer in layers:
                 layer.attention.register_forward_pre_hook(attended)
-                if hasattr(layer.mlp, "kernel"):
+                if layer is not last and hasattr(layer.mlp, "kernel"):  # which routes only the rows that are needed
                     layer.mlp.kernel.register_forward_pre_hook(routed)
             params = [SamplingParams(max_tokens=6, temperature=1.0, seed=seed) for seed in range(3)]
             outputs = generate(runner, PROMPTS, params)
