@@ -36,7 +36,11 @@ class TensorNames:
         block: name of the MoE within its layer.
         router: name of the gate within the MoE.
         gate, up, down: the projections of an expert, `down(silu(gate(x)) * up(x))`.
-        shared: name of the shared experts within the MoE.
+        stacked: names within the MoE of the two tensors that hold all experts, `[E, 2 * intermediate, hidden]`, gate
+            first, and `[E, hidden, intermediate]`. None if every expert has tensors of its own, or the two are called
+            `experts.gate_up_proj` and `experts.down_proj`.
+        shared: name of the shared experts within the layer.
+        shared_fused: their projections, if gate and up are one: `(gate and up, down)`.
         shared_gate: name of the shared experts' gate within the MoE; see `MoEConfig.shared_gate`.
     """
 
@@ -45,7 +49,9 @@ class TensorNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    shared: str = "shared_experts"
+    stacked: tuple[str, str] | None = None
+    shared: str = "mlp.shared_experts"
+    shared_fused: tuple[str, str] | None = None
     shared_gate: str = "shared_expert_gate"
 
 
@@ -97,6 +103,9 @@ class DecoderConfig(ModelConfig):
         zero_centred_norms: norms multiply by 1 + weight.
         linear_grouped: the input projections of linear attention are two tensors, ordered by key head; else four.
         tensor_prefix: prefix of the names of all tensors except the output layer's.
+        embedding_multiplier: factor of the embeddings.
+        residual_multiplier: factor of what attention and MLPs add to the residual.
+        logits_divisor: the logits are divided by it.
         rope_interleaved: a rotated pair is two neighbouring dimensions. Latent attention only.
         moe: the MoE layers; None for a dense model.
     """
@@ -116,8 +125,24 @@ class DecoderConfig(ModelConfig):
     zero_centred_norms: bool = False
     linear_grouped: bool = False
     tensor_prefix: str = "model"
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
     rope_interleaved: bool = True
     moe: MoEConfig | None = None
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of the embeddings in the residual, which is kept divided by `residual_multiplier`.
+
+        So no layer computes anything for it: what is added needs no factor, and norms differ in their epsilon only.
+        """
+        return self.embedding_multiplier / self.residual_multiplier
+
+    @property
+    def residual_eps(self) -> float:
+        """Epsilon of the norms of that residual."""
+        return self.rms_norm_eps / self.residual_multiplier**2
 
     @property
     def dense_intermediate_size(self) -> int | None:

@@ -95,7 +95,7 @@ class DecoderLM(CausalLM):
         plan, num_tokens = current_plan()
         layout = current_layout(self.tensor_parallel)
         own_ids = input_ids if layout is None else layout.own(input_ids)
-        hidden, rotary = self.embed_tokens.rows(own_ids), self.rope(positions)
+        hidden, rotary = self._embed(own_ids), self.rope(positions)
         context = get_forward_context()
         needed = None if context is None or self._sends_all_rows else context.needed_rows
         if self._repeated is not None and layout is None and needed is None:
@@ -117,11 +117,17 @@ class DecoderLM(CausalLM):
             hidden, update = layer(hidden, update, rotary, plan, num_tokens, layout, rows)
             beat()  # a step without lanes may take longer than the watchdog's time-out
             dbo_yield(Point.LAYER)
-        return comm_final(update, hidden, self.norm, self.config.rms_norm_eps, layout)
+        return comm_final(update, hidden, self.norm, self.config.residual_eps, layout)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """See `CausalLM.compute_logits`."""
-        return self.lm_head.scores(hidden_states)
+        logits, divisor = self.lm_head.scores(hidden_states), self.config.logits_divisor
+        return logits if divisor == 1 else logits / divisor
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        """The first residual, `[T, hidden_size]`."""
+        rows, scale = self.embed_tokens.rows(input_ids), self.config.embedding_scale
+        return rows if scale == 1 else rows * scale
 
 
 class DecoderLayer(nn.Module):
@@ -129,7 +135,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, parallel: ExpertParallel, layer: int) -> None:
         super().__init__()
-        self.eps = config.rms_norm_eps
+        self.eps = config.residual_eps
 
         def pack() -> None:
             if parallel.experts == "native":
@@ -146,8 +152,7 @@ class DecoderLayer(nn.Module):
         self.mlp: GatedMLP | SparseMLP
         self.mlp_mode = ScatterMode.TP_ATTN_FULL
         if config.moe is not None and layer in config.moe.layers:
-            block = f"{prefix}.{config.moe.names.block}"
-            self.mlp = SparseMLP(checkpoint, block, hidden_size, config.num_experts, config.moe, parallel)
+            self.mlp = SparseMLP(checkpoint, prefix, hidden_size, config.num_experts, config.moe, parallel)
             self.mlp_mode = ScatterMode.SCATTERED
         else:
             sizes = hidden_size, config.intermediate_size

@@ -316,8 +316,10 @@ class GatedMLP(nn.Module):
         intermediate_size: int,
         *,
         bias: bool = False,
+        fused: tuple[str, str] | None = None,
         shard: Shard = WHOLE,
     ) -> None:
+        """Load the weights. If gate and up are one projection, `fused` is `(gate and up, down)`: not with a shard."""
         super().__init__()
         columns = shard.part(intermediate_size)
         halves = [f"{prefix}.{part}_proj" for part in ("gate", "up")]
@@ -326,9 +328,12 @@ class GatedMLP(nn.Module):
             gate_up_bias = checkpoint.load_fused([(f"{name}.bias", columns) for name in halves])
             if shard.rank == 0:  # the ranks' outputs are added up
                 down_bias = checkpoint.load(f"{prefix}.down_proj.bias", hidden_size)
-        gate_up = [(f"{name}.weight", columns) for name in halves]
+        gate_up: list[tuple[str, Size]] = [(f"{name}.weight", columns) for name in halves]
+        down = "down_proj"
+        if fused is not None:
+            gate_up, down = [(f"{prefix}.{fused[0]}.weight", 2 * intermediate_size)], fused[1]
         self.gate_up = load_projection(checkpoint, gate_up, hidden_size, gate_up_bias)
-        self.down = load_projection(checkpoint, [(f"{prefix}.down_proj.weight", hidden_size)], columns, down_bias)
+        self.down = load_projection(checkpoint, [(f"{prefix}.{down}.weight", hidden_size)], columns, down_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T, hidden_size]` to the same shape; the caller sums the ranks' results."""

@@ -57,31 +57,32 @@ class SparseMLP(nn.Module):
         """Load the weights.
 
         Args:
-            prefix: prefix of the tensors' names, without the last dot.
+            prefix: prefix of the layer's tensors, without the last dot.
             num_experts: routed experts over all ranks.
             parallel: transport, back end and this rank's experts.
         """
         super().__init__()
+        names, block = config.names, f"{prefix}.{config.names.block}"
         # Scores of experts may be close together, so some families compute the gate in float32.
         self.gate_dtype = torch.float32 if config.float32_gate else checkpoint.dtype
         gate = torch.empty(num_experts, hidden_size, dtype=self.gate_dtype, device=checkpoint.device)
-        gate_name = f"{prefix}.{config.names.router}"
+        gate_name = f"{block}.{names.router}"
         checkpoint.load_into(f"{gate_name}.weight", gate)
         self.gate = Projection(gate, checkpoint.load(f"{gate_name}.bias", num_experts) if config.gate_bias else None)
         self.router = config.router
         if isinstance(config.router, SigmoidTopKRouter):
             bias = torch.empty(num_experts, dtype=torch.float32, device=checkpoint.device)
-            checkpoint.load_into(f"{prefix}.gate.e_score_correction_bias", bias)
+            checkpoint.load_into(f"{block}.gate.e_score_correction_bias", bias)
             self.correction_bias = frozen(bias)
             self.router = replace(config.router, correction_bias=self.correction_bias)
 
         shared: GatedMLP | None = None
-        names, shared_sizes = config.names, (hidden_size, config.shared_intermediate_size)
+        shared_sizes = hidden_size, config.shared_intermediate_size
         if config.shared_intermediate_size and config.shared_gate:
-            gate_name = f"{prefix}.{names.shared_gate}"
+            gate_name = f"{block}.{names.shared_gate}"
             shared = SharedExperts(checkpoint, f"{prefix}.{names.shared}", *shared_sizes, gate=gate_name)
         elif config.shared_intermediate_size:
-            shared = GatedMLP(checkpoint, f"{prefix}.{names.shared}", *shared_sizes)
+            shared = GatedMLP(checkpoint, f"{prefix}.{names.shared}", *shared_sizes, fused=names.shared_fused)
         held = parallel.all2all.experts
         weights: dict[str, Any] = {}
 
@@ -94,9 +95,9 @@ class SparseMLP(nn.Module):
         sizes = (num_experts, hidden_size, config.intermediate_size)
         with checkpoint.once_read(make_kernel):
             if config.clamped is not None:
-                weights |= _load_transposed(checkpoint, f"{prefix}.experts", held, *sizes)
+                weights |= _load_transposed(checkpoint, f"{block}.experts", held, *sizes)
             else:
-                weights |= _load_experts(checkpoint, f"{prefix}.experts", held, *sizes, names, parallel.fp8_block)
+                weights |= _load_experts(checkpoint, block, held, *sizes, names, parallel.fp8_block)
 
     def forward(self, x: Tensor, num_tokens: int | Tensor) -> Tensor:
         """`[T, hidden_size]` to the same shape; rows from `num_tokens` on are padding and visit no routed expert."""
@@ -144,13 +145,14 @@ def _load_experts(
 
     Experts that stay in fp8 come with their scales, and the dtype of their results.
     """
-    if f"{prefix}.gate_up_proj" in checkpoint.names:  # all experts in one tensor, in this layout
+    gate_up, down = names.stacked or ("experts.gate_up_proj", "experts.down_proj")
+    if names.stacked or f"{prefix}.{gate_up}" in checkpoint.names:  # all experts in one tensor, in this layout
         part = Part(held.start, len(held), num_experts)
-        w13 = checkpoint.load(f"{prefix}.gate_up_proj", part, 2 * intermediate_size, hidden_size)
-        return {"w13": w13, "w2": checkpoint.load(f"{prefix}.down_proj", part, hidden_size, intermediate_size)}
+        w13 = checkpoint.load(f"{prefix}.{gate_up}", part, 2 * intermediate_size, hidden_size)
+        return {"w13": w13, "w2": checkpoint.load(f"{prefix}.{down}", part, hidden_size, intermediate_size)}
     if fp8_block is not None:
         kinds = names.gate, names.up, names.down
-        of_experts = [tuple(f"{prefix}.{expert}.{kind}.weight" for kind in kinds) for expert in held]
+        of_experts = [tuple(f"{prefix}.experts.{expert}.{kind}.weight" for kind in kinds) for expert in held]
         fp8 = load_fp8_experts(checkpoint, of_experts, fp8_block, hidden_size, intermediate_size)
         if fp8 is not None:
             return {**fp8, "dtype": checkpoint.dtype}
@@ -158,7 +160,7 @@ def _load_experts(
     w13 = torch.empty(len(held), 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
     w2 = torch.empty(len(held), hidden_size, intermediate_size, dtype=dtype, device=device)
     for slot, expert in enumerate(held):
-        name = f"{prefix}.{expert}"
+        name = f"{prefix}.experts.{expert}"
         checkpoint.load_into(f"{name}.{names.gate}.weight", w13[slot, :intermediate_size])
         checkpoint.load_into(f"{name}.{names.up}.weight", w13[slot, intermediate_size:])
         checkpoint.load_into(f"{name}.{names.down}.weight", w2[slot])

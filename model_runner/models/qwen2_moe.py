@@ -37,7 +37,7 @@ class Qwen2MoeForCausalLM(DecoderLM):
             router=SoftmaxTopKRouter(read_top_k(config), renormalize=config.flag("norm_topk_prob", False)),
             shared_intermediate_size=config.integer("shared_expert_intermediate_size"),
             shared_gate=True,
-            names=TensorNames(shared="shared_expert"),
+            names=TensorNames(shared="mlp.shared_expert"),
         )
         attention = read_grouped_query(config, layer_windows=_windows(config))
         common = read_decoder(config, generation, attention, moe=moe)

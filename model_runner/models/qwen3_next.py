@@ -58,7 +58,7 @@ def read_hybrid(config: HFConfig, generation: HFConfig, *, sparse: Collection[in
         router=SoftmaxTopKRouter(read_top_k(config), renormalize=renormalize),
         shared_intermediate_size=config.integer("shared_expert_intermediate_size"),
         shared_gate=True,
-        names=TensorNames(shared="shared_expert"),
+        names=TensorNames(shared="mlp.shared_expert"),
     )
     rope = read_rope(config, default_partial=0.25)
     return replace(

@@ -68,6 +68,12 @@ HYBRID: Mapping[str, Any] = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 20,
 }
+GRANITE: Mapping[str, Any] = {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.4,  # not head_dim ** -0.5
+    "logits_scaling": 1.5,
+}
 ZERO_CENTRED = ("Qwen3Next", "Qwen3_5Moe")
 """Families whose norms multiply by 1 + weight, except those of linear attention."""
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
@@ -135,6 +141,16 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 24,
         "routed_scaling_factor": 1.7,
+    },
+    "Granite": {**COMMON, **GROUPED, **GRANITE},
+    "GraniteMoe": {**COMMON, **GROUPED, **GRANITE, "num_local_experts": 8, "num_experts_per_tok": 3},
+    "GraniteMoeShared": {
+        **COMMON,
+        **GROUPED,
+        **GRANITE,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "shared_intermediate_size": 20,
     },
     "DeepseekV2": {**COMMON, **LATENT, "topk_method": "group_limited_greedy"},
     "DeepseekV3": {**COMMON, **LATENT},

@@ -131,6 +131,24 @@ def _olmoe(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _granite(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_llama(rng, fields),
+        "embedding_multiplier": rng.choice([1.0, 4.0, 12.0]),
+        "residual_multiplier": rng.choice([0.22, 0.5, 1.0, 1.7]),
+        "attention_multiplier": rng.choice([0.05, 0.3, 1.0]),
+        "logits_scaling": rng.choice([0.7, 1.0, 3.0]),
+    }
+
+
+def _granite_moe(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    return {**_granite(rng, fields), **_experts(rng, "num_local_experts"), "mlp_bias": False}
+
+
+def _granite_moe_shared(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    return {**_granite_moe(rng, fields), "shared_intermediate_size": rng.choice([0, rng.randrange(5, 40)])}
+
+
 def _gpt_oss(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     kinds = ["sliding_attention", "full_attention"]
     return {
@@ -200,6 +218,9 @@ _OF_FAMILY = {
     "Olmoe": _olmoe,
     "Glm4Moe": _glm4_moe,
     "GptOss": _gpt_oss,
+    "Granite": _granite,
+    "GraniteMoe": _granite_moe,
+    "GraniteMoeShared": _granite_moe_shared,
     "DeepseekV3": _deepseek,
     "Qwen3Next": _qwen3_next,
     "Qwen3_5Moe": _hybrid,

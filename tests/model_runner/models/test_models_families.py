@@ -50,6 +50,8 @@ BF16 = {"max_shard_size": "30KB", "dtype": torch.bfloat16}
         ("Olmoe", {"clip_qkv": 0.5, "num_key_value_heads": 4, "norm_topk_prob": True, **BF16}),
         ("GptOss", {"attention_bias": False, "layer_types": ["full_attention"] * 3, "num_key_value_heads": 4, **BF16}),
         ("Glm4Moe", {"use_qk_norm": False, "attention_bias": False, "first_k_dense_replace": 3, **BF16}),
+        ("GraniteMoe", {"attention_bias": True, "tie_word_embeddings": True, **BF16}),
+        ("GraniteMoeShared", {"num_key_value_heads": 1, "rope_parameters": YARN, **BF16}),
         ("Mixtral", {"sliding_window": 5, "num_experts_per_tok": 1, "head_dim": None}),
         ("Mixtral", {"rope_parameters": None, "tie_word_embeddings": True, **BF16}),
         ("DeepseekV2", {"topk_method": "greedy", "n_group": None, "topk_group": None, "q_lora_rank": None}),
@@ -141,11 +143,18 @@ def test_deepseek_keeps_one_latent_per_token(tmp_path: Path) -> None:
         assert runner.kv_cache.spec.numbers_per_token == LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"]
 
 
-def test_mixtral_checkpoints_have_the_published_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("Mixtral", "model.layers.0.block_sparse_moe.experts.7.w3.weight"),
+        ("GraniteMoe", "model.layers.0.block_sparse_moe.input_linear.weight"),
+    ],
+)
+def test_checkpoints_have_the_published_names(tmp_path: Path, family: str, name: str) -> None:
     """What the oracle wrote is what the hub has: otherwise this package would read its own dialect only."""
-    path = make_checkpoint(tmp_path, "Mixtral")
+    path = make_checkpoint(tmp_path, family)
     with safe_open(path / "model.safetensors", framework="pt") as file:
-        assert "model.layers.0.block_sparse_moe.experts.7.w3.weight" in set(file.keys())
+        assert name in set(file.keys())
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -20,12 +20,12 @@ from ubatch import CommGroup, UBatchConfig
 
 pytestmark = pytest.mark.ranks
 
-DENSE = ("Qwen2", "Qwen3", "Mistral", "Llama")
+DENSE = ("Qwen2", "Qwen3", "Mistral", "Llama", "Granite")
 FAMILIES = [
-    ("DeepseekV3", "Mixtral", "Llama"),
+    ("DeepseekV3", "Mixtral", "Llama", "GraniteMoe"),
     pytest.param(("DeepseekV2", "Qwen3"), marks=pytest.mark.slow),
     pytest.param(("Qwen2Moe", "Olmoe", "GptOss", "Glm4Moe"), marks=pytest.mark.slow),
-    pytest.param(("Qwen2", "Mistral"), marks=pytest.mark.slow),
+    pytest.param(("Qwen2", "Mistral", "Granite", "GraniteMoeShared"), marks=pytest.mark.slow),
 ]
 NUM_TOKENS = 8
 EAGER = {"dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}

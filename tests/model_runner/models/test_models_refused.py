@@ -79,6 +79,8 @@ def test_every_family_is_known_and_reads_its_config() -> None:
         ),
         ("Mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "the same attention.*Ministral's"),
         ("Olmoe", {"clip_qkv": -1}, "clip_qkv is -1"),
+        ("Granite", {"residual_multiplier": 0}, "residual_multiplier is 0.*a positive number"),
+        ("GraniteMoe", {"logits_scaling": -2.0}, r"logits_scaling is -2\.0.*a positive number"),
         ("GptOss", {"rope_parameters": ...}, "rope_scaling is None.*the scaling it was trained with"),
         ("GptOss", {"sliding_window": None}, "sliding_window is None.*the window of its sliding_attention layers"),
         ("Glm4Moe", {"topk_group": 3}, "topk_group is 3"),
@@ -227,6 +229,8 @@ def test_kinds_of_models_that_cannot_run() -> None:
         kind_of("JambaForCausalLM", layer_types=hybrid)
     with pytest.raises(ConfigError, match="mixes 'linear_attention' layers"):
         kind_of("Qwen3_5ForConditionalGeneration", text_config={"layer_types": hybrid})
+    with pytest.raises(ConfigError, match="GraniteMoeHybridForCausalLM mixes 'mamba' layers"):
+        kind_of("GraniteMoeHybridForCausalLM", layer_types=["mamba", "attention"])
     chunked = ["chunked_attention", "full_attention"]
     with pytest.raises(ConfigError, match="Llama4ForConditionalGeneration has 'chunked_attention' layers") as caught:
         kind_of("Llama4ForConditionalGeneration", text_config={"layer_types": chunked})
@@ -236,6 +240,8 @@ def test_kinds_of_models_that_cannot_run() -> None:
 
 
 def test_unknown_architectures_get_the_list_of_known_ones() -> None:
+    with pytest.raises(UnknownArchitecture, match="'GraniteMoeHybridForCausalLM'"):  # without Mamba layers
+        model_class("GraniteMoeHybridForCausalLM", HFConfig({"layer_types": ["attention"]}, Path("config.json")))
     with pytest.raises(UnknownArchitecture) as caught:
         model_class("MinistralForCausalLM")
     assert "did you mean" not in str(caught.value), "the weights of Mistral or Mixtral are others"

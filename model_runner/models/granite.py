@@ -1,0 +1,82 @@
+"""Granite 3: Llama's decoder with four factors of its own, dense, or with a MoE in every layer.
+
+Granite-MoE keeps all experts of a layer in two tensors. `GraniteMoeShared` adds an expert that every token visits.
+
+Source: Granite 3.0 Language Models (2024) and the `GraniteForCausalLM`, `GraniteMoeForCausalLM` and
+`GraniteMoeSharedForCausalLM` checkpoints on the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from model_runner.decoder.config import (
+    DecoderConfig,
+    MoEConfig,
+    TensorNames,
+    read_decoder,
+    read_grouped_query,
+    read_top_k,
+)
+from model_runner.decoder.decoder import DecoderLM
+from model_runner.weights.hf_config import HFConfig
+from moe import SoftmaxTopKRouter
+
+__all__ = ["GraniteForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"]
+
+_NAMES = TensorNames(
+    block="block_sparse_moe",
+    router="router.layer",
+    stacked=("input_linear.weight", "output_linear.weight"),
+    shared="shared_mlp",
+    shared_fused=("input_linear", "output_linear"),
+)
+
+
+class GraniteForCausalLM(DecoderLM):
+    """The dense model. See `CausalLM`."""
+
+    @classmethod
+    def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
+        """See `CausalLM.read_config`."""
+        return replace(_read_granite(config, generation), mlp_bias=config.flag("mlp_bias", False))
+
+
+class GraniteMoeForCausalLM(DecoderLM):
+    """The model with a MoE in every layer. See `CausalLM`."""
+
+    @classmethod
+    def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
+        """See `CausalLM.read_config`."""
+        return _read_granite(config, generation, _read_moe(config))
+
+
+class GraniteMoeSharedForCausalLM(DecoderLM):
+    """The model with a MoE and a shared expert in every layer. See `CausalLM`."""
+
+    @classmethod
+    def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
+        """See `CausalLM.read_config`."""
+        shared = config.integer("shared_intermediate_size", default=0, at_least=0)
+        return _read_granite(config, generation, replace(_read_moe(config), shared_intermediate_size=shared))
+
+
+def _read_moe(config: HFConfig) -> MoEConfig:
+    return MoEConfig(
+        layers=frozenset(range(config.integer("num_hidden_layers"))),
+        intermediate_size=config.integer("intermediate_size"),
+        router=SoftmaxTopKRouter(read_top_k(config), renormalize=True),
+        names=_NAMES,
+    )
+
+
+def _read_granite(config: HFConfig, generation: HFConfig, moe: MoEConfig | None = None) -> DecoderConfig:
+    """Read the entries that the models share: Llama's, and the factors."""
+    attention = replace(read_grouped_query(config), scale=config.number("attention_multiplier", 1.0))
+    return replace(
+        read_decoder(config, generation, attention, moe=moe),
+        attention_bias=config.flag("attention_bias", False),
+        embedding_multiplier=config.number("embedding_multiplier", 1.0),
+        residual_multiplier=config.number("residual_multiplier", 1.0),
+        logits_divisor=config.number("logits_scaling", 1.0),
+    )
