@@ -72,11 +72,6 @@ class ModelConfig:
         """Whether the routed experts have biases, or another activation than SwiGLU."""
         return False
 
-    @property
-    def divides_heads(self) -> bool:
-        """Whether ranks can share attention, each with some of its heads."""
-        return True
-
 
 def check_tensor_parallel(config: ModelConfig, size: int) -> None:
     """Check that `size` ranks can share a model.
@@ -86,16 +81,10 @@ def check_tensor_parallel(config: ModelConfig, size: int) -> None:
         size: ranks of a replica.
 
     Raises:
-        ConfigError: the heads, key/value heads, heads of linear attention or dense MLPs cannot be divided by `size`, or
-            the heads not at all.
+        ConfigError: the heads, key/value heads, heads of linear attention or dense MLPs cannot be divided by `size`.
     """
     if size < 1:
         raise ConfigError(f"tensor_parallel_size must be at least 1, not {size}.")
-    if size > 1 and not config.divides_heads:
-        raise ConfigError(
-            f"tensor_parallel_size {size} does not fit the model: it normalises queries and keys over all heads, which "
-            "no rank would have. Use 1, and more data-parallel ranks instead."
-        )
     shape, dense = config.attention, config.dense_intermediate_size
     if shape.num_heads % size:
         raise _undivided(size, f"its {shape.num_heads} attention heads")

@@ -93,8 +93,7 @@ class DecoderConfig(ModelConfig):
             attention.
         mlp_bias: the dense MLPs' projections have biases.
         qk_norm: queries and keys are normalised per head.
-        norms_all_heads: a token's queries are normalised over all heads together, and so are its keys; not with tensor
-            parallelism.
+        norms_all_heads: a token's queries are normalised over all heads together, and so are its keys.
         clip_qkv: largest absolute value of queries, keys and values before rotation; None for no limit. With
             `norms_all_heads` only.
         q_lora_rank: size of the compressed query; None if it is not compressed. Latent attention only.
@@ -154,11 +153,6 @@ class DecoderConfig(ModelConfig):
     def biased_experts(self) -> bool:
         """See `ModelConfig`."""
         return self.moe is not None and self.moe.clamped is not None
-
-    @property
-    def divides_heads(self) -> bool:
-        """See `ModelConfig`."""
-        return not self.norms_all_heads
 
     @property
     def expert_intermediate_size(self) -> int | None:

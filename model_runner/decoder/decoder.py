@@ -44,7 +44,6 @@ from model_runner.decoder.scatter import (
     postprocess,
 )
 from model_runner.decoder.sparse_mlp import SparseMLP
-from model_runner.parallel.tensor_parallel import Shard
 from model_runner.weights.weights import Checkpoint
 from ubatch import Point, dbo_yield, get_forward_context
 from ubatch.process.heartbeat import beat
@@ -147,7 +146,7 @@ class DecoderLayer(nn.Module):
     def _load(self, config: DecoderConfig, checkpoint: Checkpoint, parallel: ExpertParallel, layer: int) -> None:
         prefix, hidden_size = f"{config.tensor_prefix}.layers.{layer}", config.hidden_size
         self.input_norm = _norm(config, checkpoint, f"{prefix}.input_layernorm.weight")
-        self.attention = _attention(config, checkpoint, prefix, layer, parallel.shard)
+        self.attention = _attention(config, checkpoint, prefix, layer, parallel)
         self.post_attention_norm = _norm(config, checkpoint, f"{prefix}.post_attention_layernorm.weight")
         self.mlp: GatedMLP | SparseMLP
         self.mlp_mode = ScatterMode.TP_ATTN_FULL
@@ -211,9 +210,9 @@ def _norm(config: DecoderConfig, checkpoint: Checkpoint, name: str) -> nn.Parame
 
 
 def _attention(
-    config: DecoderConfig, checkpoint: Checkpoint, prefix: str, layer: int, shard: Shard
+    config: DecoderConfig, checkpoint: Checkpoint, prefix: str, layer: int, parallel: ExpertParallel
 ) -> Attention | LatentAttention | GatedDeltaNet:
-    place, hidden_size, eps = config.place(layer), config.hidden_size, config.rms_norm_eps
+    place, hidden_size, eps, shard = config.place(layer), config.hidden_size, config.rms_norm_eps, parallel.shard
     if config.linear is not None and layer in config.linear_layers:
         name, grouped = f"{prefix}.linear_attn", config.linear_grouped
         return GatedDeltaNet(
@@ -228,6 +227,7 @@ def _attention(
         return LatentAttention(*where, shape, q_lora_rank=config.q_lora_rank, bias=every, shard=shard)
     options: dict[str, Any] = {"bias": every or config.qkv_bias, "out_bias": every, "shard": shard}
     if config.norms_all_heads:
-        return AllHeadsNormAttention(*where, shape, norm_eps=eps, clip=config.clip_qkv, **options)
+        options |= {"clip": config.clip_qkv, "tensor": parallel.tensor}
+        return AllHeadsNormAttention(*where, shape, norm_eps=eps, **options)
     options |= {"zero_centred": config.zero_centred_norms, "gated": config.output_gate}
     return Attention(*where, shape, norm_eps=eps if config.qk_norm else None, **options)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from attention import AttentionPlan, AttentionShape
 from model_runner.decoder.ops import normalise_and_rotate, rms_norm, sigmoid_mul, silu_mul
 from model_runner.decoder.rope import Rotation
-from model_runner.parallel.tensor_parallel import WHOLE, Shard
+from model_runner.parallel.tensor_parallel import WHOLE, Shard, TensorParallel
 from model_runner.weights.fp8_projections import load_fp8_projection
 from model_runner.weights.weights import Checkpoint, Size
 from moe import NativeLinear, fp8_linear, linear
@@ -224,13 +224,13 @@ class Attention(nn.Module):
                 sinks.append(checkpoint.load(f"{prefix}.sinks", heads_part))
         self.qk_norm: nn.Parameter | None = None
         if norm_eps is not None:
-            self._load_norms(checkpoint, prefix)
+            self._load_norms(checkpoint, prefix, q_part, kv_part)
 
     def _keep_sinks(self, sinks: Tensor) -> None:
         """Store the sinks in float32, in which back ends compute: steps that convert them could not be recorded."""
         self.sinks = frozen(sinks.float())
 
-    def _load_norms(self, checkpoint: Checkpoint, prefix: str) -> None:
+    def _load_norms(self, checkpoint: Checkpoint, prefix: str, q_part: Size, k_part: Size) -> None:
         norms: list[Tensor] = []
         with checkpoint.once_read(lambda: self._repeat_norms(norms)):
             for part in ("q", "k"):
@@ -277,32 +277,45 @@ class AllHeadsNormAttention(Attention):
     Args:
         norm_eps: epsilon of the norms.
         clip: largest absolute value of queries, keys and values, before they are rotated; None for no limit.
+        tensor: the ranks that share attention, which share the norms, too; None if this rank has all heads.
         arguments, options: see `Attention`.
-
-    Raises:
-        ConfigError: this rank has a part of the heads.
     """
 
     def __init__(
-        self, *arguments: Any, norm_eps: float, clip: float | None, shard: Shard = WHOLE, **options: Any
+        self,
+        *arguments: Any,
+        norm_eps: float,
+        clip: float | None,
+        tensor: TensorParallel | None = None,
+        **options: Any,
     ) -> None:
-        if shard.size > 1:
-            raise ConfigError("queries and keys are normalised over all heads; use tensor_parallel_size 1.")
-        super().__init__(*arguments, norm_eps=norm_eps, shard=shard, **options)
-        self.eps, self.clip = norm_eps, clip
+        super().__init__(*arguments, norm_eps=norm_eps, **options)
+        self.eps, self.clip, self.tensor = norm_eps, clip, tensor
 
-    def _load_norms(self, checkpoint: Checkpoint, prefix: str) -> None:
-        heads = (("q", self.shape.num_heads), ("k", self.shape.num_kv_heads))
-        norms = [checkpoint.load(f"{prefix}.{part}_norm.weight", n * self.shape.head_dim) for part, n in heads]
-        self.q_norm, self.k_norm = map(frozen, norms)
+    def _load_norms(self, checkpoint: Checkpoint, prefix: str, q_part: Size, k_part: Size) -> None:
+        self.q_norm = frozen(checkpoint.load(f"{prefix}.q_norm.weight", q_part))
+        self.k_norm = frozen(checkpoint.load(f"{prefix}.k_norm.weight", k_part))
 
     def _heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         q, k, v = self.qkv(x).split((len(self.q_norm), len(self.k_norm), len(self.k_norm)), dim=-1)
-        q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
+        if self.tensor is None:
+            q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
+        else:
+            q, k = self._normalise(q, k, self.tensor)
         if self.clip is not None:
             q, k, v = (each.clamp(-self.clip, self.clip) for each in (q, k, v))
         q, k, v = (each.unflatten(-1, (-1, self.shape.head_dim)) for each in (q, k, v))
         return normalise_and_rotate(q, rotation, None, None), normalise_and_rotate(k, rotation, None, None), v, None
+
+    def _normalise(self, q: Tensor, k: Tensor, tensor: TensorParallel) -> tuple[Tensor, Tensor]:
+        """Normalise by the mean square over all ranks: the mean of theirs, as all have as many heads of each kind."""
+        squares = torch.stack([heads.float().square().mean(-1) for heads in (q, k)], dim=-1)
+        scales = (tensor.mean(squares, Point.QK_GATHER) + self.eps).rsqrt()
+        normalised = [
+            (heads * scale[:, None] * weight).to(heads.dtype)  # float32 until it is rounded
+            for heads, scale, weight in zip((q, k), scales.unbind(-1), (self.q_norm, self.k_norm), strict=True)
+        ]
+        return normalised[0], normalised[1]
 
 
 class GatedMLP(nn.Module):

@@ -1,7 +1,5 @@
 """OLMoE: attention that normalises a token's queries, and its keys, over all heads together, and a MoE in every layer.
 
-Tensor parallelism is refused: no rank would have all heads, which the norms need.
-
 Source: OLMoE (2024) and the `OlmoeForCausalLM` checkpoints on the Hugging Face hub.
 """
 
@@ -19,8 +17,6 @@ __all__ = ["OlmoeForCausalLM"]
 
 class OlmoeForCausalLM(DecoderLM):
     """The model. See `CausalLM`."""
-
-    serves_tensor_parallel = False
 
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:

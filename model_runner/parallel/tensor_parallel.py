@@ -30,7 +30,7 @@ from torch import Tensor
 from attention import AttentionShape, GatedDeltaShape, MLAShape
 from model_runner.weights.weights import Part
 from moe import EmulatedLink
-from ubatch import CommGroup, ConfigError
+from ubatch import CommGroup, ConfigError, Point, all_gather
 from ubatch.ranks.collectives import Carry
 
 __all__ = [
@@ -155,6 +155,15 @@ class TensorParallel:
     def shard(self) -> Shard:
         """The part of attention and dense MLPs that this rank holds."""
         return Shard(self.rank, self.size)
+
+    def mean(self, x: Tensor, point: Point) -> Tensor:
+        """The mean over the replica's ranks of `x`, which has the same shape on all; equal on all to the last bit.
+
+        Args:
+            point: passed while `x` travels.
+        """
+        every = all_gather(x, self.group, point=point, name=point, carry=self.carry)
+        return every.view(self.size, *x.shape).mean(0)
 
     def of_first_rank(self, chosen: Tensor) -> Tensor:
         """Broadcast a small tensor from this replica's first rank; it must have the same shape on all ranks.

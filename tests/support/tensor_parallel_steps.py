@@ -21,7 +21,7 @@ EAGER = {"dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
 """Overlap whatever can be split."""
 STEPS = ("prefill", "decode", "mixed", "verify", "decode", "idle", "prefill")
 TENSOR_PARALLEL_POINTS = frozenset(
-    {Point.ATTN_GATHER, Point.ATTN_SCATTER, Point.MLP_GATHER, Point.MLP_SCATTER, Point.FINAL_GATHER}
+    {Point.ATTN_GATHER, Point.QK_GATHER, Point.ATTN_SCATTER, Point.MLP_GATHER, Point.MLP_SCATTER, Point.FINAL_GATHER}
 )
 
 
@@ -148,12 +148,13 @@ def check_logits(got: Played, expected: Played, what: object) -> None:
 
 
 def lane_points(schedule: Schedule, mlps: str) -> list[str]:
-    """The points at which a lane of a tensor-parallel model hands on; its layers are `d`ense or `s`parse."""
+    """The points at which a lane of a tensor-parallel model hands on; its layers are `d`ense, `s`parse, or
+    sparse with `n`orms over all heads."""
     sparse = [Point.SELECT, Point.DISPATCH, Point.COMBINE, Point.OUTPUT]
     passed: list[str] = []
     for kind in mlps:
-        passed += [Point.ATTN_GATHER, Point.ATTN_PREPARE, Point.ATTN_SCATTER]
-        passed += sparse if kind == "s" else [Point.MLP_GATHER, Point.MLP_SCATTER]
+        passed += [Point.ATTN_GATHER, *([Point.QK_GATHER] if kind == "n" else []), Point.ATTN_PREPARE]
+        passed += [Point.ATTN_SCATTER, *([Point.MLP_GATHER, Point.MLP_SCATTER] if kind == "d" else sparse)]
         passed.append(Point.LAYER)
     return [point for point in [*passed, Point.FINAL_GATHER] if schedule.active(point)]
 

@@ -32,6 +32,8 @@ class Point(StrEnum):
 
     ATTN_GATHER = "attn_gather"
     """after launching the all-gather of attention's input"""
+    QK_GATHER = "qk_gather"
+    """after launching the all-gather of mean squares, where queries and keys are normalised over all heads"""
     ATTN_PREPARE = "attn_prepare"
     """after the input norm and the qkv projection, before the core attention"""
     ATTN_SCATTER = "attn_scatter"

@@ -20,7 +20,8 @@ __all__ = ["Flow", "Mark", "by_step", "flows", "held_by_lanes", "points", "stage
 _START = "start"
 _STAGES: Mapping[str, Mapping[str, str]] = {
     "attn_gather": {_START: "norm", "layer": "norm"},
-    "attn_prepare": {_START: "norm, qkv", "layer": "norm, qkv", "attn_gather": "qkv"},
+    "qk_gather": {"attn_gather": "qkv"},
+    "attn_prepare": {_START: "norm, qkv", "layer": "norm, qkv", "attn_gather": "qkv", "qk_gather": "norm, rope"},
     "attn_scatter": {"attn_prepare": "attention"},
     "select": {"attn_prepare": "attention, router", "attn_scatter": "norm, router"},
     "dispatch_counts": {"select": "count tokens"},

@@ -307,7 +307,7 @@ def test_their_times_come_back_from_a_program() -> None:
 def test_the_document_names_what_there_is() -> None:
     text = (ROOT / "docs" / "tensor-parallel.md").read_text(encoding="utf-8")
     named = re.findall(r"^\| .*`(\w+)` \|$", text, re.MULTILINE)
-    assert named == ["attn_gather", "attn_scatter", "mlp_gather", "mlp_scatter", "final_gather"]
+    assert named == ["attn_gather", "qk_gather", "attn_scatter", "mlp_gather", "mlp_scatter", "final_gather"]
     assert set(named) <= set(KNOWN_POINTS)
     for schedule in SCHEDULES.values():
         assert set(named).isdisjoint(schedule.points_off), schedule.name

@@ -51,10 +51,11 @@ from ubatch.trace.spans import SpanKind
 
 pytestmark = pytest.mark.ranks
 
-MLPS = {"Qwen3Moe": "sds", "DeepseekV3": "dss", "Llama": "ddd"}
-"""Family -> its layers, dense or sparse. DeepSeek's has latent attention and shared experts, Llama's has biases."""
+MLPS = {"Qwen3Moe": "sds", "DeepseekV3": "dss", "Llama": "ddd", "Olmoe": "nn"}
+"""Family -> its layers, see `lane_points`. DeepSeek's has latent attention and shared experts, Llama's has biases."""
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "Llama": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}  # fewer than ranks
+    "Llama": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},  # fewer than ranks
+    "Olmoe": {"num_hidden_layers": 2},
 }
 ARMS: dict[str, dict[str, Any]] = {
     "off": {},
@@ -98,7 +99,7 @@ def check_overlap(played: Played, schedule: str, mlps: str, what: object) -> Non
 
 
 @pytest.mark.parametrize(
-    "families", [("DeepseekV3", "Llama"), pytest.param(("Qwen3Moe",), marks=pytest.mark.slow)], ids=" ".join
+    "families", [("DeepseekV3", "Llama", "Olmoe"), pytest.param(("Qwen3Moe",), marks=pytest.mark.slow)], ids=" ".join
 )
 def test_two_ranks_of_one_replica(families: tuple[str, ...], paths: dict[str, str]) -> None:
     these = {family: paths[family] for family in families}
@@ -116,7 +117,7 @@ def test_two_ranks_of_one_replica(families: tuple[str, ...], paths: dict[str, st
 
 @pytest.mark.slow
 def test_other_transports_and_schedules(paths: dict[str, str]) -> None:
-    sparse = {family: paths[family] for family in ("Qwen3Moe", "DeepseekV3")}
+    sparse = {family: paths[family] for family in ("Qwen3Moe", "DeepseekV3", "Olmoe")}
     expected = play_alone(sparse, 0)
     for rank, results in enumerate(run_ranks(play_all, 2, sparse, MOE_ARMS, 2, {})):
         for (family, arm), played in results.items():
@@ -166,7 +167,7 @@ def check_layouts(rank: int) -> None:
 @pytest.mark.slow
 def test_two_replicas_of_two_ranks(paths: dict[str, str]) -> None:
     """The second replica is idle while the first decodes, mixes and verifies, and the other way round."""
-    sparse = {family: paths[family] for family in ("Qwen3Moe", "DeepseekV3")}
+    sparse = {family: paths[family] for family in ("Qwen3Moe", "DeepseekV3", "Olmoe")}
     idle = {0: (4,), 1: (1, 3)}
     expected = [play_alone(sparse, replica, idle[replica]) for replica in (0, 1)]
     ranks = run_ranks(play_and_lay_out, 4, sparse, idle)
@@ -221,6 +222,7 @@ def plain_weights(runner: ModelRunner) -> dict[str, Tensor]:
 PROMPTS = [[5, 17, 99, 3, 42], [1, 2], list(range(20, 32))]
 _COLUMNS = ("qkv", "qkv_bias", "q_up", "w_uk", "w_uv", "gate_up", "gate_up_bias")
 SHARDED = {**dict.fromkeys(_COLUMNS, 0), "out": 1, "down": 1}
+OF_ALL_HEADS = ("Olmoe.q_norm", "Olmoe.k_norm")
 """Weight -> the dimension along which ranks share it; of latent attention `down` is whole, as shared experts are."""
 
 
@@ -233,6 +235,7 @@ def test_what_ranks_hold(paths: dict[str, str]) -> None:
                 alone, PROMPTS, [SamplingParams(max_tokens=6, temperature=1.0, seed=seed) for seed in range(3)]
             )
             kv_bytes = alone.kv_cache.spec.bytes_per_block
+            queries = alone.config.attention.num_heads * getattr(alone.config.attention, "head_dim", 0)
         one_kv_head = family == "Llama"
         for rank, seen in enumerate(ranks):
             assert seen[family, "size"] == 2
@@ -240,7 +243,7 @@ def test_what_ranks_hold(paths: dict[str, str]) -> None:
             share = 1.0 if family == "DeepseekV3" or one_kv_head else 0.5  # a latent has no heads
             assert seen[family, "kv"] == share * kv_bytes, family
             for name, held in seen[family, "held"].items():
-                check_weight(name, held, whole[name], rank, one_kv_head=one_kv_head)
+                check_weight(family, name, held, whole[name], rank, queries)
             if family == "Llama":  # the ranks' outputs are added up
                 assert [name for name in whole if "out_bias" in name or "down_bias" in name]
                 missing = set(whole) - set(seen[family, "held"])
@@ -248,9 +251,10 @@ def test_what_ranks_hold(paths: dict[str, str]) -> None:
         check_rows(family, [seen[family, "rows"] for seen in ranks])
 
 
-def check_weight(name: str, held: Tensor, whole: Tensor, rank: int, *, one_kv_head: bool) -> None:
-    part, dim = name.rsplit(".", 1)[-1], None
-    if ".kernel.experts" in name:
+def check_weight(family: str, name: str, held: Tensor, whole: Tensor, rank: int, queries: int) -> None:
+    """`queries`: rows of the query projection."""
+    part, dim, one_kv_head = name.rsplit(".", 1)[-1], None, family == "Llama"
+    if ".kernel.experts" in name or f"{family}.{part}" in OF_ALL_HEADS:
         dim = 0
     elif ".shared_experts." not in name and not (".attention." in name and part.startswith("down")):
         dim = SHARDED.get(part)
@@ -258,7 +262,7 @@ def check_weight(name: str, held: Tensor, whole: Tensor, rank: int, *, one_kv_he
         replicated = part == "qk_norm"  # one row per head that it has
         assert replicated or torch.equal(held, whole), name
     elif part.startswith("qkv"):
-        heads, kv_heads = whole.split((4 * 16, len(whole) - 4 * 16))  # 4 query heads of 16
+        heads, kv_heads = whole[:queries], whole[queries:]
         keys, values = kv_heads.chunk(2)
         own = [heads.chunk(2)[rank], *((keys, values) if one_kv_head else (keys.chunk(2)[rank], values.chunk(2)[rank]))]
         assert torch.equal(held, torch.cat(own)), name
