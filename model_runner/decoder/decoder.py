@@ -212,22 +212,24 @@ def _norm(config: DecoderConfig, checkpoint: Checkpoint, name: str) -> nn.Parame
 def _attention(
     config: DecoderConfig, checkpoint: Checkpoint, prefix: str, layer: int, parallel: ExpertParallel
 ) -> Attention | LatentAttention | GatedDeltaNet:
-    place, hidden_size, eps, shard = config.place(layer), config.hidden_size, config.rms_norm_eps, parallel.shard
+    place, hidden_size, shape = config.place(layer), config.hidden_size, config.attention
+    eps, shard = config.rms_norm_eps, parallel.shard
     if config.linear is not None and layer in config.linear_layers:
         name, grouped = f"{prefix}.linear_attn", config.linear_grouped
         return GatedDeltaNet(
             checkpoint, name, place, hidden_size, config.linear, norm_eps=eps, grouped=grouped, shard=shard
         )
-    shape, where, every = (
-        config.attention,
-        (checkpoint, f"{prefix}.self_attn", place, hidden_size),
-        config.attention_bias,
-    )
+    name, bias = f"{prefix}.self_attn", config.attention_bias
     if isinstance(shape, MLAShape):
-        return LatentAttention(*where, shape, q_lora_rank=config.q_lora_rank, bias=every, shard=shard)
-    options: dict[str, Any] = {"bias": every or config.qkv_bias, "out_bias": every, "shard": shard}
+        return LatentAttention(
+            checkpoint, name, place, hidden_size, shape, q_lora_rank=config.q_lora_rank, bias=bias, shard=shard
+        )
+    kind: type[Attention] = Attention
+    options: dict[str, Any] = {"bias": bias or config.qkv_bias, "out_bias": bias, "shard": shard}
     if config.norms_all_heads:
-        options |= {"clip": config.clip_qkv, "tensor": parallel.tensor}
-        return AllHeadsNormAttention(*where, shape, norm_eps=eps, **options)
-    options |= {"zero_centred": config.zero_centred_norms, "gated": config.output_gate}
-    return Attention(*where, shape, norm_eps=eps if config.qk_norm else None, **options)
+        kind = AllHeadsNormAttention
+        options |= {"norm_eps": eps, "clip": config.clip_qkv, "tensor": parallel.tensor}
+    else:
+        options |= {"norm_eps": eps if config.qk_norm else None}
+        options |= {"zero_centred": config.zero_centred_norms, "gated": config.output_gate}
+    return kind(checkpoint, name, place, hidden_size, shape, **options)

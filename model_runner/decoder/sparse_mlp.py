@@ -66,9 +66,9 @@ class SparseMLP(nn.Module):
         # Scores of experts may be close together, so some families compute the gate in float32.
         self.gate_dtype = torch.float32 if config.float32_gate else checkpoint.dtype
         gate = torch.empty(num_experts, hidden_size, dtype=self.gate_dtype, device=checkpoint.device)
-        gate_name = f"{block}.{names.router}"
-        checkpoint.load_into(f"{gate_name}.weight", gate)
-        self.gate = Projection(gate, checkpoint.load(f"{gate_name}.bias", num_experts) if config.gate_bias else None)
+        router_name = f"{block}.{names.router}"
+        checkpoint.load_into(f"{router_name}.weight", gate)
+        self.gate = Projection(gate, checkpoint.load(f"{router_name}.bias", num_experts) if config.gate_bias else None)
         self.router = config.router
         if isinstance(config.router, SigmoidTopKRouter):
             bias = torch.empty(num_experts, dtype=torch.float32, device=checkpoint.device)
@@ -79,8 +79,8 @@ class SparseMLP(nn.Module):
         shared: GatedMLP | None = None
         shared_sizes = hidden_size, config.shared_intermediate_size
         if config.shared_intermediate_size and config.shared_gate:
-            gate_name = f"{block}.{names.shared_gate}"
-            shared = SharedExperts(checkpoint, f"{prefix}.{names.shared}", *shared_sizes, gate=gate_name)
+            shared_gate_name = f"{block}.{names.shared_gate}"
+            shared = SharedExperts(checkpoint, f"{prefix}.{names.shared}", *shared_sizes, gate=shared_gate_name)
         elif config.shared_intermediate_size:
             shared = GatedMLP(checkpoint, f"{prefix}.{names.shared}", *shared_sizes, fused=names.shared_fused)
         held = parallel.all2all.experts
