@@ -83,10 +83,9 @@ class DecoderLM(CausalLM):
             DecoderLayer(config, checkpoint, parallel, layer) for layer in range(config.num_layers)
         )
         self.norm = _norm(config, checkpoint, f"{config.tensor_prefix}.norm.weight")
-        traits = parallel.all2all.traits
-        self._sends_all_rows = traits.other_ranks > 0 and not traits.routed  # as many as the ranks voted on
+        self._all2all = parallel.all2all
         self._repeated: RepeatedLayers | None = None
-        if parallel.experts == "native" and not traits.other_ranks:  # transfers are no kernels
+        if parallel.experts == "native" and not parallel.all2all.traits.other_ranks:  # transfers are no kernels
             self._repeated = RepeatedLayers(self._run_layers, self.modules)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -95,11 +94,17 @@ class DecoderLM(CausalLM):
         layout = current_layout(self.tensor_parallel)
         own_ids = input_ids if layout is None else layout.own(input_ids)
         hidden, rotary = self._embed(own_ids), self.rope(positions)
-        context = get_forward_context()
-        needed = None if context is None or self._sends_all_rows else context.needed_rows
+        needed = self._needed_rows()
         if self._repeated is not None and layout is None and needed is None:
             return self._repeated(hidden, rotary, plan, num_tokens)
         return self._run_layers(hidden, rotary, plan, num_tokens, layout, needed)
+
+    def _needed_rows(self) -> Tensor | None:
+        context = get_forward_context()
+        if context is None or context.needed_rows is None:
+            return None
+        traits = self._all2all.traits  # one that does not route sends as many rows as the ranks voted on
+        return context.needed_rows if traits.routed or not traits.other_ranks else None
 
     def _run_layers(
         self,
