@@ -50,11 +50,11 @@ def test_it_says_what_it_has_when_it_is_ready(server: Server) -> None:
 def test_openai_client_and_overlapped_steps(server: Server) -> None:
     import openai
 
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE_S)
-    assert [model.id for model in client.models.list().data] == [MODEL]
-    one = client.completions.create(model=MODEL, prompt="def main(", max_tokens=5, temperature=0)
-    assert one.choices[0].text.startswith("self")
-    many = client.completions.create(model=MODEL, prompt=PROMPTS, max_tokens=8, temperature=0)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE_S) as client:
+        assert [model.id for model in client.models.list().data] == [MODEL]
+        one = client.completions.create(model=MODEL, prompt="def main(", max_tokens=5, temperature=0)
+        assert one.choices[0].text.startswith("self")
+        many = client.completions.create(model=MODEL, prompt=PROMPTS, max_tokens=8, temperature=0)
     assert len(many.choices) == len(PROMPTS)
     assert many.choices[0].text.startswith(one.choices[0].text)
     assert metric(server, "ubatch:steps_total", mode="decode", outcome="engaged") > 0

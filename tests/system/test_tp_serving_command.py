@@ -45,13 +45,13 @@ def test_it_says_who_is_who(server: Server) -> None:
 def test_its_steps_overlap_and_are_counted_once(server: Server) -> None:
     import openai
 
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE_S)
-    one = client.completions.create(model=MODEL, prompt="def main(", max_tokens=5, temperature=0)
-    assert one.choices[0].text.startswith("self")
-    many = client.completions.create(model=MODEL, prompt=PROMPTS, max_tokens=8, temperature=0)
-    assert many.choices[0].text.startswith(one.choices[0].text)
-    for _ in range(2):  # no seed: both ranks sample the same nevertheless
-        client.completions.create(model=MODEL, prompt=PROMPTS, max_tokens=8, temperature=1.0)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE_S) as client:
+        one = client.completions.create(model=MODEL, prompt="def main(", max_tokens=5, temperature=0)
+        assert one.choices[0].text.startswith("self")
+        many = client.completions.create(model=MODEL, prompt=PROMPTS, max_tokens=8, temperature=0)
+        assert many.choices[0].text.startswith(one.choices[0].text)
+        for _ in range(2):  # no seed: both ranks sample the same nevertheless
+            client.completions.create(model=MODEL, prompt=PROMPTS, max_tokens=8, temperature=1.0)
     assert metric(server, "ubatch:steps_total", mode="decode", outcome="engaged", engine="0") > 10
     tokens = sum(each.usage.completion_tokens for each in (one, many) if each.usage)
     assert metric(server, "vllm:generation_tokens_total") >= tokens
