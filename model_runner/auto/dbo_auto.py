@@ -2,8 +2,8 @@
 
     settings      the settings this rank votes with: those of the arm that the `Policy` chooses for the step
     timed         times the forward of a step after the vote, and its transfers
-    exchange      every 32 steps the ranks exchange what their steps took, in one small all-reduce beside the vote's;
-                  while something is new, before every vote; the policy decides the same on every rank
+    exchange      every 16 steps the ranks exchange what four of them took, in one small all-reduce beside the vote's;
+                  while something is new, of every step before the next vote; the policy decides the same on every rank
 
 A step's time covers its forward and logits: on a GPU it is taken between two events of the stream, without a wait.
 There, and with CUDA graphs, the host does not see the transfers, so only trials tell.
@@ -207,6 +207,9 @@ class DboAuto:
         """See `StepSettings`."""
         seen = self._seen(decision)
         number = self._policy.saw(seen)
+        if number is None:
+            yield
+            return
         self._running[number] = seen, _unknown
         with self._clock() as told:
             yield

@@ -36,8 +36,9 @@ _ALLOWANCE_STEPS = 3.0
 _SERIAL_EVERY = 50
 """Steps in an arm after which one serial step is worth its time."""
 _EAGER_STEPS = 8
-"""Steps after something new in which every step's time is wanted at once; later `_CALM_STEPS` together."""
-_CALM_STEPS = 32
+"""Steps after something new in which every step's time is wanted at once."""
+_CALM_EVERY, _CALM_TOGETHER = 4, 4
+"""Later every fourth step's time is wanted, four together: timing costs as much as a small step gains."""
 _NOISE, _LEAST_NOISE, _MOST_NOISE, _NOISE_MEMORY = 0.06, 0.02, 0.15, 32
 _WARM_UP = 0.1
 """The very first step of an arm says nothing if it took longer than expected by this much (log)."""
@@ -73,7 +74,7 @@ class PolicyStatistics:
 
     Attributes:
         steps: number of steps voted on.
-        seconds: total of the step times known so far.
+        seconds: total of their times, as far as told; a step whose time was taken stands for those that were not.
         probes: number of steps run in another arm than the one in use.
         lost_s: estimated seconds that these were slower.
         changes: number of times the arm in use changed, at any size.
@@ -113,6 +114,7 @@ class Policy:
         self._noise = dict.fromkeys(arms, _NOISE)
         self._latest: dict[str, int] = {}  # kind -> tokens of the latest step
         self._trials: dict[int, str] = {}  # step whose time is unknown -> the arm in use then
+        self._stands_for: dict[int, int] = {}  # the same -> number of steps, where more than one
         self._steps = self._told = self._probes = self._changes = 0
         self._eager_until = _EAGER_STEPS
         self._seconds = self._lost_s = 0.0
@@ -149,26 +151,30 @@ class Policy:
         cost = math.expm1(max(0.0, hoped.mean - used_log)) * math.exp(near.seconds.value + used_log)
         return tried if self._affords(cost) else used
 
-    def saw(self, step: Seen) -> int:
-        """Records a step after its vote; returns its number, under which `learn` passes its stages."""
+    def saw(self, step: Seen) -> int | None:
+        """Records a step after its vote; returns its number, under which `learn` gets its stages, None if unwanted."""
         number, self._steps = self._steps, self._steps + 1
         if step.kind not in self._sizes:
-            return number
+            return None
         self._latest[step.kind] = step.tokens
         sizes = self._sizes[step.kind]
         own = sizes.setdefault(step.size, SizeTimes())
         if step.arm != own.latest:  # of votes alone: ranks that round differently must be eager together
             self._eager_until = self._steps + _EAGER_STEPS
         own.latest = step.arm
-        own.untold[step.arm] += 1
         own.steps += 1
         own.ran_at[step.arm] = own.steps
         own.serial_steps += step.arm == SERIAL_ARM
         near = self._near(step.kind, step.size)
         used = SERIAL_ARM if near is None else self._used(step.kind, own, near)
+        self._probes += step.arm != used
+        if not self.eager:  # of votes alone, like `wants_times`
+            if number % _CALM_EVERY:
+                return None
+            self._stands_for[number] = _CALM_EVERY
         if step.arm != used:
             self._trials[number] = used
-            self._probes += 1
+        own.untold[step.arm] += 1
         return number
 
     def wants_times(self, waiting: int) -> bool:
@@ -177,7 +183,7 @@ class Policy:
         It depends on votes alone, so it is the same on ranks that round differently: an exchange that one rank leaves
         out would take the others' vote for it.
         """
-        return waiting >= _CALM_STEPS or (waiting > 0 and self.eager)
+        return waiting >= _CALM_TOGETHER or (waiting > 0 and self.eager)
 
     @property
     def eager(self) -> bool:
@@ -190,8 +196,8 @@ class Policy:
         """Learns the stages of steps, then decides which arms are in use.
 
         Args:
-            times: number -> step and its stages, None if it failed; for every step since the last call, the same on
-                every rank.
+            times: number -> step and its stages, None if it failed; for every step that has a number and ran since the
+                last call, the same on every rank.
 
         Returns:
             The kinds with another arm in use at some size than before.
@@ -200,15 +206,15 @@ class Policy:
         changed: dict[str, None] = {}
         touched: dict[tuple[str, int], None] = {}
         for number, (step, stages) in times.items():
-            used = self._trials.pop(number, step.arm)
+            used, count = self._trials.pop(number, step.arm), self._stands_for.pop(number, 1)
             own = self._sizes.get(step.kind, {}).get(step.size)
             if own is None:
                 continue
             own.untold[step.arm] -= 1
             if stages is None or not stages.seconds > 0:
                 continue
-            self._told += 1
-            self._seconds += stages.seconds
+            self._told += count
+            self._seconds += count * stages.seconds
             self._learn(step, stages, own, used)
             touched[step.kind, step.size] = None
         for kind, size in touched:
