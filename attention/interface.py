@@ -20,14 +20,21 @@ Multi-head (and grouped-query) attention and multi-head latent attention (MLA) h
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from attention.kv_cache import KVCacheSpec, MLACacheSpec, MLAKVCache, PagedKVCache, check_positive
+from attention.kv_cache import (
+    KVCache,
+    KVCacheSpec,
+    LayersCacheSpec,
+    MLACacheSpec,
+    check_positive,
+)
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
 
@@ -46,8 +53,6 @@ __all__ = [
     "Shape",
 ]
 
-KVCache = PagedKVCache | MLAKVCache
-
 
 @dataclass(frozen=True)
 class AttentionShape:
@@ -56,12 +61,14 @@ class AttentionShape:
     Attributes:
         num_heads: query heads; a multiple of `num_kv_heads`.
         num_kv_heads: key/value heads.
-        head_dim: elements per head.
+        head_dim: elements per query and key head.
         scale: factor on the scores; None is `head_dim ** -0.5`.
         sliding_window: how many tokens a query sees, itself included; None is all of them.
-        layer_windows: `sliding_window` of every layer, if they differ; the cache then has as many layers.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)`, after scaling; None is no cap.
         sinks: each head has one more term in its softmax's denominator, given to `forward`.
+        v_head_dim: elements per value head, and per head of the result; None is `head_dim`.
+        layers: the shape of every layer, if they differ (`of_layers`). The other attributes are then those of the first
+            layer, without a window.
     """
 
     num_heads: int
@@ -71,19 +78,19 @@ class AttentionShape:
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
-    layer_windows: tuple[int | None, ...] | None = None
+    v_head_dim: int | None = None
+    layers: tuple[AttentionShape, ...] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        check_positive("attention", self, "num_heads", "num_kv_heads", "head_dim")
+        check_positive("attention", self, "num_heads", "num_kv_heads", "head_dim", "v_head_dim")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"attention: {self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly."
             )
-        for window in (self.sliding_window, *(self.layer_windows or ())):
-            if window is not None and window < 1:
-                raise ConfigError(f"attention: sliding_window must be at least 1 or None, not {window}.")
-        if self.layer_windows is not None and self.sliding_window is not None:
-            raise ConfigError("attention: give either sliding_window, or layer_windows of all layers; not both.")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ConfigError(f"attention: sliding_window must be at least 1 or None, not {self.sliding_window}.")
+        if self.layers is not None and self.sliding_window is not None:
+            raise ConfigError("attention: give either sliding_window, or the shapes of all layers; not both.")
         if self.soft_cap is not None and not self.soft_cap > 0:
             raise ConfigError(f"attention: soft_cap must be positive or None, not {self.soft_cap}.")
 
@@ -92,9 +99,22 @@ class AttentionShape:
         """The factor on the scores that is in force."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
-    def with_window(self, window: int | None) -> AttentionShape:
-        """The shape of the layers with this window."""
-        return replace(self, layer_windows=None, sliding_window=window)
+    @classmethod
+    def of_layers(cls, layers: Sequence[AttentionShape]) -> AttentionShape:
+        """The shape of a model whose layers with attention have these shapes, at least one. Only if they differ it has
+        `layers`, and the cache must have as many."""
+        if len(set(layers)) == 1:
+            return layers[0]
+        return replace(layers[0], sliding_window=None, layers=tuple(layers))
+
+    def of_layer(self, layer: int) -> AttentionShape:
+        """The shape of one layer."""
+        return self if self.layers is None else self.layers[layer]
+
+    @property
+    def value_dim(self) -> int:
+        """Elements per value head."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     def check_sinks(self, sinks: Tensor | None) -> None:
         """Check that a layer passes sinks if the shape has them, and none if it has not.
@@ -112,9 +132,21 @@ class AttentionShape:
         """Query heads per key/value head."""
         return self.num_heads // self.num_kv_heads
 
-    def cache_spec(self, num_layers: int, block_size: int, dtype: torch.dtype, *, fp8: bool = False) -> KVCacheSpec:
-        """The cache that layers of this shape need."""
-        return KVCacheSpec(num_layers, self.num_kv_heads, self.head_dim, block_size=block_size, dtype=dtype, fp8=fp8)
+    def cache_spec(
+        self, num_layers: int, block_size: int, dtype: torch.dtype, *, fp8: bool = False
+    ) -> KVCacheSpec | LayersCacheSpec:
+        """The cache that layers of this shape need.
+
+        Raises:
+            ConfigError: there are shapes of fewer layers.
+        """
+        if self.layers is not None and len(self.layers) < num_layers:
+            raise ConfigError(f"{self} has shapes of {len(self.layers)} layers, but the cache has {num_layers} layers.")
+        specs = [
+            KVCacheSpec(1, of.num_kv_heads, of.head_dim, of.v_head_dim, block_size=block_size, dtype=dtype, fp8=fp8)
+            for of in (self.layers or (self,))[:num_layers]
+        ]
+        return replace(specs[0], num_layers=num_layers) if len(set(specs)) == 1 else LayersCacheSpec.of(specs)
 
 
 @dataclass(frozen=True)
@@ -233,11 +265,11 @@ class AttentionPlan(Protocol):
         Args:
             q: `[T, num_heads, head_dim]`, already rotated; `T` is the length of the metadata's `slot_mapping`.
             k: `[T, num_kv_heads, head_dim]`, already rotated.
-            v: `[T, num_kv_heads, head_dim]`.
+            v: `[T, num_kv_heads, value_dim]`.
             sinks: `[num_heads]`, the layer's terms for the softmax's denominator (logits), where the shape has sinks.
 
         Returns:
-            `[T, num_heads, head_dim]`; rows of padding are 0.
+            `[T, num_heads, value_dim]`; rows of padding are 0.
         """
 
 
@@ -260,7 +292,7 @@ class BackendTraits:
         mha: multi-head and grouped-query attention (`AttentionShape`).
         mla: multi-head latent attention (`MLAShape`).
         devices: device types that it runs on.
-        sliding_window, soft_cap, sinks: see `AttentionShape`.
+        sliding_window, soft_cap, sinks, v_head_dim: see `AttentionShape`; `v_head_dim` is one that is not `head_dim`.
         tree_mask: takes a verify batch with a custom mask; a chain of drafts needs none.
         fp8: reads an fp8 cache.
         graphs: supports `plan_for_graph` and `replan`.
@@ -274,6 +306,7 @@ class BackendTraits:
     sliding_window: bool = False
     soft_cap: bool = False
     sinks: bool = False
+    v_head_dim: bool = False
     tree_mask: bool = False
     fp8: bool = False
     graphs: bool = False

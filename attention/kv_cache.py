@@ -2,6 +2,7 @@
 
     PagedKVCache   keys and values of multi-head and grouped-query attention
     MLAKVCache     each token's latent and rotated key part, for multi-head latent attention
+    LayersKVCache  keys and values of layers whose heads differ: a `PagedKVCache` for each kind, over the same blocks
 
 A slot is `block * block_size + offset`. Both pools may store fp8: values are divided by a static scale per layer and
 stored as bytes, because some torch operations that move data do not support fp8 tensors.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -21,9 +22,12 @@ from ubatch import ConfigError, UBatchError
 
 __all__ = [
     "CacheSpec",
+    "KVCache",
     "KVCacheError",
     "KVCacheExhausted",
     "KVCacheSpec",
+    "LayersCacheSpec",
+    "LayersKVCache",
     "MLACacheSpec",
     "MLAKVCache",
     "PagedKVCache",
@@ -45,10 +49,11 @@ class KVCacheError(UBatchError):
 
 
 def check_positive(what: str, sizes: object, *names: str) -> None:
-    """Refuse an attribute of `sizes` that is below 1; `what` begins the message."""
+    """Refuse an attribute of `sizes` that is below 1, unless it is None; `what` begins the message."""
     for name in names:
-        if getattr(sizes, name) < 1:
-            raise ConfigError(f"{what}: {name} must be at least 1, not {getattr(sizes, name)}.")
+        size = getattr(sizes, name)
+        if size is not None and size < 1:
+            raise ConfigError(f"{what}: {name} must be at least 1, not {size}.")
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class CacheSpec(ABC):
     fp8: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        sizes = [each.name for each in fields(self) if each.name not in ("dtype", "fp8")]
+        sizes = [each.name for each in fields(self) if isinstance(getattr(self, each.name), int) and each.name != "fp8"]
         check_positive("KV cache", self, *sizes)
 
     @property
@@ -110,16 +115,23 @@ class KVCacheSpec(CacheSpec):
 
     Attributes:
         num_kv_heads: key/value heads per layer on this rank.
-        head_dim: elements per head.
+        head_dim: elements per key head.
+        v_head_dim: elements per value head; None is `head_dim`.
     """
 
     num_kv_heads: int
     head_dim: int
+    v_head_dim: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Elements per value head."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
     def numbers_per_token(self) -> int:
         """Elements of the keys and values of all heads."""
-        return 2 * self.num_kv_heads * self.head_dim
+        return self.num_kv_heads * (self.head_dim + self.value_dim)
 
 
 @dataclass(frozen=True)
@@ -138,6 +150,49 @@ class MLACacheSpec(CacheSpec):
     def numbers_per_token(self) -> int:
         """Elements of the latent and the rotated part, one row for all heads."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
+class LayersCacheSpec(CacheSpec):
+    """The shape of a cache of layers whose heads differ.
+
+    Attributes:
+        parts: a cache for each kind of layer, all with these blocks, dtype and `fp8`.
+        places: for every layer: the number of its cache in `parts`, and its own number in that cache.
+    """
+
+    parts: tuple[KVCacheSpec, ...]
+    places: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, layers: Sequence[KVCacheSpec]) -> LayersCacheSpec:
+        """The spec of layers that need these caches, each of a single layer; at least one."""
+        kinds = tuple(dict.fromkeys(layers))
+        counts = [0] * len(kinds)
+        places = []
+        for layer in layers:
+            kind = kinds.index(layer)
+            places.append((kind, counts[kind]))
+            counts[kind] += 1
+        first = layers[0]
+        return cls(
+            len(layers),
+            tuple(replace(kind, num_layers=count) for kind, count in zip(kinds, counts, strict=True)),
+            tuple(places),
+            block_size=first.block_size,
+            dtype=first.dtype,
+            fp8=first.fp8,
+        )
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Elements of the layer that stores the most."""
+        return max(part.numbers_per_token for part in self.parts)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """See `CacheSpec`."""
+        return sum(part.bytes_per_block for part in self.parts)
 
 
 class TokenPool:
@@ -233,15 +288,14 @@ class _Cache:
 
 
 class PagedKVCache(_Cache):
-    """Keys and values, each `[num_blocks, block_size, num_kv_heads, head_dim]` per layer."""
+    """Keys `[num_blocks, block_size, num_kv_heads, head_dim]` per layer, and values `[..., value_dim]`."""
 
     spec: KVCacheSpec
 
     def __init__(self, spec: KVCacheSpec, num_blocks: int, device: torch.device | str = "cpu") -> None:
         self.spec = spec
-        row = (spec.num_kv_heads, spec.head_dim)
-        self.key_pool = TokenPool(spec, num_blocks, row, device)
-        self.value_pool = TokenPool(spec, num_blocks, row, device)
+        self.key_pool = TokenPool(spec, num_blocks, (spec.num_kv_heads, spec.head_dim), device)
+        self.value_pool = TokenPool(spec, num_blocks, (spec.num_kv_heads, spec.value_dim), device)
         super().__init__(num_blocks, (self.key_pool, self.value_pool))
 
     def set_scales(self, layer: int, k_scale: float, v_scale: float) -> None:
@@ -262,7 +316,7 @@ class PagedKVCache(_Cache):
         return self.key_pool.blocks(layer)
 
     def values(self, layer: int) -> Tensor:
-        """The layer's values, `[num_blocks, block_size, num_kv_heads, head_dim]`, a view; fp8 as bytes."""
+        """The layer's values, `[num_blocks, block_size, num_kv_heads, value_dim]`, a view; fp8 as bytes."""
         return self.value_pool.blocks(layer)
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -270,7 +324,7 @@ class PagedKVCache(_Cache):
 
         Args:
             k: `[T, num_kv_heads, head_dim]`.
-            v: the same shape.
+            v: `[T, num_kv_heads, value_dim]`.
             slots: `[T]` int64 from `write_slots`; each real slot at most once.
         """
         self.key_pool.write(layer, k, slots)
@@ -314,12 +368,42 @@ class MLAKVCache(_Cache):
         self.pool.write(layer, torch.cat((latent, k_rope), dim=-1), slots)
 
 
-def make_kv_cache(spec: CacheSpec, num_blocks: int, device: torch.device | str = "cpu") -> PagedKVCache | MLAKVCache:
+class LayersKVCache(_Cache):
+    """A `PagedKVCache` for each kind of layer. A block has the same number in all of them, so they share block tables.
+
+    Attributes:
+        parts: the caches, as in the spec.
+    """
+
+    spec: LayersCacheSpec
+
+    def __init__(self, spec: LayersCacheSpec, num_blocks: int, device: torch.device | str = "cpu") -> None:
+        self.spec = spec
+        self.parts = tuple(PagedKVCache(part, num_blocks, device) for part in spec.parts)
+        super().__init__(num_blocks, [pool for part in self.parts for pool in part._pools])
+
+    def set_scales(self, layer: int, k_scale: float, v_scale: float) -> None:
+        """See `PagedKVCache.set_scales`."""
+        cache, place = self.of_layer(layer)
+        cache.set_scales(place, k_scale, v_scale)
+
+    def of_layer(self, layer: int) -> tuple[PagedKVCache, int]:
+        """The cache of a layer, and the layer's number in it."""
+        part, place = self.spec.places[layer]
+        return self.parts[part], place
+
+
+KVCache = PagedKVCache | MLAKVCache | LayersKVCache
+
+
+def make_kv_cache(spec: CacheSpec, num_blocks: int, device: torch.device | str = "cpu") -> KVCache:
     """Allocate the cache that a spec describes."""
     if isinstance(spec, MLACacheSpec):
         return MLAKVCache(spec, num_blocks, device)
     if isinstance(spec, KVCacheSpec):
         return PagedKVCache(spec, num_blocks, device)
+    if isinstance(spec, LayersCacheSpec):
+        return LayersKVCache(spec, num_blocks, device)
     raise ConfigError(f"no KV cache is known for a {type(spec).__name__}.")
 
 

@@ -65,7 +65,7 @@ class EmptyPlan:
         first = args[0]
         if isinstance(first, MLAInputs):
             return first.q_nope.new_zeros(first.q_nope.shape[0], first.w_uv.shape[0], first.w_uv.shape[2])
-        return first.new_zeros(first.shape)
+        return first.new_zeros(*first.shape[:2], args[2].shape[2])
 
 
 class _Pair:

@@ -37,19 +37,19 @@ def reference_attention(
     Args:
         q: `[T, num_heads, head_dim]`.
         k: `[T, num_kv_heads, head_dim]`.
-        v: `[T, num_kv_heads, head_dim]`.
+        v: `[T, num_kv_heads, value_dim]`.
         metadata: the batch.
         cache: written and read.
         shape: heads, scale, window, soft cap.
         sinks: `[num_heads]`, one more logit in each head's denominator; None for none.
 
     Returns:
-        `[T, num_heads, head_dim]`; rows of padding are 0.
+        `[T, num_heads, value_dim]`; rows of padding are 0.
     """
     cache.write(layer, k, v, cache.write_slots(metadata.slot_mapping))
     pools = (cache.key_pool, cache.value_pool)
     key_rows, value_rows = (pool.decode(pool.blocks(layer), layer).flatten(0, 1) for pool in pools)
-    out = q.new_zeros(q.shape)
+    out = q.new_zeros(*q.shape[:2], shape.value_dim)
     for request in range(metadata.num_reqs):
         slots = _slots(metadata, request, cache.spec.block_size)
         for row, seen in _visible(metadata, request, shape.sliding_window):

@@ -19,9 +19,8 @@ import torch
 
 from attention import (
     AttentionShape,
-    MLAKVCache,
+    KVCache,
     MLAShape,
-    PagedKVCache,
     attention_backends,
     fastest_attention_backend,
     usable_attention_backends,
@@ -223,7 +222,7 @@ def resolve_attention(
     prefill: str,
     decode: str,
     shape: AttentionShape | MLAShape,
-    kv_cache: PagedKVCache | MLAKVCache,
+    kv_cache: KVCache,
     *,
     group: CommGroup | None = None,
 ) -> tuple[str, str]:

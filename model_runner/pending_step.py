@@ -18,7 +18,7 @@ from itertools import accumulate, islice
 import torch
 from torch import Tensor
 
-from attention import MLAKVCache, PagedKVCache
+from attention import KVCache
 from model_runner.errors import RequestError, StepOrderError
 from model_runner.parallel.tensor_parallel import TensorParallel
 from model_runner.sampling.penalties import SamplingRow
@@ -94,7 +94,7 @@ class SamplingContext:
     prompt_carry: PromptCarry
     together: Callable[[], AbstractContextManager[None]]
     streams: StepStreams
-    kv_cache: PagedKVCache | MLAKVCache
+    kv_cache: KVCache
     tensor_parallel: TensorParallel | None = None
     acceptance: Acceptance = Acceptance.MATCH
     listen: Callable[[], None] | None = None

@@ -14,8 +14,7 @@ import torch
 from attention import (
     BlockAllocator,
     CacheSpec,
-    MLAKVCache,
-    PagedKVCache,
+    KVCache,
     RequestToTokenTable,
     StatePool,
     UBatchAttention,
@@ -253,7 +252,7 @@ class ModelRunner(StepRunner):
         spec = shape.cache_spec(self.config.num_kv_layers, block_size, dtype, fp8=fp8)
         backends = prefill_attention_backend or attention_backend, decode_attention_backend or attention_backend
 
-        def make_attention(kv_cache: PagedKVCache | MLAKVCache) -> UBatchAttention:
+        def make_attention(kv_cache: KVCache) -> UBatchAttention:
             names = resolve_attention(*backends, shape, kv_cache, group=group)
             return UBatchAttention(shape, kv_cache, *names, states=self.states)
 
@@ -277,7 +276,7 @@ class ModelRunner(StepRunner):
     def _open_cache(
         self,
         spec: CacheSpec,
-        make_attention: Callable[[PagedKVCache | MLAKVCache], UBatchAttention],
+        make_attention: Callable[[KVCache], UBatchAttention],
         checkpoint: Checkpoint,
         capture: GraphsAsked,
         num_blocks: int,

@@ -23,7 +23,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attention import MLAKVCache, PagedKVCache, RequestToTokenTable, StatePool, UBatchAttention
+from attention import KVCache, RequestToTokenTable, StatePool, UBatchAttention
 from model_runner.auto.dbo_auto import StepSettings
 from model_runner.decoder.base import CausalLM
 from model_runner.graphs.steps import GraphSteps
@@ -58,7 +58,7 @@ class StepRunner:
     device: torch.device
     dbo: UBatchConfig
     model: CausalLM
-    kv_cache: PagedKVCache | MLAKVCache
+    kv_cache: KVCache
     states: StatePool | None
     request_table: RequestToTokenTable
     attention: UBatchAttention

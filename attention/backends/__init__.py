@@ -6,6 +6,6 @@ torch/                gathers pages, on any device; latent attention, too
 triton/               this project's kernels
 flashinfer/           flashinfer's own kernels
 trtllm/               TensorRT-LLM's kernels, which flashinfer ships; `flashinfer_kernels` finds both
-windows               a back end for each window of a model whose layers' windows differ
+layers                a back end for each shape of a model whose layers' shapes differ
 few_queries, store    shared by several back ends: padded queries and graphs, and writing the cache
 """

@@ -85,7 +85,7 @@ def _inputs(shape: Shape, kv_cache: KVCache, requests: int, tokens: int, *, deco
     positions = torch.arange(tokens - 1 if decode else 0, tokens, device=device).repeat(requests)
     rows = positions.shape[0]
     if isinstance(shape, AttentionShape):
-        k, v = draw(2, rows, shape.num_kv_heads, shape.head_dim)
+        k, v = (draw(rows, shape.num_kv_heads, dim) for dim in (shape.head_dim, shape.value_dim))
         return draw(rows, shape.num_heads, shape.head_dim), k, v, 0, draw(shape.num_heads) if shape.sinks else None
     heads, rank, rope = shape.num_heads, shape.kv_lora_rank, shape.qk_rope_head_dim
     inputs = MLAInputs(

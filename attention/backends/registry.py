@@ -9,9 +9,9 @@ from typing import cast
 import torch
 
 from attention.backends.fastest import fastest_attention
-from attention.backends.windows import WindowsBackend
+from attention.backends.layers import LayersBackend
 from attention.interface import AttentionBackend, AttentionShape, BackendTraits, KVCache, Shape
-from attention.kv_cache import MLAKVCache
+from attention.kv_cache import LayersKVCache, MLAKVCache
 from ubatch import ConfigError, LazyRegistry
 from ubatch.kernels.fastest import Chosen
 
@@ -92,10 +92,14 @@ def fastest_attention_backend(names: Sequence[str], shape: Shape, kv_cache: KVCa
         ConfigError: none of them works here.
     """
 
-    def make(name: str, own_cache: KVCache) -> AttentionBackend:
-        return make_attention_backend(name, shape, own_cache)
+    timed = shape.of_layer(0) if isinstance(shape, AttentionShape) else shape  # one layer is
+    spec = kv_cache.spec
+    spec = timed.cache_spec(1, spec.block_size, spec.dtype, fp8=spec.fp8)
 
-    return fastest_attention(names, make, shape, kv_cache.spec, kv_cache.device, decode=decode)
+    def make(name: str, own_cache: KVCache) -> AttentionBackend:
+        return make_attention_backend(name, timed, own_cache)
+
+    return fastest_attention(names, make, timed, spec, kv_cache.device, decode=decode)
 
 
 def resolve_attention_backend(name: str, shape: Shape, kv_cache: KVCache, *, decode: bool = True) -> str:
@@ -143,16 +147,18 @@ def make_attention_backend(name: str, shape: Shape, kv_cache: KVCache) -> Attent
         name = _MLA_NAMES.get(name, name)
     backend = cast("type[AttentionBackend]", _BACKENDS.load(name))
     _check_cache(shape, kv_cache)
-    if not isinstance(shape, AttentionShape) or shape.layer_windows is None:
+    if not isinstance(shape, AttentionShape) or shape.layers is None:
         _check_traits(name, backend.traits, shape, kv_cache)
         return backend(shape, kv_cache)
-    by_window = {}
-    for window in shape.layer_windows:
-        if window not in by_window:
-            of_window = shape.with_window(window)
-            _check_traits(name, backend.traits, of_window, kv_cache)
-            by_window[window] = backend(of_window, kv_cache)
-    return cast("AttentionBackend", WindowsBackend(shape.layer_windows, by_window))
+    by_shape: dict[AttentionShape, AttentionBackend] = {}
+    layers = []
+    for layer, of_layer in enumerate(shape.layers[: kv_cache.spec.num_layers]):
+        part, place = kv_cache.of_layer(layer) if isinstance(kv_cache, LayersKVCache) else (kv_cache, layer)
+        if of_layer not in by_shape:
+            _check_traits(name, backend.traits, of_layer, part)
+            by_shape[of_layer] = backend(of_layer, part)
+        layers.append((list(by_shape).index(of_layer), place))
+    return cast("AttentionBackend", LayersBackend(list(by_shape.values()), layers))
 
 
 def _check_cache(shape: Shape, kv_cache: KVCache) -> None:
@@ -160,9 +166,6 @@ def _check_cache(shape: Shape, kv_cache: KVCache) -> None:
     wanted = shape.cache_spec(spec.num_layers, spec.block_size, spec.dtype, fp8=spec.fp8)
     if wanted != spec:
         raise ConfigError(f"{shape} needs a cache of {wanted}, not of {spec}; make both from the same model config.")
-    windows = shape.layer_windows if isinstance(shape, AttentionShape) else None
-    if windows is not None and len(windows) < spec.num_layers:
-        raise ConfigError(f"{shape} has windows of {len(windows)} layers, but the cache has {spec.num_layers} layers.")
 
 
 def _check_traits(name: str, traits: BackendTraits, shape: Shape, kv_cache: KVCache) -> None:
@@ -183,6 +186,7 @@ def _check_traits(name: str, traits: BackendTraits, shape: Shape, kv_cache: KVCa
             ("sliding_window", shape.sliding_window is not None),
             ("soft_cap", shape.soft_cap is not None),
             ("sinks", shape.sinks),
+            ("v_head_dim", shape.value_dim != shape.head_dim),
         ):
             if wanted and not getattr(traits, option):
                 lacks = f"has no {option}"

@@ -99,9 +99,9 @@ class _Sizes:
             first = shard.part(shape.num_heads * shape.qk_head_dim).size + shape.kv_lora_rank + shape.qk_rope_head_dim
             last = shard.part(shape.num_heads * shape.v_head_dim).size
         else:
-            last = shard.part(shape.num_heads * shape.head_dim).size
-            kv_heads = shape.num_kv_heads
-            first = last + 2 * shard.part(kv_heads * shape.head_dim, most=kv_heads).size
+            queries, last = (shard.part(shape.num_heads * dim).size for dim in (shape.head_dim, shape.value_dim))
+            kv_heads, of_both = shape.num_kv_heads, shape.head_dim + shape.value_dim
+            first = queries + shard.part(kv_heads * of_both, most=kv_heads).size
         projections = [(hidden, first), (last, hidden)]
         dense, width = config.dense_intermediate_size, config.expert_intermediate_size
         if dense is not None:

@@ -29,7 +29,7 @@ def split_cost(model: CausalLM, *, several_ranks: bool = False, tensor_parallel_
     """
     shape = Shard(size=tensor_parallel_size).attention(model.config.attention)
     if isinstance(shape, AttentionShape):
-        per_pair, window = 4 * shape.num_heads * shape.head_dim, shape.sliding_window
+        per_pair, window = 2 * shape.num_heads * (shape.head_dim + shape.value_dim), shape.sliding_window
         latent: dict[str, float] = {}
     else:
         per_pair, window = 2 * shape.num_heads * (shape.qk_head_dim + shape.v_head_dim), None

@@ -85,12 +85,14 @@ def check_tensor_parallel(config: ModelConfig, size: int) -> None:
     """
     if size < 1:
         raise ConfigError(f"tensor_parallel_size must be at least 1, not {size}.")
-    shape, dense = config.attention, config.dense_intermediate_size
-    if shape.num_heads % size:
-        raise _undivided(size, f"its {shape.num_heads} attention heads")
-    kv_heads = size if isinstance(shape, MLAShape) else shape.num_kv_heads
-    if kv_heads % size and size % kv_heads:
-        raise _undivided(size, f"its {kv_heads} key/value heads, nor they it")
+    attention, dense = config.attention, config.dense_intermediate_size
+    several = attention.layers if isinstance(attention, AttentionShape) else None
+    for shape in dict.fromkeys(several or (attention,)):
+        if shape.num_heads % size:
+            raise _undivided(size, f"its {shape.num_heads} attention heads")
+        kv_heads = size if isinstance(shape, MLAShape) else shape.num_kv_heads
+        if kv_heads % size and size % kv_heads:
+            raise _undivided(size, f"its {kv_heads} key/value heads, nor they it")
     if config.linear is not None and config.linear.num_k_heads % size:
         raise _undivided(size, f"the {config.linear.num_k_heads} key heads of its linear attention")
     if dense is not None and dense % size:

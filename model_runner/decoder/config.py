@@ -7,7 +7,7 @@ the layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attention import AttentionShape, MLAShape
 from model_runner.decoder.base import ModelConfig
@@ -100,6 +100,10 @@ class DecoderConfig(ModelConfig):
         output_gate: attention's output is multiplied by the sigmoid of a gate per element, before its last projection.
             Not for latent attention.
         zero_centred_norms: norms multiply by 1 + weight.
+        layer_ropes: rotary embeddings of every layer, if they differ; `rope` is then the first layer's. Not for latent
+            attention.
+        sinks_name: name of the attention sinks within attention, where the shape has them.
+        value_scale: factor on attention's values. Not for latent attention.
         linear_grouped: the input projections of linear attention are two tensors, ordered by key head; else four.
         tensor_prefix: prefix of the names of all tensors except the output layer's.
         embedding_multiplier: factor of the embeddings.
@@ -122,6 +126,9 @@ class DecoderConfig(ModelConfig):
     q_lora_rank: int | None = None
     output_gate: bool = False
     zero_centred_norms: bool = False
+    layer_ropes: tuple[Rope, ...] | None = None
+    sinks_name: str = "sinks"
+    value_scale: float = 1.0
     linear_grouped: bool = False
     tensor_prefix: str = "model"
     embedding_multiplier: float = 1.0
@@ -166,6 +173,7 @@ def read_decoder(
     attention: AttentionShape | MLAShape,
     *,
     rope: Rope | None = None,
+    layer_ropes: Sequence[Rope] | None = None,
     moe: MoEConfig | None = None,
     default_eps: float = 1e-6,
 ) -> DecoderConfig:
@@ -173,6 +181,7 @@ def read_decoder(
 
     Args:
         rope: result of `read_rope`, for a family with its own defaults; None to read it here.
+        layer_ropes: rotary embeddings of every layer instead, without scaling.
         moe: the MoE layers; None for a dense model.
         default_eps: the family's `rms_norm_eps`, used if the config has none.
 
@@ -181,8 +190,11 @@ def read_decoder(
             way that is not supported.
     """
     read_quantization(config)  # weights that cannot be loaded are refused before anything is launched
+    if layer_ropes is not None:
+        rope = layer_ropes[0]
     rope = read_rope(config) if rope is None else rope
-    _check_rotary_dim(config, attention, rope)
+    for each in dict.fromkeys(layer_ropes or (rope,)):
+        _check_rotary_dim(config, attention, each)
     activation = config.values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):  # two names of one function
         raise config.wrong("hidden_act", activation, "'silu'")
@@ -191,13 +203,16 @@ def read_decoder(
         hidden_size=config.integer("hidden_size"),
         num_layers=config.integer("num_hidden_layers"),
         attention=attention,
-        max_position_embeddings=read_longest_context(config),
+        max_position_embeddings=(
+            read_longest_context(config) if layer_ropes is None else config.integer("max_position_embeddings")
+        ),
         num_experts=0 if moe is None else read_num_experts(config),
         num_experts_per_tok=0 if moe is None else read_top_k(config),
         eos_token_ids=generation.integers("eos_token_id") or config.integers("eos_token_id"),
         intermediate_size=config.integer("intermediate_size"),
         rms_norm_eps=config.number("rms_norm_eps", default_eps),
         rope=rope,
+        layer_ropes=None if layer_ropes is None else tuple(layer_ropes),
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         moe=moe,
     )
@@ -225,12 +240,10 @@ def read_grouped_query(
     if num_heads % num_kv_heads:
         raise config.wrong("num_key_value_heads", num_kv_heads, f"a divisor of its {num_heads} attention heads")
     head_dim = config.integer("head_dim", default=config.integer("hidden_size") // num_heads)
-    windows = None if layer_windows is None else tuple(layer_windows)
-    if windows is not None and len(set(windows)) == 1:
-        sliding_window, windows = windows[0], None
-    return AttentionShape(
-        num_heads, num_kv_heads, head_dim, sliding_window=sliding_window, sinks=sinks, layer_windows=windows
-    )
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, sliding_window=sliding_window, sinks=sinks)
+    if layer_windows is None:
+        return shape
+    return AttentionShape.of_layers([replace(shape, sliding_window=window) for window in layer_windows])
 
 
 def read_layer_windows(config: HFConfig, window: int | None, default: Sequence[str]) -> list[int | None]:

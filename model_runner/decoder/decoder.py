@@ -14,6 +14,7 @@ Under tensor parallelism rows are also gathered and scattered between these step
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from model_runner.decoder.layers import (
     pack_projections,
 )
 from model_runner.decoder.repeated import RepeatedLayers
-from model_runner.decoder.rope import RotaryEmbedding, RotaryTable
+from model_runner.decoder.rope import Rope, RotaryEmbedding, RotaryTable
 from model_runner.decoder.scatter import (
     Layout,
     ScatterMode,
@@ -78,7 +79,9 @@ class DecoderLM(CausalLM):
             self.lm_head = self.embed_tokens = Projection(checkpoint.load(embedding, *vocabulary))
             if not config.tie_word_embeddings or checkpoint.has_other("lm_head.weight", embedding):
                 self.lm_head = Projection(checkpoint.load("lm_head.weight", *vocabulary))
-        self.rope = _rotary(config, checkpoint)
+        ropes = (config.rope,) if config.layer_ropes is None else tuple(dict.fromkeys(config.layer_ropes))
+        self.ropes = nn.ModuleList(_rotary(config, rope, checkpoint) for rope in ropes)
+        self._rope_of = [ropes.index(rope) for rope in config.layer_ropes or ropes * config.num_layers]
         self.layers = nn.ModuleList(
             DecoderLayer(config, checkpoint, parallel, layer) for layer in range(config.num_layers)
         )
@@ -93,7 +96,7 @@ class DecoderLM(CausalLM):
         plan, num_tokens = current_plan()
         layout = current_layout(self.tensor_parallel)
         own_ids = input_ids if layout is None else layout.own(input_ids)
-        hidden, rotary = self._embed(own_ids), self.rope(positions)
+        hidden, rotary = self._embed(own_ids), [rope(positions) for rope in self.ropes]
         needed = self._needed_rows()
         if self._repeated is not None and layout is None and needed is None:
             return self._repeated(hidden, rotary, plan, num_tokens)
@@ -109,16 +112,16 @@ class DecoderLM(CausalLM):
     def _run_layers(
         self,
         hidden: Tensor,
-        rotary: Any,
+        rotary: Sequence[Any],
         plan: Any,
         num_tokens: int | Tensor,
         layout: Layout | None = None,
         needed: Tensor | None = None,
     ) -> Tensor:
         update = None
-        for number, layer in enumerate(self.layers, 1):
+        for number, (layer, rope) in enumerate(zip(self.layers, self._rope_of, strict=True), 1):
             rows = needed if number == len(self.layers) else None
-            hidden, update = layer(hidden, update, rotary, plan, num_tokens, layout, rows)
+            hidden, update = layer(hidden, update, rotary[rope], plan, num_tokens, layout, rows)
             beat()  # a step without lanes may take longer than the watchdog's time-out
             dbo_yield(Point.LAYER)
         return comm_final(update, hidden, self.norm, self.config.residual_eps, layout)
@@ -197,17 +200,17 @@ class DecoderLayer(nn.Module):
         return update
 
 
-def _rotary(config: DecoderConfig, checkpoint: Checkpoint) -> RotaryEmbedding | RotaryTable:
+def _rotary(config: DecoderConfig, rope: Rope, checkpoint: Checkpoint) -> RotaryEmbedding | RotaryTable:
     shape, device = config.attention, checkpoint.device
     if isinstance(shape, MLAShape):
         return RotaryTable(
-            config.rope,
+            rope,
             shape.qk_rope_head_dim,
             config.max_position_embeddings,
             interleaved=config.rope_interleaved,
             device=device,
         )
-    return RotaryEmbedding(config.rope, shape.head_dim, device)
+    return RotaryEmbedding(rope, shape.head_dim, device)
 
 
 def _norm(config: DecoderConfig, checkpoint: Checkpoint, name: str) -> nn.Parameter:
@@ -229,6 +232,7 @@ def _attention(
         return LatentAttention(
             checkpoint, name, place, hidden_size, shape, q_lora_rank=config.q_lora_rank, bias=bias, shard=shard
         )
+    shape = shape.of_layer(place)
     kind: type[Attention] = Attention
     options: dict[str, Any] = {"bias": bias or config.qkv_bias, "out_bias": bias, "shard": shard}
     if config.norms_all_heads:
@@ -237,4 +241,5 @@ def _attention(
     else:
         options |= {"norm_eps": eps if config.qk_norm else None}
         options |= {"zero_centred": config.zero_centred_norms, "gated": config.output_gate}
+        options |= {"sinks_name": config.sinks_name, "value_scale": config.value_scale}
     return kind(checkpoint, name, place, hidden_size, shape, **options)

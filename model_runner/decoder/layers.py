@@ -181,6 +181,8 @@ class Attention(nn.Module):
         norm_eps: float | None,
         zero_centred: bool = False,
         gated: bool = False,
+        sinks_name: str = "sinks",
+        value_scale: float = 1.0,
         shard: Shard = WHOLE,
     ) -> None:
         """Load the weights of this rank's heads.
@@ -193,15 +195,20 @@ class Attention(nn.Module):
             norm_eps: epsilon of the query and key norms; None for a family without them.
             zero_centred: see `load_norm`.
             gated: the query projection also has a gate for every element of attention's output, each head's behind its
-                query.
+                query. Value heads then have the size of the others.
+            sinks_name: name of the sinks' tensor.
+            value_scale: factor on the values; the output projection's weights are multiplied by it.
         """
         super().__init__()
         self.layer = layer
         self.norm_eps = norm_eps
-        heads_part, q_part = (shard.part(size) for size in (shape.num_heads, shape.num_heads * shape.head_dim))
-        kv_part = shard.part(shape.num_kv_heads * shape.head_dim, most=shape.num_kv_heads)
+        heads, kv_heads = shape.num_heads, shape.num_kv_heads
+        heads_part, q_part, out_part = map(shard.part, (heads, heads * shape.head_dim, heads * shape.value_dim))
+        k_part, v_part = (shard.part(kv_heads * dim, most=kv_heads) for dim in (shape.head_dim, shape.value_dim))
         self.gated, self.zero_centred, self.shape = gated, zero_centred, shard.grouped(shape)
-        parts = (("q", shard.part(2 * q_part.total) if gated else q_part), ("k", kv_part), ("v", kv_part))
+        num_qk, kv_heads = self.shape.num_heads + self.shape.num_kv_heads, self.shape.num_kv_heads
+        self._sizes = [num_qk * shape.head_dim, kv_heads * shape.value_dim, out_part.size if gated else 0]
+        parts = (("q", shard.part(2 * q_part.total) if gated else q_part), ("k", k_part), ("v", v_part))
         weights = [(f"{prefix}.{p}_proj.weight", n) for p, n in parts]
         if gated:  # rows are moved; those of scales in fp8 could not be
             fused: list[Tensor] = []
@@ -216,15 +223,22 @@ class Attention(nn.Module):
         of_out = None
         if out_bias and shard.rank == 0:  # the ranks' outputs are added up
             of_out = checkpoint.load(f"{prefix}.o_proj.bias", hidden_size)
-        self.out = load_projection(checkpoint, [(f"{prefix}.o_proj.weight", hidden_size)], q_part, of_out)
+        with checkpoint.once_read(lambda: self._scale_values(value_scale)):
+            self.out = load_projection(checkpoint, [(f"{prefix}.o_proj.weight", hidden_size)], out_part, of_out)
         self.sinks: nn.Parameter | None = None
         if shape.sinks:
             sinks: list[Tensor] = []
             with checkpoint.once_read(lambda: self._keep_sinks(*sinks)):
-                sinks.append(checkpoint.load(f"{prefix}.sinks", heads_part))
+                sinks.append(checkpoint.load(f"{prefix}.{sinks_name}", heads_part))
         self.qk_norm: nn.Parameter | None = None
         if norm_eps is not None:
-            self._load_norms(checkpoint, prefix, q_part, kv_part)
+            self._load_norms(checkpoint, prefix, q_part, k_part)
+
+    def _scale_values(self, factor: float) -> None:
+        """Attention's output is linear in the values, so a factor on them is one on the next projection's weights."""
+        scaled = self.out.weight if self.out.scales is None else self.out.scales
+        if factor != 1.0 and scaled is not None:
+            scaled *= factor
 
     def _keep_sinks(self, sinks: Tensor) -> None:
         """Store the sinks in float32, in which back ends compute: steps that convert them could not be recorded."""
@@ -259,16 +273,13 @@ class Attention(nn.Module):
         return projected
 
     def _heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries, keys and values, each `[T, heads, head_dim]`, as the back end takes them, and the output's gate."""
-        shape = self.shape
-        num_qk = shape.num_heads + shape.num_kv_heads
-        num_heads = num_qk + shape.num_kv_heads
-        gates = shape.num_heads if self.gated else 0
-        heads = self.qkv(x).view(x.shape[0], num_heads + gates, shape.head_dim)
-        qk, v = heads[:, :num_qk], heads[:, num_qk:num_heads]
+        """Queries, keys and values, each `[T, heads, size]`, as the back end takes them, and the output's gate."""
+        shape, rows = self.shape, x.shape[0]
+        qk, v, gate = self.qkv(x).split(self._sizes, dim=-1)
+        qk = qk.view(rows, shape.num_heads + shape.num_kv_heads, shape.head_dim)
         qk = normalise_and_rotate(qk, rotation, self.qk_norm, self.norm_eps)
-        gate = heads[:, num_heads:].flatten(1) if self.gated else None
-        return qk[:, : shape.num_heads], qk[:, shape.num_heads :], v, gate
+        v = v.view(rows, shape.num_kv_heads, shape.value_dim)
+        return qk[:, : shape.num_heads], qk[:, shape.num_heads :], v, gate if self.gated else None
 
 
 class AllHeadsNormAttention(Attention):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,8 +38,11 @@ MOST_BYTES = 1 << 27
 
 _Key = tuple[int, int, int]
 
+_Rotary = Sequence[Rotation | RopeTable]
+"""A step's rotations: one, or one for each kind of layer."""
+
 Layers = Callable[[Tensor, Any, Any, int | Tensor], Tensor]
-"""A model's layers: from embeddings, rotation, attention plan and number of tokens to the hidden states."""
+"""A model's layers: from embeddings, rotations, attention plan and number of tokens to the hidden states."""
 
 
 @dataclass
@@ -54,23 +57,24 @@ class _Recorded:
     """
 
     hidden: Tensor
-    rotary: Rotation | RopeTable
+    rotary: _Rotary
     result: Tensor
     modules: list[nn.Module]
     weights: list[tuple[dict[str, nn.Parameter | None], str, int]]
     recording: Recording
 
-    def valid(self, rotary: Rotation | RopeTable) -> bool:
+    def valid(self, rotary: _Rotary) -> bool:
         """Whether all weights and the rotary table are where they were, and nobody has hooked into a layer."""
-        if isinstance(rotary, RopeTable) and rotary.cos_sin is not getattr(self.rotary, "cos_sin", None):
-            return False
+        for own, given in zip(self.rotary, rotary, strict=True):
+            if isinstance(given, RopeTable) and given.cos_sin is not getattr(own, "cos_sin", None):
+                return False
         for weights, name, address in self.weights:
             weight = weights[name]
             if weight is None or weight.data_ptr() != address:
                 return False
         return not any(module._forward_hooks or module._forward_pre_hooks for module in self.modules)
 
-    def repeat(self, hidden: Tensor, rotary: Rotation | RopeTable, plan: Rebinds) -> Tensor:
+    def repeat(self, hidden: Tensor, rotary: _Rotary, plan: Rebinds) -> Tensor:
         self.hidden.copy_(hidden)
         for own, given in zip(_of_step(self.rotary), _of_step(rotary), strict=True):
             own.copy_(given)
@@ -100,7 +104,7 @@ class RepeatedLayers:
         self._refused = False
         self.repetitions = 0
 
-    def __call__(self, hidden: Tensor, rotary: Any, plan: Any, num_tokens: int | Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, rotary: Sequence[Any], plan: Any, num_tokens: int | Tensor) -> Tensor:
         """See `Layers`."""
         rows = hidden.shape[0]
         if isinstance(num_tokens, int) and num_tokens == rows:
@@ -118,9 +122,9 @@ class RepeatedLayers:
                     return self._record(key, hidden, rotary, plan)
         return self._layers(hidden, rotary, plan, num_tokens)
 
-    def _record(self, key: _Key, hidden: Tensor, rotary: Rotation | RopeTable, plan: Rebinds) -> Tensor:
+    def _record(self, key: _Key, hidden: Tensor, rotary: _Rotary, plan: Rebinds) -> Tensor:
         rows, modules = hidden.shape[0], list(self._modules())
-        hidden, rotary = hidden.clone(), _copied(rotary)
+        hidden, rotary = hidden.clone(), [_copied(each) for each in rotary]
         with Recording(MOST_BYTES) as recording:
             result = self._layers(hidden, rotary, plan, rows)
         self._refused = recording.computed is not None  # as it would be for every number of rows
@@ -145,9 +149,10 @@ class RepeatedLayers:
         return sum(kept.values())
 
 
-def _of_step(rotary: Rotation | RopeTable) -> tuple[Tensor, ...]:
+def _of_step(rotary: _Rotary) -> list[Tensor]:
     """The tensors that change from step to step."""
-    return (rotary.cos, rotary.sin) if isinstance(rotary, Rotation) else (rotary.positions,)
+    of_each = [(each.cos, each.sin) if isinstance(each, Rotation) else (each.positions,) for each in rotary]
+    return [tensor for tensors in of_each for tensor in tensors]
 
 
 def _copied(rotary: Rotation | RopeTable) -> Rotation | RopeTable:
@@ -157,14 +162,17 @@ def _copied(rotary: Rotation | RopeTable) -> Rotation | RopeTable:
     return replace(rotary, positions=rotary.positions.clone())
 
 
-def _repeats(plan: Any, rotary: Any, rows: int) -> bool:
+def _repeats(plan: Any, rotary: Sequence[Any], rows: int) -> bool:
     """Whether this step may be recorded or repeated."""
-    if getattr(plan, "repeats", None) != rows or not isinstance(rotary, Rotation | RopeTable) or dbo_enabled():
+    if getattr(plan, "repeats", None) != rows or dbo_enabled():
         return False
-    if isinstance(rotary, RopeTable):
-        first, last = rotary.positions.aminmax()
-        if not 0 <= int(first) <= int(last) < rotary.cos_sin.shape[0]:  # the plan refuses it
+    for each in rotary:
+        if not isinstance(each, Rotation | RopeTable):
             return False
+        if isinstance(each, RopeTable):
+            first, last = each.positions.aminmax()
+            if not 0 <= int(first) <= int(last) < each.cos_sin.shape[0]:  # the plan refuses it
+                return False
     if torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled():  # they want to see every operator
         return False
     return torch.is_inference_mode_enabled() and current_trace() is None

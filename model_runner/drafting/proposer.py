@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attention import CommonAttentionMetadata, MLAKVCache, PagedKVCache
+from attention import CommonAttentionMetadata, KVCache
 from model_runner.drafting.graphs import DraftShape
 from model_runner.drafting.network import DraftNetwork
 from model_runner.drafting.runner import DraftBatch, DraftRunner
@@ -75,7 +75,7 @@ class DraftProposer:
         self._last = torch.zeros(size, dtype=runner.kv_cache.spec.dtype, device=runner.device)
 
     @property
-    def kv_cache(self) -> PagedKVCache | MLAKVCache:
+    def kv_cache(self) -> KVCache:
         """The draft network's KV cache."""
         return self._draft.kv_cache
 

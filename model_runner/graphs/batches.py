@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attention import CommonAttentionMetadata, MLAKVCache, PagedKVCache, SpecVerifyInput
+from attention import CommonAttentionMetadata, KVCache, SpecVerifyInput
 from model_runner.step.graph_sizes import GraphShape
 from ubatch import CapturedGraph, GraphBackend
 
@@ -57,7 +57,7 @@ class CapturedSteps(Protocol):
         ...
 
 
-def batch_to_capture(shape: GraphShape, kv_cache: PagedKVCache | MLAKVCache) -> CommonAttentionMetadata:
+def batch_to_capture(shape: GraphShape, kv_cache: KVCache) -> CommonAttentionMetadata:
     """A full batch for one lane of a graph. Keys and values are not stored; drafts with a tree mask are chains."""
     requests, tokens, device = shape.lane_requests, shape.tokens_per_request, kv_cache.device
     lens = [tokens] * requests

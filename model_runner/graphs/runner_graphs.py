@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from attention import MLAKVCache, PagedKVCache, RequestToTokenTable, UBatchAttention
+from attention import KVCache, RequestToTokenTable, UBatchAttention
 from model_runner.decoder.base import CausalLM
 from model_runner.graphs.batches import GraphSetting
 from model_runner.graphs.mode import GraphsAsked, capturable_families, resolve_graph_mode
@@ -36,7 +36,7 @@ class CapturingRunner(Protocol):
     all2all: All2All
     max_num_seqs: int
     streams: StepStreams
-    kv_cache: PagedKVCache | MLAKVCache
+    kv_cache: KVCache
     request_table: RequestToTokenTable
     wrapper: UBatchWrapper
 

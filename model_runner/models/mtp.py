@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from attention import AttentionShape
 from model_runner.decoder.base import ExpertParallel, current_plan
 from model_runner.decoder.config import DecoderConfig
 from model_runner.decoder.decoder import DecoderLayer, DecoderLM
@@ -80,13 +81,18 @@ class MTPLayer(nn.Module):
                 f"{checkpoint.path} has no layer for multi-token prediction (num_nextn_predict_layers, mtp.*). Guess "
                 "with a draft head, a draft model or n-grams instead."
             )
+        if isinstance(config.attention, AttentionShape) and config.attention.layers is not None:
+            raise ConfigError(
+                f"{checkpoint.path} has attention of several kinds, and multi-token prediction is served for one kind "
+                "only. Guess with a draft head, a draft model or n-grams instead."
+            )
         hidden_size, place = config.hidden_size, names.place
         moe = None if config.moe is None else replace(config.moe, layers=frozenset({place}))
         kept = replace(config, num_layers=1, moe=moe, linear=None, linear_layers=frozenset())
         self.config = replace(kept, tensor_prefix=names.prefix)
         self.eps = config.rms_norm_eps
         self.embed = target.embed_tokens.rows
-        self.rope = target.rope
+        self.rope = target.ropes[0]
         self.compute_logits = target.compute_logits
         norms = (names.embedding_norm, names.hidden_norm, names.last_norm)
         self.embedding_norm, self.hidden_norm, self.norm = (

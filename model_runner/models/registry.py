@@ -23,6 +23,7 @@ _MODELS = LazyRegistry(
         "GraniteMoeForCausalLM": "model_runner.models.granite:GraniteMoeForCausalLM",
         "GraniteMoeSharedForCausalLM": "model_runner.models.granite:GraniteMoeSharedForCausalLM",
         "LlamaForCausalLM": "model_runner.models.llama:LlamaForCausalLM",
+        "MiMoV2FlashForCausalLM": "model_runner.models.mimo_v2_flash:MiMoV2FlashForCausalLM",
         "MistralForCausalLM": "model_runner.models.mistral:MistralForCausalLM",
         "MixtralForCausalLM": "model_runner.models.mixtral:MixtralForCausalLM",
         "OlmoeForCausalLM": "model_runner.models.olmoe:OlmoeForCausalLM",

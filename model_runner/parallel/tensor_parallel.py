@@ -105,7 +105,8 @@ class Shard:
     def grouped(self, shape: AttentionShape) -> AttentionShape:
         """The heads of this rank for multi-head attention. Extra ranks repeat key/value heads."""
         kv_heads = max(1, shape.num_kv_heads // self.size)
-        return replace(shape, num_heads=shape.num_heads // self.size, num_kv_heads=kv_heads)
+        layers = None if shape.layers is None else tuple(map(self.grouped, shape.layers))
+        return replace(shape, num_heads=shape.num_heads // self.size, num_kv_heads=kv_heads, layers=layers)
 
     def linear(self, shape: GatedDeltaShape) -> GatedDeltaShape:
         """The heads of this rank for linear attention; the size divides them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attention import MLAKVCache, PagedKVCache
+from attention import KVCache, MLAKVCache
 from model_runner.errors import CheckpointError
 from model_runner.weights.weights import Checkpoint
 
@@ -11,14 +11,14 @@ __all__ = ["load_kv_scales"]
 _ENDINGS = ("k_scale", "v_scale", "kv_scale")
 
 
-def load_kv_scales(checkpoint: Checkpoint, cache: PagedKVCache | MLAKVCache) -> None:
+def load_kv_scales(checkpoint: Checkpoint, cache: KVCache) -> None:
     """Set every layer's scales of an fp8 cache from `self_attn.k_scale` and `self_attn.v_scale`; 1 if there are none.
 
     Raises:
         CheckpointError: a layer has only one of the two, or the checkpoint has KV scales of another name.
     """
     known = set()
-    if isinstance(cache, PagedKVCache):
+    if not isinstance(cache, MLAKVCache):
         for layer in range(cache.spec.num_layers):
             names = [f"model.layers.{layer}.self_attn.{part}_scale" for part in ("k", "v")]
             present = [name for name in names if name in checkpoint.names]

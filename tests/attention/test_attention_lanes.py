@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +46,7 @@ KINDS = {
 }
 OPTIONS = [
     AttentionShape(4, 2, 8),
-    AttentionShape(4, 2, 8, sliding_window=4),
+    AttentionShape(4, 2, 8, sliding_window=4, v_head_dim=6),
     AttentionShape(4, 1, 8, scale=0.5, soft_cap=2.0, sinks=True),
 ]
 
@@ -166,8 +168,10 @@ def test_lanes_may_run_interleaved_over_layers(make: type) -> None:
 # -- the composite -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [make_batch, make_mla_batch], ids=["mha", "mla"])
-def test_an_empty_lane_attends_to_nothing_and_writes_nothing(make: type) -> None:
+@pytest.mark.parametrize(
+    "make", [partial(make_batch, shape=AttentionShape(4, 2, 8, v_head_dim=6)), make_mla_batch], ids=["mha", "mla"]
+)
+def test_an_empty_lane_attends_to_nothing_and_writes_nothing(make: Any) -> None:
     batch = make([(3, 2)], padding=2)
     cache = batch.new_cache()
     before = [pool.clone() for pool in memory_of(cache)]
@@ -267,7 +271,7 @@ def test_back_ends_that_disagree_about_padding_requests_are_refused() -> None:
 
 @pytest.mark.usefixtures("fakes")
 def test_a_back_end_that_lacks_what_the_model_needs_is_refused_by_name() -> None:
-    for option in ({"sliding_window": 4}, {"soft_cap": 1.0}, {"sinks": True}):
+    for option in ({"sliding_window": 4}, {"soft_cap": 1.0}, {"sinks": True}, {"v_head_dim": 6}):
         batch = make_batch([(3, 1)], shape=AttentionShape(4, 2, 8, **option))
         with pytest.raises(ConfigError, match=f"'long_fill' has no {next(iter(option))}"):
             UBatchAttention(batch.shape, batch.new_cache(), "long_fill")

@@ -60,11 +60,12 @@ class Batch:
         """A cache that holds the requests' prefixes in every layer."""
         cache = PagedKVCache(self.spec, self.num_blocks)
         slots = torch.arange(self.num_blocks * self.spec.block_size)
-        stale = torch.full((len(slots), *self.past_k.shape[1:]), STALE, dtype=self.spec.dtype)
+        rows = (self.past_k.shape[1:], self.past_v.shape[1:])
+        stale = [torch.full((len(slots), *row), STALE, dtype=self.spec.dtype) for row in rows]
         for layer in range(self.spec.num_layers):
             if self.spec.fp8:
                 cache.set_scales(layer, *fp8_scales(layer))
-            cache.write(layer, stale, stale, slots)
+            cache.write(layer, *stale, slots)
             cache.write(layer, self.past_k, self.past_v, self.past_slots)
         return cache
 
@@ -150,12 +151,16 @@ def make_batch(
     spec = shape.cache_spec(num_layers, block_size, torch.float32, fp8=fp8)
     generator = torch.Generator().manual_seed(seed)
     layout = _layout(requests, spec, padding, drafts, mode, seed)
-    row = (shape.num_kv_heads, shape.head_dim)
-    past_k, past_v = torch.randn(2, len(layout.past_slots), *row, generator=generator)
+    heads_and_dims = [
+        (shape.num_heads, shape.head_dim),
+        (shape.num_kv_heads, shape.head_dim),
+        (shape.num_kv_heads, shape.value_dim),
+    ]
+    past_k, past_v = (torch.randn(len(layout.past_slots), *row, generator=generator) for row in heads_and_dims[1:])
     # As a model makes them: strided views of one fused projection.
-    rows = len(layout.metadata.slot_mapping)
-    fused = torch.randn(rows, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, generator=generator)
-    q, k, v = fused.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
+    rows, sizes = len(layout.metadata.slot_mapping), [number * dim for number, dim in heads_and_dims]
+    parts = torch.randn(rows, sum(sizes), generator=generator).split(sizes, dim=1)
+    q, k, v = (part.unflatten(1, size) for part, size in zip(parts, heads_and_dims, strict=True))
     sinks = torch.randn(shape.num_heads, generator=generator) if shape.sinks else None
     return Batch(shape, layout.metadata, q, k, v, sinks, spec, layout.num_blocks, layout.past_slots, past_k, past_v)
 

@@ -186,6 +186,32 @@ def _glm4_moe(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _mimo_v2_flash(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    layers, kv_heads = fields["num_hidden_layers"], rng.choice([1, 2])
+    kinds = ["full_attention", "sliding_attention"]
+    sparse = _grouped_experts(rng)
+    del sparse["n_shared_experts"], sparse["first_k_dense_replace"]
+    return {
+        **sparse,
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": 2 * kv_heads * rng.choice([1, 2]),
+        "v_head_dim": rng.choice([4, 6, fields["head_dim"], 24]),
+        "attention_bias": rng.random() < 0.3,
+        "attention_value_scale": rng.choice([None, 0.707, 1.5]),
+        "sliding_window": rng.choice([rng.randrange(2, 6), rng.randrange(6, 20)]),
+        "layer_types": rng.choice([None, None, *([kind] * layers for kind in kinds), rng.choices(kinds, k=layers)]),
+        "mlp_layer_types": rng.choice([None, rng.choices(["dense", "sparse"], k=layers)]),
+        "rope_parameters": {
+            kind: {
+                "rope_type": "default",
+                "rope_theta": rng.choice([500.0, 10_000.0, 5_000_000.0]),
+                "partial_rotary_factor": rng.choice([0.334, 0.5, 1.0]),
+            }
+            for kind in kinds
+        },
+    }
+
+
 def _deepseek_v2(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
     method = rng.choice(["greedy", "group_limited_greedy"])
     return {**_deepseek(rng, fields), "topk_method": method, "norm_topk_prob": False}
@@ -222,6 +248,7 @@ _OF_FAMILY = {
     "GraniteMoe": _granite_moe,
     "GraniteMoeShared": _granite_moe_shared,
     "DeepseekV3": _deepseek,
+    "MiMoV2Flash": _mimo_v2_flash,
     "Qwen3Next": _qwen3_next,
     "Qwen3_5Moe": _hybrid,
 }

@@ -138,7 +138,7 @@ static void run_expanded(const Plan *plan, const Latents *x, const Tile *t, cons
     }
     for (int64_t key = 0; key < item[2]; key += KEYS) {
         Places places = {.first = 0, .end = length - key < KEYS ? length - key : KEYS};
-        find_places(plan, table, key, 0, &places);
+        find_places(plan, table, key, plan->row, 0, &places);
         expand_block(x, e, t, &places);
         attend_block(plan, t, rows, 1, first, key);
     }

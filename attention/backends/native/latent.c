@@ -160,7 +160,7 @@ static void run_chunk(const Plan *plan, const Layer *layer, const Chunk *c, cons
     const int64_t width = padded(dim), value_width = padded(rank), request = item[0], part = item[3];
     const int count = item[2] - item[1], depth = padded(count);
     int64_t offsets[CHUNK + TILE + LANES];
-    find_keys(plan, request, item[1], count, offsets);
+    find_keys(plan, request, item[1], count, plan->row, offsets);
     pack_rows(c->values, layer->values, offsets, 0, count, depth, rank, value_width, dim);
     // A chunk begins where a group of 16 rows does, which lie side by side in their page.
     const int in_place = plan->block_size % 16 == 0 && width == dim;

@@ -42,7 +42,7 @@ class NativeAttentionBackend(TorchAttentionBackend):
 
     name: ClassVar[str] = "native"
     traits: ClassVar[BackendTraits] = BackendTraits(
-        devices=("cpu",), sliding_window=True, soft_cap=True, sinks=True, tree_mask=True
+        devices=("cpu",), sliding_window=True, soft_cap=True, sinks=True, v_head_dim=True, tree_mask=True
     )
 
     def __init__(self, shape: AttentionShape, kv_cache: PagedKVCache) -> None:
@@ -70,9 +70,10 @@ class NativeAttentionPlan:
         spec, self._shape = kv_cache.spec, shape
         self._dtype, kernel = spec.dtype, _kernel(spec.dtype)
         self._kv_cache = kv_cache  # the kernel has its address
-        heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        heads, kv_heads, dim, value_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim
         sizes = Sizes(
-            heads, kv_heads, dim, dim, kv_heads * dim, shape.softmax_scale, shape.soft_cap, shape.sliding_window
+            *(heads, kv_heads, dim, value_dim, kv_heads * dim, kv_heads * value_dim),
+            *(shape.softmax_scale, shape.soft_cap, shape.sliding_window),
         )
         cache_size = (spec, kv_cache.num_blocks)
         self._decodes = self._prompts = None
@@ -93,7 +94,8 @@ class NativeAttentionPlan:
                 )
         slots = self._slots = kv_cache.write_slots(metadata.slot_mapping)
         num_rows = check_slots(kernel.functions, slots, kv_cache)
-        self._q_shape, self._kv_shape = (num_rows, heads, dim), (num_rows, kv_heads, dim)
+        self._q_shape, self._out_shape = (num_rows, heads, dim), (num_rows, heads, value_dim)
+        self._k_shape, self._v_shape = (num_rows, kv_heads, dim), (num_rows, kv_heads, value_dim)
         layers = range(spec.num_layers)
         self._layers = [(kv_cache.keys(layer).data_ptr(), kv_cache.values(layer).data_ptr()) for layer in layers]
         self._kernel, self._workspace = kernel.attention, workspace
@@ -106,8 +108,8 @@ class NativeAttentionPlan:
         )
         self._part_bytes = 0
         if self._decodes is not None:
-            self._part_bytes = self._decodes.num_parts * heads * (dim + 2) * torch.float32.itemsize
-        self._prompt_bytes = 0 if self._prompts is None else int(kernel.functions.prompt_scratch_bytes(dim, dim))
+            self._part_bytes = self._decodes.num_parts * heads * (value_dim + 2) * torch.float32.itemsize
+        self._prompt_bytes = 0 if self._prompts is None else int(kernel.functions.prompt_scratch_bytes(dim, value_dim))
         self._reserve(torch.get_num_threads())
 
     def _reserve(self, threads: int) -> None:
@@ -126,7 +128,7 @@ class NativeAttentionPlan:
         """
         self._shape.check_sinks(sinks)
         q = self._checked("queries", q, self._q_shape)
-        k, v = self._checked("keys", k, self._kv_shape), self._checked("values", v, self._kv_shape)
+        k, v = self._checked("keys", k, self._k_shape), self._checked("values", v, self._v_shape)
         if sinks is not None:
             if sinks.shape != (self._shape.num_heads,):
                 raise ConfigError(f"{self._shape} needs a sink for each of its heads, not {[*sinks.shape]}.")
@@ -134,7 +136,7 @@ class NativeAttentionPlan:
         threads = torch.get_num_threads()
         if threads > self._threads and self._prompt_bytes:
             self._reserve(threads)
-        out = q.new_empty(self._q_shape)
+        out = q.new_empty(self._out_shape)
         self._kernel(
             *self._first_arguments,
             *(q.data_ptr(), q.stride(0), q.stride(1)),

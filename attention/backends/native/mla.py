@@ -106,7 +106,7 @@ class NativeMLAPlan:
 
     def _requests(self, queries: Queries, head_dim: int, value_dim: int, item_tokens: int | None = None) -> Requests:
         step, shape = self._step, self._step.shape
-        sizes = Sizes(shape.num_heads, 1, head_dim, value_dim, step.row_size, shape.softmax_scale)
+        sizes = Sizes(shape.num_heads, 1, head_dim, value_dim, step.row_size, step.row_size, shape.softmax_scale)
         cache_size = (step.kv_cache.spec, step.kv_cache.num_blocks)
         return Requests(self._kernel.functions, sizes, cache_size, step.metadata, queries, item_tokens)
 

@@ -24,7 +24,8 @@
 #endif
 
 typedef struct {
-    int64_t num_heads, num_kv_heads, head_dim, value_dim, row; // numbers of a key, of a value, and of a cached row
+    int64_t num_heads, num_kv_heads, head_dim, value_dim; // numbers of a key, and of a value
+    int64_t row, value_row;                               // numbers of a row of the cached keys, and of the values
     int64_t block_size, num_blocks, window;               // no window: a number above all lengths
     float scale, soft_cap;                                // no cap: 0
     int64_t num_requests, table_stride, item_tokens; // query tokens of an item, if requests have several
@@ -200,8 +201,9 @@ static void add_block(const Plan *plan, int heads, const number *base, const int
 
 typedef struct {
     int heads;
-    int64_t head, column; // the first query head; its key/value head's place in a row of the cache
-    int leads;            // the first of its key/value head: it prefetches
+    int64_t head;                 // the first query head
+    int64_t column, value_column; // its key/value head's place in a row of keys, and of values
+    int leads;                    // the first of its key/value head: it prefetches
 } Block;
 
 static int list_blocks(const Plan *plan, int64_t head, int64_t end, Block *blocks) {
@@ -210,7 +212,9 @@ static int list_blocks(const Plan *plan, int64_t head, int64_t end, Block *block
     while (head < end) {
         const int64_t left = group - head % group, room = end - head < left ? end - head : left;
         const int heads = room >= 4 ? 4 : room >= 2 ? 2 : 1;
-        blocks[count] = (Block){heads, head, head / group * plan->head_dim, !count || head % group == 0};
+        const int64_t kv_head = head / group;
+        blocks[count] = (Block){heads, head, kv_head * plan->head_dim, kv_head * plan->value_dim,
+                                !count || head % group == 0};
         head += heads, count++;
     }
     return count;
@@ -243,10 +247,10 @@ INLINE void round_row(number *to, const float *from, int64_t count) {
 
 // Writes the item's result for the query heads `first_head` to `end_head`, at most PASS of them, into `out` [heads,
 // value_dim]. If `stats` [heads, 2] is given, `out` is not divided, and `stats` gets the maxima and denominators.
-// `q` [heads, head_dim], `out` and `stats` begin at `first_head`, `sinks` do not.
-static void run_pass(const Plan *plan, int64_t first_head, int64_t end_head, const int64_t *offsets, int count,
-                     const float *q, const number *keys, const number *values, const float *sinks, float *out,
-                     float *stats) {
+// `q` [heads, head_dim], `out` and `stats` begin at `first_head`, `sinks` do not. Rows lie at `offsets` and `value_offsets`.
+static void run_pass(const Plan *plan, int64_t first_head, int64_t end_head, const int64_t *offsets,
+                     const int64_t *value_offsets, int count, const float *q, const number *keys, const number *values,
+                     const float *sinks, float *out, float *stats) {
     const int64_t dim = plan->value_dim;
     float scores[PASS * CHUNK] __attribute__((aligned(64)));
     Block blocks[PASS];
@@ -255,9 +259,9 @@ static void run_pass(const Plan *plan, int64_t first_head, int64_t end_head, con
     for (int key = 0; key < count; key += TILE)
         for (const Block *block = blocks; block < end; block++) {
             const int last = key + TILE >= count, tile = last ? count - key : TILE;
-            const number *next = (last ? values : keys) + block->column;
+            const number *next = last ? values + block->value_column : keys + block->column;
             score_block(plan, block->heads, q + (block->head - first_head) * plan->head_dim, keys + block->column,
-                        offsets + key, tile, block->leads ? next : NULL, last ? offsets : offsets + key + TILE,
+                        offsets + key, tile, block->leads ? next : NULL, last ? value_offsets : offsets + key + TILE,
                         scores + (block->head - first_head) * CHUNK + key * block->heads);
         }
     float factors[PASS];
@@ -280,8 +284,8 @@ static void run_pass(const Plan *plan, int64_t first_head, int64_t end_head, con
     for (int key = 0; key < count; key += TILE)
         for (const Block *block = blocks; block < end; block++) {
             const int last = key + TILE >= count, leads = block->leads && !last;
-            const number *base = values + block->column;
-            add_block(plan, block->heads, base, offsets + key, last ? count - key : TILE, leads ? base : NULL,
+            const number *base = values + block->value_column;
+            add_block(plan, block->heads, base, value_offsets + key, last ? count - key : TILE, leads ? base : NULL,
                       scores + (block->head - first_head) * CHUNK + key * block->heads,
                       out + (block->head - first_head) * dim);
         }
@@ -289,13 +293,14 @@ static void run_pass(const Plan *plan, int64_t first_head, int64_t end_head, con
         for (int64_t d = 0; d < dim; d++) out[place * dim + d] *= factors[place];
 }
 
-// Where the `count` keys from `first` on lie; entries behind the last key, which a tile reads or prefetches, repeat it.
-static void find_keys(const Plan *plan, int64_t request, int64_t first, int count, int64_t *offsets) {
+// Where the `count` keys from `first` on lie, in rows of `width` numbers; entries behind the last key, which a tile reads
+// or prefetches, repeat it.
+static void find_keys(const Plan *plan, int64_t request, int64_t first, int count, int64_t width, int64_t *offsets) {
     const int32_t *table = plan->table + request * plan->table_stride;
     int64_t page = first / plan->block_size, place = first % plan->block_size;
     for (int i = 0; i < count; page++, place = 0)
         for (; place < plan->block_size && i < count; place++)
-            offsets[i++] = (table[page] * plan->block_size + place) * plan->row;
+            offsets[i++] = (table[page] * plan->block_size + place) * width;
     for (int i = count; i < count + TILE + LANES; i++) offsets[i] = offsets[count - 1];
 }
 
@@ -303,8 +308,12 @@ static void run_item(const Plan *plan, const Layer *layer, const int32_t *item, 
     const int64_t heads = plan->num_heads, head_dim = plan->head_dim, dim = plan->value_dim;
     const int64_t request = item[0], part = item[3];
     const int count = item[2] - item[1];
-    int64_t offsets[CHUNK + TILE + LANES];
-    find_keys(plan, request, item[1], count, offsets);
+    int64_t offsets[CHUNK + TILE + LANES], others[CHUNK + TILE + LANES], *value_offsets = offsets;
+    find_keys(plan, request, item[1], count, plan->row, offsets);
+    if (plan->value_row != plan->row) {
+        find_keys(plan, request, item[1], count, plan->value_row, others);
+        value_offsets = others;
+    }
     float queries[PASS * head_dim], results[PASS * dim];
     // Passes end where groups do, or at fixed places in them, so that a head's block is the same whatever else runs.
     const int64_t group = heads / plan->num_kv_heads;
@@ -316,7 +325,7 @@ static void run_item(const Plan *plan, const Layer *layer, const int32_t *item, 
             widen_row(queries + (h - head) * head_dim,
                       layer->q + plan->rows[request] * layer->q_row + h * layer->q_head, head_dim);
         float *out = part < 0 ? results : layer->parts + (part * heads + head) * dim;
-        run_pass(plan, head, next, offsets, count, queries, layer->keys, layer->values, layer->sinks, out,
+        run_pass(plan, head, next, offsets, value_offsets, count, queries, layer->keys, layer->values, layer->sinks, out,
                  part < 0 ? NULL : layer->stats + 2 * (part * heads + head));
         if (part < 0)
             for (int64_t h = head; h < next; h++)

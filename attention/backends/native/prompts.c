@@ -57,11 +57,12 @@ typedef struct {
     int64_t offsets[KEYS];
 } Places;
 
-static void find_places(const Plan *plan, const int32_t *table, int64_t key, int64_t column, Places *places) {
+static void find_places(const Plan *plan, const int32_t *table, int64_t key, int64_t width, int64_t column,
+                        Places *places) {
     int64_t page = (key + places->first) / plan->block_size, place = (key + places->first) % plan->block_size;
     for (int i = places->first; i < places->end; page++, place = 0)
         for (; place < plan->block_size && i < places->end; place++)
-            places->offsets[i++] = (table[page] * plan->block_size + place) * plan->row + column;
+            places->offsets[i++] = (table[page] * plan->block_size + place) * width + column;
 }
 
 static void pack_keys(operand *to, const number *base, const Places *places, int64_t dim, int64_t width) {
@@ -197,7 +198,7 @@ static void finish_row(const Plan *plan, const Tile *t, int row, const float *si
 // Query tokens at positions item[1] .. item[2] of a request, `heads` query heads from `head` on, which share their keys.
 static void run_prompt(const Plan *plan, const Layer *layer, const Tile *t, const int32_t *item, int64_t head, int heads) {
     const int64_t dim = plan->head_dim, request = item[0], first = item[1], length = plan->lengths[request];
-    const int64_t column = head / (plan->num_heads / plan->num_kv_heads) * dim;
+    const int64_t kv_head = head / (plan->num_heads / plan->num_kv_heads), value_dim = plan->value_dim;
     const int rows = (item[2] - first) * heads;
     const int32_t *table = plan->table + request * plan->table_stride;
     // Row of the step of position 0.
@@ -210,15 +211,16 @@ static void run_prompt(const Plan *plan, const Layer *layer, const Tile *t, cons
     const int64_t seen = first + 1 > plan->window ? first + 1 - plan->window : 0;
     for (int64_t key = seen / KEYS * KEYS; key < item[2]; key += KEYS) {
         Places places = {.first = seen > key ? seen - key : 0, .end = length - key < KEYS ? length - key : KEYS};
-        find_places(plan, table, key, column, &places);
+        find_places(plan, table, key, plan->row, kv_head * dim, &places);
         pack_keys(t->keys, layer->keys, &places, dim, t->width);
-        pack_rows(t->values, layer->values, places.offsets, places.first, places.end, KEYS, dim, t->width, 0);
+        if (value_dim != dim) find_places(plan, table, key, plan->value_row, kv_head * value_dim, &places);
+        pack_rows(t->values, layer->values, places.offsets, places.first, places.end, KEYS, value_dim, t->value_width, 0);
         attend_block(plan, t, rows, heads, first, key);
     }
     for (int row = 0; row < rows; row++) {
         const int64_t own = head + row % heads;
         finish_row(plan, t, row, layer->sinks ? layer->sinks + own : NULL,
-                   layer->out + ((start + first + row / heads) * plan->num_heads + own) * dim);
+                   layer->out + ((start + first + row / heads) * plan->num_heads + own) * value_dim);
     }
 }
 
@@ -226,7 +228,7 @@ static void run_prompt(const Plan *plan, const Layer *layer, const Tile *t, cons
 static void attend_prompts(const Plan *plan, const Layer *layer, char *scratch) {
     const int64_t group = plan->num_heads / plan->num_kv_heads, parts = (group + MOST_ROWS - 1) / MOST_ROWS;
     const int64_t shares = plan->num_kv_heads * parts;
-    const Tile t = divide_scratch(scratch, plan->head_dim, plan->head_dim);
+    const Tile t = divide_scratch(scratch, plan->head_dim, plan->value_dim);
     begin_tiles();
     #pragma omp for schedule(dynamic, 1)
     for (int64_t i = plan->num_items * shares - 1; i >= 0; i--) {

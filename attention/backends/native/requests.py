@@ -76,7 +76,8 @@ class _Plan(ctypes.Structure):
     """The C struct `Plan` of pages.c."""
 
     _fields_: ClassVar = [
-        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim", "row")),
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim")),
+        *((name, ctypes.c_int64) for name in ("row", "value_row")),
         *((name, ctypes.c_int64) for name in ("block_size", "num_blocks", "window")),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
@@ -93,7 +94,8 @@ class Sizes:
     Attributes:
         head_dim: numbers of a key.
         value_dim: numbers of a value.
-        row: numbers of a cached row.
+        row: numbers of a row of cached keys.
+        value_row: numbers of a row of cached values; of latents, the same row.
         scale, soft_cap, window: as in `AttentionShape`.
     """
 
@@ -102,6 +104,7 @@ class Sizes:
     head_dim: int
     value_dim: int
     row: int
+    value_row: int
     scale: float
     soft_cap: float | None = None
     window: int | None = None
@@ -168,7 +171,7 @@ class Requests:
         items, merges = array("i", bytes(16 * num_items)), array("i", bytes(8 * len(lengths)))
         self._held = (lengths, numbers, table, rows, items, merges)  # the kernel has their addresses
         self._plan = plan = _Plan(
-            *(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.value_dim, sizes.row),
+            *(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.value_dim, sizes.row, sizes.value_row),
             *(spec.block_size, num_blocks, window),
             *(sizes.scale, sizes.soft_cap or 0.0),
             *(len(lengths), table.stride(0), item_tokens or 1),

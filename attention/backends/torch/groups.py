@@ -328,9 +328,14 @@ class Workspace:
 
     def take(self, *shape: int) -> Tensor:
         """A view of the first elements, in `shape`; the next `take` returns the same memory."""
-        numbers = math.prod(shape)
-        self.reserve(numbers)
-        return self._memory[:numbers].view(shape)
+        return self.take_several(shape)[0]
+
+    def take_several(self, *shapes: Sequence[int]) -> list[Tensor]:
+        """As `take`: a view in each of these shapes, one behind the other."""
+        numbers = [math.prod(shape) for shape in shapes]
+        self.reserve(sum(numbers))
+        parts = self._memory[: sum(numbers)].split(numbers)
+        return [part.view(*shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 class TorchBackend(EagerOnly):

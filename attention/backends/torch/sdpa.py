@@ -55,7 +55,13 @@ class TorchAttentionBackend(TorchBackend):
 
     name: ClassVar[str] = "torch"
     traits: ClassVar[BackendTraits] = BackendTraits(
-        devices=("cpu", "cuda"), sliding_window=True, soft_cap=True, sinks=True, tree_mask=True, fp8=True
+        devices=("cpu", "cuda"),
+        sliding_window=True,
+        soft_cap=True,
+        sinks=True,
+        v_head_dim=True,
+        tree_mask=True,
+        fp8=True,
     )
     shape: AttentionShape
     kv_cache: PagedKVCache
@@ -101,7 +107,7 @@ class AttentionStep:
             return F.scaled_dot_product_attention(q, k, v, mask, scale=shape.softmax_scale, enable_gqa=gqa)
         # [n, heads, 1, d] -> [n, kv heads, heads per kv head, d]: heads that share keys are the rows of one product.
         rows = q.reshape(q.shape[0], shape.num_kv_heads, shape.group_size, shape.head_dim)
-        return F.scaled_dot_product_attention(rows, k, v, mask, scale=shape.softmax_scale).reshape(q.shape)
+        return F.scaled_dot_product_attention(rows, k, v, mask, scale=shape.softmax_scale).reshape(*q.shape[:3], -1)
 
     def attend_causally(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of queries `[n, heads, L, d]` over `L` keys, without a mask tensor."""
@@ -117,7 +123,7 @@ class AttentionGroup(Protocol):
     tokens: TokenRows
 
     def attend(self, step: AttentionStep, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
-        """Attention output of the group's tokens, `[tokens, heads, head_dim]`, in the order of `tokens.rows`. `q`, `k`
+        """Attention output of the group's tokens, `[tokens, heads, value_dim]`, in the order of `tokens.rows`. `q`, `k`
         and `v` are the whole step's; the new tokens are in the cache already."""
 
 
@@ -151,8 +157,9 @@ class _Paged:
         self.tokens = TokenRows(requests, metadata.slot_mapping.device)
         ranges = [(request.first_key, request.seq_len) for request in requests]
         self.pages = KeyPages(requests, ranges, metadata, spec.block_size)
-        self.buffers = (2, *self.pages.buffer_shape(spec.num_kv_heads, spec.head_dim))
-        step.workspace.reserve(math.prod(self.buffers))
+        dims = (spec.head_dim, spec.value_dim)
+        self.buffers = [self.pages.buffer_shape(spec.num_kv_heads, dim) for dim in dims]
+        step.workspace.reserve(sum(map(math.prod, self.buffers)))
         self.mask: Tensor | None = None
         if step.metadata.has_tree or not self._all_see_all(requests):
             self.mask = step.visible(requests, self.pages.positions)
@@ -166,9 +173,9 @@ class _Paged:
 
     def attend(self, step: AttentionStep, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
         cache = step.kv_cache
-        buffers = step.workspace.take(*self.buffers)
-        keys = self.pages.gather(cache.key_pool, layer, buffers[0]).transpose(1, 2)
-        values = self.pages.gather(cache.value_pool, layer, buffers[1]).transpose(1, 2)
+        of_keys, of_values = step.workspace.take_several(*self.buffers)
+        keys = self.pages.gather(cache.key_pool, layer, of_keys).transpose(1, 2)
+        values = self.pages.gather(cache.value_pool, layer, of_values).transpose(1, 2)
         out = step.attend(self.tokens.pick(q).transpose(1, 2), keys, values, self.mask, sinks)
         return self.tokens.flatten(out.transpose(1, 2))
 
@@ -197,7 +204,7 @@ class TorchAttentionPlan:
         step.kv_cache.write(layer, k, v, self._slots)
         if len(self.groups) == 1 and self.groups[0].tokens.covers(self._num_rows):
             return self.groups[0].attend(step, q, k, v, layer, sinks)
-        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        out = q.new_zeros(*q.shape[:2], step.shape.value_dim)
         for group in self.groups:
             out[group.tokens.rows] = group.attend(step, q, k, v, layer, sinks)
         return out
@@ -214,7 +221,7 @@ def make_groups(step: AttentionStep, requests: Sequence[Request]) -> list[Attent
             fresh.append(request)
         else:
             (decode if request.query_len == 1 else extend).append(request)
-    limit = gathered_tokens(spec.num_kv_heads * spec.head_dim, spec.dtype)
+    limit = gathered_tokens(spec.num_kv_heads * max(spec.head_dim, spec.value_dim), spec.dtype)
     groups: list[AttentionGroup] = [_Fresh(step, requests) for requests in bundle(fresh)]
     groups += [_Paged(step, requests) for kind in (decode, extend) for requests in bundle(kind, limit)]
     return groups

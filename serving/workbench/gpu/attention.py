@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention import AttentionShape, PagedKVCache, make_attention_backend
+from attention import AttentionShape, make_attention_backend, make_kv_cache
 from serving.workbench.bench.statistics import bootstrap, paired
 from serving.workbench.gpu.bench import Bench
 from serving.workbench.gpu.model import make_metadata
@@ -60,7 +60,7 @@ def _measure(bench: Bench, section: Section, shape: AttentionShape, batch: int, 
     torch.manual_seed(batch)
     metadata = make_metadata([1] * batch, [context] * batch, _PAGE, bench.device, ForwardMode.DECODE)
     blocks = batch * -(-context // _PAGE)
-    cache = PagedKVCache(shape.cache_spec(1, _PAGE, bench.dtype), blocks, bench.device)
+    cache: Any = make_kv_cache(shape.cache_spec(1, _PAGE, bench.dtype), blocks, bench.device)
     for pool in (cache.key_pool, cache.value_pool):
         pool.memory.normal_()
     q = bench.randn(batch, shape.num_heads, shape.head_dim)

@@ -79,6 +79,7 @@ def test_every_group_and_head_size(group: int, head_dim: int) -> None:
     group=st.integers(1, 8),
     kv_heads=st.integers(1, 3),
     head_dim=st.sampled_from([8, 16, 20, 64]),
+    value_dim=st.sampled_from([None, None, 6, 16, 80]),
     window=st.sampled_from([None, None, 1, 7, 33]),
     scale=st.sampled_from([None, 0.4]),
     soft_cap=st.sampled_from([None, 1.5]),
@@ -87,13 +88,14 @@ def test_every_group_and_head_size(group: int, head_dim: int) -> None:
     padding=st.integers(0, 3),
     seed=st.integers(0, 99),
 )
-@example([(LONG, 1), (3, 1), (0, 5)], 5, 2, 64, None, None, None, False, 16, 1, 0)
-@example([(LONG, 1), (LONG - 45, 1)], 4, 1, 20, None, None, 1.5, True, 64, 0, 0)
+@example([(LONG, 1), (3, 1), (0, 5)], 5, 2, 64, 80, None, None, None, False, 16, 1, 0)
+@example([(LONG, 1), (LONG - 45, 1)], 4, 1, 20, None, None, None, 1.5, True, 64, 0, 0)
 def test_any_batch(
     requests: list[tuple[int, int]],
     group: int,
     kv_heads: int,
     head_dim: int,
+    value_dim: int | None,
     window: int | None,
     scale: float | None,
     soft_cap: float | None,
@@ -104,7 +106,7 @@ def test_any_batch(
 ) -> None:
     """Decodes and others, mixed, padded, with every option."""
     requests = [(prefix if new else 0, new) for prefix, new in requests]
-    shape = AttentionShape(group * kv_heads, kv_heads, head_dim, scale, window, soft_cap, sinks)
+    shape = AttentionShape(group * kv_heads, kv_heads, head_dim, scale, window, soft_cap, sinks, value_dim)
     check(make_batch(requests, shape=shape, block_size=block_size, padding=padding, seed=seed))
 
 

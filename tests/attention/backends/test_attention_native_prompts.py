@@ -50,6 +50,8 @@ CASES = {
     "large group": (AttentionShape(300, 1, 3), [(0, 40), (70, 2)], 1),
     "small windows": (AttentionShape(3, 3, 33, sliding_window=1), [(66, 70)], 16),
     "wide heads": (AttentionShape(7, 1, 160, scale=0.3), [(64, 64), (63, 66)], 16),
+    "narrow values": (AttentionShape(4, 2, 80, sliding_window=65, sinks=True, v_head_dim=33), [(100, 90), (0, 70)], 16),
+    "wide values": (AttentionShape(6, 2, 20, v_head_dim=160), [(64, 64), (3, 130), (70, 1)], 16),
     "eight": (AttentionShape(8, 1, 64), [(200, 100)], 16),
 }
 

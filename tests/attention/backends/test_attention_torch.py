@@ -39,6 +39,8 @@ OPTIONS = {
     "window-of-one": AttentionShape(4, 2, 8, sliding_window=1),
     "soft-cap": AttentionShape(4, 2, 8, soft_cap=0.7),
     "sinks": AttentionShape(8, 2, 8, sinks=True),
+    "narrow-values": AttentionShape(4, 2, 8, v_head_dim=6),
+    "wide-values": AttentionShape(8, 2, 8, sliding_window=5, sinks=True, v_head_dim=12),
     "all": AttentionShape(8, 2, 8, scale=0.5, sliding_window=6, soft_cap=2.0, sinks=True),
 }
 

@@ -24,7 +24,7 @@ DENSE = ("Qwen2", "Qwen3", "Mistral", "Llama", "Granite")
 FAMILIES = [
     ("DeepseekV3", "Mixtral", "Llama", "GraniteMoe"),
     pytest.param(("DeepseekV2", "Qwen3"), marks=pytest.mark.slow),
-    pytest.param(("Qwen2Moe", "Olmoe", "GptOss", "Glm4Moe"), marks=pytest.mark.slow),
+    pytest.param(("Qwen2Moe", "Olmoe", "GptOss", "Glm4Moe", "MiMoV2Flash"), marks=pytest.mark.slow),
     pytest.param(("Qwen2", "Mistral", "Granite", "GraniteMoeShared"), marks=pytest.mark.slow),
 ]
 NUM_TOKENS = 8

@@ -69,6 +69,7 @@ SIZES = [3, 3, 3, 3, 3, 2, 2, 2, 2, 1, 3, 2, 1, 1, 1, 1]
         ("Olmoe", {}, torch.float32),
         ("Glm4Moe", {}, torch.bfloat16),
         ("GraniteMoe", {}, torch.bfloat16),
+        ("MiMoV2Flash", {}, torch.float32),
         ("Qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, torch.float32),
         ("Llama", {"attention_bias": True, "mlp_bias": True}, torch.bfloat16),
         ("DeepseekV2", {}, torch.float32),

@@ -42,6 +42,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Kind]] = {
         {"q_lora_rank": None},
         blockwise(24, 16, scales=torch.uint8, scale_fmt="ue8m0"),
     ),
+    "MiMo-V2-Flash": ("MiMoV2Flash", {}, blockwise(16, 20, plain=["layers.1.self_attn.o_proj"])),
     "per tensor": (
         "Mixtral",
         {},
@@ -240,7 +241,7 @@ def test_scales_of_the_kv_cache_are_read_beside_those_of_weights(tmp_path: Path)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen3Next"])
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen3Next", "MiMoV2Flash"])
 def test_served(family: str, tmp_path: Path) -> None:
     path, meant = write_fp8(make_checkpoint(tmp_path / "plain", family), tmp_path, blockwise(20, 28, scales=E8M0))
     reference = load_reference(meant)

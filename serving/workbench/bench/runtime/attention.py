@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from attention import (
     AttentionShape,
     CommonAttentionMetadata,
-    PagedKVCache,
     UBatchAttention,
+    make_kv_cache,
     split_attn_metadata,
 )
 from model_runner import keep_freed_memory
@@ -97,7 +97,7 @@ def _make_step(query_len: int, seq_len: int, sequences: int, backend: str = "tor
     shape = AttentionShape(_HEADS, _KV_HEADS, _HEAD_DIM)
     generator = torch.Generator().manual_seed(0)
     pages = -(-seq_len // _PAGE)
-    cache = PagedKVCache(shape.cache_spec(_LAYERS, _PAGE, torch.float32), sequences * pages)
+    cache: Any = make_kv_cache(shape.cache_spec(_LAYERS, _PAGE, torch.float32), sequences * pages)
     for pool in (cache.key_pool, cache.value_pool):
         pool.memory.normal_(generator=generator)
     table = torch.randperm(sequences * pages, generator=generator).view(sequences, pages).int()
