@@ -56,11 +56,15 @@ def _attention_kernel(
     stride_block: tl.tensor,
     stride_slot: tl.tensor,
     stride_head: tl.tensor,
+    v_stride_block: tl.tensor,
+    v_stride_slot: tl.tensor,
+    v_stride_head: tl.tensor,
     num_splits: tl.tensor,
     MAX_QUERIES: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -73,6 +77,7 @@ def _attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ) -> None:
     first_query = 0
     if TILED:
@@ -125,7 +130,7 @@ def _attention_kernel(
     total, highest, weight_sum = attend_keys(
         tile,
         keys + kv_head * stride_head,
-        values + kv_head * stride_head,
+        values + kv_head * v_stride_head,
         block_table + request.to(tl.int64) * table_stride,
         first,
         last,
@@ -136,7 +141,10 @@ def _attention_kernel(
         score_scale,
         stride_block,
         stride_slot,
+        v_stride_block,
+        v_stride_slot,
         HEAD_DIM,
+        V_DIM,
         PAGE,
         WINDOW,
         SOFT_CAP,
@@ -145,6 +153,7 @@ def _attention_kernel(
         BLOCK_M,
         BLOCK_N,
         BLOCK_D,
+        BLOCK_V,
     )
 
     if WHOLE:
@@ -159,13 +168,13 @@ def _attention_kernel(
             head,
             is_row,
             value_scale,
-            HEAD_DIM,
+            V_DIM,
             HAS_SINKS,
-            BLOCK_D,
+            BLOCK_V,
         )
     else:
         part = ((request * MAX_QUERIES + query).to(tl.int64) * NUM_HEADS + head) * num_splits + tl.program_id(2)
-        store_part(partial_out, partial_lse, total, highest, weight_sum, part, is_row, value_scale, HEAD_DIM, BLOCK_D)
+        store_part(partial_out, partial_lse, total, highest, weight_sum, part, is_row, value_scale, V_DIM, BLOCK_V)
 
 
 def launch_attention(

@@ -32,7 +32,9 @@ def _write_kernel(
     k_scale: tl.tensor,
     v_scale: tl.tensor,
     ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
     FP8: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -41,31 +43,34 @@ def _write_kernel(
     if slot < 0:
         return
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < ROW
+    inside, v_inside = place < ROW, place < V_ROW
     head, dim = place // HEAD_DIM, place % HEAD_DIM
+    v_head, v_dim = place // V_DIM, place % V_DIM
     key = tl.load(k + token * k_stride_token + head * k_stride_head + dim, mask=inside)
-    value = tl.load(v + token * v_stride_token + head * v_stride_head + dim, mask=inside)
+    value = tl.load(v + token * v_stride_token + v_head * v_stride_head + v_dim, mask=v_inside)
     if FP8:
         key, value = quantize(key, k_scale), quantize(value, v_scale)
     tl.store(keys + slot * ROW + place, key, mask=inside)
-    tl.store(values + slot * ROW + place, value, mask=inside)
+    tl.store(values + slot * V_ROW + place, value, mask=v_inside)
 
 
 def write_kv(cache: PagedKVCache, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Store new keys and values, quantised with the layer's scales if the cache is fp8.
 
     Args:
-        k, v: `[T, num_kv_heads, head_dim]`.
+        k: `[T, num_kv_heads, head_dim]`.
+        v: `[T, num_kv_heads, value_dim]`.
         slots: `[T]` int64, each real slot at most once; a negative one is not written.
     """
     if not slots.shape[0]:
         return
     k, v = rows_contiguous(k), rows_contiguous(v)
     spec = cache.spec
-    row = spec.num_kv_heads * spec.head_dim
-    block = min(power_of_2(row), _MAX_BLOCK)
+    row, v_row = (spec.num_kv_heads * dim for dim in (spec.head_dim, spec.value_dim))
+    longest = max(row, v_row)
+    block = min(power_of_2(longest), _MAX_BLOCK)
     k_scale, v_scale = cache.scales(layer)
-    _write_kernel[slots.shape[0], cdiv(row, block)](
+    _write_kernel[slots.shape[0], cdiv(longest, block)](
         k,
         k.stride(0),
         k.stride(1),
@@ -78,7 +83,9 @@ def write_kv(cache: PagedKVCache, layer: int, k: Tensor, v: Tensor, slots: Tenso
         k_scale,
         v_scale,
         ROW=row,
+        V_ROW=v_row,
         HEAD_DIM=spec.head_dim,
+        V_DIM=spec.value_dim,
         FP8=spec.fp8,
         BLOCK=block,
     )

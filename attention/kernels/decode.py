@@ -73,12 +73,12 @@ class DecodeSplits:
         """Float32 elements of workspace that `decode_attention` needs."""
         if self.num_splits == 1:
             return 0
-        return num_reqs * self.max_queries * shape.num_heads * self.num_splits * (shape.head_dim + 1)
+        return num_reqs * self.max_queries * shape.num_heads * self.num_splits * (shape.value_dim + 1)
 
     def partials(self, shape: AttentionShape, num_reqs: int, workspace: Tensor) -> tuple[Tensor, Tensor]:
         """Views of a workspace of at least `workspace_numbers` elements: the splits' outputs and LSEs, both flat."""
         numbers = self.workspace_numbers(shape, num_reqs)
-        parts = numbers // (shape.head_dim + 1)
+        parts = numbers // (shape.value_dim + 1)
         out, lse = workspace[:numbers].split([numbers - parts, parts])
         return out, lse
 
@@ -141,7 +141,7 @@ def decode_attention(
 
     Args:
         q: `[T, num_heads, head_dim]`.
-        out: `[T, num_heads, head_dim]`, contiguous; written.
+        out: `[T, num_heads, value_dim]`, contiguous; written.
         cache: read; it holds the step's keys and values already.
         workspace: float32, at least `splits.workspace_numbers(...)`; overwritten.
         sinks: `[num_heads]` logits, one more term in each head's denominator.

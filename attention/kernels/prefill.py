@@ -31,7 +31,7 @@ def prefill_attention(
 
     Args:
         q: `[T, num_heads, head_dim]`.
-        out: `[T, num_heads, head_dim]`, contiguous; written.
+        out: `[T, num_heads, value_dim]`, contiguous; written.
         cache: read; it holds the step's keys and values already.
         tiles: `[tiles, 2]` int32 from `planning.plan_tiles`, for `size.queries(shape)` queries each.
         sinks: `[num_heads]` logits, one more term in each head's denominator.

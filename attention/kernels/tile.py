@@ -160,6 +160,8 @@ def score_constants(shape: AttentionShape) -> dict[str, Any]:
         "GROUP": shape.group_size,
         "NUM_HEADS": shape.num_heads,
         "HEAD_DIM": shape.head_dim,
+        "V_DIM": shape.value_dim,
+        "BLOCK_V": power_of_2(shape.value_dim, 16),
         "WINDOW": shape.sliding_window or 0,
         "SOFT_CAP": shape.soft_cap or 0.0,
         "UPCAST": INTERPRETED,
@@ -169,10 +171,11 @@ def score_constants(shape: AttentionShape) -> dict[str, Any]:
 def cache_arguments(shape: AttentionShape, cache: PagedKVCache, layer: int) -> dict[str, Any]:
     """The kernel arguments that describe a layer's cache."""
     keys, values = cache.keys(layer), cache.values(layer)
-    if keys.stride() != values.stride() or keys.stride(-1) != 1:
+    alike = keys.stride() == values.stride() or shape.value_dim != shape.head_dim
+    if not alike or keys.stride(-1) != 1 or values.stride(-1) != 1:
         raise ConfigError(
-            f"the triton back end reads keys and values of one layout, dense in the last dimension; the cache has "
-            f"strides {keys.stride()} and {values.stride()}."
+            f"the triton back end reads keys and values that are dense in the last dimension, of one layout if heads "
+            f"have one size; the cache has strides {keys.stride()} and {values.stride()}."
         )
     k_scale, v_scale = cache.scales(layer)
     return {
@@ -183,6 +186,9 @@ def cache_arguments(shape: AttentionShape, cache: PagedKVCache, layer: int) -> d
         "stride_block": keys.stride(0),
         "stride_slot": keys.stride(1),
         "stride_head": keys.stride(2),
+        "v_stride_block": values.stride(0),
+        "v_stride_slot": values.stride(1),
+        "v_stride_head": values.stride(2),
         "PAGE": cache.spec.block_size,
         "FP8": cache.spec.fp8,
     }
@@ -209,7 +215,10 @@ def attend_keys(
     score_scale: tl.tensor,
     stride_block: tl.tensor,
     stride_slot: tl.tensor,
+    v_stride_block: tl.tensor,
+    v_stride_slot: tl.tensor,
     HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -218,6 +227,7 @@ def attend_keys(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ) -> Any:
     """Online softmax of a tile over the keys `first` to `last` of its request.
 
@@ -234,20 +244,25 @@ def attend_keys(
         score_scale: factor on the scores, the keys' scale included.
 
     Returns:
-        The sum of values weighted with 2 ** (score - highest), `[BLOCK_M, BLOCK_D]`; the highest score, scaled for base
+        The sum of values weighted with 2 ** (score - highest), `[BLOCK_M, BLOCK_V]`; the highest score, scaled for base
         2, -inf where no key is seen; the sum of the weights.
     """
     dims = tl.arange(0, BLOCK_D)
     is_dim = dims < HEAD_DIM
+    v_dims = tl.arange(0, BLOCK_V)
+    is_v_dim = v_dims < V_DIM
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight_sum = tl.zeros([BLOCK_M], tl.float32)
-    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     following = first + tl.arange(0, BLOCK_N)
     blocks = tl.load(table + following // PAGE, mask=following < last, other=0)
     for start in range(first, last, BLOCK_N):
         places = start + tl.arange(0, BLOCK_N)
         is_key = places < last
         row = blocks.to(tl.int64) * stride_block + (places % PAGE) * stride_slot
+        v_row = row
+        if V_DIM != HEAD_DIM:
+            v_row = blocks.to(tl.int64) * v_stride_block + (places % PAGE) * v_stride_slot
         following = places + BLOCK_N
         blocks = tl.load(table + following // PAGE, mask=following < last, other=0)
 
@@ -278,7 +293,7 @@ def attend_keys(
         weights = tl.exp2(scores - shift[:, None])
         fade = tl.exp2(highest - shift)
         weight_sum = weight_sum * fade + tl.sum(weights, 1)
-        v = tl.load(values + row[:, None] + dims[None, :], mask=is_key[:, None] & is_dim[None, :], other=0)
+        v = tl.load(values + v_row[:, None] + v_dims[None, :], mask=is_key[:, None] & is_v_dim[None, :], other=0)
         if FP8:
             v = load_fp8(v)
         total = total * fade[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")

@@ -171,7 +171,8 @@ def tune_decode(
             q = torch.zeros(
                 num_reqs * max_queries, shape.num_heads, shape.head_dim, dtype=spec.dtype, device=cache.device
             )
-            made.append((_scattered_batch(cache, num_reqs, max_queries, seq_len), q, torch.empty_like(q)))
+            out = q.new_empty(*q.shape[:2], shape.value_dim)
+            made.append((_scattered_batch(cache, num_reqs, max_queries, seq_len), q, out))
         batch, q, out = made[0]
         tile = choice.tile(shape, max_queries)
         splits = DecodeSplits.choose(shape, num_reqs, max_queries, seq_len, choice.waves * processors, tile)
@@ -193,7 +194,8 @@ def tune_prefill(shape: AttentionShape, cache: PagedKVCache) -> TileSize:
         tokens = _PREFILL_TOKENS
         if not made:
             q = torch.zeros(tokens, shape.num_heads, shape.head_dim, dtype=cache.spec.dtype, device=cache.device)
-            made.append((_scattered_batch(cache, 1, tokens, tokens), q, torch.empty_like(q)))
+            out = q.new_empty(*q.shape[:2], shape.value_dim)
+            made.append((_scattered_batch(cache, 1, tokens, tokens), q, out))
         batch, q, out = made[0]
         queries = size.queries(shape)
         tiles = torch.empty(num_tiles(1, tokens, queries), 2, dtype=torch.int32, device=cache.device)
@@ -236,7 +238,8 @@ def tune_latent_decode(
 def _name(shape: AttentionShape, cache: PagedKVCache) -> str:
     """The part of a tuning key with everything that a kernel is compiled for."""
     options = f"window {shape.sliding_window}, cap {shape.soft_cap}"
-    heads = f"{shape.num_heads} / {shape.num_kv_heads} heads of {shape.head_dim}"
+    dims = f"{shape.head_dim}" + (f" and {shape.value_dim}" if shape.value_dim != shape.head_dim else "")
+    heads = f"{shape.num_heads} / {shape.num_kv_heads} heads of {dims}"
     return f"{heads}, {_stored(cache)}, {options}"
 
 

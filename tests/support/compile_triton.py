@@ -170,6 +170,8 @@ def main(capability: int, *, every_choice: bool) -> None:
     every_option = {"scale": 0.2, "sliding_window": 100, "soft_cap": 5.0, "sinks": True}
     compile_step(AttentionShape(16, 4, 128), [(300, 1), (20, 40)])
     compile_step(AttentionShape(16, 2, 64, **every_option), [(300, 6), (20, 6)], drafts="tree", fp8=fp8)
+    mimo = AttentionShape(64, 8, 192, v_head_dim=128, sliding_window=129, sinks=True)
+    compile_step(mimo, [(300, 1), (20, 40)], fp8=fp8)
     compile_latent_step(DEEPSEEK, [(300, 1)])
     compile_latent_step(DEEPSEEK, [(300, 6), (20, 6)], drafts="tree", fp8=fp8)
     if every_choice:

@@ -79,7 +79,8 @@ class TritonAttentionPlan:
             raise ConfigError(f"attention was planned for {self.slots.shape[0]} tokens and got {q.shape[0]}.")
         self.shape.check_sinks(sinks)
         write_kv(self.kv_cache, layer, k, v, self.slots)
-        out = (torch.zeros if self.has_padding else torch.empty)(q.shape, dtype=q.dtype, device=q.device)
+        make = torch.zeros if self.has_padding else torch.empty
+        out = make(*q.shape[:2], self.shape.value_dim, dtype=q.dtype, device=q.device)
         where = (self.shape, self.kv_cache, layer, self.batch)
         if self.splits is not None:
             decode_attention(q, out, *where, self.splits, self.workspace, sinks)
@@ -119,6 +120,7 @@ class TritonAttentionBackend(TritonBackend):
         sliding_window=True,
         soft_cap=True,
         sinks=True,
+        v_head_dim=True,
         tree_mask=True,
         fp8=True,
         graphs=True,

@@ -131,6 +131,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True},
     "all": {"scale": 0.5, "sliding_window": 20, "soft_cap": 2.0, "sinks": True},
 }
+VALUES: dict[str, dict[str, Any]] = {
+    "narrow values": {"v_head_dim": 5},
+    "wide values": {"v_head_dim": 40, "sliding_window": 9, "sinks": True},
+}
 
 
 @pytest.mark.sample(4)
@@ -146,6 +150,15 @@ def test_every_option_in_decode_prefill_and_verify_and_none_is_ignored(name: str
         assert (batch.expected() - without).abs().max() > 1e-3  # the batch would notice
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_value_heads_of_another_size(name: str, fp8: bool) -> None:
+    shape = AttentionShape(4, 2, 8, **VALUES[name])
+    check(make_batch([(300, 1), (22, 5), (3, 1), (0, 4)], shape=shape, fp8=fp8, padding=1))
+    check(make_batch([(23, 4), (1, 4)], shape=shape, drafts="tree", fp8=fp8))
+
+
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("num_heads", [4, 16], ids=["decoded", "in tiles"])
 @pytest.mark.parametrize("window", [2, 6])
@@ -159,7 +172,7 @@ def test_a_window_in_a_tree_goes_by_depth(window: int, num_heads: int) -> None:
 @settings(max_examples=8)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 7)), max_size=5),
-    name=st.sampled_from(sorted(OPTIONS)),
+    name=st.sampled_from(sorted(OPTIONS | VALUES)),
     mode=st.sampled_from([None, ForwardMode.DRAFT_EXTEND]),
     fp8=st.booleans(),
     block_size=st.sampled_from([1, 4, 16]),
@@ -176,7 +189,7 @@ def test_any_batch_with_any_option(
     seed: int,
 ) -> None:
     requests = [(prefix if new else 0, new) for prefix, new in requests]
-    shape = AttentionShape(4, 2, 8, **OPTIONS[name])
+    shape = AttentionShape(4, 2, 8, **(OPTIONS | VALUES)[name])
     check(make_batch(requests, shape=shape, mode=mode, fp8=fp8, block_size=block_size, padding=padding, seed=seed))
 
 

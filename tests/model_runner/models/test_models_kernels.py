@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(DEVICE != "cpu", reason="forces kernels on models that live on the CPU"),
     pytest.mark.triton,
 ]
-FAMILIES = ["Llama", "Qwen3Moe", "Glm4Moe", "GptOss", "DeepseekV3"]
+FAMILIES = ["Llama", "Qwen3Moe", "Glm4Moe", "GptOss", "MiMoV2Flash", "DeepseekV3"]
 
 
 @pytest.fixture(scope="module")
