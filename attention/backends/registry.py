@@ -191,4 +191,5 @@ def _check_traits(name: str, traits: BackendTraits, shape: Shape, kv_cache: KVCa
             if wanted and not getattr(traits, option):
                 lacks = f"has no {option}"
     if lacks is not None:
-        raise ConfigError(f"attention back end {name!r} {lacks}. Choose another one with --attention-backend.")
+        others = "" if name.startswith("torch") else ", such as 'torch', which serves every model"
+        raise ConfigError(f"attention back end {name!r} {lacks}. Choose another one with --attention-backend{others}.")

@@ -2,7 +2,7 @@
 
 registry               finds the class for an architecture
 llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, qwen3_next, qwen3_5_moe, olmoe, gpt_oss, glm4_moe,
-granite, deepseek_v2, deepseek_v3
+mimo_v2_flash, granite, deepseek_v2, deepseek_v3
                        one family each: how to read its `config.json`
 eagle                  an EAGLE-style draft head
 mtp                    the multi-token-prediction layer of DeepSeek, GLM-4.5 and Qwen3-Next, as a draft head

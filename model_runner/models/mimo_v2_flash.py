@@ -38,13 +38,7 @@ _THETAS = {_FULL: ("rope_theta", 5_000_000.0), _SLIDING: ("swa_rope_theta", 10_0
 _PARTIAL = 0.334
 _WINDOW = 129
 _VALUE_SCALE = 0.707
-_ONLY = {
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "attention_projection_layout": "split",
-    "rope_scaling": None,
-    "hybrid_block_size": None,
-}
+_ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "attention_projection_layout": "split"}
 """Entries of a published config, and the one value that is served; null is the same as none."""
 
 
@@ -96,7 +90,13 @@ def _refuse_others(config: HFConfig) -> None:
     """Refuse what a config can say and is not served."""
     for name, known in _ONLY.items():
         if config.values.get(name) not in (None, known):
-            raise config.wrong(name, config.values[name], "null" if known is None else repr(known))
+            raise config.wrong(name, config.values[name], repr(known))
+    scaling = config.values.get("rope_scaling") or {}
+    if not isinstance(scaling, dict) or any(scaling[name] != "default" for name in scaling):
+        raise config.wrong("rope_scaling", scaling, "null, or the type 'default' and no more")
+    block = config.values.get("hybrid_block_size")
+    if block is not None and not any(config.values.get(name) for name in ("layer_types", "hybrid_layer_pattern")):
+        raise config.wrong("hybrid_block_size", block, "the kinds of its layers in hybrid_layer_pattern")
     if config.values.get("n_shared_experts"):
         raise config.wrong("n_shared_experts", config.values["n_shared_experts"], "no shared experts")
     for name in ("num_attention_heads", "head_dim", "v_head_dim"):
@@ -133,12 +133,13 @@ def _read_kinds(
 
 
 def _read_shapes(config: HFConfig, kinds: Sequence[str]) -> AttentionShape:
-    config.integer("num_key_value_heads"), config.integer("head_dim")  # no usual value
+    """The shapes of the layers. Sizes of heads have no usual values: what a config leaves out is refused."""
+    of_full = config.integer("num_key_value_heads")
     plain = replace(read_grouped_query(config), v_head_dim=config.integer("v_head_dim"))
     full = replace(plain, sinks=config.flag("add_full_attention_sink_bias", False))
     if _SLIDING not in kinds:
         return full
-    kv_heads = config.integer("swa_num_key_value_heads", default=2 * plain.num_kv_heads)
+    kv_heads = config.integer("swa_num_key_value_heads", default=2 * of_full)
     if plain.num_heads % kv_heads:
         wanted = f"a divisor of its {plain.num_heads} attention heads (by default twice its num_key_value_heads)"
         raise config.wrong("swa_num_key_value_heads", kv_heads, wanted)
