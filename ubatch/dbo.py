@@ -50,18 +50,19 @@ T = TypeVar("T")
 _current_lane = _lane.get
 
 
-def dbo_yield(point: str = "user") -> None:
+def dbo_yield(point: str = "user", layer: str = "") -> None:
     """Pass a point: hand the baton to the next lane if the schedule says so. Does nothing outside a lane.
 
     Args:
         point: a `Point` of this project, or any name of your own (always active).
+        layer: the kind of layer that passes it, for traces and the simulator; the order of lanes does not depend on it.
 
     Raises:
         LaneAborted: another lane failed; do not catch it.
     """
     lane = _current_lane()
     if lane is not None:
-        lane.pass_point(point)
+        lane.pass_point(point, layer)
 
 
 def dbo_register_recv_hook(hook: Callable[[], object], *, joins: bool = True) -> None:

@@ -21,6 +21,7 @@ from model_runner.decoder.layers import Projection, frozen
 from model_runner.parallel.tensor_parallel import WHOLE, Shard
 from model_runner.weights.weights import Checkpoint, Part
 from ubatch import ConfigError, Point, dbo_yield
+from ubatch.schedules.schedule import LINEAR_ATTENTION
 
 __all__ = ["GatedDeltaNet"]
 
@@ -102,7 +103,7 @@ class GatedDeltaNet(nn.Module):
         qkv, z, b, a = self.inputs(x).split(sizes, dim=-1)
         decay = self.rate * F.softplus(a.float() + self.dt_bias)
         strength = b.float().sigmoid()
-        dbo_yield(Point.ATTN_PREPARE)
+        dbo_yield(Point.ATTN_PREPARE, LINEAR_ATTENTION)
         out = plan.linear.forward(qkv, decay, strength, self.conv, self.place)
         out = F.rms_norm(out, (shape.v_dim,), self.norm, self.norm_eps) * F.silu(z.float()).view_as(out)
         projected: Tensor = self.out(out.flatten(1).to(x.dtype))

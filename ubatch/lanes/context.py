@@ -210,22 +210,22 @@ class UBatchContext(LaneStreams):
             raise ForkedLaneError(f"lane {self.id} was forked; the child has no other lane. Exit, or call unsplit.")
         self.baton.check(self.id)
 
-    def pass_point(self, point: str) -> None:
-        """Pass `point`; see the module's pseudo-code."""
+    def pass_point(self, point: str, layer: str = "") -> None:
+        """Pass `point`; see the module's pseudo-code. `layer` is only recorded."""
         if get_ident() != self.thread or self.baton.forked:
             self._check_alive()
         self.last_point = point
         self.points_passed += 1
         active, recorder = point not in self.schedule.points_off, self._recorder
         if recorder is not None:
-            recorder.reach(point, active=active)
+            recorder.reach(point, active=active, layer=layer)
         if active:
             self.baton.pass_on(self.id)
         else:
             self.baton.check(self.id)
             self.baton.since = time.monotonic()
         if recorder is not None:
-            recorder.go_on(point, active=active)
+            recorder.go_on(point, active=active, layer=layer)
         if self._hook is not None:
             self._run_hook_of(self)
 

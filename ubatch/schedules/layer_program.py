@@ -16,13 +16,14 @@ This module imports neither torch nor threads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from ubatch.errors import ConfigError
 from ubatch.schedules.schedule import Point, Schedule, SharedExpert
 from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait
 
-__all__ = ["LayerTimes", "UnevenTimes", "layer_program"]
+__all__ = ["LayerTimes", "UnevenTimes", "layer_program", "times_of_layers"]
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,28 @@ class UnevenTimes(LayerTimes):
                 raise ConfigError(f"UnevenTimes.{name} must be at least 0 each and 1 together, not {shares}.")
 
 
-def layer_program(times: LayerTimes, layers: int, schedule: Schedule) -> list[Op]:
-    """Operations of one lane in `layers` MoE layers.
+def times_of_layers(times: LayerTimes | Sequence[LayerTimes], layers: int) -> list[LayerTimes]:
+    """One entry per layer; see `layer_program`.
 
     Raises:
-        ConfigError: the schedule is signalled. Its combine travels while the lane still computes it, which the
-            simulator does not model: the start has not been measured, and on a GPU both share the SMs.
+        ConfigError: there are no times.
+    """
+    pattern = [times] if isinstance(times, LayerTimes) else times
+    if not pattern:
+        raise ConfigError("stage times of no layer were given; give those of at least one.")
+    return [pattern[layer % len(pattern)] for layer in range(layers)]
+
+
+def layer_program(times: LayerTimes | Sequence[LayerTimes], layers: int, schedule: Schedule) -> list[Op]:
+    """Operations of one lane in `layers` MoE layers.
+
+    Args:
+        times: of every layer; or of several layers in order, if they differ, as where some have linear attention. They
+            then repeat.
+
+    Raises:
+        ConfigError: there are no times, or the schedule is signalled. Its combine travels while the lane still computes
+            it, which the simulator does not model: the start has not been measured, and on a GPU both share the SMs.
     """
     if schedule.signalled:
         raise ConfigError(
@@ -107,14 +124,14 @@ def layer_program(times: LayerTimes, layers: int, schedule: Schedule) -> list[Op
             "simulator does not model. Simulate it without signalled."
         )
     program: list[Op] = []
-    for layer in range(layers):
+    for layer, own in enumerate(times_of_layers(times, layers)):
         shared: dict[SharedExpert, list[Op]] = {where: [] for where in SharedExpert}
-        shared[schedule.shared_expert].append(Compute(times.shared))
-        program += _tensor_parallel(times.attn_gather, layer, Point.ATTN_GATHER)
-        program += [Compute(times.attn_prepare), Pass(Point.ATTN_PREPARE), Compute(times.attn_core)]
-        program += [*_tensor_parallel(times.attn_scatter, layer, Point.ATTN_SCATTER), Pass(Point.SELECT)]
-        program += [*_dispatches(times, layer, schedule), *shared[SharedExpert.DISPATCH], Pass(Point.DISPATCH)]
-        program += [*_chunks(times, layer, schedule), *shared[SharedExpert.COMBINE], Pass(Point.COMBINE)]
+        shared[schedule.shared_expert].append(Compute(own.shared))
+        program += _tensor_parallel(own.attn_gather, layer, Point.ATTN_GATHER)
+        program += [Compute(own.attn_prepare), Pass(Point.ATTN_PREPARE), Compute(own.attn_core)]
+        program += [*_tensor_parallel(own.attn_scatter, layer, Point.ATTN_SCATTER), Pass(Point.SELECT)]
+        program += [*_dispatches(own, layer, schedule), *shared[SharedExpert.DISPATCH], Pass(Point.DISPATCH)]
+        program += [*_chunks(own, layer, schedule), *shared[SharedExpert.COMBINE], Pass(Point.COMBINE)]
         program += [*shared[SharedExpert.COMBINE_RETURN]]
         program += [Wait(f"combine.{layer}.{chunk}") for chunk in range(schedule.chunks)]
         program += [Pass(Point.OUTPUT), Pass(Point.LAYER)]

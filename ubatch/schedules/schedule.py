@@ -21,7 +21,17 @@ from enum import StrEnum
 
 from ubatch.errors import ConfigError, named_values, nearest
 
-__all__ = ["KNOWN_POINTS", "SCHEDULES", "SERIAL", "Point", "Recv", "Schedule", "SharedExpert", "get_schedule"]
+__all__ = [
+    "KNOWN_POINTS",
+    "LINEAR_ATTENTION",
+    "SCHEDULES",
+    "SERIAL",
+    "Point",
+    "Recv",
+    "Schedule",
+    "SharedExpert",
+    "get_schedule",
+]
 
 
 class Point(StrEnum):
@@ -56,6 +66,10 @@ class Point(StrEnum):
     """after launching the all-gather of the last hidden states"""
     COLLECTIVE = "collective"
     """after launching a collective of `ubatch.ranks.collectives`"""
+
+
+LINEAR_ATTENTION = "linear_attention"
+"""Kind of a layer, told at its `ATTN_PREPARE`: linear attention. Layers with full attention tell none."""
 
 
 class SharedExpert(StrEnum):

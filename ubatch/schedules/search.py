@@ -4,8 +4,8 @@
 
 The space has some thousands of schedules. Those of equal lanes and chunks have the same work, so none of them can be
 faster than its bound; groups are tried in the order of their bounds, and a group that cannot be among the best is
-skipped. Layers repeat: a few layers are simulated, the rest is extrapolated from the last two, and only the best
-schedules are simulated in full.
+skipped. Layers repeat, one kind after the other: a few are simulated, the rest is extrapolated from their last periods,
+and only the best schedules are simulated in full. Layers that do not repeat are all simulated.
 
 This module imports neither torch nor threads.
 """
@@ -17,21 +17,21 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from ubatch.errors import ConfigError
-from ubatch.schedules.layer_program import LayerTimes, layer_program
+from ubatch.schedules.layer_program import LayerTimes, layer_program, times_of_layers
 from ubatch.schedules.schedule import SERIAL, Point, Schedule, SharedExpert
 from ubatch.schedules.simulate import simulate
 
 __all__ = ["Candidate", "TimesOf", "search_schedules"]
 
-TimesOf = Callable[[int, int, bool], LayerTimes]
-"""(lanes, chunks, dispatch in chunks) -> seconds that one lane spends in one layer."""
+TimesOf = Callable[[int, int, bool], LayerTimes | Sequence[LayerTimes]]
+"""(lanes, chunks, dispatch in chunks) -> seconds that one lane spends in one layer; see `layer_program`."""
 
 _OPTIONAL_POINTS = (Point.ATTN_PREPARE, Point.SELECT, Point.OUTPUT, Point.LAYER)
 _SHARED_ATTENTION = (Point.ATTN_GATHER, Point.ATTN_SCATTER)
 """Points named like their times in `LayerTimes`; if the time is 0, no lane passes the point."""
 _MAX_LEAD = 4
-_WARM_UP = 6
-"""Layers until the time line is periodic; its period is at most two layers."""
+_WARM_UP = 4
+"""Layers until the time line is periodic; its period is at most two of the layers' periods."""
 _TIE = 1e-3
 """If the times of two schedules differ by less than this share, the simpler one is preferred."""
 
@@ -88,15 +88,14 @@ def search_schedules(
         if value < 1:
             raise ConfigError(f"schedule search: {name} must be at least 1, not {value}.")
     serial_s = _seconds(SERIAL, times(1, 1, True), layers, handoff_s)
-    groups = sorted(_groups(times, max_lanes, max_chunks, combine_chunks), key=lambda group: group.bound_s)
+    groups = sorted(_groups(times, layers, max_lanes, max_chunks, combine_chunks), key=lambda group: group.bound_s)
     best: list[Candidate] = []
     for group in groups:
-        bound_s = group.bound_s * layers
-        if len(best) == keep and bound_s >= best[-1].seconds:
+        if len(best) == keep and group.bound_s >= best[-1].seconds:
             break
         for schedule in group.schedules:
-            seconds = _estimate(schedule, group.times, layers, handoff_s)
-            best.append(Candidate(schedule, seconds, bound_s, serial_s))
+            seconds = _estimate(schedule, group, handoff_s)
+            best.append(Candidate(schedule, seconds, group.bound_s, serial_s))
         best = _sorted(best)[:keep]
     exact = [
         replace(found, seconds=_seconds(found.schedule, _times_of(times, found.schedule), layers, handoff_s))
@@ -110,32 +109,47 @@ class _Group:
     """Schedules of the same work.
 
     Attributes:
-        times: times of one lane in one layer.
-        bound_s: lower bound for one layer, all lanes.
+        times: times of one lane in each layer.
+        bound_s: lower bound for all layers and lanes.
+        few, period: layers to simulate, and how many of the last ones repeat; see `_repeating`.
     """
 
-    times: LayerTimes
+    times: Sequence[LayerTimes]
     bound_s: float
     schedules: Sequence[Schedule]
+    few: int
+    period: int
 
 
-def _groups(times: TimesOf, max_lanes: int, max_chunks: int, combine_chunks: bool) -> Iterator[_Group]:
+def _groups(times: TimesOf, layers: int, max_lanes: int, max_chunks: int, combine_chunks: bool) -> Iterator[_Group]:
     for lanes in range(1, max_lanes + 1):
         for chunks in range(1, max_chunks + 1):
             for chunk_dispatch in (True, False) if chunks > 1 and combine_chunks else (True,):
-                own = times(lanes, chunks, chunk_dispatch)
+                own = times_of_layers(times(lanes, chunks, chunk_dispatch), layers)
                 base = Schedule(f"{lanes}x{chunks}", lanes=lanes, chunks=chunks, chunk_dispatch=chunk_dispatch)
-                bound = lanes * max(own.compute_s, own.communication_s)
-                yield _Group(own, bound, list(_variants(base, own)))
+                bound = lanes * max(sum(each.compute_s for each in own), sum(each.communication_s for each in own))
+                yield _Group(own, bound, list(_variants(base, own)), *_repeating(own))
 
 
-def _variants(base: Schedule, times: LayerTimes) -> Iterator[Schedule]:
+def _repeating(times: Sequence[LayerTimes]) -> tuple[int, int]:
+    """How many layers to simulate, and how many more of them follow again and again until all layers are through."""
+    layers = len(times)
+    every = next(p for p in range(1, layers + 1) if all(a == b for a, b in zip(times, times[p:], strict=False)))
+    period = 2 * every
+    few = _WARM_UP + period
+    return (few + (layers - few) % period, period) if layers > few else (layers, period)
+
+
+def _variants(base: Schedule, times: Sequence[LayerTimes]) -> Iterator[Schedule]:
     """Variants with a different time line: with one lane the points do not matter, without a shared expert its place
     does not."""
-    places = tuple(SharedExpert) if times.shared else (base.shared_expert,)
+    places = tuple(SharedExpert) if any(each.shared for each in times) else (base.shared_expert,)
     active: list[tuple[Point, ...]] = [()]
     leads = range(1)
-    optional = (*_OPTIONAL_POINTS, *(point for point in _SHARED_ATTENTION if getattr(times, point)))
+    optional = (
+        *_OPTIONAL_POINTS,
+        *(point for point in _SHARED_ATTENTION if any(getattr(each, point) for each in times)),
+    )
     if base.lanes > 1:
         leads = range(_MAX_LEAD + 1)
         active = [some for count in range(len(optional) + 1) for some in combinations(optional, count)]
@@ -146,21 +160,22 @@ def _variants(base: Schedule, times: LayerTimes) -> Iterator[Schedule]:
                 yield replace(base, points_off=frozenset(map(str, off)), lead=lead, shared_expert=place)
 
 
-def _times_of(times: TimesOf, schedule: Schedule) -> LayerTimes:
+def _times_of(times: TimesOf, schedule: Schedule) -> LayerTimes | Sequence[LayerTimes]:
     return times(schedule.lanes, schedule.chunks, schedule.chunk_dispatch)
 
 
-def _seconds(schedule: Schedule, times: LayerTimes, layers: int, handoff_s: float) -> float:
+def _seconds(schedule: Schedule, times: LayerTimes | Sequence[LayerTimes], layers: int, handoff_s: float) -> float:
     program = layer_program(times, layers, schedule)
     return simulate([program] * schedule.lanes, schedule, handoff_s).seconds
 
 
-def _estimate(schedule: Schedule, times: LayerTimes, layers: int, handoff_s: float) -> float:
+def _estimate(schedule: Schedule, group: _Group, handoff_s: float) -> float:
     """Seconds of all layers, extrapolated from a few; exact if the model has no more than those."""
-    few = min(layers, _WARM_UP)
-    seconds = _seconds(schedule, times, few, handoff_s)
-    if layers > few:
-        seconds += (layers - few) * (seconds - _seconds(schedule, times, few - 2, handoff_s)) / 2
+    seconds = _seconds(schedule, group.times, group.few, handoff_s)
+    periods = (len(group.times) - group.few) // group.period
+    if periods:
+        before = _seconds(schedule, group.times, group.few - group.period, handoff_s)
+        seconds += periods * (seconds - before)
     return seconds
 
 

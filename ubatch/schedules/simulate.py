@@ -57,9 +57,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class Pass:
-    """The lane passes a point."""
+    """The lane passes a point. `layer` is the kind of layer, as traced; the simulator does not read it."""
 
     point: str
+    layer: str = ""
 
 
 @dataclass(frozen=True)
@@ -338,7 +339,7 @@ def _program_of(events: Sequence[Event]) -> list[Op]:
     for event in events:
         program.append(Compute(event.cpu_s))
         if event.kind is EventKind.POINT:
-            program.append(Pass(event.name))
+            program.append(Pass(event.name, event.layer))
         elif event.kind is EventKind.WAIT:
             program.append(Wait(event.name))
         elif event.kind is EventKind.LAUNCH and event.name in waits:

@@ -162,6 +162,8 @@ def to_chrome(
         name = f"{WAIT_PREFIX}{span.name}" if span.kind is SpanKind.WAIT else stages.get(span, span.name)
         if span.kind is SpanKind.COMPUTE:
             args["until"] = span.name
+            if span.layer:
+                args["layer"] = span.layer
         elif span.launched:
             args |= {"launched_us": round((span.launched - origin) * 1e9) / 1e3, "launcher": span.launcher}
         events.append(_event(name, str(span.kind), rank, row, span.start - origin, span.end - origin, args))

@@ -109,6 +109,8 @@ def _spans(events: Sequence[Mapping[str, Any]], origin_ns: int) -> dict[int, lis
         start = origin_ns + round(event["ts"] * 1e3)
         end = start + round(event["dur"] * 1e3)
         span = Span(kind, name, max(lane, UNSPLIT), start / 1e9, end / 1e9, args["step"], args.get("bytes", 0))
+        if "layer" in args:
+            span = replace(span, layer=args["layer"])
         if "launched_us" in args:
             launched = origin_ns + round(args["launched_us"] * 1e3)
             span = replace(span, launched=launched / 1e9, launcher=args["launcher"])

@@ -34,20 +34,20 @@ class LaneRecorder:
             self._ranges.begin("start")
         self._begin_stage()
 
-    def reach(self, point: str, *, active: bool) -> None:
-        """The lane reaches a point; `active` if the schedule hands on there."""
+    def reach(self, point: str, *, active: bool, layer: str = "") -> None:
+        """The lane reaches a point in a kind of layer; `active` if the schedule hands on there."""
         if self._ranges is not None:
             self._ranges.end()
-        self._end_stage(EventKind.POINT, point)
+        self._end_stage(EventKind.POINT, point, layer)
         if active and self._trace is not None:
             self._trace.order.append((self._lane, point))
 
-    def go_on(self, point: str, *, active: bool) -> None:
+    def go_on(self, point: str, *, active: bool, layer: str = "") -> None:
         """The lane continues after the point; time of other lanes in between does not count."""
         if active:
             self._begin_stage()
         if self._ranges is not None:
-            self._ranges.begin(point)
+            self._ranges.begin(f"{point} of {layer}" if layer else point)
 
     def launch(self, key: str) -> None:
         """The lane launches a transfer."""
@@ -88,14 +88,14 @@ class LaneRecorder:
     def _begin_stage(self) -> None:
         self._start, self._cpu = time.monotonic(), time.process_time()
 
-    def _end_stage(self, kind: EventKind, name: str) -> None:
+    def _end_stage(self, kind: EventKind, name: str, layer: str = "") -> None:
         """Record the compute since the previous event, and begin the next stage."""
         trace = self._trace
         if trace is None:
             return
         now, cpu = time.monotonic(), time.process_time()
-        trace.add(SpanKind.COMPUTE, name, self._lane, self._start, now)
-        trace.events.append(Event(trace.step, self._lane, kind, name, cpu - self._cpu))
+        trace.add(SpanKind.COMPUTE, name, self._lane, self._start, now, layer=layer)
+        trace.events.append(Event(trace.step, self._lane, kind, name, cpu - self._cpu, layer=layer))
         self._start, self._cpu = now, cpu
 
 

@@ -62,6 +62,7 @@ class Span:
         bytes: sent to and received from other ranks, for transfers.
         launched, launcher: of a wait: when its transfer was launched (seconds of `time.monotonic`; 0 if that is not
             known), and in which lane.
+        layer: of a compute span that ends at a point: the kind of layer that passed it; empty if it told none.
     """
 
     kind: SpanKind
@@ -73,6 +74,7 @@ class Span:
     bytes: int = 0
     launched: float = 0.0
     launcher: int = UNSPLIT
+    layer: str = ""
 
 
 class EventKind(StrEnum):
@@ -101,6 +103,7 @@ class Event:
         cpu_s: CPU seconds of the process (all threads) since the lane's previous event.
         wait_cpu_s: for a wait, CPU seconds during it: the transport's own copies.
         link: for a wait, how long the transfer occupied the link.
+        layer: for a point, the kind of layer that passed it; empty if it told none.
     """
 
     step: int
@@ -110,6 +113,7 @@ class Event:
     cpu_s: float
     wait_cpu_s: float = 0.0
     link: LinkTime = LinkTime()
+    layer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +163,11 @@ class Trace:
     _note: StepNote | None = None
     _launched: dict[tuple[int, str], float] = field(default_factory=dict)
 
-    def add(self, kind: SpanKind, name: str, lane: int, start: float, end: float, size: int = 0) -> None:
+    def add(
+        self, kind: SpanKind, name: str, lane: int, start: float, end: float, size: int = 0, *, layer: str = ""
+    ) -> None:
         """Record a span of the current step."""
-        self.spans.append(Span(kind, name, lane, start, end, self.step, size))
+        self.spans.append(Span(kind, name, lane, start, end, self.step, size, layer=layer))
 
     def add_launch(self, lane: int, key: str, at: float) -> None:
         """Note when a lane launched a transfer."""

@@ -18,19 +18,35 @@ from ubatch.trace.spans import UNSPLIT, Span, SpanKind
 __all__ = ["Flow", "Mark", "by_step", "flows", "held_by_lanes", "points", "stage_names"]
 
 _START = "start"
+_LINEAR = "attn_prepare of linear_attention"
+"""The point `attn_prepare`, passed by a layer with linear attention."""
 _STAGES: Mapping[str, Mapping[str, str]] = {
     "attn_gather": {_START: "norm", "layer": "norm"},
     "qk_gather": {"attn_gather": "qkv"},
     "attn_prepare": {_START: "norm, qkv", "layer": "norm, qkv", "attn_gather": "qkv", "qk_gather": "norm, rope"},
-    "attn_scatter": {"attn_prepare": "attention"},
-    "select": {"attn_prepare": "attention, router", "attn_scatter": "norm, router"},
+    _LINEAR: {
+        _START: "norm, linear attention's projections",
+        "layer": "norm, linear attention's projections",
+        "attn_gather": "linear attention's projections",
+    },
+    "attn_scatter": {"attn_prepare": "attention", _LINEAR: "linear attention"},
+    "select": {
+        "attn_prepare": "attention, router",
+        _LINEAR: "linear attention, router",
+        "attn_scatter": "norm, router",
+    },
     "dispatch_counts": {"select": "count tokens"},
     "dispatch": {"select": "pack tokens", "dispatch_counts": "pack tokens"},
     "combine": {"dispatch": "experts"},
     "output": {"combine": "weighted sum", "mlp_scatter": "residual"},
-    "mlp_gather": {"attn_prepare": "attention", "attn_scatter": "norm"},
+    "mlp_gather": {"attn_prepare": "attention", _LINEAR: "linear attention", "attn_scatter": "norm"},
     "mlp_scatter": {"mlp_gather": "dense MLP"},
-    "layer": {"output": "residual", "attn_prepare": "attention, dense MLP", "mlp_scatter": "residual"},
+    "layer": {
+        "output": "residual",
+        "attn_prepare": "attention, dense MLP",
+        _LINEAR: "linear attention, dense MLP",
+        "mlp_scatter": "residual",
+    },
 }
 """End of a stage -> what it follows -> its name, in the layers of this project's models."""
 
@@ -112,7 +128,7 @@ def stage_names(spans: Iterable[Span]) -> dict[Span, str]:
         transfers = _transfers(step)
         before: dict[int, str] = {}
         for span in held_by_lanes(step):
-            end = _launched(span, transfers) or span.name
+            end = _launched(span, transfers) or (f"{span.name} of {span.layer}" if span.layer else span.name)
             if span.kind is SpanKind.COMPUTE:
                 follows = before.get(span.lane, _START)
                 other = _START if follows == _START else f"after {follows}"

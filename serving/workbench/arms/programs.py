@@ -139,8 +139,8 @@ def _line(op: Op) -> str:
     match op:
         case Compute(seconds):
             return f"compute {seconds:.9f}"
-        case Pass(point):
-            return f"pass {point}"
+        case Pass(point, layer):
+            return f"pass {point}\t{layer}" if layer else f"pass {point}"
         case Wait(key):
             return f"wait {key}"
         case Launch(key, seconds, receive_s, hooked):
@@ -153,7 +153,8 @@ def _op(line: str) -> Op:
     if kind == "compute":
         return Compute(float(rest))
     if kind == "pass":
-        return Pass(rest)
+        point, _, layer = rest.partition("\t")
+        return Pass(point, layer)
     if kind == "wait":
         return Wait(rest)
     if kind == "launch":

@@ -3,11 +3,14 @@
 Lanes that run one after the other are measured at two numbers of lanes. The model of a stage is a fixed cost per lane
 plus a cost per token, which gives its time for other numbers of lanes and chunks; each chunk adds the fixed cost of a
 lane again, and the transport gives its bytes (`All2AllTraits.chunk_factors`).
+
+A layer with linear attention has other times than one with full attention: each kind is measured for itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import mean
 
@@ -22,6 +25,7 @@ from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait, median_pr
 
 __all__ = [
     "HANDOFF_S",
+    "LayerStages",
     "StageModel",
     "best_schedules",
     "layer_times",
@@ -33,18 +37,38 @@ _SHARED_LEAST = 0.03
 """Below this share of the compute, a `shared` stage is overhead of the runtime, not a shared expert."""
 _AFTER = {"attn_gather": "attn_prepare", "attn_scatter": "attn_core"}
 """Transfers of tensor-parallel attention, and the stage that waits for them."""
+_Sums = dict[str, float]
+_COMPUTE = ("attn_prepare", "attn_core", "experts", "shared")
 HANDOFF_S = 30e-6
 """Seconds of a hand-off of the baton with cold caches, see `ubatch bench handoff`."""
 
 
 @dataclass(frozen=True)
+class LayerStages:
+    """Mean stage times of one lane in the MoE layers of each kind: those with linear attention have their own.
+
+    Attributes:
+        times: kind of layer -> times; see `ubatch.dbo_yield` for kinds.
+        kinds: of every MoE layer, in order.
+    """
+
+    times: Mapping[str, LayerTimes]
+    kinds: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class StageModel:
     """Stage times of one lane and layer: `fixed + whole / lanes` of each stage, in seconds. `fixed` every lane takes,
-    independent of its tokens; of `whole` each lane takes its share."""
+    independent of its tokens; of `whole` each lane takes its share.
 
-    fixed: LayerTimes
-    whole: LayerTimes
-    layers: int
+    Attributes:
+        fixed, whole: by kind of layer.
+        kinds: see `LayerStages`.
+    """
+
+    fixed: Mapping[str, LayerTimes]
+    whole: Mapping[str, LayerTimes]
+    kinds: tuple[str, ...]
     num_experts: int
     top_k: int
     traits: All2AllTraits
@@ -52,9 +76,8 @@ class StageModel:
     @classmethod
     def fit(
         cls,
-        few: tuple[int, LayerTimes],
-        many: tuple[int, LayerTimes],
-        layers: int,
+        few: tuple[int, LayerStages],
+        many: tuple[int, LayerStages],
         num_experts: int,
         top_k: int,
         traits: All2AllTraits,
@@ -62,21 +85,30 @@ class StageModel:
         """Fit the model to times of one lane at two numbers of lanes, the smaller number first.
 
         Raises:
-            ConfigError: the numbers are not in order.
+            ConfigError: the numbers are not in order, or the steps are not of the same layers.
         """
-        (a, times_a), (b, times_b) = few, many
+        (a, at_few), (b, at_many) = few, many
         if not 1 <= a < b:
             raise ConfigError(f"stage times of {a} and {b} lanes: the smaller number must come first, and be smaller.")
-        fixed, whole = {}, {}
-        for field in fields(LayerTimes):
-            at_a, at_b = getattr(times_a, field.name), getattr(times_b, field.name)
-            slope = min(max(0.0, (at_a - at_b) / (1 / a - 1 / b)), at_a * a)
-            whole[field.name] = slope
-            fixed[field.name] = max(0.0, at_a - slope / a)
-        return cls(LayerTimes(**fixed), LayerTimes(**whole), layers, num_experts, top_k, traits)
+        if at_few.kinds != at_many.kinds:
+            raise ConfigError("stage times of other layers: the two steps must be of one model.")
+        fixed: dict[str, LayerTimes] = {}
+        whole: dict[str, LayerTimes] = {}
+        for kind in at_few.times:
+            parts = {}
+            for field in fields(LayerTimes):
+                at_a, at_b = (getattr(each.times[kind], field.name) for each in (at_few, at_many))
+                slope = min(max(0.0, (at_a - at_b) / (1 / a - 1 / b)), at_a * a)
+                parts[field.name] = max(0.0, at_a - slope / a), slope
+            fixed[kind], whole[kind] = (LayerTimes(**{name: part[i] for name, part in parts.items()}) for i in (0, 1))
+        return cls(fixed, whole, at_few.kinds, num_experts, top_k, traits)
 
-    def times(self, lanes: int, chunks: int, chunk_dispatch: bool) -> UnevenTimes:
-        """Stage times of one lane in one layer, all chunks together; see `ubatch.schedules.search.TimesOf`."""
+    def times(self, lanes: int, chunks: int, chunk_dispatch: bool) -> list[UnevenTimes]:
+        """Stage times of one lane in each layer, all chunks together; see `ubatch.schedules.search.TimesOf`."""
+        of_kind = {kind: self._times(kind, lanes, chunks, chunk_dispatch) for kind in self.fixed}
+        return [of_kind[kind] for kind in self.kinds]
+
+    def _times(self, kind: str, lanes: int, chunks: int, chunk_dispatch: bool) -> UnevenTimes:
         cut = (self.num_experts, self.top_k, chunks)
         dispatch_bytes, combine_bytes = self.traits.chunk_factors(*cut, chunk_dispatch=chunk_dispatch)
         dispatch_shares, combine_shares = self.traits.chunk_shares(*cut, chunk_dispatch=chunk_dispatch)
@@ -88,7 +120,7 @@ class StageModel:
         values = {}
         for field in fields(LayerTimes):
             count, factor = again.get(field.name, (1, 1.0))
-            fixed, whole = getattr(self.fixed, field.name), getattr(self.whole, field.name)
+            fixed, whole = (getattr(part[kind], field.name) for part in (self.fixed, self.whole))
             values[field.name] = count * fixed + factor * whole / lanes
         return UnevenTimes(**values, dispatch_shares=dispatch_shares, combine_shares=combine_shares)
 
@@ -96,7 +128,7 @@ class StageModel:
         """The simulator's best schedules among those that the transport supports; see `search_schedules`."""
         return search_schedules(
             self.times,
-            self.layers,
+            len(self.kinds),
             max_lanes=max_lanes,
             max_chunks=min(max_chunks, self.traits.max_chunks),
             combine_chunks=self.traits.cuts_combine is not None,
@@ -105,16 +137,27 @@ class StageModel:
         )
 
 
-def layer_times(program: Sequence[Op]) -> tuple[LayerTimes, int]:
-    """Mean stage times of the MoE layers of one lane's program, and the number of these layers.
+def layer_times(program: Sequence[Op]) -> LayerStages:
+    """Mean stage times of the MoE layers of one lane's program, by kind of layer.
 
-    The transport's own compute counts for the stage before its launch.
+    The transport's own compute counts for the stage before its launch, and a dense layer for the MoE layers of its
+    kind.
 
     Raises:
         ConfigError: the program has no MoE layer.
     """
-    sums = dict.fromkeys((field.name for field in fields(LayerTimes)), 0.0)
-    layers, stage, before_launch, launched = 0, "attn_prepare", "attn_core", False
+    totals: dict[str, _Sums] = {}
+    kinds: list[str] = []
+    sums: _Sums = defaultdict(float)  # of the current layer
+    kind, own = "", 0
+    stage, before_launch, launched = "attn_prepare", "attn_core", False
+
+    def end_layer() -> None:
+        nonlocal sums, own
+        _add(totals.setdefault(kind, defaultdict(float)), sums)
+        kinds.extend([kind] * own)
+        sums, own = defaultdict(float), 0
+
     for op in program:
         match op:
             case Compute(seconds):
@@ -123,7 +166,7 @@ def layer_times(program: Sequence[Op]) -> tuple[LayerTimes, int]:
             case Launch(key):
                 way = _transfer(key)
                 sums[way] += max(op.seconds, op.receive_s or 0.0)
-                layers += way == "combine"
+                own += way == "combine"
                 before_launch, launched = stage if stage != "shared" else before_launch, True
                 stage = stage if way in _AFTER or key.startswith("dispatch_counts") else "shared"
             case Wait(key):
@@ -131,18 +174,35 @@ def layer_times(program: Sequence[Op]) -> tuple[LayerTimes, int]:
                     stage = _AFTER[_transfer(key)]
                 elif not key.startswith("dispatch_counts"):
                     stage = "experts" if key.startswith("dispatch") else "attn_prepare"
-            case Pass(point):
-                if point == Point.ATTN_PREPARE:
-                    stage = "attn_core"
-                elif point in (Point.OUTPUT, Point.LAYER):
-                    stage = "attn_prepare"
-    if not layers:
+            case Pass(Point.ATTN_PREPARE, layer):
+                kind, stage = layer, "attn_core"
+            case Pass(Point.OUTPUT | Point.LAYER as point):
+                stage = "attn_prepare"
+                if point == Point.LAYER:
+                    end_layer()
+    end_layer()
+    if not kinds:
         raise ConfigError("the traced step has no MoE layer whose tokens travel; there is nothing to schedule.")
-    compute = sum(seconds for name, seconds in sums.items() if name not in ("dispatch", "combine", *_AFTER))
-    if sums["shared"] < _SHARED_LEAST * compute:
-        sums["experts"] += sums["shared"]
-        sums["shared"] = 0.0
-    return LayerTimes(**{name: seconds / layers for name, seconds in sums.items()}), layers
+    for dense in totals.keys() - set(kinds):
+        _add(totals[kinds[0]], totals.pop(dense))
+    _fold_shared(totals.values())
+    layers = Counter(kinds)
+    names = [field.name for field in fields(LayerTimes)]
+    times = {each: LayerTimes(**{name: total[name] / layers[each] for name in names}) for each, total in totals.items()}
+    return LayerStages(times, tuple(kinds))
+
+
+def _add(total: _Sums, more: _Sums) -> None:
+    for name, seconds in more.items():
+        total[name] += seconds
+
+
+def _fold_shared(totals: Collection[_Sums]) -> None:
+    """Count a `shared` stage that is too short for a shared expert as the experts'."""
+    compute = sum(seconds for total in totals for name, seconds in total.items() if name in _COMPUTE)
+    if sum(total["shared"] for total in totals) < _SHARED_LEAST * compute:
+        for total in totals:
+            total["experts"] += total.pop("shared", 0.0)
 
 
 def _transfer(key: str) -> str:
@@ -152,13 +212,18 @@ def _transfer(key: str) -> str:
     return "attn_scatter" if "_scatter" in key else "attn_gather"
 
 
-def slowest_layer_times(steps: Sequence[Sequence[Programs]]) -> tuple[LayerTimes, int]:
+def slowest_layer_times(steps: Sequence[Sequence[Programs]]) -> LayerStages:
     """`layer_times` of the slowest rank: the mean over each rank's lanes, then the maximum over ranks, stage by stage,
     from the medians over the steps (step -> rank -> programs)."""
     found = [[layer_times(program) for program in median_programs(samples)] for samples in zip(*steps, strict=True)]
+
+    def slowest(kind: str, name: str) -> float:
+        return max(mean(getattr(lane.times[kind], name) for lane in lanes) for lanes in found)
+
     names = [field.name for field in fields(LayerTimes)]
-    slowest = {name: max(mean(getattr(times, name) for times, _ in lanes) for lanes in found) for name in names}
-    return LayerTimes(**slowest), found[0][0][1]
+    first = found[0][0]
+    times = {kind: LayerTimes(**{name: slowest(kind, name) for name in names}) for kind in first.times}
+    return LayerStages(times, first.kinds)
 
 
 def best_schedules(

@@ -12,9 +12,8 @@ from model_runner.parallel.transport import most_lanes, traits_in_lanes
 from moe import EmulatedLink
 from serving.workbench.arms.cells import Arm, arm_config
 from serving.workbench.arms.programs import gather_steps, gather_texts, traced_step
-from serving.workbench.arms.stages import StageModel, slowest_layer_times
+from serving.workbench.arms.stages import LayerStages, StageModel, slowest_layer_times
 from ubatch import SCHEDULES, ConfigError, UBatchWrapper, set_forward_context
-from ubatch.schedules.layer_program import LayerTimes
 
 __all__ = ["ArmSteps", "NoStageTimes"]
 
@@ -93,18 +92,17 @@ class ArmSteps:
                     f"{len(batch.scheduled)} requests is not split into as many. Make the step larger."
                 )
             measured.append((lanes, stages))
-        (few, (times, layers)), (many, (more, _)) = measured
+        at_few, at_many = measured
         tokens = -(-batch.num_tokens // self._runner.tensor_parallel_size)
         return StageModel.fit(
-            (few, times),
-            (many, more),
-            layers,
+            at_few,
+            at_many,
             config.num_experts,
             config.num_experts_per_tok,
-            traits_in_lanes(self._runner.all2all, batch.mode, tokens, few),
+            traits_in_lanes(self._runner.all2all, batch.mode, tokens, at_few[0]),
         )
 
-    def _stages(self, batch: InputBatch, lanes: int) -> tuple[LayerTimes, int] | None:
+    def _stages(self, batch: InputBatch, lanes: int) -> LayerStages | None:
         """Stage times of one lane, the mean over the lanes; None if the batch cannot be split into `lanes` lanes."""
         arm = Arm(f"one by one x{lanes}", SCHEDULES["mlp_shared_overlap"].with_lanes(lanes).one_by_one())
         if not self.run(arm, batch):

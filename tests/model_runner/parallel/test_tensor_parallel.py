@@ -296,8 +296,9 @@ def test_their_times_come_back_from_a_program() -> None:
     program: list[Op] = []
     for op in layer_program(times, 3, Schedule("all")):  # as traced: behind every launch what the transport computed
         program += [op, Compute(0.25)] if isinstance(op, Launch) else [op]
-    found, layers = layer_times(program)
-    assert layers == 3
+    stages = layer_times(program)
+    found = stages.times[""]
+    assert stages.kinds == ("",) * 3
     # What the launch of attn_gather computes belongs to the stage before it, at the end of the layer before.
     assert sum(vars(found).values()) == pytest.approx(sum(vars(times).values()) + 4 * 0.25)
     assert (found.attn_gather, found.attn_scatter) == pytest.approx((0.3, 0.4))

@@ -28,6 +28,7 @@ from serving.engine.rank.runner_setup import describe_transport
 from serving.options import SERVE, Settings, describe_settings, resolve_settings, to_engine_options
 from serving.options.command_line import read_command_line
 from serving.options.sources import Source, read_file, read_keywords
+from serving.workbench.arms.stages import LayerStages
 from serving.workbench.arms.steps import ArmSteps, NoStageTimes
 from serving.workbench.bench.runtime.schedules import Options, _search
 from serving.workbench.bench.step_setting import StepSetting
@@ -269,7 +270,8 @@ def runner_over(all2all: Any) -> ModelRunner:
 def test_the_search_proposes_only_what_a_way_serves(
     mode: ForwardMode, tokens: int, cuts: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = LayerTimes(attn_core=1e-3, experts=1e-3, dispatch=1e-3, combine=1e-3), 4
+    times = LayerTimes(attn_core=1e-3, experts=1e-3, dispatch=1e-3, combine=1e-3)
+    measured = LayerStages({"": times}, ("",) * 4)
     monkeypatch.setattr(ArmSteps, "_stages", lambda *_: measured)
     batch = cast(InputBatch, SimpleNamespace(mode=mode, num_tokens=tokens))
     with group_of(2) as group:

@@ -18,7 +18,7 @@ import serving.workbench.tuning.tune
 from serving.cli import main
 from serving.options import read_serve_command
 from serving.workbench.arms.cells import Arm, Cell, Grid, library_arms
-from serving.workbench.arms.stages import StageModel, best_schedules, layer_times
+from serving.workbench.arms.stages import LayerStages, StageModel, best_schedules, layer_times
 from serving.workbench.tuning.plot import can_draw_png, write_html, write_png
 from serving.workbench.tuning.report import make_result
 from serving.workbench.tuning.state import State, load_state, save_state
@@ -158,13 +158,11 @@ def test_stage_times_come_back_from_a_program() -> None:
     program: list[Op] = []
     for op in layer_program(times, 3, one_by_one):  # as traced: behind every launch what the transport computed
         program += [op, Compute(0.25)] if isinstance(op, Launch) else [op]
-    found, layers = layer_times(program)
-    assert layers == 3
-    assert vars(found) == pytest.approx({**vars(times), "attn_core": 2.25, "experts": 4.25})
-    without, _ = layer_times(
-        layer_program(LayerTimes(attn_core=2.0, experts=4.0, dispatch=1, combine=1), 2, one_by_one)
-    )
-    assert without.shared == 0
+    stages = layer_times(program)
+    assert stages.kinds == ("",) * 3
+    assert vars(stages.times[""]) == pytest.approx({**vars(times), "attn_core": 2.25, "experts": 4.25})
+    without = layer_times(layer_program(LayerTimes(attn_core=2.0, experts=4.0, dispatch=1, combine=1), 2, one_by_one))
+    assert without.times[""].shared == 0
     with pytest.raises(ConfigError, match="no MoE layer"):
         layer_times([])
 
@@ -183,15 +181,18 @@ def test_stage_times_of_other_numbers_of_lanes() -> None:
             shared=0.1 / lanes,
         )
 
-    model = StageModel.fit((2, of_lanes(2)), (4, of_lanes(4)), 4, 32, 4, traits)
+    def stages(lanes: int) -> LayerStages:
+        return LayerStages({"": of_lanes(lanes)}, ("",) * 4)
+
+    model = StageModel.fit((2, stages(2)), (4, stages(4)), 32, 4, traits)
     for lanes in (1, 3):
-        times = vars(model.times(lanes, 1, True))
+        times = vars(model.times(lanes, 1, True)[0])
         assert {name: times[name] for name in vars(of_lanes(lanes))} == pytest.approx(vars(of_lanes(lanes)))
-    chunked = model.times(2, 2, True)
+    chunked = model.times(2, 2, True)[0]
     assert chunked.experts == pytest.approx(0.4 + 1.0)  # a chunk costs again what a lane costs
     assert chunked.dispatch == pytest.approx(1.48 * 0.25, rel=0.01)  # and sends some tokens twice
-    assert model.times(2, 2, False).dispatch == pytest.approx(0.25)
-    once = StageModel.fit((2, of_lanes(2)), (4, of_lanes(4)), 4, 32, 4, replace(traits, once=True)).times(2, 2, True)
+    assert model.times(2, 2, False)[0].dispatch == pytest.approx(0.25)
+    once = StageModel.fit((2, stages(2)), (4, stages(4)), 32, 4, replace(traits, once=True)).times(2, 2, True)[3]
     assert once.dispatch == pytest.approx(0.25)  # a token travels once, most with the first chunk
     assert (once.dispatch_shares[0], once.combine_shares[1]) == pytest.approx((0.74, 0.74), abs=0.01)
     found = best_schedules(model, "prefill", [], max_lanes=2, max_chunks=1, keep=2)

@@ -65,8 +65,8 @@ def test_prediction_is_of_every_step_with_all_ranks_together() -> None:
     assert predict_step([even], schedule) == 6.0
     assert predict_step([uneven], schedule) == 10.0  # either alone needs 8
     assert predict_step([even, uneven, slow], schedule) == 10.0
-    times, layers = slowest_layer_times([even, uneven, slow])
-    assert (times.experts, times.attn_prepare, layers) == (3.0, 1.0, 2)
+    stages = slowest_layer_times([even, uneven, slow])
+    assert (stages.times[""].experts, stages.times[""].attn_prepare, stages.kinds) == (3.0, 1.0, ("", ""))
 
 
 def test_steps_in_a_file_predict_the_same() -> None:
