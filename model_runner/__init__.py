@@ -32,7 +32,7 @@ _foreign.check_packages()  # before anything imports `moe` or `attention`
 from model_runner.auto.cpu_dtype import fastest_cpu_dtype
 from model_runner.auto.dbo_auto import DboAuto
 from model_runner.auto.step_cost import split_cost
-from model_runner.decoder.base import check_tensor_parallel
+from model_runner.decoder.base import check_tensor_parallel, read_model_config
 from model_runner.errors import (
     CheckpointError,
     CheckpointFileMissing,
@@ -134,6 +134,7 @@ __all__ = [
     "make_random_checkpoint",
     "make_random_qwen3_moe",
     "model_class",
+    "read_model_config",
     "register_model",
     "sample",
     "split_cost",

@@ -23,7 +23,7 @@ from attention import (
 from model_runner.auto.dbo_auto import make_step_settings
 from model_runner.auto.step_cost import split_cost
 from model_runner.backend_choice import resolve_attention, resolve_experts, resolve_fp8_blocks
-from model_runner.decoder.base import CausalLM, ExpertParallel, ModelConfig, check_tensor_parallel
+from model_runner.decoder.base import CausalLM, ExpertParallel, ModelConfig, check_tensor_parallel, read_model_config
 from model_runner.drafting.proposer import DraftProposer
 from model_runner.drafting.setting import DraftSetting
 from model_runner.graphs.batches import CapturedSteps
@@ -54,7 +54,6 @@ from moe import All2All, EmulatedLink, StepSizes, TellsLater
 from ubatch import (
     CapturedGraph,
     CommGroup,
-    ConfigError,
     CUDAGraphMode,
     GraphBackend,
     UBatchConfig,
@@ -190,15 +189,13 @@ class ModelRunner(StepRunner):
         options = {"dtype": dtype, "device": self.device, "streams": streams, "progress": on_weights}
         checkpoint = open_checkpoint(model_path, load_format, **options)
         kind = model_class(checkpoint.architecture, checkpoint.config)
-        self.config: ModelConfig = kind.read_config(checkpoint.config, checkpoint.generation_config())
+        self.config: ModelConfig = read_model_config(kind, checkpoint.config, checkpoint.generation_config())
         limit = self.config.max_position_embeddings
         self.max_model_len = check_max_model_len(max_model_len, limit, allow_long=allow_long_max_model_len)
         if self.max_model_len > limit:
             self.config = replace(self.config, max_position_embeddings=self.max_model_len)
         check_tensor_parallel(self.config, tensor_parallel_size)
         refuse_trees(len(self.config.linear_layers), speculative_trees)
-        if tensor_parallel_size > 1 and not kind.serves_tensor_parallel:
-            raise ConfigError(f"{kind.__name__} does not serve tensor parallelism; run it with tensor_parallel_size 1.")
         self.tensor_parallel = make_tensor_parallel(group, tensor_parallel_size, link)
         of_experts = None if self.tensor_parallel is not None and not self.config.num_experts else link
         steps = StepSizes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from model_runner.weights.weights import Checkpoint
 from moe import All2All
 from ubatch import ConfigError, get_forward_context
 
-__all__ = ["CausalLM", "ExpertParallel", "ModelConfig", "check_tensor_parallel", "current_plan"]
+__all__ = ["CausalLM", "ExpertParallel", "ModelConfig", "check_tensor_parallel", "current_plan", "read_model_config"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class ModelConfig:
         eos_token_ids: tokens that end a sequence.
         linear: heads of the layers with linear attention, over all tensor-parallel ranks; None if there are none.
         linear_layers: numbers of these layers; they have a recurrent state per request instead of keys and values.
+        serves_tensor_parallel: whether ranks can share this model. A family whose class does not serve it need not set
+            this, see `read_model_config`; one that cannot for some of its checkpoints sets it to False for these.
     """
 
     vocab_size: int
@@ -46,6 +48,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     linear: GatedDeltaShape | None = field(default=None, kw_only=True)
     linear_layers: frozenset[int] = field(default=frozenset(), kw_only=True)
+    serves_tensor_parallel: bool = field(default=True, kw_only=True)
 
     @property
     def num_kv_layers(self) -> int:
@@ -81,10 +84,16 @@ def check_tensor_parallel(config: ModelConfig, size: int) -> None:
         size: ranks of a replica.
 
     Raises:
-        ConfigError: the heads, key/value heads, heads of linear attention or dense MLPs cannot be divided by `size`.
+        ConfigError: the heads, key/value heads, heads of linear attention or dense MLPs cannot be divided by `size`, or
+            the model not at all.
     """
     if size < 1:
         raise ConfigError(f"tensor_parallel_size must be at least 1, not {size}.")
+    if size > 1 and not config.serves_tensor_parallel:
+        raise ConfigError(
+            f"tensor_parallel_size {size} does not fit the model: its family does not serve tensor parallelism with "
+            "these settings. Use 1, and more data-parallel ranks instead."
+        )
     attention, dense = config.attention, config.dense_intermediate_size
     several = attention.layers if isinstance(attention, AttentionShape) else None
     for shape in dict.fromkeys(several or (attention,)):
@@ -172,6 +181,16 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Logits `[rows, vocab_size]` of the rows `[rows, hidden_size]` that are sampled from."""
+
+
+def read_model_config(kind: type[CausalLM], config: HFConfig, generation: HFConfig) -> ModelConfig:
+    """`kind.read_config`, with what the class itself does not serve.
+
+    Raises:
+        CheckpointError: as there.
+    """
+    own = kind.read_config(config, generation)
+    return own if kind.serves_tensor_parallel else replace(own, serves_tensor_parallel=False)
 
 
 def current_plan() -> tuple[AttentionPlan | MLAPlan | HybridPlan, int | Tensor]:

@@ -19,6 +19,7 @@ from model_runner import (
     check_tensor_parallel,
     fastest_cpu_dtype,
     model_class,
+    read_model_config,
 )
 from moe import All2AllTraits, EmulatedLink, traits_in
 from serving.logs import log_event
@@ -94,7 +95,7 @@ def read_config(model: Path) -> tuple[ModelConfig, tuple[str, ...]]:
     """
     with closing(Checkpoint(model)) as checkpoint:
         kind = model_class(checkpoint.architecture, checkpoint.config)
-        config = kind.read_config(checkpoint.config, checkpoint.generation_config())
+        config = read_model_config(kind, checkpoint.config, checkpoint.generation_config())
         return config, checkpoint.stored_dtypes()
 
 

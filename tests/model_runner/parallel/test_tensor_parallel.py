@@ -47,6 +47,7 @@ from model_runner.step.context import step_context
 from model_runner.step.dp import BatchShape, check_same_requests, content_of, coordinate_batch_across_dp
 from model_runner.step.input_batch import build_input_batch
 from model_runner.weights.weights import Part
+from serving.cli import main
 from serving.workbench.arms.stages import layer_times
 from ubatch import (
     SCHEDULES,
@@ -224,7 +225,7 @@ class WholeLM(DecoderLM):
         return model_class("Qwen3MoeForCausalLM").read_config(config, generation)
 
 
-def test_refusals(path: Path, tmp_path: Path) -> None:
+def test_refusals(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with ModelRunner(path, num_kv_blocks=4) as runner:
         config: ModelConfig = runner.config
         assert runner.tensor_parallel is None
@@ -254,8 +255,11 @@ def test_refusals(path: Path, tmp_path: Path) -> None:
     alone = make_checkpoint(tmp_path, "Qwen3Moe", num_hidden_layers=1)
     file = alone / "config.json"
     file.write_text(file.read_text().replace("Qwen3MoeForCausalLM", "WholeLM"))
-    with pytest.raises(ConfigError, match="WholeLM does not serve tensor parallelism"):
+    with pytest.raises(ConfigError, match="its family does not serve tensor parallelism"):
         ModelRunner(alone, tensor_parallel_size=2, num_kv_blocks=4)
+    words = ["serve", str(alone), "-tp", "2", "--enable-expert-parallel", "--load-format", "dummy", "--print-config"]
+    assert main(words) == 2, "before a rank is started"
+    assert "-tp: tensor_parallel_size 2 does not fit the model: its family" in capsys.readouterr().err
     assert {mode.value for mode in ScatterMode} == {"full", "scattered", "tp_attn_full"}
 
 
