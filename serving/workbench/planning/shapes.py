@@ -67,8 +67,14 @@ class ModelShape:
 
         Raises:
             CheckpointError: an entry is missing or not a number.
-            ConfigError: the model has no routed experts.
+            ConfigError: the model has no routed experts, or layers with linear attention.
         """
+        text = values.get("text_config")  # of models that can see
+        if any("linear_num_value_heads" in each for each in (values, text) if isinstance(each, dict)):
+            raise ConfigError(
+                f"{path}: layers with linear attention cannot be planned, since constants.yaml has no times of their "
+                "kernels. Measure them where the model runs, with `ubatch tune`."
+            )
         config = HFConfig(values, path)
         experts = config.integer("n_routed_experts", "num_experts", "num_local_experts", default=0, at_least=0)
         if not experts:

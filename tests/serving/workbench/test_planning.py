@@ -198,6 +198,9 @@ def test_a_checkpoint_folder_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert replace(read_model(str(tmp_path)), name="x") == replace(read_model("qwen3-30b-a3b"), name="x")
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_experts": 0}))
+    for values in ({"linear_num_value_heads": 4}, {"text_config": {"linear_num_value_heads": 4}}):
+        with pytest.raises(ConfigError, match="linear attention cannot be planned"):
+            ModelShape.from_config("hybrid", {"num_experts": 8, **values}, Path("config.json"))
     with pytest.raises(ConfigError, match="no routed experts"):
         read_model(str(tmp_path))
 

@@ -1,0 +1,176 @@
+"""The documents' tables of what each family supports are true: every cell against the code, with a small checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from checkpoints import FAMILIES, make_checkpoint
+from fp8_checkpoints import FP8, PLAIN, blockwise, kept_projections, with_config
+from random_models import RANDOM_FAMILIES
+from repository import ROOT
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from attention import UBatchAttention
+from model_runner import (
+    Checkpoint,
+    CheckpointError,
+    ModelConfig,
+    check_tensor_parallel,
+    known_architectures,
+    model_class,
+)
+from model_runner import read_model_config as read_config
+from model_runner.decoder import sparse_mlp
+from model_runner.decoder.base import ExpertParallel
+from model_runner.decoder.layers import Projection
+from model_runner.graphs.mode import _obstacle
+from model_runner.models import DecoderLM
+from model_runner.parallel.transport import make_transport
+from model_runner.runner_options import refuse_trees
+from model_runner.weights.quantization import read_quantization
+from moe.experts import registry
+from ubatch import ConfigError
+
+BLOCK = (4, 4)
+NEVER = re.compile(r"embed_tokens|lm_head|\.gate$")
+"""Projections that no family keeps in fp8."""
+Cells = dict[str, str]
+
+
+def tables(document: str) -> Iterator[list[Cells]]:
+    """The tables of a document about families: a row each, by the names of the columns."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for table in re.findall(r"^\| family \|.*\n(?:\|.*\n)+", text, re.MULTILINE):
+        head, _, *rows = ([cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines())
+        yield [dict(zip(head, row, strict=True)) for row in rows]
+
+
+(TABLE,) = tables("docs/serving.md")
+ROWS = {row["`architectures` of its config"].strip("`"): row for row in TABLE}
+
+
+def config_of(checkpoint: Checkpoint) -> ModelConfig:
+    kind = model_class(checkpoint.architecture, checkpoint.config)
+    return read_config(kind, checkpoint.config, checkpoint.generation_config())
+
+
+def loaded(path: Path, block: tuple[int, int] | None = None) -> nn.Module:
+    """The model of one rank; what can stay in fp8 does, if a block is given."""
+    checkpoint = Checkpoint(path)
+    checkpoint.projection_block = block
+    config = config_of(checkpoint)
+    parallel = ExpertParallel(make_transport(None, None, None, config.num_experts), fp8_block=block)
+    return model_class(checkpoint.architecture, checkpoint.config).load(config, checkpoint, parallel)
+
+
+def write_fp8(path: Path, to: Path) -> tuple[Path, Path]:
+    """The checkpoint in fp8, every scale a half, and what it means."""
+    stored: dict[str, torch.Tensor] = {}
+    meant: dict[str, torch.Tensor] = {}
+    for name, w in load_file(path / "model.safetensors").items():
+        stored[name] = meant[name] = w
+        if w.dim() == 2 and not PLAIN.search(name):
+            stored[name] = (2 * w).to(FP8)
+            stored[name + "_scale_inv"] = torch.full([-(-size // 4) for size in w.shape], 0.5)
+            meant[name] = stored[name].float() / 2
+    for folder, weights in (("fp8", stored), ("meant", meant)):
+        (to / folder).mkdir()
+        (to / folder / "config.json").write_text((path / "config.json").read_text())
+        save_file(weights, to / folder / "model.safetensors")
+    return with_config(to / "fp8", quantization_config=blockwise(*BLOCK).config), to / "meant"
+
+
+def refused(check: Any, *arguments: Any) -> bool:
+    try:
+        check(*arguments)
+    except (ConfigError, CheckpointError):
+        return True
+    return False
+
+
+def stays_in_fp8(path: Path) -> str:
+    """What a GPU would keep in fp8."""
+    with mock.patch.object(sparse_mlp, "load_fp8_experts", return_value=None) as asked:
+        model = loaded(path, BLOCK)
+    every = [name for name, each in model.named_modules() if isinstance(each, Projection) and not NEVER.search(name)]
+    kept = kept_projections(model)
+    assert set(kept) <= set(every)
+    return ("experts, " if asked.called else "") + ("projections" if len(kept) == len(every) else "some projections")
+
+
+def graphs_of(config: ModelConfig) -> str:
+    """Whether a GPU can capture steps of the family, with the best back ends for them."""
+    plan = cast(UBatchAttention, SimpleNamespace(states=config.linear, capturable=True))
+    without = refused if config.biased_experts else lambda *_: False
+    takes = [name for name in registry._BACKENDS.names() if not without(registry.check_takes_biases, name)]
+    captured = any(registry.experts_class(name).capturable for name in takes)
+    return "yes" if _obstacle(nn.Module(), plan) is None and captured else "no"
+
+
+def drafts_of(family: str) -> str:
+    """`yes` if transformers has a layer to leave out in the family's published checkpoints."""
+    left_out = getattr(transformers, f"{family}ForCausalLM")._keys_to_ignore_on_load_unexpected or ()
+    return "yes" if any(re.search(r"mtp|layers", name) for name in left_out) else "no"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_cell_is_true(family: str, tmp_path: Path) -> None:
+    row = ROWS[f"{family}ForCausalLM"]
+    path = make_checkpoint(tmp_path / "plain", family)
+    fp8, meant = write_fp8(path, tmp_path)
+    config = config_of(Checkpoint(path))
+    hybrid, sparse = bool(config.linear_layers), config.num_experts > 0
+    mxfp4 = {**Checkpoint(path).config.values, "quantization_config": {"quant_method": "mxfp4"}}
+    read, plain = (loaded(each).state_dict() for each in (fp8, meant))
+    same = read.keys() == plain.keys() and all(torch.equal(read[name], plain[name]) for name in plain)
+    decoder = issubclass(model_class(f"{family}ForCausalLM"), DecoderLM)
+    found = {
+        "lanes": "yes" if family in RANDOM_FAMILIES else "no",  # compared with transformers there, in lanes
+        "DP + EP": "yes" if sparse else "dense",
+        "`-tp`": "no" if refused(check_tensor_parallel, config, 2) else "yes",
+        "CUDA graphs": graphs_of(config),
+        "n-grams": "yes",  # they need a verify step, which lanes need, too
+        "EAGLE": "no"
+        if not decoder
+        else "chains"
+        if refused(refuse_trees, len(config.linear_layers), True)
+        else "trees",
+        "MTP": drafts_of(family),
+        "prefix cache": "snapshots" if hybrid else "pages",
+        "fp8 on a CPU": "no" if not same else "not experts" if config.biased_experts else "yes",
+        "stays fp8 on a GPU": stays_in_fp8(fp8),
+        "MXFP4": "no" if refused(read_quantization, with_values(path, mxfp4)) else "experts",
+    }
+    assert {name: row[name] for name in found} == found
+    assert len(row) == len(found) + 2
+
+
+def with_values(path: Path, values: dict[str, Any]) -> Any:
+    config = Checkpoint(path).config
+    return type(config)(values, config.path)
+
+
+def test_rows_are_of_what_can_be_loaded_and_the_readme_says_the_same() -> None:
+    assert set(known_architectures()) <= set(ROWS)
+    seen = ROWS["Qwen3_5MoeForConditionalGeneration"], ROWS["Qwen3_5MoeForCausalLM"]
+    assert [list(row.values())[2:] for row in seen[:1]] == [list(row.values())[2:] for row in seen[1:]]
+    assert {name.removesuffix("ForCausalLM") for name in ROWS} - set(FAMILIES) == {"Qwen3_5MoeForConditionalGeneration"}
+    of_family = {name: row for row in TABLE for name in row["family"].split(", ")}
+    (short,) = tables("README.md")
+    named = []
+    for row in short:
+        names = re.sub(r" \(.*\)", "", row.pop("family")).split(", ")
+        named += names
+        for name in names:
+            assert {column: of_family[name][column] for column in row} == row, name
+    whole = set(of_family) - {"its text model", "of a checkpoint that can see"}
+    assert sorted(named) == sorted(whole)
