@@ -235,7 +235,13 @@ class ModelRunner(StepRunner):
             tensor_parallel_size=tensor_parallel_size,
         )
         self.step_settings = make_step_settings(
-            self.dbo, group, self.device, self.all2all, kinds=dbo_kinds, explore=dbo_auto
+            self.dbo,
+            group,
+            self.device,
+            self.all2all,
+            kinds=dbo_kinds,
+            explore=dbo_auto,
+            linear_layers=self.config.linear_moe_layers,
         )
         self.streams = StepStreams(self.device, streams, group)
         self.states: StatePool | None = None

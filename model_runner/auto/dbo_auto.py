@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Protocol
@@ -93,6 +93,7 @@ def make_step_settings(
     *,
     kinds: Sequence[str] = (),
     explore: bool = False,
+    linear_layers: Collection[int] = (),
 ) -> StepSettings:
     """A `DboAuto` for `kinds`, or with `explore` for all; fixed settings if there is nothing to decide.
 
@@ -100,11 +101,11 @@ def make_step_settings(
         ConfigError: see `DboAuto`; with `explore` only.
     """
     if explore:
-        return DboAuto(config, group, device, max_chunks=most_chunks(transport))
+        return DboAuto(config, group, device, max_chunks=most_chunks(transport), linear_layers=linear_layers)
     kinds = [kind for kind in kinds if _arms(config, kind, 0) and not _has_threshold(config, kind)]
     if not kinds or not config.enable_dbo or config.require_overlap:
         return FixedSettings()
-    return DboAuto(config, group, device, explore=False, kinds=kinds)
+    return DboAuto(config, group, device, explore=False, kinds=kinds, linear_layers=linear_layers)
 
 
 class DboAuto:
@@ -121,6 +122,7 @@ class DboAuto:
         max_chunks: blocks of experts that the transport can signal separately; chunks need two.
         explore: see above.
         kinds: the kinds of steps to decide on.
+        linear_layers: places of the layers with linear attention among the MoE layers.
         policy: makes the `Policy`, at the start and at every restart.
 
     Raises:
@@ -137,6 +139,7 @@ class DboAuto:
         explore: bool = True,
         kinds: Sequence[str] = MODE_KEYS,
         policy: Callable[[Mapping[str, Mapping[str, Schedule]]], Policy] = Policy,
+        linear_layers: Collection[int] = (),
     ) -> None:
         if not config.enable_dbo:
             raise ConfigError("dbo_auto decides when steps overlap, but enable_dbo is off. Switch it on.")
@@ -147,6 +150,7 @@ class DboAuto:
         self._in_flight = _IN_FLIGHT if device.type == "cuda" else 0
         self._shared_cores = len(os.sched_getaffinity(0)) <= torch.get_num_threads() if _HAS_AFFINITY else True
         self._make_policy = policy
+        self._linear_layers = frozenset(linear_layers)
         most = max_chunks if explore else 0
         free = [kind for kind in kinds if not _has_threshold(config, kind)]
         self._arms = {kind: arms for kind in free if (arms := _arms(config, kind, most))}
@@ -262,7 +266,7 @@ class DboAuto:
         (steps, wait), self._asked = self._asked, None
         changed = self._policy.learn(
             {
-                number: (seen, Stages.of(values, layers))
+                number: (seen, Stages.of(values, layers, self._linear_layers))
                 for (number, (seen, layers)), values in zip(steps.items(), wait(), strict=True)
             }
         )
@@ -297,7 +301,9 @@ class DboAuto:
         seconds: list[float] = []
         arrivals: list[Arrival]
         with record_transfers() as arrivals:
-            yield lambda: row(seconds[0], begun, arrivals, shared_cores=self._shared_cores)
+            yield lambda: row(
+                seconds[0], begun, arrivals, shared_cores=self._shared_cores, linear_layers=self._linear_layers
+            )
             seconds.append(time.perf_counter() - start)
 
     def _seen(self, decision: Decision) -> Seen:

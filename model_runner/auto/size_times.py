@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from model_runner.auto.overlap_gain import expected_log_ratio
 from model_runner.auto.step_stages import Stages
@@ -172,7 +172,7 @@ class SizeTimes:
 
 
 def _moved(before: Stages, now: Stages) -> bool:
-    parts = ("attention", "experts", "dispatch", "combine", "other")
+    parts = ("attention", "linear", "experts", "dispatch", "combine", "other")
     return any(
         abs(getattr(before, part) / before.seconds - getattr(now, part) / now.seconds) > _MOVED for part in parts
     )
@@ -181,5 +181,5 @@ def _moved(before: Stages, now: Stages) -> bool:
 def _between(before: Stages, now: Stages) -> Stages:
     """Half way between two steps' stages, as shares of the later one's time."""
     scale = now.seconds / before.seconds
-    values = {each.name: getattr(before, each.name) * scale for each in fields(Stages) if each.name != "layers"}
-    return Stages(layers=now.layers, **{name: (value + getattr(now, name)) / 2 for name, value in values.items()})
+    times = [each.name for each in fields(Stages) if "layers" not in each.name]
+    return replace(now, **{name: (getattr(before, name) * scale + getattr(now, name)) / 2 for name in times})

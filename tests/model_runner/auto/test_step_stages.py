@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -67,3 +68,23 @@ def test_what_the_simulator_expects(name: str) -> None:
     gain = math.exp(-expected_log_ratio(balanced, schedule))
     assert (1.1 if schedule.lanes > 1 else 0.9) < gain < 2.0
     assert expected_log_ratio(Stages(0.0), schedule) == 0.0
+
+
+def test_layers_with_linear_attention_have_times_of_their_own() -> None:
+    """Every fourth layer has full attention, which takes nine times as long; the last second is the head's."""
+    linear = tuple(layer for layer in range(8) if layer % 4 != 3)
+    found, now = [], 0.0
+    for layer in range(8):
+        for name, compute in (("dispatch", 1.0 if layer in linear else 9.0), ("combine", 3.0)):
+            launched = now + compute
+            now = launched + 2.0
+            found.append(Arrival(name, launched, launched, now))
+    told, layers = row(now + 1.0, 0.0, found, shared_cores=False, linear_layers=linear)
+    stages = Stages.of(told, layers, linear)
+    assert (stages.attention, stages.linear, stages.experts) == pytest.approx((25.0, 6.75, 24.0))
+    assert stages.linear_layers == linear
+    assert Stages.of(told, 3, linear).linear_layers == (0, 1, 2)
+
+    schedule = SCHEDULES["mlp_shared_overlap"]
+    merged = expected_log_ratio(replace(stages, linear=stages.attention * 6 / 8), schedule)
+    assert expected_log_ratio(stages, schedule) > merged + 0.02  # nothing short covers what is long
