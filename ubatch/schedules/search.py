@@ -31,7 +31,7 @@ _SHARED_ATTENTION = (Point.ATTN_GATHER, Point.ATTN_SCATTER)
 """Points named like their times in `LayerTimes`; if the time is 0, no lane passes the point."""
 _MAX_LEAD = 4
 _WARM_UP = 4
-"""Layers until the time line is periodic; its period is at most two of the layers' periods."""
+"""Layers until the time line is periodic; its period is that of the layers, or two layers if all are alike."""
 _TIE = 1e-3
 """If the times of two schedules differ by less than this share, the simpler one is preferred."""
 
@@ -135,7 +135,7 @@ def _repeating(times: Sequence[LayerTimes]) -> tuple[int, int]:
     """How many layers to simulate, and how many more of them follow again and again until all layers are through."""
     layers = len(times)
     every = next(p for p in range(1, layers + 1) if all(a == b for a, b in zip(times, times[p:], strict=False)))
-    period = 2 * every
+    period = max(2, every)
     few = _WARM_UP + period
     return (few + (layers - few) % period, period) if layers > few else (layers, period)
 
