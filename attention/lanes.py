@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -27,11 +27,15 @@ from attention.interface import (
     MLAPlan,
     Shape,
 )
+from attention.linear import choice
 from attention.linear.plan import LinearPlan
 from attention.linear.states import StatePool
 from attention.metadata import CommonAttentionMetadata
 from attention.modes import MODES, Kernel
 from ubatch import ConfigError
+
+if TYPE_CHECKING:
+    from attention.linear.triton_plan import LinearRecords
 
 __all__ = ["EmptyPlan", "HybridPlan", "UBatchAttention"]
 
@@ -69,7 +73,13 @@ class EmptyPlan:
 
 
 class _Pair:
-    """The back ends of one lane, or of the whole batch: one for prefill and one for decode, often the same."""
+    """The back ends of one lane, or of the whole batch: one for prefill and one for decode, often the same.
+
+    Attributes:
+        records: what captured plans of linear layers read; None before `init_graph_buffers`, and without such layers.
+    """
+
+    records: LinearRecords | None = None
 
     def __init__(self, prefill: str, decode: str, shape: Shape, kv_cache: KVCache) -> None:
         self.prefill = make_attention_backend(prefill, shape, kv_cache)
@@ -84,6 +94,22 @@ class _Pair:
     @property
     def distinct(self) -> tuple[AttentionBackend, ...]:
         return (self.prefill,) if self.decode is self.prefill else (self.prefill, self.decode)
+
+    def init_graph_buffers(self, limits: GraphLimits, states: StatePool | None) -> None:
+        self.decode.init_graph_buffers(limits)
+        if states is not None:
+            self.records = choice.make_linear_records(states, limits.max_reqs)
+
+    def plan_for_graph(self, metadata: CommonAttentionMetadata) -> Plan:
+        plan: Plan = self.for_batch(metadata).plan_for_graph(metadata)
+        return plan if self.records is None else HybridPlan(plan, self.records.plan_for_graph(metadata))
+
+    def replan(self, plan: Plan, metadata: CommonAttentionMetadata) -> None:
+        if isinstance(plan, HybridPlan):
+            self.decode.replan(plan.attention, metadata)
+            plan.linear.replan(metadata)
+        else:
+            self.decode.replan(plan, metadata)
 
     def for_batch(self, metadata: CommonAttentionMetadata) -> AttentionBackend:
         # An idle batch attends to nothing, but it may replay a graph, and graphs belong to the decode back end.
@@ -145,17 +171,25 @@ class UBatchAttention:
             num_lanes: number of lanes that are captured, too; they are cut between requests.
 
         Raises:
-            ConfigError: the decode back end cannot be captured.
+            ConfigError: the decode back end, or a layer with linear attention, cannot be captured.
         """
         self._grow(num_lanes)
-        self._whole.decode.init_graph_buffers(limits)
+        if self.states is not None and not choice.runs_in_triton(self.states.device):
+            raise ConfigError(f"linear attention on {self.states.device} cannot run in a CUDA graph. Run it eagerly.")
+        self._whole.init_graph_buffers(limits, self.states)
         for pair in self._lanes[:num_lanes]:
-            pair.decode.init_graph_buffers(_lane_limits(limits, num_lanes))
+            pair.init_graph_buffers(_lane_limits(limits, num_lanes), self.states)
 
     @property
     def capturable(self) -> bool:
-        """Whether decode and verify batches can be captured: their back end plans for graphs, no layer is linear."""
-        return self.states is None and self._whole.decode.traits.graphs
+        """Whether decode and verify batches can be captured: their back end plans for graphs, and so do linear
+        layers, see `linear_capturable`."""
+        return self.linear_capturable and self._whole.decode.traits.graphs
+
+    @property
+    def linear_capturable(self) -> bool:
+        """Whether no layer has linear attention, or its kernels are Triton's, which can be captured."""
+        return self.states is None or choice.runs_in_triton(self.states.device)
 
     @property
     def takes_trees(self) -> bool:
@@ -181,12 +215,12 @@ class UBatchAttention:
         Raises:
             ConfigError: the batch does not fit the plan.
         """
-        self._whole.decode.replan(plan, metadata)
+        self._whole.replan(plan, metadata)
 
     def replan_lanes(self, plans: Sequence[Plan], lanes: Sequence[CommonAttentionMetadata]) -> None:
         """`replan` for the plans of `plan_lanes_for_graph`; each lane is padded separately, an empty one entirely."""
         for pair, plan, metadata in zip(self._lanes, plans, lanes, strict=False):
-            pair.decode.replan(plan, metadata)
+            pair.replan(plan, metadata)
 
     def backend(self, metadata: CommonAttentionMetadata, lane: int | None = None) -> AttentionBackend:
         """The back end that plans this batch, for captured steps, which call `plan_for_graph` and `replan` on it."""
@@ -203,17 +237,14 @@ class UBatchAttention:
         plan: Plan = EmptyPlan()
         if metadata.num_actual_tokens:
             plan = pair.for_batch(metadata).plan(metadata)
-        return plan if self.states is None else HybridPlan(plan, LinearPlan(self.states, metadata))
+        return plan if self.states is None else HybridPlan(plan, choice.make_linear_plan(self.states, metadata))
 
     def _plan_for_graph(self, pair: _Pair, metadata: CommonAttentionMetadata) -> Plan:
-        if self.states is not None:
-            raise ConfigError("steps of a model with linear attention are not captured. Run them eagerly.")
         if not MODES[metadata.mode].graph:
             raise ConfigError(
                 f"{metadata.mode} batches are not captured: their shapes are not fixed. Run them eagerly."
             )
-        plan: Plan = pair.for_batch(metadata).plan_for_graph(metadata)
-        return plan
+        return pair.plan_for_graph(metadata)
 
     def _make(self) -> _Pair:
         return _Pair(self.prefill_name, self.decode_name, self.shape, self.kv_cache)

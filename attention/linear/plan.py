@@ -4,6 +4,7 @@
     on a CPU, in C                            -> `scan`, token by token
     else requests with one token              -> `one_token`, all at once
     and requests with more                    -> `chunks`, all at once, the last chunk of each padded
+    on a GPU, in Triton                       -> `triton_plan`, for which this is the reference
 
 A request that is cut between lanes needs nothing more: its first part writes window and state in the earlier lane, and
 lanes run every layer in lane order, so the next part reads them there, as it reads keys and values (`kv_order`).
@@ -35,7 +36,7 @@ from ubatch import ConfigError, ForwardMode
 from ubatch.kernels.tensors import runs_in_c
 from ubatch.streams.small_copies import to_device
 
-__all__ = ["CHUNK", "LinearPlan"]
+__all__ = ["CHUNK", "LinearPlan", "needs_slots"]
 
 CHUNK = 64
 """Tokens of a chunk. A longer one spends more on its triangle, a shorter one more on its state."""
@@ -73,7 +74,7 @@ class LinearPlan:
 
     def __init__(self, pool: StatePool, metadata: CommonAttentionMetadata) -> None:
         if metadata.state_slots is None:
-            raise ConfigError("a model with linear attention needs CommonAttentionMetadata.state_slots in every step.")
+            raise needs_slots()
         self._verifies = metadata.mode is ForwardMode.TARGET_VERIFY
         if metadata.has_tree or metadata.mode is ForwardMode.DRAFT_EXTEND:
             raise ConfigError("linear attention verifies chains of drafts only: a state cannot follow a tree.")
@@ -93,10 +94,12 @@ class LinearPlan:
         lens, starts, slots = zip(*present, strict=True)
         self._new = _Tokens(self._pool, lens, slots, [start == 0 for start in starts])
         self._accepted: tuple[_Tokens, Tensor] | None = None
-        accepted = [(self._pool.accepted(slot, start), slot) for _, start, slot in present]
-        if accepted := [(count, slot) for count, slot in accepted if count]:
-            counts, slots_of = zip(*accepted, strict=True)
-            self._accepted = _Tokens(self._pool, counts, slots_of, [False] * len(counts)), self._kept_rows(accepted)
+        accepted = [(self._pool.accepted(slot, start), slot, start) for _, start, slot in present]
+        if accepted := [each for each in accepted if each[0]]:
+            counts, slots_of, starts = zip(*accepted, strict=True)
+            fresh = [count == start for count, start in zip(counts, starts, strict=True)]
+            rows = self._kept_rows(zip(counts, slots_of, strict=True))
+            self._accepted = _Tokens(self._pool, counts, slots_of, fresh), rows
         if self._verifies:
             self._rows = self._kept_rows([(length, slot) for length, _, slot in present])
 
@@ -105,6 +108,26 @@ class LinearPlan:
         rows = [torch.arange(count) + slot * self._pool.num_kept for count, slot in requests]
         (placed,) = to_device([torch.cat(rows)], self._pool.device)
         return placed
+
+    def gates(self, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """The logarithm of the decay, `rate softplus(a + bias)`, and the strength of writing, `sigmoid(b)`.
+
+        Args:
+            a, b: `[T, num_v_heads]`.
+            rate, bias: `[num_v_heads]` float32.
+
+        Returns:
+            `g` and `beta`, `[T, num_v_heads]` float32.
+        """
+        return rate * F.softplus(a.float() + bias), b.float().sigmoid()
+
+    def replan(self, metadata: CommonAttentionMetadata) -> None:
+        """Describe another batch, in place: for plans of captured steps only.
+
+        Raises:
+            ConfigError: this is not one.
+        """
+        raise ConfigError("a plan of linear attention that was not made for a graph serves one batch. Plan anew.")
 
     def forward(self, qkv: Tensor, g: Tensor, beta: Tensor, conv: Tensor, layer: int) -> Tensor:
         """Convolve, then update and read the states.
@@ -133,6 +156,11 @@ class LinearPlan:
             for kept, new in zip(self._pool.kept, inputs, strict=True):
                 kept[layer].flatten(0, 1).index_copy_(0, self._rows, new)
         return out if rows == self.num_tokens else F.pad(out, (0, 0, 0, 0, 0, rows - self.num_tokens))
+
+
+def needs_slots() -> ConfigError:
+    """The error of a batch that does not say where its states are."""
+    return ConfigError("a model with linear attention needs CommonAttentionMetadata.state_slots in every step.")
 
 
 class _Tokens:

@@ -101,8 +101,7 @@ class GatedDeltaNet(nn.Module):
         shape = self.shape
         sizes = (shape.conv_dim, shape.value_size, shape.num_v_heads, shape.num_v_heads)
         qkv, z, b, a = self.inputs(x).split(sizes, dim=-1)
-        decay = self.rate * F.softplus(a.float() + self.dt_bias)
-        strength = b.float().sigmoid()
+        decay, strength = plan.linear.gates(a, b, self.rate, self.dt_bias)
         dbo_yield(Point.ATTN_PREPARE, LINEAR_ATTENTION)
         out = plan.linear.forward(qkv, decay, strength, self.conv, self.place)
         out = F.rms_norm(out, (shape.v_dim,), self.norm, self.norm_eps) * F.silu(z.float()).view_as(out)

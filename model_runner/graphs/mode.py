@@ -78,8 +78,8 @@ def resolve_graph_mode(
 
 def _obstacle(model: nn.Module, attention: UBatchAttention) -> str | None:
     """The first part of the model that cannot be captured, as the end of a sentence."""
-    if attention.states is not None:
-        return "steps of linear attention cannot be captured"
+    if not attention.linear_capturable:
+        return "steps of linear attention can be captured with its Triton kernels only, which need a GPU and Triton"
     if not attention.capturable:
         return f"attention back end {attention.decode_name!r} cannot be captured"
     for kernel in model.modules():

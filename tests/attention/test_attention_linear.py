@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from c_kernels import KINDS, needs_c
 from torch import Tensor
 from torch.nn import functional as F
+from triton_linear import use_triton
 
 from attention import CommonAttentionMetadata, GatedDeltaShape, StatePool, split_attn_metadata
 from attention.linear import scan
+from attention.linear.choice import make_linear_plan
 from attention.linear.delta_rule import normalised, reference_delta_rule
 from attention.linear.plan import LinearPlan
 from ubatch import ConfigError, ForwardMode, UBatchSlice
@@ -38,7 +41,9 @@ class Layer:
         self.expected, self.state = reference_delta_rule(q, k, v, self.g, self.beta, start)
 
 
-def described(shares: list[tuple[int, int, int]], padding: int) -> CommonAttentionMetadata:
+def described(
+    shares: list[tuple[int, int, int]], padding: int, mode: ForwardMode = ForwardMode.MIXED
+) -> CommonAttentionMetadata:
     """Metadata of (slot, computed, tokens) of each request."""
     lens = [count for _, _, count in shares]
     return CommonAttentionMetadata.build(
@@ -46,7 +51,7 @@ def described(shares: list[tuple[int, int, int]], padding: int) -> CommonAttenti
         [done + count for _, done, count in shares],
         torch.zeros(len(shares), 1, dtype=torch.int32),
         torch.zeros(sum(lens) + padding, dtype=torch.int64),
-        ForwardMode.MIXED,
+        mode,
         state_slots=[slot for slot, _, _ in shares],
     )
 
@@ -61,9 +66,20 @@ def cut(metadata: CommonAttentionMetadata, edges: list[int]) -> list[UBatchSlice
     return pieces
 
 
-@pytest.fixture(params=["torch", *(pytest.param(kind, marks=needs_c) for kind in ("best", "8 lanes"))])
+MARKS: dict[str, tuple[Any, ...]] = {"torch": (), "triton": (), "best": (needs_c,), "8 lanes": (needs_c,)}
+SEEDS = [
+    pytest.param(kind, seed, marks=marks)
+    for kind, marks in MARKS.items()
+    for seed in range(3 if kind == "triton" else 12)
+]
+
+
+@pytest.fixture(params=[pytest.param(kind, marks=marks) for kind, marks in MARKS.items()])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "torch":
+    if request.param == "triton":
+        use_triton(monkeypatch)
+        monkeypatch.setattr("attention.linear.triton_plan._FEW", 3)
+    elif request.param == "torch":
         monkeypatch.setattr("attention.linear.plan.runs_in_c", lambda *tensors: False)
     else:
         compiled = scan._kernel(**{name: value for name, value in KINDS[request.param].items() if name == "LANES"})
@@ -71,7 +87,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(("kernel", "seed"), SEEDS, indirect=["kernel"])
 def test_any_chunks_and_lanes_equal_the_reference(seed: int) -> None:
     torch.manual_seed(seed)
     chance, shape = random.Random(seed), SHAPES[seed % len(SHAPES)]
@@ -100,7 +116,7 @@ def test_any_chunks_and_lanes_equal_the_reference(seed: int) -> None:
         lanes = cut(whole, edges)
         for piece, metadata in zip(lanes, split_attn_metadata(lanes, whole), strict=True):
             own = [each[piece.token_slice] for each in inputs]
-            got.append(LinearPlan(pool, metadata).forward(*own, conv, LAYER))
+            got.append(make_linear_plan(pool, metadata).forward(*own, conv, LAYER))
         wanted = [requests[index].expected[done[index] : done[index] + tokens] for index, tokens in shares]
         out = torch.cat(got)
         torch.testing.assert_close(out[:count], torch.cat(wanted), atol=2e-5, rtol=1e-4)
@@ -120,12 +136,60 @@ def test_a_request_that_is_not_finite_leaves_the_others_alone() -> None:
     lengths = (70, 1, 5)
     requests = [Layer(shape, conv, length) for length in lengths]
     requests[0].qkv[3] = float("nan")
-    plan = LinearPlan(pool, described([(slot, 0, length) for slot, length in enumerate(lengths)], 0))
+    plan = make_linear_plan(pool, described([(slot, 0, length) for slot, length in enumerate(lengths)], 0))
     out = plan.forward(
         *(torch.cat([getattr(each, name) for each in requests]) for name in ("qkv", "g", "beta")), conv, LAYER
     )
     assert out[:70].isnan().any()
     torch.testing.assert_close(out[70:], torch.cat([each.expected for each in requests[1:]]), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("seed", range(2))
+def test_states_see_accepted_drafts_only(seed: int) -> None:
+    """Drafts from a request's first token on; some, all or none of them are right."""
+    torch.manual_seed(seed)
+    chance, shape, drafts = random.Random(seed), SHAPES[seed], 2
+    conv = torch.randn(shape.conv_kernel, shape.conv_dim)
+    pool = StatePool(shape, 1, 4, torch.float32, torch.device("cpu"), num_drafts=drafts)
+    for held in (*pool.windows, *pool.states):
+        held.fill_(float("nan"))
+    requests, slots, done = [Layer(shape, conv, 20) for _ in range(3)], (3, 0, 1), [0, 0, 0]
+    seen = set()
+    while max(done) < 10:
+        verify = not any(done) or chance.random() < 0.7
+        counts = [1 + drafts if verify else chance.choice([1, 2]) for _ in requests]
+        right = [chance.randint(1, count) if verify else count for count in counts]
+        inputs = []
+        for name in ("qkv", "g", "beta"):
+            own = [getattr(each, name)[start : start + 3] for each, start in zip(requests, done, strict=True)]
+            own = [each[:count].clone() for each, count in zip(own, counts, strict=True)]
+            for each, count in zip(own, right, strict=True):
+                each[count:] = torch.rand_like(each[count:])
+            inputs.append(torch.cat(own))
+        pool.follow(slots, done, counts, verify=verify)
+        mode = ForwardMode.TARGET_VERIFY if verify else ForwardMode.MIXED
+        out = make_linear_plan(pool, described(list(zip(slots, done, counts, strict=True)), 0, mode)).forward(
+            *inputs, conv, 0
+        )
+        for number, got in enumerate(out.split(counts)):
+            start, count = done[number], right[number]
+            wanted = requests[number].expected[start : start + count]
+            torch.testing.assert_close(got[:count], wanted, atol=2e-5, rtol=1e-4)
+            done[number] += count
+            seen.add(count)
+        assert pool.states[0][2].isnan().all()
+    assert seen == {1, 2, 3}
+
+
+def test_gates_in_triton_equal_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = StatePool(SHAPES[0], 1, 1, torch.float32, torch.device("cpu"))
+    fused, bias = torch.linspace(-90, 90, 9 * 48).view(9, 48).bfloat16(), torch.randn(4)
+    a, b, rate = fused[:, 3:7], fused[:, 40:44], -torch.rand(4)
+    wanted = make_linear_plan(pool, described([(0, 0, 9)], 0)).gates(a, b, rate, bias)
+    use_triton(monkeypatch)
+    got = make_linear_plan(pool, described([(0, 0, 9)], 0)).gates(a, b, rate, bias)
+    torch.testing.assert_close(got, wanted, atol=0.0, rtol=2e-6)
 
 
 def test_what_cannot_run_is_refused() -> None:

@@ -26,7 +26,16 @@ from attention_batches import make_batch, make_mla_batch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from attention import AttentionShape, GraphLimits, MLAKVCache, MLAShape, PagedKVCache
+from attention import (
+    AttentionShape,
+    CommonAttentionMetadata,
+    GatedDeltaShape,
+    GraphLimits,
+    MLAKVCache,
+    MLAShape,
+    PagedKVCache,
+    StatePool,
+)
 from attention.backends.triton.mha import TritonAttentionBackend
 from attention.backends.triton.mla import TritonMLABackend
 from attention.graph_buffers import GraphBuffers
@@ -34,15 +43,19 @@ from attention.kernels import tuning
 from attention.kernels.fill import fill_batch
 from attention.kernels.pages import list_pages
 from attention.kernels.ragged import pad_ragged, unpad_ragged
+from attention.linear.plan import LinearPlan
+from attention.linear.triton_plan import LinearRecords, TritonLinearPlan
 from model_runner.kernels.activation import silu_mul
 from model_runner.kernels.norm import add_rms_norm, rms_norm
 from model_runner.kernels.place import place_lane
 from model_runner.kernels.resolve import resolve_tokens, store_tokens
 from model_runner.kernels.rope import rotate_heads
 from moe.kernels.router import route_topk
+from ubatch import ForwardMode
 
 BF16 = torch.bfloat16
 DEEPSEEK = MLAShape(16, 512, 128, 64, 128)
+QWEN3_NEXT = GatedDeltaShape(16, 32, 128, 128, 4)
 
 how = "-"
 """What `compile_instead` prints last, without spaces."""
@@ -120,6 +133,26 @@ def compile_choices(*, fp8: bool) -> None:
                 compile_latent_step(latent, [(400, 1)], fp8=fp8)
 
 
+def compile_linear(shape: GatedDeltaShape) -> None:
+    """Linear attention of a prompt beside decodes, and of a verify step behind another one, as in a graph."""
+    pool = StatePool(shape, 1, 4, BF16, torch.device("cpu"), num_drafts=3)
+    conv, heads = torch.zeros(shape.conv_kernel, shape.conv_dim), torch.zeros(shape.num_v_heads)
+
+    def run(plan: LinearPlan, tokens: int) -> None:
+        sizes = shape.conv_dim, shape.value_size, shape.num_v_heads, shape.num_v_heads
+        qkv, _, b, a = torch.zeros(tokens, sum(sizes), dtype=BF16).split(sizes, dim=-1)
+        plan.forward(qkv, *plan.gates(a, b, heads, heads), conv, 0)
+
+    def batch(lens: list[int], mode: ForwardMode) -> CommonAttentionMetadata:
+        table, slots = torch.zeros(len(lens), 1, dtype=torch.int32), torch.zeros(sum(lens), dtype=torch.int64)
+        return CommonAttentionMetadata.build(lens, lens, table, slots, mode, state_slots=range(len(lens)))
+
+    for length in (100, 25):  # chunks of 64, and of 32, which GPUs with less shared memory have
+        run(TritonLinearPlan(pool, batch([length, 1, 5], ForwardMode.MIXED)), length + 6)
+    for lens, mode in (([1, 1], ForwardMode.DECODE), ([4, 4], ForwardMode.TARGET_VERIFY)):
+        run(LinearRecords(pool, 2).plan_for_graph(batch(lens, mode)), sum(lens))
+
+
 def compile_models() -> None:
     """Routers, norms, rope and activation."""
     logits, bias, real = torch.zeros(70, 256, dtype=BF16), torch.zeros(256), torch.tensor([60])
@@ -177,6 +210,7 @@ def main(capability: int, *, every_choice: bool) -> None:
     if every_choice:
         for stored in (False, True)[: 1 + fp8]:
             compile_choices(fp8=stored)
+    compile_linear(QWEN3_NEXT)
     compile_models()
     compile_steps()
     starts = torch.tensor([0, 3, 8], dtype=torch.int32)

@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed; `make test` insta
 
 SOURCES = [
     *(ROOT / "attention" / "kernels").glob("*.py"),
+    *(ROOT / "attention" / "linear" / "kernels").glob("*.py"),
     *(ROOT / "model_runner" / "kernels").glob("*.py"),
     ROOT / "moe" / "kernels" / "router.py",
 ]

@@ -1,0 +1,11 @@
+"""Linear attention in Triton's interpreter, as on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def use_triton(patch: pytest.MonkeyPatch) -> None:
+    """Have linear layers on the CPU run in Triton."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    patch.setattr("attention.linear.choice.runs_in_triton", lambda device: True)
