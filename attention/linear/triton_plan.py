@@ -165,7 +165,8 @@ def _largest_chunk(device: torch.device) -> int:
     """Tokens of a chunk: half as many where the shared memory of a block would not hold the tiles of all."""
     if device.type != "cuda":
         return CHUNK
-    room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(device)
+    room: int = getattr(properties, "shared_memory_per_block_optin", 0)  # not in every torch
     return CHUNK if room >= _SHARED_MEMORY else CHUNK // 2
 
 
