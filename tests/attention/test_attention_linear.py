@@ -207,6 +207,7 @@ def outputs(shape: GatedDeltaShape, dtype: torch.dtype, device: str, patch: pyte
 
 
 def test_triton_leaves_the_same_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_triton(monkeypatch)
     wanted, got = (outputs(SHAPES[0], torch.float32, "cpu", monkeypatch, triton=kind) for kind in (False, True))
     torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
 
