@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from attention import UBatchAttention
+from attention.linear.choice import runs_in_triton
 from model_runner import (
     Checkpoint,
     CheckpointError,
@@ -109,7 +110,8 @@ def stays_in_fp8(path: Path) -> str:
 
 def graphs_of(config: ModelConfig) -> str:
     """Whether a GPU can capture steps of the family, with the best back ends for them."""
-    plan = cast(UBatchAttention, SimpleNamespace(states=config.linear, capturable=True))
+    linear = config.linear is None or runs_in_triton(torch.device("cuda"))
+    plan = cast(UBatchAttention, SimpleNamespace(linear_capturable=linear, capturable=True))
     without = refused if config.biased_experts else lambda *_: False
     takes = [name for name in registry._BACKENDS.names() if not without(registry.check_takes_biases, name)]
     captured = any(registry.experts_class(name).capturable for name in takes)
