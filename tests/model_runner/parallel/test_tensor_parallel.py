@@ -33,7 +33,7 @@ from model_runner import (
 )
 from model_runner.decoder import scatter
 from model_runner.decoder.scatter import ScatterMode, current_layout
-from model_runner.models import DecoderLM
+from model_runner.models import DecoderLM, registry
 from model_runner.parallel.tensor_parallel import (
     Shard,
     TensorParallel,
@@ -225,6 +225,13 @@ class WholeLM(DecoderLM):
         return model_class("Qwen3MoeForCausalLM").read_config(config, generation)
 
 
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten after it."""
+    monkeypatch.setattr(registry._MODELS, "_targets", dict(registry._MODELS._targets))
+
+
+@pytest.mark.usefixtures("own_registry")
 def test_refusals(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with ModelRunner(path, num_kv_blocks=4) as runner:
         config: ModelConfig = runner.config
