@@ -31,7 +31,7 @@ export UBATCH_C_CACHE := $(CURDIR)/.cache/c
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 export FLASHINFER_WORKSPACE_BASE := $(CURDIR)/.cache
 
-.PHONY: help setup setup-test setup-gpu demo test test-fast test-slow lint bench gpu test-gpu bench-gpu clean
+.PHONY: help setup setup-test setup-gpu demo test test-fast test-slow lint bench bench-link gpu test-gpu bench-gpu clean
 
 help: ## this list
 	@grep --extended-regexp '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -109,6 +109,9 @@ bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
 	$(BIN)/ubatch bench abuse examples/models/tiny-moe --json $(RESULTS)/abuse.json
 	$(BIN)/ubatch bench fairness examples/models/tiny-moe --json $(RESULTS)/fairness.json
 	$(BIN)/ubatch bench engine --only offline served --blocks 4 --ranks 1 --json $(RESULTS)/engine-offline.json
+
+bench-link: setup ## the same over a real link between two servers; needs root
+	$(BIN)/ubatch bench link --live --blocks 2 --repeats 1 --arms serial dbo two-lanes auto --json $(RESULTS)/link.json
 
 # First what decides whether the rest makes sense, and the headline. What fails hides nothing that comes later.
 gpu: ## both of the next two, what matters most first: for whoever has a GPU for ten minutes

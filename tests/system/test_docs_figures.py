@@ -170,8 +170,16 @@ def abuse() -> Iterator[tuple[str, str]]:
     )
 
 
+def link() -> Iterator[tuple[str, str]]:
+    links = results("link")["links"]
+    assert all(arm["same"] == arm["requests"] for of in links for arms in of["loads"].values() for arm in arms.values())
+    (slow,) = [of["loads"] for of in links if of["link"] == ["500 us, 600 Mbit/s"]]
+    prefills, mixed = (interval(slow[load]["dbo"]["speedup"]) for load in ("prefill", "mixed"))
+    yield "`--enable-dbo`, two servers", f"{prefills} faster; a mixed load {mixed}, the same tokens"
+
+
 BENCHMARKS: tuple[Callable[[], Iterator[tuple[str, str]]], ...] = (
-    *(handoff, lanes, experts, attention, engine, speculation, transformers, fairness, abuse),
+    *(handoff, lanes, experts, attention, engine, link, speculation, transformers, fairness, abuse),
 )
 
 
@@ -298,6 +306,19 @@ def test_the_table_of_dbo_auto() -> None:
     assert shown == expected, as_table(expected)
 
 
+def test_the_table_of_real_links() -> None:
+    """Where it differs, put in these."""
+    expected = []
+    for found in results("link")["links"]:
+        for load, arms in found["loads"].items():
+            ratios = [interval(arms[name]["speedup"], unit="") for name in ("dbo", "two-lanes", "auto")]
+            best = [f"{arms[name]['of_fastest']:.2f}" for name in ("dbo", "auto")]
+            serial = f"{statistics.median(arms['serial']['seconds']):.1f} s"
+            expected.append([f"`{found['link'][0]}`", load, serial, *ratios, *best])
+    shown = table_below("| link | load | serial |")
+    assert shown == expected, as_table(expected)
+
+
 @pytest.mark.parametrize("step", ["decode", "prefill"])
 def test_the_table_of_where_the_time_of_a_step_goes(step: str) -> None:
     """Where it differs, put these in."""
@@ -353,6 +374,7 @@ NOT_MEASURED: Mapping[str, tuple[str, ...]] = {
 """Document -> parts of lines whose figures are settings, limits, goals or of others; or are compared above."""
 COMPARED = (
     *("| what | measured |", "| communication | lanes |", "| model, prompts of 128", "| link | against serial |"),
+    "| link | load | serial |",
     *("| decode, ms |", "| prefill, ms |"),
 )
 

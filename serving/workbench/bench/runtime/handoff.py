@@ -2,7 +2,7 @@
 
 Arms, interleaved in one run: the runtime's own hand-off (a full `dbo_yield` in real lanes), and bare rings of two
 threads over each wake-up primitive. Three settings: pinned to one core, not pinned, and not pinned beside another
-Python thread that keeps the interpreter lock busy.
+Python thread that keeps the interpreter lock busy. Outside lanes, a `dbo_yield` is compared with an empty function.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class _EventWakeUp:
 
 
 def run(options: Options) -> int:
-    noop = _noop_ns(options.blocks)
-    print(f"dbo_yield outside a lane: {noop:.0f} ns")
+    noop = _call_ns(options.blocks)
+    print(f"outside a lane: dbo_yield {noop['dbo_yield']:.0f} ns, an empty Python function {noop['empty']:.0f} ns")
     settings: dict[str, dict[str, list[float]]] = {}
     for name, around, handoffs in (
         ("pinned", _pinned, options.handoffs),
@@ -69,7 +69,8 @@ def run(options: Options) -> int:
     print(f"\n{columns(rows, indent=0)}")
     options.write(
         {
-            "noop_ns": noop,
+            "noop_ns": noop["dbo_yield"],
+            "empty_function_ns": noop["empty"],
             "per_switch_us": switches["pinned"]["dbo_yield"],
             "event_ring_us": switches["pinned"]["event"],
             "ratio_to_event": ratios["pinned"],
@@ -80,11 +81,23 @@ def run(options: Options) -> int:
     return 0
 
 
-def _noop_ns(blocks: int) -> Interval:
+def _call_ns(blocks: int) -> dict[str, Interval]:
+    """Nanoseconds of a `dbo_yield` outside a lane, and of what any Python function with its signature costs."""
+
+    def empty(point: str = "user", layer: str = "") -> None:
+        pass
+
     number = 200_000
-    timer = timeit.Timer("dbo_yield('dispatch')", globals={"dbo_yield": dbo_yield})
+    timers = {
+        name: timeit.Timer("call('dispatch')", globals={"call": call})
+        for name, call in (("dbo_yield", dbo_yield), ("empty", empty))
+    }
     loop = timeit.Timer("pass")
-    return bootstrap([(timer.timeit(number) - loop.timeit(number)) / number * 1e9 for _ in range(blocks)])
+    times: dict[str, list[float]] = {name: [] for name in timers}
+    for _ in range(blocks):
+        for name, timer in timers.items():
+            times[name].append((timer.timeit(number) - loop.timeit(number)) / number * 1e9)
+    return {name: bootstrap(values) for name, values in times.items()}
 
 
 def _measure(handoffs: int, blocks: int, label: str) -> dict[str, list[float]]:
