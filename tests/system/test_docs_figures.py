@@ -55,11 +55,13 @@ def as_table(rows: list[list[str]]) -> str:
 
 def handoff() -> Iterator[tuple[str, str]]:
     found = results("handoff")
-    yield "`dbo_yield` outside a lane", f"{found['noop_ns']['median']:.0f} ns"
+    empty = f"an empty Python function {found['empty_function_ns']['median']:.0f} ns"
+    yield "`dbo_yield` outside a lane", f"{found['noop_ns']['median']:.0f} ns; {empty}"
     ring = f"{found['ratio_to_event']['median']:.2f} of a `threading.Event` ring in the same run"
-    yield "a hand-off, lanes pinned to one core", f"{found['per_switch_us']['median']:.1f} us, {ring}"
-    busy = found["settings"]["busy"]["dbo_yield"]["median"] / 1e3
-    yield "a hand-off while another Python", f"{busy:.1f} ms: keep other threads idle while lanes run"
+    bare = f"{found['settings']['pinned']['eventfd']['median']:.1f} us of it a bare switch of threads (`eventfd`)"
+    yield "a hand-off, lanes pinned to one core", f"{found['per_switch_us']['median']:.1f} us, {bare}; {ring}"
+    busy = found["settings"]["busy"]["dbo_yield"]["median"]
+    yield "a hand-off while another Python", f"{busy:.0f} us: keep other threads idle while lanes run"
 
 
 def lanes() -> Iterator[tuple[str, str]]:
