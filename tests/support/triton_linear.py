@@ -7,7 +7,7 @@ import pytest
 
 def use_triton(patch: pytest.MonkeyPatch) -> None:
     """Have linear layers on the CPU run in Triton."""
-    pytest.importorskip("triton", reason="Triton is not installed")
+    pytest.importorskip("triton", reason="Triton is not installed; `make test` installs it")
     from ubatch.kernels.triton_jit import INTERPRETED
 
     if not INTERPRETED:

@@ -10,7 +10,7 @@ from signalled_cases import ONE, SCHEDULES, Model, inputs, overlapped, tokens_of
 
 from ubatch import CUDAGraphMode, Schedule
 
-pytest.importorskip("triton", reason="Triton is not installed")
+pytest.importorskip("triton", reason="Triton is not installed; a CUDA build of torch brings it")
 
 GPU_SIZES, GPU_TOKENS = (16, 2048, 768), 8192  # so many that the host is ahead of what travels
 

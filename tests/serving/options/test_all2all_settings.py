@@ -144,7 +144,7 @@ def test_values_and_ranks_are_checked_without_a_rank(
     name: str, options: dict[str, object], ranks: int, complaint: str
 ) -> None:
     if "batched" in name:
-        pytest.importorskip("triton")
+        pytest.importorskip("triton", reason="Triton is not installed; `make test` installs it")
     with pytest.raises(ConfigError, match=complaint):
         check_all2all_options(name, options, ranks)
 
@@ -241,7 +241,7 @@ def test_a_schedule_that_nobody_can_signal_is_refused_before_any_step(
     name: str, experts: str, device: str, complaint: str | None
 ) -> None:
     if "batched" in name:
-        pytest.importorskip("triton")
+        pytest.importorskip("triton", reason="Triton is not installed; `make test` installs it")
     config = UBatchConfig(schedule=replace(get_schedule("single_batch_signalled"), comm_sms=0))
     with group_of(1 if "host" in name or name == "local" else 2) as group:
         check = partial(check_schedules, config, make_all2all(name, group=group, num_experts=8), experts)

@@ -58,7 +58,9 @@ def test_lanes_see_the_flags_of_the_caller(name: str) -> None:
 
 
 def test_dtensors_see_the_flag_of_the_caller() -> None:
-    experimental = pytest.importorskip("torch.distributed.tensor.experimental")
+    experimental = pytest.importorskip(
+        "torch.distributed.tensor.experimental", reason="this torch was built without distributed tensors"
+    )
     from torch.distributed.tensor import DTensor
 
     def look() -> bool:
