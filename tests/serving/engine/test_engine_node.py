@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 import os
 import signal
@@ -22,7 +23,7 @@ from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import Finished, NodeAlive, Ready
 from serving.engine.wire.rendezvous import Run, init_ranks
 from serving.network import choose_interface
-from serving.requests import EngineDead
+from serving.requests import EngineDead, RequestInput
 from ubatch import CommGroup, ConfigError
 
 
@@ -55,9 +56,17 @@ def test_two_nodes_serve_and_the_death_of_a_remote_rank_is_named() -> None:
             assert [each.generation_tokens for each in client.statistics.values()] == [4, 4]
 
             long = SamplingParams(max_tokens=500, ignore_eos=True)
-            streams = [asyncio.create_task(tokens_of(client, name, [1, 2], long)) for name in "cd"]
-            assert await wait_for(lambda: all(each.num_running for each in client.statistics.values()))
             remote = engine_of_rank(1)
+            begun: set[str] = set()
+
+            async def stream(name: str) -> None:
+                """One request after the other, so that the end of a fast one does not come before the death."""
+                for number in itertools.count():
+                    async for _ in client.generate(RequestInput(f"{name}{number}", [1, 2], long)):
+                        begun.add(name)
+
+            streams = [asyncio.create_task(stream(name)) for name in "cd"]  # one on each rank
+            assert await wait_for(lambda: len(begun) == 2)
             os.kill(remote, signal.SIGKILL)
             for outcome in await asyncio.gather(*streams, return_exceptions=True):
                 assert isinstance(outcome, EngineDead)
