@@ -16,6 +16,8 @@ Communication time is computed by the link, not measured. A step's time is that 
     efficiency           max(compute, communication) / T, 1 at most
     schedule_efficiency  time of this schedule on an ideal machine, from the measured stage times of all ranks / T
     hidden               (compute + communication - T) / min(compute, communication), 1 at most
+    of_two_lanes         max(compute, communication) of two lanes (or of the fewest measured) / T: what more lanes
+                         compute again does not count for them
     speedup              best serial arm / T
     of_bound             speedup / ((compute_unsplit + communication) / max(split compute, communication)), the speed-up
                          of a step that hides all it can
@@ -63,7 +65,7 @@ from ubatch.schedules.schedule import SERIAL
 __all__ = ["LaneResult", "Options", "OverlapResult", "measure_overlap", "run"]
 
 _DRIFT = 1.02
-_FIGURES = ("efficiency", "schedule_efficiency", "hidden", "speedup", "of_bound")
+_FIGURES = ("efficiency", "of_two_lanes", "schedule_efficiency", "hidden", "speedup", "of_bound")
 
 
 class Options(StepOptions):
@@ -88,6 +90,7 @@ class LaneResult:
     """
 
     efficiency: Interval
+    of_two_lanes: Interval
     schedule_efficiency: Interval
     hidden: Interval
     speedup: Interval
@@ -191,13 +194,14 @@ def _overlapped(setting: Setting, lanes: int, own_ms: list[float]) -> float:
 
 
 def _lane_result(arms: Mapping[str, Sequence[float]], n: int, lanes: Sequence[int]) -> LaneResult:
-    overlapped, split_compute, own_compute, communication = (
-        arms[f"{arm}_{n}"] for arm in ("overlapped", "split_compute", "own_compute", "communication")
+    overlapped, split_compute, communication = (
+        arms[f"{arm}_{n}"] for arm in ("overlapped", "split_compute", "communication")
     )
-    compute = [min(pair) for pair in zip(split_compute, own_compute, strict=True)]
     serial_arms = ["serial_unsplit", *(f"serial_{k}" for k in lanes)]
     best = min(serial_arms, key=lambda arm: bootstrap(arms[arm]).median)
-    efficiency, hidden = overlap_figures(compute, communication, overlapped)
+    efficiency, hidden = overlap_figures(_compute(arms, n), communication, overlapped)
+    two = lanes[0]
+    of_two_lanes, _ = overlap_figures(_compute(arms, two), arms[f"communication_{two}"], overlapped)
     schedule_efficiency = paired(arms[f"ideal_{n}"], overlapped)
     void = any(figure.low > _DRIFT for figure in (efficiency, schedule_efficiency, hidden))
     gains = [
@@ -205,7 +209,13 @@ def _lane_result(arms: Mapping[str, Sequence[float]], n: int, lanes: Sequence[in
         for c, split, m in zip(arms["compute_unsplit"], split_compute, communication, strict=True)
     ]
     of_bound = paired(arms[best], [gain * wall for gain, wall in zip(gains, overlapped, strict=True)])
-    return LaneResult(efficiency, schedule_efficiency, hidden, paired(arms[best], overlapped), of_bound, void)
+    speedup = paired(arms[best], overlapped)
+    return LaneResult(efficiency, of_two_lanes, schedule_efficiency, hidden, speedup, of_bound, void)
+
+
+def _compute(arms: Mapping[str, Sequence[float]], n: int) -> list[float]:
+    """Split compute, or the overlapped step's own if that is less; milliseconds by block."""
+    return [min(pair) for pair in zip(arms[f"split_compute_{n}"], arms[f"own_compute_{n}"], strict=True)]
 
 
 def print_result(result: OverlapResult) -> None:

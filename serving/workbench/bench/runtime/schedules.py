@@ -9,9 +9,10 @@
 
 Per schedule, besides `speedup` over the best serial arm, and `efficiency`, max(split compute, communication) / T:
 
-    predicted   the simulator's time for the step, from the stage times of the split arms, which neither overlap nor
-                wait (`serving.workbench.arms.programs`), and these steps' time outside their lanes
-    error       predicted / measured - 1
+    of_two_lanes  the same with the compute and communication of two lanes, whatever the schedule has
+    predicted     the simulator's time for the step, from the stage times of the split arms, which neither overlap nor
+                  wait (`serving.workbench.arms.programs`), and these steps' time outside their lanes
+    error         predicted / measured - 1
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class ScheduleResult:
     name: str
     schedule: str
     efficiency: Interval
+    of_two_lanes: Interval
     speedup: Interval
     predicted_ms: float
     measured_ms: Interval
@@ -213,12 +215,17 @@ def _result(
 ) -> ScheduleResult:
     serial = [arm for arm in arms if arm.startswith(("serial_unsplit", "one_by_one"))]
     best = min(serial, key=lambda arm: bootstrap(arms[arm]).median)
-    efficiency, _ = overlap_figures(arms[f"split_compute {work}"], arms[f"communication {work}"], arms[name])
+    two = next(arm.partition(" ")[2] for arm in arms if arm.startswith("split_compute 2x1"))
+    efficiency, of_two_lanes = (
+        overlap_figures(arms[f"split_compute {each}"], arms[f"communication {each}"], arms[name])[0]
+        for each in (work, two)
+    )
     measured = bootstrap(arms[name])
     return ScheduleResult(
         name=name,
         schedule=schedule.describe().partition(": ")[2],
         efficiency=efficiency,
+        of_two_lanes=of_two_lanes,
         speedup=paired(arms[best], arms[name]),
         predicted_ms=predicted_ms,
         measured_ms=measured,
@@ -231,9 +238,9 @@ def print_result(options: Options, result: SchedulesResult) -> None:
     print(options.describe())
     print(f"communication {options.ratio:g}x compute (link: {speed:.1f} MB/s, {latency:g} us)")
     print_arms(result.arms_ms, ".1f")
-    rows = [("schedule", "efficiency", "speedup", "predicted", "measured", "error")]
+    rows = [("schedule", "efficiency", "of_two_lanes", "speedup", "predicted", "measured", "error")]
     for each in (*result.named, *result.searched):
-        figures = (f"{each.efficiency:.3f}", f"{each.speedup:.3f}")
+        figures = (f"{each.efficiency:.3f}", f"{each.of_two_lanes:.3f}", f"{each.speedup:.3f}")
         rows.append((each.name, *figures, f"{each.predicted_ms:.1f}", f"{each.measured_ms:.1f}", f"{each.error:+.1%}"))
     print(columns(rows))
     for each in result.searched:
