@@ -29,6 +29,7 @@ from ubatch.errors import ConfigError, SplitError
 
 __all__ = [
     "MAX_LANES",
+    "TOLD_WIDTH",
     "Decision",
     "DeclineReason",
     "Offer",
@@ -90,7 +91,9 @@ _REASONS = tuple(DeclineReason)
 
 MAX_LANES = 8
 """A vote has a fixed number of lane entries, so that ranks with different settings can decode each other's."""
-OFFER_WIDTH = 11 + MAX_LANES
+TOLD_WIDTH = 30
+"""Entries of a vote for what a rank tells the others."""
+OFFER_WIDTH = 12 + MAX_LANES + TOLD_WIDTH
 
 
 @dataclass(frozen=True)
@@ -110,9 +113,10 @@ class Offer:
         unproved: the step must be proved first (`ubatch.wrapping.proof`).
         prefill_tokens: how many of its tokens belong to prompts. This and the next are used to plan later steps.
         period_us: microseconds since its last vote; 0 if it was idle meanwhile.
+        told: integers for the other ranks, at most `TOLD_WIDTH`.
 
     Raises:
-        ConfigError: an offer that contradicts itself, or more than `MAX_LANES` lanes.
+        ConfigError: an offer that contradicts itself, more than `MAX_LANES` lanes, or more than `TOLD_WIDTH` integers.
     """
 
     wish: Wish
@@ -127,6 +131,7 @@ class Offer:
     unproved: bool = False
     prefill_tokens: int = 0
     period_us: int = 0
+    told: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.lanes <= MAX_LANES:
@@ -138,6 +143,8 @@ class Offer:
             raise ConfigError(f"a {self.wish.name} with reason {self.reason}: a NO has a reason, and only a NO.")
         if self.wish is Wish.IDLE and any(self.tokens):
             raise ConfigError(f"an idle rank has no tokens, but this one offers {self.tokens}.")
+        if len(self.told) > TOLD_WIDTH:
+            raise ConfigError(f"an offer has room for {TOLD_WIDTH} told integers, not {len(self.told)}.")
 
 
 @dataclass(frozen=True)
@@ -156,6 +163,7 @@ class Decision:
         prove: whether all ranks prove the step, because one still has to. Only if engaged.
         prefill_tokens: every rank's `Offer.prefill_tokens`.
         period_us: microseconds since the last vote, the largest of all ranks.
+        told: every rank's `Offer.told`.
     """
 
     engaged: bool
@@ -169,6 +177,7 @@ class Decision:
     prove: bool = False
     prefill_tokens: tuple[int, ...] = field(default=(), compare=False)
     period_us: int = field(default=0, compare=False)
+    told: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
 
     @property
     def num_lanes(self) -> int:
@@ -224,6 +233,7 @@ def decide(offers: Sequence[Offer], rank: int = 0) -> Decision:
         contents=contents if any(contents) else (),
         prefill_tokens=tuple(offer.prefill_tokens for offer in offers),
         period_us=max(offer.period_us for offer in offers),
+        told=tuple(offer.told for offer in offers),
     )
     if reason is None:
         busy = next(offer for offer in offers if offer.wish is Wish.YES)
@@ -262,15 +272,20 @@ def encode_offer(offer: Offer) -> list[int]:
     """The offer as `OFFER_WIDTH` integers, for one small all-reduce."""
     reason = _REASONS.index(offer.reason) + 1 if offer.reason is not None else 0
     prints = [offer.schedule, offer.mode, offer.graph_mode, int(offer.again), offer.content, int(offer.unproved)]
-    head = [int(offer.wish), offer.lanes, reason, *prints, offer.prefill_tokens, offer.period_us]
-    return head + list(offer.tokens) + [0] * (OFFER_WIDTH - len(head) - len(offer.tokens))
+    head = [int(offer.wish), offer.lanes, reason, *prints, offer.prefill_tokens, offer.period_us, len(offer.told)]
+    return head + _padded(offer.tokens, MAX_LANES) + _padded(offer.told, TOLD_WIDTH)
 
 
 def decode_offer(row: Sequence[int]) -> Offer:
     """The inverse of `encode_offer`."""
     wish, lanes, reason, schedule, mode, graph_mode, again, content, unproved, *others = (int(value) for value in row)
-    prefill_tokens, period_us, *counts = others
+    prefill_tokens, period_us, told_width, *counts = others
     tokens = tuple(counts[: 1 if wish == Wish.NO else lanes])
     why = _REASONS[reason - 1] if reason else None
-    told = bool(again), content, bool(unproved), prefill_tokens, period_us
-    return Offer(Wish(wish), tokens, lanes, why, schedule, mode, graph_mode, *told)
+    told = tuple(counts[MAX_LANES : MAX_LANES + told_width])
+    rest = bool(again), content, bool(unproved), prefill_tokens, period_us, told
+    return Offer(Wish(wish), tokens, lanes, why, schedule, mode, graph_mode, *rest)
+
+
+def _padded(values: Sequence[int], width: int) -> list[int]:
+    return [*values, *(0,) * (width - len(values))]

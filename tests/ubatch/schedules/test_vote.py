@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ubatch import ConfigError, Decision, DeclineReason, Offer, SplitError, Wish, decide, fingerprint
-from ubatch.schedules.vote import MAX_LANES, OFFER_WIDTH, decode_offer, encode_offer
+from ubatch.schedules.vote import MAX_LANES, OFFER_WIDTH, TOLD_WIDTH, decode_offer, encode_offer
 
 DECODE, PREFILL = fingerprint("decode"), fingerprint("prefill")
 YES = Offer(Wish.YES, (3, 4), 2, schedule=fingerprint("a"), mode=PREFILL)
@@ -35,6 +35,12 @@ def test_every_lane_and_rank_is_told_when_it_engages() -> None:
     assert decision == Decision(True, None, None, ((3, 4), (0, 0), (1, 0)), 0, modes, YES.schedule)
     assert (decision.num_lanes, decision.common_mode) == (2, YES.mode)
     assert [decision.lane_tokens(lane) for lane in range(2)] == [(3, 0, 1), (4, 0, 0)]
+
+
+def test_what_ranks_tell_reaches_all_of_them_and_decides_nothing() -> None:
+    told = decide([replace(YES, told=(1, -2)), IDLE])
+    assert told.told == ((1, -2), ())
+    assert told == decide([YES, IDLE])
 
 
 def test_one_no_is_a_no_for_all_and_each_rank_sees_its_own_reason() -> None:
@@ -140,6 +146,7 @@ def offers(draw: st.DrawFn) -> Offer:
         draw(st.booleans()),
         prefill_tokens=draw(st.integers(0, 2**40)),
         period_us=draw(st.integers(0, 2**40)),
+        told=tuple(draw(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=TOLD_WIDTH))),
     )
 
 
@@ -179,6 +186,7 @@ def test_a_step_is_repeated_by_all_ranks_or_by_none() -> None:
         {"wish": Wish.YES, "tokens": (1, -1), "lanes": 2},
         {"wish": Wish.YES, "tokens": (1,) * 9, "lanes": 9},
         {"wish": Wish.NO, "tokens": (1,), "lanes": 0, "reason": DeclineReason.DISABLED},
+        {"wish": Wish.YES, "tokens": (1, 1), "lanes": 2, "told": (0,) * (TOLD_WIDTH + 1)},
     ],
 )
 def test_an_offer_that_contradicts_itself_is_refused(arguments: dict[str, object]) -> None:
