@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ from attention import (
     UBatchAttention,
     make_kv_cache,
 )
-from model_runner.auto.dbo_auto import make_step_settings
+from model_runner.auto.dbo_auto import DboAuto
 from model_runner.auto.step_cost import split_cost
 from model_runner.backend_choice import resolve_attention, resolve_experts, resolve_fp8_blocks
 from model_runner.decoder.base import CausalLM, ExpertParallel, ModelConfig, check_tensor_parallel, read_model_config
@@ -60,9 +61,12 @@ from ubatch import (
     UBatchStatistics,
 )
 from ubatch.ranks.long_calls import taking_long
+from ubatch.schedules.modes import MODE_KEYS
 from ubatch.streams.streams import StreamBackend
 
 __all__ = ["ModelRunner"]
+
+_DBO_AUTO = "dbo_auto is gone in the next release: dbo_kinds names the kinds of steps that decide for themselves."
 
 
 class ModelRunner(StepRunner):
@@ -81,7 +85,7 @@ class ModelRunner(StepRunner):
         dbo: when and how to overlap; its `group` is set to `group`.
         dbo_kinds: `decode`, `prefill`, `verify`: steps that overlap only if running steps show that it pays; the
             thresholds of the others are obeyed. See `DboAuto`; `step_settings.statistics()` has the result.
-        dbo_auto: of all kinds without a threshold of their own in `dbo`, and try other schedules, too.
+        dbo_auto: deprecated; `dbo_kinds=("decode", "prefill", "verify")` does the same.
         attention_backend: name; `auto` is the fastest that this model can use, see `model_runner.backend_choice`.
         prefill_attention_backend: another one for batches with a prefill.
         decode_attention_backend: another one for decode batches.
@@ -234,13 +238,13 @@ class ModelRunner(StepRunner):
             several_ranks=group is not None and group.size > 1,
             tensor_parallel_size=tensor_parallel_size,
         )
-        self.step_settings = make_step_settings(
+        if dbo_auto:
+            warnings.warn(_DBO_AUTO, DeprecationWarning, stacklevel=2)
+        self.step_settings = DboAuto(
             self.dbo,
             group,
             self.device,
-            self.all2all,
-            kinds=dbo_kinds,
-            explore=dbo_auto,
+            kinds=MODE_KEYS if dbo_auto else dbo_kinds,
             linear_layers=self.config.linear_moe_layers,
         )
         self.streams = StepStreams(self.device, streams, group)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from attention import KVCache, RequestToTokenTable, StatePool, UBatchAttention
-from model_runner.auto.dbo_auto import StepSettings
+from model_runner.auto.dbo_auto import DboAuto
 from model_runner.decoder.base import CausalLM
 from model_runner.graphs.steps import GraphSteps
 from model_runner.parallel.tensor_parallel import WHOLE, TensorParallel
@@ -64,7 +64,7 @@ class StepRunner:
     attention: UBatchAttention
     wrapper: UBatchWrapper
     graphs: GraphSteps | None
-    step_settings: StepSettings
+    step_settings: DboAuto
     split_cost: SplitCost
     streams: StepStreams
     _sampling: SamplingContext
@@ -157,12 +157,15 @@ class StepRunner:
         """Reset the step clock after an idle time, so that the next vote does not count it as the step's period."""
         self._voted_at = None
 
-    def coordinate(self, batch: InputBatch, dbo: UBatchConfig | None = None, no_gain: bool = False) -> Coordination:
+    def coordinate(
+        self, batch: InputBatch, dbo: UBatchConfig | None = None, no_gain: bool = False, told: tuple[int, ...] = ()
+    ) -> Coordination:
         """Vote with the other ranks on a step.
 
         Args:
             dbo: replaces the runner's own settings, if given.
             no_gain: vote against overlap, because no gain is expected.
+            told: numbers for the other ranks, `Offer.told`.
         """
         could_replay = 0
         if self.graphs is not None:
@@ -179,6 +182,7 @@ class StepRunner:
             content=content,
             period_us=0 if voted_at is None else int((now - voted_at) * 1e6),
             no_gain=no_gain,
+            told=told,
         )
         agreed = coordinate_batch_across_dp(self.dbo if dbo is None else dbo, shape, self.group, size)
         return agreed if self.graphs is None else self.graphs.agree(agreed)

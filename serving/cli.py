@@ -60,7 +60,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "bench auto": (
         "serving.workbench.bench.runtime.auto",
-        "--dbo-auto over a mixed load, against serial and every fixed setting",
+        "what --enable-dbo decides over a mixed load, against serial and every fixed setting",
     ),
     "bench schedules": (
         "serving.workbench.bench.runtime.schedules",

@@ -1,10 +1,10 @@
-"""`--enable-dbo` and `--dbo-auto` learn from running steps when to overlap; the costs that a split by cost needs.
+"""`--enable-dbo` learns from running steps when to overlap; the costs that a split by cost needs.
 
 step_cost      cost of a token and of an attended pair in a model
 step_stages    where a step's time went, over all ranks
 overlap_gain   how much faster a step would be under a schedule: the simulator's answer
 size_times     what is known of steps of one kind and size
-dbo_policy     decides which arm the next step runs in
-dbo_auto       all of these for a runner: settings of each step, and the exchange of times between ranks
+dbo_policy     decides whether the next step overlaps
+dbo_auto       all of these for a runner: what it votes with, and what it times
 cpu_dtype      the faster dtype on this CPU
 """

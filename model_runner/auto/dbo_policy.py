@@ -1,51 +1,46 @@
-"""The decisions of `--enable-dbo` and `--dbo-auto`: which arm a step runs in, by its kind and size. No clock, ranks or
-torch.
+"""The decisions of `--enable-dbo`: whether the next step overlaps, by its kind and size. No clock, ranks or torch.
 
-The policy gets what all ranks know of a step (kind, tokens, arm) and, some steps later, its stages. Every rank passes
-the same values, so all ranks decide the same.
+The policy gets what all ranks know of a step (kind, tokens, whether it overlapped) and, some steps later, its stages.
+Every rank passes the same values, so all ranks decide the same.
 
-    a size that never ran                        serial, once or twice: it tells the stages
-    an arm may be faster than the one in use     the next step tries it, within the budget; what its steps told fades
-    an arm is believed faster by the hysteresis  it is used
-    an arm is in use for long, or its transfers take another time than before     one serial step, within the budget
+    a size that never ran                    serial, once or twice: it tells the stages
+    overlap may be faster                    the next step tries it, within the budget; what it told fades
+    overlap is believed faster               the size overlaps
+    a size overlaps for long, or its transfers take another time than before     one serial step, within the budget
 
-Believed: the simulator's answer for the stages of serial steps, corrected by the steps that ran in the arm
-(`model_runner.auto.size_times`). An arm from which even the optimist expects nothing is never tried.
+Believed: the simulator's answer for the stages of serial steps, corrected by the steps that overlapped
+(`model_runner.auto.size_times`). A size from which even the optimist expects nothing is never tried.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from model_runner.auto.size_times import Belief, Level, SizeTimes
 from model_runner.auto.step_stages import Stages
 from ubatch.errors import ConfigError
-from ubatch.schedules.cost_table import SERIAL_ARM
 from ubatch.schedules.schedule import Schedule
 
 __all__ = ["Policy", "PolicyStatistics", "Seen"]
 
 _HYSTERESIS = 0.01
-"""An arm replaces the one in use if it is believed faster by more than this (log)."""
-_OPTIMISM = 1.0
-"""Standard deviations by which an arm that is tried may be better than believed."""
+"""A decision changes if the other way is believed faster by more than this (log)."""
 _ALLOWANCE_STEPS = 3.0
 """Mean steps that trials may lose at the start; later `probe_share` of the time adds to it."""
-_SERIAL_EVERY = 50
-"""Steps in an arm after which one serial step is worth its time."""
-_EAGER_STEPS = 8
-"""Steps after something new in which every step's time is wanted at once."""
-_CALM_EVERY, _CALM_TOGETHER = 4, 4
-"""Later every fourth step's time is wanted, four together: timing costs as much as a small step gains."""
+_TRIAL_EVERY = 3
+"""Steps of a size between two trials: by then the first one's time is known."""
+_FIRST_CHECK, _CHECK_EVERY = 8, 50
+"""Steps of a size that has begun to overlap until a serial step checks it; later twice as many, up to the second."""
+_NEW_STEPS, _SETTLED_EVERY = 8, 4
+"""Every step's time is wanted for so many steps after something new, later that of every fourth: timing a small step
+costs as much as it gains."""
 _NOISE, _LEAST_NOISE, _MOST_NOISE, _NOISE_MEMORY = 0.06, 0.02, 0.15, 32
 _WARM_UP = 0.1
-"""The very first step of an arm says nothing if it took longer than expected by this much (log)."""
+"""The very first overlapped step says nothing if it took longer than expected by this much (log)."""
 _SLOPE = 0.7
 """d log seconds / d log tokens of serial steps, while a single size is known."""
-_NEAR = 2
-"""A size that did not run serially yet is believed to be like one at most so many powers of two away."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +50,12 @@ class Seen:
     Attributes:
         kind: `decode`, `prefill`, `verify`, or another word for steps without a decision.
         tokens: mean tokens of the ranks that have some.
-        arm: the arm it ran in.
+        overlapped: whether it ran under its kind's schedule.
     """
 
     kind: str
     tokens: int
-    arm: str
+    overlapped: bool
 
     @property
     def size(self) -> int:
@@ -74,20 +69,22 @@ class PolicyStatistics:
 
     Attributes:
         steps: number of steps voted on.
-        seconds: total of their times, as far as told; a step whose time was taken stands for those that were not.
-        probes: number of steps run in another arm than the one in use.
+        timed: number of steps whose times are known.
+        seconds: total of these times.
+        trials: number of steps that ran the other way than decided for their size.
         lost_s: estimated seconds that these were slower.
-        changes: number of times the arm in use changed, at any size.
-        arms: kind -> smallest tokens of a size -> the arm in use.
+        changes: number of times the decision changed, at any size.
+        overlaps: kind -> smallest tokens of a size -> whether it overlaps.
         reasons: kind -> a sentence with the reasons.
     """
 
     steps: int
+    timed: int
     seconds: float
-    probes: int
+    trials: int
     lost_s: float
     changes: int
-    arms: Mapping[str, Mapping[int, str]]
+    overlaps: Mapping[str, Mapping[int, bool]]
     reasons: Mapping[str, str]
 
 
@@ -95,198 +92,128 @@ class Policy:
     """Decides for the kinds of steps it is given.
 
     Args:
-        arms: kind -> name -> schedule of the arms beside the serial one, the simplest first.
+        schedules: kind -> the schedule of its overlapped steps.
         probe_share: largest share of the time that trials may lose.
 
     Raises:
-        ConfigError: no arms, or a share outside 0 to 1.
+        ConfigError: a share outside 0 to 1.
     """
 
-    def __init__(self, arms: Mapping[str, Mapping[str, Schedule]], *, probe_share: float = 0.01) -> None:
-        if not arms or not all(arms.values()):
-            raise ConfigError("an automatic policy needs at least one arm for every kind of step.")
+    def __init__(self, schedules: Mapping[str, Schedule], *, probe_share: float = 0.01) -> None:
         if not 0 < probe_share < 1:
             raise ConfigError(f"probe_share must be between 0 and 1, not {probe_share}.")
-        self._arms = {kind: dict(each) for kind, each in arms.items()}
+        self._schedules = dict(schedules)
         self._probe_share = probe_share
-        self._sizes: dict[str, dict[int, SizeTimes]] = {kind: {} for kind in arms}
-        self._elsewhere: dict[tuple[str, str], Level] = {}  # (kind, arm) -> its `off` over all sizes
-        self._noise = dict.fromkeys(arms, _NOISE)
+        self._sizes: dict[str, dict[int, SizeTimes]] = {kind: {} for kind in schedules}
+        self._elsewhere = {kind: Level() for kind in schedules}  # `off` over all sizes
+        self._noise = dict.fromkeys(schedules, _NOISE)
         self._latest: dict[str, int] = {}  # kind -> tokens of the latest step
-        self._trials: dict[int, str] = {}  # step whose time is unknown -> the arm in use then
-        self._stands_for: dict[int, int] = {}  # the same -> number of steps, where more than one
-        self._steps = self._told = self._probes = self._changes = 0
-        self._eager_until = _EAGER_STEPS
+        self._warm: set[str] = set()  # kinds that have overlapped once
+        self._steps = self._timed = self._trials = self._changes = 0
+        self._new_until = _NEW_STEPS
         self._seconds = self._lost_s = 0.0
         self._reasons: Mapping[str, str] | None = None  # as of the latest times; every step asks
 
-    # -- before a step, and after its vote ---------------------------------------------------------------------
+    def overlaps(self, kind: str, tokens: int) -> bool:
+        """Whether a step of this kind with `tokens` tokens on this rank should overlap.
 
-    def arm(self, kind: str, tokens: int) -> str:
-        """The arm for a step of this kind with `tokens` tokens on this rank.
-
-        Ranks with somewhat different batches must ask for the same arm: while the batch is like that of the latest
-        step of the kind, its size counts.
+        Ranks with somewhat different batches must decide alike: while the batch is like that of the latest step of the
+        kind, its size counts.
         """
         latest = self._latest.get(kind, tokens)
         if latest / 2 <= tokens <= latest * 2:
             tokens = latest
-        size = Seen(kind, tokens, SERIAL_ARM).size
-        own, near = self._sizes[kind].get(size), self._near(kind, size)
-        if own is None or near is None or not own.serial_steps:
-            return SERIAL_ARM
-        if near.seconds.weight < 2 and sum(each.known for each in self._sizes[kind].values()) < 2:
-            return SERIAL_ARM  # the very first step may have warmed up
-        used = self._used(kind, own, near)
-        beliefs = dict(self._beliefs(kind, near, faded=True))
-        if used != SERIAL_ARM:
-            due = own.suspect or own.steps - own.ran_at[SERIAL_ARM] >= _SERIAL_EVERY
-            if due and self._affords(math.exp(near.seconds.value) * (1 - math.exp(min(0.0, beliefs[used].mean)))):
-                return SERIAL_ARM
-        used_log = beliefs[used].mean if used != SERIAL_ARM else 0.0
-        tried = min(beliefs, key=lambda arm: beliefs[arm].mean - _OPTIMISM * beliefs[arm].doubt)
-        hoped = beliefs[tried]
-        if tried == used or hoped.mean - _OPTIMISM * hoped.doubt > used_log - _HYSTERESIS:
-            return used
-        cost = math.expm1(max(0.0, hoped.mean - used_log)) * math.exp(near.seconds.value + used_log)
-        return tried if self._affords(cost) else used
+        own = self._sizes[kind].get(Seen(kind, tokens, False).size)
+        if own is None or not self._can_compare(kind, own):
+            return False
+        serial_s, belief = math.exp(own.seconds.value), self._belief(kind, own, faded=True)
+        if own.overlaps:
+            after = min(_CHECK_EVERY, _FIRST_CHECK << min(own.checks, _CHECK_EVERY))
+            due = own.suspect or own.seconds.far or own.steps - own.serial_at >= after
+            return not (due and self._affords(-serial_s * math.expm1(belief.mean)))
+        if own.steps - own.overlapped_at < _TRIAL_EVERY and own.overlapped_at:
+            return False
+        return belief.hoped < -_HYSTERESIS and self._affords(serial_s * math.expm1(belief.mean))
 
-    def saw(self, step: Seen) -> int | None:
-        """Records a step after its vote; returns its number, under which `learn` gets its stages, None if unwanted."""
-        number, self._steps = self._steps, self._steps + 1
+    def saw(self, step: Seen) -> bool:
+        """Records a step after its vote; returns whether its time is wanted, for `learn`."""
+        self._steps += 1
         if step.kind not in self._sizes:
-            return None
+            return False
         self._latest[step.kind] = step.tokens
-        sizes = self._sizes[step.kind]
-        own = sizes.setdefault(step.size, SizeTimes())
-        if step.arm != own.latest:  # of votes alone: ranks that round differently must be eager together
-            self._eager_until = self._steps + _EAGER_STEPS
-        own.latest = step.arm
+        own = self._sizes[step.kind].setdefault(step.size, SizeTimes())
+        if step.overlapped != own.latest:
+            self._new_until = self._steps + _NEW_STEPS
+        own.latest = step.overlapped
         own.steps += 1
-        own.ran_at[step.arm] = own.steps
-        own.serial_steps += step.arm == SERIAL_ARM
-        near = self._near(step.kind, step.size)
-        used = SERIAL_ARM if near is None else self._used(step.kind, own, near)
-        self._probes += step.arm != used
-        if not self.eager:  # of votes alone, like `wants_times`
-            if number % _CALM_EVERY:
-                return None
-            self._stands_for[number] = _CALM_EVERY
-        if step.arm != used:
-            self._trials[number] = used
-        own.untold[step.arm] += 1
-        return number
-
-    def wants_times(self, waiting: int) -> bool:
-        """Whether the ranks should exchange the times of `waiting` steps now.
-
-        It depends on votes alone, so it is the same on ranks that round differently: an exchange that one rank leaves
-        out would take the others' vote for it.
-        """
-        return waiting >= _CALM_TOGETHER or (waiting > 0 and self.eager)
-
-    @property
-    def eager(self) -> bool:
-        """Whether a size lately ran in another arm than before: then a step's time is wanted before the next step."""
-        return self._steps <= self._eager_until
-
-    # -- now and then ------------------------------------------------------------------------------------------
-
-    def learn(self, times: Mapping[int, tuple[Seen, Stages | None]]) -> list[str]:
-        """Learns the stages of steps, then decides which arms are in use.
-
-        Args:
-            times: number -> step and its stages, None if it failed; for every step that has a number and ran since the
-                last call, the same on every rank.
-
-        Returns:
-            The kinds with another arm in use at some size than before.
-        """
-        self._reasons = None
-        changed: dict[str, None] = {}
-        touched: dict[tuple[str, int], None] = {}
-        for number, (step, stages) in times.items():
-            used, count = self._trials.pop(number, step.arm), self._stands_for.pop(number, 1)
-            own = self._sizes.get(step.kind, {}).get(step.size)
-            if own is None:
-                continue
-            own.untold[step.arm] -= 1
-            if stages is None or not stages.seconds > 0:
-                continue
-            self._told += count
-            self._seconds += count * stages.seconds
-            self._learn(step, stages, own, used)
-            touched[step.kind, step.size] = None
-        for kind, size in touched:
-            own, near = self._sizes[kind][size], self._near(kind, size)
-            if near is None:
-                continue
-            near.expect(self._arms[kind])
-            best = self._believed_best(kind, near, own.used)
-            if best != own.used:
-                own.used = best
-                self._changes += 1
-                changed[kind] = None
-        return list(changed)
-
-    def _learn(self, step: Seen, stages: Stages, own: SizeTimes, used: str) -> None:
-        kind, noise, log_tokens = step.kind, self._noise[step.kind], math.log(max(1, step.tokens))
-        if step.arm == SERIAL_ARM:
-            moved = own.add_serial(log_tokens, stages, noise)
-        elif step.arm in self._arms[kind]:
-            near = self._near(kind, step.size)
-            if near is None:
-                return
-            before = near.off.get(step.arm, Level()).value
-            ratio = math.log(stages.seconds) - near.serial_log_s(log_tokens, self._slope(kind))
-            warms_up = (kind, step.arm) not in self._elsewhere
-            elsewhere = self._elsewhere.setdefault((kind, step.arm), Level())
-            if warms_up and near.off_of(step.arm, ratio) > _WARM_UP:
-                return
-            travel = math.log(stages.travel) - 0.5 * log_tokens if stages.travel > 0 else None
-            off = near.add_arm(step.arm, ratio, travel, noise)
-            elsewhere.add(off, _MOST_NOISE)
-            moved = off - before if near.off[step.arm].weight > 1 else 0.0
-            own.suspect |= near.suspect
+        if step.overlapped:
+            own.overlapped_at = own.steps
         else:
-            return
+            own.serial_at = own.steps
+            own.checks += own.overlaps
+        self._trials += step.overlapped != own.overlaps and own.known
+        return self._steps <= self._new_until or self._steps % _SETTLED_EVERY == 0
+
+    def learn(self, step: Seen, stages: Stages) -> bool:
+        """Learns the stages of a step that `saw` wanted, then decides for its size; returns whether that has changed.
+        The calls are the same on every rank."""
+        self._reasons = None
+        self._timed += 1
+        self._seconds += stages.seconds
+        kind, own = step.kind, self._sizes[step.kind][step.size]
+        if not own.known and step.overlapped:
+            return False  # nothing to compare with
+        noise, before = self._noise[kind], own.overlaps
+        moved = abs((self._learn_overlapped if step.overlapped else self._learn_serial)(step, stages, own))
         if moved:
-            variance = noise**2 + (min(abs(moved), 3 * noise) ** 2 - noise**2) / _NOISE_MEMORY
+            variance = noise**2 + (min(moved, 3 * noise) ** 2 - noise**2) / _NOISE_MEMORY
             self._noise[kind] = min(max(math.sqrt(variance), _LEAST_NOISE), _MOST_NOISE)
-        if used != step.arm and (near := self._near(kind, step.size)) is not None:
-            log_s = near.serial_log_s(log_tokens, self._slope(kind))
-            if used != SERIAL_ARM:
-                log_s += near.belief(used, self._elsewhere.get((kind, used), Level()), noise).mean
-            self._lost_s += max(0.0, stages.seconds - math.exp(log_s))
+        if self._can_compare(kind, own):
+            own.overlaps = self._belief(kind, own).mean < (_HYSTERESIS if before else -_HYSTERESIS)
+        if own.overlaps != before:
+            own.checks = 0
+            self._changes += 1
+        return own.overlaps != before
+
+    def _learn_serial(self, step: Seen, stages: Stages, own: SizeTimes) -> float:
+        """Returns by how much its log time differed from what was believed; so does the next."""
+        kind, log_tokens = step.kind, math.log(max(1, step.tokens))
+        if own.overlaps:
+            overlapped = own.serial_log_s(log_tokens, self._slope(kind)) + self._belief(kind, own).mean
+            self._lost_s += max(0.0, stages.seconds - math.exp(overlapped))
+        moved = own.add_serial(log_tokens, stages, self._noise[kind], self._schedules[kind])
+        if own.seconds.far:  # is it a new level? The next step tells
+            self._new_until = self._steps + _NEW_STEPS
+        return moved
+
+    def _learn_overlapped(self, step: Seen, stages: Stages, own: SizeTimes) -> float:
+        kind, log_tokens = step.kind, math.log(max(1, step.tokens))
+        serial = own.serial_log_s(log_tokens, self._slope(kind))
+        ratio = math.log(stages.seconds) - serial
+        if not own.overlaps or not own.off.weight:
+            self._lost_s += max(0.0, stages.seconds - math.exp(serial))
+        warms_up = kind not in self._warm and own.off_of(ratio) > _WARM_UP
+        self._warm.add(kind)
+        if warms_up:
+            return 0.0
+        self._elsewhere[kind].add(own.off_of(ratio), _MOST_NOISE)
+        travel = math.log(stages.travel) - 0.5 * log_tokens if stages.travel > 0 else None
+        return own.add_overlapped(ratio, travel, self._noise[kind])
 
     # -- what is believed --------------------------------------------------------------------------------------
 
-    def _near(self, kind: str, size: int) -> SizeTimes | None:
-        """This size, or the nearest one with a known serial time; None if there is none close by."""
-        sizes = self._sizes[kind]
-        for power in range(_NEAR + 1):
-            for other in (size << power, size >> power):
-                if other in sizes and sizes[other].known:
-                    return sizes[other]
-        return None
+    def _belief(self, kind: str, own: SizeTimes, *, faded: bool = False) -> Belief:
+        return own.belief(self._elsewhere[kind], self._noise[kind], faded=faded)
 
-    def _used(self, kind: str, own: SizeTimes, near: SizeTimes) -> str:
-        """The arm in use; at a size whose serial time is not known, the best one of a size close by."""
-        return own.used if own.known else self._believed_best(kind, near, near.used)
-
-    def _beliefs(self, kind: str, near: SizeTimes, *, faded: bool = False) -> Iterator[tuple[str, Belief]]:
-        for arm in self._arms[kind]:
-            yield arm, near.belief(arm, self._elsewhere.get((kind, arm), Level()), self._noise[kind], faded=faded)
-
-    def _believed_best(self, kind: str, near: SizeTimes, used: str) -> str:
-        """The arm with the least believed time; `used` unless it is slower by the hysteresis."""
-        logs = {SERIAL_ARM: 0.0, **{arm: belief.mean for arm, belief in self._beliefs(kind, near)}}
-        best = min(logs, key=logs.__getitem__)
-        return best if logs[best] < logs[used] - _HYSTERESIS else used
+    def _can_compare(self, kind: str, own: SizeTimes) -> bool:
+        """Whether a serial time of this size is known; the very first one of a kind may have warmed up."""
+        return own.seconds.weight >= 2 or (own.known and sum(each.known for each in self._sizes[kind].values()) > 1)
 
     def _slope(self, kind: str) -> float:
         """d log seconds / d log tokens of serial steps, from the sizes that are known."""
         points = [(each.tokens.value, each.seconds.value) for each in self._sizes[kind].values() if each.known]
+        if len(points) < 2:
+            return _SLOPE
         mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
         spread = sum((x - mean_x) ** 2 for x, _ in points)
         if spread < 0.1:
@@ -294,34 +221,41 @@ class Policy:
         return min(max(sum((x - mean_x) * (y - mean_y) for x, y in points) / spread, 0.0), 1.2)
 
     def _affords(self, cost_s: float) -> bool:
-        mean_s = self._seconds / self._told if self._told else 0.0
-        left = self._probe_share * self._seconds + _ALLOWANCE_STEPS * mean_s - self._lost_s
-        return cost_s * (1 + len(self._trials)) <= left
+        mean_s = self._seconds / self._timed if self._timed else 0.0
+        return cost_s <= (self._probe_share * self._steps + _ALLOWANCE_STEPS) * mean_s - self._lost_s
 
     # -- in words ----------------------------------------------------------------------------------------------
 
     @property
     def reasons(self) -> Mapping[str, str]:
-        """Kind -> a sentence: the arm in use by size, and why."""
+        """Kind -> a sentence: what each size does, and why."""
         if self._reasons is None:
-            self._reasons = {kind: self._in_words(kind) for kind in self._arms}
+            self._reasons = {kind: self._in_words(kind) for kind in self._schedules}
         return self._reasons
 
     def _in_words(self, kind: str) -> str:
         told = []
         for size, own in sorted(self._sizes[kind].items()):
-            near = own if own.known else None
-            if near is None:
+            if not own.known:
                 continue
-            arm, belief = min(self._beliefs(kind, near), key=lambda item: item[1].mean)
-            waits = "" if near.stages is None else f", {near.stages.waits / near.stages.seconds:.0%} waiting"
-            what = f"{arm} {math.exp(-belief.mean):.2f}x" + ("" if own.off.get(arm) else " expected")
-            told.append(f"{size}: {own.used} ({math.exp(own.seconds.value) * 1e3:.3g} ms serial{waits}; {what})")
+            waits = "" if own.stages is None else f", {own.stages.waits / own.stages.seconds:.0%} waiting"
+            gain = f"{math.exp(-self._belief(kind, own).mean):.2f}x" + ("" if own.off.weight else " expected")
+            does, serial_ms = "overlapped" if own.overlaps else "serial", math.exp(own.seconds.value) * 1e3
+            told.append(f"{size}: {does} ({serial_ms:.3g} ms serial{waits}; overlapped {gain})")
         return "by tokens: " + "; ".join(told) if told else "serial: nothing is measured yet"
 
     def statistics(self) -> PolicyStatistics:
         """The decisions so far."""
-        arms = {kind: {size: own.used for size, own in sorted(sizes.items())} for kind, sizes in self._sizes.items()}
+        overlaps = {
+            kind: {size: own.overlaps for size, own in sorted(sizes.items())} for kind, sizes in self._sizes.items()
+        }
         return PolicyStatistics(
-            self._steps, self._seconds, self._probes, self._lost_s, self._changes, arms, self.reasons
+            self._steps,
+            self._timed,
+            self._seconds,
+            self._trials,
+            self._lost_s,
+            self._changes,
+            overlaps,
+            self.reasons,
         )

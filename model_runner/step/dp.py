@@ -74,6 +74,7 @@ class BatchShape:
         content: fingerprint of the requests' tokens if other ranks must run the same, `Offer.content`; else 0.
         period_us: see `Offer.period_us`.
         no_gain: overlap is not expected to make the step faster.
+        told: see `Offer.told`.
     """
 
     query_lens: Sequence[int]
@@ -85,6 +86,7 @@ class BatchShape:
     content: int = 0
     period_us: int = 0
     no_gain: bool = False
+    told: tuple[int, ...] = ()
 
     @property
     def prefill_tokens(self) -> int:
@@ -176,6 +178,7 @@ def make_offer(config: UBatchConfig, batch: BatchShape) -> tuple[Offer, tuple[UB
         content=batch.content,
         prefill_tokens=batch.prefill_tokens,
         period_us=batch.period_us,
+        told=batch.told,
     )
     return offer, slices
 

@@ -25,7 +25,6 @@ class EngineOptions:
         load_format: `auto`, `safetensors`, or `dummy` for random weights.
         dbo: when and how to overlap; its group is set on the rank.
         dbo_kinds: kinds of steps that overlap only if running steps show that it pays; see `model_runner.DboAuto`.
-        dbo_auto: of all kinds without a threshold, and try other schedules, too.
         scheduler: how steps are filled.
         speculation: how draft tokens are proposed, and how many; None for no speculation.
         data_parallel_size: data-parallel ranks over all nodes; each request runs on one of them.
@@ -51,7 +50,6 @@ class EngineOptions:
     allow_long_max_model_len: bool = False
     dbo: UBatchConfig = field(default_factory=lambda: UBatchConfig(enable_dbo=False))
     dbo_kinds: tuple[str, ...] = ()
-    dbo_auto: bool = False
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig | None = None
     data_parallel_size: int = 1

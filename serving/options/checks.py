@@ -110,8 +110,6 @@ def _model(s: Settings) -> Iterator[str]:
 
 
 def _overlap(s: Settings) -> Iterator[str]:
-    if s["dbo_auto"] and not (s["enable_dbo"] or s["enable_single_batch_overlap"]):
-        yield f"{s.spell('dbo_auto')} decides when steps overlap, but they may not. Add --enable-dbo."
     one_lane = s["enable_single_batch_overlap"] and not s["enable_dbo"]
     for name in ("dbo_decode_token_threshold", "dbo_prefill_token_threshold"):
         if s[name] < s["ubatch_size"] and not one_lane:

@@ -37,12 +37,14 @@ def derive_overlap(s: Settings) -> Settings:
 
     If a stronger source says `--no-enable-dbo`, overlap settings of weaker sources have no effect.
     """
+    if s["dbo_auto"]:
+        s = s.without_effect("dbo_auto", "it is gone in the next release, as --enable-dbo decides so without it")
     if s["enable_single_batch_overlap"] and not s["enable_dbo"] and not s.given("schedule"):
         return s.derive("schedule", "single_batch", s.spell("enable_single_batch_overlap"))
     off = s.all["enable_dbo"]
     if not off.given or off.value or s["enable_single_batch_overlap"]:
         return s
-    for name in ("dbo_auto", "ubatch_size", "dbo_decode_token_threshold", "dbo_prefill_token_threshold"):
+    for name in ("ubatch_size", "dbo_decode_token_threshold", "dbo_prefill_token_threshold"):
         if s.given(name) and s[name] and s.all[name].source.weaker_than(off.source):
             s = s.without_effect(name, f"no step overlaps ({off.spelled})")
     return s

@@ -45,7 +45,6 @@ def make_runner(
         link=make_link(options.emulated_link),
         dbo=options.dbo,
         dbo_kinds=options.dbo_kinds,
-        dbo_auto=options.dbo_auto,
         attention_backend=options.attention_backend,
         prefill_attention_backend=options.prefill_attention_backend,
         decode_attention_backend=options.decode_attention_backend,

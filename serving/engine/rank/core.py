@@ -65,7 +65,7 @@ class EngineCore:
 
     Args:
         measure_overlap: trace some steps for the statistics; see `StepTracer`.
-        decided: returns the decisions of `--dbo-auto`: kind of step -> text.
+        decided: returns the decisions of `--enable-dbo`: kind of step -> text.
 
     Attributes:
         idle: whether the last step had no token on any rank; the same on all ranks. A request may have arrived since.

@@ -109,9 +109,7 @@ class Overlap(Group):
         description="overlap microbatches: from a given threshold on, else where steps show a gain",
     )
     enable_two_batch_overlap: bool = Field(False, description="SGLang's name of --enable-dbo")
-    dbo_auto: bool = Field(
-        False, description="try more schedules on running steps: one lane more, single-batch overlap, two chunks"
-    )
+    dbo_auto: bool = Field(False, description="deprecated, without effect: --enable-dbo decides so without it")
     ubatch_size: int = Field(2, ge=2, le=MAX_LANES, description=f"microbatches, 2 to {MAX_LANES}")
     dbo_decode_token_threshold: Annotated[int, Flag(default="measured")] = Field(
         32, description="overlap decode steps from so many tokens on"

@@ -95,7 +95,7 @@ def _choices(s: Settings) -> Iterator[tuple[str, Any, str]]:
         yield "enable_dbo", True, "to show overlap"
     for kind, tokens in (("decode", _DECODE_TOKENS), ("prefill", _PREFILL_TOKENS)):
         name = f"dbo_{kind}_token_threshold"
-        if not s.given(name) and not s["dbo_auto"]:
+        if not s.given(name):
             yield name, tokens, "overlap from there on, whether it pays or not"
     processes = s["data_parallel_size"] * s["tensor_parallel_size"]
     if not s.given("data_parallel_size") and not s.given("tensor_parallel_size") and _room_for_ranks(s):
@@ -170,7 +170,7 @@ def record(run: OfflineRun) -> list[RankTrace]:
 
 
 def _serial_settings(s: Settings) -> Settings:
-    for name in ("enable_dbo", "enable_single_batch_overlap", "dbo_auto"):
+    for name in ("enable_dbo", "enable_single_batch_overlap"):
         s = s.derive(name, False, "to compare with")
     return s
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from model_runner.auto.overlap_gain import expected_log_ratio
-from model_runner.auto.step_stages import ROW, Stages, row
+from model_runner.auto.step_stages import Stages, row
 from ubatch import SCHEDULES
 from ubatch.ranks.transfer_times import Arrival
+from ubatch.schedules.vote import TOLD_WIDTH
 
 LAYERS = 4
 
@@ -26,14 +27,16 @@ def arrivals(late: float, *, link: float = 2.0, attention: float = 1.0, experts:
     return found
 
 
-def largest(*rows: tuple[list[float], int]) -> list[float]:
-    return [max(values) for values in zip(*(each for each, _ in rows), strict=True)]
+def stages_of(*rows: tuple[int, ...], linear_layers: tuple[int, ...] = ()) -> Stages:
+    found = Stages.of(rows, linear_layers)
+    assert found is not None
+    return found
 
 
 def test_the_lateness_of_peers_is_no_time_on_the_link() -> None:
-    rows = [row(45.0, 0.0, arrivals(late), shared_cores=False) for late in (0.0, 1.5)]
-    assert {len(each) for each, _ in rows} == {ROW}
-    stages = Stages.of(largest(*rows), rows[0][1])
+    rows = [row(45.0, 0.0, arrivals(late)) for late in (0.0, 1.5)]
+    assert {len(each) for each in rows} == {TOLD_WIDTH}
+    stages = stages_of(*rows)
     assert (stages.dispatch, stages.combine, stages.other) == pytest.approx((8.0, 8.0, 0.0))
     assert stages.experts == pytest.approx(12.0)
     assert stages.attention == pytest.approx(4.0 + 45 - 32)  # what follows the last combine, too
@@ -44,18 +47,25 @@ def test_the_lateness_of_peers_is_no_time_on_the_link() -> None:
 
 def test_the_transports_own_work_is_no_wait_on_cores_that_it_shares() -> None:
     one = [Arrival("dispatch", 1.0, 1.0, 3.0, cpu_s=1.5)]
-    waits = [Stages.of(row(4.0, 0.0, one, shared_cores=shared)[0], 1).dispatch for shared in (False, True)]
+    waits = [stages_of(row(4.0, 0.0, one, shared_cores=shared)).dispatch for shared in (False, True)]
     assert waits == pytest.approx([2.0, 0.5])
 
 
 def test_a_shared_expert_between_launch_and_wait_is_compute() -> None:
-    stages = Stages.of(row(10.0, 0.0, [Arrival("combine", 2.0, 5.0, 6.0)], shared_cores=False)[0], 1)
+    stages = stages_of(row(10.0, 0.0, [Arrival("combine", 2.0, 5.0, 6.0)]))
     assert (stages.combine, stages.experts, stages.attention) == pytest.approx((1.0, 5.0, 4.0))
 
 
 def test_more_layers_than_slots_share_them() -> None:
     many = [Arrival("combine", float(i), float(i), i + 0.5) for i in range(100)]
-    assert Stages.of(row(100.0, 0.0, many, shared_cores=False)[0], 100).combine == pytest.approx(50.0)
+    assert stages_of(row(100.0, 0.0, many)).combine == pytest.approx(50.0)
+
+
+def test_the_time_of_a_step_is_unknown_if_one_rank_does_not_tell_it() -> None:
+    known = row(4.0, 0.0, arrivals(0.0))
+    assert Stages.of((known, ())) is Stages.of(()) is None
+    assert stages_of(row(4.0), row(3.0)) == Stages(4.0)  # only the whole time is known, as on a GPU
+    assert stages_of(row(4.0, 0.0, ())) == Stages(4.0, attention=4.0)  # nothing travelled, as on one rank
 
 
 @pytest.mark.parametrize("name", ["mlp_shared_overlap", "two_batch_decode", "single_batch", "single_batch_signalled"])
@@ -79,11 +89,11 @@ def test_layers_with_linear_attention_have_times_of_their_own() -> None:
             launched = now + compute
             now = launched + 2.0
             found.append(Arrival(name, launched, launched, now))
-    told, layers = row(now + 1.0, 0.0, found, shared_cores=False, linear_layers=linear)
-    stages = Stages.of(told, layers, linear)
+    told = row(now + 1.0, 0.0, found, linear_layers=linear)
+    stages = stages_of(told, linear_layers=linear)
     assert (stages.attention, stages.linear, stages.experts) == pytest.approx((25.0, 6.75, 24.0))
     assert stages.linear_layers == linear
-    assert Stages.of(told, 3, linear).linear_layers == (0, 1, 2)
+    assert stages_of((3, *told[1:]), linear_layers=linear).linear_layers == (0, 1, 2)
 
     schedule = SCHEDULES["mlp_shared_overlap"]
     merged = expected_log_ratio(replace(stages, linear=stages.attention * 6 / 8), schedule)

@@ -131,19 +131,16 @@ def test_what_is_printed_of_single_batch_overlap_loads_again(
 
 def test_overlap_that_the_line_turns_off_needs_no_other_change(tmp_path: Path) -> None:
     file = tmp_path / "dbo.yaml"
-    file.write_text("enable-dbo: true\ndbo-auto: true\nubatch-size: 4\ndbo-decode-token-threshold: 2\n")
+    file.write_text("enable-dbo: true\nubatch-size: 4\ndbo-decode-token-threshold: 2\n")
     words = [TINY, *SHARED, "--device", "cpu", "--config", str(file)]
     with pytest.raises(ConfigError, match="a microbatch would be empty"):
         read_serve_command("ubatch serve", "", words)
     settings = read_serve_command("ubatch serve", "", [*words, "--no-enable-dbo"]).settings
-    assert settings["dbo_auto"] is False
     told = "\n".join(notes(settings))
-    assert f"dbo-auto in {file} (true) has no effect: no step overlaps (--no-enable-dbo)" in told
-    with pytest.raises(ConfigError, match="Add --enable-dbo"):
-        read_serve_command("ubatch serve", "", [TINY, *SHARED, "--no-enable-dbo", "--dbo-auto"])
-    file.write_text("enable-dbo: true\ndbo-auto: true\nenable-single-batch-overlap: true\n")
+    assert f"ubatch-size in {file} (4) has no effect: no step overlaps (--no-enable-dbo)" in told
+    file.write_text("enable-dbo: true\nenable-single-batch-overlap: true\n")
     settings = read_serve_command("ubatch serve", "", [*words, "--no-enable-dbo"]).settings
-    assert (settings["dbo_auto"], settings["schedule"]) == (True, "single_batch"), "the other kind of overlap stays"
+    assert settings["schedule"] == "single_batch", "the other kind of overlap stays"
 
 
 @pytest.mark.parametrize("own", [("--files", "f"), (TINY, "--prompt", "x"), ("--url", "http://line")])

@@ -234,7 +234,7 @@ def test_arms_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(deployment, "available_memory", lambda: free[0])
     monkeypatch.setattr(deployment, "_IDLE_S", 0.01)
-    arms = list(map(Arm.parse, ("serial", "dbo", "auto", "two-lanes")))
+    arms = list(map(Arm.parse, ("serial", "dbo", "three-lanes", "two-lanes")))
     with pytest.raises(ConfigError, match=r"take 3\.0 GiB, and 3 arms more do not fit into the 7\.0 GiB left"):
         Servers(start, arms).__enter__()
     free[0] = 10 << 30
@@ -243,7 +243,7 @@ def test_arms_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         with servers.of(arms[1]):
             assert running == ["serial", "dbo"]
         with servers.of(arms[2]):  # not kept
-            assert running == ["serial", "dbo", "auto"]
+            assert running == ["serial", "dbo", "three-lanes"]
     assert running == []
 
 

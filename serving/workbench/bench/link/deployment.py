@@ -40,7 +40,6 @@ ARMS: dict[str, tuple[str, ...]] = {
     "three-lanes": ("--enable-dbo", "--ubatch-size=3", *_from(3)),
     "single-batch": ("--enable-single-batch-overlap", *_from(1)),
     "two-by-two": ("--enable-dbo", "--enable-single-batch-overlap", *_from(2)),
-    "auto": ("--enable-dbo", "--dbo-auto"),
 }
 """Name -> flags. Where thresholds are given, every step that can overlap does."""
 

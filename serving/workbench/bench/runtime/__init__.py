@@ -4,7 +4,7 @@ handoff             time of one hand-off between lanes
 lanes               cost of lanes without anything to overlap
 overlap             how much communication is hidden, and how close to the bound
 schedules           named schedules, and the best of the search
-auto                `--dbo-auto` against every fixed setting
+auto                what `--enable-dbo` decides, against every fixed setting
 transformers_step   a model that transformers shards, wrapped and not
 experts             experts of a MoE layer, by every back end
 attention           attention back ends, and a model against transformers

@@ -1,22 +1,22 @@
-"""`ubatch bench auto`: `--dbo-auto` over a mixed load, against serial steps and every fixed setting.
+"""`ubatch bench auto`: what `--enable-dbo` decides over a mixed load, against serial steps and every fixed setting.
 
 Two expert-parallel ranks run a load of decodes, whose batch grows and shrinks, mixed with few, many or hardly any
-prefills. Auto runs every step. Steps drawn at random are also run by every arm, in a random order, so that drift of the
-machine affects all arms alike, and no arm is always first with cold caches. These steps are compared:
+prefills. `dbo` runs every step. Steps drawn at random are also run by every arm, in a random order, so that drift of
+the machine affects all arms alike, and no arm is always first with cold caches. These steps are compared:
 
-    serial, and each arm that auto may choose     under fixed settings
-    auto                                          as it decides, its probes and exchanges included
+    serial, two-lanes, three-lanes, single-batch, two-by-two     under fixed settings
+    dbo                                                          as it decides, its trials included
 
 The time of any fixed setting (an arm from a token threshold, for each kind of step) is computed from these. The best
 fixed setting is known only afterwards, and noise favours it: it is the smallest of many sums.
 
-    against serial        time of the serial arm / time of auto
-    against the best      time of the best fixed setting / time of auto
+    against serial        time of the serial arm / time of `dbo`
+    against the best      time of the best fixed setting / time of `dbo`
     pooled                both again, with the mean forward time of all arms that ran a step in the same schedule
 
-On a noisy machine the same forward varies by some per cent, and most of auto's forwards repeat another arm's. Pooling
+On a noisy machine the same forward varies by some per cent, and all of `dbo`'s forwards repeat another arm's. Pooling
 removes this noise. Each arm keeps its own time outside the forward: deciding, voting and bookkeeping. Pooling would
-hide an effect of auto on the forward itself.
+hide an effect of deciding on the forward itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
@@ -34,7 +34,6 @@ from pydantic import Field
 
 from model_runner import InputBatch, ModelRunner
 from model_runner.auto.dbo_auto import DboAuto
-from model_runner.parallel.transport import most_chunks
 from moe import EmulatedLink
 from serving.arguments.fields import Flag
 from serving.progress import progress
@@ -44,13 +43,13 @@ from serving.workbench.arms.cells import Cell, Grid, arm_config
 from serving.workbench.bench.options import Checkpoint, ReportOptions
 from serving.workbench.bench.statistics import Interval, ratio_of_sums
 from serving.workbench.bench.step_setting import StepSetting, calibrate, slowest_rank
-from ubatch import CommGroup, UBatchConfig
+from ubatch import SCHEDULES, CommGroup, Schedule, UBatchConfig
 from ubatch.schedules.cost_table import SERIAL_ARM, Setting
 from ubatch.schedules.schedule import SERIAL
 
-__all__ = ["AutoResult", "Options", "best_fixed", "mixed_load", "pooled", "run"]
+__all__ = ["AutoResult", "Options", "best_fixed", "fixed_arms", "mixed_load", "pooled", "run"]
 
-_AUTO = "auto"
+_DBO = "dbo"
 _BLOCK_SIZE = 16
 
 
@@ -86,8 +85,9 @@ class AutoResult:
         seconds: arm -> seconds of each of these steps, on its slowest rank.
         best: kind of step -> the best fixed setting.
         forwards: arm -> the forwards' part of `seconds`.
-        ran: auto's schedule in each of the steps, as its description; "" for serial.
-        decided: kind of step -> auto's decision at the end, and why.
+        ran: `dbo`'s schedule in each of the steps, as its description; "" for serial.
+        decided: kind of step -> the decision at the end, and why.
+        trials: steps that ran the other way than decided.
     """
 
     ratio: float
@@ -102,13 +102,25 @@ class AutoResult:
     forwards: Mapping[str, Sequence[float]]
     ran: Sequence[str]
     decided: Mapping[str, str]
-    probes: int
+    trials: int
 
 
 def run(options: Options) -> int:
     results: list[AutoResult] = run_ranks(_measure_on_rank, options.ranks, options)
     options.write({"links": results})
     return 0
+
+
+def fixed_arms(config: UBatchConfig) -> dict[str, Schedule]:
+    """Name -> schedule of every fixed arm, with the names of `ubatch bench link`."""
+    two = config.resolved_schedule().with_lanes(2)
+    return {
+        SERIAL_ARM: SERIAL,
+        "two-lanes": two,
+        "three-lanes": two.with_lanes(3),
+        "single-batch": SCHEDULES["single_batch"],
+        "two-by-two": replace(two, name=f"{two.name}_2_chunks", chunks=2),
+    }
 
 
 def mixed_load(options: Options) -> Iterator[Cell]:
@@ -184,10 +196,9 @@ def _measure_on_rank(rank: int, world_size: int, options: Options) -> list[AutoR
 
 @torch.inference_mode()
 def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Options) -> AutoResult:
-    auto = DboAuto(runner.dbo, runner.group, runner.device, max_chunks=most_chunks(runner.all2all))
-    schedules_of = {SERIAL_ARM: SERIAL, **auto.arms("decode"), **auto.arms("prefill")}
-    arms = {name: arm_config(runner.dbo, schedule) for name, schedule in schedules_of.items()}
-    ran: dict[str, list[tuple[float, float, str]]] = {name: [] for name in (*arms, _AUTO)}
+    auto = DboAuto(runner.dbo, runner.group, runner.device)
+    arms = {name: arm_config(runner.dbo, schedule) for name, schedule in fixed_arms(runner.dbo).items()}
+    ran: dict[str, list[tuple[float, float, str]]] = {name: [] for name in (*arms, _DBO)}
     load: list[Cell] = []
     rank, draw = dist.get_rank(), random.Random(options.seed + 1)
     steps = progress(mixed_load(options), f"communication {ratio:g}x", options.steps, show=rank == 0)
@@ -199,17 +210,17 @@ def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Opt
             _run(runner, arms[SERIAL_ARM], batch)  # a warm-up: caches are cold
             for name in draw.sample(list(ran), len(ran)):
                 dist.barrier()
-                ran[name].append(_run(runner, auto if name == _AUTO else arms[name], batch))
+                ran[name].append(_run(runner, auto if name == _DBO else arms[name], batch))
             load.append(cell)
     seconds = slowest_rank({name: [whole for whole, _, _ in own] for name, own in ran.items()})
     forwards = slowest_rank({name: [forward for _, forward, _ in own] for name, own in ran.items()})
     schedules = {name: [schedule for _, _, schedule in own] for name, own in ran.items()}
 
     def against(times: Mapping[str, Sequence[float]]) -> tuple[dict[str, Setting], Interval, Interval]:
-        """The best fixed setting; time of serial steps / time of auto, and that of the best / time of auto."""
+        """The best fixed setting; time of serial steps / time of `dbo`, and that of the best / time of `dbo`."""
         best = best_fixed(load, {name: times[name] for name in arms})
         under = [times[best[cell.mode].arm_for(cell.tokens)][step] for step, cell in enumerate(load)]
-        return best, ratio_of_sums(times[SERIAL_ARM], times[_AUTO]), ratio_of_sums(under, times[_AUTO])
+        return best, ratio_of_sums(times[SERIAL_ARM], times[_DBO]), ratio_of_sums(under, times[_DBO])
 
     best, against_serial, against_best = against(seconds)
     _, pooled_serial, pooled_best = against(pooled(seconds, forwards, schedules))
@@ -225,14 +236,14 @@ def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Opt
         pooled_serial=pooled_serial,
         pooled_best=pooled_best,
         forwards=_rounded(forwards),
-        ran=schedules[_AUTO],
+        ran=schedules[_DBO],
         decided=found.reasons,
-        probes=found.probes,
+        trials=found.trials,
     )
 
 
 def _run(runner: ModelRunner, how: UBatchConfig | DboAuto, batch: InputBatch) -> tuple[float, float, str]:
-    """Run a step; its seconds on this rank, the vote and auto's decision included, its forward's part, its schedule."""
+    """Run a step; its seconds on this rank, vote and decision included, its forward's part, its schedule."""
     start = time.perf_counter()
     agreed = runner.coordinate(batch, *(how.settings(batch.shape) if isinstance(how, DboAuto) else (how,)))
     with how.timed(agreed.decision) if isinstance(how, DboAuto) else nullcontext():
@@ -261,7 +272,7 @@ def _set_link(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Op
 def print_result(result: AutoResult) -> None:
     link = "no link" if result.bytes_per_s is None else f"{result.bytes_per_s / 1e6:.1f} MB/s"
     print(
-        f"\ncommunication {result.ratio:g}x compute ({link}), {len(result.load)} steps compared, {result.probes} probes"
+        f"\ncommunication {result.ratio:g}x compute ({link}), {len(result.load)} steps compared, {result.trials} trials"
     )
     for name, values in result.seconds.items():
         print(f"  {name:26} {sum(values):8.2f} s")
@@ -269,9 +280,9 @@ def print_result(result: AutoResult) -> None:
         what = "serial" if setting.threshold is None else f"{setting.arm} from {setting.threshold} tokens on"
         print(f"  best fixed, {kind:13} {what}")
     for kind, why in result.decided.items():
-        print(f"  auto, {kind:19} {why}")
-    beside = {name: sum(result.seconds[name]) - sum(result.forwards[name]) for name in (SERIAL_ARM, _AUTO)}
-    print(f"  beside the forwards: serial {beside[SERIAL_ARM]:.2f} s, auto {beside[_AUTO]:.2f} s")
+        print(f"  dbo, {kind:20} {why}")
+    beside = {name: sum(result.seconds[name]) - sum(result.forwards[name]) for name in (SERIAL_ARM, _DBO)}
+    print(f"  beside the forwards: serial {beside[SERIAL_ARM]:.2f} s, dbo {beside[_DBO]:.2f} s")
     print(f"  against serial {result.against_serial:.3f}, against the best {result.against_best:.3f}")
     print(f"  pooled         {result.pooled_serial:.3f}                   {result.pooled_best:.3f}", flush=True)
 
