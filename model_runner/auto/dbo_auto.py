@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from model_runner.auto.dbo_policy import Policy, PolicyStatistics, Seen
+from model_runner.auto.dbo_policy import Noted, Policy, PolicyStatistics, Seen
 from model_runner.auto.step_stages import Stages, row
 from model_runner.step.dp import BatchShape
 from ubatch import CommGroup, Decision, ForwardMode, Schedule, UBatchConfig, fingerprint
@@ -97,7 +97,7 @@ class DboAuto:
     def _restart(self) -> None:
         self._policy = self._make_policy(self._schedules)
         self._number = 0
-        self._taken: dict[int, tuple[Seen, Callable[[], tuple[int, ...]]]] = {}  # step -> what it was, what it took
+        self._taken: dict[int, tuple[Noted, Callable[[], tuple[int, ...]]]] = {}  # step -> what it was, what it took
 
     def settings(self, batch: BatchShape) -> Proposal:
         """What this rank votes with for a step.
@@ -121,16 +121,16 @@ class DboAuto:
             yield
             return
         self._learn(decision)
-        seen, number = self._seen(decision), self._number
+        noted, number = self._policy.saw(self._seen(decision)), self._number
         self._number += 1
-        if not self._policy.saw(seen):
+        if noted is None:
             yield
         elif self._device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             yield
             end.record()
-            self._taken[number] = seen, lambda: row(_elapsed_s(begin, end))
+            self._taken[number] = noted, lambda: row(_elapsed_s(begin, end))
         else:
             start, begun = time.perf_counter(), time.monotonic()
             with record_transfers() as arrivals:
@@ -142,7 +142,7 @@ class DboAuto:
                 shared_cores=self._shared_cores,
                 linear_layers=self._linear_layers,
             )
-            self._taken[number] = seen, lambda: told
+            self._taken[number] = noted, lambda: told
 
     def reasons(self) -> Mapping[str, str]:
         """Kind of step -> a sentence: the decision and its reason; empty if nothing is decided."""
@@ -164,11 +164,11 @@ class DboAuto:
     def _learn(self, decision: Decision) -> None:
         taken = self._taken.pop(self._number - 1 - self._in_flight, None)
         stages = None if taken is None else Stages.of(decision.told, self._linear_layers)
-        if taken is None or stages is None:
+        if taken is None or stages is None or not stages.seconds > 0:
             return
-        seen, _ = taken
-        if self._policy.learn(seen, stages) and (self._group is None or self._group.rank == 0):
-            _logger.info("overlap of %s steps, %s", seen.kind, self._policy.reasons[seen.kind])
+        noted, _ = taken
+        if self._policy.learn(noted, stages) and (self._group is None or self._group.rank == 0):
+            _logger.info("overlap of %s steps, %s", noted.step.kind, self._policy.reasons[noted.step.kind])
 
     def _seen(self, decision: Decision) -> Seen:
         tokens = [total for total in map(sum, decision.tokens) if total]

@@ -23,14 +23,14 @@ from model_runner.auto.step_stages import Stages
 from ubatch.errors import ConfigError
 from ubatch.schedules.schedule import Schedule
 
-__all__ = ["Policy", "PolicyStatistics", "Seen"]
+__all__ = ["Noted", "Policy", "PolicyStatistics", "Seen"]
 
 _HYSTERESIS = 0.01
 """A decision changes if the other way is believed faster by more than this (log)."""
 _ALLOWANCE_STEPS = 3.0
 """Mean steps that trials may lose at the start; later `probe_share` of the time adds to it."""
-_TRIAL_EVERY = 3
-"""Steps of a size between two trials: by then the first one's time is known."""
+_TRIAL_EVERY = 6
+"""Steps of a size between two trials, or two checks: by then the first one's time is known, on a GPU, too."""
 _FIRST_CHECK, _CHECK_EVERY = 8, 50
 """Steps of a size that has begun to overlap until a serial step checks it; later twice as many, up to the second."""
 _NEW_STEPS, _SETTLED_EVERY = 8, 4
@@ -64,15 +64,30 @@ class Seen:
 
 
 @dataclass(frozen=True)
+class Noted:
+    """A step whose time is wanted.
+
+    Attributes:
+        step: the step.
+        own: what is known of its size.
+        trial: whether it ran the other way than decided for its size because the policy wanted to know.
+    """
+
+    step: Seen
+    own: SizeTimes
+    trial: bool
+
+
+@dataclass(frozen=True)
 class PolicyStatistics:
     """The decisions so far, and why.
 
     Attributes:
-        steps: number of steps voted on.
+        steps: number of steps voted on, of kinds that are decided.
         timed: number of steps whose times are known.
         seconds: total of these times.
-        trials: number of steps that ran the other way than decided for their size.
-        lost_s: estimated seconds that these were slower.
+        trials: number of steps that ran the other way than decided for their size, to know.
+        lost_s: estimated seconds that these, and the first overlapped step of every size, were slower.
         changes: number of times the decision changed, at any size.
         overlaps: kind -> smallest tokens of a size -> whether it overlaps.
         reasons: kind -> a sentence with the reasons.
@@ -118,30 +133,34 @@ class Policy:
         """Whether a step of this kind with `tokens` tokens on this rank should overlap.
 
         Ranks with somewhat different batches must decide alike: while the batch is like that of the latest step of the
-        kind, its size counts.
+        kind, the latest's size counts, else the known size that is nearest.
         """
-        latest = self._latest.get(kind, tokens)
-        if latest / 2 <= tokens <= latest * 2:
-            tokens = latest
-        own = self._sizes[kind].get(Seen(kind, tokens, False).size)
+        sizes, size = self._sizes[kind], self._size(kind, tokens)
+        nearest = min(sizes, key=lambda other: abs(other.bit_length() - size.bit_length()), default=size)
+        own = sizes.get(size, sizes.get(nearest))
         if own is None or not self._can_compare(kind, own):
             return False
         serial_s, belief = math.exp(own.seconds.value), self._belief(kind, own, faded=True)
         if own.overlaps:
-            after = min(_CHECK_EVERY, _FIRST_CHECK << min(own.checks, _CHECK_EVERY))
-            due = own.suspect or own.seconds.far or own.steps - own.serial_at >= after
+            since = own.steps - own.serial_at
+            doubtful = (own.suspect or own.seconds.far) and (own.told_at >= own.serial_at or since >= _TRIAL_EVERY)
+            due = doubtful or since >= min(_CHECK_EVERY, _FIRST_CHECK << min(own.checks, _CHECK_EVERY))
             return not (due and self._affords(-serial_s * math.expm1(belief.mean)))
         if own.steps - own.overlapped_at < _TRIAL_EVERY and own.overlapped_at:
             return False
         return belief.hoped < -_HYSTERESIS and self._affords(serial_s * math.expm1(belief.mean))
 
-    def saw(self, step: Seen) -> bool:
-        """Records a step after its vote; returns whether its time is wanted, for `learn`."""
+    def saw(self, step: Seen) -> Noted | None:
+        """Records a step after its vote; returns what `learn` needs with its stages, None if its time is not wanted."""
+        kind = step.kind
+        if kind not in self._sizes:
+            return None
+        wanted = self.overlaps(kind, step.tokens)  # by a rank whose batch is the mean one
+        own = self._sizes[kind].setdefault(self._size(kind, step.tokens), SizeTimes())
+        trial = step.overlapped == wanted != own.overlaps
         self._steps += 1
-        if step.kind not in self._sizes:
-            return False
-        self._latest[step.kind] = step.tokens
-        own = self._sizes[step.kind].setdefault(step.size, SizeTimes())
+        self._trials += trial
+        self._latest[kind] = step.tokens
         if step.overlapped != own.latest:
             self._new_until = self._steps + _NEW_STEPS
         own.latest = step.overlapped
@@ -151,20 +170,20 @@ class Policy:
         else:
             own.serial_at = own.steps
             own.checks += own.overlaps
-        self._trials += step.overlapped != own.overlaps and own.known
-        return self._steps <= self._new_until or self._steps % _SETTLED_EVERY == 0
+        timed = self._steps <= self._new_until or own.steps % _SETTLED_EVERY == 0
+        return Noted(step, own, trial) if timed else None
 
-    def learn(self, step: Seen, stages: Stages) -> bool:
-        """Learns the stages of a step that `saw` wanted, then decides for its size; returns whether that has changed.
+    def learn(self, noted: Noted, stages: Stages) -> bool:
+        """Learns the stages of a step that `saw` noted, then decides for its size; returns whether that has changed.
         The calls are the same on every rank."""
+        step, own, kind = noted.step, noted.own, noted.step.kind
         self._reasons = None
         self._timed += 1
         self._seconds += stages.seconds
-        kind, own = step.kind, self._sizes[step.kind][step.size]
         if not own.known and step.overlapped:
             return False  # nothing to compare with
         noise, before = self._noise[kind], own.overlaps
-        moved = abs((self._learn_overlapped if step.overlapped else self._learn_serial)(step, stages, own))
+        moved = abs((self._learn_overlapped if step.overlapped else self._learn_serial)(noted, stages))
         if moved:
             variance = noise**2 + (min(moved, 3 * noise) ** 2 - noise**2) / _NOISE_MEMORY
             self._noise[kind] = min(max(math.sqrt(variance), _LEAST_NOISE), _MOST_NOISE)
@@ -175,23 +194,23 @@ class Policy:
             self._changes += 1
         return own.overlaps != before
 
-    def _learn_serial(self, step: Seen, stages: Stages, own: SizeTimes) -> float:
+    def _learn_serial(self, noted: Noted, stages: Stages) -> float:
         """Returns by how much its log time differed from what was believed; so does the next."""
-        kind, log_tokens = step.kind, math.log(max(1, step.tokens))
-        if own.overlaps:
+        own, kind, log_tokens = noted.own, noted.step.kind, math.log(max(1, noted.step.tokens))
+        if noted.trial:
             overlapped = own.serial_log_s(log_tokens, self._slope(kind)) + self._belief(kind, own).mean
-            self._lost_s += max(0.0, stages.seconds - math.exp(overlapped))
+            self._lose(stages.seconds, math.exp(overlapped))
         moved = own.add_serial(log_tokens, stages, self._noise[kind], self._schedules[kind])
         if own.seconds.far:  # is it a new level? The next step tells
             self._new_until = self._steps + _NEW_STEPS
         return moved
 
-    def _learn_overlapped(self, step: Seen, stages: Stages, own: SizeTimes) -> float:
-        kind, log_tokens = step.kind, math.log(max(1, step.tokens))
+    def _learn_overlapped(self, noted: Noted, stages: Stages) -> float:
+        own, kind, log_tokens = noted.own, noted.step.kind, math.log(max(1, noted.step.tokens))
         serial = own.serial_log_s(log_tokens, self._slope(kind))
         ratio = math.log(stages.seconds) - serial
-        if not own.overlaps or not own.off.weight:
-            self._lost_s += max(0.0, stages.seconds - math.exp(serial))
+        if noted.trial or not own.off.weight:
+            self._lose(stages.seconds, math.exp(serial))
         warms_up = kind not in self._warm and own.off_of(ratio) > _WARM_UP
         self._warm.add(kind)
         if warms_up:
@@ -200,7 +219,16 @@ class Policy:
         travel = math.log(stages.travel) - 0.5 * log_tokens if stages.travel > 0 else None
         return own.add_overlapped(ratio, travel, self._noise[kind])
 
+    def _lose(self, seconds: float, other_s: float) -> None:
+        """Count what a step took longer than the other way; of a stall, not more than such a step."""
+        self._lost_s += min(max(0.0, seconds - other_s), other_s)
+
     # -- what is believed --------------------------------------------------------------------------------------
+
+    def _size(self, kind: str, tokens: int) -> int:
+        """The size that a step counts for: that of the kind's latest step, if it has half to twice its tokens."""
+        latest = self._latest.get(kind, tokens)
+        return Seen(kind, latest if latest / 2 <= tokens <= latest * 2 else tokens, False).size
 
     def _belief(self, kind: str, own: SizeTimes, *, faded: bool = False) -> Belief:
         return own.belief(self._elsewhere[kind], self._noise[kind], faded=faded)

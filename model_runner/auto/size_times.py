@@ -85,7 +85,7 @@ class SizeTimes:
         travel: log of the time that an overlapped step's transfers travelled.
         steps: number of its steps.
         serial_at, overlapped_at: number of the latest step of either sort; 0 before the first.
-        told_at: number of its steps when the latest serial step was told.
+        told_at: number of its latest step when a serial step was told last.
         checks: serial steps since its steps overlap.
         suspect: the machine or the link seems to have changed since the last serial step.
         overlaps: whether its steps overlap.
@@ -168,7 +168,7 @@ class SizeTimes:
         first = elsewhere.value * elsewhere.weight / (elsewhere.weight + 1)
         sure, told = prior**-2, self.off.weight * noise**-2
         if faded:
-            left = 0.5 ** ((self.steps - (self.overlapped_at or self.steps)) / _FADES)
+            left = 0.5 ** ((self.steps - self.overlapped_at) / _FADES)
             told, first = left * told, left * first
         mean = (self.expected or 0.0) + (sure * first + told * self.off.value) / (sure + told)
         return Belief(mean, (sure + told) ** -0.5)

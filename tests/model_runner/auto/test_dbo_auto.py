@@ -12,7 +12,7 @@ from checkpoints import make_qwen3_moe_checkpoint
 
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
 from model_runner.auto.dbo_auto import DboAuto, Proposal
-from model_runner.auto.dbo_policy import Policy, Seen
+from model_runner.auto.dbo_policy import Noted, Policy
 from model_runner.auto.step_stages import Stages
 from model_runner.step.dp import BatchShape
 from ranks import run_ranks
@@ -199,11 +199,11 @@ def decode_steps(rank: int, world_size: int, path: str) -> dict[str, object]:
     measured: list[Stages] = []
 
     class Optimist(Policy):
-        def learn(self, step: Seen, stages: Stages) -> bool:
-            if not step.overlapped:
+        def learn(self, noted: Noted, stages: Stages) -> bool:
+            if not noted.step.overlapped:
                 measured.append(stages)
-            made_up = Stages(0.5) if step.overlapped else Stages(1.0, 0.2, 0.2, 0.3, 0.3, layers=4)
-            return super().learn(step, made_up)
+            made_up = Stages(0.5) if noted.step.overlapped else Stages(1.0, 0.2, 0.2, 0.3, 0.3, layers=4)
+            return super().learn(noted, made_up)
 
     dbo = UBatchConfig(modes={"prefill": ModeSettings(token_threshold=4)})
     with ModelRunner(path, group=group, num_kv_blocks=96, block_size=8, dbo=dbo) as runner:

@@ -34,6 +34,7 @@ from pydantic import Field
 
 from model_runner import InputBatch, ModelRunner
 from model_runner.auto.dbo_auto import DboAuto
+from model_runner.parallel.transport import most_chunks
 from moe import EmulatedLink
 from serving.arguments.fields import Flag
 from serving.progress import progress
@@ -111,16 +112,17 @@ def run(options: Options) -> int:
     return 0
 
 
-def fixed_arms(config: UBatchConfig) -> dict[str, Schedule]:
-    """Name -> schedule of every fixed arm, with the names of `ubatch bench link`."""
+def fixed_arms(config: UBatchConfig, max_chunks: int) -> dict[str, Schedule]:
+    """Name -> schedule of every fixed arm that has at most `max_chunks` chunks, with the names of `bench link`."""
     two = config.resolved_schedule().with_lanes(2)
-    return {
+    arms = {
         SERIAL_ARM: SERIAL,
         "two-lanes": two,
         "three-lanes": two.with_lanes(3),
         "single-batch": SCHEDULES["single_batch"],
         "two-by-two": replace(two, name=f"{two.name}_2_chunks", chunks=2),
     }
+    return {name: each for name, each in arms.items() if each.chunks <= max_chunks}
 
 
 def mixed_load(options: Options) -> Iterator[Cell]:
@@ -196,8 +198,9 @@ def _measure_on_rank(rank: int, world_size: int, options: Options) -> list[AutoR
 
 @torch.inference_mode()
 def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Options) -> AutoResult:
-    auto = DboAuto(runner.dbo, runner.group, runner.device)
-    arms = {name: arm_config(runner.dbo, schedule) for name, schedule in fixed_arms(runner.dbo).items()}
+    auto = DboAuto(runner.dbo, runner.group, runner.device, linear_layers=runner.config.linear_moe_layers)
+    fixed = fixed_arms(runner.dbo, most_chunks(runner.all2all))
+    arms = {name: arm_config(runner.dbo, schedule) for name, schedule in fixed.items()}
     ran: dict[str, list[tuple[float, float, str]]] = {name: [] for name in (*arms, _DBO)}
     load: list[Cell] = []
     rank, draw = dist.get_rank(), random.Random(options.seed + 1)
