@@ -98,6 +98,7 @@ bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
 	$(BIN)/ubatch bench transformers --json $(RESULTS)/transformers.json
 	$(BIN)/ubatch bench schedules --blocks 6 --top 6 --json $(RESULTS)/schedules-qwen3-moe.json
 	$(BIN)/ubatch bench schedules --random deepseek-v3 --sequences 4 --blocks 6 --json $(RESULTS)/schedules-deepseek-v3.json
+	$(BIN)/ubatch bench schedules --random deepseek-v3 --sequences 12 --blocks 6 --top 3 --json $(RESULTS)/schedules-deepseek-v3-12-prompts.json
 	$(BIN)/ubatch bench schedules --blocks 6 --random deepseek-v3 --layers 16 --sequences 12 --top 2 --json $(RESULTS)/schedules-deepseek-v3-16-layers.json
 	$(BIN)/ubatch bench auto examples/models/tiny-moe --steps 500 --compared 0.5 --json $(RESULTS)/auto.json
 	$(BIN)/ubatch bench experts --json $(RESULTS)/experts.json
@@ -111,7 +112,7 @@ bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
 	$(BIN)/ubatch bench engine --only offline served --blocks 4 --ranks 1 --json $(RESULTS)/engine-offline.json
 
 bench-link: setup ## the same over a real link between two servers; needs root
-	$(BIN)/ubatch bench link --live --blocks 2 --repeats 1 --arms serial dbo two-lanes auto --json $(RESULTS)/link.json
+	$(BIN)/ubatch bench link --live --blocks 1 --repeats 1 --json $(RESULTS)/link.json
 
 # First what decides whether the rest makes sense, and the headline. What fails hides nothing that comes later.
 gpu: ## both of the next two, what matters most first: for whoever has a GPU for ten minutes
