@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from model_runner.auto.dbo_policy import Noted, Policy, Seen
+from model_runner.auto.size_times import Level
 from model_runner.auto.step_stages import Stages
 from ubatch import SCHEDULES, ConfigError
 from ubatch.schedules.cost_table import SERIAL_ARM, CostTable, Setting, choose
@@ -248,6 +249,18 @@ def test_ranks_with_somewhat_different_batches_decide_alike() -> None:
         served.step("decode", 64)
     assert all(served.policy.overlaps("decode", tokens) for tokens in (63, 64, 90))
     assert served.policy.overlaps("decode", 3)  # of ranks with 3 and 125 tokens, 64 is the mean
+
+
+def test_a_level_weighs_less_the_older_it_is() -> None:
+    """A check after 50 steps must not count as one of 17; a quarter of the new level is its."""
+    young, old = Level(), Level()
+    for level in (young, old):
+        for _ in range(20):
+            level.add(1.0, 0.1)
+    young.add(1.3, 0.1)
+    old.add(1.3, 0.1, age=50)
+    assert young.value == pytest.approx(1.0 + 0.3 / 16)
+    assert old.value == pytest.approx(1.0 + 0.3 / 4)
 
 
 def test_steps_that_others_decline_are_no_trials() -> None:
