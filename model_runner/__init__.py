@@ -23,6 +23,9 @@ errors            errors of a checkpoint, a request or a step
 The order is from the user's view down: a module imports only modules listed below it.
 """
 
+import typing
+import warnings
+
 # isort: off
 from ubatch.process import foreign as _foreign
 
@@ -30,8 +33,8 @@ _foreign.check_packages()  # before anything imports `moe` or `attention`
 # isort: on
 
 from model_runner.auto.cpu_dtype import fastest_cpu_dtype
-from model_runner.auto.dbo_auto import DboAuto
 from model_runner.auto.step_cost import split_cost
+from model_runner.auto.step_settings import StepSettings
 from model_runner.decoder.base import check_tensor_parallel, read_model_config
 from model_runner.errors import (
     CheckpointError,
@@ -91,7 +94,6 @@ __all__ = [
     "CheckpointError",
     "CheckpointFileMissing",
     "Coordination",
-    "DboAuto",
     "Draft",
     "ExpertParallel",
     "FinishReason",
@@ -113,6 +115,7 @@ __all__ = [
     "StepObserver",
     "StepOrderError",
     "StepOutput",
+    "StepSettings",
     "TensorMissing",
     "TensorParallel",
     "TensorParallelMismatch",
@@ -139,3 +142,14 @@ __all__ = [
     "sample",
     "split_cost",
 ]
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name != "DboAuto":
+        raise AttributeError(f"module 'model_runner' has no attribute {name!r}")
+    warnings.warn(
+        "model_runner.DboAuto is gone in the next release. It is model_runner.StepSettings.",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return StepSettings

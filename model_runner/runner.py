@@ -21,8 +21,8 @@ from attention import (
     UBatchAttention,
     make_kv_cache,
 )
-from model_runner.auto.dbo_auto import DboAuto
 from model_runner.auto.step_cost import split_cost
+from model_runner.auto.step_settings import StepSettings
 from model_runner.backend_choice import resolve_attention, resolve_experts, resolve_fp8_blocks
 from model_runner.decoder.base import CausalLM, ExpertParallel, ModelConfig, check_tensor_parallel, read_model_config
 from model_runner.drafting.proposer import DraftProposer
@@ -84,7 +84,7 @@ class ModelRunner(StepRunner):
         link: emulated link for all transfers between ranks: to experts, gathers and scatters; None for the real one.
         dbo: when and how to overlap; its `group` is set to `group`.
         dbo_kinds: `decode`, `prefill`, `verify`: steps that overlap only if running steps show that it pays; the
-            thresholds of the others are obeyed. See `DboAuto`; `step_settings.statistics()` has the result.
+            thresholds of the others are obeyed. See `StepSettings`; `step_settings.policy` has the result.
         dbo_auto: deprecated; `dbo_kinds=("decode", "prefill", "verify")` does the same.
         attention_backend: name; `auto` is the fastest that this model can use, see `model_runner.backend_choice`.
         prefill_attention_backend: another one for batches with a prefill.
@@ -240,7 +240,7 @@ class ModelRunner(StepRunner):
         )
         if dbo_auto:
             warnings.warn(_DBO_AUTO, DeprecationWarning, stacklevel=2)
-        self.step_settings = DboAuto(
+        self.step_settings = StepSettings(
             self.dbo,
             group,
             self.device,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from attention import KVCache, RequestToTokenTable, StatePool, UBatchAttention
-from model_runner.auto.dbo_auto import DboAuto
+from model_runner.auto.step_settings import StepSettings
 from model_runner.decoder.base import CausalLM
 from model_runner.graphs.steps import GraphSteps
 from model_runner.parallel.tensor_parallel import WHOLE, TensorParallel
@@ -64,7 +64,7 @@ class StepRunner:
     attention: UBatchAttention
     wrapper: UBatchWrapper
     graphs: GraphSteps | None
-    step_settings: DboAuto
+    step_settings: StepSettings
     split_cost: SplitCost
     streams: StepStreams
     _sampling: SamplingContext

@@ -5,6 +5,6 @@ step_stages    where a step's time went, over all ranks
 overlap_gain   how much faster a step would be under a schedule: the simulator's answer
 size_times     what is known of steps of one kind and size
 dbo_policy     decides whether the next step overlaps
-dbo_auto       all of these for a runner: what it votes with, and what it times
+step_settings   all of these for a runner: what it votes with, and what it times
 cpu_dtype      the faster dtype on this CPU
 """

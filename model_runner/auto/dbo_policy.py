@@ -3,10 +3,11 @@
 The policy gets what all ranks know of a step (kind, tokens, whether it overlapped) and, some steps later, its stages.
 Every rank passes the same values, so all ranks decide the same.
 
-    a size that never ran                    serial, once or twice: it tells the stages
-    overlap may be faster                    the next step tries it, within the budget; what it told fades
-    overlap is believed faster               the size overlaps
-    a size overlaps for long, or its transfers take another time than before     one serial step, within the budget
+    a size that never ran          serial until its stages are known
+    overlap may be faster          the next step tries it, within the budget; what it told fades
+    overlap is believed faster     the size overlaps
+    it has overlapped for long     one serial step, within the budget; sooner if its time or its transfers' have changed
+    the waits of a size changed    so has the link: every other size runs serially once more, within the budget
 
 Believed: the simulator's answer for the stages of serial steps, corrected by the steps that overlapped
 (`model_runner.auto.size_times`). A size from which even the optimist expects nothing is never tried.
@@ -18,29 +19,28 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from model_runner.auto.size_times import Belief, Level, SizeTimes
+from model_runner.auto.size_times import Belief, SizeTimes
 from model_runner.auto.step_stages import Stages
-from ubatch.errors import ConfigError
 from ubatch.schedules.schedule import Schedule
 
-__all__ = ["Noted", "Policy", "PolicyStatistics", "Seen"]
+__all__ = ["Noted", "Policy", "Seen"]
 
 _HYSTERESIS = 0.01
 """A decision changes if the other way is believed faster by more than this (log)."""
-_ALLOWANCE_STEPS = 3.0
-"""Mean steps that trials may lose at the start; later `probe_share` of the time adds to it."""
+_ALLOWANCE_STEPS, _TRIAL_SHARE = 3.0, 0.01
+"""Mean steps that trials may lose at the start, and the share of the time that adds to it."""
 _TRIAL_EVERY = 6
 """Steps of a size between two trials, or two checks: by then the first one's time is known, on a GPU, too."""
 _FIRST_CHECK, _CHECK_EVERY = 8, 50
 """Steps of a size that has begun to overlap until a serial step checks it; later twice as many, up to the second."""
-_NEW_STEPS, _SETTLED_EVERY = 8, 4
-"""Every step's time is wanted for so many steps after something new, later that of every fourth: timing a small step
-costs as much as it gains."""
+_NEW_STEPS, _SETTLED_EVERY, _LONG_LOG_S = 8, 4, math.log(0.02)
+"""Every step's time is wanted for so many steps after something new, later that of every fourth if steps are not long:
+timing a small step costs as much as it gains."""
 _NOISE, _LEAST_NOISE, _MOST_NOISE, _NOISE_MEMORY = 0.06, 0.02, 0.15, 32
 _WARM_UP = 0.1
 """The very first overlapped step says nothing if it took longer than expected by this much (log)."""
-_SLOPE = 0.7
-"""d log seconds / d log tokens of serial steps, while a single size is known."""
+_SLOPE, _LEAST_SPREAD = 0.35, 0.1
+"""d log seconds / d log tokens of serial steps, until the sizes that are known are spread so much (squares of logs)."""
 
 
 @dataclass(frozen=True)
@@ -78,55 +78,30 @@ class Noted:
     trial: bool
 
 
-@dataclass(frozen=True)
-class PolicyStatistics:
-    """The decisions so far, and why.
-
-    Attributes:
-        steps: number of steps voted on, of kinds that are decided.
-        timed: number of steps whose times are known.
-        seconds: total of these times.
-        trials: number of steps that ran the other way than decided for their size, to know.
-        lost_s: estimated seconds that these, and the first overlapped step of every size, were slower.
-        changes: number of times the decision changed, at any size.
-        overlaps: kind -> smallest tokens of a size -> whether it overlaps.
-        reasons: kind -> a sentence with the reasons.
-    """
-
-    steps: int
-    timed: int
-    seconds: float
-    trials: int
-    lost_s: float
-    changes: int
-    overlaps: Mapping[str, Mapping[int, bool]]
-    reasons: Mapping[str, str]
-
-
 class Policy:
     """Decides for the kinds of steps it is given.
 
     Args:
         schedules: kind -> the schedule of its overlapped steps.
-        probe_share: largest share of the time that trials may lose.
 
-    Raises:
-        ConfigError: a share outside 0 to 1.
+    Attributes:
+        steps: number of steps voted on, of kinds that are decided.
+        timed, seconds: number of steps whose times are known, and the total of these times.
+        trials: number of steps that ran the other way than decided for their size, to know.
+        lost_s: estimated seconds that these, and the first overlapped step of every size, were slower.
+        changes: number of times the decision changed, at any size.
     """
 
-    def __init__(self, schedules: Mapping[str, Schedule], *, probe_share: float = 0.01) -> None:
-        if not 0 < probe_share < 1:
-            raise ConfigError(f"probe_share must be between 0 and 1, not {probe_share}.")
+    def __init__(self, schedules: Mapping[str, Schedule]) -> None:
+        self.steps = self.timed = self.trials = self.changes = 0
+        self.seconds = self.lost_s = 0.0
         self._schedules = dict(schedules)
-        self._probe_share = probe_share
         self._sizes: dict[str, dict[int, SizeTimes]] = {kind: {} for kind in schedules}
-        self._elsewhere = {kind: Level() for kind in schedules}  # `off` over all sizes
         self._noise = dict.fromkeys(schedules, _NOISE)
+        self._slopes = dict.fromkeys(schedules, _SLOPE)
         self._latest: dict[str, int] = {}  # kind -> tokens of the latest step
         self._warm: set[str] = set()  # kinds that have overlapped once
-        self._steps = self._timed = self._trials = self._changes = 0
         self._new_until = _NEW_STEPS
-        self._seconds = self._lost_s = 0.0
         self._reasons: Mapping[str, str] | None = None  # as of the latest times; every step asks
 
     def overlaps(self, kind: str, tokens: int) -> bool:
@@ -143,7 +118,7 @@ class Policy:
         serial_s, belief = math.exp(own.seconds.value), self._belief(kind, own, faded=True)
         if own.overlaps:
             since = own.steps - own.serial_at
-            doubtful = (own.suspect or own.seconds.far) and (own.told_at >= own.serial_at or since >= _TRIAL_EVERY)
+            doubtful = (own.suspect or own.stale or own.seconds.far) and since >= _TRIAL_EVERY
             due = doubtful or since >= min(_CHECK_EVERY, _FIRST_CHECK << min(own.checks, _CHECK_EVERY))
             return not (due and self._affords(-serial_s * math.expm1(belief.mean)))
         if own.steps - own.overlapped_at < _TRIAL_EVERY and own.overlapped_at:
@@ -158,11 +133,11 @@ class Policy:
         wanted = self.overlaps(kind, step.tokens)  # by a rank whose batch is the mean one
         own = self._sizes[kind].setdefault(self._size(kind, step.tokens), SizeTimes())
         trial = step.overlapped == wanted != own.overlaps
-        self._steps += 1
-        self._trials += trial
+        self.steps += 1
+        self.trials += trial
         self._latest[kind] = step.tokens
         if step.overlapped != own.latest:
-            self._new_until = self._steps + _NEW_STEPS
+            self._new_until = self.steps + _NEW_STEPS
         own.latest = step.overlapped
         own.steps += 1
         if step.overlapped:
@@ -170,7 +145,8 @@ class Policy:
         else:
             own.serial_at = own.steps
             own.checks += own.overlaps
-        timed = self._steps <= self._new_until or own.steps % _SETTLED_EVERY == 0
+        is_long = own.known and own.seconds.value > _LONG_LOG_S
+        timed = is_long or self.steps <= self._new_until or own.steps % _SETTLED_EVERY == 0
         return Noted(step, own, trial) if timed else None
 
     def learn(self, noted: Noted, stages: Stages) -> bool:
@@ -178,8 +154,8 @@ class Policy:
         The calls are the same on every rank."""
         step, own, kind = noted.step, noted.own, noted.step.kind
         self._reasons = None
-        self._timed += 1
-        self._seconds += stages.seconds
+        self.timed += 1
+        self.seconds += stages.seconds
         if not own.known and step.overlapped:
             return False  # nothing to compare with
         noise, before = self._noise[kind], own.overlaps
@@ -191,18 +167,23 @@ class Policy:
             own.overlaps = self._belief(kind, own).mean < (_HYSTERESIS if before else -_HYSTERESIS)
         if own.overlaps != before:
             own.checks = 0
-            self._changes += 1
+            self.changes += 1
         return own.overlaps != before
 
     def _learn_serial(self, noted: Noted, stages: Stages) -> float:
         """Returns by how much its log time differed from what was believed; so does the next."""
         own, kind, log_tokens = noted.own, noted.step.kind, math.log(max(1, noted.step.tokens))
+        slope = self._slope(kind)
         if noted.trial:
-            overlapped = own.serial_log_s(log_tokens, self._slope(kind)) + self._belief(kind, own).mean
+            overlapped = own.serial_log_s(log_tokens, slope) + self._belief(kind, own).mean
             self._lose(stages.seconds, math.exp(overlapped))
-        moved = own.add_serial(log_tokens, stages, self._noise[kind], self._schedules[kind])
-        if own.seconds.far:  # is it a new level? The next step tells
-            self._new_until = self._steps + _NEW_STEPS
+        was_stale = own.stale
+        moved, other_link = own.add_serial(log_tokens, stages, self._noise[kind], slope, self._schedules[kind])
+        if other_link and not was_stale:  # else it is no news to the others
+            for each in (each for sizes in self._sizes.values() for each in sizes.values()):
+                each.stale = each is not own
+        if own.seconds.far or other_link:  # is it a new level? The next steps tell
+            self._new_until = self.steps + _NEW_STEPS
         return moved
 
     def _learn_overlapped(self, noted: Noted, stages: Stages) -> float:
@@ -213,15 +194,14 @@ class Policy:
             self._lose(stages.seconds, math.exp(serial))
         warms_up = kind not in self._warm and own.off_of(ratio) > _WARM_UP
         self._warm.add(kind)
-        if warms_up:
+        if warms_up or own.stale:  # nothing to compare with
             return 0.0
-        self._elsewhere[kind].add(own.off_of(ratio), _MOST_NOISE)
         travel = math.log(stages.travel) - 0.5 * log_tokens if stages.travel > 0 else None
         return own.add_overlapped(ratio, travel, self._noise[kind])
 
     def _lose(self, seconds: float, other_s: float) -> None:
         """Count what a step took longer than the other way; of a stall, not more than such a step."""
-        self._lost_s += min(max(0.0, seconds - other_s), other_s)
+        self.lost_s += min(max(0.0, seconds - other_s), other_s)
 
     # -- what is believed --------------------------------------------------------------------------------------
 
@@ -231,28 +211,36 @@ class Policy:
         return Seen(kind, latest if latest / 2 <= tokens <= latest * 2 else tokens, False).size
 
     def _belief(self, kind: str, own: SizeTimes, *, faded: bool = False) -> Belief:
-        return own.belief(self._elsewhere[kind], self._noise[kind], faded=faded)
+        others = (each for each in self._sizes[kind].values() if each is not own and not each.stale)
+        told = [(each.off.weight, each.off.value) for each in others]
+        weight = sum(weight for weight, _ in told)
+        elsewhere = sum(weight * value for weight, value in told) / (weight + 1) if weight else None
+        return own.belief(elsewhere, self._noise[kind], faded=faded)
 
     def _can_compare(self, kind: str, own: SizeTimes) -> bool:
         """Whether a serial time of this size is known; the very first one of a kind may have warmed up."""
         return own.seconds.weight >= 2 or (own.known and sum(each.known for each in self._sizes[kind].values()) > 1)
 
     def _slope(self, kind: str) -> float:
-        """d log seconds / d log tokens of serial steps, from the sizes that are known."""
-        points = [(each.tokens.value, each.seconds.value) for each in self._sizes[kind].values() if each.known]
-        if len(points) < 2:
-            return _SLOPE
-        mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
-        spread = sum((x - mean_x) ** 2 for x, _ in points)
-        if spread < 0.1:
-            return _SLOPE
-        return min(max(sum((x - mean_x) * (y - mean_y) for x, y in points) / spread, 0.0), 1.2)
+        """d log seconds / d log tokens of serial steps, from the sizes that are known and not stale."""
+        known = [each for each in self._sizes[kind].values() if each.known and not each.stale]
+        mean = sum(each.tokens for each in known) / max(1, len(known))
+        spread = sum((each.tokens - mean) ** 2 for each in known)
+        if spread > _LEAST_SPREAD:
+            found = sum((each.tokens - mean) * each.seconds.value for each in known) / spread
+            self._slopes[kind] = min(max(found, 0.0), 1.2)
+        return self._slopes[kind]
 
     def _affords(self, cost_s: float) -> bool:
-        mean_s = self._seconds / self._timed if self._timed else 0.0
-        return cost_s <= (self._probe_share * self._steps + _ALLOWANCE_STEPS) * mean_s - self._lost_s
+        mean_s = self.seconds / self.timed if self.timed else 0.0
+        return cost_s <= (_TRIAL_SHARE * self.steps + _ALLOWANCE_STEPS) * mean_s - self.lost_s
 
-    # -- in words ----------------------------------------------------------------------------------------------
+    # -- for whoever asks ----------------------------------------------------------------------------------------------
+
+    @property
+    def overlapping(self) -> Mapping[str, Mapping[int, bool]]:
+        """Kind -> smallest tokens of a size -> whether it overlaps."""
+        return {kind: {size: own.overlaps for size, own in sorted(of.items())} for kind, of in self._sizes.items()}
 
     @property
     def reasons(self) -> Mapping[str, str]:
@@ -271,19 +259,3 @@ class Policy:
             does, serial_ms = "overlapped" if own.overlaps else "serial", math.exp(own.seconds.value) * 1e3
             told.append(f"{size}: {does} ({serial_ms:.3g} ms serial{waits}; overlapped {gain})")
         return "by tokens: " + "; ".join(told) if told else "serial: nothing is measured yet"
-
-    def statistics(self) -> PolicyStatistics:
-        """The decisions so far."""
-        overlaps = {
-            kind: {size: own.overlaps for size, own in sorted(sizes.items())} for kind, sizes in self._sizes.items()
-        }
-        return PolicyStatistics(
-            self._steps,
-            self._timed,
-            self._seconds,
-            self._trials,
-            self._lost_s,
-            self._changes,
-            overlaps,
-            self.reasons,
-        )

@@ -24,7 +24,10 @@ _WARM_UP = 0.1
 """A first step counts no longer if the second is faster by this much (log): it warmed up."""
 _FAR = 4.0
 """Standard deviations beyond which a step is an outlier, or, if the next one is like it, the level has changed."""
+_UNLIKE = 2.0
+"""Standard deviations beyond which a serial step begins a new level at once, where a change is suspected."""
 _TRAVEL_NOISE = 0.1
+"""Least standard deviation of the log of what transfers travel."""
 _MOVED = 0.06
 """The simulator is asked again when a stage has moved by this share of the step."""
 _UNMEASURED, _UNTRIED, _TRIED = 0.2, 0.1, 0.06
@@ -42,9 +45,10 @@ class Level:
     weight: float = 0.0
     far: int = 0
 
-    def add(self, value: float, noise: float, age: int = 0) -> bool:
-        """Add a value, `age` steps after the last one; returns whether a new level began."""
-        self.weight = min(self.weight, max(_LEAST_LEFT, self.weight * 0.5 ** (age / _FADES)))
+    def add(self, value: float, noise: float, age: int = 0, *, least: float = _LEAST_LEFT) -> bool:
+        """Add a value, `age` steps after the last one; returns whether a new level began. `least`: weight that ageing
+        leaves."""
+        self.weight = min(self.weight, max(least, self.weight * 0.5 ** (age / _FADES)))
         side = 1 if value > self.value else -1
         if self.weight >= 3 and abs(value - self.value) > _FAR * noise:
             if self.far != side:
@@ -79,20 +83,22 @@ class SizeTimes:
     """Steps of one kind whose tokens lie between two powers of two.
 
     Attributes:
-        tokens, seconds: log tokens and log seconds of its serial steps.
+        seconds: log seconds of its serial steps with `tokens` tokens, also a log.
         stages: the latest serial steps' stages; None if they cannot be measured.
         expected, off: see the top of this file; `expected` is None without stages.
         travel: log of the time that an overlapped step's transfers travelled.
         steps: number of its steps.
         serial_at, overlapped_at: number of the latest step of either sort; 0 before the first.
-        told_at: number of its latest step when a serial step was told last.
+        told_at, off_at: number of its latest step when a step of either sort was told last.
         checks: serial steps since its steps overlap.
-        suspect: the machine or the link seems to have changed since the last serial step.
+        suspect: the machine or the link seems to have changed since the last serial step: if the next one differs, it
+            begins a new level.
+        stale: the same, as a step of another size told it; until then overlapped steps are compared with nothing.
         overlaps: whether its steps overlap.
         latest: whether the latest step did; None before the first.
     """
 
-    tokens: Level = field(default_factory=Level)
+    tokens: float = 0.0
     seconds: Level = field(default_factory=Level)
     stages: Stages | None = None
     expected: float | None = None
@@ -102,8 +108,10 @@ class SizeTimes:
     serial_at: int = 0
     overlapped_at: int = 0
     told_at: int = 0
+    off_at: int = 0
     checks: int = 0
     suspect: bool = False
+    stale: bool = False
     overlaps: bool = False
     latest: bool | None = None
     _asked: Stages | None = None
@@ -115,29 +123,43 @@ class SizeTimes:
 
     def serial_log_s(self, log_tokens: float, slope: float) -> float:
         """Log seconds of a serial step; `slope` is d log seconds / d log tokens."""
-        return self.seconds.value + slope * (log_tokens - self.tokens.value)
+        return self.seconds.value + slope * (log_tokens - self.tokens)
 
-    def add_serial(self, log_tokens: float, stages: Stages, noise: float, schedule: Schedule) -> float:
-        """Add a serial step, and ask the simulator if its stages have moved; returns by how much its log time differed
-        from the level."""
-        moved = math.log(stages.seconds) - self.seconds.value if self.known else 0.0
+    def add_serial(
+        self, log_tokens: float, stages: Stages, noise: float, slope: float, schedule: Schedule
+    ) -> tuple[float, bool]:
+        """Add a serial step, and ask the simulator if its stages have moved.
+
+        Returns:
+            By how much its log time differed from the level, and whether it begins one because the link has changed:
+            all ranks waited another time than before. A stalled rank is not in the shortest waits.
+        """
+        log_s = math.log(stages.seconds)
+        moved = log_s - self.serial_log_s(log_tokens, slope) if self.known else 0.0
         if self.seconds.weight == 1 and moved < -_WARM_UP:
             self.stages = None  # those of the first one, which warmed up
+        known = self.stages or stages
+        waited = stages.waits / stages.seconds * math.exp(moved) - known.waits / known.seconds
         age, self.told_at = self.steps - self.told_at, self.steps
-        if self.suspect or self.seconds.add(math.log(stages.seconds), noise, age):
-            self.seconds, self.tokens = Level(math.log(stages.seconds), 2.0), Level()
+        changed = (self.suspect or self.stale) and abs(moved) > _UNLIKE * noise
+        if not changed:
+            changed = self.seconds.add(self.seconds.value + moved if self.known else log_s, noise, age)
+        if changed:
+            self.seconds, self.tokens = Level(log_s, 2.0), log_tokens
             self.off, self.travel = Level(), Level()  # it was compared with a machine that is gone
-            self.stages, self.suspect = None, False
+            self.stages = None
+        elif self.seconds.weight == 1:
+            self.tokens = log_tokens
+        self.suspect = self.stale = False
         if self.seconds.far:
-            return moved  # an outlier, or the first step on another machine
-        self.tokens.add(log_tokens, math.inf, age)
+            return moved, False  # an outlier, or the first step on another machine
         if stages.attention + stages.experts > 0:
             self.stages = stages if self.stages is None else _between(self.stages, stages)
             if self._asked is None or _moved(self._asked, self.stages):
                 self._asked, before = self.stages, self.expected
                 self.expected = expected_log_ratio(self.stages, schedule)
                 self.off.value -= self.expected if before is None else 0.0  # it was compared with nothing
-        return moved
+        return moved, changed and abs(waited) > _FAR * noise
 
     def off_of(self, log_ratio: float) -> float:
         """`off` of a step with this log ratio to a serial one."""
@@ -152,26 +174,26 @@ class SizeTimes:
         """
         off = self.off_of(log_ratio)
         moved = off - self.off.value if self.off.weight else 0.0
-        self.suspect |= self.off.add(off, noise)
+        age, self.off_at = max(0, self.steps - self.off_at - _FADES), self.steps
+        self.off.add(off, noise, age, least=0.0)  # a trial after long: the one before may have been disturbed
         if log_travel is not None:
-            self.suspect |= self.travel.add(log_travel, max(noise, _TRAVEL_NOISE))
+            self.travel.add(log_travel, max(noise, _TRAVEL_NOISE))
+        self.suspect |= bool(self.off.far or self.travel.far)
         return moved
 
-    def belief(self, elsewhere: Level, noise: float, *, faded: bool = False) -> Belief:
+    def belief(self, elsewhere: float | None, noise: float, *, faded: bool = False) -> Belief:
         """How an overlapped step compares with a serial one.
 
         Args:
-            elsewhere: `off` over all sizes of the kind.
+            elsewhere: `off` of the kind's other sizes together; None if none of them overlapped.
             faded: what overlapped steps told counts less the longer ago they ran.
         """
-        prior = _UNMEASURED if self.expected is None else _TRIED if elsewhere.weight else _UNTRIED
-        first = elsewhere.value * elsewhere.weight / (elsewhere.weight + 1)
-        sure, told = prior**-2, self.off.weight * noise**-2
+        prior = _UNMEASURED if self.expected is None else _UNTRIED if elsewhere is None else _TRIED
+        sure, told, left = prior**-2, self.off.weight * noise**-2, 1.0
         if faded:
             left = 0.5 ** ((self.steps - self.overlapped_at) / _FADES)
-            told, first = left * told, left * first
-        mean = (self.expected or 0.0) + (sure * first + told * self.off.value) / (sure + told)
-        return Belief(mean, (sure + told) ** -0.5)
+        mean = (sure * left * (elsewhere or 0.0) + left * told * self.off.value) / (sure + left * told)
+        return Belief((self.expected or 0.0) + mean, (sure + left * told) ** -0.5)
 
 
 def _moved(before: Stages, now: Stages) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ubatch import CommGroup, dbo_enabled, get_forward_context
 
-__all__ = ["voted_tokens"]
+__all__ = ["most_voted_tokens", "voted_tokens"]
 
 
 def voted_tokens(group: CommGroup) -> tuple[int, ...] | None:
@@ -18,3 +18,9 @@ def voted_tokens(group: CommGroup) -> tuple[int, ...] | None:
     if known is not None and len(known) == group.size and (all(known) or dbo_enabled()):
         return known
     return None
+
+
+def most_voted_tokens(group: CommGroup) -> int | None:
+    """The most tokens that a rank of `group` has in this lane or step; None as in `voted_tokens`."""
+    known = voted_tokens(group)
+    return None if known is None else max(known)

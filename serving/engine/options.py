@@ -24,7 +24,7 @@ class EngineOptions:
         model: folder of a Hugging Face checkpoint.
         load_format: `auto`, `safetensors`, or `dummy` for random weights.
         dbo: when and how to overlap; its group is set on the rank.
-        dbo_kinds: kinds of steps that overlap only if running steps show that it pays; see `model_runner.DboAuto`.
+        dbo_kinds: kinds of steps that overlap only if running steps show that it pays; see `model_runner.StepSettings`.
         scheduler: how steps are filled.
         speculation: how draft tokens are proposed, and how many; None for no speculation.
         data_parallel_size: data-parallel ranks over all nodes; each request runs on one of them.

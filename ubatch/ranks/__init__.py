@@ -7,6 +7,7 @@ long_calls            calls that may take longer than `timeout_s`
 transfer_times        when transfers were launched and arrived
 transfer              communication that was launched and can be waited for
 collectives           collectives that hand on while the data travels
+two_connections       a large all-to-all over gloo, with a connection for each direction
 collective_gradients  their gradients
 launch_checks         checks before a collective is launched
 launch_order          checks that all ranks launch in the same order (`UBATCH_CHECK_ORDER=1`)

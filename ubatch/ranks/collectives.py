@@ -24,7 +24,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,6 +44,7 @@ from ubatch.ranks.group import CommGroup
 from ubatch.ranks.host_copy import CopiedWork, check_not_capturing, host_like, mark_copied
 from ubatch.ranks.launch_checks import block_sizes, check_launch, check_summable, rows_of
 from ubatch.ranks.transfer import Transfer
+from ubatch.ranks.two_connections import all_to_all_rows, takes_two
 from ubatch.schedules.schedule import Point
 
 __all__ = [
@@ -203,8 +203,10 @@ def launch_all_to_all_single(
     *,
     name: str = "all_to_all",
     to_host: bool = False,
+    most_rows: int | None = None,
 ) -> Transfer[Tensor]:
-    """Launch an all-to-all of rows.
+    """Launch an all-to-all of rows. Over gloo, a large one has a connection for each direction
+    (`ubatch.ranks.two_connections`).
 
     Args:
         x: `[sum(input_split_sizes), ...]`.
@@ -214,6 +216,8 @@ def launch_all_to_all_single(
         name: for traces and errors.
         to_host: the result is a few numbers that the host reads. It arrives in host memory, and `wait` waits for it
             only, not for queued compute.
+        most_rows: rows that a rank sends another at most; None if unknown. It tells more than two ranks whether the
+            transfer is large, and must be the same on all: else they wait for each other until the time-out.
 
     Returns:
         A transfer of `[sum(output_split_sizes), ...]`.
@@ -231,14 +235,13 @@ def launch_all_to_all_single(
     source = x.contiguous()
     row_bytes = _row_bytes(source)
     result = _new_result(source, sum(received))
+    two = takes_two(connection, source.device, sent, received, row_bytes, most_rows)
     return _launch(
         name,
         connection,
         source,
         result,
-        lambda: dist.all_to_all_single(
-            _as_bytes(result), _as_bytes(source), received, sent, group=connection.pg, async_op=True
-        ),
+        lambda: all_to_all_rows(_as_bytes(result), _as_bytes(source), received, sent, connection, two=two),
         bytes_sent=(sum(sent) - sent[group.rank]) * row_bytes,
         bytes_received=(sum(received) - received[group.rank]) * row_bytes,
         to_host=to_host,
@@ -253,7 +256,7 @@ def launch_all_gather(
     Args:
         x: `[rows, ...]`.
         group: the ranks.
-        sizes: rows of every rank; equal if None.
+        sizes: rows of every rank. None if all have as many: else they wait for each other until the time-out.
         name: for traces and errors.
         to_host: as for `launch_all_to_all_single`.
 
@@ -268,17 +271,16 @@ def launch_all_gather(
     source = x.contiguous()
     result = _new_result(source, sum(sizes))
 
-    even = len(set(sizes)) == 1
-    sent = _as_bytes(source) if even else _as_bytes(source).repeat(group.size, 1)
+    row_bytes, own = _row_bytes(source), [rows] * group.size
+    two = takes_two(connection, source.device, own, sizes, row_bytes, max(sizes))
+    whole = len(set(sizes)) == 1 and not (two and group.size == 2)  # more ranks would copy it for each
+    sent = _as_bytes(source) if whole else _as_bytes(source).repeat(group.size, 1)
 
-    def send_to_all() -> Any:
-        if even:
-            return _all_gather_single(_as_bytes(result), sent, group=connection.pg, async_op=True)
-        return dist.all_to_all_single(
-            _as_bytes(result), sent, sizes, [rows] * group.size, group=connection.pg, async_op=True
-        )
+    def send_to_all() -> Sequence[Work]:
+        if whole:
+            return [_all_gather_single(_as_bytes(result), sent, group=connection.pg, async_op=True)]
+        return all_to_all_rows(_as_bytes(result), sent, sizes, own, connection, two=two)
 
-    row_bytes = _row_bytes(source)
     return _launch(
         name,
         connection,
@@ -304,7 +306,7 @@ def launch_all_reduce(x: Tensor, group: CommGroup, *, name: str = "all_reduce") 
         connection,
         x,
         result,
-        lambda: dist.all_reduce(result, group=connection.pg, async_op=True),
+        lambda: [dist.all_reduce(result, group=connection.pg, async_op=True)],
         bytes_sent=ring,
         bytes_received=ring,
     )
@@ -330,7 +332,7 @@ def launch_reduce_scatter(
     check_summable(x)
     sent = block_sizes(x, group, sizes, "sizes")
     own, shape = sent[group.rank], x.shape[1:]
-    blocks = launch_all_to_all_single(x, group, [own] * group.size, sent, name=name)
+    blocks = launch_all_to_all_single(x, group, [own] * group.size, sent, name=name, most_rows=max(sent))
     return blocks.map(lambda received: received.view(group.size, own, *shape).sum(0, dtype=received.dtype))
 
 
@@ -344,7 +346,7 @@ def _launch(
     connection: Connection,
     source: Tensor,
     result: Tensor,
-    start: Callable[[], Work | None],
+    start: Callable[[], Sequence[Work]],
     *,
     bytes_sent: int,
     bytes_received: int,
@@ -357,17 +359,18 @@ def _launch(
         check_not_capturing(name)
     keep, arrived = [source, result], result
     with on_comm_stream():
-        work = start()
-        if work is not None and stream_ordered and (lane is not None or copied_to_host):
-            work.wait()
-            work = _CarriedWork(work)
+        works = start()
+        if stream_ordered and (lane is not None or copied_to_host):
+            for work in works:
+                work.wait()
+            works = [_CarriedWork(work) for work in works]
         if copied_to_host:
             arrived = host_like(result).copy_(result, non_blocking=True)
             keep.append(arrived)
-            work = CopiedWork(mark_copied(source.device, lane))
+            works = [CopiedWork(mark_copied(source.device, lane))]
     return Transfer(
         name,
-        (work,) if work is not None else (),
+        works,
         lambda: arrived,
         connection=connection,
         stream_ordered=stream_ordered and not copied_to_host,

@@ -70,6 +70,7 @@ class Connection:
         ranks: global ranks, in group order.
         timeout_s: how long a transfer or a vote may take.
         pg: carries the data.
+        down_pg: with gloo, carries large data to lower ranks (`ubatch.ranks.two_connections`); else None.
         vote_pg: carries the votes; always gloo, on the CPU.
         broken: why nothing may be launched any more, or None.
         order: the launches since the last vote if `UBATCH_CHECK_ORDER=1`, else None.
@@ -86,7 +87,10 @@ class Connection:
         _let_go_of_expired()
         self.pg = self._process_group(backend, f"{name}/data")
         self.vote_pg = self._process_group("gloo", f"{name}/vote")
-        weakref.finalize(self, _keep, (self.pg, self.vote_pg), self._transport_timeout_s)
+        two = len(self.ranks) > 1 and self._is_gloo(torch.device("cpu"))
+        self.down_pg = self._process_group("gloo", f"{name}/down") if two else None
+        pgs = [self.pg, self.vote_pg, *([] if self.down_pg is None else [self.down_pg])]
+        weakref.finalize(self, _keep, pgs, self._transport_timeout_s)
         self._watch: PeerWatch | None = None
         _connections.add(self)
         if torch.cuda.is_available() and self.is_stream_ordered(torch.device("cuda")):
@@ -175,9 +179,10 @@ class Connection:
     def is_stream_ordered(self, device: torch.device) -> bool:
         """Whether waiting for a work only orders the device's streams and returns, as NCCL's does (gloo's blocks)."""
         kind = torch.device(device.type)
-        if kind.type == "cpu" or kind not in self.pg._device_types:
-            return False
-        return self.pg._get_backend(kind).name() != "gloo"
+        return kind.type != "cpu" and kind in self.pg._device_types and not self._is_gloo(kind)
+
+    def _is_gloo(self, kind: torch.device) -> bool:
+        return kind in self.pg._device_types and self.pg._get_backend(kind).name() == "gloo"
 
     def watch(self, beat_s: float = 1.0) -> None:
         """Watch for failed peers in a separate thread, until this connection breaks or is replaced."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moe.all2all.base import refuse_gradients
 from moe.all2all.chunks import blocks_of
+from moe.all2all.voted import most_voted_tokens
 from moe.placement import block_of
 from moe.segments import segment_sum
 from ubatch import CommGroup, Transfer, launch_all_to_all_single
@@ -87,7 +88,8 @@ class TorchDistBlocks:
         """See `BlockCombine`."""
         refuse_gradients(y, name="torch_dist")
         back, away = next(self._sizes)
-        return launch_all_to_all_single(y, self._group, back, away, name="combine")
+        most = most_voted_tokens(self._group)
+        return launch_all_to_all_single(y, self._group, back, away, name="combine", most_rows=most)
 
     def sum_up(self, arrived: Sequence[Tensor]) -> Tensor:
         """See `BlockCombine`. In the order of the ranks, as in one piece."""

@@ -39,6 +39,7 @@ from moe.all2all.chunks import only_block
 from moe.all2all.payload import pack_rows, unpack_rows
 from moe.all2all.torch_dist.blocks import BlockRoutes, BlocksHandle, TorchDistBlocks
 from moe.all2all.torch_dist.chunks import ChunkedRows, ChunkHandle, Cube, Routes, tokens_of, visits_of
+from moe.all2all.voted import most_voted_tokens
 from moe.placement import local_experts
 from moe.segments import segment_sum
 from ubatch import CommGroup, Transfer, copy_to_host, launch_all_to_all_single
@@ -152,7 +153,8 @@ class TorchDistAll2All:
         refuse_gradients(y, name="torch_dist")
         if isinstance(handle, ChunkHandle):
             y = handle.rows.add(handle.chunk, y)
-        results = launch_all_to_all_single(y, self.group, handle.sent, handle.received, name="combine")
+        most = most_voted_tokens(self.group)
+        results = launch_all_to_all_single(y, self.group, handle.sent, handle.received, name="combine", most_rows=most)
         row_of_visit, visit_offsets = handle.row_of_visit, handle.visit_offsets
         return results.map(lambda rows: segment_sum(rows, row_of_visit, visit_offsets))
 
@@ -178,7 +180,7 @@ class TorchDistAll2All:
             for chunk in chunks
         ]
         transfers = [
-            launch_all_to_all_single(payload, self.group, _sum_of(ends[chunk]), sent[chunk], name="dispatch")
+            self._launch(payload, sent[chunk], _sum_of(ends[chunk]))
             for chunk, payload in zip(launches, payloads, strict=True)
         ]
         return transfers, rows, handles
@@ -203,8 +205,12 @@ class TorchDistAll2All:
         self, rows: Tensor, sent: list[int], received: list[int], hidden_size: int, handle: H
     ) -> Transfer[Dispatched[H]]:
         """Launch one dispatch's packed rows."""
-        payload = launch_all_to_all_single(rows, self.group, received, sent, name="dispatch")
+        payload = self._launch(rows, sent, received)
         return payload.map(lambda arrived: Dispatched(*unpack_rows(arrived, hidden_size), handle, self.experts))
+
+    def _launch(self, rows: Tensor, sent: list[int], received: list[int]) -> Transfer[Tensor]:
+        most = most_voted_tokens(self.group)
+        return launch_all_to_all_single(rows, self.group, received, sent, name="dispatch", most_rows=most)
 
 
 @dataclass(frozen=True)

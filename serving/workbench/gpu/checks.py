@@ -53,7 +53,8 @@ SECTIONS: Mapping[str, Section] = {
     "capture": Section(("graphs", "graphs_failures", "graphs_sizes", "graphs_triton"), 60),
     "kernels": Section(("kernels_once",), 120),
     "runner": Section(
-        ("runner_graphs_gpu", "runner_launch", "engine_loops", "weight_pass", "memory_profile", "dbo_auto_gpu"), 120
+        ("runner_graphs_gpu", "runner_launch", "engine_loops", "weight_pass", "memory_profile", "step_settings_gpu"),
+        120,
     ),
     "transports": Section(
         ("moe_transports_gpu", "moe_host_loopback", "moe_chunks_gpu", "moe_signals", "moe_signalled_gpu"), 120

@@ -96,6 +96,40 @@ def test_the_link_changes_under_an_open_connection(joined: Network) -> None:
     assert min(seconds[0], seconds[2]) > 0.1 > seconds[1]
 
 
+_LATE_RANK = """
+import sys, time, torch, torch.distributed as dist
+from statistics import median
+from ubatch import CommGroup, all_to_all_single
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)
+group, x, seconds = CommGroup.from_process_group(timeout_s=20.0), torch.ones(2, 1 << 18), []
+for _ in range(9):
+    start = time.perf_counter()
+    time.sleep(0.01 * rank)
+    all_to_all_single(x, group)
+    seconds.append(time.perf_counter() - start)
+print(median(seconds))
+"""
+
+
+def test_both_directions_of_the_link_carry_at_once_though_a_rank_is_late(joined: Network) -> None:
+    """A MiB each way at 200 Mbit/s takes 44 ms; over one connection the directions took turns: 84 ms."""
+    joined.link.set(Speed(1000, 200))
+    command_line = [sys.executable, "-c", _LATE_RANK]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": networks.INTERFACE, "OMP_NUM_THREADS": "1"}
+    address, ranks = f"tcp://{joined.hosts[0].address}:29411", []
+    for rank, host in enumerate(joined.hosts):
+        with host.pinned():
+            words = [*command_line, str(rank), address]
+            ranks.append(subprocess.Popen(words, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+    try:
+        seconds = [float(each.communicate(timeout=60)[0].split()[-1]) for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    assert 0.04 < min(seconds) < 0.07, seconds
+
+
 def test_the_hosts_are_apart_and_gone_afterwards(joined: Network) -> None:
     before = os.readlink("/proc/thread-self/ns/net")
     cores = os.sched_getaffinity(0)
@@ -207,8 +241,9 @@ def test_figures_compare_with_the_first_arm(capsys: pytest.CaptureFixture[str]) 
     }
     figures = figures_by_arm(runs, 2, changed=True)
     two = figures["two"]
-    assert (two.speedup.median, two.whole.median, two.last.median) == (1.5, 24 / 18, 2.0)
+    assert (two.speedup.median, two.whole.median) == (1.5, 24 / 18)
     assert (figures["serial"].of_fastest, two.of_fastest) == (18 / 24, 1.0)
+    assert (figures["serial"].learned, two.learned) == (0.5, 1.0)
     assert (two.same, two.requests, figures["serial"].same) == (39, 40, 40)
     assert (two.overlapped, two.steps) == (36, 40)
     assert two.halves is not None

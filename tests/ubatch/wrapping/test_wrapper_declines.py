@@ -193,7 +193,7 @@ BETWEEN_RANKS = {
 }
 """Seen in test_group.py."""
 OF_THE_RUNNER = {DeclineReason.KV_ORDER, DeclineReason.MODE_NOT_SPLIT, DeclineReason.NO_GAIN_EXPECTED}
-"""Seen in test_runner_kv_order.py, test_runner_dp.py and test_dbo_auto.py."""
+"""Seen in test_runner_kv_order.py, test_runner_dp.py and test_step_settings.py."""
 NEVER_ASKED_FOR = {
     DeclineReason.NOT_REQUESTED,
     DeclineReason.NO_BATCH,

@@ -36,8 +36,8 @@ class ArmFigures:
         seconds: of every run, in order.
         speedup: median of the ratios of the runs, pair by pair.
         whole: the ratio of the sums of all runs.
-        last: as `speedup`, of the last run of every visit.
         of_fastest: the sum of the fastest arm's runs / the sum of these.
+        learned: the same of the last run of every visit after the first.
         same: requests with the first arm's answer, in the worst run, of `requests`.
         overlapped, steps: of all runs and ranks.
         halves: None if the link did not change.
@@ -46,8 +46,8 @@ class ArmFigures:
     seconds: Sequence[float]
     speedup: Interval
     whole: Interval
-    last: Interval
     of_fastest: float
+    learned: float
     same: int
     requests: int
     overlapped: int
@@ -62,16 +62,18 @@ def figures_by_arm(runs: Mapping[str, Sequence[Run]], repeats: int, *, changed: 
     """
     first = next(iter(runs.values()))
     base, answers = [each.seconds for each in first], first[0].answers
-    fastest = min(sum(each.seconds for each in own) for own in runs.values())
+    of_arm = {name: [each.seconds for each in own] for name, own in runs.items()}
+    later = {name: sum(seconds[2 * repeats - 1 :: repeats]) for name, seconds in of_arm.items()}
+    fastest, fastest_later = min(map(sum, of_arm.values())), min(later.values())
     found = {}
     for name, own in runs.items():
-        seconds = [each.seconds for each in own]
+        seconds = of_arm[name]
         found[name] = ArmFigures(
             seconds=seconds,
             speedup=paired(base, seconds),
             whole=ratio_of_sums(base, seconds),
-            last=paired(base[repeats - 1 :: repeats], seconds[repeats - 1 :: repeats]),
             of_fastest=fastest / sum(seconds),
+            learned=fastest_later / later[name],
             same=min(sum(a == b for a, b in zip(answers, each.answers, strict=True)) for each in own),
             requests=len(answers),
             overlapped=sum(each.overlapped for each in own),
@@ -101,9 +103,11 @@ def print_load(load: Load, figures: Mapping[str, ArmFigures], start_s: Mapping[s
     """The table of a load."""
     base = next(iter(figures))
     print(f"\n{load}")
-    rows = [["", "s", f"over {base}", "whole run", "last", "of fastest", "same answers", "overlapped steps", "start s"]]
+    rows = [
+        ["", "s", f"over {base}", "whole run", "of fastest", "learned", "same answers", "overlapped steps", "start s"]
+    ]
     for name, own in figures.items():
-        ratios = [f"{own.speedup:.2f}", f"{own.whole:.2f}", f"{own.last.median:.2f}", f"{own.of_fastest:.2f}"]
+        ratios = [f"{own.speedup:.2f}", f"{own.whole:.2f}", f"{own.of_fastest:.2f}", f"{own.learned:.2f}"]
         counts = [f"{own.same} of {own.requests}", f"{own.overlapped} of {own.steps}"]
         rows.append([name, f"{bootstrap(own.seconds).median:.2f}", *ratios, *counts])
         rows[-1].append(f"{bootstrap(start_s[name]).median:.1f}")

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from pydantic import Field
 
 from model_runner import InputBatch, ModelRunner
-from model_runner.auto.dbo_auto import DboAuto
+from model_runner.auto.step_settings import StepSettings
 from model_runner.parallel.transport import most_chunks
 from moe import EmulatedLink
 from serving.arguments.fields import Flag
@@ -198,7 +198,7 @@ def _measure_on_rank(rank: int, world_size: int, options: Options) -> list[AutoR
 
 @torch.inference_mode()
 def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Options) -> AutoResult:
-    auto = DboAuto(runner.dbo, runner.group, runner.device, linear_layers=runner.config.linear_moe_layers)
+    auto = StepSettings(runner.dbo, runner.group, runner.device, linear_layers=runner.config.linear_moe_layers)
     fixed = fixed_arms(runner.dbo, most_chunks(runner.all2all))
     arms = {name: arm_config(runner.dbo, schedule) for name, schedule in fixed.items()}
     ran: dict[str, list[tuple[float, float, str]]] = {name: [] for name in (*arms, _DBO)}
@@ -227,7 +227,7 @@ def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Opt
 
     best, against_serial, against_best = against(seconds)
     _, pooled_serial, pooled_best = against(pooled(seconds, forwards, schedules))
-    found = auto.statistics()
+    found = auto.policy
     return AutoResult(
         ratio=ratio,
         bytes_per_s=link.bytes_per_s if ratio else None,
@@ -245,11 +245,11 @@ def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Opt
     )
 
 
-def _run(runner: ModelRunner, how: UBatchConfig | DboAuto, batch: InputBatch) -> tuple[float, float, str]:
+def _run(runner: ModelRunner, how: UBatchConfig | StepSettings, batch: InputBatch) -> tuple[float, float, str]:
     """Run a step; its seconds on this rank, vote and decision included, its forward's part, its schedule."""
     start = time.perf_counter()
-    agreed = runner.coordinate(batch, *(how.settings(batch.shape) if isinstance(how, DboAuto) else (how,)))
-    with how.timed(agreed.decision) if isinstance(how, DboAuto) else nullcontext():
+    agreed = runner.coordinate(batch, *(how.settings(batch.shape) if isinstance(how, StepSettings) else (how,)))
+    with how.timed(agreed.decision) if isinstance(how, StepSettings) else nullcontext():
         begun = time.perf_counter()
         runner.forward(batch, agreed)
         ended = time.perf_counter()

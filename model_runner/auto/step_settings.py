@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from model_runner.auto.dbo_policy import Noted, Policy, PolicyStatistics, Seen
+from model_runner.auto.dbo_policy import Noted, Policy, Seen
 from model_runner.auto.step_stages import Stages, row
 from model_runner.step.dp import BatchShape
 from ubatch import CommGroup, Decision, ForwardMode, Schedule, UBatchConfig, fingerprint
@@ -28,7 +28,7 @@ from ubatch.ranks.connection import Connection
 from ubatch.ranks.transfer_times import record_transfers
 from ubatch.schedules.modes import MODE_KEYS, ModeSettings, mode_key
 
-__all__ = ["DboAuto", "Proposal"]
+__all__ = ["Proposal", "StepSettings"]
 
 _logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Proposal(NamedTuple):
     told: tuple[int, ...] = ()
 
 
-class DboAuto:
+class StepSettings:
     """Decides for every step without a threshold whether it overlaps, under the schedule of its kind.
 
     Args:
@@ -63,7 +63,10 @@ class DboAuto:
         device: where steps run.
         kinds: the kinds of steps to decide on: `decode`, `prefill`, `verify`.
         linear_layers: places of the layers with linear attention among the MoE layers.
-        policy: makes the `Policy`, at the start and at every restart.
+        make_policy: makes the policy, at the start and at every restart.
+
+    Attributes:
+        policy: the decisions, with numbers.
     """
 
     def __init__(
@@ -74,13 +77,13 @@ class DboAuto:
         *,
         kinds: Sequence[str] = MODE_KEYS,
         linear_layers: Collection[int] = (),
-        policy: Callable[[Mapping[str, Schedule]], Policy] = Policy,
+        make_policy: Callable[[Mapping[str, Schedule]], Policy] = Policy,
     ) -> None:
         self._group = group
         self._device = device
         self._in_flight = _IN_FLIGHT if device.type == "cuda" else 0
         self._shared_cores = len(os.sched_getaffinity(0)) <= torch.get_num_threads() if _HAS_AFFINITY else True
-        self._make_policy = policy
+        self._make_policy = make_policy
         self._linear_layers = frozenset(linear_layers)
         may = config.enable_dbo and not config.require_overlap
         schedules = {kind: config.for_mode(_MODES[kind]).schedule for kind in kinds if not _has_threshold(config, kind)}
@@ -95,7 +98,7 @@ class DboAuto:
         self._restart()
 
     def _restart(self) -> None:
-        self._policy = self._make_policy(self._schedules)
+        self.policy = self._make_policy(self._schedules)
         self._number = 0
         self._taken: dict[int, tuple[Noted, Callable[[], tuple[int, ...]]]] = {}  # step -> what it was, what it took
 
@@ -110,7 +113,7 @@ class DboAuto:
         self._follow_group()
         due = self._taken.get(self._number - 1 - self._in_flight)
         tokens, kind = sum(batch.query_lens), mode_key(batch.mode)
-        declined = bool(tokens) and kind in self._schedules and not self._policy.overlaps(kind, tokens)
+        declined = bool(tokens) and kind in self._schedules and not self.policy.overlaps(kind, tokens)
         return Proposal(self._settings, declined, () if due is None else due[1]())
 
     @contextmanager
@@ -121,7 +124,7 @@ class DboAuto:
             yield
             return
         self._learn(decision)
-        noted, number = self._policy.saw(self._seen(decision)), self._number
+        noted, number = self.policy.saw(self._seen(decision)), self._number
         self._number += 1
         if noted is None:
             yield
@@ -146,11 +149,7 @@ class DboAuto:
 
     def reasons(self) -> Mapping[str, str]:
         """Kind of step -> a sentence: the decision and its reason; empty if nothing is decided."""
-        return self._policy.reasons
-
-    def statistics(self) -> PolicyStatistics:
-        """The decisions, with numbers."""
-        return self._policy.statistics()
+        return self.policy.reasons
 
     def _follow_group(self) -> None:
         """Restarts on a new connection: after a failure the ranks' step counts may differ."""
@@ -167,8 +166,8 @@ class DboAuto:
         if taken is None or stages is None or not stages.seconds > 0:
             return
         noted, _ = taken
-        if self._policy.learn(noted, stages) and (self._group is None or self._group.rank == 0):
-            _logger.info("overlap of %s steps, %s", noted.step.kind, self._policy.reasons[noted.step.kind])
+        if self.policy.learn(noted, stages) and (self._group is None or self._group.rank == 0):
+            _logger.info("overlap of %s steps, %s", noted.step.kind, self.policy.reasons[noted.step.kind])
 
     def _seen(self, decision: Decision) -> Seen:
         tokens = [total for total in map(sum, decision.tokens) if total]

@@ -10,9 +10,10 @@ import pytest
 import torch
 from checkpoints import make_qwen3_moe_checkpoint
 
+import model_runner
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
-from model_runner.auto.dbo_auto import DboAuto, Proposal
 from model_runner.auto.dbo_policy import Noted, Policy
+from model_runner.auto.step_settings import Proposal, StepSettings
 from model_runner.auto.step_stages import Stages
 from model_runner.step.dp import BatchShape
 from ranks import run_ranks
@@ -50,7 +51,7 @@ def test_on_a_gpu_the_time_is_between_two_events(monkeypatch: pytest.MonkeyPatch
             return 3.0
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    auto = DboAuto(UBatchConfig(), None, torch.device("cuda"))
+    auto = StepSettings(UBatchConfig(), None, torch.device("cuda"))
     for _ in range(40):
         told = auto.settings(DECODES).told
         with auto.timed(decided(64, told=told)):
@@ -59,7 +60,7 @@ def test_on_a_gpu_the_time_is_between_two_events(monkeypatch: pytest.MonkeyPatch
     for place, what in enumerate(log):
         waits += what == "wait"
         assert log[:place].count("forward") >= waits + 4 or what != "wait"  # the last four may still run
-    found = auto.statistics()
+    found = auto.policy
     assert 5 <= found.timed == waits <= 36
     assert found.seconds == pytest.approx(found.timed * 0.003)
 
@@ -74,16 +75,16 @@ def test_on_a_gpu_the_time_is_between_two_events(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_where_nothing_is_to_be_decided_the_runners_settings_stand(config: UBatchConfig) -> None:
-    auto = DboAuto(config, None, torch.device("cpu"))
+    auto = StepSettings(config, None, torch.device("cpu"))
     assert auto.settings(DECODES) == auto.settings(PREFILL) == Proposal()
     with auto.timed(decided(64)):
         pass
-    assert (dict(auto.reasons()), auto.statistics().steps) == ({}, 0)
+    assert (dict(auto.reasons()), auto.policy.steps) == ({}, 0)
 
 
 def test_a_kind_with_a_threshold_keeps_it() -> None:
     config = UBatchConfig(num_ubatches=3, modes={"prefill": ModeSettings(token_threshold=64)})
-    auto = DboAuto(config, None, torch.device("cpu"), kinds=("decode", "prefill"))
+    auto = StepSettings(config, None, torch.device("cpu"), kinds=("decode", "prefill"))
     proposal = auto.settings(PREFILL)
     assert proposal.settings is not None
     assert not proposal.no_gain
@@ -96,7 +97,7 @@ def test_a_kind_with_a_threshold_keeps_it() -> None:
 
 def test_an_idle_rank_knows_the_schedules_of_the_others() -> None:
     own = replace(SCHEDULES["two_batch_decode"].with_lanes(3), name="mine")
-    auto = DboAuto(UBatchConfig(modes={"decode": ModeSettings(own)}), None, torch.device("cpu"))
+    auto = StepSettings(UBatchConfig(modes={"decode": ModeSettings(own)}), None, torch.device("cpu"))
     config, declined, _ = auto.settings(BatchShape([], ForwardMode.IDLE))
     assert not declined
     assert config is not None
@@ -137,36 +138,36 @@ class TwoRanks:
 
 
 def test_a_step_that_fails_has_no_time() -> None:
-    auto = DboAuto(UBatchConfig(), None, torch.device("cpu"))
+    auto = StepSettings(UBatchConfig(), None, torch.device("cpu"))
     for step in range(8):
         told = auto.settings(DECODES).told
         assert bool(told) == (step % 2 == 1)  # every other one failed
         with suppress(ZeroDivisionError), auto.timed(decided(64, told=told)):
             1 // ((step + 1) % 2)
-    assert (auto.statistics().steps, auto.statistics().timed) == (8, 4)
+    assert (auto.policy.steps, auto.policy.timed) == (8, 4)
 
 
 def test_a_step_is_learned_only_if_every_rank_tells_its_time() -> None:
-    auto = DboAuto(UBatchConfig(), TwoRanks(), torch.device("cpu"))  # type: ignore[arg-type]
+    auto = StepSettings(UBatchConfig(), TwoRanks(), torch.device("cpu"))  # type: ignore[arg-type]
     for others, timed in (((), 0), ((), 0), (None, 1)):
         told = auto.settings(DECODES).told
         with auto.timed(replace(decided(64, 64), told=(told, told if others is None else others))):
             pass
-        assert auto.statistics().timed == timed
+        assert auto.policy.timed == timed
 
 
 def test_ranks_begin_anew_after_a_reset() -> None:
     """They may have counted differently when the group broke."""
     group = TwoRanks()
-    auto = DboAuto(UBatchConfig(), group, torch.device("cpu"))  # type: ignore[arg-type]
+    auto = StepSettings(UBatchConfig(), group, torch.device("cpu"))  # type: ignore[arg-type]
     for _ in range(3):
         told = auto.settings(DECODES).told
         with auto.timed(decided(64, 64, told=told)):
             pass
-    assert auto.statistics().steps == 3
+    assert auto.policy.steps == 3
     group.connection = object()
     assert auto.settings(DECODES).told == ()
-    assert auto.statistics().steps == 0
+    assert auto.policy.steps == 0
 
 
 def test_the_old_flag_is_deprecated(tmp_path: Path) -> None:
@@ -193,25 +194,31 @@ def test_statistics_of_an_engine_say_what_is_decided(tmp_path: Path) -> None:
 # -- the runner -----------------------------------------------------------------------------------------------------
 
 
+MEASURED: list[Stages] = []
+
+
+class Optimist(Policy):
+    """Told that lanes take half the time."""
+
+    def learn(self, noted: Noted, stages: Stages) -> bool:
+        if not noted.step.overlapped:
+            MEASURED.append(stages)
+        made_up = Stages(0.5) if noted.step.overlapped else Stages(1.0, 0.2, 0.2, 0.3, 0.3, layers=4)
+        return super().learn(noted, made_up)
+
+
 def decode_steps(rank: int, world_size: int, path: str) -> dict[str, object]:
-    """Two ranks decode; the times are made up: a policy that is told that lanes take half the time."""
+    """Two ranks decode; the times are made up."""
     group = CommGroup.from_process_group(timeout_s=20)
-    measured: list[Stages] = []
-
-    class Optimist(Policy):
-        def learn(self, noted: Noted, stages: Stages) -> bool:
-            if not noted.step.overlapped:
-                measured.append(stages)
-            made_up = Stages(0.5) if noted.step.overlapped else Stages(1.0, 0.2, 0.2, 0.3, 0.3, layers=4)
-            return super().learn(noted, made_up)
-
+    MEASURED.clear()
     dbo = UBatchConfig(modes={"prefill": ModeSettings(token_threshold=4)})
     with ModelRunner(path, group=group, num_kv_blocks=96, block_size=8, dbo=dbo) as runner:
-        runner.step_settings = DboAuto(runner.dbo, group, runner.device, policy=Optimist)
+        runner.step_settings = StepSettings(runner.dbo, group, runner.device, make_policy=Optimist)
         tokens, modes = run_steps(runner, rank)
-        found = runner.step_settings.statistics()
+        policy = runner.step_settings.policy
+        found = {"timed": policy.timed, "lost_s": policy.lost_s, "overlapping": policy.overlapping}
         declined = runner.statistics().declined
-    return {"tokens": tokens, "modes": modes, "found": found, "declined": declined, "measured": measured}
+    return {"tokens": tokens, "modes": modes, "found": found, "declined": declined, "measured": list(MEASURED)}
 
 
 def plain_steps(rank: int, world_size: int, path: str) -> list[object]:
@@ -245,11 +252,16 @@ def test_two_ranks_decide_alike(tmp_path: Path) -> None:
     assert first["modes"][0] == (True, 2)  # the prefill, by its own threshold
     assert not first["modes"][1][0]  # decodes begin serially
     assert first["modes"][-1][0]
-    assert first["found"].overlaps["decode"] == {8: True}
-    assert first["found"].timed >= 10
+    assert first["found"]["overlapping"]["decode"] == {8: True}
+    assert first["found"]["timed"] >= 10
     assert set(first["declined"]) == {DeclineReason.NO_GAIN_EXPECTED}
     assert first["measured"] == second["measured"]  # all ranks learn the same of a step
     assert all(each.attention > 0 and each.experts > 0 and each.layers > 0 for each in first["measured"])
     assert all(0 <= each.waits < each.seconds for each in first["measured"])
     reference, _ = run_ranks(plain_steps, 2, str(path))
     assert first["tokens"] == reference
+
+
+def test_the_old_name_still_works() -> None:
+    with pytest.warns(DeprecationWarning, match=r"It is model_runner\.StepSettings"):
+        assert model_runner.DboAuto is StepSettings

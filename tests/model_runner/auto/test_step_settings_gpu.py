@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from model_runner.auto.dbo_auto import DboAuto
+from model_runner.auto.step_settings import StepSettings
 from model_runner.step.dp import BatchShape
 from ubatch import Decision, ForwardMode, UBatchConfig, fingerprint
 
@@ -21,7 +21,7 @@ def test_times_are_the_devices_own() -> None:
     device = torch.device("cuda")
     matrix = torch.randn(2048, 2048, device=device)
     shape = BatchShape([1] * 64, ForwardMode.DECODE)
-    auto = DboAuto(UBatchConfig(), None, device)
+    auto = StepSettings(UBatchConfig(), None, device)
 
     def forward() -> None:
         for _ in range(PRODUCTS):
@@ -37,6 +37,6 @@ def test_times_are_the_devices_own() -> None:
             forward()
     torch.cuda.synchronize()
     wall = time.perf_counter() - start
-    found = auto.statistics()
+    found = auto.policy
     assert (found.steps, found.timed > 5) == (STEPS, True)
     assert found.seconds / found.timed == pytest.approx(wall / STEPS, rel=0.35)

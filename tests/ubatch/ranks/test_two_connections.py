@@ -1,0 +1,84 @@
+"""A large all-to-all over gloo has a connection for each direction, and brings the same rows as a small one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import run_ranks
+from ubatch import CommGroup, launch_all_gather, launch_all_to_all_single
+from ubatch.ranks import two_connections
+from ubatch.ranks.two_connections import takes_two
+
+ROW = 1024  # floats, 4 KiB
+
+
+def blocks(source: int, sizes: list[int]) -> torch.Tensor:
+    """Rows that say from where to where they go."""
+    rows = [torch.full((size, ROW), 10.0 * source + target) for target, size in enumerate(sizes)]
+    return torch.cat(rows)
+
+
+def sizes_of(world_size: int, each: int) -> list[list[int]]:
+    """`[source][target]` rows: unlike, and of three ranks the first sends the last nothing."""
+    sizes = [[each + 3 * source + target for target in range(world_size)] for source in range(world_size)]
+    if world_size > 2:
+        sizes[0][-1] = 0
+    return sizes
+
+
+def exchange(rank: int, world_size: int, each: int) -> list[tuple[int, int]]:
+    """Checks what arrives; returns how many rows each all-to-all sent to higher and to lower ranks."""
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    sizes = sizes_of(world_size, each)
+    launched: list[tuple[int, int]] = []
+    launch = dist.all_to_all_single
+
+    def counted(into: Any, out_of: Any, theirs: list[int], ours: list[int], **how: Any) -> Any:
+        launched.append((sum(ours[rank + 1 :]), sum(ours[:rank])))
+        return launch(into, out_of, theirs, ours, **how)
+
+    received = [of[rank] for of in sizes]
+    most = max(map(max, sizes))
+    expected = torch.cat([torch.full((size, ROW), 10.0 * source + rank) for source, size in enumerate(received)])
+    with mock.patch.object(two_connections.dist, "all_to_all_single", counted):
+        transfers = [
+            launch_all_to_all_single(blocks(rank, sizes[rank]), group, received, sizes[rank], most_rows=most)
+            for _ in range(3)  # several under way at once
+        ]
+    for transfer in transfers:
+        assert torch.equal(transfer.wait(), expected)
+    own = torch.full((each, ROW), float(rank))
+    gathered = launch_all_gather(own, group).wait()
+    assert gathered[:, 0].tolist() == [float(source) for source in range(world_size) for _ in range(each)]
+    return launched
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_large_rows_have_a_connection_for_each_direction(world_size: int) -> None:
+    for rank, launched in enumerate(run_ranks(exchange, world_size, 80)):
+        assert len(launched) == 6  # three, in two each
+        assert all(min(up, down) == 0 for up, down in launched)
+        assert sum(up for up, _ in launched) > 0 or rank == world_size - 1
+        assert sum(down for _, down in launched) > 0 or rank == 0
+
+
+def test_small_rows_travel_in_one_piece() -> None:
+    for launched in run_ranks(exchange, 2, 8):
+        assert len(launched) == 3
+
+
+def test_all_ranks_reckon_alike() -> None:
+    def two(rank: int, sent: list[int], received: list[int], most_rows: int | None = None) -> bool:
+        connection: Any = SimpleNamespace(down_pg="gloo", ranks=[4, 6, 9][: len(sent)], rank=[4, 6, 9][rank])
+        return takes_two(connection, torch.device("cpu"), sent, received, 64 << 10, most_rows)
+
+    for large, rows in ((True, 4), (False, 3)):  # of 64 KiB
+        assert two(0, [9, rows], [9, 7]) is two(1, [7, 4], [rows, 4]) is large
+    assert not two(0, [9, 5, 9], [9, 7, 9])  # nobody knows what the others send
+    assert two(2, [1, 1, 1], [0, 0, 1], most_rows=40)
