@@ -33,9 +33,9 @@ _TRIAL_EVERY = 6
 """Steps of a size between two trials, or two checks: by then the first one's time is known, on a GPU, too."""
 _FIRST_CHECK, _CHECK_EVERY = 8, 50
 """Steps of a size that has begun to overlap until a serial step checks it; later twice as many, up to the second."""
-_NEW_STEPS, _SETTLED_EVERY, _LONG_LOG_S = 8, 4, math.log(0.02)
+_NEW_STEPS, _SETTLED_EVERY, _LONG_LOG_S = 8, 4, math.log(0.2)
 """Every step's time is wanted for so many steps after something new, later that of every fourth if steps are not long:
-timing a small step costs as much as it gains."""
+timing a step and learning from it takes about a millisecond."""
 _NOISE, _LEAST_NOISE, _MOST_NOISE, _NOISE_MEMORY = 0.06, 0.02, 0.15, 32
 _WARM_UP = 0.1
 """The very first overlapped step says nothing if it took longer than expected by this much (log)."""

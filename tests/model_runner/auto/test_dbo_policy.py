@@ -186,7 +186,7 @@ def test_a_slower_link_is_seen_in_two_serial_steps() -> None:
     for step in range(60):
         served.scale = 3.0 if step == 40 else 1.0
         served.link = 4.0 if step >= 50 else 0.0
-        ways.append(served.step("decode", 2000))  # its steps are long, so each is timed
+        ways.append(served.step("decode", 20_000))  # its steps are long, so each is timed
     assert ways.index(True) == 53
 
 
