@@ -180,6 +180,22 @@ def test_no_size_is_compared_with_the_link_before(
     assert own.against() >= 0.97, served.policy.reasons
 
 
+def test_what_one_size_told_of_a_new_link_sends_the_others_through_one_serial_step() -> None:
+    """They are not compared before; and how time grows with tokens is what it was when more sizes were known."""
+    served = Served(Policy(DECODES), 2.0, spread=0.0)
+    for step in range(100):
+        served.step("decode", (16, 200)[step % 2])
+    slope = served.policy._slope("decode")
+    assert 0.0 < slope < 0.6
+    served.link = 5.0
+    for _ in range(20):
+        served.step("decode", 200)
+    few = served.policy._sizes["decode"][16]
+    assert (few.stale, served.policy._slope("decode")) == (True, slope)
+    assert [served.step("decode", 16) for _ in range(6)] == [False, *[True] * 5]
+    assert not any(each.stale for each in served.policy._sizes["decode"].values())  # its own step is no news to others
+
+
 def test_a_slower_link_is_seen_in_two_serial_steps() -> None:
     """One alone may be a stall."""
     served, ways = Served(Policy(DECODES), 0.0, spread=0.0), []
