@@ -23,7 +23,7 @@ from model_runner.auto.size_times import Belief, SizeTimes
 from model_runner.auto.step_stages import Stages
 from ubatch.schedules.schedule import Schedule
 
-__all__ = ["Noted", "Policy", "Seen"]
+__all__ = ["Policy", "Seen"]
 
 _HYSTERESIS = 0.01
 """A decision changes if the other way is believed faster by more than this (log)."""
@@ -33,9 +33,9 @@ _TRIAL_EVERY = 6
 """Steps of a size between two trials, or two checks: by then the first one's time is known, on a GPU, too."""
 _FIRST_CHECK, _CHECK_EVERY = 8, 50
 """Steps of a size that has begun to overlap until a serial step checks it; later twice as many, up to the second."""
-_NEW_STEPS, _SETTLED_EVERY, _LONG_LOG_S = 8, 4, math.log(0.2)
+_NEW_STEPS, _SETTLED_EVERY, _LONG_LOG_S = 8, 4, math.log(0.075)
 """Every step's time is wanted for so many steps after something new, later that of every fourth if steps are not long:
-timing a step and learning from it takes about a millisecond."""
+timing a step and learning from it takes some 0.15 ms, of a long one at most 0.2%."""
 _NOISE, _LEAST_NOISE, _MOST_NOISE, _NOISE_MEMORY = 0.06, 0.02, 0.15, 32
 _WARM_UP = 0.1
 """The very first overlapped step says nothing if it took longer than expected by this much (log)."""
@@ -45,35 +45,19 @@ _SLOPE, _LEAST_SPREAD = 0.35, 0.1
 
 @dataclass(frozen=True)
 class Seen:
-    """A step that was voted on.
+    """A step that was voted on, and whose time is wanted.
 
     Attributes:
-        kind: `decode`, `prefill`, `verify`, or another word for steps without a decision.
+        kind: `decode`, `prefill` or `verify`.
         tokens: mean tokens of the ranks that have some.
         overlapped: whether it ran under its kind's schedule.
+        own: what is known of its size.
+        trial: whether it ran the other way than decided for its size because the policy wanted to know.
     """
 
     kind: str
     tokens: int
     overlapped: bool
-
-    @property
-    def size(self) -> int:
-        """The largest power of two up to its tokens."""
-        return 1 << max(0, self.tokens.bit_length() - 1)
-
-
-@dataclass(frozen=True)
-class Noted:
-    """A step whose time is wanted.
-
-    Attributes:
-        step: the step.
-        own: what is known of its size.
-        trial: whether it ran the other way than decided for its size because the policy wanted to know.
-    """
-
-    step: Seen
     own: SizeTimes
     trial: bool
 
@@ -125,41 +109,49 @@ class Policy:
             return False
         return belief.hoped < -_HYSTERESIS and self._affords(serial_s * math.expm1(belief.mean))
 
-    def saw(self, step: Seen) -> Noted | None:
-        """Records a step after its vote; returns what `learn` needs with its stages, None if its time is not wanted."""
-        kind = step.kind
+    def saw(self, kind: str, tokens: int, overlapped: bool) -> Seen | None:
+        """Records a step after its vote.
+
+        Args:
+            kind: its kind, or another word for steps without a decision.
+            tokens: mean tokens of the ranks that have some.
+            overlapped: whether it runs under its kind's schedule.
+
+        Returns:
+            What `learn` needs with its stages; None if its time is not wanted.
+        """
         if kind not in self._sizes:
             return None
-        wanted = self.overlaps(kind, step.tokens)  # by a rank whose batch is the mean one
-        own = self._sizes[kind].setdefault(self._size(kind, step.tokens), SizeTimes())
-        trial = step.overlapped == wanted != own.overlaps
+        wanted = self.overlaps(kind, tokens)  # by a rank whose batch is the mean one
+        own = self._sizes[kind].setdefault(self._size(kind, tokens), SizeTimes())
+        trial = overlapped == wanted != own.overlaps
         self.steps += 1
         self.trials += trial
-        self._latest[kind] = step.tokens
-        if step.overlapped != own.latest:
+        self._latest[kind] = tokens
+        if overlapped != own.latest:
             self._new_until = self.steps + _NEW_STEPS
-        own.latest = step.overlapped
+        own.latest = overlapped
         own.steps += 1
-        if step.overlapped:
+        if overlapped:
             own.overlapped_at = own.steps
         else:
             own.serial_at = own.steps
             own.checks += own.overlaps
         is_long = own.known and own.seconds.value > _LONG_LOG_S
         timed = is_long or self.steps <= self._new_until or own.steps % _SETTLED_EVERY == 0
-        return Noted(step, own, trial) if timed else None
+        return Seen(kind, tokens, overlapped, own, trial) if timed else None
 
-    def learn(self, noted: Noted, stages: Stages) -> bool:
-        """Learns the stages of a step that `saw` noted, then decides for its size; returns whether that has changed.
+    def learn(self, step: Seen, stages: Stages) -> bool:
+        """Learns the stages of a step that `saw` returned, then decides for its size; returns whether that has changed.
         The calls are the same on every rank."""
-        step, own, kind = noted.step, noted.own, noted.step.kind
+        own, kind = step.own, step.kind
         self._reasons = None
         self.timed += 1
         self.seconds += stages.seconds
         if not own.known and step.overlapped:
             return False  # nothing to compare with
         noise, before = self._noise[kind], own.overlaps
-        moved = abs((self._learn_overlapped if step.overlapped else self._learn_serial)(noted, stages))
+        moved = abs((self._learn_overlapped if step.overlapped else self._learn_serial)(step, stages))
         if moved:
             variance = noise**2 + (min(moved, 3 * noise) ** 2 - noise**2) / _NOISE_MEMORY
             self._noise[kind] = min(max(math.sqrt(variance), _LEAST_NOISE), _MOST_NOISE)
@@ -170,11 +162,11 @@ class Policy:
             self.changes += 1
         return own.overlaps != before
 
-    def _learn_serial(self, noted: Noted, stages: Stages) -> float:
+    def _learn_serial(self, step: Seen, stages: Stages) -> float:
         """Returns by how much its log time differed from what was believed; so does the next."""
-        own, kind, log_tokens = noted.own, noted.step.kind, math.log(max(1, noted.step.tokens))
+        own, kind, log_tokens = step.own, step.kind, math.log(max(1, step.tokens))
         slope = self._slope(kind)
-        if noted.trial:
+        if step.trial:
             overlapped = own.serial_log_s(log_tokens, slope) + self._belief(kind, own).mean
             self._lose(stages.seconds, math.exp(overlapped))
         was_stale = own.stale
@@ -186,11 +178,11 @@ class Policy:
             self._new_until = self.steps + _NEW_STEPS
         return moved
 
-    def _learn_overlapped(self, noted: Noted, stages: Stages) -> float:
-        own, kind, log_tokens = noted.own, noted.step.kind, math.log(max(1, noted.step.tokens))
+    def _learn_overlapped(self, step: Seen, stages: Stages) -> float:
+        own, kind, log_tokens = step.own, step.kind, math.log(max(1, step.tokens))
         serial = own.serial_log_s(log_tokens, self._slope(kind))
         ratio = math.log(stages.seconds) - serial
-        if noted.trial or not own.off.weight:
+        if step.trial or not own.off.weight:
             self._lose(stages.seconds, math.exp(serial))
         warms_up = kind not in self._warm and own.off_of(ratio) > _WARM_UP
         self._warm.add(kind)
@@ -206,9 +198,10 @@ class Policy:
     # -- what is believed --------------------------------------------------------------------------------------
 
     def _size(self, kind: str, tokens: int) -> int:
-        """The size that a step counts for: that of the kind's latest step, if it has half to twice its tokens."""
+        """The size that a step counts for, a power of two: that of the kind's latest step, if it has half to twice its
+        tokens."""
         latest = self._latest.get(kind, tokens)
-        return Seen(kind, latest if latest / 2 <= tokens <= latest * 2 else tokens, False).size
+        return 1 << max(0, (latest if latest / 2 <= tokens <= latest * 2 else tokens).bit_length() - 1)
 
     def _belief(self, kind: str, own: SizeTimes, *, faded: bool = False) -> Belief:
         others = (each for each in self._sizes[kind].values() if each is not own and not each.stale)

@@ -84,7 +84,7 @@ class SizeTimes:
 
     Attributes:
         seconds: log seconds of its serial steps with `tokens` tokens, also a log.
-        stages: the latest serial steps' stages; None if they cannot be measured.
+        stages: the mean of serial steps' stages; None if they cannot be measured.
         expected, off: see the top of this file; `expected` is None without stages.
         travel: log of the time that an overlapped step's transfers travelled.
         steps: number of its steps.
@@ -154,7 +154,7 @@ class SizeTimes:
         if self.seconds.far:
             return moved, False  # an outlier, or the first step on another machine
         if stages.attention + stages.experts > 0:
-            self.stages = stages if self.stages is None else _between(self.stages, stages)
+            self.stages = stages if self.stages is None else _toward(self.stages, stages, 1 / self.seconds.weight)
             if self._asked is None or _moved(self._asked, self.stages):
                 self._asked, before = self.stages, self.expected
                 self.expected = expected_log_ratio(self.stages, schedule)
@@ -203,8 +203,11 @@ def _moved(before: Stages, now: Stages) -> bool:
     )
 
 
-def _between(before: Stages, now: Stages) -> Stages:
-    """Half way between two steps' stages, as shares of the later one's time."""
+def _toward(before: Stages, now: Stages, share: float) -> Stages:
+    """From `before` towards `now` by a share of the way, as shares of the later one's time."""
     scale = now.seconds / before.seconds
     times = [each.name for each in fields(Stages) if "layers" not in each.name]
-    return replace(now, **{name: (getattr(before, name) * scale + getattr(now, name)) / 2 for name in times})
+    return replace(
+        now,
+        **{name: (1 - share) * scale * getattr(before, name) + share * getattr(now, name) for name in times},
+    )

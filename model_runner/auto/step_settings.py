@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from model_runner.auto.dbo_policy import Noted, Policy, Seen
+from model_runner.auto.dbo_policy import Policy, Seen
 from model_runner.auto.step_stages import Stages, row
 from model_runner.step.dp import BatchShape
 from ubatch import CommGroup, Decision, ForwardMode, Schedule, UBatchConfig, fingerprint
@@ -100,7 +100,7 @@ class StepSettings:
     def _restart(self) -> None:
         self.policy = self._make_policy(self._schedules)
         self._number = 0
-        self._taken: dict[int, tuple[Noted, Callable[[], tuple[int, ...]]]] = {}  # step -> what it was, what it took
+        self._taken: dict[int, tuple[Seen, Callable[[], tuple[int, ...]]]] = {}  # step -> what it was, what it took
 
     def settings(self, batch: BatchShape) -> Proposal:
         """What this rank votes with for a step.
@@ -124,16 +124,16 @@ class StepSettings:
             yield
             return
         self._learn(decision)
-        noted, number = self.policy.saw(self._seen(decision)), self._number
+        step, number = self.policy.saw(*self._seen(decision)), self._number
         self._number += 1
-        if noted is None:
+        if step is None:
             yield
         elif self._device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             yield
             end.record()
-            self._taken[number] = noted, lambda: row(_elapsed_s(begin, end))
+            self._taken[number] = step, lambda: row(_elapsed_s(begin, end))
         else:
             start, begun = time.perf_counter(), time.monotonic()
             with record_transfers() as arrivals:
@@ -145,7 +145,7 @@ class StepSettings:
                 shared_cores=self._shared_cores,
                 linear_layers=self._linear_layers,
             )
-            self._taken[number] = noted, lambda: told
+            self._taken[number] = step, lambda: told
 
     def reasons(self) -> Mapping[str, str]:
         """Kind of step -> a sentence: the decision and its reason; empty if nothing is decided."""
@@ -165,16 +165,17 @@ class StepSettings:
         stages = None if taken is None else Stages.of(decision.told, self._linear_layers)
         if taken is None or stages is None or not stages.seconds > 0:
             return
-        noted, _ = taken
-        if self.policy.learn(noted, stages) and (self._group is None or self._group.rank == 0):
-            _logger.info("overlap of %s steps, %s", noted.step.kind, self.policy.reasons[noted.step.kind])
+        step, _ = taken
+        if self.policy.learn(step, stages) and (self._group is None or self._group.rank == 0):
+            _logger.info("overlap of %s steps, %s", step.kind, self.policy.reasons[step.kind])
 
-    def _seen(self, decision: Decision) -> Seen:
+    def _seen(self, decision: Decision) -> tuple[str, int, bool]:
+        """What `Policy.saw` gets."""
         tokens = [total for total in map(sum, decision.tokens) if total]
         modes = {mode for mode, counts in zip(decision.modes, decision.tokens, strict=True) if any(counts)}
         kind = _KINDS.get(modes.pop(), "") if len(modes) == 1 else ""
         known = not decision.engaged or decision.schedule == self._prints.get(kind)
-        return Seen(kind if known else "", sum(tokens) // len(tokens), decision.engaged)
+        return kind if known else "", sum(tokens) // len(tokens), decision.engaged
 
 
 def _has_threshold(config: UBatchConfig, kind: str) -> bool:

@@ -12,7 +12,7 @@ from checkpoints import make_qwen3_moe_checkpoint
 
 import model_runner
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
-from model_runner.auto.dbo_policy import Noted, Policy
+from model_runner.auto.dbo_policy import Policy, Seen
 from model_runner.auto.step_settings import Proposal, StepSettings
 from model_runner.auto.step_stages import Stages
 from model_runner.step.dp import BatchShape
@@ -200,11 +200,11 @@ MEASURED: list[Stages] = []
 class Optimist(Policy):
     """Told that lanes take half the time."""
 
-    def learn(self, noted: Noted, stages: Stages) -> bool:
-        if not noted.step.overlapped:
+    def learn(self, step: Seen, stages: Stages) -> bool:
+        if not step.overlapped:
             MEASURED.append(stages)
-        made_up = Stages(0.5) if noted.step.overlapped else Stages(1.0, 0.2, 0.2, 0.3, 0.3, layers=4)
-        return super().learn(noted, made_up)
+        made_up = Stages(0.5) if step.overlapped else Stages(1.0, 0.2, 0.2, 0.3, 0.3, layers=4)
+        return super().learn(step, made_up)
 
 
 def decode_steps(rank: int, world_size: int, path: str) -> dict[str, object]:
