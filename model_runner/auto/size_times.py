@@ -35,6 +35,8 @@ _UNMEASURED, _UNTRIED, _TRIED = 0.2, 0.1, 0.06
 did."""
 _FADES, _LEAST_LEFT = 16, 3.0
 """Steps of a size after which what a step told counts half: it may have been disturbed. Of a level so much is left."""
+_SURE = 4
+"""Each overlapped step that tells again who is faster, after the last has faded, doubles `_FADES`; up to so many."""
 
 
 @dataclass
@@ -45,7 +47,7 @@ class Level:
     weight: float = 0.0
     far: int = 0
 
-    def add(self, value: float, noise: float, age: int = 0, *, least: float = _LEAST_LEFT) -> bool:
+    def add(self, value: float, noise: float, age: float = 0, *, least: float = _LEAST_LEFT) -> bool:
         """Add a value, `age` steps after the last one; returns whether a new level began. `least`: weight that ageing
         leaves."""
         self.weight = min(self.weight, max(least, self.weight * 0.5 ** (age / _FADES)))
@@ -91,6 +93,7 @@ class SizeTimes:
         serial_at, overlapped_at: number of the latest step of either sort; 0 before the first.
         told_at, off_at: number of its latest step when a step of either sort was told last.
         checks: serial steps since its steps overlap.
+        agreed: overlapped steps in a row that told again who is faster, after the one before had faded.
         suspect: the machine or the link seems to have changed since the last serial step: if the next one differs, it
             begins a new level.
         stale: the same, as a step of another size told it; until then overlapped steps are compared with nothing.
@@ -110,6 +113,7 @@ class SizeTimes:
     told_at: int = 0
     off_at: int = 0
     checks: int = 0
+    agreed: int = 0
     suspect: bool = False
     stale: bool = False
     overlaps: bool = False
@@ -146,7 +150,7 @@ class SizeTimes:
             changed = self.seconds.add(self.seconds.value + moved if self.known else log_s, noise, age)
         if changed:
             self.seconds, self.tokens = Level(log_s, 2.0), log_tokens
-            self.off, self.travel = Level(), Level()  # it was compared with a machine that is gone
+            self.off, self.travel, self.agreed = Level(), Level(), 0  # it was compared with a machine that is gone
             self.stages = None
         elif self.seconds.weight == 1:
             self.tokens = log_tokens
@@ -161,6 +165,10 @@ class SizeTimes:
                 self.off.value -= self.expected if before is None else 0.0  # it was compared with nothing
         return moved, changed and abs(waited) > _FAR * noise
 
+    def _faded(self, at: int) -> float:
+        """Times by which what an overlapped step told then counts half."""
+        return (self.steps - at) / (_FADES << self.agreed)
+
     def off_of(self, log_ratio: float) -> float:
         """`off` of a step with this log ratio to a serial one."""
         return log_ratio - (self.expected or 0.0)
@@ -174,8 +182,13 @@ class SizeTimes:
         """
         off = self.off_of(log_ratio)
         moved = off - self.off.value if self.off.weight else 0.0
-        age, self.off_at = max(0, self.steps - self.off_at - _FADES), self.steps
-        self.off.add(off, noise, age, least=0.0)  # a trial after long: the one before may have been disturbed
+        age = max(0.0, self._faded(self.off_at) - 1) if self.off.weight else 0.0
+        if (log_ratio > 0) != ((self.expected or 0.0) + self.off.value > 0):
+            self.agreed = 0
+        elif age:
+            self.agreed = min(self.agreed + 1, _SURE)
+        self.off.add(off, noise, age * _FADES, least=0.0)  # a trial after long: the one before may have been disturbed
+        self.off_at = self.steps
         if log_travel is not None:
             self.travel.add(log_travel, max(noise, _TRAVEL_NOISE))
         self.suspect |= bool(self.off.far or self.travel.far)
@@ -191,7 +204,7 @@ class SizeTimes:
         prior = _UNMEASURED if self.expected is None else _UNTRIED if elsewhere is None else _TRIED
         sure, told, left = prior**-2, self.off.weight * noise**-2, 1.0
         if faded:
-            left = 0.5 ** ((self.steps - self.overlapped_at) / _FADES)
+            left = 0.5 ** self._faded(self.overlapped_at)
         mean = (sure * left * (elsewhere or 0.0) + left * told * self.off.value) / (sure + left * told)
         return Belief((self.expected or 0.0) + mean, (sure + left * told) ** -0.5)
 

@@ -250,6 +250,17 @@ def test_lanes_that_other_work_disturbed_are_tried_again(disturbed: int) -> None
     assert ways[400:].count(True) >= 95
 
 
+def test_what_trials_tell_again_is_believed_longer_until_the_link_changes() -> None:
+    """Lanes that lose more than the simulator can know: a trial now and then would cost a percent for ever."""
+    served = Served(Policy(DECODES), 1.0, spread=0.03)
+    ways = [served.step("decode", 64, slow=1.6) for _ in range(1000)]
+    assert sum(ways[:500]) >= 4
+    assert sum(ways[500:]) <= 3
+    served.link = 6.0
+    ways = [served.step("decode", 64) for _ in range(40)]
+    assert sum(ways[20:]) >= 18
+
+
 @pytest.mark.parametrize("link", [0.0, 1.0, 4.0])
 def test_where_only_whole_times_are_known_trials_decide(link: float) -> None:
     """On a GPU the host does not see the transfers, and a step's time is read four steps later."""
