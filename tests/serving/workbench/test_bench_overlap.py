@@ -11,10 +11,11 @@ import torch
 from model_runner import RandomQwen3Moe, make_random_qwen3_moe
 from moe import EmulatedLink
 from serving.ranks import run_ranks
-from serving.workbench.bench.runtime.overlap import Options, _lane_result, run
+from serving.workbench.bench.runtime.overlap import Options, _ideal_ms, _lane_result, run
 from serving.workbench.bench.step_setting import Setting, open_setting
 from serving.workbench.planning.measured import gates_of_results
-from ubatch import Schedule, UBatchConfig, UBatchError
+from ubatch import SCHEDULES, Schedule, UBatchConfig, UBatchError
+from ubatch.schedules.simulate import Compute
 
 pytestmark = pytest.mark.long
 
@@ -39,6 +40,15 @@ def test_no_step_passes_the_bound() -> None:
         assert result.efficiency.high <= 1.0
         assert result.speedup.median == 1.9
         assert result.of_bound.median == pytest.approx(1.9 / (190.0 / max(split, 90.0)))
+
+
+def test_the_ideal_machine_computes_as_long_as_the_bound_takes_for_compute() -> None:
+    """Else each lane more made a step look better than ideal, and void: four lanes, one by one, took 4% longer."""
+    steps = [[[[Compute(0.03)], [Compute(0.03)]]] * 2]
+    arms = {"split_compute_2": [60.0, 62.0, 60.0], "own_compute_2": [54.0, 54.0, 70.0]}
+    assert _ideal_ms(arms, 2, steps, SCHEDULES["mlp_shared_overlap"]) == pytest.approx(54.0)
+    arms["own_compute_2"] = [80.0] * 3
+    assert _ideal_ms(arms, 2, steps, SCHEDULES["mlp_shared_overlap"]) == pytest.approx(60.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -14,7 +14,8 @@ Communication time is computed by the link, not measured. A step's time is that 
 
     compute              split compute, or the CPU time of the overlapped step itself if that is less
     efficiency           max(compute, communication) / T, 1 at most
-    schedule_efficiency  time of this schedule on an ideal machine, from the measured stage times of all ranks / T
+    schedule_efficiency  time of this schedule on an ideal machine, from the measured stage times of all ranks / T;
+                         their sum is `compute`
     hidden               (compute + communication - T) / min(compute, communication), 1 at most
     of_two_lanes         max(compute, communication) of two lanes (or of the fewest measured) / T: what more lanes
                          compute again does not count for them
@@ -33,6 +34,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import torch
@@ -40,7 +42,7 @@ import torch.distributed as dist
 from pydantic import Field
 
 from serving.ranks import run_ranks
-from serving.workbench.arms.programs import middle_steps, predict_step, write_steps
+from serving.workbench.arms.programs import Programs, middle_steps, predict_step, write_steps
 from serving.workbench.bench.statistics import (
     Interval,
     bootstrap,
@@ -60,7 +62,8 @@ from serving.workbench.bench.step_setting import (
     open_setting,
     slowest_rank,
 )
-from ubatch.schedules.schedule import SERIAL
+from ubatch.schedules.schedule import SERIAL, Schedule
+from ubatch.schedules.simulate import Compute, Op
 
 __all__ = ["LaneResult", "Options", "OverlapResult", "measure_overlap", "run"]
 
@@ -171,9 +174,9 @@ def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blo
         walls[f"own_compute_{n}"] = block_means(own_ms[n], blocks)
         walls[f"communication_{n}"] = split[n].communication_ms(blocks)
     steps = {n: split[n].steps() for n in lanes}
-    for n in lanes:
-        walls[f"ideal_{n}"] = [predict_step(steps[n], setting.schedule(n)) * 1e3] * blocks
     slowest = slowest_rank(walls)
+    for n in lanes:
+        slowest[f"ideal_{n}"] = [_ideal_ms(slowest, n, steps[n], setting.schedule(n))] * blocks
     results = {n: _lane_result(slowest, n, lanes) for n in lanes}
     stages = {
         n: {
@@ -211,6 +214,18 @@ def _lane_result(arms: Mapping[str, Sequence[float]], n: int, lanes: Sequence[in
     of_bound = paired(arms[best], [gain * wall for gain, wall in zip(gains, overlapped, strict=True)])
     speedup = paired(arms[best], overlapped)
     return LaneResult(efficiency, of_two_lanes, schedule_efficiency, hidden, speedup, of_bound, void)
+
+
+def _ideal_ms(
+    arms: Mapping[str, Sequence[float]], n: int, steps: Sequence[Sequence[Programs]], schedule: Schedule
+) -> float:
+    """Milliseconds of an ideal machine whose stages are those of lanes one by one, and together `_compute`."""
+    share = median(_compute(arms, n)) / median(arms[f"split_compute_{n}"])
+
+    def scaled(lane: Sequence[Op]) -> list[Op]:
+        return [Compute(op.seconds * share) if isinstance(op, Compute) else op for op in lane]
+
+    return predict_step([[[*map(scaled, lanes)] for lanes in ranks] for ranks in steps], schedule) * 1e3
 
 
 def _compute(arms: Mapping[str, Sequence[float]], n: int) -> list[float]:
