@@ -240,13 +240,7 @@ class ModelRunner(StepRunner):
         )
         if dbo_auto:
             warnings.warn(_DBO_AUTO, DeprecationWarning, stacklevel=2)
-        self.step_settings = StepSettings(
-            self.dbo,
-            group,
-            self.device,
-            kinds=MODE_KEYS if dbo_auto else dbo_kinds,
-            linear_layers=self.config.linear_moe_layers,
-        )
+        self.step_settings = StepSettings(self.dbo, group, self.device, MODE_KEYS if dbo_auto else dbo_kinds)
         self.streams = StepStreams(self.device, streams, group)
         self.states: StatePool | None = None
         if self.config.linear is not None and self.config.linear_layers:

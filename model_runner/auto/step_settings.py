@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,7 +24,7 @@ import torch
 from model_runner.auto.dbo_policy import Policy, Seen
 from model_runner.auto.step_stages import Stages, row
 from model_runner.step.dp import BatchShape
-from ubatch import CommGroup, Decision, ForwardMode, Schedule, UBatchConfig, fingerprint
+from ubatch import CommGroup, Decision, ForwardMode, UBatchConfig, fingerprint
 from ubatch.ranks.connection import Connection
 from ubatch.ranks.transfer_times import record_transfers
 from ubatch.schedules.modes import MODE_KEYS, ModeSettings, mode_key
@@ -37,6 +38,7 @@ _IN_FLIGHT = 4
 _MODES = {"decode": ForwardMode.DECODE, "prefill": ForwardMode.PREFILL, "verify": ForwardMode.TARGET_VERIFY}
 _KINDS = {fingerprint(mode): kind for kind, mode in _MODES.items()}
 _HAS_AFFINITY = hasattr(os, "sched_getaffinity")
+_Taken = tuple[Seen, Callable[[], tuple[int, ...]]]
 
 
 class Proposal(NamedTuple):
@@ -62,8 +64,6 @@ class StepSettings:
         group: the ranks that vote; None for a single rank.
         device: where steps run.
         kinds: the kinds of steps to decide on: `decode`, `prefill`, `verify`.
-        linear_layers: places of the layers with linear attention among the MoE layers.
-        make_policy: makes the policy, at the start and at every restart.
 
     Attributes:
         policy: the decisions, with numbers.
@@ -74,20 +74,16 @@ class StepSettings:
         config: UBatchConfig,
         group: CommGroup | None,
         device: torch.device,
-        *,
         kinds: Sequence[str] = MODE_KEYS,
-        linear_layers: Collection[int] = (),
-        make_policy: Callable[[Mapping[str, Schedule]], Policy] = Policy,
     ) -> None:
         self._group = group
         self._device = device
         self._in_flight = _IN_FLIGHT if device.type == "cuda" else 0
         self._shared_cores = len(os.sched_getaffinity(0)) <= torch.get_num_threads() if _HAS_AFFINITY else True
-        self._make_policy = make_policy
-        self._linear_layers = frozenset(linear_layers)
         may = config.enable_dbo and not config.require_overlap
-        schedules = {kind: config.for_mode(_MODES[kind]).schedule for kind in kinds if not _has_threshold(config, kind)}
-        self._schedules = {kind: each for kind, each in schedules.items() if may and each.overlaps}
+        free = [kind for kind in kinds if may and config.modes.get(kind, ModeSettings()).token_threshold is None]
+        schedules = {kind: config.for_mode(_MODES[kind]).schedule for kind in free}
+        self._schedules = {kind: each for kind, each in schedules.items() if each.overlaps}
         self._prints = {kind: fingerprint(each.describe()) for kind, each in self._schedules.items()}
         own = {
             kind: ModeSettings(each, each.lanes if each.lanes > 1 else None, token_threshold=each.lanes)
@@ -98,9 +94,9 @@ class StepSettings:
         self._restart()
 
     def _restart(self) -> None:
-        self.policy = self._make_policy(self._schedules)
-        self._number = 0
-        self._taken: dict[int, tuple[Seen, Callable[[], tuple[int, ...]]]] = {}  # step -> what it was, what it took
+        self.policy = Policy(self._schedules)
+        # What the latest steps were and took; None for those that were not timed, or failed. The first is told next.
+        self._taken: deque[_Taken | None] = deque([None] * (self._in_flight + 1), self._in_flight + 1)
 
     def settings(self, batch: BatchShape) -> Proposal:
         """What this rank votes with for a step.
@@ -111,7 +107,7 @@ class StepSettings:
         if not self._schedules:
             return Proposal()
         self._follow_group()
-        due = self._taken.get(self._number - 1 - self._in_flight)
+        due = self._taken[0]
         tokens, kind = sum(batch.query_lens), mode_key(batch.mode)
         declined = bool(tokens) and kind in self._schedules and not self.policy.overlaps(kind, tokens)
         return Proposal(self._settings, declined, () if due is None else due[1]())
@@ -124,8 +120,8 @@ class StepSettings:
             yield
             return
         self._learn(decision)
-        step, number = self.policy.saw(*self._seen(decision)), self._number
-        self._number += 1
+        step = self.policy.saw(*self._seen(decision))
+        self._taken.append(None)
         if step is None:
             yield
         elif self._device.type == "cuda":
@@ -133,19 +129,13 @@ class StepSettings:
             begin.record()
             yield
             end.record()
-            self._taken[number] = step, lambda: row(_elapsed_s(begin, end))
+            self._taken[-1] = step, lambda: row(_elapsed_s(begin, end))
         else:
             start, begun = time.perf_counter(), time.monotonic()
             with record_transfers() as arrivals:
                 yield
-            told = row(
-                time.perf_counter() - start,
-                begun,
-                arrivals,
-                shared_cores=self._shared_cores,
-                linear_layers=self._linear_layers,
-            )
-            self._taken[number] = step, lambda: told
+            told = row(time.perf_counter() - start, begun, arrivals, shared_cores=self._shared_cores)
+            self._taken[-1] = step, lambda: told
 
     def reasons(self) -> Mapping[str, str]:
         """Kind of step -> a sentence: the decision and its reason; empty if nothing is decided."""
@@ -161,13 +151,12 @@ class StepSettings:
         self._connection = connection
 
     def _learn(self, decision: Decision) -> None:
-        taken = self._taken.pop(self._number - 1 - self._in_flight, None)
-        stages = None if taken is None else Stages.of(decision.told, self._linear_layers)
+        taken, stages = self._taken[0], Stages.of(decision.told)
         if taken is None or stages is None or not stages.seconds > 0:
             return
-        step, _ = taken
-        if self.policy.learn(step, stages) and (self._group is None or self._group.rank == 0):
-            _logger.info("overlap of %s steps, %s", step.kind, self.policy.reasons[step.kind])
+        kind = taken[0].kind
+        if self.policy.learn(taken[0], stages) and (self._group is None or self._group.rank == 0):
+            _logger.info("overlap of %s steps, %s", kind, self.policy.reasons[kind])
 
     def _seen(self, decision: Decision) -> tuple[str, int, bool]:
         """What `Policy.saw` gets."""
@@ -176,11 +165,6 @@ class StepSettings:
         kind = _KINDS.get(modes.pop(), "") if len(modes) == 1 else ""
         known = not decision.engaged or decision.schedule == self._prints.get(kind)
         return kind if known else "", sum(tokens) // len(tokens), decision.engaged
-
-
-def _has_threshold(config: UBatchConfig, kind: str) -> bool:
-    own = config.modes.get(kind)
-    return own is not None and own.token_threshold is not None
 
 
 def _elapsed_s(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:

@@ -61,16 +61,6 @@ class ModelConfig:
         return before if layer in self.linear_layers else layer - before
 
     @property
-    def moe_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers with routed experts, in order."""
-        return tuple(range(self.num_layers)) if self.num_experts else ()
-
-    @property
-    def linear_moe_layers(self) -> tuple[int, ...]:
-        """Places among the MoE layers of those with linear attention."""
-        return tuple(place for place, layer in enumerate(self.moe_layers) if layer in self.linear_layers)
-
-    @property
     def dense_intermediate_size(self) -> int | None:
         """Intermediate size of the dense MLPs, over all tensor-parallel ranks; None if no layer has one."""
         return None

@@ -151,11 +151,6 @@ class DecoderConfig(ModelConfig):
         return self.rms_norm_eps / self.residual_multiplier**2
 
     @property
-    def moe_layers(self) -> tuple[int, ...]:
-        """See `ModelConfig`."""
-        return () if self.moe is None else tuple(sorted(self.moe.layers))
-
-    @property
     def dense_intermediate_size(self) -> int | None:
         """See `ModelConfig`."""
         all_sparse = self.moe is not None and self.moe.layers.issuperset(range(self.num_layers))

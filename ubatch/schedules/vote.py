@@ -91,7 +91,7 @@ _REASONS = tuple(DeclineReason)
 
 MAX_LANES = 8
 """A vote has a fixed number of lane entries, so that ranks with different settings can decode each other's."""
-TOLD_WIDTH = 30
+TOLD_WIDTH = 28
 """Entries of a vote for what a rank tells the others."""
 OFFER_WIDTH = 12 + MAX_LANES + TOLD_WIDTH
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from checkpoints import make_qwen3_moe_checkpoint
 
 import model_runner
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
+from model_runner.auto import step_settings
 from model_runner.auto.dbo_policy import Policy, Seen
 from model_runner.auto.step_settings import Proposal, StepSettings
 from model_runner.auto.step_stages import Stages
@@ -62,7 +64,7 @@ def test_on_a_gpu_the_time_is_between_two_events(monkeypatch: pytest.MonkeyPatch
         assert log[:place].count("forward") >= waits + 4 or what != "wait"  # the last four may still run
     found = auto.policy
     assert 5 <= found.timed == waits <= 36
-    assert found.seconds == pytest.approx(found.timed * 0.003)
+    assert found._sizes["decode"][64].seconds.value == pytest.approx(math.log(0.003))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,7 @@ def test_where_nothing_is_to_be_decided_the_runners_settings_stand(config: UBatc
     assert auto.settings(DECODES) == auto.settings(PREFILL) == Proposal()
     with auto.timed(decided(64)):
         pass
-    assert (dict(auto.reasons()), auto.policy.steps) == ({}, 0)
+    assert (dict(auto.reasons()), auto.policy.timed) == ({}, 0)
 
 
 def test_a_kind_with_a_threshold_keeps_it() -> None:
@@ -144,7 +146,7 @@ def test_a_step_that_fails_has_no_time() -> None:
         assert bool(told) == (step % 2 == 1)  # every other one failed
         with suppress(ZeroDivisionError), auto.timed(decided(64, told=told)):
             1 // ((step + 1) % 2)
-    assert (auto.policy.steps, auto.policy.timed) == (8, 4)
+    assert auto.policy.timed == 4
 
 
 def test_a_step_is_learned_only_if_every_rank_tells_its_time() -> None:
@@ -164,10 +166,10 @@ def test_ranks_begin_anew_after_a_reset() -> None:
         told = auto.settings(DECODES).told
         with auto.timed(decided(64, 64, told=told)):
             pass
-    assert auto.policy.steps == 3
+    assert auto.policy.timed == 2
     group.connection = object()
     assert auto.settings(DECODES).told == ()
-    assert auto.policy.steps == 0
+    assert auto.policy.timed == 0
 
 
 def test_the_old_flag_is_deprecated(tmp_path: Path) -> None:
@@ -213,10 +215,12 @@ def decode_steps(rank: int, world_size: int, path: str) -> dict[str, object]:
     MEASURED.clear()
     dbo = UBatchConfig(modes={"prefill": ModeSettings(token_threshold=4)})
     with ModelRunner(path, group=group, num_kv_blocks=96, block_size=8, dbo=dbo) as runner:
-        runner.step_settings = StepSettings(runner.dbo, group, runner.device, make_policy=Optimist)
+        step_settings.Policy = Optimist
+        runner.step_settings = StepSettings(runner.dbo, group, runner.device)
         tokens, modes = run_steps(runner, rank)
         policy = runner.step_settings.policy
-        found = {"timed": policy.timed, "lost_s": policy.lost_s, "overlapping": policy.overlapping}
+        overlapping = {size: own.overlaps for size, own in policy._sizes["decode"].items()}
+        found = {"timed": policy.timed, "overlapping": overlapping}
         declined = runner.statistics().declined
     return {"tokens": tokens, "modes": modes, "found": found, "declined": declined, "measured": list(MEASURED)}
 
@@ -252,7 +256,7 @@ def test_two_ranks_decide_alike(tmp_path: Path) -> None:
     assert first["modes"][0] == (True, 2)  # the prefill, by its own threshold
     assert not first["modes"][1][0]  # decodes begin serially
     assert first["modes"][-1][0]
-    assert first["found"]["overlapping"]["decode"] == {8: True}
+    assert first["found"]["overlapping"] == {8: True}
     assert first["found"]["timed"] >= 10
     assert set(first["declined"]) == {DeclineReason.NO_GAIN_EXPECTED}
     assert first["measured"] == second["measured"]  # all ranks learn the same of a step

