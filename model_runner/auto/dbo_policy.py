@@ -155,10 +155,10 @@ class Policy:
         return changed
 
     def _size(self, kind: str, tokens: int) -> int:
-        """The size that a step counts for, a power of two: that of the kind's latest step, if it has half to twice its
-        tokens."""
+        """The size that a step counts for, the nearest power of two: that of the kind's latest step, if it has half to
+        twice its tokens."""
         latest = self._latest.get(kind, tokens)
-        return 1 << max(0, (latest if latest / 2 <= tokens <= latest * 2 else tokens).bit_length() - 1)
+        return 1 << round(math.log2(latest if latest / 2 <= tokens <= latest * 2 else max(1, tokens)))
 
     def _believed(self, kind: str, own: SizeTimes) -> float:
         told = [each.off for each in self._sizes[kind].values() if each is not own and each.off.weight]

@@ -57,7 +57,7 @@ class Level:
 
 @dataclass
 class SizeTimes:
-    """Steps of one kind whose tokens lie between two powers of two.
+    """Steps of one kind whose tokens are nearest to one power of two.
 
     Attributes:
         tokens: log tokens of the first serial step.

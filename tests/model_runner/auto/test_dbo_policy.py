@@ -191,11 +191,11 @@ def test_what_one_size_told_of_a_new_link_sends_the_others_through_a_serial_step
         served.step("decode", (16, 200)[step % 2])
     slope = served.policy._slope("decode")
     assert 0.0 < slope < 0.6
-    assert overlapping(served) == {16: True, 128: True}
+    assert overlapping(served) == {16: True, 256: True}
     served.link = 5.0
     for _ in range(20):
         served.step("decode", 200)
-    assert (overlapping(served), served.policy._slope("decode")) == ({128: True}, slope)
+    assert (overlapping(served), served.policy._slope("decode")) == ({256: True}, slope)
     assert [served.step("decode", 16) for _ in range(7)] == [True, False, False, *[True] * 4]
 
 
