@@ -6,7 +6,7 @@ Every rank passes the same values, so all ranks decide the same.
     a size that never ran            serial until its stages are known
     overlap is believed faster       the size overlaps; now and then a serial step checks that it still should
     overlap might be faster          now and then a step tries it; less often, the more have told that it is not
-    the times of a size have changed so has the machine or the link: all is forgotten, and every size begins anew
+    the times of a size change       so has the machine or the link: all is forgotten, and every size begins anew
 
 Believed: the simulator's answer for the stages of serial steps, corrected by the steps that overlapped
 (`model_runner.auto.size_times`, which also says when to try). Where even an optimist expects nothing, nothing is tried.
@@ -53,10 +53,7 @@ class Seen:
 
 
 class Policy:
-    """Decides for the kinds of steps it is given.
-
-    Args:
-        schedules: kind -> the schedule of its overlapped steps.
+    """Decides for kinds of steps, given the schedule of each one's overlapped steps.
 
     Attributes:
         timed: number of steps whose times are known.
@@ -76,8 +73,8 @@ class Policy:
     def overlaps(self, kind: str, tokens: int) -> bool:
         """Whether a step of this kind with `tokens` tokens on this rank should overlap.
 
-        Ranks with somewhat different batches must decide alike: while the batch is like that of the latest step of the
-        kind, the latest's size counts, else the known size that is nearest.
+        Ranks with different batches must decide alike: while a batch is like that of the kind's latest step, the
+        latest's size counts, else the known size that is nearest.
         """
         sizes, size = self._sizes[kind], self._size(kind, tokens)
         nearest = min(sizes, key=lambda other: abs(other.bit_length() - size.bit_length()), default=None)
@@ -85,19 +82,12 @@ class Policy:
         return own.seconds.weight > 0 and own.overlaps != own.is_due(self._believed(kind, own))
 
     def saw(self, kind: str, tokens: int, overlapped: bool) -> Seen | None:
-        """Records a step after its vote.
-
-        Args:
-            kind: its kind, or another word for steps without a decision.
-            tokens: mean tokens of the ranks that have some.
-            overlapped: whether it runs under its kind's schedule.
-
-        Returns:
-            What `learn` needs with its stages; None if its time is not wanted.
-        """
+        """Records a step after its vote: its kind, or another word if nothing is decided for it; the mean tokens of the
+        ranks that have some; whether it runs under its kind's schedule. Returns what `learn` needs with its stages;
+        None if its time is not wanted."""
         if kind not in self._sizes:
             return None
-        wanted, size = self.overlaps(kind, tokens), self._size(kind, tokens)  # by a rank whose batch is the mean one
+        wanted, size = self.overlaps(kind, tokens), self._size(kind, tokens)  # of a rank whose batch is the mean one
         own = self._sizes[kind].setdefault(size, SizeTimes())
         trial = overlapped == wanted != own.overlaps
         self.trials += trial

@@ -29,6 +29,7 @@ _FIRST_TRY, _TRIAL_SHARE, _SURE = 8, 0.01, 3
 """A size runs a step the other way than decided after so many, if what that costs is at most this share of the time
 since the last. Each overlapped one that changes nothing doubles the steps, up to so often."""
 _ASK_EVERY = 32
+"""Serial steps after which the simulator is asked about their mean stages again; at first sooner."""
 
 
 @dataclass
@@ -96,7 +97,7 @@ class SizeTimes:
         self.tried_at, self.sure = self.steps, 0
 
     def add_stages(self, stages: Stages, schedule: Schedule) -> None:
-        """Add those of a serial step. The simulator, which takes longer than all else, is asked about their mean."""
+        """Add those of a serial step. What is expected follows their mean seldom, as the simulator takes longest."""
         if stages.attention + stages.experts > 0:
             self.stages = stages if self.stages is None else self.stages.toward(stages, 1 / self.seconds.weight)
             self._told += 1
@@ -104,12 +105,8 @@ class SizeTimes:
                 self.expected = expected_log_ratio(self.stages, schedule)
 
     def believed(self, elsewhere: float | None, noise: float) -> float:
-        """log(time of an overlapped step / of a serial one).
-
-        Args:
-            elsewhere: `off` of the kind's other sizes together; None if none of them overlapped.
-            noise: standard deviation of a step's log time.
-        """
+        """log(time of an overlapped step / of a serial one). `elsewhere` is `off` of the kind's other sizes together,
+        None if none of them overlapped; `noise` is the standard deviation of a step's log time."""
         prior = _TRIED if elsewhere is not None else _UNMEASURED if self.stages is None else _UNTRIED
         sure, told = prior**-2, self.off.weight * noise**-2
         return self.expected + (sure * (elsewhere or 0.0) + told * self.off.value) / (sure + told)

@@ -37,7 +37,6 @@ _IN_FLIGHT = 4
 """On a GPU the times of the latest four steps are not read: they may still be running."""
 _MODES = {"decode": ForwardMode.DECODE, "prefill": ForwardMode.PREFILL, "verify": ForwardMode.TARGET_VERIFY}
 _KINDS = {fingerprint(mode): kind for kind, mode in _MODES.items()}
-_HAS_AFFINITY = hasattr(os, "sched_getaffinity")
 _Taken = tuple[Seen, Callable[[], tuple[int, ...]]]
 
 
@@ -79,7 +78,8 @@ class StepSettings:
         self._group = group
         self._device = device
         self._in_flight = _IN_FLIGHT if device.type == "cuda" else 0
-        self._shared_cores = len(os.sched_getaffinity(0)) <= torch.get_num_threads() if _HAS_AFFINITY else True
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+        self._shared_cores = cores <= torch.get_num_threads()
         may = config.enable_dbo and not config.require_overlap
         free = [kind for kind in kinds if may and config.modes.get(kind, ModeSettings()).token_threshold is None]
         schedules = {kind: config.for_mode(_MODES[kind]).schedule for kind in free}

@@ -26,8 +26,7 @@ _SPLIT_SHARE = 0.15
 """Share of a stage's time that every lane takes again, however few tokens it has, until steps tell: on a CPU the
 matrix products of half a batch take some 12 to 25% longer in sum."""
 _HANDOFF_S = 30e-6
-_MOST_LAYERS = 3
-"""More layers repeat what these show."""
+_MOST_LAYERS = 3  # more repeat what these show
 
 
 @dataclass(frozen=True)
