@@ -66,16 +66,19 @@ class Policy:
         self._sizes: dict[str, dict[int, SizeTimes]] = {kind: {} for kind in schedules}
         self._noise = dict.fromkeys(schedules, _NOISE)
         self._slopes = dict.fromkeys(schedules, _SLOPE)
-        self._latest: dict[str, int] = {}  # kind -> tokens of the latest step
+        self._latest: dict[str, int] = {}  # kind -> mean tokens of the latest step
+        self._own: dict[str, int] = {}  # kind -> this rank's tokens in its latest vote
         self._warm: set[tuple[str, bool]] = set()  # kind, overlapped: of which a step's time was told
         self._reasons: Mapping[str, str] | None = None  # as of the latest times; every step asks
 
     def overlaps(self, kind: str, tokens: int) -> bool:
-        """Whether a step of this kind with `tokens` tokens on this rank should overlap.
+        """Whether a step of this kind with `tokens` tokens on this rank should overlap. Ranks with other batches
+        must decide alike: if this rank has a batch like its last, the size of the kind's latest step counts."""
+        before, self._own[kind] = self._own.get(kind, 0), tokens
+        return self._wants(kind, self._latest.get(kind, tokens) if before / 2 <= tokens <= before * 2 else tokens)
 
-        Ranks with different batches must decide alike: while a batch is like that of the kind's latest step, the
-        latest's size counts, else the known size that is nearest.
-        """
+    def _wants(self, kind: str, tokens: int) -> bool:
+        """The same, by the known size that is nearest, for all ranks."""
         sizes, size = self._sizes[kind], self._size(kind, tokens)
         nearest = min(sizes, key=lambda other: abs(other.bit_length() - size.bit_length()), default=None)
         own = SizeTimes() if nearest is None else sizes[nearest]
@@ -87,7 +90,7 @@ class Policy:
         None if its time is not wanted."""
         if kind not in self._sizes:
             return None
-        wanted, size = self.overlaps(kind, tokens), self._size(kind, tokens)  # of a rank whose batch is the mean one
+        wanted, size = self._wants(kind, tokens), self._size(kind, tokens)
         own = self._sizes[kind].setdefault(size, SizeTimes())
         trial = overlapped == wanted != own.overlaps
         self.trials += trial
@@ -104,11 +107,12 @@ class Policy:
         The calls are the same on every rank."""
         self._reasons = None
         self.timed += 1
-        if (step.kind, step.overlapped) not in self._warm:  # the very first one connects to peers, or starts threads
-            self._warm.add((step.kind, step.overlapped))
-            return False
         own = self._sizes[step.kind].setdefault(step.size, SizeTimes())
         before = own.overlaps
+        if (step.kind, step.overlapped) not in self._warm:  # the very first one connects to peers, or starts threads
+            self._warm.add((step.kind, step.overlapped))
+            own.sure = 0
+            return False
         if self._add(step, own, stages):  # nothing that was told holds on another machine or over another link
             self._sizes = {kind: {} for kind in self._sizes}
             own = self._sizes[step.kind][step.size] = SizeTimes()
@@ -175,9 +179,7 @@ class Policy:
 
     def _in_words(self, kind: str) -> str:
         told = []
-        for size, own in sorted(self._sizes[kind].items()):
-            if not own.seconds.weight:
-                continue
+        for size, own in sorted((size, own) for size, own in self._sizes[kind].items() if own.seconds.weight):
             waits = "" if own.stages is None else f", {own.stages.waits / own.stages.seconds:.0%} waiting"
             gain = f"{math.exp(-self._believed(kind, own)):.2f}x" + ("" if own.off.weight else " expected")
             does, serial_ms = "overlapped" if own.overlaps else "serial", math.exp(own.seconds.value) * 1e3

@@ -1,5 +1,4 @@
-"""What is known of steps of one kind and about one size: their serial time, and how overlapped ones compare. No clock,
-no ranks, no torch.
+"""What is known of steps of one kind and about one size: their serial time, and how overlapped ones compare.
 
     log seconds of an overlapped step  =  log serial seconds(tokens)  +  expected  +  off  +  noise
 
@@ -23,11 +22,11 @@ _WARM_UP = 0.1
 _FAR = 4.0
 """Standard deviations beyond which a value is an outlier, or, if the next one is like it, the level has changed."""
 _UNMEASURED, _UNTRIED, _TRIED = 0.2, 0.1, 0.06
-"""Standard deviation of `off` before a step overlapped: without stages, with stages, and where steps of another size
-did."""
-_FIRST_TRY, _TRIAL_SHARE, _SURE = 8, 0.01, 3
-"""A size runs a step the other way than decided after so many, if what that costs is at most this share of the time
-since the last. Each overlapped one that changes nothing doubles the steps, up to so often."""
+"""Standard deviation of `off` before a step overlapped: without stages, with them, where one of another size did."""
+_FIRST_TRY, _TRIAL_SHARE, _MOST_COST, _SURE = 8, 0.01, 2.0, 3
+"""A size runs a step the other way than decided after so many, if what that costs, in steps, is at most this share of
+those since the last; one that stalled may have told too much. Each overlapped one that changes nothing doubles them, up
+to so often."""
 _ASK_EVERY = 32
 """Serial steps after which the simulator is asked about their mean stages again; at first sooner."""
 
@@ -45,7 +44,7 @@ class Level:
         side = 1 if value > self.value else -1
         is_far = self.weight >= 2 and abs(value - self.value) > _FAR * noise
         changed = is_far and self.far == side
-        if is_far and not changed:
+        if is_far and not self.far:
             self.far = side
             return False
         if changed or (self.weight == 1 and value < self.value - _WARM_UP):
@@ -88,7 +87,7 @@ class SizeTimes:
             return False  # even at best it gains nothing
         after: float = _FIRST_TRY
         if not self.seconds.far and not self.off.far:  # else what was told last is to be told again
-            cost = math.expm1(-believed if self.overlaps else believed)
+            cost = min(math.expm1(-believed if self.overlaps else believed), _MOST_COST)
             after = max(_FIRST_TRY, cost / _TRIAL_SHARE) * 2 ** min(self.sure, _SURE)
         return self.steps - self.tried_at >= after
 

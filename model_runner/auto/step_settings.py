@@ -77,7 +77,6 @@ class StepSettings:
     ) -> None:
         self._group = group
         self._device = device
-        self._in_flight = _IN_FLIGHT if device.type == "cuda" else 0
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
         self._shared_cores = cores <= torch.get_num_threads()
         may = config.enable_dbo and not config.require_overlap
@@ -96,7 +95,8 @@ class StepSettings:
     def _restart(self) -> None:
         self.policy = Policy(self._schedules)
         # What the latest steps were and took; None for those that were not timed, or failed. The first is told next.
-        self._taken: deque[_Taken | None] = deque([None] * (self._in_flight + 1), self._in_flight + 1)
+        kept = 1 + (_IN_FLIGHT if self._device.type == "cuda" else 0)
+        self._taken: deque[_Taken | None] = deque([None] * kept, kept)
 
     def settings(self, batch: BatchShape) -> Proposal:
         """What this rank votes with for a step.

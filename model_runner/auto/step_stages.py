@@ -20,8 +20,7 @@ __all__ = ["Stages", "expected_log_ratio", "row"]
 _SLOTS = 8
 """Waits of each of the three kinds of transfers that are told apart; those of more layers share them."""
 _KINDS = ("dispatch", "combine", "other")
-_NS = 1e9
-"""A row is of whole nanoseconds."""
+_NS = 1e9  # a row is of whole nanoseconds
 _SPLIT_SHARE = 0.15
 """Share of a stage's time that every lane takes again, however few tokens it has, until steps tell: on a CPU the
 matrix products of half a batch take some 12 to 25% longer in sum."""

@@ -264,6 +264,46 @@ def test_what_trials_tell_again_is_believed_longer_until_the_link_changes() -> N
     assert sum(ways[20:]) >= 18
 
 
+def test_lanes_whose_times_are_of_two_sorts_are_not_tried_for_ever() -> None:
+    """Every trial is far from the mean of those before, once above and once below: as much told again as new."""
+    served, ways = Served(Policy(DECODES), 0.5, spread=0.02), [False]
+    for _ in range(600):
+        ways.append(served.step("decode", 64, slow=2.2 if sum(ways) % 2 else 1.4))
+    assert 4 <= sum(ways) <= 16
+
+
+@pytest.mark.parametrize("stall", [20.0, 1000.0])
+def test_a_stall_of_a_trial_does_not_forbid_the_next_for_thousands_of_steps(stall: float) -> None:
+    """On a GPU, where only trials tell: the second overlapped step is the first that counts."""
+    served, ways = Served(Policy(DECODES), 2.0, spread=0.02, blind=True, lag=LAG + 4), [False]
+    for _ in range(1500):
+        tries = served.policy.overlaps("decode", 64) and sum(ways) == 1
+        ways.append(served.step("decode", 64, slow=stall if tries else 1.0))
+    assert sum(ways[-500:]) >= 450
+
+
+def test_what_one_rank_knows_of_its_size_alone_does_not_keep_all_ranks_serial() -> None:
+    """Lanes lost with 128 tokens on each. Then one rank has 100 and three have 10: all decide as 32, their mean."""
+    policies = [Policy(DECODES) for _ in range(4)]
+    pending: list[list[tuple[Seen, Stages] | None]] = [[] for _ in policies]
+
+    def serve(batches: tuple[int, ...], slow: float) -> list[bool]:
+        engaged, mean = [], sum(batches) // len(batches)
+        for _ in range(400):
+            votes = [policy.overlaps("decode", tokens) for policy, tokens in zip(policies, batches, strict=True)]
+            stages = told("decode", mean, all(votes), 2.0, slow if all(votes) else 1.0)
+            for policy, own in zip(policies, pending, strict=True):
+                if own and (arrived := own.pop(0)) is not None:
+                    policy.learn(*arrived)
+                step = policy.saw("decode", mean, all(votes))
+                own.append(step and (step, stages))
+            engaged.append(all(votes))
+        return engaged
+
+    assert serve((128,) * 4, 2.0).count(True) < 20
+    assert serve((100, 10, 10, 10), 1.0)[200:].count(True) > 180
+
+
 @pytest.mark.parametrize("link", [0.0, 1.0, 4.0])
 def test_where_only_whole_times_are_known_trials_decide(link: float) -> None:
     """On a GPU the host does not see the transfers, and a step's time is read four steps later."""
