@@ -99,7 +99,7 @@ class Policy:
         if trial:
             own.tried_at, own.sure = own.steps, own.sure + overlapped
         is_long = own.seconds.weight > 0 and own.seconds.value > _LONG_LOG_S
-        timed = is_long or own.steps - own.tried_at <= _NEW_STEPS or own.steps % _SETTLED_EVERY == 0
+        timed = trial or is_long or own.steps - own.new_at <= _NEW_STEPS or own.steps % _SETTLED_EVERY == 0
         return Seen(kind, size, tokens, overlapped, trial) if timed else None
 
     def learn(self, step: Seen, stages: Stages) -> bool:

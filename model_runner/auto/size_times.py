@@ -27,13 +27,12 @@ _FIRST_TRY, _TRIAL_SHARE, _MOST_COST, _SURE = 8, 0.01, 2.0, 3
 """A size runs a step the other way than decided after so many, if what that costs, in steps, is at most this share of
 those since the last; one that stalled may have told too much. Each overlapped one that changes nothing doubles them, up
 to so often."""
-_ASK_EVERY = 32
-"""Serial steps after which the simulator is asked about their mean stages again; at first sooner."""
+_ASK_EVERY = 32  # serial steps: then the simulator is asked about their mean stages again, at first sooner
 
 
 @dataclass
 class Level:
-    """A drifting mean of logs. Single outliers are ignored; two alike begin a new level."""
+    """A drifting mean of logs. Single outliers are ignored; two alike in a row begin a new level."""
 
     value: float = 0.0
     weight: int = 0
@@ -65,8 +64,9 @@ class SizeTimes:
         stages: the mean of serial steps' stages; None if they cannot be measured.
         expected, off: see the top of this file; `expected` is 0 without stages.
         steps: number of its steps.
-        tried_at: number of its latest step that ran the other way than decided, or that was an outlier.
-        sure: overlapped ones of these that told nothing new.
+        new_at: `steps` when one last told something new or odd.
+        tried_at: `steps` at the latest trial, a step that runs the other way than decided; at least `new_at`.
+        sure: overlapped trials since then that told nothing new.
         overlaps: whether its steps overlap.
     """
 
@@ -76,6 +76,7 @@ class SizeTimes:
     expected: float = 0.0
     off: Level = field(default_factory=Level)
     steps: int = 0
+    new_at: int = 0
     tried_at: int = 0
     sure: int = 0
     overlaps: bool = False
@@ -93,7 +94,7 @@ class SizeTimes:
 
     def watch(self) -> None:
         """What was told last is new, or odd: the next steps are timed, and soon one runs the other way."""
-        self.tried_at, self.sure = self.steps, 0
+        self.new_at, self.tried_at, self.sure = self.steps, self.steps, 0
 
     def add_stages(self, stages: Stages, schedule: Schedule) -> None:
         """Add those of a serial step. What is expected follows their mean seldom, as the simulator takes longest."""

@@ -83,8 +83,7 @@ def row(
     """
     waits = {kind: [0.0] * _SLOTS for kind in _KINDS}
     counts = dict.fromkeys(_KINDS, 0)
-    attention = experts = 0.0
-    before = start
+    attention, experts, before = 0.0, 0.0, start
     for each in arrivals or ():
         kind = next((kind for kind in _KINDS if each.name.startswith(kind)), "other")
         computed = max(0.0, each.launched - before)

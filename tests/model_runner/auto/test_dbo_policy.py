@@ -427,6 +427,18 @@ def test_few_times_are_wanted_once_nothing_is_new() -> None:
     assert all(served.policy.saw("decode", tokens, False) for tokens in (8, 8, 8, 8))
 
 
+def test_checks_of_a_small_gain_do_not_have_every_step_timed() -> None:
+    """They come every eighth step, as they cost little."""
+    served = Served(Policy(DECODES), 0.8)
+    for _ in range(60):
+        served.step("decode", 64)
+    trials, timed = served.policy.trials, served.policy.timed
+    ways = [served.step("decode", 64) for _ in range(400)]
+    assert ways.count(True) > 300
+    assert served.policy.trials - trials > 20
+    assert served.policy.timed - timed < 200
+
+
 def test_what_is_chosen_from_a_table_is_the_best_there_is() -> None:
     table = CostTable(
         {8: {SERIAL_ARM: 1.0, "2": 1.5}, 16: {SERIAL_ARM: 2.0, "2": 1.9, "3": 1.895}, 32: {SERIAL_ARM: 4.0, "2": 2.5}}
