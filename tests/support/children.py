@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from forked import forget_the_server
 
 __all__ = ["exit_code", "in_child"]
 
@@ -17,6 +18,7 @@ def in_child(body: Callable[[], object]) -> int:
     if child == 0:
         status = 1
         try:
+            forget_the_server()
             body()
             status = 0
         finally:

@@ -46,6 +46,12 @@ def fork_server() -> None:
     ours._forkserver_address, ours._forkserver_alive_fd, ours._forkserver_pid = address, held, server
 
 
+def forget_the_server() -> None:
+    """In a child of a fork, whose processes start another one: only its parent may wait for this one."""
+    ours = forkserver._forkserver  # type: ignore[attr-defined]
+    ours._forkserver_address = ours._forkserver_alive_fd = ours._forkserver_pid = None
+
+
 def _forget_the_test_run() -> None:
     """Handlers, filters of warnings and files are those of a new process."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
