@@ -111,8 +111,8 @@ bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
 	$(BIN)/ubatch bench fairness examples/models/tiny-moe --json $(RESULTS)/fairness.json
 	$(BIN)/ubatch bench engine --only offline served --blocks 4 --ranks 1 --json $(RESULTS)/engine-offline.json
 
-bench-link: setup ## the same over a real link between two servers, half an hour; needs root
-	$(BIN)/ubatch bench link --live --blocks 1 --repeats 1 --json $(RESULTS)/link.json
+bench-link: setup ## the same over a real link between two servers, 50 minutes; needs root
+	$(BIN)/ubatch bench link --live --repeats 1 --json $(RESULTS)/link.json
 
 # First what decides whether the rest makes sense, and the headline. What fails hides nothing that comes later.
 gpu: ## both of the next two, what matters most first: for whoever has a GPU for ten minutes

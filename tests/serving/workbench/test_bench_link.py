@@ -30,7 +30,7 @@ from serving.workbench.bench.link.deployment import Arm, Deployment, Servers
 from serving.workbench.bench.link.loads import LOADS, Load, Run
 from serving.workbench.bench.link.network import Network, network
 from serving.workbench.bench.link.probe import probe
-from serving.workbench.bench.link.report import figures_by_arm, print_load
+from serving.workbench.bench.link.report import ArmFigures, figures_by_arm, pooled, print_load, print_pooled
 from serving.workbench.bench.link.tunnel import Speed
 from ubatch import ConfigError, UBatchError
 
@@ -253,6 +253,17 @@ def test_figures_compare_with_the_first_arm(capsys: pytest.CaptureFixture[str]) 
     shown = capsys.readouterr().out
     assert "39 of 40" in shown
     assert "requests/s by tens, last run: 10.00 10.00 10.00 10.00" in shown
+
+
+def test_all_loads_are_pooled_by_their_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    def figures(serial_s: float, two_s: float) -> dict[str, ArmFigures]:
+        runs = {"serial": [a_run(serial_s, ["a"])] * 2, "two": [a_run(two_s, ["a"])] * 2}
+        return figures_by_arm(runs, 1, changed=False)
+
+    loads = {"prefill": figures(2.0, 1.0), "decode": figures(10.0, 11.0)}
+    assert {name: own.median for name, own in pooled(loads).items()} == {"serial": 1.0, "two": 1.0}
+    print_pooled(loads)
+    assert "all loads (40 steps of serial), whole runs over serial: two 1.00 [0.91, 2.00]" in capsys.readouterr().out
 
 
 def test_arms_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

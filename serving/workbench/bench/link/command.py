@@ -31,7 +31,7 @@ from serving.workbench.bench.link.deployment import ARMS, Arm, Deployment, Serve
 from serving.workbench.bench.link.loads import LOADS, Load, Run, send_load, warm_up
 from serving.workbench.bench.link.network import Network, network
 from serving.workbench.bench.link.probe import Probe, probe
-from serving.workbench.bench.link.report import figures_by_arm, print_load
+from serving.workbench.bench.link.report import figures_by_arm, pooled, print_load, print_pooled
 from serving.workbench.bench.link.tunnel import Speed
 from serving.workbench.bench.options import Checkpoint, ReportOptions
 from serving.workbench.bench.server.offline import make_served_model
@@ -201,6 +201,8 @@ class _Bench:
         for load in options.loads:
             result["loads"][load.name] = figures_by_arm(runs[load.name], repeats, changed=options.change)
             print_load(load, result["loads"][load.name], start_s)
+        result["pooled"] = pooled(result["loads"])
+        print_pooled(result["loads"])
 
     def _probe(self, speed: Speed) -> Probe:
         self.network.link.set(speed)

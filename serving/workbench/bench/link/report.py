@@ -9,7 +9,7 @@ from itertools import pairwise
 from serving.workbench.bench.link.loads import Load, Run
 from serving.workbench.bench.statistics import Interval, bootstrap, columns, paired, ratio_of_sums
 
-__all__ = ["ArmFigures", "Halves", "figures_by_arm", "print_load"]
+__all__ = ["ArmFigures", "Halves", "figures_by_arm", "pooled", "print_load", "print_pooled"]
 
 _SERIES = 10
 
@@ -83,6 +83,15 @@ def figures_by_arm(runs: Mapping[str, Sequence[Run]], repeats: int, *, changed: 
     return found
 
 
+def pooled(loads: Mapping[str, Mapping[str, ArmFigures]]) -> dict[str, Interval]:
+    """Of every arm, the first arm's time of all loads and runs together / its time."""
+    own = {
+        name: [each for load in loads.values() for each in load[name].seconds] for name in next(iter(loads.values()))
+    }
+    base = next(iter(own.values()))
+    return {name: ratio_of_sums(base, seconds) for name, seconds in own.items()}
+
+
 def _halves(first: Sequence[Run], own: Sequence[Run]) -> Halves:
     def split(run: Run) -> tuple[float, float]:
         half = run.ends_s[len(run.ends_s) // 2 - 1]
@@ -117,3 +126,11 @@ def print_load(load: Load, figures: Mapping[str, ArmFigures], start_s: Mapping[s
             series = " ".join(f"{each:.2f}" for each in own.halves.series[-1])
             print(f"  {name}: {own.halves.before:.2f} before the link changed, {own.halves.after:.2f} after it")
             print(f"    requests/s by tens, last run: {series}", flush=True)
+
+
+def print_pooled(loads: Mapping[str, Mapping[str, ArmFigures]]) -> None:
+    """The line below a link's tables: every arm over all of them."""
+    base, *arms = found = pooled(loads)
+    steps = sum(load[base].steps for load in loads.values())
+    own = ", ".join(f"{name} {found[name]:.2f}" for name in arms)
+    print(f"\nall loads ({steps} steps of {base}), whole runs over {base}: {own}", flush=True)
