@@ -1,8 +1,7 @@
-"""`--enable-dbo` learns from running steps when to overlap; the costs that a split by cost needs.
+"""`--enable-dbo` learns from running steps when to overlap; what a split by cost and `--dtype auto` need.
 
 step_cost      cost of a token and of an attended pair in a model
-step_stages    where a step's time went, over all ranks
-overlap_gain   how much faster a step would be under a schedule: the simulator's answer
+step_stages    where a step's time went, over all ranks, and how long the simulator expects it to be under a schedule
 size_times     what is known of steps of one kind and size
 dbo_policy     decides whether the next step overlaps
 step_settings   all of these for a runner: what it votes with, and what it times

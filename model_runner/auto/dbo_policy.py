@@ -3,10 +3,10 @@
 The policy gets what all ranks know of a step (kind, tokens, whether it overlapped) and, some steps later, its stages.
 Every rank passes the same values, so all ranks decide the same.
 
-    a size that never ran            serial until its stages are known
+    a size that never ran            first as the nearest one, then serial until its time is known
     overlap is believed faster       the size overlaps; now and then a serial step checks that it still should
     overlap might be faster          now and then a step tries it; less often, the more have told that it is not
-    the times of a size change       so has the machine or the link: all is forgotten, and every size begins anew
+    the times of a size change       so has the machine or the link: the sizes are forgotten, and begin anew
 
 Believed: the simulator's answer for the stages of serial steps, corrected by the steps that overlapped
 (`model_runner.auto.size_times`, which also says when to try). Where even an optimist expects nothing, nothing is tried.
@@ -56,7 +56,7 @@ class Policy:
     """Decides for kinds of steps, given the schedule of each one's overlapped steps.
 
     Attributes:
-        timed: number of steps whose times are known.
+        timed: number of steps whose times were told.
         trials: number of steps that ran the other way than decided for their size, to know.
     """
 
@@ -92,7 +92,7 @@ class Policy:
             return None
         wanted, size = self._wants(kind, tokens), self._size(kind, tokens)
         own = self._sizes[kind].setdefault(size, SizeTimes())
-        trial = overlapped == wanted != own.overlaps
+        trial = own.seconds.weight > 0 and overlapped == wanted != own.overlaps
         self.trials += trial
         self._latest[kind] = tokens
         own.steps += 1

@@ -32,14 +32,14 @@ _ASK_EVERY = 32  # serial steps: then the simulator is asked about their mean st
 
 @dataclass
 class Level:
-    """A drifting mean of logs. Single outliers are ignored; two alike in a row begin a new level."""
+    """A drifting mean of logs. Single outliers are ignored; two in a row on the same side begin a new level."""
 
     value: float = 0.0
     weight: int = 0
     far: int = 0
 
     def add(self, value: float, noise: float, *, trial: bool = False) -> bool:
-        """Add a value; returns whether it begins a new level, of it alone. The last of a trial's are long ago."""
+        """Add a value; returns whether it begins a new level, of it alone. Trials are far apart: the last few count."""
         side = 1 if value > self.value else -1
         is_far = self.weight >= 2 and abs(value - self.value) > _FAR * noise
         changed = is_far and self.far == side
@@ -84,7 +84,7 @@ class SizeTimes:
 
     def is_due(self, believed: float) -> bool:
         """Whether the next step should run the other way than decided, to know."""
-        if not self.overlaps and self.expected > (_UNMEASURED if self.stages is None else _UNTRIED):
+        if not self.overlaps and self.expected > _UNTRIED:
             return False  # even at best it gains nothing
         after: float = _FIRST_TRY
         if not self.seconds.far and not self.off.far:  # else what was told last is to be told again

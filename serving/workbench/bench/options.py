@@ -12,7 +12,7 @@ from serving.arguments.fields import Flag, Group
 from serving.workbench.bench.provenance import KEY, stamp
 from serving.workbench.bench.statistics import environment, write_json
 
-__all__ = ["ENGINE", "SERVER", "BlockOptions", "Checkpoint", "ReportOptions"]
+__all__ = ["DECIDING", "ENGINE", "SERVER", "BlockOptions", "Checkpoint", "ReportOptions"]
 
 
 def _is_checkpoint(folder: Path) -> Path:
@@ -25,8 +25,13 @@ Checkpoint = Annotated[Path, AfterValidator(_is_checkpoint)]
 """The folder of a Hugging Face checkpoint."""
 
 
-ENGINE = ("ubatch", "moe", "attention", "model_runner")
-SERVER = (*ENGINE, "serving/api", "serving/engine", "serving/scheduler", "serving/text", "serving/llm.py")
+_RUNNER = Path(__file__).parents[3] / "model_runner"
+_PARTS = sorted(each.name for each in (*_RUNNER.glob("*.py"), *_RUNNER.glob("[!_]*/")) if each.name != "auto")
+ENGINE = ("ubatch", "moe", "attention", *(f"model_runner/{part}" for part in _PARTS), "model_runner/auto/step_cost.py")
+"""What runs a step."""
+DECIDING = (*ENGINE, "model_runner/auto")
+"""The same with what decides how it runs, where no threshold is given."""
+SERVER = (*DECIDING, "serving/api", "serving/engine", "serving/scheduler", "serving/text", "serving/llm.py")
 
 
 class ReportOptions(Group):

@@ -231,8 +231,10 @@ def test_a_size_close_to_a_known_one_runs_serially_until_its_time_is_known() -> 
     served = Served(Policy(DECODES), 2.0, spread=0.0)
     for _ in range(50):
         served.step("decode", 128)
+    trials = served.policy.trials
     ways = [served.step("decode", 256) for _ in range(6)]
     assert ways == [True, True, False, False, True, True]  # the first two are like the steps before them
+    assert served.policy.trials == trials
 
 
 def test_ranks_with_somewhat_different_batches_decide_alike() -> None:

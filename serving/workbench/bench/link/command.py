@@ -33,7 +33,7 @@ from serving.workbench.bench.link.network import Network, network
 from serving.workbench.bench.link.probe import Probe, probe
 from serving.workbench.bench.link.report import figures_by_arm, pooled, print_load, print_pooled
 from serving.workbench.bench.link.tunnel import Speed
-from serving.workbench.bench.options import Checkpoint, ReportOptions
+from serving.workbench.bench.options import SERVER, Checkpoint, ReportOptions
 from serving.workbench.bench.server.offline import make_served_model
 from serving.workbench.bench.server.requests import Server
 from ubatch import ConfigError
@@ -56,6 +56,8 @@ _Loads = tuple[Annotated[Load, _read(Load), _Text], ...]
 
 class Options(ReportOptions):
     """What to compare, over which links."""
+
+    measures = (*SERVER, "serving/workbench/bench/link")
 
     model: Annotated[
         Checkpoint | None, Field(description="folder of a Hugging Face checkpoint; random weights if not given")

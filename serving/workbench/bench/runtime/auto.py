@@ -41,7 +41,7 @@ from serving.progress import progress
 from serving.ranks import run_ranks
 from serving.workbench.arms.batches import kv_blocks_needed, make_batch, requests_needed
 from serving.workbench.arms.cells import Cell, Grid, arm_config
-from serving.workbench.bench.options import Checkpoint, ReportOptions
+from serving.workbench.bench.options import DECIDING, Checkpoint, ReportOptions
 from serving.workbench.bench.statistics import Interval, ratio_of_sums
 from serving.workbench.bench.step_setting import StepSetting, calibrate, slowest_rank
 from ubatch import SCHEDULES, CommGroup, Schedule, UBatchConfig
@@ -56,6 +56,8 @@ _BLOCK_SIZE = 16
 
 class Options(ReportOptions):
     """What to measure."""
+
+    measures = DECIDING
 
     model: Annotated[Checkpoint, Flag(positional=True), Field(description="folder of a Hugging Face checkpoint")]
     ranks: Annotated[int, Field(ge=2, description="data- and expert-parallel ranks")] = 2
