@@ -111,8 +111,9 @@ bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
 	$(BIN)/ubatch bench fairness examples/models/tiny-moe --json $(RESULTS)/fairness.json
 	$(BIN)/ubatch bench engine --only offline served --blocks 4 --ranks 1 --json $(RESULTS)/engine-offline.json
 
-bench-link: setup ## the same over a real link between two servers, 50 minutes; needs root
+bench-link: setup ## the same over a real link between two servers, an hour; needs root
 	$(BIN)/ubatch bench link --live --repeats 1 --json $(RESULTS)/link.json
+	$(BIN)/ubatch bench link --links 0:0 500:600 --change --live --repeats 3 --arms serial dbo two-lanes --loads prefill mixed --json $(RESULTS)/link-change.json
 
 # First what decides whether the rest makes sense, and the headline. What fails hides nothing that comes later.
 gpu: ## both of the next two, what matters most first: for whoever has a GPU for ten minutes

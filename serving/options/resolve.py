@@ -231,8 +231,12 @@ def chosen_dtype(settings: Settings) -> tuple[str, ...]:
     return (f"--dtype auto{chosen}: {dtype.detail}",)
 
 
+_OBEYED_IF_GIVEN = frozenset({"dbo_decode_token_threshold", "dbo_prefill_token_threshold"})
+
+
 def describe_settings(settings: Settings) -> str:
-    """The settings in force as a YAML file; a comment behind each names its source. Secrets are not shown."""
+    """The settings in force as a YAML file; a comment behind each names its source. Secrets are not shown; a
+    threshold that nobody gave is a comment, since one in a file is obeyed."""
     rows = []
     for name, setting in settings.all.items():
         if name not in settings.table.settings:
@@ -240,6 +244,8 @@ def describe_settings(settings: Settings) -> str:
         key, value = name.replace("_", "-"), json.dumps(setting.value, default=str)
         if name in SECRETS and setting.value is not None:
             key, value = f"# {key}", "(not shown)"
+        if name in _OBEYED_IF_GIVEN and setting.source is Source.DEFAULT:
+            key, value = f"# {key}", "(running steps decide)"
         rows.append((f"{key}: {value}", _came_from(setting)))
     width = max(len(text) for text, _ in rows)
     return "\n".join(f"{text:{width}}  # {came_from}" for text, came_from in rows)

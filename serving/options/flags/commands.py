@@ -85,7 +85,7 @@ class Measurement(Group):
     prompt_len: Positive = Field(128, description="tokens of a prompt")
     draft_tokens: Positive = Field(3, description="drafts of a request in verify steps")
     rounds: Positive = Field(9, description="most times that every arm is measured at every size")
-    max_seconds: float = Field(240.0, gt=0, description="stop after the first round that ends later than this")
+    max_seconds: float = Field(240.0, gt=0, description="stop before the next size after these; finish the first round")
 
 
 _EXCHANGE = ("all2all_backend", "all2all_options", "moe_backend", "emulated_link")

@@ -29,7 +29,9 @@ def run(options: Options) -> int:
     """
     files = sorted(options.folder.glob("*.json"))
     if not files:
-        raise ConfigError(f"no results are in {options.folder}. `make bench` writes them into benchmarks/results.")
+        raise ConfigError(
+            f"no results are in {options.folder}. `make bench` and `make bench-link` write them to benchmarks/results."
+        )
     print(columns(((file.name, provenance_of(file)) for file in files), indent=0))
     for file in files:
         try:

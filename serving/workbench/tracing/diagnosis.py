@@ -214,7 +214,7 @@ def _tokens(steps: Sequence[StepRecord]) -> str:
 
 
 def _threshold(mode: str) -> str:
-    """The setting of a mode's threshold; modes as in `ubatch.schedules.modes`. Verify steps have no flag."""
+    """The setting of a mode's threshold; modes as in `ubatch.schedules.modes`. Verify has no flag of its own."""
     flags = {"decode": "--dbo-decode-token-threshold", "verify": "the token_threshold of verify (YAML)"}
     return flags.get(mode_key(ForwardMode(mode)), "--dbo-prefill-token-threshold")
 
@@ -232,6 +232,7 @@ _ADVICE: Mapping[str, str] = {
     DeclineReason.SCHEDULES_DIFFER: "ranks have different schedules; give all the same settings",
     DeclineReason.SERIAL_SCHEDULE: "the schedule has one lane; choose another one with --schedule",
     DeclineReason.NOT_REQUESTED: "their caller asked for one batch",
+    DeclineReason.NO_GAIN_EXPECTED: "running steps show no gain; a threshold that is given overlaps them all the same",
 }
 _BELOW = frozenset({DeclineReason.BELOW_DECODE_THRESHOLD, DeclineReason.BELOW_PREFILL_THRESHOLD})
 _EXPLAINED_ELSEWHERE = _BELOW | {DeclineReason.DISABLED}

@@ -194,7 +194,7 @@ _NO_FIGURE = frozenset(
         *("node_rank", "master_addr", "master_port", "cluster_secret_file"),
     }
 )
-"""Settings that do not change the figures: a run with other values of them resumes the same state."""
+"""Settings that do not change the figures: a run with other values of them resumes the state (`out` names its file)."""
 
 
 def _key(options: TuneCommand) -> dict[str, Any]:

@@ -25,9 +25,11 @@ from serving.options import (
     to_engine_options,
 )
 from serving.options.flags.fields import parse_bytes
+from serving.options.overlap import measured_kinds
 from serving.options.sources import merge, read_file, read_keywords
 from serving.scheduler import SchedulingPolicy
 from ubatch import ConfigError, UBatchConfig
+from ubatch.schedules.modes import MODE_KEYS
 
 TINY = str(ROOT / "examples" / "models" / "tiny-moe")
 EXAMPLE = ROOT / "examples" / "dbo.yaml"
@@ -240,6 +242,7 @@ def test_what_is_printed_can_be_read_again(tmp_path: Path, monkeypatch: pytest.M
     assert {n: s.value for n, s in again.all.items() if n != "api_key"} == {
         n: s.value for n, s in settings.all.items() if n != "api_key"
     }
+    assert measured_kinds(again) == measured_kinds(settings) == MODE_KEYS  # thresholds in a file would be obeyed
 
 
 def test_help_has_every_group(capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,7 +113,7 @@ def test_what_prints_a_stored_file_says_how_old_it_is(
     assert table == f"x.json  {provenance_of(file)}"
     assert again == f"again: ubatch bench x --blocks 3 --json {file}"
     assert main(["bench", "results", str(tree)]) == 2
-    assert "`make bench` writes them" in capsys.readouterr().err
+    assert "`make bench` and `make bench-link` write them" in capsys.readouterr().err
     stored = ROOT / "benchmarks" / "results" / "overlap-ratios.json"
     main(["simulate", "--measured", str(stored)])
     assert f"overlap-ratios.json: {provenance_of(stored)}\n" in capsys.readouterr().out
