@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from documents import DOCUMENTS
+from figures import MEASURED, README, RESULTS, as_table, interval, results, table_below
 from repository import ROOT
 
 from serving.workbench.bench.provenance import read_provenance
@@ -20,34 +20,9 @@ from serving.workbench.planning.constants import load_constants
 
 pytestmark = pytest.mark.long
 
-RESULTS = ROOT / "benchmarks" / "results"
-README = ROOT / "README.md"
-MEASURED = ROOT / "docs" / "measured.md"
 SIMULATE = ROOT / "docs" / "simulate.md"
 SPECULATION = ROOT / "docs" / "speculation.md"
 CPU_KERNELS = ROOT / "docs" / "cpu-kernels.md"
-
-
-def results(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def interval(value: Mapping[str, float], spec: str = ".2f", unit: str = "x") -> str:
-    """`1.66x [1.49, 1.77]`."""
-    return f"{value['median']:{spec}}{unit} [{value['low']:{spec}}, {value['high']:{spec}}]"
-
-
-def table_below(heading: str, document: Path = MEASURED) -> list[list[str]]:
-    """Rows of the table whose first line begins like this, cell by cell."""
-    lines = document.read_text(encoding="utf-8").splitlines()
-    (start,) = [number for number, line in enumerate(lines) if line.startswith(heading)]
-    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
-    return [line.strip("| ").split(" | ") for line in rows]
-
-
-def as_table(rows: list[list[str]]) -> str:
-    """What to put into the document where it differs."""
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 # -- the table of everything ------------------------------------------------------------------------------------------
@@ -314,49 +289,6 @@ def test_the_table_of_what_is_decided() -> None:
     ]
     shown = table_below("| link | against serial | pooled |")
     shown[1][0] = shown[1][0].removesuffix(" compute")
-    assert shown == expected, as_table(expected)
-
-
-def test_the_table_of_real_links() -> None:
-    """Where it differs, put in these."""
-    expected = []
-    forced = ("two-lanes", "three-lanes", "single-batch", "two-by-two")
-    for found in results("link")["links"]:
-        for load, arms in found["loads"].items():
-            ratios = [f"{arms[name]['whole']['median']:.2f}" for name in forced]
-            serial, dbo = f"{statistics.median(arms['serial']['seconds']):.1f} s", arms["dbo"]
-            shares = [f"{dbo[name]:.2f}" for name in ("of_fastest", "learned")]
-            cells = [serial, interval(dbo["whole"], unit=""), *shares, *ratios]
-            expected.append([f"`{found['link'][0]}`", load, *cells])
-        pooled = found["pooled"]
-        of_fastest = pooled["dbo"]["median"] / max(own["median"] for own in pooled.values())
-        cells = ["", interval(pooled["dbo"], unit=""), f"{of_fastest:.2f}", ""]
-        cells += [f"{pooled[name]['median']:.2f}" for name in forced]
-        expected.append([f"`{found['link'][0]}`", "all", *cells])
-    shown = table_below("| link | load | serial |")
-    assert shown == expected, as_table(expected)
-
-
-def test_the_table_of_real_links_on_the_first_page() -> None:
-    """Where it differs, put in these."""
-    expected = []
-    for found in results("link")["links"]:
-        ratios = [*(arms["dbo"]["whole"] for arms in found["loads"].values()), found["pooled"]["dbo"]]
-        expected.append([f"`{found['link'][0]}`", *(interval(each) for each in ratios)])
-    shown = table_below("| `--enable-dbo` over |", README)
-    assert shown == expected, as_table(expected)
-
-
-def test_the_table_of_a_link_that_changes() -> None:
-    """Where it differs, put in these."""
-    (found,) = results("link-change")["links"]
-    expected = []
-    for load, arms in found["loads"].items():
-        for name in ("dbo", "two-lanes"):
-            halves, whole = arms[name]["halves"], arms[name]["whole"]
-            ratios = [interval(each, unit="") for each in (halves["before"], halves["after"], whole)]
-            expected.append([load, f"`{name}`", *ratios])
-    shown = table_below("| the link changes |")
     assert shown == expected, as_table(expected)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from repository import ROOT
 
 from serving.cli import main
 from serving.workbench.bench import provenance
-from serving.workbench.bench.options import ReportOptions
+from serving.workbench.bench.options import DECIDING, ENGINE, ReportOptions
 from serving.workbench.bench.provenance import provenance_of, read_provenance, stamp
 from ubatch import ConfigError
 
@@ -117,3 +118,12 @@ def test_what_prints_a_stored_file_says_how_old_it_is(
     stored = ROOT / "benchmarks" / "results" / "overlap-ratios.json"
     main(["simulate", "--measured", str(stored)])
     assert f"overlap-ratios.json: {provenance_of(stored)}\n" in capsys.readouterr().out
+
+
+def test_what_runs_and_decides_a_step_is_all_of_the_runner() -> None:
+    def files(sources: Iterable[str]) -> set[str]:
+        return {name for name, _ in provenance._contents(sources)}
+
+    decides = files(["model_runner/auto"]) - files(["model_runner/auto/step_cost.py"])
+    assert files(DECIDING) == files(["ubatch", "moe", "attention", "model_runner"])
+    assert files(ENGINE) == files(DECIDING) - decides

@@ -180,6 +180,12 @@ def test_frequent_reasons_come_with_advice(reason: DeclineReason) -> None:
     assert unsaid([*steps, *[step(64, 10.0)] * 30], "because of"), "rare"
 
 
+def test_steps_without_a_gain_are_explained() -> None:
+    steps = [step(64, 10.0, reason=DeclineReason.NO_GAIN_EXPECTED)] * 3 + [step(64, 10.0)] * 7
+    finding = said(steps, "3 of 10 decode steps (30%) ran unsplit because of no_gain_expected: ")
+    assert "a threshold that is given overlaps them" in finding.text
+
+
 def test_steps_of_one_token_are_named_as_what_they_are() -> None:
     steps = [step(1, 10.0, reason=BELOW, waits={"dispatch": 3.0})] * 5
     finding = said(steps, "5 decode steps had one token on a rank, which cannot be split")
