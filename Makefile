@@ -91,6 +91,7 @@ lint: setup ## ruff, mypy, and the floors (import-linter)
 
 bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
 	$(BIN)/ubatch bench handoff --json $(RESULTS)/handoff.json
+	$(BIN)/ubatch bench wrapper --json $(RESULTS)/wrapper.json
 	$(BIN)/ubatch bench lanes --json $(RESULTS)/lanes.json
 	$(BIN)/ubatch bench overlap --ratios 1.0 --json $(RESULTS)/overlap.json
 	$(BIN)/ubatch bench overlap --lanes 2 --ratios 0.25 0.5 2.0 4.0 --json $(RESULTS)/overlap-ratios.json

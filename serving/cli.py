@@ -41,6 +41,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "serving.workbench.bench.runtime.handoff",
         "the time of a hand-off between lanes, against a threading.Event ring",
     ),
+    "bench wrapper": (
+        "serving.workbench.bench.runtime.wrapper",
+        "what a wrapped call costs beside the module: its guard, its look-up, a decline",
+    ),
     "bench lanes": ("serving.workbench.bench.runtime.lanes", "the cost of lanes without anything to overlap"),
     "bench experts": (
         "serving.workbench.bench.runtime.experts",

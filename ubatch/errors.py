@@ -23,6 +23,7 @@ __all__ = [
     "NestedUBatchError",
     "OverlapDeclined",
     "PeerFailed",
+    "SideEffectError",
     "SplitError",
     "TransferTimeout",
     "UBatchError",
@@ -53,6 +54,11 @@ class ConfigError(UBatchError, ValueError):
 
 class SplitError(UBatchError, ValueError):
     """A batch, an argument or an output cannot be split into microbatches or merged again."""
+
+
+class SideEffectError(UBatchError):
+    """A call in lanes changed what its proof did not show, and what cannot be put back; the message names it. The
+    result is not given, and later calls of this kind run unsplit."""
 
 
 class OverlapDeclined(UBatchError):

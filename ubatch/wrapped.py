@@ -17,12 +17,14 @@ finds its graph.
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -35,7 +37,10 @@ from ubatch.errors import (
     ForkedLaneError,
     NestedUBatchError,
     OverlapDeclined,
+    SideEffectError,
     UBatchError,
+    describe,
+    note,
 )
 from ubatch.graphs.capture import Capturer
 from ubatch.graphs.cuda import CudaGraphs
@@ -49,10 +54,11 @@ from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide
 from ubatch.streams.graph_protocols import CaptureFailed, GraphBackend
 from ubatch.streams.sm_budget import merge_sm_use
-from ubatch.trace.spans import note_step, traced_step
+from ubatch.trace.spans import current_trace, note_step, traced_step
 from ubatch.wrapping.config import CUDAGraphMode, UBatchConfig
 from ubatch.wrapping.eligibility import CutCall, Eligibility, Intent
 from ubatch.wrapping.execution import Execution, Step, checked_device, device_of, span
+from ubatch.wrapping.guard import Finding, Guard
 from ubatch.wrapping.proof import Proof
 from ubatch.wrapping.stand_in import refuse_tracing, uncompiled
 from ubatch.wrapping.statistics import Tally, UBatchStatistics
@@ -98,26 +104,41 @@ class WrappedModule:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module; see `UBatchWrapper.forward`."""
-        return self._alone(self._traced, args, kwargs)
+        return self._alone(functools.partial(self._beside, args, kwargs), self._traced, args, kwargs)
 
-    def _alone(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Run `work(*args)` as the only call of this wrapper, and as one step of all ranks."""
+    def _beside(self, args: tuple[Any, ...], kwargs: dict[str, Any], other: Claim | None) -> Any:
+        """Run a call unsplit while another one runs: in the thread of claim `other`, or, if None, in the lanes that
+        this one comes from."""
+        if self.config.group is not None:
+            raise _refusal(other)
+        nested = other is None or other.thread == threading.get_ident()
+        self.tally.beside(nested=nested)
+        if self.config.require_overlap:
+            raise OverlapDeclined(
+                "require_overlap is set, but another call runs in this UBatchWrapper.", DeclineReason.CONCURRENT_CALL
+            )
+        return self.model(*args, **kwargs)
+
+    def _alone(self, otherwise: Callable[[Claim | None], Any], work: Callable[..., Any], *args: Any) -> Any:
+        """Run `work(*args)` as the only call of this wrapper, and as one step of all ranks; else `otherwise`."""
         if torch.compiler.is_dynamo_compiling():
-            return uncompiled(self._alone, work, *args)
+            return uncompiled(self._alone, otherwise, work, *args)
         refuse_tracing()
         lane = current_lane()
         if lane is not None and lane.baton.forked:
             raise ForkedLaneError(
                 f"a UBatchWrapper was called in the child of lane {lane.id}, which was forked. Fork outside of calls."
             )
+        claims, group = self._claims, self.config.group
         if lane is not None:
+            if otherwise is not _refuse and claims.held():
+                return otherwise(None)
             raise NestedUBatchError(
                 f"a UBatchWrapper was called inside lane {lane.id}. Wrap only the outermost module."
             )
-        claims, group = self._claims, self.config.group
         if group is None:
-            return claims.alone(_refuse, work, *args)
-        return claims.alone(_refuse, apart, _in_step, group, work, *args)
+            return claims.alone(otherwise, work, *args)
+        return claims.alone(otherwise, apart, _in_step, group, work, *args)
 
     def capture(self, context: ForwardContext | None, work: Callable[[Capturer], T]) -> T:
         """Run `work` like a call, with a `Capturer` for `context`, and return its result.
@@ -140,7 +161,7 @@ class WrappedModule:
                 decide=lambda intent: self._decide(intent, context),
                 prove=self._prove,
             )
-            result: T = self._alone(apart, work, capturer)
+            result: T = self._alone(_refuse, apart, work, capturer)
             return result
         except CaptureFailed as failed:  # the cause tells where; the frames in between hold the static inputs
             traceback.clear_frames(failed.__traceback__)
@@ -154,6 +175,8 @@ class WrappedModule:
         return self.config.group is not None and self.config.group.size > 1
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if current_trace() is None:
+            return self._step(args, kwargs)
         with traced_step():
             return self._step(args, kwargs)
 
@@ -190,32 +213,56 @@ class WrappedModule:
         return self.execution.unsplit(step)
 
     def _in_lanes(self, step: Step, cut: CutCall) -> Any:
-        """Run a call in lanes; then unsplit, if it differs from its proof and may run again."""
+        """Run a call in lanes; then unsplit, if it differs from its proof and can run again."""
+        guard = self.eligibility.guard(step.intent, step.context, self.tally.neighbours)
+        error: Exception
         try:
-            output = self.execution.lanes(step, cut)
-            self.tally.overlapped(cut.tokens, step.intent.schedule)
-            return output
+            output = self.execution.lanes(step, cut, guard=guard)
         except CannotSplit as cannot:  # known only after the outputs exist
-            if not self.eligibility.may_run_again(step.intent):
-                raise
-            reason, why = cannot.reason, str(cannot)
+            error, reason, why = cannot, cannot.reason, str(cannot)
         except UBatchError:
             raise
-        except Exception as error:  # the module's own error; unsplit it may raise none, as in its proof
-            if self._several_ranks or not self.eligibility.may_run_again(step.intent):
+        except Exception as raised:  # the module's own error; unsplit it may raise none, as in its proof
+            if self._several_ranks:
                 raise
-            reason, why = DeclineReason.LANE_FAILED, f"{type(error).__name__}: {error} (raised in a lane)"
-        decision = self._decide_again(step.intent, reason)
+            error, reason = raised, DeclineReason.LANE_FAILED
+            why = f"{describe(raised)} (raised in a lane)"
+        else:
+            self.tally.overlapped(cut.tokens, step.intent.schedule)
+            return output
+        return self._unsplit_after(step, guard, error, reason, why)
+
+    def _unsplit_after(self, step: Step, guard: Guard | None, error: Exception, reason: DeclineReason, why: str) -> Any:
+        """Run a call unsplit that ended with `error` in lanes, if what they changed can be put back.
+
+        Raises:
+            SideEffectError: it cannot.
+            Exception: `error`, if it is the module's own and lanes have changed something for good; or if the caller
+                asked for these lanes, or for no proof.
+        """
+        lost, intent, proofs = [] if guard is None else guard.put_back(), step.intent, self.eligibility.proofs
+        asked = step.context is not None and step.context.ubatch_slices is not None
+        if lost and intent.signature is not None:
+            proofs.failed(intent.signature, reason, why)
+        if lost:
+            what = f"the lanes have changed {', '.join(map(repr, lost))}, which cannot be put back"
+            if isinstance(error, CannotSplit):
+                raise SideEffectError(f"{why} But {what}: what the call did is invalid.") from error
+            note(error, f"{what}: what the call wrote is incomplete")
+        if lost or guard is None or asked or (intent.signature is None and not isinstance(error, Finding)):
+            raise error
+        decision = self._decide_again(intent, reason)
         step = replace(step, decision=decision)
         output = self.execution.unsplit(step)  # an error here would have been raised without the wrapper too
-        self.eligibility.proofs.failed(step.intent.signature, reason, why)
+        if not guard.drawn_elsewhere() and intent.signature is not None:
+            proofs.failed(intent.signature, reason, why)
         self._count_declined(decision, why)
         return output
 
     def _prove(self, step: Step) -> Any:
         """Run a call unsplit, and prove whether calls of its signature may overlap."""
         proofs = self.eligibility.proofs
-        outcome = Proof(self.model, self.config, self.execution, proofs, step).run()
+        outcome = Proof(self.model, self.config, self.execution, proofs, step, self.tally.neighbours).run()
         self.tally.proof_seconds += outcome.seconds
         if outcome.reason is None:
             self.tally.passed()
@@ -239,7 +286,7 @@ class WrappedModule:
         group = self.config.group
         if context is not None and context.decision is not None:
             return context.decision
-        return decide([intent.offer]) if group is None else group.vote(intent.offer)
+        return _decide_alone(intent.offer) if group is None else group.vote(intent.offer)
 
     def _decide_again(self, intent: Intent, reason: DeclineReason) -> Decision:
         """Repeat the step unsplit, if all ranks do: a rank that merged its outputs is already at its next step."""
@@ -253,10 +300,22 @@ class WrappedModule:
         if self.config.require_overlap:
             raise OverlapDeclined(f"require_overlap is set, but the call declined: {self.tally.last_reason}", reason)
 
+    @contextmanager
+    def watching(self, how: str) -> Iterator[None]:
+        """Notice what the module's method `how` changes in the `with` block."""
+        state = self.eligibility.known
+        hooks = None if state is None else state.hooks()
+        try:
+            yield
+        finally:
+            now = self.eligibility.known
+            if now is not None and (now.moved() or (now is state and now.hooks() != hooks)):
+                self.module_changed(how)
+
     def module_changed(self, how: str) -> None:
         """Handle a change of the module. `how`: the attribute that was set, or the method that may have changed it."""
         if how not in _SAME_MODULE:
-            self.eligibility.proofs.clear()
+            self.eligibility.forget()
         if self.table is not None:  # other methods invalidate a graph only if they move memory
             self.table.module_changed(how, certainly=how.startswith(("attribute", "register_")))
 
@@ -272,7 +331,7 @@ class WrappedModule:
         merge_sm_use(sm_use, *(pool.sm_users for pool in pools))
         table, tally = self.table, self.tally
         return UBatchStatistics(
-            **(vars(tally) | {"declined": dict(tally.declined)}),
+            **tally.counts(),
             handoffs=sum(pool.handoffs for pool in pools),
             lane_threads_started=sum(pool.threads_started for pool in pools),
             sm_budget=sm_use,
@@ -283,7 +342,12 @@ class WrappedModule:
         )
 
 
-_SAME_MODULE = frozenset({"train", "eval", "zero_grad", "requires_grad_"})
+@functools.lru_cache(1024)
+def _decide_alone(offer: Offer) -> Decision:
+    return decide([offer])
+
+
+_SAME_MODULE = frozenset({"train", "eval", "zero_grad"})
 """Methods that do not invalidate proofs: the module computes the same after them, or has another signature."""
 
 
@@ -298,11 +362,18 @@ def _in_step(group: CommGroup, work: Callable[..., T], *args: Any) -> T:
         return work(*args)
 
 
-def _refuse(other: Claim) -> UBatchError:
+def _refusal(other: Claim | None) -> UBatchError:
     """The error of a call while `other` is in a call."""
-    if other.thread == threading.get_ident():
+    if other is None or other.thread == threading.get_ident():
         return NestedUBatchError("a UBatchWrapper was called from inside its own call. Wrap a module once.")
-    return ConcurrentCallError("another thread is in a call of this UBatchWrapper. Use one wrapper per thread.")
+    return ConcurrentCallError(
+        "another thread is in a call of this UBatchWrapper, whose steps all ranks take together. Use one wrapper per "
+        "thread."
+    )
+
+
+def _refuse(other: Claim | None) -> NoReturn:
+    raise _refusal(other)
 
 
 def _table(

@@ -182,5 +182,8 @@ class UBatchWrapper(StandIn):
     def __reduce__(self) -> Any:
         return type(self), (self._ubatch_model, *self._ubatch_wrapped.arguments(self._ubatch_wrapped.given_graphs))
 
+    def _ubatch_watching(self, how: str) -> AbstractContextManager[None]:
+        return self._ubatch_wrapped.watching(how)
+
     def _ubatch_module_changed(self, how: str) -> None:
         self._ubatch_wrapped.module_changed(how)

@@ -10,23 +10,25 @@ Anything else is ambiguous. If the split will be proved (`ubatch.wrapping.proof`
 its size is the batch's number of rows, else every lane gets the whole value. If the split will not be proved, the call
 is refused.
 
+A part of a tensor has the tensor's class and Python attributes. Attributes that are not plain values are refused.
+
 A call that cannot be split is refused with a reason and a message, before any of it has run.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, strided
 
-from ubatch.calls.caches import splitter_for
+from ubatch.calls.caches import CacheSplitter, splitter_for
 from ubatch.calls.call_leaves import named_positionals
 from ubatch.calls.call_plan import CallPlan, CannotSplit, Leaf
-from ubatch.calls.containers import FUNCTIONS, PLAIN, children_of
+from ubatch.calls.containers import FUNCTIONS, LEAF_CLASSES, PLAIN, attributes_of, children_of
 from ubatch.errors import ConfigError, nearest
 from ubatch.schedules.vote import DeclineReason
 
@@ -46,18 +48,18 @@ _SAME_FOR_ALL = frozenset({"cache_position", "logits_to_keep"})
 _TOKEN_IDS = ("input_ids", "token_ids", "tokens", "input_tokens", "inputs_embeds", "input_embeds")
 _MAY_BROADCAST = frozenset({"attention_mask", "position_ids", "positions"})
 _POSITIONS = frozenset({"position_ids", "positions"})
+_SKIPPED = (*PLAIN, *FUNCTIONS)
+_UNLIKELY = 4
+_MOST_PATHS = 1024
+"""Paths of one module whose rules are kept."""
 
 
 def parameter_names(forward: Callable[..., Any]) -> tuple[tuple[str, ...], str | None]:
     """Names of a forward's positional parameters, and of its `*args` if it has them."""
-    positional: list[str] = []
-    rest: str | None = None
-    for parameter in _parameters(forward).values():
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            positional.append(parameter.name)
-        elif parameter.kind is parameter.VAR_POSITIONAL:
-            rest = parameter.name
-    return tuple(positional), rest
+    parameters = _parameters(forward).values()
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    rest = [parameter.name for parameter in parameters if parameter.kind is parameter.VAR_POSITIONAL]
+    return tuple(parameter.name for parameter in parameters if parameter.kind in by_place), rest[0] if rest else None
 
 
 def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -101,145 +103,70 @@ def plan_call(
     Raises:
         CannotSplit: the call cannot be split. Has the counted reason; the message names the argument and the remedy.
     """
-    positional, _ = names
-    named = tuple(named_positionals(names, args))
-    found = [leaf for name, value in (*named, *kwargs.items()) for leaf in _find(name, value, split_dims)]
-    if tried:  # the result must not depend on the order of keyword arguments
-        place = {name: at for at, name in enumerate(positional)}
-        found.sort(key=lambda leaf: (place.get(leaf[0].partition(".")[0], len(place)), leaf[0]))
-    leaves = _tried(found, split_dims) if tried else _known(found)
-    plan = _with_rows(leaves, named, kwargs)
-    for leaf in plan.leaves if not tried else ():
-        if _rows_or_columns(leaf, plan) and longest_named(leaf.path, split_dims) is None:
-            raise CannotSplit(
-                DeclineReason.AMBIGUOUS_ARGUMENT,
-                f"argument {leaf.path!r} has {plan.rows} values, but the token ids have {plan.rows} rows of "
-                f"{plan.rows} tokens: one per row, or one per token of a row? Say which: "
-                f"split_dims={{{leaf.path!r}: 0}} or {{{leaf.path!r}: None}}.",
-            )
+    named = named_positionals(names, args)
+    rules = _rules_of(names[0], tuple(split_dims.items()) if split_dims else ())
+    found: list[_Found] = []
+    _find(named, rules, found)
+    if kwargs:
+        _find(kwargs.items(), rules, found)
+    if tried and len(found) > 1:
+        found.sort(key=lambda leaf: leaf[0].order)
+    settled = _settled(found, tried)
+    plan = _plan(settled, named, kwargs)
+    if not tried and plan.rows == plan.tokens_per_row > 1:
+        _refuse_rows_or_columns(settled, plan.rows)
     return plan
 
 
-_Found = tuple[str, Any, int | None, bool]
-"""A leaf before its split dimension is settled: path, value, dimension, and whether the dimension is known."""
+# --------------------------------------------------------------------------------------------------- rules by path
 
 
-def _known(found: Sequence[_Found]) -> list[Leaf]:
-    """The leaves; refuses one whose split dimension is not known."""
-    tensors = [path for path, value, _, _ in found if isinstance(value, Tensor) and value.dim() > 0]
-    leaves: list[Leaf] = []
-    for path, value, dim, known in found:
-        settled = _settled_at_once(path, value, dim, known)
-        if settled is not None:
-            leaves.append(settled)
-        elif isinstance(value, Tensor):
-            if len(tensors) > 1:
-                raise CannotSplit(
-                    DeclineReason.AMBIGUOUS_ARGUMENT,
-                    f"argument {path!r} is a tensor of shape {tuple(value.shape)} whose batch dimension is not known. "
-                    f"Say it: split_dims={{{path!r}: 0}}, or None to give every lane the whole of it.",
-                )
-            leaves.append(Leaf(path, value, 0))
-        else:
-            raise CannotSplit(
-                DeclineReason.AMBIGUOUS_ARGUMENT,
-                f"argument {path!r} is a {type(value).__name__} of {len(value)} values: one per row, or the same for "
-                f"all? Say which: split_dims={{{path!r}: 0}} or {{{path!r}: None}}.",
-            )
-    return leaves
+class _PathRule(NamedTuple):
+    """What a leaf's path says about it, whatever its value.
 
-
-def _tried(found: Sequence[_Found], split_dims: Mapping[str, int | None]) -> list[Leaf]:
-    """The leaves of a call that is proved later: one with the batch's number of rows is split, others are shared."""
-    rows = _rows_to_try(found, split_dims)
-    leaves: list[Leaf] = []
-    for path, value, dim, known in found:
-        by_name = known and dim is not None and longest_named(path, split_dims) is None
-        settled = _settled_at_once(path, value, dim, known and not by_name)
-        if settled is None:
-            place = dim or 0
-            if path.rpartition(".")[2] in _POSITIONS and isinstance(value, Tensor) and value.dim() > 2:
-                place = 1  # multimodal rope has [3, B, S]
-            settled = Leaf(path, value, place if _dims(value) > place else None)
-            if rows is not None and settled.dim is not None and _size(settled) != rows:
-                settled = dataclasses.replace(settled, dim=None)
-        leaves.append(settled)
-    return leaves
-
-
-def _rows_to_try(found: Sequence[_Found], split_dims: Mapping[str, int | None]) -> int | None:
-    """Likely number of rows of the batch: the size of an argument in `split_dims`, else of the token ids, else of an
-    argument with a well-known name, else of the first tensor."""
-
-    def rank(leaf: _Found) -> int:
-        path, _, dim, known = leaf
-        if longest_named(path, split_dims) is not None:
-            return 0
-        name = path.rpartition(".")[2]
-        if known and dim is not None:
-            return 1 if name in _TOKEN_IDS else 3 if name in _MAY_BROADCAST else 2
-        return 4
-
-    candidates = [
-        leaf
-        for leaf in found
-        if isinstance(leaf[1], Tensor) and leaf[1].dim() > 0 and (not leaf[3] or leaf[2] is not None)
-    ]
-    if not candidates:
-        return None
-    path, value, dim, _ = min(candidates, key=rank)
-    return _size(_checked(path, value, dim or 0))
-
-
-def _settled_at_once(path: str, value: Any, dim: int | None, known: bool) -> Leaf | None:
-    """The leaf, if its split dimension needs no guess; else None.
-
-    Raises:
-        CannotSplit: a value of this kind cannot be split.
+    Attributes:
+        order: its place among the leaves of a call that is tried: not that of keyword arguments.
+        dim: the dimension to split; None if every lane gets the whole value (`shared`), or if it is not known.
+        by_user: whether `dim` is from `split_dims`.
+        positions: whether it has a name of positions, and `split_dims` does not have it.
+        rank: of the leaves of a call, the one with the lowest rank gives the number of rows to try.
+        token_ids: place of its name in `_TOKEN_IDS`.
     """
-    if isinstance(value, Tensor) and (value.is_nested or value.layout is not torch.strided):
-        layout = "nested" if value.is_nested else str(value.layout)
-        raise CannotSplit(
-            DeclineReason.TENSOR_LAYOUT, f"argument {path!r} is a {layout} tensor, which cannot be cut into rows."
-        )
-    if isinstance(value, torch.Generator):
-        raise CannotSplit(
-            DeclineReason.DRAWS_RANDOM, f"argument {path!r} is a random generator, which lanes would share."
-        )
-    splitter = None if known and dim is None else splitter_for(value)
-    if splitter is not None:
-        return Leaf(path, value, None, splitter)
-    if known:
-        return _checked(path, value, dim)
-    if isinstance(value, Tensor):
-        return Leaf(path, value, None) if value.dim() == 0 else None
-    if isinstance(value, list | tuple):
-        return None
-    raise CannotSplit(
-        DeclineReason.NO_SPLITTER,
-        f"argument {path!r} is a {type(value).__name__}, for which no splitter is registered. "
-        f"Use ubatch.register_splitter, or split_dims={{{path!r}: None}} if every lane may share it.",
-    )
+
+    path: str
+    order: tuple[int, str]
+    dim: int | None
+    by_user: bool
+    shared: bool
+    positions: bool
+    rank: int
+    token_ids: int
 
 
-def _find(path: str, value: Any, split_dims: Mapping[str, int | None]) -> Iterator[_Found]:
-    """Leaves that may need splitting: `(path, value, dim, known)`."""
-    dim, known = _lookup(path, value, split_dims)
-    if isinstance(value, (*PLAIN, *FUNCTIONS)):
-        return
-    if isinstance(value, Tensor) or splitter_for(value) is not None:
-        yield path, value, dim, known
-        return
-    children = children_of(value)
-    if children is None:
-        yield path, value, dim, known and dim is None
-        return
-    if children and isinstance(value, list | tuple) and all(isinstance(child, PLAIN) for _, child in children):
-        if not all(child is None for _, child in children):
-            yield path, value, dim, known
-        return
-    for key, child in children:
-        yield from _find(f"{path}.{key}", child, split_dims)
+class _Rules(dict[str, _PathRule]):
+    """Rules by path, for one list of parameters and one `split_dims`; made when first looked up."""
+
+    def __init__(self, positional: tuple[str, ...], split_dims: Mapping[str, int | None]) -> None:
+        self._place = {name: at for at, name in enumerate(positional)}
+        self._split_dims = split_dims
+
+    def __missing__(self, path: str) -> _PathRule:
+        if len(self) >= _MOST_PATHS:
+            self.clear()
+        prefix, name = longest_named(path, self._split_dims), path.rpartition(".")[2]
+        by_user = prefix is not None
+        dim = self._split_dims[prefix] if prefix is not None else 0 if name in _BATCH_FIRST else None
+        shared = dim is None and (by_user or name in _SAME_FOR_ALL)
+        likely = 1 if name in _TOKEN_IDS else 3 if name in _MAY_BROADCAST else 2
+        rank = 0 if by_user else _UNLIKELY if dim is None else likely
+        order, ids = (self._place.get(path.partition(".")[0], len(self._place)), path), (*_TOKEN_IDS, name).index(name)
+        rule = self[path] = _PathRule(path, order, dim, by_user, shared, name in _POSITIONS and not by_user, rank, ids)
+        return rule
+
+
+@functools.lru_cache(maxsize=128)
+def _rules_of(positional: tuple[str, ...], split_dims: tuple[tuple[str, int | None], ...]) -> _Rules:
+    return _Rules(positional, dict(split_dims))
 
 
 def longest_named(path: str, dims: Mapping[str, int | None]) -> str | None:
@@ -249,89 +176,175 @@ def longest_named(path: str, dims: Mapping[str, int | None]) -> str | None:
     return path or None
 
 
-def _lookup(path: str, value: Any, split_dims: Mapping[str, int | None]) -> tuple[int | None, bool]:
-    """The dimension for `path`: the longest prefix that the user named, else the well-known names."""
-    prefix = longest_named(path, split_dims)
-    if prefix is not None:
-        return split_dims[prefix], True
-    name = path.rpartition(".")[2]
-    if name in _POSITIONS and isinstance(value, Tensor) and value.dim() > 2:
-        return None, False  # multimodal rope has [3, B, S]
-    if name in _BATCH_FIRST:
-        return 0, True
-    return None, name in _SAME_FOR_ALL
+# ---------------------------------------------------------------------------------------------------------- leaves
 
 
-def _checked(path: str, value: Any, dim: int | None) -> Leaf:
-    if dim is None:
-        return Leaf(path, value, None)
-    dims = _dims(value)
+_Found = tuple[_PathRule, Any, Sequence[int], CacheSplitter | None, CannotSplit | None]
+"""A leaf before its split dimension is settled: what its path says, value, shape (of a list: its length), splitter
+(None if shared), and why it cannot be split."""
+_Settled = tuple[_Found, int | None]
+"""A leaf and its split dimension; None if it is not split."""
+
+
+def _find(named: Iterable[tuple[str, Any]], rules: _Rules, found: list[_Found]) -> None:
+    """Find leaves that may need splitting."""
+    for path, value in named:
+        kind = type(value)
+        if kind is Tensor and not (value.__dict__ or value.is_nested or value.layout is not strided):
+            found.append((rules[path], value, value.shape, None, None))
+        elif isinstance(value, Tensor):
+            found.append(_tensor(rules[path], value))
+        elif kind not in LEAF_CLASSES and not isinstance(value, _SKIPPED):
+            _find_inside(path, value, rules, found)
+
+
+def _find_inside(path: str, value: Any, rules: _Rules, found: list[_Found]) -> None:
+    """Find leaves in a container, a cache or another object."""
+    splitter = splitter_for(value)
+    children = children_of(value) if splitter is None else None
+    shape = (len(value),) if isinstance(value, list | tuple) else ()
+    if children and shape and all(isinstance(child, PLAIN) for _, child in children):
+        if not all(child is None for _, child in children):
+            found.append((rules[path], value, shape, None, None))
+    elif children is not None:
+        _find([(f"{path}.{key}", child) for key, child in children], rules, found)
+    else:
+        rule, cannot = rules[path], None
+        if isinstance(value, torch.Generator):
+            what = "is a random generator, which lanes would share."
+            cannot = _cannot(path, what, DeclineReason.DRAWS_RANDOM)
+        elif splitter is None and not rule.shared:
+            what = f"is a {type(value).__name__}, for which no splitter is registered. Use ubatch.register_splitter, "
+            what += f"or split_dims={{{path!r}: None}} if every lane may share it."
+            cannot = _cannot(path, what, DeclineReason.NO_SPLITTER)
+        found.append((rule, value, shape, None if rule.shared else splitter, cannot))
+
+
+def _tensor(rule: _PathRule, value: Tensor) -> _Found:
+    """A tensor of any kind. Attributes that are not plain are refused, unless there is a splitter to cut them."""
+    splitter = None if rule.shared or type(value) in LEAF_CLASSES else splitter_for(value)
+    shape = (0,) * value.dim() if value.is_nested else value.shape
+    why = None
+    for name, own in attributes_of(value).items() if splitter is None else ():
+        if not isinstance(own, PLAIN):
+            why = f"has an attribute {name!r} of class {type(own).__name__}. Give it in an argument of its own."
+    if value.is_nested or value.layout is not strided:
+        why = f"is a {'nested' if value.is_nested else value.layout} tensor, which cannot be cut into rows."
+    return rule, value, shape, splitter, None if why is None else _cannot(rule.path, why, DeclineReason.TENSOR_LAYOUT)
+
+
+# ------------------------------------------------------------------------------------------------------ dimensions
+
+
+def _settled(found: Sequence[_Found], tried: bool) -> list[_Settled]:
+    """The leaves with their split dimensions.
+
+    In a call that is tried, a leaf with the batch's number of rows is split and others are shared. In one that is not,
+    a leaf whose dimension is not known is refused.
+    """
+    rows = _rows_to_try(found) if tried else None
+    settled: list[_Settled] = []
+    for leaf in found:
+        rule, value, shape, splitter, cannot = leaf
+        if cannot is not None:
+            raise cannot
+        multimodal = rule.positions and len(shape) > 2  # rope has [3, B, S]
+        dim: int | None = None
+        if rule.shared or splitter is not None:
+            pass  # whole, or cut by its splitter
+        elif rule.by_user or not (tried or multimodal or rule.dim is None):
+            dim = _checked(rule, shape)
+        elif tried and shape:
+            at = 1 if multimodal else 0
+            dim = at if rows is None or shape[at] == rows else None
+        elif shape:
+            dim = _only_tensor(rule.path, value, found)
+        settled.append((leaf, dim))
+    return settled
+
+
+def _rows_to_try(found: Sequence[_Found]) -> int | None:
+    """Likely number of rows of the batch: the size of an argument in `split_dims`, else of the token ids, else of an
+    argument with a well-known name, else of the first tensor."""
+    best, lowest = None, _UNLIKELY + 1
+    for rule, value, shape, _, _ in found:
+        rank = _UNLIKELY if rule.positions and len(shape) > 2 else rule.rank
+        if rank < lowest and shape and not rule.shared and isinstance(value, Tensor):
+            best, lowest = (rule, shape), rank
+    return None if best is None else best[1][_checked(*best)]
+
+
+def _checked(rule: _PathRule, shape: Sequence[int]) -> int:
+    """The dimension that the rule says, or 0; not negative."""
+    dims, dim = len(shape), rule.dim or 0
     if not -dims <= dim < dims:
-        raise CannotSplit(
-            DeclineReason.AMBIGUOUS_ARGUMENT,
-            f"argument {path!r} has {dims} dimensions, so it cannot be split along dimension {dim}. Fix split_dims.",
+        what = f"has {dims} dimensions, so it cannot be split along dimension {dim}. Fix split_dims."
+        raise _cannot(rule.path, what)
+    return dim % dims
+
+
+def _only_tensor(path: str, value: Any, found: Sequence[_Found]) -> int:
+    """Dimension 0 for the call's only tensor; anything else is refused."""
+    if not isinstance(value, Tensor):
+        raise _cannot(
+            path,
+            f"is a {type(value).__name__} of {len(value)} values: one per row, or the same for all? Say which: "
+            f"split_dims={{{path!r}: 0}} or {{{path!r}: None}}.",
         )
-    return Leaf(path, value, dim % dims)
+    if sum(isinstance(leaf, Tensor) and leaf.dim() > 0 for _, leaf, _, _, _ in found) > 1:
+        raise _cannot(
+            path,
+            f"is a tensor of shape {tuple(value.shape)} whose batch dimension is not known. Say it: "
+            f"split_dims={{{path!r}: 0}}, or None to give every lane the whole of it.",
+        )
+    return 0
 
 
-def _with_rows(leaves: list[Leaf], args: tuple[tuple[str, Any], ...], kwargs: Mapping[str, Any]) -> CallPlan:
-    """Check that all split leaves have the same number of rows; masks and positions of size 1 may broadcast."""
-    sizes = {leaf.path: _size(leaf) for leaf in leaves if leaf.dim is not None}
+def _common_rows(settled: list[_Settled]) -> int:
+    """Number of rows, the same in all split leaves. Masks and positions of size 1 may broadcast: they are not split."""
+    sizes = [leaf[2][dim] for leaf, dim in settled if dim is not None]
     if not sizes:
         raise CannotSplit(DeclineReason.NO_BATCH, "the call has no tensor argument to split. Name one in split_dims.")
-    rows = max(sizes.values())
-    settled = []
-    for leaf in leaves:
-        size = sizes.get(leaf.path, rows)
-        if size == 1 and rows > 1 and leaf.path.rpartition(".")[2] in _MAY_BROADCAST:
-            leaf = dataclasses.replace(leaf, dim=None)
+    rows = max(sizes)
+    for at, (leaf, dim) in enumerate(settled if min(sizes) < rows else ()):
+        path, size = leaf[0].path, rows if dim is None else leaf[2][dim]
+        if size == 1 < rows and path.rpartition(".")[2] in _MAY_BROADCAST:
+            settled[at] = leaf, None
         elif size != rows:
-            raise CannotSplit(
-                DeclineReason.AMBIGUOUS_ARGUMENT,
-                f"argument {leaf.path!r} has {size} rows where others have {rows}. Fix split_dims or the batch.",
+            what = f"has {size} rows where others have {rows}. Fix split_dims or the batch."
+            raise _cannot(path, what)
+    return rows
+
+
+def _plan(settled: list[_Settled], named: tuple[tuple[str, Any], ...], kwargs: Mapping[str, Any]) -> CallPlan:
+    rows = _common_rows(settled)
+    leaves, multiples, batch_first = [], {1}, True
+    tokens_per_row, likeliest = None, len(_TOKEN_IDS)
+    for (rule, value, shape, splitter, _), dim in settled:
+        leaves.append(Leaf(rule.path, value, dim, splitter))
+        if dim is None:
+            continue
+        batch_first = batch_first and dim == 0
+        beside = shape[1 - dim] if dim < 2 <= len(shape) else None
+        if beside is not None:
+            multiples.add(beside)
+        if rule.token_ids < likeliest and isinstance(value, Tensor):
+            likeliest = rule.token_ids  # [B, S], or embeddings [B, S, hidden]
+            tokens_per_row = beside if len(shape) - value.is_floating_point() == 2 else None
+    decode, tokens = tokens_per_row == 1, 1 if tokens_per_row is None else tokens_per_row
+    return CallPlan(tuple(leaves), rows, tokens, decode, frozenset(multiples), batch_first, named, kwargs)
+
+
+def _refuse_rows_or_columns(settled: Sequence[_Settled], rows: int) -> None:
+    """Refuse positions `[n]` that could belong to the rows or to the columns of token ids `[n, n]`."""
+    for (rule, value, shape, _, _), dim in settled:
+        if dim is not None and rule.positions and len(shape) == 1 and isinstance(value, Tensor):
+            raise _cannot(
+                rule.path,
+                f"has {rows} values, but the token ids have {rows} rows of {rows} tokens: one per row, or one per "
+                f"token of a row? Say which: split_dims={{{rule.path!r}: 0}} or {{{rule.path!r}: None}}.",
             )
-        settled.append(leaf)
-    per_row = _tokens_per_row(settled)
-    beside = {_size_beside(leaf) for leaf in settled}
-    return CallPlan(
-        leaves=tuple(settled),
-        rows=rows,
-        tokens_per_row=1 if per_row is None else per_row,
-        decode=per_row == 1,
-        multiples=frozenset({1, *(size for size in beside if size is not None)}),
-        batch_first=all(leaf.dim in (None, 0) for leaf in settled),
-        args=args,
-        kwargs=kwargs,
-    )
 
 
-def _rows_or_columns(leaf: Leaf, plan: CallPlan) -> bool:
-    """Whether positions `[n]` could belong to the rows or to the columns of token ids `[n, n]`."""
-    name = leaf.path.rpartition(".")[2]
-    square = leaf.dim is not None and plan.rows == plan.tokens_per_row > 1
-    return square and name in _POSITIONS and isinstance(leaf.value, Tensor) and leaf.value.dim() == 1
-
-
-def _tokens_per_row(leaves: Sequence[Leaf]) -> int | None:
-    """S of the call's token ids `[B, S]` or embeddings `[B, S, hidden]`; None where it has neither."""
-    for name in _TOKEN_IDS:
-        for leaf in leaves:
-            if leaf.path.rpartition(".")[2] == name and isinstance(leaf.value, Tensor) and leaf.dim is not None:
-                token_dims = leaf.value.dim() - leaf.value.is_floating_point()
-                return _size_beside(leaf) if token_dims == 2 else None
-    return None
-
-
-def _size_beside(leaf: Leaf) -> int | None:
-    """For a tensor that is split along one of its first two dimensions: the size of the other one; else None."""
-    if not isinstance(leaf.value, Tensor) or leaf.value.dim() < 2 or leaf.dim not in (0, 1):
-        return None
-    return int(leaf.value.shape[1 - leaf.dim])
-
-
-def _size(leaf: Leaf) -> int:
-    return int(leaf.value.shape[leaf.dim or 0]) if isinstance(leaf.value, Tensor) else len(leaf.value)
-
-
-def _dims(value: Any) -> int:
-    return value.dim() if isinstance(value, Tensor) else 1
+def _cannot(path: str, what: str, reason: DeclineReason = DeclineReason.AMBIGUOUS_ARGUMENT) -> CannotSplit:
+    return CannotSplit(reason, f"argument {path!r} {what}")

@@ -19,7 +19,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -112,6 +112,9 @@ _ROWS: Mapping[str, int] = {
 _IN_PLACE = frozenset({"conv_states", "recurrent_states", "rnn_state"})
 """Attributes that every layer writes in place."""
 
+_GROWN = frozenset(name for name, dim in _ROWS.items() if dim == 0) - _IN_PLACE
+"""Attributes that all but static layers grow, along another dimension than 0."""
+
 _FOR_ALL = frozenset(
     {"cumulative_length", "idx_cumulative_length", "indexer_cumulative_length", "seqlen_offset"}
     | {"_sliding_window_tensor"}
@@ -128,49 +131,29 @@ _SIMPLE = frozenset({type(None), bool, int, float, str, torch.dtype, torch.devic
 """Exact types of most plain values; a look-up in this set is faster than `isinstance` with `PLAIN`."""
 
 
-class _Place(NamedTuple):
-    """The current position of a walk. The path string is built only when shown: a walk passes thousands of places.
+_REGISTER = "register a splitter for the class of your cache (ubatch.register_splitter)."
 
-    Attributes:
-        in_static: whether it belongs to a layer of `_STATIC_LAYERS`.
-        step: format string of this place's part of the path, after `parent`'s.
-    """
+_Place: TypeAlias = "tuple[str, bool, str | list[Any], _Place | None]"
+"""The position of a walk: the attribute, whether the model writes in place to the tensors there, the last step as an
+attribute's name or `[key]`, and the place before. A plain tuple: a walk passes thousands of places."""
 
-    name: str = ""
-    in_static: bool = False
-    step: str | None = None
-    key: object = None
-    parent: _Place | None = None
-
-    def attribute(self, name: str, in_static: bool) -> _Place:
-        return _Place(name, in_static, ".{}", name, self)
-
-    def item(self, key: object) -> _Place:
-        return _Place(self.name, self.in_static, "[{!r}]", key, self)
-
-    @property
-    def path(self) -> str:
-        """As a user would write it: `layers[3].keys`."""
-        before = "" if self.parent is None else self.parent.path
-        return f"{before}{'' if self.step is None else self.step.format(self.key)}".lstrip(".")
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the model writes to the tensors here, instead of making new ones."""
-        return self.in_static or self.name in _IN_PLACE
+_START: _Place = ("", False, "", None)
 
 
 class _AttributeSplitter:
     """Splits and merges objects of the classes above, attribute by attribute."""
 
     def split(self, cache: Any, bounds: Sequence[slice]) -> list[Any]:
-        return _Cut(bounds).cut(cache, _Place())
+        sizes = [rows.stop - rows.start for rows in bounds]
+        # Autograd refuses writes to views that one operator made together.
+        together = 0 < sum(sizes) == bounds[-1].stop and not torch.is_grad_enabled()
+        return list(_Cut(bounds, sizes, _GROWN if together else frozenset()).cut(cache, _START))
 
     def merge(self, parts: Sequence[Any], whole: Any | None) -> Any:
         rows = [_rows_of(part) for part in parts]
         filled = [part for part, count in zip(parts, rows, strict=True) if count != 0] if any(rows) else parts
         join = _Join()
-        merged = join.join(filled, whole, _Place())
+        merged = join.join(filled, whole, _START)
         for write in join.writes:
             write()
         return merged
@@ -178,55 +161,88 @@ class _AttributeSplitter:
 
 @dataclass(frozen=True)
 class _Cut:
-    """One walk that splits a cache. `seen`: tensors already split, because a layer may hold one under two names."""
+    """One walk that splits a cache.
+
+    Attributes:
+        sizes: the lanes' numbers of rows.
+        together: attributes whose parts one operator makes for all lanes, unless the layer is static.
+        seen: tensors already split, because a layer may hold one under two names.
+    """
 
     bounds: Sequence[slice]
-    seen: dict[int, list[Tensor]] = field(default_factory=dict)
+    sizes: list[int]
+    together: frozenset[str]
+    seen: dict[int, Sequence[Tensor]] = field(default_factory=dict)
 
-    def cut(self, value: Any, at: _Place) -> list[Any]:
+    def cut(self, value: Any, at: _Place) -> Sequence[Any]:
         """The lanes' parts of the value at place `at`."""
-        lanes = len(self.bounds)
+        kind: Any = type(value)
+        if (in_static := _is_static(kind)) is not None:
+            return self._object(value, in_static, at)
         if isinstance(value, Tensor):
             if id(value) not in self.seen:
                 self.seen[id(value)] = self._tensor(value, at)
             return self.seen[id(value)]
-        if at.name == _ROW_COUNT and type(value) is int:
+        if at[0] == _ROW_COUNT and kind is int:
             self._check_rows(value, at)
-            return [rows.stop - rows.start for rows in self.bounds]
-        if isinstance(value, PLAIN) or at.name in _SHARED:
-            return [value] * lanes
-        if type(value) in (list, tuple):
-            items = [self.cut(item, at.item(index)) for index, item in enumerate(value)]
-            return [type(value)(own[lane] for own in items) for lane in range(lanes)]
-        if type(value) is dict:
-            pairs = {key: self.cut(item, at.item(key)) for key, item in value.items()}
-            return [{key: own[lane] for key, own in pairs.items()} for lane in range(lanes)]
-        _check_known(value, at)
-        parts = [_twin(value) for _ in range(lanes)]
-        in_static = _is_static(value)
+            return self.sizes
+        lanes = range(len(self.sizes))
+        if isinstance(value, PLAIN) or at[0] in _SHARED:
+            return [value for _ in lanes]
+        if kind in (list, tuple):
+            items = [self.cut(item, _within(at, index)) for index, item in enumerate(value)]
+            return [kind([own[lane] for own in items]) for lane in lanes]
+        if kind is dict:
+            pairs = {key: self.cut(item, _within(at, key)) for key, item in value.items()}
+            return [{key: own[lane] for key, own in pairs.items()} for lane in lanes]
+        if not isinstance(splitter_for(value), _AttributeSplitter):
+            raise SplitError(
+                f"a cache with {_named(value, at)} cannot be split: its class is unknown. Use a DynamicCache or a "
+                f"StaticCache with transformers' own layers, or {_REGISTER}"
+            )
+        return self._object(value, False, at)
+
+    def _object(self, value: Any, in_static: bool, at: _Place) -> list[Any]:
+        if getattr(value, "offloading", False):
+            raise SplitError(
+                f"{_named(value, at)} that offloads its layers moves them on a stream of its own, which lanes cannot "
+                f"share. Make it without offloading, or {_REGISTER}"
+            )
+        seen, sizes, rows = self.seen, self.sizes, self.bounds[-1].stop
+        together = frozenset() if in_static else self.together
+        owned: dict[str, Sequence[Any]] = {}
         for name, item in vars(value).items():
-            if type(item) in _SIMPLE and name != _ROW_COUNT:
-                continue  # the new objects have it already
-            for part, own in zip(parts, self.cut(item, at.attribute(name, in_static)), strict=True):
-                vars(part)[name] = own
+            if name in together and type(item) is Tensor and id(item) not in seen and item.shape[0] == rows:
+                owned[name] = seen[id(item)] = item.split_with_sizes(sizes)  # nearly all tensors come this way
+            elif type(item) not in _SIMPLE or name == _ROW_COUNT:  # the new objects have the others already
+                owned[name] = self.cut(item, _within(at, name, in_static))
+        parts = []
+        for lane in range(len(self.sizes)):
+            part = object.__new__(type(value))
+            state = vars(part)
+            state.update(vars(value))
+            for name, own in owned.items():
+                state[name] = own[lane]
+            parts.append(part)
         return parts
 
     def _tensor(self, value: Tensor, at: _Place) -> list[Tensor]:
-        if at.name in _FOR_ALL or _is_unfilled(value):
+        name, in_place = at[:2]
+        if name in _FOR_ALL or _is_unfilled(value):
             return [value.clone() for _ in self.bounds]
-        if at.name not in _ROWS:
+        if name not in _ROWS:
             raise SplitError(
-                f"its {at.path}, a tensor of shape {tuple(value.shape)}, may or may not have one entry per row. "
+                f"its {_path(at)}, a tensor of shape {tuple(value.shape)}, may or may not have one entry per row. "
                 "Register a splitter for the class of this cache (ubatch.register_splitter)."
             )
-        dim = _ROWS[at.name]
+        dim = _ROWS[name]
         self._check_rows(value.shape[dim], at)
         own = [value.narrow(dim, rows.start, rows.stop - rows.start) for rows in self.bounds]
-        return [part.clone() for part in own] if at.in_place else own
+        return [part.clone() for part in own] if in_place else own
 
     def _check_rows(self, held: int, at: _Place) -> None:
         if held != self.bounds[-1].stop:
-            raise SplitError(f"it holds {held} sequences, but the call has {self.bounds[-1].stop} rows ({at.path}).")
+            raise SplitError(f"it holds {held} sequences, but the call has {self.bounds[-1].stop} rows ({_path(at)}).")
 
 
 @dataclass(frozen=True)
@@ -244,116 +260,105 @@ class _Join:
     def join(self, values: Sequence[Any], whole: Any, at: _Place) -> Any:
         """The lanes' `values` merged: `whole` itself if it can hold them, else a new value."""
         first = values[0]
-        if any(type(value) is not type(first) for value in values):
+        kind: Any = type(first)
+        if len(set(map(type, values))) > 1:
             raise _differ([type(value).__name__ for value in values], at)
         if isinstance(first, Tensor):
             key = (id(whole), *map(id, values))
             if key not in self.seen:
                 self.seen[key] = self._tensor(values, whole if isinstance(whole, Tensor) else None, at)
             return self.seen[key]
-        if at.name == _ROW_COUNT and type(first) is int:
+        if at[0] == _ROW_COUNT and kind is int:
             return sum(values)
-        if isinstance(first, PLAIN) or at.name in _SHARED:
+        in_static = _is_static(kind)
+        if in_static is None and (isinstance(first, PLAIN) or at[0] in _SHARED):
             if any(value is not first and value != first for value in values):
                 raise _differ(values, at)
             return first
-        if type(first) in (list, tuple):
-            return self._sequence(values, whole, at)
-        known = whole if type(whole) is type(first) else None
-        if type(first) is dict:
-            items = self._items(values, {} if known is None else known, at.item, at)
-            if known is None:
-                return items
-            self.writes.append(lambda: (known.clear(), known.update(items)))
-            return known
-        merged = _twin(first) if known is None else known
-        attributes = [vars(value) for value in values]
+        known = whole if type(whole) is kind else None
+        if kind in (list, tuple):
+            return self._sequence(values, known, at)
+        if kind is dict:
+            merged = {} if known is None else known
+            items = self._items(values, merged, at, None)
+            self.writes.append(lambda: (merged.clear(), merged.update(items)))
+            return merged
+        merged = object.__new__(kind) if known is None else known
         old = {} if known is None else vars(known)
-        in_static = _is_static(first)
-        owned = self._items(attributes, old, lambda name: at.attribute(name, in_static), at)
+        owned = self._items([vars(value) for value in values], old, at, bool(in_static))
         self.writes.append(lambda: vars(merged).update(owned))
         return merged
 
-    def _sequence(self, values: Sequence[Any], whole: Any, at: _Place) -> Any:
+    def _sequence(self, values: Sequence[Any], known: Any, at: _Place) -> Any:
         first = values[0]
         if any(len(value) != len(first) for value in values):
             raise _differ([f"{len(value)} items" for value in values], at)
-        known = whole if type(whole) is type(first) else first[:0]
-        old = itertools.chain(known, itertools.repeat(None))
+        old = itertools.chain(known or (), itertools.repeat(None))
         columns = enumerate(zip(zip(*values, strict=True), old, strict=False))
-        joined = type(first)(self.join(own, was, at.item(index)) for index, (own, was) in columns)
-        if known is not whole or isinstance(joined, tuple):
+        joined = type(first)(self.join(own, was, _within(at, index)) for index, (own, was) in columns)
+        if known is None or isinstance(joined, tuple):
             return joined
-        self.writes.append(lambda: whole.__setitem__(slice(None), joined))
-        return whole
+        self.writes.append(lambda: known.__setitem__(slice(None), joined))
+        return known
 
-    def _items(
-        self,
-        values: Sequence[Mapping[Any, Any]],
-        old: Mapping[Any, Any],
-        place: Callable[[Any], _Place],
-        at: _Place,
-    ) -> dict[Any, Any]:
-        keys = values[0].keys()
-        if any(value.keys() != keys for value in values):
+    def _items(self, values: Sequence[Any], old: Any, at: _Place, in_static: bool | None) -> dict[Any, Any]:
+        """The items of dicts merged: attributes, or the items of a dict if `in_static` is None."""
+        keys = [value.keys() for value in values]
+        if keys.count(keys[0]) < len(keys):
             raise _differ([list(value) for value in values], at)
         joined = {}
-        for key in keys:
+        for key, item in values[0].items():
             own = [value[key] for value in values]
-            same = type(own[0]) in _SIMPLE and key != _ROW_COUNT and own.count(own[0]) == len(own)
-            joined[key] = own[0] if same else self.join(own, old.get(key), place(key))
+            same = type(item) in _SIMPLE and key != _ROW_COUNT and own.count(item) == len(own)
+            joined[key] = item if same else self.join(own, old.get(key), _within(at, key, in_static))
         return joined
 
     def _tensor(self, values: Sequence[Tensor], whole: Tensor | None, at: _Place) -> Tensor:
-        first = values[0]
-        if at.name in _FOR_ALL or all(map(_is_unfilled, values)):
+        first, name, in_place = values[0], at[0], at[1]
+        if name in _FOR_ALL or (_is_unfilled(first) and all(map(_is_unfilled, values))):
             if whole is None or not _is_like(whole, first, first.shape):
                 return _with_marks(first.clone(), first)
             self.writes.append(lambda: _with_marks(whole.copy_(first), first))
             return whole
-        dim = _ROWS.get(at.name)
+        dim = _ROWS.get(name)
         if dim is None:
-            raise SplitError(f"its {at.path} is a tensor that the lanes added, with no rule to merge it.")
-        shapes = {(value.dtype, value.shape[:dim], value.shape[dim + 1 :]) for value in values}
-        if len(shapes) > 1:
+            raise SplitError(f"its {_path(at)} is a tensor that the lanes added, with no rule to merge it.")
+        alike = len({(value.dtype, value.shape) for value in values}) == 1
+        if not alike and len({(value.dtype, value.shape[:dim], value.shape[dim + 1 :]) for value in values}) > 1:
             raise _differ([f"{value.dtype}{list(value.shape)}" for value in values], at)
-        if whole is not None and not at.in_place and _is_cut_of(values, whole, dim):
+        if whole is not None and not in_place and _is_cut_of(values, whole, dim):
             return whole  # no lane has changed it
-        rows = [value.shape[dim] for value in values]
-        shape = (*first.shape[:dim], sum(rows), *first.shape[dim + 1 :])
-        if whole is None or not at.in_place or not _is_like(whole, first, shape):
-            return _with_marks(torch.cat(list(values), dim), first)
-        self.writes.extend(
-            functools.partial(own.copy_, value) for own, value in zip(whole.split(rows, dim), values, strict=True)
-        )
-        return whole
+        if whole is not None and in_place:
+            rows = [value.shape[dim] for value in values]
+            if _is_like(whole, first, (*first.shape[:dim], sum(rows), *first.shape[dim + 1 :])):
+                owned = zip(whole.split(rows, dim), values, strict=True)
+                self.writes.extend(functools.partial(own.copy_, value) for own, value in owned)
+                return whole
+        return _with_marks(torch.cat(list(values), dim), first)
 
 
-def _check_known(value: object, at: _Place) -> None:
-    """Refuse an object of a class that the walk does not know."""
-    what = f"a {type(value).__name__}" + (f" (its {at.path})" if at.path else "")
-    register = "register a splitter for the class of your cache (ubatch.register_splitter)."
-    if _qualified(type(value)) not in _LAYERS and not isinstance(splitter_for(value), _AttributeSplitter):
-        raise SplitError(
-            f"a cache with {what} cannot be split: its class is unknown. Use a DynamicCache or a StaticCache with "
-            f"transformers' own layers, or {register}"
-        )
-    if getattr(value, "offloading", False):
-        raise SplitError(
-            f"{what} that offloads its layers moves them on a stream of its own, which lanes cannot share. Make it "
-            f"without offloading, or {register}"
-        )
+def _within(at: _Place, key: Any, in_static: bool | None = None) -> _Place:
+    """The place of an attribute, of a static layer or not, or of an item if `in_static` is None."""
+    return (at[0], at[1], [key], at) if in_static is None else (key, in_static or key in _IN_PLACE, key, at)
 
 
-def _twin(value: Any) -> Any:
-    """A shallow copy: a new object with the same attributes."""
-    twin = object.__new__(type(value))
-    vars(twin).update(vars(value))
-    return twin
+def _path(at: _Place) -> str:
+    """As a user would write it: `layers[3].keys`."""
+    *_, step, before = at
+    if before is None:
+        return ""
+    return (_path(before) + (f".{step}" if isinstance(step, str) else repr(step))).lstrip(".")
 
 
-def _is_static(layer: object) -> bool:
-    return _qualified(type(layer)) in _STATIC_LAYERS
+def _named(value: object, at: _Place) -> str:
+    return f"a {type(value).__name__}" + (f" (its {_path(at)})" if at is not _START else "")
+
+
+@functools.lru_cache(1024)
+def _is_static(kind: Any) -> bool | None:
+    """Whether layers of this class write in place; None if it is no known layer."""
+    name = _qualified(kind)
+    return name in _STATIC_LAYERS if name in _LAYERS else None
 
 
 def _is_unfilled(value: Tensor) -> bool:
@@ -367,10 +372,10 @@ def _is_like(whole: Tensor, part: Tensor, shape: Sequence[int]) -> bool:
 
 def _is_cut_of(values: Sequence[Tensor], whole: Tensor, dim: int) -> bool:
     """Whether `values` are views of `whole` that cover all of its rows, in order."""
-    rows = [value.shape[dim] for value in values]
-    if values[0].data_ptr() != whole.data_ptr() or sum(rows) != whole.shape[dim]:
+    if values[0].data_ptr() != whole.data_ptr():
         return False
-    return all(
+    rows = [value.shape[dim] for value in values]
+    return sum(rows) == whole.shape[dim] and all(
         value.data_ptr() == own.data_ptr() and value.shape == own.shape and value.stride() == own.stride()
         for value, own in zip(values, whole.split(rows, dim), strict=True)
     )
@@ -378,7 +383,8 @@ def _is_cut_of(values: Sequence[Tensor], whole: Tensor, dim: int) -> bool:
 
 def _with_marks(made: Tensor, first: Tensor) -> Tensor:
     """`made`, marked for torch.compile as having a static address if `first` is so marked."""
-    vars(made).update(vars(first))
+    if marks := vars(first):
+        vars(made).update(marks)
     return made
 
 
@@ -388,17 +394,14 @@ def _rows_of(value: Any, name: str = "") -> int | None:
         return value.shape[_ROWS[name]] if name in _ROWS and not _is_unfilled(value) else None
     if isinstance(value, PLAIN) or name in _SHARED:
         return None
-    if isinstance(value, list | tuple):
-        items = ((name, item) for item in value)
-    elif isinstance(value, dict):
-        items = ((name, item) for item in value.values())
-    else:
-        items = iter(vars(value).items())
+    if isinstance(value, dict):
+        value = list(value.values())
+    items = [(name, item) for item in value] if isinstance(value, list | tuple) else vars(value).items()
     return next((rows for own, item in items if (rows := _rows_of(item, own)) is not None), None)
 
 
 def _differ(values: Sequence[object], at: _Place) -> SplitError:
-    return SplitError(f"the lanes disagree on its {at.path}: {', '.join(map(str, values))}.")
+    return SplitError(f"the lanes disagree on its {_path(at)}: {', '.join(map(str, values))}.")
 
 
 _splitters.update(dict.fromkeys(_CACHES, _AttributeSplitter()))

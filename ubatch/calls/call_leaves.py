@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from ubatch.calls.caches import splitter_for
-from ubatch.calls.containers import PLAIN, children_of, rebuild
-from ubatch.errors import ConfigError
+from ubatch.calls.containers import LEAF_CLASSES, PLAIN, children_of, rebuild
+from ubatch.errors import ConfigError, SplitError
 
-__all__ = ["CallLeaves", "children_unless_leaf", "leaves_of", "named_positionals", "replace_tensors"]
+__all__ = ["CallLeaves", "children_unless_leaf", "leaves_of", "named_positionals", "replace_tensors", "replaced"]
 
 _Names = tuple[tuple[str, ...], str | None]
 
@@ -53,50 +52,57 @@ def replace_tensors(
         ConfigError: an argument holds tensors in a container of a class that cannot be rebuilt.
     """
     named = (*named_positionals(names, args), *kwargs.items())
-    made = [_replaced(path, value, by_path) for path, value in named]
+    parts = {path: [tensor] for path, tensor in by_path.items()}
+    try:
+        made = [replaced(path, value, parts, 1)[0] for path, value in named]
+    except SplitError as error:
+        raise ConfigError(
+            f"{error}, so its tensors cannot be replaced by static ones. Pass them by themselves."
+        ) from error
     return tuple(made[: len(args)]), dict(zip(kwargs, made[len(args) :], strict=True))
 
 
-def named_positionals(names: _Names, args: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+def replaced(path: str, value: Any, parts: Mapping[str, Sequence[Any]], lanes: int) -> Sequence[Any]:
+    """A value, for each lane: with the leaves that `parts` has, by path, replaced by that lane's part.
+
+    Raises:
+        SplitError: a container cannot be rebuilt from its items.
+    """
+    if path in parts:
+        return parts[path]
+    children = children_of(value)
+    if not children:
+        return [value] * lanes
+    columns = [replaced(f"{path}.{key}", child, parts, lanes) for key, child in children]
+    if all(own is child for (_, child), column in zip(children, columns, strict=True) for own in column):
+        return [value] * lanes  # nothing in it is replaced: every lane gets the caller's own object
+    try:
+        return [rebuild(value, [column[lane] for column in columns]) for lane in range(lanes)]
+    except (TypeError, ValueError) as error:
+        what = f"a {type(value).__name__}, which cannot be made anew from its items ({error})"
+        raise SplitError(f"argument {path!r} is {what}") from error
+
+
+def named_positionals(names: _Names, args: Sequence[Any]) -> tuple[tuple[str, Any], ...]:
     """Positional arguments with their parameters' names; those of `*args` are numbered."""
     positional, rest = names
-    further = (f"{rest or 'args'}.{index}" for index in itertools.count())
-    return zip(itertools.chain(positional, further), args, strict=False)
+    if len(args) > len(positional):
+        positional += tuple(f"{rest or 'args'}.{index}" for index in range(len(args) - len(positional)))
+    return tuple([(positional[at], value) for at, value in enumerate(args)])
 
 
 def children_unless_leaf(value: Any) -> list[tuple[str, Any]] | None:
     """Children of a container; None for a leaf. A cache counts as a leaf, because it is changed in place."""
-    return None if isinstance(value, PLAIN) or splitter_for(value) is not None else children_of(value)
+    if type(value) in LEAF_CLASSES or isinstance(value, PLAIN) or splitter_for(value) is not None:
+        return None
+    return children_of(value)
 
 
 def _collect(path: str, value: Any, tensors: dict[str, Tensor], others: dict[str, Any]) -> None:
     if isinstance(value, Tensor):
         tensors[path] = value
-        return
-    if value is None:
-        return
-    children = children_unless_leaf(value)
-    if children is None:
-        others[path] = value
-        return
-    others[path] = (type(value), len(children))
-    for key, child in children:
-        _collect(f"{path}.{key}", child, tensors, others)
-
-
-def _replaced(path: str, value: Any, by_path: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return by_path[path]
-    children = children_unless_leaf(value)
-    if not children:
-        return value
-    new = [_replaced(f"{path}.{key}", child, by_path) for key, child in children]
-    if all(one is child for one, (_, child) in zip(new, children, strict=True)):
-        return value
-    try:
-        return rebuild(value, new)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"argument {path!r} is a {type(value).__name__}, which cannot be made anew from its items ({error}), so "
-            "its tensors cannot be replaced by static ones. Pass them by themselves."
-        ) from error
+    elif value is not None:
+        children = children_unless_leaf(value)
+        others[path] = value if children is None else (type(value), len(children))
+        for key, child in children or ():
+            _collect(f"{path}.{key}", child, tensors, others)

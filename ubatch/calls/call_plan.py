@@ -5,21 +5,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ubatch.calls.caches import CacheSplitter
-from ubatch.calls.containers import children_of, rebuild, tensors_in
-from ubatch.calls.copies import Copier
+from ubatch.calls.call_leaves import replaced
+from ubatch.calls.containers import tensors_in
+from ubatch.calls.copies import Copier, like
 from ubatch.errors import SplitError
 from ubatch.schedules.vote import DeclineReason
 
 __all__ = ["CallPlan", "CannotSplit", "LaneParts", "Leaf", "even_bounds", "merge_cache"]
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class CannotSplit(SplitError):
@@ -30,8 +32,7 @@ class CannotSplit(SplitError):
         self.reason = reason
 
 
-@dataclasses.dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """One tensor, list or cache of the call.
 
     Attributes:
@@ -53,22 +54,41 @@ class Leaf:
             return {size for tensor in tensors_in(self.value) for size in tensor.shape}
         return set() if self.dim is not None or not isinstance(self.value, list | tuple) else {len(self.value)}
 
-    def cut(self, bounds: Sequence[slice]) -> list[Any]:
-        """One part per lane, for lanes with these row ranges."""
-        if self.splitter is not None:
-            parts = self.splitter.split(self.value, bounds)
-            if len(parts) != len(bounds):
-                raise SplitError(f"its splitter made {len(parts)} parts for {len(bounds)} lanes.")
+    def cut(self, bounds: Sequence[slice], sizes: Sequence[int] | None) -> Sequence[Any]:
+        """One part per lane, for lanes with these row ranges.
+
+        Args:
+            sizes: the lanes' numbers of rows, if one operator may make the parts of all lanes.
+
+        Raises:
+            CannotSplit: it cannot be cut.
+        """
+        path, value, dim, splitter = self
+        if splitter is not None:
+            try:
+                parts = splitter.split(value, bounds)
+                if len(parts) != len(bounds):
+                    raise SplitError(f"its splitter made {len(parts)} parts for {len(bounds)} lanes.")
+            except SplitError as error:
+                raise CannotSplit(DeclineReason.NO_SPLITTER, f"argument {path!r}: {error}") from error
             return parts
-        if self.dim is None:
-            return [self.value] * len(bounds)
-        if isinstance(self.value, Tensor):
-            return [self.value.narrow(self.dim, rows.start, rows.stop - rows.start) for rows in bounds]
-        return [self.value[rows] for rows in bounds]
+        if dim is None:
+            return [value] * len(bounds)
+        is_plain = type(value) is Tensor and not value.__dict__
+        if is_plain and sizes is not None:
+            return list(value.split_with_sizes(sizes, dim))
+        if dim == 0 and (is_plain or not isinstance(value, Tensor)):
+            return [value[rows] for rows in bounds]
+        try:
+            return [like(value.narrow(dim, rows.start, rows.stop - rows.start), value) for rows in bounds]
+        except TypeError as error:
+            raise CannotSplit(
+                DeclineReason.TENSOR_LAYOUT,
+                f"argument {path!r} is a {type(value).__name__} that cannot be cut into rows ({error}).",
+            ) from error
 
 
-@dataclasses.dataclass(frozen=True)
-class CallPlan:
+class CallPlan(NamedTuple):
     """How one call is split.
 
     Attributes:
@@ -97,8 +117,8 @@ class CallPlan:
 
     @property
     def dims(self) -> tuple[tuple[str, int | None], ...]:
-        """Path and split dimension of each leaf."""
-        return tuple(sorted((leaf.path, leaf.dim) for leaf in self.leaves))
+        """Path and split dimension of each leaf, in order."""
+        return tuple([(leaf.path, leaf.dim) for leaf in self.leaves])
 
     def shares_memory(self) -> bool:
         """Whether two different tensors of the call share one storage."""
@@ -117,7 +137,7 @@ class CallPlan:
         leaves = []
         for leaf in self.leaves:
             try:
-                leaves.append(dataclasses.replace(leaf, value=copier.copy(leaf.value, leaf.dim, leaf.splitter)))
+                leaves.append(leaf._replace(value=copier.copy(leaf.value, leaf.dim, leaf.splitter)))
             except (MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -126,57 +146,37 @@ class CallPlan:
                     f"argument {leaf.path!r} is a {type(leaf.value).__name__} that cannot be copied ({error}), so "
                     'overlap cannot be proved. Set verify="off" if the module\'s rows do not depend on each other.',
                 ) from error
-        own = {leaf.path: leaf.value for leaf in leaves}
-        return dataclasses.replace(
-            self,
+        ((args, kwargs),) = self._calls({leaf.path: [leaf.value] for leaf in leaves}, 1)
+        return self._replace(
             leaves=tuple(leaves),
             rows=self.rows if order is None else len(order),
-            args=tuple((name, _pick(name, value, own)) for name, value in self.args),
-            kwargs={name: _pick(name, value, own) for name, value in self.kwargs.items()},
+            args=tuple((name, value) for (name, _), value in zip(self.args, args, strict=True)),
+            kwargs=kwargs,
         )
 
-    def cut(self, bounds: Sequence[slice]) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], LaneParts]:
+    def cut(self, bounds: Sequence[slice]) -> tuple[list[_Call], LaneParts]:
         """Every lane's arguments, and the lanes' parts of each leaf.
 
         Raises:
             CannotSplit: a cache cannot be split, or a container cannot be rebuilt from its items.
         """
-        parts: dict[str, list[Any]] = {}
-        for leaf in self.leaves:
-            try:
-                parts[leaf.path] = leaf.cut(bounds)
-            except SplitError as error:
-                raise CannotSplit(DeclineReason.NO_SPLITTER, f"argument {leaf.path!r}: {error}") from error
-        calls = []
-        for lane in range(len(bounds)):
-            own = {path: lanes[lane] for path, lanes in parts.items()}
-            calls.append(
-                (
-                    tuple(_pick(name, value, own) for name, value in self.args),
-                    {name: _pick(name, value, own) for name, value in self.kwargs.items()},
-                )
-            )
-        return calls, LaneParts(self.leaves, parts, [rows.stop - rows.start for rows in bounds])
+        sizes = [rows.stop - rows.start for rows in bounds]
+        # Autograd refuses writes to views that one operator made together.
+        together = None if sum(sizes) != self.rows or torch.is_grad_enabled() else sizes
+        parts = {leaf.path: leaf.cut(bounds, together) for leaf in self.leaves}
+        return self._calls(parts, len(bounds)), LaneParts(self.leaves, parts, sizes)
 
-
-def _pick(path: str, value: Any, parts: Mapping[str, Any]) -> Any:
-    """An argument with its split leaves replaced by one lane's parts."""
-    if path in parts:
-        return parts[path]
-    children = children_of(value)
-    if not children:
-        return value
-    picked = [_pick(f"{path}.{key}", child, parts) for key, child in children]
-    if all(own is child for own, (_, child) in zip(picked, children, strict=True)):
-        return value  # nothing in it is split: every lane gets the caller's own object
-    try:
-        return rebuild(value, picked)
-    except (TypeError, ValueError) as error:
-        raise CannotSplit(
-            DeclineReason.NO_SPLITTER,
-            f"argument {path!r} is a {type(value).__name__}, which cannot be made anew from its items ({error}). "
-            "Use ubatch.register_splitter.",
-        ) from error
+    def _calls(self, parts: Mapping[str, Sequence[Any]], lanes: int) -> list[_Call]:
+        """Every lane's arguments, from its parts of the leaves."""
+        try:
+            args = [replaced(name, value, parts, lanes) for name, value in self.args]
+            kwargs = {name: replaced(name, value, parts, lanes) for name, value in self.kwargs.items()}
+        except SplitError as error:
+            raise CannotSplit(DeclineReason.NO_SPLITTER, f"{error}. Use ubatch.register_splitter.") from error
+        return [
+            (tuple([own[lane] for own in args]), {name: own[lane] for name, own in kwargs.items()})
+            for lane in range(lanes)
+        ]
 
 
 class LaneParts:

@@ -12,22 +12,27 @@ import dataclasses
 import functools
 import types
 from collections import UserDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-__all__ = ["FUNCTIONS", "PLAIN", "children_of", "rebuild", "tensors_in"]
+__all__ = ["FUNCTIONS", "LEAF_CLASSES", "PLAIN", "attributes_of", "children_of", "rebuild", "tensor_kind", "tensors_in"]
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, type, Enum)
 """Classes of values that are the same for every row."""
 FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
+LEAF_CLASSES = frozenset({Tensor, Parameter, *PLAIN, *FUNCTIONS})
+"""Exact classes of most leaves; a look-up in this set is faster than `isinstance`."""
 
 
 def children_of(value: Any) -> list[tuple[str, Any]] | None:
     """Named children of a container, None for a leaf."""
+    if type(value) in LEAF_CLASSES:
+        return None
     if isinstance(value, Mapping):
         named = [(str(key), child) for key, child in value.items()]
         return named if len(dict(named)) == len(named) else None  # 0 and "0" cannot be told apart
@@ -58,6 +63,21 @@ def rebuild(value: Any, children: list[Any]) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*children)
     return type(value)(children)
+
+
+def attributes_of(value: Tensor) -> dict[str, Any]:
+    """A tensor's Python attributes, without those that torch's compiler sets."""
+    return {name: own for name, own in value.__dict__.items() if not name.startswith("_dynamo")}
+
+
+def tensor_kind(value: Tensor) -> Hashable:
+    """A tensor's class, and its plain attributes as (name, class, value); None for a plain tensor without any."""
+    own = value.__dict__ and attributes_of(value)
+    if not own and type(value) in LEAF_CLASSES:
+        return None
+    return type(value), tuple(
+        (name, type(own[name]), own[name]) for name in sorted(own) if isinstance(own[name], PLAIN)
+    )
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

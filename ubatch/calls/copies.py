@@ -8,11 +8,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ubatch.calls.caches import CacheSplitter
-from ubatch.calls.containers import tensors_in
+from ubatch.calls.containers import PLAIN, attributes_of, tensors_in
 
-__all__ = ["Copier"]
+__all__ = ["Copier", "like"]
+
+
+def like(part: Tensor, whole: Tensor) -> Tensor:
+    """`part`, which was cut or copied from `whole`, with the plain ones of its attributes.
+
+    Raises:
+        TypeError: it is of another class. A tensor stands for a parameter.
+    """
+    if type(part) is not type(whole) and type(whole) is not Parameter:
+        raise TypeError(f"a part of it is a {type(part).__name__}")
+    if whole.__dict__:
+        part.__dict__.update((name, own) for name, own in attributes_of(whole).items() if isinstance(own, PLAIN))
+    return part
 
 
 class Copier:
@@ -60,4 +74,4 @@ def _copy_tensor(value: Tensor, dim: int | None, order: Sequence[int] | None) ->
         made = source.clone()
     else:
         made = source.index_select(dim, torch.tensor(order, dtype=torch.long, device=value.device))
-    return made if in_graph else made.requires_grad_(value.requires_grad)
+    return like(made if in_graph else made.requires_grad_(value.requires_grad), value)

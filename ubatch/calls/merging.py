@@ -10,7 +10,8 @@
     Same       anything else, equal in all lanes                taking the first lane's
 
 The proof runs two lanes of unequal size. A size follows the batch if it is `k` times the number of rows in both lanes
-and in the unsplit run.
+and in the unsplit run. What was zero, false or empty may be a count or a list of rows, which the lanes' values would
+have to be added up for; so `Same` takes only that value for it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor
 from ubatch.calls.caches import splitter_for
 from ubatch.calls.call_plan import CallPlan, CannotSplit, LaneParts, Leaf, merge_cache
 from ubatch.calls.closeness import Comparison, identical
-from ubatch.calls.containers import PLAIN, children_of, rebuild
+from ubatch.calls.containers import PLAIN, attributes_of, children_of, rebuild
 from ubatch.calls.copies import Copier
 from ubatch.calls.outputs import named_dim
 from ubatch.schedules.vote import DeclineReason
@@ -59,7 +60,12 @@ class Rows(Rule):
         beside = {value.shape[: self.dim] + value.shape[self.dim :][1:] for value in values}
         if len(beside) > 1 or not _follow(parts, [value.shape[self.dim] for value in values]):
             raise _unlike(path, values)
-        return torch.cat(list(values), self.dim)
+        if any(map(attributes_of, values)):
+            raise _cannot(path, "has attributes, unlike in the call that was proved")
+        merged = torch.cat(list(values), self.dim)
+        if type(merged) is not type(values[0]):
+            raise _cannot(path, f"is a {type(values[0]).__name__}, which becomes a {type(merged).__name__}")
+        return merged
 
 
 @dataclass(frozen=True)
@@ -141,11 +147,14 @@ class Items(Rule):
 
 @dataclass(frozen=True)
 class Same(Rule):
-    """A value that does not depend on the rows."""
+    """A value that does not depend on the rows; of a zero or empty one in the proof, only `void`."""
+
+    void: Any = None
+    only_void: bool = False
 
     def merge(self, path: str, values: Sequence[Any], parts: LaneParts) -> Any:
         first = values[0]
-        for value in values[1:]:
+        for value in (*values[1:], *([self.void] if self.only_void else ())):
             if value is not first and not identical(first, value):
                 raise _unlike(path, values)
         return first
@@ -227,14 +236,17 @@ class Learner:
                 )
             if not all(identical(whole, lane) for lane in lanes):
                 raise _cannot(path, f"has shape {tuple(whole.shape)} whatever the batch, and other values in each lane")
-            return Same()
+            return _same(whole)
         if len(differ) > 1 or not self._follow([each.shape[differ[0]] for each in (whole, *lanes)]):
             raise _cannot(path, f"has {_shapes(whole, lanes)}")
         dim = differ[0]
         if named is not None and named % whole.dim() != dim:
             raise _cannot(path, f"follows the batch along dimension {dim}, not {named}, which output_dims says")
-        self._compare.tensors(path, self._picked_rows(whole, dim), torch.cat(list(lanes), dim), dim)
-        return Rows(dim)
+        rule = Rows(dim)
+        if attributes_of(whole):
+            raise _cannot(path, f"has attributes ({', '.join(attributes_of(whole))})")
+        self._compare.tensors(path, self._picked_rows(whole, dim), rule.merge(path, lanes, self._parts), dim)
+        return rule
 
     def _cache(self, path: str, whole: Any, lanes: Sequence[Any]) -> Rule:
         splitter = splitter_for(whole)
@@ -263,7 +275,7 @@ class Learner:
 
     def _leaf(self, path: str, whole: Any, lanes: Sequence[Any]) -> Rule:
         if all(lane is whole or identical(whole, lane) for lane in lanes):
-            return Same()
+            return _same(whole)
         if isinstance(whole, PLAIN):
             raise _cannot(path, f"is {whole!r:.40} in the whole call, {lanes[0]!r:.40} and {lanes[1]!r:.40} in lanes")
         raise CannotSplit(
@@ -323,6 +335,13 @@ class Learner:
         each = whole.shape[dim] // self._rows
         at = [row * each + offset for row in self._order for offset in range(each)]
         return whole.index_select(dim, torch.tensor(at, dtype=torch.long, device=whole.device))
+
+
+def _same(whole: Any) -> Same:
+    """The rule for a value that was the same in the unsplit call and in all lanes."""
+    if isinstance(whole, Tensor):
+        return Same(whole.detach().clone(), True) if not bool(whole.any()) else Same()
+    return Same(whole, True) if isinstance(whole, (*PLAIN, set, frozenset)) and not whole else Same()
 
 
 def _follow(parts: LaneParts, sizes: Sequence[int]) -> bool:

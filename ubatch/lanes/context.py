@@ -22,7 +22,7 @@ Model code calls the functions of `ubatch.dbo`, which find the context of the la
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from threading import get_ident
 from types import TracebackType
@@ -78,6 +78,7 @@ class UBatchContext(LaneStreams):
         waiting: name of what the lane waits for now, such as a transfer; None if it does not wait.
         waits_until: latest end of that wait (`time.monotonic`); until then the hang check leaves the lane alone. 0 if
             the wait has no time-out of its own.
+        at_handover: runs before the lane hands over at an active point, or None. Set by the lane's body.
         ledger: transfers not yet waited for, and what the communication stream still uses.
         sm_budget: how the device's SMs are shared out, or None. Set per step.
         sm_users: name -> whether that kernel or back end keeps to the budget (`report_sm_use`).
@@ -113,6 +114,7 @@ class UBatchContext(LaneStreams):
         self.points_passed = 0
         self.waiting: str | None = None
         self.waits_until = 0.0
+        self.at_handover: Callable[[], None] | None = None
         self._hook: ReceiveHook | None = None
         self._recorder: LaneRecorder | None = None
         self._launches = 0
@@ -198,7 +200,7 @@ class UBatchContext(LaneStreams):
 
         Returns the transfers that were not waited for and whose buffers the transport may still use.
         """
-        self.forward_context = self.trace = self._hook = self._recorder = None
+        self.forward_context = self.trace = self.at_handover = self._hook = self._recorder = None
         return self.end_streams(hung=self.baton.abandoned(self.id))
 
     def _check_alive(self) -> None:
@@ -220,6 +222,8 @@ class UBatchContext(LaneStreams):
         if recorder is not None:
             recorder.reach(point, active=active, layer=layer)
         if active:
+            if self.at_handover is not None:
+                self.at_handover()
             self.baton.pass_on(self.id)
         else:
             self.baton.check(self.id)

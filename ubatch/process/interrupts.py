@@ -70,23 +70,24 @@ class Claims:
     def __init__(self) -> None:
         self._claims: list[Claim] = []
 
-    def alone(self, refuse: Callable[[Claim], Exception], work: Callable[..., T], *args: Any) -> T:
-        """Run `work(*args)` if no other thread is in this call.
-
-        Raises:
-            Exception: the result of `refuse`, called with the claim of the thread that is in the call.
-        """
+    def alone(self, otherwise: Callable[[Claim], T], work: Callable[..., T], *args: Any) -> T:
+        """Run `work(*args)` if no other thread is in this call; else `otherwise`, with the claim of the thread that is
+        in the call. A claim is held meanwhile, too."""
         claim = Claim(get_ident())
         try:
             self._claims.append(claim)
             if self._claims[0] is not claim:
                 other = self._before(claim)
                 if other is not None:
-                    raise refuse(other)
+                    return otherwise(other)
             return work(*args)
         finally:
             if claim in self._claims:
                 self._claims.remove(claim)
+
+    def held(self) -> bool:
+        """Whether any thread is in a call."""
+        return any(claim.holds() for claim in list(self._claims))
 
     def _before(self, claim: Claim) -> Claim | None:
         """The valid claim before this one, or None; removes claims that an interrupt left behind."""

@@ -84,6 +84,7 @@ class DeclineReason(StrEnum):
     TENSOR_LAYOUT = "tensor_layout"
     FUNCTION_TRANSFORM = "function_transform"
     TORCH_MODE = "torch_mode"
+    CONCURRENT_CALL = "concurrent_call"
     NO_GAIN_EXPECTED = "no_gain_expected"
 
 

@@ -13,10 +13,11 @@ The arguments are cut here, before the vote, because the vote must know whether 
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,8 +34,10 @@ from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.split import UBatchSlice
 from ubatch.schedules.vote import MAX_LANES, Decision, DeclineReason, Offer, Wish, fingerprint
 from ubatch.wrapping.config import UBatchConfig, Verify
+from ubatch.wrapping.guard import Guard
 from ubatch.wrapping.proof_table import ProofTable
-from ubatch.wrapping.signature import signature_of
+from ubatch.wrapping.signature import Signature, signature_of
+from ubatch.wrapping.state import State
 
 __all__ = ["CutCall", "Eligibility", "Intent"]
 
@@ -47,6 +50,7 @@ class CutCall:
         bounds: row range of every lane.
         parts: the lanes' parts of the call's leaves.
         rule: how the outputs merge, if a proof has learned it.
+        writes: paths of the arguments that the call writes to, if a proof has learned them.
     """
 
     plan: CallPlan
@@ -54,6 +58,7 @@ class CutCall:
     calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
     parts: LaneParts
     rule: Rule | None = None
+    writes: frozenset[str] = frozenset()
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -82,7 +87,7 @@ class Intent:
     num_tokens: int
     plan: CallPlan | None = None
     single: bool = False
-    signature: Hashable = None
+    signature: Signature | None = None
 
     def engages(self, decision: Decision) -> bool:
         """Whether the call overlaps, now that the ranks have decided."""
@@ -97,6 +102,8 @@ class Eligibility:
 
     Attributes:
         names: of the module's positional parameters; see `ubatch.calls.arguments.parameter_names`.
+        proofs: results of the proofs.
+        known: what the module kept when `state` last looked; None if nothing was learned yet.
     """
 
     def __init__(self, model: nn.Module, config: UBatchConfig, *, intercept: bool = False) -> None:
@@ -104,8 +111,8 @@ class Eligibility:
         self._model = model
         self._config = config
         self.names = parameter_names(model.forward)
-        self._suspects = [item for item in model.named_modules() if _is_suspect(item[1])]
         self.proofs = ProofTable()
+        self.forget()
 
     def intent(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext | None) -> Intent:
         """What this rank would do with the call `module(*args, **kwargs)` under `context`.
@@ -128,7 +135,7 @@ class Eligibility:
             no = self._unwanted(plan, mode, args, kwargs, context)
             if no is not None:
                 return self._no(*no, num_tokens, mode, plan)
-            return self._with_proof(self._even(plan, mode, self._config.for_mode(mode).schedule))
+            return self._provable(plan, mode)
         except CannotSplit as cannot:
             return self._no(cannot.reason, str(cannot), num_tokens, mode, plan)
 
@@ -147,32 +154,60 @@ class Eligibility:
         """How the call can be split. `tried`: the split will be proved, so it may be guessed."""
         return plan_call(self.names, args, kwargs, self._config.split_dims, tried=tried)
 
-    def may_run_again(self, intent: Intent) -> bool:
-        """Whether a call that has run in lanes may run again unsplit: its proof showed that it has no side effects."""
-        return intent.signature is not None and not self.proofs.find(intent.signature).writes
+    def forget(self) -> None:
+        """Forget what was learned about the module, because it was changed through its wrapper."""
+        self._suspects = [item for item in self._model.named_modules() if _is_suspect(item[1])]
+        self.known: State | None = None
+        self.proofs.clear()
 
-    def _with_proof(self, intent: Intent) -> Intent:
-        """The intent with its proof's result: the merge rule; a request for a proof if there is none yet; or a no.
+    def state(self) -> State:
+        """What the module keeps. If it is not as it was at the last call, everything has to be proved anew.
+
+        Raises:
+            CannotSplit: something in it cannot be read, so changes would go unseen.
+        """
+        known = self.known
+        if known is None or known.moved():
+            self.known = State.of_module(self._model)
+            if known is not None and any(not path.endswith("training") for path in known.changed_items()):
+                self.proofs.doubt()
+        state = self.known or State.of_module(self._model)
+        if state.unreadable is not None:
+            path, what = state.unreadable
+            raise CannotSplit(DeclineReason.CANNOT_PROVE, f"the module's {path!r} is {what}.")
+        return state
+
+    def guard(self, intent: Intent, context: ForwardContext | None, neighbours: Callable[[], int]) -> Guard | None:
+        """The guard of a call that is about to run in lanes; None if a runner has decided, whose models are proved by
+        tests. `neighbours`: see `Guard`."""
+        plan, cut = intent.plan, intent.cut
+        if plan is None or cut is None or (context is not None and context.decision is not None):
+            return None
+        call = State.of_call((*plan.args, *plan.kwargs.items()), cut.calls)
+        return Guard(self.known or self.state(), call, cut.writes, neighbours)
+
+    def _provable(self, plan: CallPlan, mode: ForwardMode) -> Intent:
+        """The intent of a call that is to overlap, with its proof's result: the merge rule; a request for a proof if
+        there is none yet; or a no.
 
         A rank without rows has nothing to prove, and merges nothing.
         """
-        verify, plan, cut = self._config.verify, intent.plan, intent.cut
-        if verify == Verify.OFF or plan is None or cut is None or not plan.rows:
-            return intent
-        signature = signature_of(self._model, plan, intent.mode, intent.schedule.lanes)
+        schedule = self._config.for_mode(mode).schedule
+        if schedule.lanes == 1 or not plan.rows:
+            return self._even(plan, mode, schedule)
+        state, verify = self.state(), self._config.verify
+        if verify == Verify.OFF:
+            return self._even(plan, mode, schedule)
+        trains = torch.is_grad_enabled() and state.requires_grad()
+        signature = signature_of(plan, mode, schedule.lanes, training=self._model.training, trains=trains)
         standing = self.proofs.find(signature)
         if standing.retired is not None:
-            return self._no(*standing.retired, intent.num_tokens, intent.mode, plan)
+            return self._no(*standing.retired, plan.num_tokens, mode, plan)
         if standing.writes and plan.shares_memory():
             why = "the call writes to arguments that share memory with each other. Give it tensors of their own."
-            return self._no(DeclineReason.CANNOT_PROVE, why, intent.num_tokens, intent.mode, plan)
+            return self._no(DeclineReason.CANNOT_PROVE, why, plan.num_tokens, mode, plan)
         unproved = standing.rule is None or verify == Verify.ALWAYS
-        return replace(
-            intent,
-            offer=replace(intent.offer, unproved=unproved),
-            cut=replace(cut, rule=standing.rule),
-            signature=signature,
-        )
+        return self._even(plan, mode, schedule, _Proved(signature, standing.rule, standing.writes, unproved))
 
     def _requested(
         self,
@@ -187,8 +222,15 @@ class Eligibility:
         no = self._config.switched_off(schedule) or self._not_in_lanes(plan, args, kwargs)
         if no is not None:
             raise CannotSplit(no[0], f"the forward context has ubatch_slices, but {no[1]}")
+        if context.decision is None:
+            self.state()  # which the guard compares with; a runner that has decided needs none
         return self._yes(
-            plan, bounds, context.mode, schedule.with_lanes(len(slices)), [part.num_tokens for part in slices]
+            plan,
+            bounds,
+            context.mode,
+            schedule.with_lanes(len(slices)),
+            [part.num_tokens for part in slices],
+            _UNKNOWN,
         )
 
     def _requested_whole(
@@ -287,29 +329,54 @@ class Eligibility:
         schedule = self._config.for_mode(mode).schedule
         return Intent(_offer((tokens,), mode, schedule, reason), why, schedule, None, mode, tokens, plan)
 
-    def _even(self, plan: CallPlan, mode: ForwardMode, schedule: Schedule) -> Intent:
+    def _even(self, plan: CallPlan, mode: ForwardMode, schedule: Schedule, proved: _Proved | None = None) -> Intent:
         if schedule.lanes == 1:
             return self._single(plan, mode, schedule, plan.num_tokens)
         bounds = even_bounds(plan.rows, schedule.lanes)
         tokens = [(rows.stop - rows.start) * plan.tokens_per_row for rows in bounds]
-        return self._yes(plan, bounds, mode, schedule, tokens)
+        return self._yes(plan, bounds, mode, schedule, tokens, proved or _UNKNOWN)
 
     def _single(self, plan: CallPlan | None, mode: ForwardMode, schedule: Schedule, tokens: int) -> Intent:
         return Intent(_offer((tokens,), mode, schedule), None, schedule, None, mode, tokens, plan, single=True)
 
     def _yes(
-        self, plan: CallPlan, bounds: Sequence[slice], mode: ForwardMode, schedule: Schedule, tokens: Sequence[int]
+        self,
+        plan: CallPlan,
+        bounds: Sequence[slice],
+        mode: ForwardMode,
+        schedule: Schedule,
+        tokens: Sequence[int],
+        proved: _Proved,
     ) -> Intent:
-        split = CutCall(plan, tuple(bounds), *plan.cut(bounds))
-        return Intent(_offer(tuple(tokens), mode, schedule), None, schedule, split, mode, sum(tokens), plan)
+        cut = CutCall(plan, tuple(bounds), *plan.cut(bounds), proved.rule, proved.writes)
+        offer = _offer(tuple(tokens), mode, schedule, None, proved.unproved)
+        return Intent(offer, None, schedule, cut, mode, sum(tokens), plan, False, proved.signature)
 
 
+class _Proved(NamedTuple):
+    """What is known of a call that is to overlap; see `CutCall`, `Intent` and `Offer`."""
+
+    signature: Signature | None = None
+    rule: Rule | None = None
+    writes: frozenset[str] = frozenset()
+    unproved: bool = False
+
+
+_UNKNOWN = _Proved()
+
+
+@functools.lru_cache(1024)
 def _offer(
-    tokens: tuple[int, ...], mode: ForwardMode, schedule: Schedule, reason: DeclineReason | None = None
+    tokens: tuple[int, ...],
+    mode: ForwardMode,
+    schedule: Schedule,
+    reason: DeclineReason | None = None,
+    unproved: bool = False,
 ) -> Offer:
     """A no where there is a `reason`; else a yes, or idle if there are no tokens."""
     wish = Wish.NO if reason is not None else Wish.YES if any(tokens) else Wish.IDLE
-    return Offer(wish, tokens, schedule.lanes, reason, fingerprint(schedule.describe()), fingerprint(mode))
+    prints = fingerprint(schedule.describe()), fingerprint(mode)
+    return Offer(wish, tokens, schedule.lanes, reason, *prints, unproved=unproved)
 
 
 def _explicit_bounds(slices: Sequence[UBatchSlice], plan: CallPlan) -> list[slice]:

@@ -13,7 +13,7 @@ import contextvars
 import functools
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +23,7 @@ from torch import nn
 
 from ubatch.calls.outputs import merge_outputs
 from ubatch.errors import ConfigError
+from ubatch.lanes.context import current_lane
 from ubatch.lanes.single_lane import SingleLane
 from ubatch.lanes.time_limit import transfers_end_within
 from ubatch.lanes.workers import LanePool
@@ -35,9 +36,10 @@ from ubatch.schedules.vote import Decision
 from ubatch.streams.graph_protocols import Capture
 from ubatch.streams.streams import make_streams
 from ubatch.trace.ranges import profile_ranges
-from ubatch.trace.spans import UNSPLIT, SpanKind, current_trace
+from ubatch.trace.spans import UNSPLIT, SpanKind, Trace, current_trace
 from ubatch.wrapping.config import UBatchConfig
 from ubatch.wrapping.eligibility import CutCall, Intent
+from ubatch.wrapping.guard import Guard
 
 __all__ = ["Execution", "Step", "checked_device", "device_of", "span"]
 
@@ -76,14 +78,17 @@ class Execution:
         self._patient = Marks()
         self.failure: tuple[int, str] | None = None
 
-    def lanes(self, step: Step, cut: CutCall, capture: Capture | None = None) -> Any:
+    def lanes(self, step: Step, cut: CutCall, capture: Capture | None = None, guard: Guard | None = None) -> Any:
         """Run a call in lanes, split as in `cut`; returns the merged outputs.
 
         Raises:
             ConfigError: `context` has slices, but no matching lane contexts.
+            Finding: `guard` found a change.
             Others: what the lanes raised; see `LanePool.run`.
         """
-        outputs = self.outputs(step, cut, capture)
+        outputs = self.outputs(step, cut, capture, None if guard is None else guard.at_handover)
+        if guard is not None:
+            guard.check()
         with nullcontext() if capture is None else capture.part():
             if cut.rule is None:
                 return merge_outputs(outputs, cut.plan, cut.parts, self._config.output_dims)
@@ -91,9 +96,16 @@ class Execution:
             cut.parts.merge_caches()
             return merged
 
-    def outputs(self, step: Step, cut: CutCall, capture: Capture | None = None) -> list[Any]:
-        """Run a call in lanes; returns one output per lane. Errors as in `lanes`."""
-        return self._run(cut.calls, step.intent.schedule, _lane_contexts(step), capture)
+    def outputs(
+        self,
+        step: Step,
+        cut: CutCall,
+        capture: Capture | None = None,
+        at_handover: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        """Run a call in lanes; returns one output per lane. Each lane runs `at_handover` before it hands over. Errors
+        as in `lanes`."""
+        return self._run(cut.calls, step.intent.schedule, _lane_contexts(step), capture, at_handover)
 
     def single(self, step: Step, capture: Capture | None = None) -> Any:
         """Run a call unsplit, as the only lane of the schedule.
@@ -111,8 +123,9 @@ class Execution:
         schedule: Schedule,
         contexts: Sequence[ForwardContext],
         capture: Capture | None,
+        at_handover: Callable[[], None] | None = None,
     ) -> list[Any]:
-        bodies = [functools.partial(_call, self._model, *call) for call in calls]
+        bodies = [functools.partial(_call, self._model, at_handover, *call) for call in calls]
         group = self._config.group
         voted = frozenset(group.ranks) if group is not None else frozenset()
         pool = self._pool(len(calls))
@@ -201,8 +214,16 @@ def checked_device(device: torch.device | str) -> torch.device:
     return checked
 
 
-def _call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return model(*args, **kwargs)
+def _call(
+    model: nn.Module, at_handover: Callable[[], None] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    lane = current_lane()
+    if lane is not None:
+        lane.at_handover = at_handover
+    result = model(*args, **kwargs)
+    if at_handover is not None:
+        at_handover()
+    return result
 
 
 def _lane_contexts(step: Step) -> list[ForwardContext]:
@@ -224,13 +245,17 @@ def _lane_contexts(step: Step) -> list[ForwardContext]:
     ]
 
 
-@contextmanager
-def span(name: str) -> Iterator[None]:
+def span(name: str) -> AbstractContextManager[None]:
     """Trace the `with` block as compute outside of lanes."""
     trace = current_trace()
-    if trace is None:
-        yield
-        return
+    return _NO_SPAN if trace is None else _traced(trace, name)
+
+
+_NO_SPAN = nullcontext()
+
+
+@contextmanager
+def _traced(trace: Trace, name: str) -> Iterator[None]:
     start = time.monotonic()
     try:
         yield

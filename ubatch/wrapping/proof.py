@@ -6,19 +6,22 @@
     ranks: all continue, or none does
     run the copies in two lanes of unequal size
     learn how the outputs merge (`merging`); compare values, arguments, caches (`closeness`) and the module's state
+    put back what only the lanes have changed
     ranks: all found them equal, or none overlaps
+    16 bits, and single rows are off: run other copies with another cut; the same rows off again depend on others
 
-The lanes differ in size from each other and from every other size of the call, so nothing matches by chance. In 16 bits
-a difference may come from a router's near-tie, so such a signature is proved by two calls with different cuts. A
-signature that fails runs unsplit from then on: at once, or after a second failure (`proof_table`), because unequal
-values may be chance and many modules initialise state in their first call.
+The lanes differ in size from each other and from every other size of the call, so nothing matches by chance. A
+signature in 16 bits is proved by two calls with different cuts. A signature that fails runs unsplit from then on: at
+once, or after a second failure (`proof_table`), because unequal values may be chance and many modules initialise state
+in their first call.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,15 +32,16 @@ from torch import Tensor, nn
 from ubatch.calls.call_plan import CallPlan, CannotSplit, LaneParts
 from ubatch.calls.closeness import Comparison, Unequal, identical
 from ubatch.calls.containers import children_of
-from ubatch.calls.merging import Learner
-from ubatch.errors import GroupBroken, PeerFailed
+from ubatch.calls.merging import Learner, Rule
+from ubatch.errors import GroupBroken, PeerFailed, SideEffectError
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
 from ubatch.trace.spans import current_trace, tracing
 from ubatch.wrapping.config import UBatchConfig
 from ubatch.wrapping.eligibility import CutCall, Intent
 from ubatch.wrapping.execution import Execution, Step
-from ubatch.wrapping.module_state import ModuleState, RandomState, TensorMark
 from ubatch.wrapping.proof_table import ProofTable
+from ubatch.wrapping.random_state import RandomState
+from ubatch.wrapping.state import State
 
 __all__ = ["Outcome", "Proof"]
 
@@ -88,10 +92,17 @@ class Proof:
 
     Args:
         step: a call that would overlap, and whose signature is not proved.
+        neighbours: see `Guard`.
     """
 
     def __init__(
-        self, model: nn.Module, config: UBatchConfig, execution: Execution, table: ProofTable, step: Step
+        self,
+        model: nn.Module,
+        config: UBatchConfig,
+        execution: Execution,
+        table: ProofTable,
+        step: Step,
+        neighbours: Callable[[], int],
     ) -> None:
         if step.intent.cut is None:
             raise ValueError("a proof needs a call that would run in lanes.")
@@ -101,16 +112,24 @@ class Proof:
         self._table = table
         self._step = step
         self._intent = step.intent
+        self._signature = step.intent.signature
         self._plan = step.intent.cut.plan
-        self._rehearsal: _Rehearsal | None = None
+        self._named = (*self._plan.args, *self._plan.kwargs.items())
+        self._coarse = False
+        self._used = () if self._signature is None else table.cuts_of(self._signature)
+        self._neighbours, self._begun = neighbours, neighbours()
+        self._rehearsals: list[_Rehearsal] = []
         self._no: _No | None = None
-        self._writes = False
-        self._ran_in_lanes = False
+        self._writes: frozenset[str] = frozenset()
+        self._left: str | None = None
+        self._rule: Rule | None = None
+        self._comparisons: list[Comparison] = []
 
     def run(self) -> Outcome:
         """Run the call unsplit, and prove its signature.
 
         Raises:
+            SideEffectError: the lanes changed what cannot be put back.
             Exception: the call's own error in its unsplit run; or an error of `CommGroup.reset`, if a lane failed on
                 some rank.
         """
@@ -119,21 +138,18 @@ class Proof:
         started = time.monotonic()
         result = self._execution.unsplit(replace(self._step, decision=self._step.decision.whole()))
         ended = time.monotonic()
-        try:
-            reason, why, by = self._rehearse(result)
-        finally:
-            if RandomState() != self._random and self._ran_in_lanes:
-                self._random.restore()
+        reason, why, by = self._rehearse(result)
         return Outcome(result, reason, why, by, time.monotonic() - ended + started - begun)
 
     def _prepare(self) -> None:
         """Before the call: copy its arguments, and take snapshots of everything that it may change."""
         self._random = RandomState()
         try:
-            self._rehearsal = self._copies()
-            self._containers = self._containers_now()
-            self._marks = self._marks_now()
-            self._module = ModuleState(self._model)
+            self._coarse = _is_coarse(self._model, self._plan)
+            for _ in range(2 if self._coarse else 1):  # all made now, as the call may write to its arguments
+                self._rehearsals.append(self._copies())
+            self._call = State.of_call(self._named, thorough=True)
+            self._module = State.of_module(self._model, thorough=True)
         except CannotSplit as cannot:
             self._no = cannot.reason, str(cannot)
         except (MemoryError, torch.OutOfMemoryError) as error:
@@ -144,60 +160,71 @@ class Proof:
                 f"what it could change is not known ({type(error).__name__}: {error}).",
             )
 
+    def _copies(self) -> _Rehearsal:
+        plan = self._plan
+        if not plan.rows:
+            return _Rehearsal(plan, (), (slice(0, 0), slice(0, 0)))
+        rows, cut = _cut_of(plan, self._intent, self._used)
+        self._used = (*self._used, cut)
+        order = _order_of(plan.rows, rows, cut)
+        copied = plan.copied(order if rows > plan.rows else None)
+        return _Rehearsal(copied, order, (slice(0, cut), slice(cut, rows)))
+
     def _rehearse(self, result: Any) -> tuple[DeclineReason | None, str | None, int | None]:
         """After the call: run it in lanes and compare, if all ranks agree. Returns reason and message of a failure, and
         the rank that found it."""
         if self._no is None:
             self._no = self._side_effect()
-        rehearsal = self._rehearsal
-        intent = self._intent if rehearsal is None else self._intent_of(rehearsal)
-        agreed = self._agree(intent)
-        if agreed.engaged and rehearsal is not None and intent.cut is not None:
-            self._ran_in_lanes = True
+        agreed = self._agree(self._intent) if self._no is not None else None
+        for rehearsal in self._rehearsals if self._no is None else ():
+            intent = self._intent_of(rehearsal)
+            agreed = self._agree(intent)
+            if not agreed.engaged or intent.cut is None:
+                break
             try:
                 step = replace(self._step, intent=intent, decision=agreed)
-                self._no = self._in_lanes(step, intent.cut, rehearsal, result)
+                self._no = self._in_lanes(step, intent.cut, rehearsal, result) or self._changed_in_lanes()
                 agreed = self._agree(intent)
-            except (
-                Exception
-            ) as error:  # on this rank or another one: its lanes' launches have no counterpart on the peers
+            except Exception as error:  # on any rank: its lanes' launches have no counterpart on the peers
                 agreed = self._failed(error)
-        signature = self._intent.signature
-        if signature is not None and self._no is not None:
-            self._table.failed(signature, *self._no)
-        if agreed.engaged:
+            finally:
+                self._put_back()
+            if not agreed.prove:
+                break
+        if self._no is not None:
+            if self._signature is not None:
+                self._table.failed(self._signature, *self._no)
+        elif agreed is not None and agreed.engaged:
+            if self._rule is not None and self._signature is not None:
+                cut, writes = self._comparisons[0].cut, self._writes
+                self._table.passed(self._signature, self._rule, cut=cut, coarse=self._coarse, writes=writes)
             return None, None, None
-        reason, why = self._no or (agreed.reason or DeclineReason.PEER_DECLINED, None)
-        return reason, why, agreed.declined_by
-
-    def _copies(self) -> _Rehearsal:
-        plan = self._plan
-        if not plan.rows:
-            return _Rehearsal(plan, (), (slice(0, 0), slice(0, 0)))
-        rows, cut = _cut_of(plan, self._intent, self._table.cuts_of(self._intent.signature))
-        order = _order_of(plan.rows, rows, cut)
-        copied = plan.copied(order if rows > plan.rows else None)
-        return _Rehearsal(copied, order, (slice(0, cut), slice(cut, rows)))
+        told = agreed or self._step.decision
+        reason, why = self._no or (told.reason or DeclineReason.PEER_DECLINED, None)
+        return reason, why, told.declined_by
 
     def _side_effect(self) -> _No | None:
         """A side effect of the unsplit call that lanes cannot have; None if there is none."""
-        changed = self._module.change()
-        if changed is not None:
+        unreadable = self._call.unreadable
+        if unreadable is not None:
+            return DeclineReason.CANNOT_PROVE, f"argument {unreadable[0]!r} is {unreadable[1]}."
+        changed = self._module.changes()
+        if changed:
             return (
                 DeclineReason.MODULE_KEEPS_STATE,
-                f"the module changed {changed!r} in the call. Hand over in an argument what it keeps between calls.",
+                f"the module changed {changed[0]!r} in the call. Hand over in an argument what it keeps between calls.",
             )
-        if RandomState() != self._random:
+        if self._random.moved():
             return (
                 DeclineReason.DRAWS_RANDOM,
                 "the call drew random numbers, and lanes would draw others. Draw them outside the wrapped module.",
             )
-        if self._containers_now() != self._containers:
+        if self._call.changed_items():
             return (
                 DeclineReason.ARGUMENTS_CHANGED,
                 "the call changed a container that it was given. Return what it adds or removes instead.",
             )
-        self._writes = self._marks_now() != self._marks
+        self._writes = frozenset(self._call.written_tensors())
         if self._writes and self._plan.shares_memory():
             return (
                 DeclineReason.CANNOT_PROVE,
@@ -209,14 +236,39 @@ class Proof:
                 "the call writes to its arguments and records gradients: to torch, the lanes' parts are one tensor, "
                 "which the second lane changes after the first has saved it. Write to a new tensor.",
             )
+        self._call = State.of_call(self._named)
+        self._others = _busy_threads()
         return None
 
-    def _marks_now(self) -> list[TensorMark]:
-        """Marks of every argument that lanes would write to in place. Not of caches, which only merging changes."""
-        return [TensorMark(leaf.value) for leaf in self._plan.leaves if isinstance(leaf.value, Tensor)]
+    def _look(self) -> None:
+        """At a hand-over: note what the lane leaves on the module for later, which other lanes would overwrite."""
+        if self._left is None and self._module.moved():
+            self._left = next(iter(self._module.changed_items()), None)
 
-    def _containers_now(self) -> object:
-        return _shape_of((self._step.args, self._step.kwargs))
+    def _changed_in_lanes(self) -> _No | None:
+        changed = self._left or next(iter(self._module.changes()), None)
+        if changed is not None:
+            return DeclineReason.MODULE_KEEPS_STATE, f"the module changed {changed!r}, in lanes only."
+        if self._random.moved():
+            return DeclineReason.DRAWS_RANDOM, "random numbers were drawn while the call ran in lanes."
+        return None
+
+    def _put_back(self) -> None:
+        """Put back what only the lanes have changed.
+
+        Raises:
+            SideEffectError: something cannot be put back.
+        """
+        if self._neighbours() != self._begun:
+            return
+        if self._random.moved() and _busy_threads() == self._others:
+            self._random.restore()
+        lost = [*self._module.restore(), *self._call.restore()]
+        if lost:
+            raise SideEffectError(
+                f"in a proof, the lanes changed {lost[0]!r}, which the whole call leaves alone, and of which there is "
+                'no copy. Do not wrap this module, or set verify="off" if the change does no harm.'
+            )
 
     def _tensors(self) -> Iterator[Tensor]:
         yield from self._model.parameters()
@@ -240,13 +292,14 @@ class Proof:
         except Exception as error:  # a splitter may raise any error, and the other ranks wait for this one
             reason = error.reason if isinstance(error, CannotSplit) else DeclineReason.NO_SPLITTER
             self._no = self._no or (reason, str(error))
-            return self._intent
+            return replace(self._intent, cut=None)
         cut = CutCall(plan, bounds, calls, parts)
         return replace(self._intent, offer=offer, schedule=schedule, cut=cut, num_tokens=sum(tokens), plan=plan)
 
     def _agree(self, intent: Intent) -> Decision:
-        """Vote whether all ranks continue."""
-        offer, group = intent.offer, self._config.group
+        """Vote whether all ranks continue, and whether with another cut."""
+        group, explained = self._config.group, not self._comparisons or not self._comparisons[-1].off
+        offer = replace(intent.offer, unproved=len(self._comparisons) == 1 and not explained)
         if self._no is not None:
             offer = Offer(Wish.NO, (sum(offer.tokens),), offer.lanes, self._no[0])
         return decide([offer]) if group is None else group.vote(offer)
@@ -255,7 +308,7 @@ class Proof:
         """Run the copies in lanes; returns the first difference from the unsplit call, or None."""
         kept = [(tensor, tensor.detach().clone()) for tensor in _results_in(result)]
         with nullcontext() if current_trace() is None else tracing():  # keeps this run out of the caller's trace
-            outputs = self._execution.outputs(step, cut)
+            outputs = self._execution.outputs(step, cut, at_handover=self._look)
         overwritten = [(tensor, was) for tensor, was in kept if not identical(tensor, was)]
         if overwritten:
             with torch.inference_mode():  # inference mode allows writes to any tensor
@@ -285,21 +338,20 @@ class Proof:
 
         Raises:
             CannotSplit: the outputs cannot be merged.
-                        Unequal: the results differ.
+            Unequal: the results differ.
         """
-        compare = Comparison(_is_coarse(self._model, self._plan), len(rehearsal.order), rehearsal.bounds[1].start)
+        compare = Comparison(self._coarse, rehearsal.order, rehearsal.bounds[1].start)
         learner = Learner(compare, parts, self._plan, rehearsal.order, self._config.output_dims)
-        rule = learner.learn("output", result, outputs)
+        self._rule = learner.learn("output", result, outputs)
         parts.merge_caches()
         for leaf, copied in zip(self._plan.leaves, rehearsal.plan.leaves, strict=True):
             learner.check_argument(leaf, copied)
-        changed = self._module.change()
-        if changed is not None:
-            return DeclineReason.MODULE_KEEPS_STATE, f"the module changed {changed!r}, in lanes only."
-        signature = self._intent.signature
-        if signature is None:
-            return None
-        return self._table.passed(signature, rule, compare, writes=self._writes)
+        self._comparisons.append(compare)
+        if len(self._comparisons) > 1 or not self._coarse:
+            coupled = self._comparisons[0].coupled(compare)
+            if coupled is not None:
+                raise Unequal(f"single rows of {coupled} are off, whichever way the batch is cut")
+        return None
 
     def _failed(self, error: Exception) -> Decision:
         """Handle an error of a lane, on this rank or another one."""
@@ -348,23 +400,22 @@ def _order_of(rows: int, copies: int, cut: int) -> list[int]:
 
 
 def _is_coarse(model: nn.Module, plan: CallPlan) -> bool:
-    """Whether anything in the call is computed in 16 bits or fewer."""
+    """Whether the call computes in 16 bits or fewer: under autocast, with most of its weights, or, if it has none, with
+    an argument."""
     if torch.is_autocast_enabled("cpu") or (torch.cuda.is_available() and torch.is_autocast_enabled("cuda")):
         return True
-    given = (leaf.value for leaf in plan.leaves if isinstance(leaf.value, Tensor))
-    return any(
-        tensor.is_floating_point() and tensor.element_size() < 4
-        for tensors in (model.parameters(), model.buffers(), given)
-        for tensor in tensors
-    )
+    weights = [each for each in model.parameters() if each.is_floating_point()]  # lazy ones raise below
+    given = [leaf.value for leaf in plan.leaves if isinstance(leaf.value, Tensor) and leaf.value.is_floating_point()]
+    low = [each.numel() for each in weights or given if each.element_size() < 4]
+    return 2 * sum(low) > sum(each.numel() for each in weights) if weights else bool(low)
 
 
-def _shape_of(value: Any) -> object:
-    """A container's keys and object ids, to detect changes."""
-    children = children_of(value)
-    if children is None:
-        return id(value)
-    return type(value), tuple((key, _shape_of(child)) for key, child in children)
+def _busy_threads() -> dict[int, float]:
+    """Processor time of every other thread; empty where a system does not tell. Lanes do not count."""
+    tell = getattr(time, "pthread_getcpuclockid", None)
+    others = [each.ident for each in threading.enumerate() if not each.name.startswith("ubatch-lane-")]
+    own = threading.get_ident()
+    return {each: time.clock_gettime(tell(each)) for each in others if each and each != own} if tell else {}
 
 
 def _results_in(result: Any) -> Iterator[Tensor]:

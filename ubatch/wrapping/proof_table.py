@@ -1,24 +1,34 @@
-"""Results of the proofs per signature: proved, with the rule that merges its outputs, or failed, and why."""
+"""Results of the proofs per signature: proved, with the rule that merges its outputs, or failed, and why.
+
+Ordinary numbers in a signature are part of it until calls with four different values were proved; then any value will
+do. So a flag or a scale proves for itself, and a position that grows does not prove for ever. Where no value comes
+twice, such as the id of a request, calls run unsplit after sixteen proofs.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 
-from ubatch.calls.closeness import Comparison
 from ubatch.calls.merging import Rule
 from ubatch.schedules.vote import DeclineReason
+from ubatch.wrapping.signature import Signature
 
 __all__ = ["ProofTable", "Standing"]
 
 _LIMIT = 1024
-"""Most signatures kept, so that a module called with a new string each time does not fill the memory."""
+"""Most signatures kept, so that a module called with new values each time does not fill the memory."""
+_ENOUGH = 4
+"""Different values of a number with which calls must be proved before any value will do."""
+_NEVER_TWICE = 16
+"""Signatures that differ in values only, and of which none came twice, after which no more are proved."""
 _MAY_BE_CHANCE = frozenset(
     {
         DeclineReason.ROWS_DEPEND,
         DeclineReason.LANE_FAILED,
         DeclineReason.CANNOT_PROVE,
+        DeclineReason.DRAWS_RANDOM,  # another thread may have drawn
         DeclineReason.MODULE_KEEPS_STATE,  # state initialised once, in the first call, is harmless
     }
 )
@@ -30,19 +40,19 @@ class Standing:
 
     Attributes:
         rule: merges the outputs; None until it is proved.
-        writes: whether the call writes to its arguments.
+        writes: paths of the arguments that the call writes to.
         retired: why it always runs unsplit, or None.
         strikes: number of failed proofs whose failure may have been chance.
         cuts: cuts of the last two proofs that passed.
-        beside: leaves that differed next to the cut in the last one.
+        again: whether a call has come after the first one.
     """
 
     rule: Rule | None = None
-    writes: bool = False
+    writes: frozenset[str] = frozenset()
     retired: tuple[DeclineReason, str] | None = None
     strikes: int = 0
     cuts: tuple[int, ...] = ()
-    beside: frozenset[str] = frozenset()
+    again: bool = False
 
 
 class ProofTable:
@@ -50,50 +60,80 @@ class ProofTable:
 
     def __init__(self) -> None:
         self._standings: OrderedDict[Hashable, Standing] = OrderedDict()
+        self._proved: dict[Hashable, list[set[complex]]] = {}
+        self._alike: dict[Hashable, deque[Standing]] = {}
+        self._doubts = 0
 
-    def find(self, signature: Hashable) -> Standing:
-        """The status of a signature."""
-        standing = self._standings.get(signature)
-        if standing is None:
-            standing = self._standings[signature] = Standing()
-            if len(self._standings) > _LIMIT:
-                self._standings.popitem(last=False)
-        else:
-            self._standings.move_to_end(signature)
+    def find(self, signature: Signature) -> Standing:
+        """The status of a call's signature. To be asked once per call."""
+        key = self._key(signature)
+        standing = self._standings.get(key)
+        if standing is not None:
+            standing.again = True
+            self._standings.move_to_end(key)
+            return standing
+        alike = self._alike.setdefault(_types_in(signature.base), deque(maxlen=_NEVER_TWICE))
+        if self._doubts >= _NEVER_TWICE:
+            return Standing(retired=(DeclineReason.MODULE_KEEPS_STATE, "the module was changed before each proof."))
+        if len(alike) == _NEVER_TWICE and not any(each.again for each in alike):
+            why = f"an argument had {_NEVER_TWICE} values, and none of them twice. Leave it out, or pass a tensor."
+            return Standing(retired=(DeclineReason.CANNOT_PROVE, why))
+        standing = self._standings[key] = Standing()
+        alike.append(standing)
+        if len(self._standings) > _LIMIT:
+            self._standings.popitem(last=False)
+            self._proved.clear()
         return standing
 
-    def cuts_of(self, signature: Hashable) -> Sequence[int]:
-        """Where its earlier proofs have cut the batch."""
-        return self.find(signature).cuts[-1:]
+    def cuts_of(self, signature: Signature) -> tuple[int, ...]:
+        """Where its last proof has cut the batch."""
+        standing = self._standings.get(self._key(signature))
+        return () if standing is None else standing.cuts[-1:]
 
-    def passed(
-        self, signature: Hashable, rule: Rule, compare: Comparison, *, writes: bool
-    ) -> tuple[DeclineReason, str] | None:
-        """Record a proof that passed. Returns why the signature fails anyway, together with an earlier proof; else
-        None."""
-        standing = self.find(signature)
-        off = standing.beside & compare.beside
-        if off:
-            return (
-                DeclineReason.ROWS_DEPEND,
-                f"{min(off)} is off beside the cut, wherever the batch is cut: a row depends on the one before or "
-                "behind it.",
-            )
-        standing.cuts = (*standing.cuts[-1:], compare.cut)
-        standing.beside = frozenset(compare.beside)
+    def _key(self, signature: Signature) -> Hashable:
+        proved = self._proved.get(signature.base)
+        if proved is None:
+            return signature
+        pairs = zip(signature.numbers, proved, strict=True)
+        return signature.base, tuple(None if len(values) >= _ENOUGH else number for number, values in pairs)
+
+    def passed(self, signature: Signature, rule: Rule, *, cut: int, coarse: bool, writes: frozenset[str]) -> None:
+        """Record a proof that passed."""
+        key = self._key(signature)
+        standing = self._standings.setdefault(key, Standing())
+        standing.cuts = (*standing.cuts[-1:], cut)
         standing.writes = writes
-        if not compare.coarse or len(standing.cuts) > 1:
+        if not coarse or len(standing.cuts) > 1:
             standing.rule = rule
-        return None
+        proved = self._proved.setdefault(signature.base, [set() for _ in signature.numbers])
+        for number, values in zip(signature.numbers, proved, strict=True):
+            values.add(number)
+        if self._key(signature) != key:
+            self._standings[self._key(signature)] = replace(standing, rule=rule)
 
-    def failed(self, signature: Hashable, reason: DeclineReason, why: str) -> None:
+    def failed(self, signature: Signature, reason: DeclineReason, why: str) -> None:
         """Record a failed proof: the signature runs unsplit from now on, or after a second failure."""
-        standing = self.find(signature)
+        standing = self._standings.setdefault(self._key(signature), Standing())
         standing.rule = None
         standing.strikes += 1
         if reason not in _MAY_BE_CHANCE or standing.strikes > 1:
             standing.retired = reason, why
 
+    def doubt(self) -> None:
+        """Prove everything anew, because the module is not as it was. What failed is not tried again."""
+        self._doubts += 1
+        self._proved.clear()
+        for standing in self._standings.values():
+            standing.rule, standing.cuts = None, ()
+
     def clear(self) -> None:
-        """Forget all results, because the module was changed."""
+        """Forget all results, because the module was changed through its wrapper."""
         self._standings.clear()
+        self._proved.clear()
+        self._alike.clear()
+        self._doubts = 0
+
+
+def _types_in(base: object) -> Hashable:
+    """A signature without its values."""
+    return tuple(map(_types_in, base)) if type(base) is tuple else base if isinstance(base, type) else type(base)

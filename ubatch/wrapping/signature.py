@@ -1,65 +1,103 @@
 """Signatures: two calls of a module with the same signature share a proof.
 
-A signature has names, structure, dtypes, numbers of dimensions, types of numbers, values of bools and strings, the
-split dimensions, mode, training, gradients and autocast. It has no sizes, with one exception: lanes of a single row
-have their own signature, because a module that squeezes treats them differently.
+A signature has names, structure, classes, dtypes, numbers of dimensions, values, the split dimensions, mode, training,
+gradients and autocast. It has no sizes, with one exception: lanes of a single row have their own signature, because a
+module that squeezes treats them differently.
+
+    bool, string, enum, function, 0, 1, -1, an infinity, NaN      by value
+    any other number, also in a 0-dim tensor on a CPU             by value, until four were proved (`proof_table`)
+    list of numbers with one entry per row                        by type
+    tensor                                                        by class, attributes, dtype, dimensions
+    other object                                                  by class, and its attributes by these rules
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ubatch.calls.caches import splitter_for
 from ubatch.calls.call_plan import CallPlan
-from ubatch.calls.containers import FUNCTIONS, children_of
+from ubatch.calls.containers import FUNCTIONS, PLAIN, children_of, tensor_kind
 from ubatch.schedules.forward_context import ForwardMode
 
-__all__ = ["signature_of"]
+__all__ = ["Signature", "signature_of"]
 
-_BY_VALUE = (type(None), bool, str, Enum, torch.dtype, torch.device, torch.layout)
-_BY_TYPE = (int, float, complex, bytes)
+_SPECIAL = frozenset({0, 1, -1, math.inf, -math.inf})
+_DEEP = 3
+"""How deep attributes of objects are looked at."""
 
 
-def signature_of(model: nn.Module, plan: CallPlan, mode: ForwardMode, lanes: int) -> Hashable:
+class Signature(NamedTuple):
+    """A call's signature.
+
+    Attributes:
+        base: everything but `numbers`.
+        numbers: values of ordinary numbers, in order.
+    """
+
+    base: Hashable
+    numbers: tuple[complex, ...]
+
+
+def signature_of(plan: CallPlan, mode: ForwardMode, lanes: int, *, training: bool, trains: bool) -> Signature:
     """The signature of a call.
 
     Args:
         mode: what the step does.
+        training: whether the module is in training mode.
+        trains: whether gradients are recorded, and some tensor of the module requires them.
     """
-    return (
+    numbers: list[complex] = []
+    base = (
         mode,
-        model.training,
+        training,
+        trains,
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         torch.cuda.is_available() and torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
         plan.rows // lanes == 1,
         plan.dims,
-        *[(name, _kind(value)) for name, value in plan.args],
-        *[(name, _kind(value)) for name, value in sorted(plan.kwargs.items())],
+        *[(name, _kind(name, value, plan, numbers)) for name, value in plan.args],
+        *[(name, _kind(name, value, plan, numbers)) for name, value in sorted(plan.kwargs.items())],
     )
+    return Signature(base, tuple(numbers))
 
 
-def _kind(value: Any) -> object:
+def _kind(path: str, value: Any, plan: CallPlan, numbers: list[complex], deep: int = 0) -> object:
     if isinstance(value, Tensor):
-        return value.dtype, value.dim(), value.requires_grad
-    if isinstance(value, _BY_VALUE):
-        return value
-    kind = type(value)
-    if kind in _BY_TYPE:
-        return kind
-    if isinstance(value, FUNCTIONS):
-        return value  # another function is another call
+        if value.dim() == 0 and value.device.type == "cpu":
+            return tensor_kind(value), value.dtype, value.requires_grad, _number(value.item(), numbers)
+        return tensor_kind(value), value.dtype, value.dim(), value.requires_grad
+    if isinstance(value, int | float | complex) and not isinstance(value, bool | Enum):
+        return _number(value, numbers)
+    if isinstance(value, (*PLAIN, *FUNCTIONS)):
+        return type(value), value  # another function is another call
     children = children_of(value)
     if children is None:
-        return kind
-    inside = tuple((key, _kind(child)) for key, child in children)
-    if len(inside) > 1 and isinstance(value, list | tuple):
-        kinds = {each for _, each in inside}
-        if len(kinds) == 1 and not isinstance(children[0][1], _BY_VALUE):
-            return kind, kinds.pop()  # as many as there may be: a list per row
-    return kind, inside
+        own = getattr(value, "__dict__", None)
+        if not own or deep >= _DEEP or splitter_for(value) is not None:
+            return type(value)
+        return type(value), *[(key, _kind("", child, plan, numbers, deep + 1)) for key, child in own.items()]
+    if len(children) > 1 and isinstance(value, list | tuple):
+        if any(leaf.path == path and leaf.dim is not None for leaf in plan.leaves):
+            return type(value), frozenset(type(child) for _, child in children)
+        if all(isinstance(child, Tensor) for _, child in children):  # as many as there may be
+            kinds = {_kind("", child, plan, []) for _, child in children}
+            return type(value), kinds.pop() if len(kinds) == 1 else frozenset(kinds)
+    return type(value), *[(key, _kind(f"{path}.{key}", child, plan, numbers, deep)) for key, child in children]
+
+
+def _number(value: complex, numbers: list[complex]) -> object:
+    if value != value:
+        return type(value), "nan"
+    if value in _SPECIAL:
+        return type(value), value
+    numbers.append(value)
+    return type(value)

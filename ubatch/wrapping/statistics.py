@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.vote import Decision, DeclineReason
@@ -65,6 +67,25 @@ class Tally:
     proof_seconds: float = 0.0
     declined: Counter[DeclineReason] = field(default_factory=Counter)
     last_reason: str | None = None
+    _beside: dict[int, int] = field(default_factory=dict)
+
+    def counts(self) -> dict[str, Any]:
+        """The counters by name, with those of calls beside others."""
+        counts = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        beside = sum(list(self._beside.values()))
+        declined = dict(self.declined) | ({DeclineReason.CONCURRENT_CALL: beside} if beside else {})
+        return counts | {"calls": self.calls + beside, "declined": declined}
+
+    def beside(self, *, nested: bool) -> None:
+        """Count a call that runs unsplit while another one runs. Every thread has a counter of its own, since several
+        may count at once; nested calls have one, too, since they belong to the call that they are part of."""
+        thread = 0 if nested else threading.get_ident()
+        self._beside[thread] = self._beside.get(thread, 0) + 1
+        self.last_reason = f"{DeclineReason.CONCURRENT_CALL}: another call was running in this UBatchWrapper."
+
+    def neighbours(self) -> int:
+        """How many calls of other threads have begun while another one ran."""
+        return sum(count for thread, count in list(self._beside.items()) if thread)
 
     def overlapped(self, tokens: Sequence[int], schedule: Schedule, *, replayed: bool = False) -> None:
         """Count a call that overlaps, in lanes or unsplit.

@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from wrapping import Plain, call_both, rows, wrapped
 
 from ubatch import CannotSplit, ConfigError, DeclineReason, SplitError, register_splitter
 from ubatch.calls.arguments import parameter_names, plan_call
 from ubatch.calls.call_plan import even_bounds
+from ubatch.calls.containers import tensor_kind
 
 AMBIGUOUS_ARGUMENT = DeclineReason.AMBIGUOUS_ARGUMENT
 NO_SPLITTER = DeclineReason.NO_SPLITTER
@@ -166,6 +167,74 @@ def test_even_bounds_cover_every_row_once(count: int, lanes: int) -> None:
     sizes = [part.stop - part.start for part in bounds]
     assert len(sizes) == lanes
     assert max(sizes) - min(sizes) <= 1
+
+
+# ------------------------------------------------------------------------------------- classes, attributes, and views
+
+
+class Tag(Tensor):
+    """Keeps its class when it is cut."""
+
+    scale: float
+
+
+class Turncoat(Tensor):
+    """Becomes a plain tensor in every operator."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+@pytest.mark.parametrize("make", [lambda: rows().as_subclass(Tag), rows, lambda: nn.Parameter(rows(), False)])
+def test_a_part_has_the_class_and_the_attributes_of_the_whole(make: Callable[[], Tensor]) -> None:
+    x = make()
+    x.scale, x.dtype_wanted = 3.0, torch.float64
+    x._dynamo_dynamic_indices = {0}
+    scaled = lambda x, table: x.to(x.dtype_wanted) * x.scale + table[:1] * table.scale  # noqa: E731
+    _, module = call_both(scaled, x, x, settings={"split_dims": {"table": None}})
+    kinds = [(type(args[0]), args[0].scale, hasattr(args[0], "_dynamo_dynamic_indices")) for args, _ in module.calls]
+    assert kinds == [(Tensor if isinstance(x, nn.Parameter) else type(x), 3.0, False)] * 2
+    copied = plan(scaled, x, x, split_dims={"table": None}).copied([0, 2, 2]).args[0][1]
+    assert (copied.scale, copied.shape, copied.data_ptr() == x.data_ptr()) == (3.0, (3, 3), False)
+
+
+def test_what_a_part_cannot_have_is_refused() -> None:
+    for own in (torch.ones(6), [1.0], object()):
+        x = rows()
+        x.note, x.scale = 1, own
+        for split_dims in ({}, {"x": 0}, {"x": None}):
+            reason, message = refusal(lambda x: None, {"in": x}, split_dims=split_dims)
+            assert reason is DeclineReason.TENSOR_LAYOUT
+            assert "'x.in' has an attribute 'scale' of class" in message
+    turncoat = rows().as_subclass(Turncoat)
+    call_both(lambda x: x * 2, turncoat, declines=DeclineReason.TENSOR_LAYOUT)
+    with pytest.raises(CannotSplit, match=r"'x' is a Turncoat .* part of it is a Tensor"):
+        plan(lambda x: None, turncoat).cut(even_bounds(6, 2))
+    with pytest.raises(CannotSplit, match="'x' is a Turncoat that cannot be copied"):
+        plan(lambda x: None, turncoat).copied(None)
+
+
+def test_the_kind_of_a_tensor() -> None:
+    plain, tag = rows(), rows().as_subclass(Tag)
+    assert [tensor_kind(each) for each in (plain, nn.Parameter(plain), tag)] == [None, None, (Tag, ())]
+    plain._dynamo_dynamic_indices = {0}
+    assert tensor_kind(plain) is None
+    plain.b, plain.a, plain.c = True, 1, [1]
+    assert tensor_kind(plain) == (Tensor, (("a", int, 1), ("b", bool, True)))
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_parts_are_views_that_can_be_written(gradients: bool) -> None:
+    x, by_column, factor = rows(), rows(2, 6), torch.ones((), requires_grad=gradients)
+    with torch.set_grad_enabled(gradients):
+        planned = plan(lambda x, y: None, x, by_column, split_dims={"y": 1})
+        for bounds in (even_bounds(6, 3), [slice(0, 2)]):
+            calls, _ = planned.cut(bounds)
+            for ((part, column), _), own in zip(calls, bounds, strict=True):
+                assert part.data_ptr() == x[own].data_ptr()
+                assert part.shape == x[own].shape
+                assert torch.equal(column, by_column[:, own])
+        part.mul_(factor)
+    assert x.requires_grad == gradients
 
 
 # ---------------------------------------------------------------------------------------------------- own splitters

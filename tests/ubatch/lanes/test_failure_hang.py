@@ -271,23 +271,24 @@ def test_a_transfer_that_is_known_to_arrive_late_is_no_hang() -> None:
 
 
 def test_a_wrapper_whose_transfer_is_stuck_works_again() -> None:
-    class Sending(nn.Module):
-        work: Endless | None = None
+    works: list[Endless] = []
 
+    class Sending(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            if self.work is not None:
-                Transfer("mine", [self.work], lambda: None).wait()
+            for work in works:
+                Transfer("mine", [work], lambda: None).wait()
             dbo_yield()
             return x + 1
 
-    module = Sending()
-    wrapper = UBatchWrapper(module, UBatchConfig(dbo_prefill_token_threshold=2, timeout_s=0.5))
+    wrapper = UBatchWrapper(Sending(), UBatchConfig(dbo_prefill_token_threshold=2, timeout_s=0.5))
     x = torch.zeros(4, 2)
     for _ in range(2):
         assert torch.equal(wrapper(x), x + 1)
-    with endless_work(regards_timeout=True) as module.work, pytest.raises(UBatchTimeout, match="waiting for 'mine'"):
-        wrapper(x)
-    module.work = None
+    with endless_work(regards_timeout=True) as work:
+        works.append(work)
+        with pytest.raises(UBatchTimeout, match="waiting for 'mine'"):
+            wrapper(x)
+    works.clear()
     assert torch.equal(wrapper(x), x + 1)
     wrapper.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -57,12 +58,12 @@ class Tuned(nn.Module):
         super().__init__()
         self.group, self.slow = group, slow
         self.tuner = Autotuner(Timer(), path)
-        self.number = 0
+        numbers = itertools.count(1)
+        self.number = lambda: next(numbers)  # a function is no state of the module
 
     def forward(self, x: Tensor) -> Tensor:
         if dbo_current_ubatch_id() == 1 or x.shape[0] < 4:
-            self.number += 1
-            self.tuner.choose(f"kernel {self.number}", (Config(1), Config(2)), self._run, device=x.device)
+            self.tuner.choose(f"kernel {self.number()}", (Config(1), Config(2)), self._run, device=x.device)
         return ubatch.all_reduce(x, self.group)
 
     def _run(self, config: Config) -> None:

@@ -29,6 +29,15 @@ class Small(nn.Module):
         dbo_yield()
         return torch.relu(self.linear(x))
 
+    def through_forward(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        return self(x)
+
+    def __len__(self) -> int:
+        return 3
+
 
 @pytest.fixture
 def wrapper() -> Iterator[UBatchWrapper]:
@@ -69,6 +78,22 @@ def test_compiled_it_is_right(wrapper: UBatchWrapper, parent: bool) -> None:
         for x in (X, Y, X[:1], Y, X):
             torch.testing.assert_close(compiled(x), wrapper.module(x))
     assert wrapper.statistics().engaged == 4
+    torch.compiler.reset()
+
+
+@pytest.mark.sample(2)
+def test_compiled_code_calls_through_the_wrapper(wrapper: UBatchWrapper) -> None:
+    uses: list[Callable[[Tensor], Tensor]] = [
+        lambda x: wrapper(x) * len(wrapper),
+        lambda x: wrapper @ x,
+        lambda x: wrapper.through_forward(x),
+    ]
+    for use in uses:
+        torch.compiler.reset()
+        before = wrapper.statistics().engaged
+        with torch.no_grad():
+            torch.testing.assert_close(torch.compile(use, backend="eager")(X), use(X))
+        assert wrapper.statistics().engaged == before + 2
     torch.compiler.reset()
 
 

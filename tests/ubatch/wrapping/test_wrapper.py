@@ -9,18 +9,21 @@ import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lanes import lane_threads, no_lane_threads_within
 from torch import Tensor, nn
 from wrapper_cases import LAYER, LAYERS, Model, identity, x_of
-from wrapping import Plain, wrapped
+from wrapping import FIRST, Plain, seen, wrapped
 
 import ubatch
 from ubatch import (
     SCHEDULES,
+    CommGroup,
     ConcurrentCallError,
     ConfigError,
     CUDAGraphMode,
@@ -144,15 +147,86 @@ def test_nested_use_is_refused(model: Model, wrapper: UBatchWrapper) -> None:
     with wrapped(Plain(lambda x: hidden[0](x))) as outer:
         with pytest.raises(NestedUBatchError, match="called inside lane 0"):
             outer(x_of())
-        hidden[0] = outer
-        with pytest.raises(NestedUBatchError, match="inside its own call"):
-            outer(x_of(1))
         hidden[0] = model
         outer(x_of())
         assert outer.statistics().engaged == 1
 
 
-def test_concurrent_calls_are_refused() -> None:
+def test_a_call_from_inside_its_own_call_is_the_bare_one() -> None:
+    """In lanes, and in a call that runs whole."""
+
+    def halving(x: Tensor, depth: int) -> Tensor:
+        return hidden[0](x / 2, depth - 1) if depth else x * 1
+
+    hidden: list[Any] = [None]
+    with wrapped(Plain(halving)) as wrapper:
+        hidden[0] = wrapper
+        for x in (x_of(1), x_of()):
+            assert torch.equal(wrapper(x, 3), x / 8)
+        statistics = wrapper.statistics()
+        assert statistics.engaged == 1
+        assert statistics.declined[DeclineReason.CONCURRENT_CALL] == 3 * 3, "in the whole call and in both lanes"
+        assert statistics.calls == 2 + statistics.declined[DeclineReason.CONCURRENT_CALL]
+
+
+def test_calls_of_several_threads_run_whole_beside_each_other() -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def slow(x: Tensor) -> Tensor:
+        inside.set()
+        assert leave.wait(20)
+        return x * 2
+
+    with wrapped(Plain(slow)) as wrapper:
+        results, x, y = [], x_of(), x_of()
+        other = threading.Thread(target=lambda: results.append(wrapper(x)))
+        other.start()
+        assert inside.wait(20)
+        threading.Timer(0.1, leave.set).start()
+        assert torch.equal(wrapper(y), y * 2)
+        other.join(20)
+        assert torch.equal(results[0], x * 2)
+        assert seen(wrapper) == (1, 0, {DeclineReason.CONCURRENT_CALL: 1})
+        assert wrapper.statistics().calls == 2
+
+
+def test_many_threads_lose_no_call() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    with wrapped(model, **FIRST) as wrapper:
+        failed: list[BaseException] = []
+
+        def caller(seed: int) -> None:
+            generator = torch.Generator().manual_seed(seed)
+            try:
+                with torch.inference_mode():
+                    for _ in range(50):
+                        x = torch.randn(8, 4, generator=generator)
+                        torch.testing.assert_close(wrapper(x), model(x))
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=caller, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not failed
+        statistics = wrapper.statistics()
+        assert statistics.calls == 200
+        assert statistics.engaged + statistics.proved + sum(statistics.declined.values()) == 200
+
+
+@contextmanager
+def only_rank() -> Iterator[CommGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield CommGroup.from_process_group()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_concurrent_calls_of_ranks_are_refused() -> None:
+    """The ranks take a step together, so a call that only one of them makes cannot join in."""
     inside, leave = threading.Event(), threading.Event()
 
     def slow(x: Tensor) -> Tensor:
@@ -160,9 +234,8 @@ def test_concurrent_calls_are_refused() -> None:
         assert leave.wait(20)
         return x * 1
 
-    with wrapped(Plain(slow)) as wrapper:
-        results: list[Tensor] = []
-        other = threading.Thread(target=lambda: results.append(wrapper(x_of(1))))
+    with only_rank() as group, wrapped(Plain(slow), group=group) as wrapper:
+        other = threading.Thread(target=lambda: wrapper(x_of(1)))
         other.start()
         assert inside.wait(20)
         try:
@@ -171,7 +244,6 @@ def test_concurrent_calls_are_refused() -> None:
         finally:
             leave.set()
             other.join(20)
-        assert len(results) == 1
         assert wrapper(x_of()).shape == (6, 4), "usable again"
         assert wrapper.statistics().calls == 2, "the refused call is none"
 

@@ -209,6 +209,8 @@ OF_TORCH = {DeclineReason.FUNCTION_TRANSFORM, DeclineReason.TORCH_MODE}
 """Seen in test_torch_modes.py."""
 OF_INTERCEPTION = {DeclineReason.GRADIENTS}
 """Seen in test_intercept.py."""
+OF_THREADS = {DeclineReason.CONCURRENT_CALL}
+"""Seen in test_wrapper.py."""
 
 
 def seed(number: int) -> None:
@@ -218,7 +220,7 @@ def seed(number: int) -> None:
 
 
 def test_every_reason_is_seen_here_or_between_ranks() -> None:
-    elsewhere = BETWEEN_RANKS | OF_THE_RUNNER | OF_INTERCEPTION | OF_TORCH
+    elsewhere = BETWEEN_RANKS | OF_THE_RUNNER | OF_INTERCEPTION | OF_TORCH | OF_THREADS
     assert set(DECLINES) | elsewhere == set(DeclineReason)
     assert not set(DECLINES) & elsewhere
 

@@ -1,0 +1,466 @@
+"""Overlapped calls that do what their proof did not show: found, put back and run whole, or refused by name."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from wrapping import FIRST, Plain, assert_same, rows, seen, wrapped
+
+from ubatch import (
+    DeclineReason,
+    SideEffectError,
+    UBatchSlice,
+    dbo_enabled,
+    dbo_yield,
+    set_forward_context,
+)
+from ubatch.schedules.forward_context import ForwardContext, ForwardMode
+from ubatch.wrapping.random_state import RandomState
+
+pytestmark = pytest.mark.long
+
+LARGE = 6000
+"""Rows of `rows()` that take more bytes than are copied."""
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+class Late(nn.Module):
+    """Does something besides its result once `late` holds True; nothing that a proof could see before."""
+
+    def __init__(self, act: Callable[[Any, Tensor], object]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("table", torch.zeros(LARGE, 3))
+        self.count = 0
+        self.items: list[int] = [1]
+        self.own = collections.OrderedDict(calls=0)
+        late = [False]
+        self.late = lambda: late  # a function is no state
+        self.act = lambda module, x: act(module, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dbo_yield()
+        if self.late()[0]:
+            self.act(self, x)
+        return self.linear(x)
+
+    def state(self) -> list[Any]:
+        plain = self.count, copy.copy(self.items), dict(self.own), sorted(vars(self))
+        return [*(buffer.clone() for buffer in self.buffers()), *plain]
+
+
+def add_attribute(module: Late, x: Tensor) -> None:
+    module.last = len(x)
+
+
+ACTS: dict[str, tuple[Callable[[Any, Tensor], object], DeclineReason]] = {
+    "a counter": (lambda m, x: setattr(m, "count", m.count + 1), DeclineReason.MODULE_KEEPS_STATE),
+    "a new attribute": (add_attribute, DeclineReason.MODULE_KEEPS_STATE),
+    "a list": (lambda m, x: m.items.append(len(x)), DeclineReason.MODULE_KEEPS_STATE),
+    "a dict": (lambda m, x: m.own.update(calls=m.own["calls"] + 1), DeclineReason.MODULE_KEEPS_STATE),
+    "a buffer": (lambda m, x: m.seen.add_(1), DeclineReason.MODULE_KEEPS_STATE),
+    "a buffer, by .data": (lambda m, x: m.seen.data.add_(1), DeclineReason.MODULE_KEEPS_STATE),
+    "a buffer, by numpy": (
+        lambda m, x: np.add(m.seen.numpy(), 1, out=m.seen.numpy()),
+        DeclineReason.MODULE_KEEPS_STATE,
+    ),
+    "a weight": (lambda m, x: m.linear.bias.mul_(1.5), DeclineReason.MODULE_KEEPS_STATE),
+    "another buffer": (lambda m, x: setattr(m, "seen", m.seen + len(x)), DeclineReason.MODULE_KEEPS_STATE),
+    "torch's random numbers": (lambda m, x: torch.rand(2), DeclineReason.DRAWS_RANDOM),
+    "Python's": (lambda m, x: random.random(), DeclineReason.DRAWS_RANDOM),
+    "numpy's": (lambda m, x: np.random.rand(), DeclineReason.DRAWS_RANDOM),
+    "an argument": (lambda m, x: x.mul_(2), DeclineReason.ARGUMENTS_CHANGED),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("what", ACTS)
+def test_what_lanes_change_late_is_put_back_and_done_once(what: str, inference: bool) -> None:
+    act, reason = ACTS[what]
+    with torch.inference_mode() if inference else torch.no_grad():
+        module = Late(act).eval()
+        bare = copy.deepcopy(module)
+        bare.late()[0] = False
+        with wrapped(module, **FIRST) as wrapper:
+            for _ in range(2):
+                wrapper(rows(8))
+            assert seen(wrapper) == (1, 1, {}), "it overlaps"
+            module.late()[0] = bare.late()[0] = True
+            for calls in (1, 2):
+                x, y = rows(8), rows(8)
+                before = RandomState()
+                expected = bare(y)
+                after = RandomState()
+                before.restore()
+                assert_same(wrapper(x), expected)
+                assert not after.moved(), "as many random numbers as the bare module drew"
+                assert torch.equal(x, y)
+                assert_same(module.state(), bare.state())
+                assert seen(wrapper) == (1, 1, {reason: calls}), "found by the guard, then retired or found by a proof"
+
+
+@pytest.mark.parametrize("act", [lambda m, x: m.table.add_(1), lambda m, x: x.neg_()], ids=["buffer", "argument"])
+def test_what_has_no_copy_is_refused_by_name(act: Callable[[Any, Tensor], object]) -> None:
+    module = Late(act).eval()
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(2):
+            wrapper(rows(LARGE))
+        module.late()[0] = True
+        with pytest.raises(SideEffectError, match=r"(table|'x').*cannot be put back"):
+            wrapper(rows(LARGE))
+        before = module.table.clone()
+        wrapper(rows(LARGE))
+        assert module.table.sub(before).unique().tolist() in ([0.0], [1.0]), "whole, once"
+
+
+def test_a_module_that_writes_and_then_raises_is_not_run_over_its_own_writes() -> None:
+    def forward(x: Tensor, fail: list[bool]) -> Tensor:
+        if fail[0] and dbo_enabled():
+            x.neg_()
+            raise ValueError("late")
+        return x * 2
+
+    for count in (8, LARGE):
+        fail = [False]
+        with wrapped(Plain(lambda x, fail=fail: forward(x, fail)), **FIRST) as wrapper:
+            for _ in range(2):
+                wrapper(rows(count))
+            fail[0] = True
+            x = rows(count)
+            if count == 8:
+                assert torch.equal(wrapper(x), rows(8) * 2)
+                assert torch.equal(x, rows(8))
+            else:
+                with pytest.raises(ValueError, match="late") as caught:
+                    wrapper(x)
+                assert any("'x', which cannot be put back" in note for note in caught.value.__notes__)
+
+
+def test_a_flag_proves_for_itself() -> None:
+    """Values that make another call of it: 0, 1, -1, infinities and NaN, in numbers and 0-dim tensors."""
+    module = Plain(lambda x, scale: x * scale if scale == scale and abs(scale) <= 1 else x - x.mean(0))
+    values = (0, 1, -1, 0.0, 1.0, torch.tensor(0), torch.tensor(1.0), float("inf"), float("nan"), -float("inf"))
+    with wrapped(module, **FIRST) as wrapper:
+        for value in (*values, *values):
+            x = torch.randn(8, 3)
+            torch.testing.assert_close(wrapper(x, value), module(x, value))
+        assert wrapper.statistics().proved == 7
+        assert wrapper.statistics().engaged == 7
+
+
+def test_other_numbers_prove_until_four_were_right() -> None:
+    with wrapped(Plain(lambda x, at: x + at), **FIRST) as wrapper:
+        for at in range(5, 25):
+            assert torch.equal(wrapper(rows(8), at), rows(8) + at)
+        assert seen(wrapper) == (16, 4, {})
+        wrapper(rows(8), 1)
+        assert seen(wrapper) == (16, 5, {}), "1 is always another call"
+
+
+def test_values_that_never_come_twice_run_whole() -> None:
+    with wrapped(Plain(lambda x, name: x * 2), **FIRST) as wrapper:
+        for number in range(40):
+            wrapper(rows(8), f"request {number}")
+        assert seen(wrapper) == (0, 16, {DeclineReason.CANNOT_PROVE: 24})
+        assert "none of them twice" in str(wrapper.statistics().last_reason)
+        wrapper(rows(8), "request 3")
+        assert wrapper.statistics().engaged == 1
+
+
+def test_a_failed_proof_leaves_no_trace_of_its_lanes() -> None:
+    class Sized(nn.Module):
+        size, sizes = 0, (0,)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.size, self.sizes = len(x), (len(x),)
+            return x * 2
+
+    module = Sized()
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(4):
+            wrapper(rows(64))
+            assert (module.size, module.sizes) == (64, (64,))
+        assert seen(wrapper) == (0, 0, {DeclineReason.MODULE_KEEPS_STATE: 4})
+
+
+# ------------------------------------------------------------------------------------------------ between two points
+
+
+class Pad(nn.Module):
+    """Leaves something on itself across a point, and clears it."""
+
+    def __init__(self, *, in_object: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.own = dataclasses.make_dataclass("Own", ["pad"], slots=True)(False) if in_object else self
+
+    pad = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.own.pad = bool((x[:, 0] < 0).any())
+        dbo_yield()
+        result = self.linear(x)
+        result = result.masked_fill((x[:, :1] < 0), 0) if self.own.pad else result
+        self.own.pad = False
+        return result
+
+
+@pytest.mark.parametrize("in_object", [False, True])
+def test_what_one_lane_leaves_for_later_is_not_overwritten(in_object: bool) -> None:
+    module = Pad(in_object=in_object).eval() if in_object else Pad.__new__(Pad)
+    if not in_object:
+        nn.Module.__init__(module)
+        module.linear = nn.Linear(3, 3)
+        object.__setattr__(module, "own", module)
+        module.pad = False
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(3):
+            wrapper(rows(8))
+        assert wrapper.statistics().engaged == 2
+        x = rows(8)
+        x[1, 0] = -1
+        torch.testing.assert_close(wrapper(x), module(x))
+        assert seen(wrapper) == (2, 1, {DeclineReason.MODULE_KEEPS_STATE: 1})
+
+
+# ------------------------------------------------------------------------------------------------- who else is running
+
+
+def test_random_numbers_drawn_elsewhere_are_not_given_back() -> None:
+    """A helper thread draws while a call runs, once in a proof's lanes and once in an overlapped call."""
+    draw, drawn = threading.Event(), threading.Event()
+    numbers: list[float] = []
+
+    def helper() -> None:
+        for _ in range(2):
+            draw.wait(20)
+            draw.clear()
+            sum(index * index for index in range(200_000))  # a thread that draws uses its processor
+            numbers.append(torch.rand(1).item())
+            drawn.set()
+
+    wanted = [False]
+
+    def forward(x: Tensor) -> Tensor:
+        if wanted[0] and dbo_enabled():
+            wanted[0] = False
+            draw.set()
+            assert drawn.wait(20)
+            drawn.clear()
+        return x * 2
+
+    thread = threading.Thread(target=helper)
+    thread.start()
+    torch.manual_seed(3)
+    expected = torch.rand(2).tolist()
+    torch.manual_seed(3)
+    with wrapped(Plain(forward), **FIRST) as wrapper:
+        wanted[0] = True
+        wrapper(rows(8))  # in the proof
+        wrapper(rows(8))
+        wrapper(rows(8))
+        assert wrapper.statistics().engaged == 1, "one draw elsewhere does not end overlap for good"
+        wanted[0] = True
+        assert torch.equal(wrapper(rows(8)), rows(8) * 2)
+        thread.join(20)
+        assert numbers == expected, "no number came twice"
+        wrapper(rows(8))
+        assert wrapper.statistics().engaged == 2
+        assert wrapper.statistics().declined == {DeclineReason.DRAWS_RANDOM: 2}
+
+
+def test_nothing_is_put_back_while_another_thread_is_in_a_call() -> None:
+    inside, leave = threading.Event(), threading.Event()
+    late = [False]
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.count = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if late[0] and dbo_enabled() and not inside.is_set():
+                inside.set()
+                assert leave.wait(20)
+            if late[0] and not dbo_enabled():
+                self.count += 1
+            return self.linear(x)
+
+    module = Counting().eval()
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(2):
+            wrapper(rows(8))
+        late[0] = True
+        errors: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                with torch.no_grad():
+                    wrapper(rows(8))
+            except SideEffectError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        assert inside.wait(20)
+        wrapper(rows(8))
+        leave.set()
+        thread.join(20)
+        assert module.count == 1, "the other thread's"
+        assert "'count'" in str(errors[0])
+
+
+# --------------------------------------------------------------------------------------------- state in unusual places
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    calls: int = 0
+
+
+class Counters(nn.Module):
+    """Counts its calls in an object of its own."""
+
+    def __init__(self, holder: Any, count: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.linear, self.holder = nn.Linear(3, 3), holder
+        self.count = lambda: count(self.holder)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count()
+        return self.linear(x)
+
+
+def tick(holder: Any) -> None:
+    holder.calls += 1
+
+
+def count_in_bytes(holder: Any) -> None:
+    holder[0] += 1
+
+
+HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], Any]]] = {
+    "slots": (Slots, tick, lambda holder: holder.calls),
+    "set": (lambda: {-1}, lambda holder: holder.add(len(holder)), len),
+    "bytearray": (lambda: bytearray(4), count_in_bytes, bytes),
+    "array": (lambda: np.zeros(4), count_in_bytes, lambda holder: holder.tolist()),
+    "deque": (lambda: collections.deque([1], 8), lambda holder: holder.append(2), list),
+    "count": (itertools.count, next, repr),
+    "list iterator": (lambda: iter(list(range(99))), next, lambda holder: holder.__reduce__()[2]),
+    "torch's own": (
+        lambda: torch.distributions.Normal(torch.zeros(1), torch.ones(1)),
+        lambda holder: holder.loc.add_(1),
+        lambda holder: holder.loc.item(),
+    ),
+    "generator of random numbers": (
+        lambda: torch.Generator().manual_seed(1),
+        lambda holder: torch.rand(1, generator=holder),
+        lambda holder: holder.get_state().tolist(),
+    ),
+    "in a partial": (lambda: [0], count_in_bytes, list),
+}
+
+
+@pytest.mark.parametrize("what", HOLDERS)
+def test_state_in_unusual_places_is_seen(what: str) -> None:
+    make, count, read = HOLDERS[what]
+    module, bare = Counters(make(), count), Counters(make(), count)
+    bare.linear = module.linear
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(3):
+            assert_same(wrapper(rows(8)), bare(rows(8)))
+        assert read(module.holder) == read(bare.holder)
+        assert seen(wrapper) == (0, 0, {DeclineReason.MODULE_KEEPS_STATE: 3})
+
+
+def test_classes_of_users_packages_with_our_names_are_users() -> None:
+    kind = type("State", (), {"__module__": "attention.state", "calls": 0})
+    module = Counters(kind(), tick)
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(3):
+            wrapper(rows(8))
+        assert module.holder.calls == 3
+        assert seen(wrapper) == (0, 0, {DeclineReason.MODULE_KEEPS_STATE: 3})
+
+
+local = threading.local()
+
+
+class ReadsLocal(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * getattr(local, "scale", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("module", "named"),
+    [
+        (Counters((index for index in range(99)), next), "'holder' is a generator"),
+        (Counters(itertools.cycle("ab"), next), "'holder' is a cycle"),
+        (Counters(threading.local(), lambda holder: None), "'holder' is a threading.local"),
+        (ReadsLocal(), "'forward' is reading 'local', a threading.local"),
+    ],
+    ids=["generator", "cycle", "local", "local that is read"],
+)
+def test_what_cannot_be_read_declines_by_name(module: nn.Module, named: str) -> None:
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(3):
+            wrapper(rows(8))
+        assert seen(wrapper) == (0, 0, {DeclineReason.CANNOT_PROVE: 3})
+        assert named in str(wrapper.statistics().last_reason)
+
+
+def test_what_is_changed_behind_the_wrapper_is_proved_anew() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    module[0].centre = False
+    module[0].register_forward_hook(lambda part, given, output: output - output.mean(0) if part.centre else output)
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(2):
+            wrapper(rows(8))
+        module[0].centre = True
+        for _ in range(3):
+            torch.testing.assert_close(wrapper(rows(8)), module(rows(8)))
+        assert wrapper.statistics().engaged == 1
+
+
+# ----------------------------------------------------------------------------------------------------- not by a proof
+
+
+def test_slices_of_the_caller_are_guarded() -> None:
+    module = Late(lambda m, x: setattr(m, "count", m.count + 1)).eval()
+    slices = [UBatchSlice(slice(0, 4), slice(0, 4)), UBatchSlice(slice(4, 8), slice(4, 8))]
+    context = ForwardContext(num_tokens=8, mode=ForwardMode.PREFILL, ubatch_slices=slices)
+    with wrapped(module, **FIRST) as wrapper, set_forward_context(context):
+        torch.testing.assert_close(wrapper(rows(8)), module(rows(8)))
+        assert wrapper.statistics().engaged == 1
+        module.late()[0] = True
+        with pytest.raises(ValueError, match="the module changed 'count'"):
+            wrapper(rows(8))
+        assert module.count == 0
+
+
+def test_calls_without_a_proof_are_guarded() -> None:
+    module = Late(lambda m, x: setattr(m, "count", m.count + 1)).eval()
+    module.late()[0] = True
+    with wrapped(module) as wrapper:
+        for calls in (1, 2):
+            wrapper(rows(8))
+            assert module.count == calls
+        assert seen(wrapper) == (0, 0, {DeclineReason.MODULE_KEEPS_STATE: 2})
