@@ -70,11 +70,11 @@ class OverlapDeclined(UBatchError):
 
 
 class NestedUBatchError(UBatchError):
-    """A wrapper was called from inside a lane. Wrap only the outermost module."""
+    """A wrapper was called from inside another one's lane. Wrap only the outermost module."""
 
 
 class ConcurrentCallError(UBatchError):
-    """Two threads called one wrapper at the same time. Use one wrapper per thread, or a lock."""
+    """Two threads called one wrapper with a group at the same time. Use one wrapper per thread, or a lock."""
 
 
 class ForkedLaneError(UBatchError):

@@ -304,12 +304,12 @@ class WrappedModule:
     def watching(self, how: str) -> Iterator[None]:
         """Notice what the module's method `how` changes in the `with` block."""
         state = self.eligibility.known
-        hooks = None if state is None else state.hooks()
+        hooks = None if state is None else state.hooks
         try:
             yield
         finally:
             now = self.eligibility.known
-            if now is not None and (now.moved() or (now is state and now.hooks() != hooks)):
+            if now is not None and (now.moved() or (now is state and now.hooks != hooks)):
                 self.module_changed(how)
 
     def module_changed(self, how: str) -> None:

@@ -42,10 +42,13 @@ class UBatchWrapper(StandIn):
 
     Guarantee: a call either gives the same result as the bare module (values up to rounding of another batch size,
         structure, types, writes to arguments and caches, the module's state), or it runs unsplit, once, with a counted
-        reason. Exceptions: dependence between rows that the proved call did not show (token dropping by capacity, a
-        rope that follows the longest row); and in a proving call, hooks and effects outside torch happen twice. A
-        proving call is the first call of a signature that would overlap: it runs unsplit on the real arguments and
-        again in lanes on copies, and the two are compared (`ubatch.wrapping.proof`, `UBatchConfig.verify`).
+        reason; or it raises `SideEffectError`, which names what cannot be put back. The first call of a signature that
+        would overlap is a proving call: it runs unsplit on the real arguments and again in lanes on copies, and the
+        two are compared (`ubatch.wrapping.proof`, `UBatchConfig.verify`). Every later one is guarded: what its lanes
+        change, unlike in the proof, is put back, and it runs unsplit (`ubatch.wrapping.guard`).
+    Exceptions: dependence between rows that the proved call did not show (token dropping by capacity, a rope that
+        follows the longest row); effects outside the module, which happen twice in a proving call and once per lane in
+        an overlapped one; writes that move no version counter. `docs/wrapping.md` has them all.
 
     Attributes, parameters, `state_dict`, `to`, `eval` are the module's; attributes set here are set on the module.
 
@@ -88,10 +91,11 @@ class UBatchWrapper(StandIn):
         lane.
 
         Raises:
-            NestedUBatchError: called from inside a lane, or from inside its own unsplit call.
-            ConcurrentCallError: another thread is in a call.
-            SplitError: the forward context asks for a split that these arguments do not allow; or the outputs cannot be
-                merged, unlike those of the proof (or without one), and the call wrote to its arguments.
+            NestedUBatchError: called from inside another wrapper's lane; with a group, also from inside its own call.
+            ConcurrentCallError: another thread is in a call, and the ranks take their steps together.
+            SplitError: the forward context asks for a split that these arguments do not allow, or of a call that
+                changes what it must not; or, without a proof, the outputs cannot be merged.
+            SideEffectError: lanes changed what the proof did not show and what has no copy; the result is not given.
             OverlapDeclined: `require_overlap` is set and the call cannot overlap.
             UBatchTimeout, PeerFailed, TransferTimeout, GroupBroken: see there.
         """

@@ -44,22 +44,22 @@ class WatchedAll2All:
         self.inner = make_all2all("local", group=None, num_experts=num_experts)
         self.num_experts, self.experts = self.inner.num_experts, self.inner.experts
         self.traits: All2AllTraits = replace(self.inner.traits, **(traits or {}))
-        self.events = events
+        self.events = lambda: events  # a function is no state of the module, which would be found changed
 
     def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[None]]:
-        self.events.note("dispatch")
+        self.events().note("dispatch")
         return self.inner.dispatch(x, topk_ids, topk_weights).map(self._arrived)
 
     def combine(self, y: Tensor, handle: None) -> Transfer[Tensor]:
-        self.events.note("combine")
+        self.events().note("combine")
         return self.inner.combine(y, handle).map(self._returned)
 
     def _arrived(self, dispatched: Dispatched[None]) -> Dispatched[None]:
-        self.events.note("dispatched")
+        self.events().note("dispatched")
         return dispatched
 
     def _returned(self, y: Tensor) -> Tensor:
-        self.events.note("combined")
+        self.events().note("combined")
         return y
 
 
@@ -68,11 +68,11 @@ class Watched(nn.Module):
 
     def __init__(self, module: nn.Module, name: str, events: Events) -> None:
         super().__init__()
-        self.module, self.name, self.events = module, name, events
+        self.module, self.name, self.events = module, name, lambda: events
         self.expert_range = getattr(module, "expert_range", range(0))
 
     def forward(self, *args: Tensor) -> Tensor:
-        self.events.note(self.name)
+        self.events().note(self.name)
         output: Tensor = self.module(*args)
         return output
 

@@ -149,12 +149,13 @@ class Layers(nn.Module):
     def __init__(self, group: CommGroup) -> None:
         super().__init__()
         self.group = group
-        self.seen: list[tuple[str, int, int, tuple[int, ...] | None]] = []
+        seen: list[tuple[str, int, int, tuple[int, ...] | None]] = []
+        self.seen = lambda: seen  # a function is no state of the module, which would be found changed
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """`[B, S]` ids to what all ranks' sums make of them."""
         schedule, context = current_schedule(), get_forward_context()
-        self.seen.append(
+        self.seen().append(
             (schedule.name, schedule.lanes, schedule.chunks, None if context is None else context.tokens_across_ranks)
         )
         x = input_ids.float()
@@ -181,7 +182,7 @@ def on_ranks(rank: int, world_size: int) -> tuple[list[Any], list[str]]:
     for rows in ((4, 3), (4, 0), (0, 4), (4, 1)):  # decode; what an idle rank has looks like a prefill
         wrapper(torch.ones(rows[rank], 1 if rows[rank] else 2, dtype=torch.long))
     wrapper(torch.ones((6, 0)[rank], (2, 1)[rank], dtype=torch.long))  # prefill beside what looks like a decode
-    outcome = [*model.seen]
+    outcome = [*model.seen()]
     counts = wrapper.statistics()
     wrapper.close()
     if rank == 1:  # as if it was started with other settings

@@ -1,4 +1,4 @@
-"""Merging the lanes' outputs of a call that was not proved.
+"""Merging the lanes' outputs of a call that was not proved, by rules (`ubatch.calls.merging`) guessed from shapes.
 
     tensor    concatenated along the dimension that `output_dims` names, else along dimension 0 if only that one has
               the size of the call's rows or tokens; otherwise it is ambiguous. 0-dim tensors are refused
@@ -6,8 +6,7 @@
     tuple, list, dict, dataclass      item by item
     number, string, None, ...         kept if equal in all lanes; an int might count a lane's rows, so it must be named
 
-The caller's caches change only after all other outputs have been merged. For a proved call, the proof has learned how
-to merge (`ubatch.calls.merging`).
+The caller's caches change only after all other outputs have been merged.
 """
 
 from __future__ import annotations
@@ -17,14 +16,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ubatch.calls.arguments import longest_named
 from ubatch.calls.caches import splitter_for
-from ubatch.calls.call_plan import CallPlan, CannotSplit, LaneParts
-from ubatch.calls.containers import PLAIN, children_of, rebuild
-from ubatch.schedules.vote import DeclineReason
+from ubatch.calls.call_plan import CallPlan, LaneParts
+from ubatch.calls.containers import PLAIN, children_of
+from ubatch.calls.merging import (
+    Cached,
+    First,
+    Items,
+    Joined,
+    Rule,
+    cannot,
+    columns_of,
+    mismatch,
+    named_dim,
+    sizes_along,
+    zero_dim,
+)
 
 __all__ = ["merge_outputs", "named_dim"]
 
@@ -42,109 +51,81 @@ def merge_outputs(
     Raises:
         CannotSplit: an output has no batch dimension, or its size does not follow the number of rows.
     """
-    merged = _Merger(plan, parts, output_dims).merge("output", outputs)
+    rule = _Guess(plan, parts.rows, output_dims).rule("output", outputs)
+    merged = rule.merge("output", outputs, parts)
     parts.merge_caches()
     return merged
 
 
-def named_dim(path: str, dims: Mapping[str, int | None]) -> tuple[int | None, bool]:
-    """The dimension that the user named for the output at `path` or for a container of it, and whether one was
-    named."""
-    name = path.removeprefix("output.")
-    nameless = name.replace(".", "").isdigit()
-    for known in (longest_named(name, dims), "output" if nameless else name.rpartition(".")[2]):
-        if known is not None and known in dims:
-            return dims[known], True
-    return None, False
-
-
 @dataclass(frozen=True)
-class _Merger:
-    """Merges the lanes' values, leaf by leaf. For the attributes see the arguments of `merge_outputs`."""
+class _Guess:
+    """Guesses the rules for the outputs of one call.
+
+    Attributes:
+        rows: number of rows of each lane.
+        dims: see `merge_outputs`.
+    """
 
     plan: CallPlan
-    parts: LaneParts
+    rows: Sequence[int]
     dims: Mapping[str, int | None]
 
-    def merge(self, path: str, values: Sequence[Any]) -> Any:
-        """One value for the lanes' `values` at `path`."""
+    def rule(self, path: str, values: Sequence[Any]) -> Rule:
+        """The rule for the lanes' `values` at `path`; `CannotSplit` if there is none."""
         first = values[0]
         dim, named = named_dim(path, self.dims)
         if named and dim is None:
-            return first
+            return First()
         if any(type(value) is int for value in values):
-            raise _ambiguous(path, "is an int, which may count a lane's rows")
+            raise cannot(path, "is an int, which may count a lane's rows")
         if all(value is first for value in values):
-            return first
+            return First()
         if any(type(value) is not type(first) for value in values):
-            kinds = sorted({type(value).__name__ for value in values})
-            raise _ambiguous(path, f"is a {' or a '.join(kinds)}, depending on the lane")
+            raise self._mismatch(path, values)
         if isinstance(first, Tensor):
-            return self._concatenate(path, values)
-        splitter = splitter_for(first)
-        if splitter is not None:
-            whole = self.parts.cache_of(first)
-            return whole if whole is not None else splitter.merge(values, None)
-        columns = [children_of(value) for value in values]
-        if columns[0] is None:
-            if isinstance(first, PLAIN) and all(value == first for value in values):
-                return first
-            raise _ambiguous(path, f"is a {type(first).__name__} that differs between lanes")
-        if type(first) in (list, tuple) and all(isinstance(value, PLAIN) for value in itertools.chain(*values)):
+            return self._tensor(path, values, dim)
+        if splitter_for(first) is not None:
+            return Cached()
+        if isinstance(first, PLAIN) and all(value == first for value in values):
+            return First()
+        columns = columns_of(values)
+        if columns is None or children_of(first) is None:
+            raise self._mismatch(path, values)
+        if type(first) in (list, tuple) and all(isinstance(item, PLAIN) for item in itertools.chain(*values)):
             if named:
-                return type(first)(itertools.chain(*values))
-            if any(value is not None for value in first) and [len(value) for value in values] == list(self.parts.rows):
-                raise _ambiguous(path, f"is a {type(first).__name__} of plain values, maybe one per row")
-        return self._merge_children(path, values, [column or [] for column in columns])
+                return Joined()
+            if any(item is not None for item in first) and [*map(len, values)] == [*self.rows]:
+                raise cannot(path, f"is a {type(first).__name__} of plain values, maybe one per row")
+        return Items(type(first), {key: self.rule(f"{path}.{key}", column) for key, column in columns.items()})
 
-    def _merge_children(self, path: str, values: Sequence[Any], columns: Sequence[list[tuple[str, Any]]]) -> Any:
-        keys = [key for key, _ in columns[0]]
-        if any([key for key, _ in column] != keys for column in columns):
-            raise _ambiguous(path, "has different keys or lengths in different lanes")
-        merged = [
-            self.merge(f"{path}.{key}", [column[index][1] for column in columns]) for index, key in enumerate(keys)
-        ]
-        try:
-            return rebuild(values[0], merged)
-        except (TypeError, ValueError) as error:
-            what = f"is a {type(values[0]).__name__}, which cannot be made anew from its items ({error})"
-            raise _ambiguous(path, what) from error
-
-    def _concatenate(self, path: str, values: Sequence[Tensor]) -> Tensor:
+    def _tensor(self, path: str, values: Sequence[Tensor], dim: int | None) -> Rule:
+        """The rule for tensors, of which the user named dimension `dim`, or none."""
         first = values[0]
         if first.dim() == 0:
-            raise CannotSplit(
-                DeclineReason.ZERO_DIM_OUTPUT,
-                f"{path} has no dimensions (a loss?), so the lanes' values cannot be concatenated. "
-                "Compute it outside the wrapped module.",
-            )
-        dim, named = named_dim(path, self.dims)
+            raise zero_dim(path)
         if all(_overlap(value, first) for value in values[1:]):
-            if all(_is_same_view(value, first) for value in values) and not self._follows_rows(
-                [value.shape[0] for value in values]
-            ):
-                return first  # a parameter or buffer handed through
-            raise CannotSplit(
-                DeclineReason.CANNOT_MERGE,
-                f"{path} is the same memory in all lanes, so one has overwritten the other's. Return a new tensor.",
+            views = {(value.data_ptr(), value.shape, value.stride()) for value in values}
+            if len(views) == 1 and not self._follow([value.shape[0] for value in values]):
+                return First()  # a parameter or buffer handed through
+            raise cannot(
+                path, "is the same memory in all lanes, where one overwrites the other's (return a new tensor)"
             )
-        dim = dim or 0
-        if any(not -value.dim() <= dim < value.dim() for value in values):
-            raise _ambiguous(path, f"has {first.dim()} dimensions, so none is dimension {dim}")
-        counts = [value.shape[dim] for value in values]
-        others = {value.shape[:dim] + value.shape[dim:][1:] for value in values}
-        if len(others) > 1 or not (self._proportional(counts) if named else self._follows_rows(counts)):
-            raise _ambiguous(
-                path, f"has shapes {[tuple(value.shape) for value in values]} for {list(self.parts.rows)} rows"
-            )
-        if not named and self._has_two_readings(first):
-            raise _ambiguous(path, f"has shape {tuple(first.shape)} for {self.parts.rows[0]} rows, which may be either")
-        return torch.cat(list(values), dim)
+        sizes = sizes_along(values, dim or 0)
+        if not (self._follow(sizes) if dim is None else self._proportional(sizes)):
+            raise self._mismatch(path, values)
+        if dim is None and self._has_two_readings(first):
+            raise cannot(path, f"has shape {tuple(first.shape)} for {self.rows[0]} rows, which may be either")
+        return Joined(dim or 0)
 
-    def _follows_rows(self, counts: Sequence[int]) -> bool:
+    def _follow(self, sizes: Sequence[int]) -> bool:
         """Whether these sizes are of the batch dimension. Between equal lanes any size is proportional to the rows, so
         there the size must be a known multiple of them."""
-        return any(list(counts) == [own * multiple for own in self.parts.rows] for multiple in self.plan.multiples)
+        return any(list(sizes) == [own * multiple for own in self.rows] for multiple in self.plan.multiples)
+
+    def _proportional(self, sizes: Sequence[int]) -> bool:
+        """Whether these sizes, of a dimension that the user named, have the proportion of the lanes' rows."""
+        total, rows = sum(sizes), sum(self.rows)
+        return len(sizes) > 0 and all(size * rows == total * own for size, own in zip(sizes, self.rows, strict=True))
 
     def _has_two_readings(self, value: Tensor) -> bool:
         """Whether this could be a batch-first output or another layout, such as an RNN's `[layers, batch, hidden]`.
@@ -152,19 +133,14 @@ class _Merger:
         Only possible with equal lanes that have as many rows as there are layers. If the arguments are batch-first and
         a later size of the output is one of theirs, such as the sequence length, it is batch-first.
         """
-        if len(set(self.parts.rows)) > 1 or value.dim() < (3 if self.plan.batch_first else 2):
+        if len(set(self.rows)) > 1 or value.dim() < (3 if self.plan.batch_first else 2):
             return False
         first, second = value.shape[:2]
         told = self.plan.batch_first and not (self.plan.multiples - {1}).isdisjoint(value.shape[1:])
-        return first == second == self.parts.rows[0] and not told
+        return first == second == self.rows[0] and not told
 
-    def _proportional(self, counts: Sequence[int]) -> bool:
-        total, rows = sum(counts), sum(self.parts.rows)
-        return all(count * rows == total * own for count, own in zip(counts, self.parts.rows, strict=True))
-
-
-def _is_same_view(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() == b.data_ptr()
+    def _mismatch(self, path: str, values: Sequence[Any]) -> Exception:
+        return mismatch(path, values, f"in lanes of {' and '.join(map(str, self.rows))} rows")
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
@@ -177,11 +153,3 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 def _end(value: Tensor) -> int:
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     return value.data_ptr() + (last + 1) * value.element_size()
-
-
-def _ambiguous(path: str, what: str) -> CannotSplit:
-    return CannotSplit(
-        DeclineReason.CANNOT_MERGE,
-        f"{path} {what}, so the lanes' outputs cannot be merged. Name its batch dimension in output_dims, or None "
-        "there if every lane returns the same.",
-    )

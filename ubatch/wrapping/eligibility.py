@@ -34,10 +34,10 @@ from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.split import UBatchSlice
 from ubatch.schedules.vote import MAX_LANES, Decision, DeclineReason, Offer, Wish, fingerprint
 from ubatch.wrapping.config import UBatchConfig, Verify
+from ubatch.wrapping.effects.state import State
 from ubatch.wrapping.guard import Guard
 from ubatch.wrapping.proof_table import ProofTable
 from ubatch.wrapping.signature import Signature, signature_of
-from ubatch.wrapping.state import State
 
 __all__ = ["CutCall", "Eligibility", "Intent"]
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 from ubatch.calls.call_plan import CannotSplit
 from ubatch.schedules.vote import DeclineReason
-from ubatch.wrapping.random_state import RandomState
-from ubatch.wrapping.state import State
+from ubatch.wrapping.effects.random_state import RandomState
+from ubatch.wrapping.effects.state import State
 
 __all__ = ["Finding", "Guard"]
 
@@ -46,7 +46,7 @@ class Guard:
     @property
     def at_handover(self) -> Callable[[], None] | None:
         """What lanes have to run before they hand over, or None."""
-        return self._look if self._module.scratch else None
+        return self._look if self._module.has_scratch else None
 
     def _look(self) -> None:
         if self._left is None and self._module.scratch_moved():

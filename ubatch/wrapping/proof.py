@@ -37,11 +37,11 @@ from ubatch.errors import GroupBroken, PeerFailed, SideEffectError
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
 from ubatch.trace.spans import current_trace, tracing
 from ubatch.wrapping.config import UBatchConfig
+from ubatch.wrapping.effects.random_state import RandomState
+from ubatch.wrapping.effects.state import State
 from ubatch.wrapping.eligibility import CutCall, Intent
 from ubatch.wrapping.execution import Execution, Step
 from ubatch.wrapping.proof_table import ProofTable
-from ubatch.wrapping.random_state import RandomState
-from ubatch.wrapping.state import State
 
 __all__ = ["Outcome", "Proof"]
 
@@ -181,14 +181,14 @@ class Proof:
             agreed = self._agree(intent)
             if not agreed.engaged or intent.cut is None:
                 break
+            failed: BaseException | None = None
             try:
                 step = replace(self._step, intent=intent, decision=agreed)
-                self._no = self._in_lanes(step, intent.cut, rehearsal, result) or self._changed_in_lanes()
-                agreed = self._agree(intent)
-            except Exception as error:  # on any rank: its lanes' launches have no counterpart on the peers
-                agreed = self._failed(error)
-            finally:
-                self._put_back()
+                self._no = self._in_lanes(step, intent.cut, rehearsal, result)
+            except BaseException as error:
+                failed = error
+            self._no = self._put_back() if self._no is None else self._no
+            agreed = self._agree_after(intent, failed)
             if not agreed.prove:
                 break
         if self._no is not None:
@@ -245,30 +245,26 @@ class Proof:
         if self._left is None and self._module.moved():
             self._left = next(iter(self._module.changed_items()), None)
 
-    def _changed_in_lanes(self) -> _No | None:
-        changed = self._left or next(iter(self._module.changes()), None)
-        if changed is not None:
-            return DeclineReason.MODULE_KEEPS_STATE, f"the module changed {changed!r}, in lanes only."
-        if self._random.moved():
-            return DeclineReason.DRAWS_RANDOM, "random numbers were drawn while the call ran in lanes."
-        return None
-
-    def _put_back(self) -> None:
-        """Put back what only the lanes have changed.
+    def _put_back(self) -> _No | None:
+        """Put back what only the lanes have changed, and tell what that was. Nothing is put back if another thread was
+        in a call meanwhile, no random state if one was at work.
 
         Raises:
             SideEffectError: something cannot be put back.
         """
-        if self._neighbours() != self._begun:
-            return
-        if self._random.moved() and _busy_threads() == self._others:
-            self._random.restore()
-        lost = [*self._module.restore(), *self._call.restore()]
-        if lost:
-            raise SideEffectError(
-                f"in a proof, the lanes changed {lost[0]!r}, which the whole call leaves alone, and of which there is "
-                'no copy. Do not wrap this module, or set verify="off" if the change does no harm.'
-            )
+        changed, drawn = self._left or next(iter(self._module.changes()), None), self._random.moved()
+        if self._neighbours() == self._begun:
+            if drawn and _busy_threads() == self._others:
+                self._random.restore()
+            lost = [*(self._module.restore() if changed else ()), *self._call.restore()]
+            if lost:
+                raise SideEffectError(
+                    f"in a proof, the lanes changed {lost[0]!r}, which the whole call leaves alone, and of which there "
+                    'is no copy. Do not wrap this module, or set verify="off" if the change does no harm.'
+                )
+        if changed is not None:
+            return DeclineReason.MODULE_KEEPS_STATE, f"the module changed {changed!r}, in lanes only."
+        return (DeclineReason.DRAWS_RANDOM, "random numbers were drawn while the call ran in lanes.") if drawn else None
 
     def _tensors(self) -> Iterator[Tensor]:
         yield from self._model.parameters()
@@ -353,9 +349,21 @@ class Proof:
                 raise Unequal(f"single rows of {coupled} are off, whichever way the batch is cut")
         return None
 
-    def _failed(self, error: Exception) -> Decision:
-        """Handle an error of a lane, on this rank or another one."""
-        group = self._config.group
+    def _agree_after(self, intent: Intent, failed: BaseException | None) -> Decision:
+        """Vote again after the lanes have run, or handle their error, of this rank or another one. Lanes that failed
+        have launched what has no counterpart on the peers.
+
+        Raises:
+            BaseException: `failed`, if it is no `Exception`.
+        """
+        group, error = self._config.group, failed
+        try:
+            if error is None:
+                return self._agree(intent)
+        except Exception as late:
+            error = late
+        if not isinstance(error, Exception):
+            raise error
         if group is not None and group.size > 1:
             group.recover(f"{type(error).__name__}: {error}")
         if isinstance(error, PeerFailed | GroupBroken):

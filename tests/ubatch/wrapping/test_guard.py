@@ -26,7 +26,7 @@ from ubatch import (
     set_forward_context,
 )
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
-from ubatch.wrapping.random_state import RandomState
+from ubatch.wrapping.effects.random_state import RandomState
 
 pytestmark = pytest.mark.long
 

@@ -1,0 +1,274 @@
+"""A snapshot of what a call may change, of the module or of its arguments: one comparison, and one way back.
+
+    what was found (`walk`)         a change is noticed by                        it is put back
+    attributes, items, contents     another object, or another value              from a shallow copy
+    small tensor                    version counter; of buffers also contents     from a copy
+    large tensor                    version counter; in a proof also contents     nowhere: `restore` names it
+
+The garbage collector lists the items of all containers in one call, so comparing costs little. Writes through `.data`,
+numpy or a foreign kernel move no version counter, and inference tensors have none: of those, only small buffers and
+small inference tensors are compared by contents, up to a limit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import itertools
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ubatch.calls.containers import PLAIN
+from ubatch.wrapping.effects.walk import SMALL_BYTES, Kept, Walk
+
+__all__ = ["State"]
+
+_BLOCK = 1024
+_MOST_COMPARED = 16
+"""Most tensors that are compared by contents in every call."""
+_DEEP = 16
+"""How deep two containers are compared."""
+_version, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
+
+
+class State:
+    """A snapshot. Of tensors, it is renewed by `mark`.
+
+    Args:
+        found: what there is.
+        module: whether it belongs to a module, else to a call.
+        thorough: compare the contents of all tensors, and their gradients.
+    """
+
+    def __init__(self, found: Walk, *, module: bool, thorough: bool = False) -> None:
+        self._found = found
+        self._items, self._lengths = self._items_now(), [*map(len, found.counted)]
+        self._scratch = gc.get_referents(*found.scratch)
+        self._readable = [(path, each) for path, each in found.tensors.items() if not is_lazy(each)]
+        self._small = [(path, each) for path, each in self._readable if _is_small(each, module=module)]
+        self._versioned = [(path, each) for path, each in self._readable if not each.is_inference()]
+        self._counting = [each for _, each in self._versioned]
+        self._compared = _compared(self._small, module=module)
+        self._sums = [(_block_sums(each), _grad_of(each)) for _, each in self._readable] if thorough else []
+        self._versions: list[int] | None = None
+        self._contents: list[bytes] = []
+        self._copies: dict[str, tuple[int, bytes | Tensor]] = {}
+        self.mark()
+
+    @classmethod
+    def of_module(cls, model: nn.Module, *, thorough: bool = False) -> State:
+        """The state of a module and everything that it holds."""
+        found = Walk(thorough=thorough)
+        found.visit("", model)
+        return cls(found, module=True, thorough=thorough)
+
+    @classmethod
+    def of_call(
+        cls,
+        named: Iterable[tuple[str, Any]],
+        lanes: Iterable[tuple[Sequence[Any], Mapping[str, Any]]] = (),
+        *,
+        thorough: bool = False,
+    ) -> State:
+        """The state of a call's arguments, by name; and of the containers that were made anew for `lanes`."""
+        found = Walk(thorough=thorough)
+        for name, value in named:
+            if type(value) is Tensor:
+                found.tensors[name] = value
+            else:
+                found.visit(name, value)
+        own = dict(found.tensors)
+        for lane, (args, kwargs) in enumerate(lanes):
+            for place, value in (*enumerate(args), *kwargs.items()):
+                if type(value) is not Tensor:
+                    found.visit(f"lane {lane}'s {place}", value)
+        found.tensors = own  # the lanes' are parts of these
+        return cls(found, module=False, thorough=thorough)
+
+    @property
+    def unreadable(self) -> tuple[str, str] | None:
+        """See `Walk`."""
+        return self._found.unreadable
+
+    @property
+    def has_scratch(self) -> bool:
+        """Whether code of the module may change something that lanes share."""
+        return bool(self._found.scratch)
+
+    @property
+    def hooks(self) -> list[Any]:
+        """All hooks of the modules now."""
+        return gc.get_referents(*self._found.hooks)
+
+    def requires_grad(self) -> bool:
+        """Whether any tensor requires gradients."""
+        return any(map(_requires_grad, self._found.tensors.values()))
+
+    def mark(self) -> None:
+        """Look for writes to tensors from now on; copies of small ones are renewed where they have changed."""
+        versions, contents = self._tensors_now()
+        if versions == self._versions and contents == self._contents:
+            return
+        self._versions, self._contents = versions, contents
+        compared = set(map(id, self._compared))
+        for path, tensor in self._small:
+            version = -1 if tensor.is_inference() else tensor._version
+            if self._copies.get(path, (None,))[0] != version or id(tensor) in compared:
+                on_cpu = tensor.device.type == "cpu"
+                self._copies[path] = version, _bytes_of(tensor) if on_cpu else tensor.detach().clone()
+
+    def moved(self) -> bool:
+        """Whether attributes or items may have changed since the snapshot. Cheap; `changed_items` knows which."""
+        found = self._found
+        try:
+            return not (
+                self._items_now() == self._items
+                and [*map(len, found.counted)] == self._lengths
+                and all(each.take() == each.was for each in found.read)
+            )
+        except Exception:  # tensors or arrays were compared: another one is there
+            return True
+
+    def scratch_moved(self) -> bool:
+        """The same of what code of the module may change."""
+        try:
+            return gc.get_referents(*self._found.scratch) != self._scratch
+        except Exception:
+            return True
+
+    def _items_now(self) -> list[Any]:
+        return [*gc.get_referents(*self._found.holders), *itertools.chain.from_iterable(self._found.keyed)]
+
+    def _tensors_now(self) -> tuple[list[int], list[bytes]]:
+        return [*map(_version, self._counting)], [*map(_bytes_of, self._compared)]
+
+    def changes(self) -> list[str]:
+        """Paths of what has changed since the snapshot, and of tensors that were written to since `mark`."""
+        if not self._sums and not self.moved() and self._tensors_now() == (self._versions, self._contents):
+            return []
+        return [*self.changed_items(), *self.written_tensors()]
+
+    def changed_items(self) -> list[str]:
+        """Paths of attributes and items that have changed since the snapshot."""
+        return [path for kept in self._found.kept for path in _changed(kept)]
+
+    def written_tensors(self) -> list[str]:
+        """Paths of tensors that were written to since `mark`."""
+        versions, contents = self._versions or [], self._contents
+        pairs = zip(self._versioned, versions, strict=True)
+        written = [path for (path, tensor), version in pairs if tensor._version != version]
+        others = {id(each) for each, was in zip(self._compared, contents, strict=True) if _bytes_of(each) != was}
+        written += [path for path, tensor in self._small if id(tensor) in others]
+        for (path, tensor), (sums, grad) in zip(self._readable, self._sums, strict=False):
+            now = _block_sums(tensor)
+            if now is not sums and (now is None or sums is None or not torch.equal(now, sums)):
+                written.append(path)
+            if _grad_of(tensor) is not grad:
+                written.append(f"{path}.grad")
+        return [*dict.fromkeys(written)]
+
+    def restore(self) -> list[str]:
+        """Put back everything of which there is a copy. Returns the paths of what has changed and has none."""
+        lost = []
+        for path in self.written_tensors():
+            copy = self._copies.get(path, (0, None))[1]
+            if isinstance(copy, bytes):
+                ctypes.memmove(self._found.tensors[path].data_ptr(), copy, len(copy))
+            elif copy is None:
+                lost.append(path)
+            else:
+                with torch.inference_mode():  # inference mode allows writes to any tensor
+                    self._found.tensors[path].copy_(copy)
+        for kept in self._found.kept:
+            changed = _changed(kept)
+            if changed and kept.put is None:
+                lost.append(kept.path)
+            elif changed and kept.put is not None:
+                kept.put(kept.was)
+        return lost
+
+
+def _changed(kept: Kept) -> list[str]:
+    """Paths of what has changed of one object."""
+    now, was = kept.take(), kept.was
+    if type(now) is not dict:
+        return [] if _same(now, was) else [kept.path.rstrip(".")]
+    if list(now) == list(was):
+        return [f"{kept.path}{key}" for key in now if not _same(now[key], was[key])]
+    return [f"{kept.path}{key}" for key in now.keys() ^ was.keys()] or [f"{kept.path}order"]
+
+
+def _same(one: Any, other: Any, depth: int = 0) -> bool:
+    """Whether an item is the same object as before, or a new one that says the same."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) or isinstance(other, Tensor):  # FSDP gathers a sharded weight and lets it go again
+        return hasattr(one, "to_local") or hasattr(other, "to_local")
+    if type(one) is not type(other) or depth > _DEEP:
+        return False
+    if isinstance(one, (*PLAIN, set, frozenset, MethodType, torch.Size)):
+        return bool(one == other or (one != one and other != other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_same(one[key], other[key], depth + 1) for key in one)
+    if isinstance(one, list | tuple | deque):
+        return len(one) == len(other) and all(map(_same, one, other, itertools.repeat(depth + 1)))
+    own = getattr(one, "__dict__", None)
+    return bool(own) and not isinstance(one, nn.Module) and _same(own, other.__dict__, depth + 1)
+
+
+def _is_small(tensor: Tensor, *, module: bool) -> bool:
+    """Whether a copy of a tensor is kept: where reading it is cheap, and its bytes are in one piece."""
+    if not _is_readable(tensor) or tensor.nbytes > SMALL_BYTES or not tensor.is_contiguous():
+        return False
+    if isinstance(tensor, nn.Parameter):
+        return tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() > 0
+    return module or tensor.device.type == "cpu"
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether a tensor has plain bytes: not of a subclass, and neither a meta, quantised nor sparse tensor."""
+    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
+
+
+def _compared(small: Iterable[tuple[str, Tensor]], *, module: bool) -> list[Tensor]:
+    """Small tensors without a version counter, and small buffers, up to a limit in all. Reading a GPU's would wait."""
+    found: list[Tensor] = []
+    room = SMALL_BYTES
+    for _, tensor in small:
+        wanted = tensor.is_inference() or (module and not isinstance(tensor, nn.Parameter))
+        if wanted and tensor.device.type == "cpu" and tensor.nbytes <= room and len(found) < _MOST_COMPARED:
+            found.append(tensor)
+            room -= tensor.nbytes
+    return found
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def _grad_of(tensor: Tensor) -> Tensor | None:
+    return tensor.grad if tensor.is_leaf else None
+
+
+@torch.no_grad()
+def _block_sums(tensor: Tensor) -> Tensor | None:
+    """Sums over blocks of a tensor's bytes; None if it has none that can be read, as a shard that is not gathered."""
+    if not _is_readable(tensor) or not tensor.numel() or not tensor.untyped_storage().nbytes():
+        return None
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    words = flat[:whole].view(torch.int64) if flat.storage_offset() % 8 == 0 else flat[:0].view(torch.int64)
+    if not words.numel():
+        return flat.sum(dtype=torch.int64).view(1)
+    blocks = words.numel() // _BLOCK * _BLOCK
+    rest = words[blocks:].sum().view(1), flat[whole:].sum(dtype=torch.int64).view(1)
+    return torch.cat([words[:blocks].view(-1, _BLOCK).sum(1), *rest])
