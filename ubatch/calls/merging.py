@@ -1,8 +1,8 @@
 """Rules for merging the lanes' outputs, and how a proof learns them from an unsplit run and a run in lanes.
 
     rule       learned when                                     merges by
-    Rows       one dimension of a tensor follows the batch      concatenating along it
-    Listed     a list's length follows the batch                chaining the lists
+    Rows       one dimension of a tensor, or a list's length,   concatenating along it, or chaining the lists
+               follows the batch
     Given      the call returned one of its arguments           returning the caller's
     Cached     it is a cache                                    merging the parts into the caller's cache, or a new one
     Items      it is a container                                item by item
@@ -12,8 +12,8 @@ The proof runs two lanes of unequal size. A size follows the batch if it is `k` 
 and in the unsplit run. What was zero, false or empty may be a count or a list of rows, which the lanes' values would
 have to be added up for; so `Same` takes only that value for it.
 
-A call without a proof has its rules guessed (`ubatch.calls.outputs`). `Joined` and `First` are `Rows` and `Same` for
-guesses: they check nothing, because a guess is made from the values that it merges.
+For a call without a proof, the rules are guessed (`ubatch.calls.outputs`). A guess is made from the values that it
+merges, so its rules have nothing to check: `Joined` instead of `Rows`, `First` instead of `Same`.
 """
 
 from __future__ import annotations
@@ -28,30 +28,17 @@ import torch
 from torch import Tensor
 
 from ubatch.calls.arguments import longest_named
-from ubatch.calls.caches import CacheSplitter, splitter_for
+from ubatch.calls.caches import splitter_for
 from ubatch.calls.call_plan import CallPlan, CannotSplit, LaneParts, Leaf, merge_cache
 from ubatch.calls.closeness import Comparison, identical
 from ubatch.calls.containers import PLAIN, attributes_of, children_of, rebuild
 from ubatch.calls.copies import Copier
 from ubatch.schedules.vote import DeclineReason
 
-__all__ = [
-    "Cached",
-    "First",
-    "Items",
-    "Joined",
-    "Learner",
-    "Rule",
-    "cannot",
-    "columns_of",
-    "mismatch",
-    "named_dim",
-    "sizes_along",
-    "zero_dim",
-]
+__all__ = ["Cached", "First", "Given", "Items", "Joined", "Learner", "Rows", "Rule", "Same", "named_dim"]
 
-
-# ----------------------------------------------------------------------------------------------------------- rules
+_UNLIKE = "in the lanes, unlike in the call that was proved"
+_PROVING = "in the whole call and its lanes"
 
 
 class Rule(ABC):
@@ -68,7 +55,7 @@ class Rule(ABC):
 
 @dataclass(frozen=True)
 class First(Rule):
-    """The first lane's value."""
+    """The first lane's value, whatever it is in the others."""
 
     def merge(self, path: str, values: Sequence[Any], parts: LaneParts) -> Any:
         return values[0]
@@ -76,54 +63,38 @@ class First(Rule):
 
 @dataclass(frozen=True)
 class Same(First):
-    """A value that does not depend on the rows; of a zero or empty one in the proof (`void`), only that."""
+    """A value that does not depend on the rows. If it was zero or empty in the proof, `void` holds it."""
 
     void: tuple[Any, ...] = ()
 
     def merge(self, path: str, values: Sequence[Any], parts: LaneParts) -> Any:
-        first = values[0]
-        if not all(value is first or identical(first, value) for value in (*values[1:], *self.void)):
-            raise _unlike(path, values)
-        return first
+        if not _all_equal([*values, *self.void]):
+            raise mismatch(path, values, _UNLIKE)
+        return values[0]
 
 
 @dataclass(frozen=True)
 class Joined(Rule):
-    """Tensors concatenated along `dim`, or lists chained."""
+    """Tensors, concatenated along `dim`; or lists or tuples, chained."""
 
-    dim: int = 0
+    dim: int
 
     def merge(self, path: str, values: Sequence[Any], parts: LaneParts) -> Any:
-        first = values[0]
-        return torch.cat(list(values), self.dim) if isinstance(first, Tensor) else type(first)(itertools.chain(*values))
+        if isinstance(values[0], Tensor):
+            return torch.cat(list(values), self.dim)
+        return type(values[0])(itertools.chain(*values))
 
 
 @dataclass(frozen=True)
 class Rows(Joined):
-    """A tensor, concatenated along `dim`."""
+    """Tensors, lists or tuples of class `kind`, of which a dimension, or the length, follows the batch."""
+
+    kind: type
 
     def merge(self, path: str, values: Sequence[Any], parts: LaneParts) -> Any:
-        if not all(isinstance(value, Tensor) for value in values):
-            raise _unlike(path, values)
-        if not _follow(sizes_along(values, self.dim), parts.rows):
-            raise _unlike(path, values)
-        if any(map(attributes_of, values)):
-            raise cannot(path, "has attributes, unlike in the call that was proved")
-        merged = super().merge(path, values, parts)
-        if type(merged) is not type(values[0]):
-            raise cannot(path, f"is a {type(values[0]).__name__}, which becomes a {type(merged).__name__}")
-        return merged
-
-
-@dataclass(frozen=True)
-class Listed(Joined):
-    """A list or tuple with items for every row."""
-
-    kind: type = list
-
-    def merge(self, path: str, values: Sequence[Any], parts: LaneParts) -> Any:
-        if any(type(value) is not self.kind for value in values) or not _follow([*map(len, values)], parts.rows):
-            raise _unlike(path, values)
+        alike = all(type(value) is self.kind and not _marks_of(value) for value in values)
+        if not alike or not _follow(sizes_of(values, self.dim), parts.rows):
+            raise mismatch(path, values, _UNLIKE)
         return super().merge(path, values, parts)
 
 
@@ -133,9 +104,13 @@ class Given(Rule):
 
     argument: str
 
+    def fits(self, values: Sequence[Any], parts: LaneParts) -> bool:
+        """Whether the lanes' values are their parts of the argument."""
+        return all(value is own for value, own in zip(values, parts.of(self.argument), strict=True))
+
     def merge(self, path: str, values: Sequence[Any], parts: LaneParts) -> Any:
-        if not all(value is own for value, own in zip(values, parts.of(self.argument), strict=True)):
-            raise _unlike(path, values)
+        if not self.fits(values, parts):
+            raise mismatch(path, values, _UNLIKE)
         return parts.whole(self.argument)
 
 
@@ -146,60 +121,45 @@ class Cached(Rule):
     def merge(self, path: str, values: Sequence[Any], parts: LaneParts) -> Any:
         splitter = splitter_for(values[0])
         if splitter is None or any(type(value) is not type(values[0]) for value in values):
-            raise _unlike(path, values)
+            raise mismatch(path, values, _UNLIKE)
         whole = parts.cache_of(values[0])
         return whole if whole is not None else merge_cache(splitter, values, None)
 
 
 @dataclass(frozen=True)
 class Items(Rule):
-    """A container of class `kind`: a rule per item, or one `each` for any number of items."""
+    """A container of class `kind`, with a rule for each item; or with any number of items, if they all have one rule
+    (`every`)."""
 
     kind: type
     rules: Mapping[str, Rule]
-    each: Rule | None = None
+    every: Rule | None = None
 
     def merge(self, path: str, values: Sequence[Any], parts: LaneParts) -> Any:
-        columns = columns_of(values)
-        if columns is None or type(values[0]) is not self.kind:
-            raise _unlike(path, values)
-        if self.each is None and list(columns) != list(self.rules):
-            raise _unlike(path, values)
-        rules = self.rules if self.each is None else dict.fromkeys(columns, self.each)
+        columns = columns_of(path, values, _UNLIKE)
+        rules = self.rules if self.every is None else dict.fromkeys(columns, self.every)
+        if type(values[0]) is not self.kind or list(columns) != list(rules):
+            raise mismatch(path, values, _UNLIKE)
         merged = [rules[key].merge(f"{path}.{key}", column, parts) for key, column in columns.items()]
         return _rebuilt(path, values[0], merged)
 
 
-# -------------------------------------------------------------------------------------------------------- learning
-
-
+@dataclass(frozen=True)
 class Learner:
     """Learns the merge rules of a call, and compares the unsplit result with the lanes'.
 
-    Args:
+    Attributes:
+        parts: the lanes' parts of the arguments.
         whole: the plan of the call that ran unsplit.
         order: for each row of the call in lanes, its row number in the unsplit call.
+        output_dims: see `UBatchConfig`. A dimension named there must be the one that follows the batch.
     """
 
-    def __init__(
-        self,
-        compare: Comparison,
-        parts: LaneParts,
-        whole: CallPlan,
-        order: Sequence[int],
-        output_dims: Mapping[str, int | None],
-    ) -> None:
-        self._compare = compare
-        self._parts = parts
-        self._order = order
-        self._repeats = list(order) != list(range(whole.rows))
-        self._rows = whole.rows
-        self._dims = output_dims
-        self._given = {
-            id(leaf.value): leaf.path
-            for leaf in whole.leaves
-            if not isinstance(leaf.value, PLAIN) and splitter_for(leaf.value) is None
-        }
+    compare: Comparison
+    parts: LaneParts
+    whole: CallPlan
+    order: Sequence[int]
+    output_dims: Mapping[str, int | None]
 
     def learn(self, path: str, whole: Any, lanes: Sequence[Any]) -> Rule:
         """The rule for one value: `whole` in the unsplit call, `lanes` in the lanes.
@@ -208,94 +168,85 @@ class Learner:
             CannotSplit: no rule merges these values.
             Unequal: the rows depend on each other.
         """
+        values, splitter = [whole, *lanes], splitter_for(whole)
         if any(type(lane) is not type(whole) for lane in lanes):
-            raise _differs(path, whole, lanes)
-        given = self._given.get(id(whole))
-        if given is not None and all(lane is part for lane, part in zip(lanes, self._parts.of(given), strict=True)):
-            return Given(given)
+            raise mismatch(path, values, _PROVING)
+        for leaf in self.whole.leaves if splitter is None else ():
+            if leaf.value is whole and Given(leaf.path).fits(lanes, self.parts):
+                return Given(leaf.path)
         if isinstance(whole, Tensor):
             return self._tensor(path, whole, lanes)
-        if splitter_for(whole) is not None:
-            if self._parts.cache_of(lanes[0]) is None:
-                merged = Cached().merge(path, lanes, self._parts)
-                self._compare.trees(path, self._picked(whole, None, splitter_for(whole)), merged)
+        if splitter is not None:
+            if self.parts.cache_of(lanes[0]) is None:
+                self._check(Leaf(path, whole, None, splitter), Cached().merge(path, lanes, self.parts))
             return Cached()
-        if children_of(whole) is None:
-            return _leaf(path, whole, lanes)
-        if type(whole) in (list, tuple) and self._follow([len(whole), *map(len, lanes)]):
-            listed = Listed(kind=type(whole))
-            self._compare.trees(path, self._picked(whole, 0), listed.merge(path, lanes, self._parts))
-            return listed
-        return self._items(path, whole, lanes)
+        if type(whole) in (list, tuple) and self._follow(values, 0):
+            return self._rows(path, whole, lanes, 0)
+        if children_of(whole) is not None:
+            return self._items(path, whole, lanes)
+        if _all_equal(values):
+            return _same(whole)
+        if isinstance(whole, PLAIN):
+            raise mismatch(path, values, _PROVING)
+        what = f"is a {type(whole).__name__}, which nobody registered a splitter for (ubatch.register_splitter)"
+        raise cannot(path, what, DeclineReason.NO_SPLITTER)
 
     def check_argument(self, leaf: Leaf, copied: Leaf) -> None:
         """Compare an argument after the unsplit call with its copy after the run in lanes; `Unequal` if they differ."""
-        path, expected = f"argument {leaf.path!r}", self._picked(leaf.value, leaf.dim, leaf.splitter)
-        if isinstance(expected, Tensor):
-            self._compare.tensors(path, expected, copied.value, leaf.dim)
-        else:
-            self._compare.trees(path, expected, copied.value)
+        self._check(leaf._replace(path=f"argument {leaf.path!r}"), copied.value)
 
     def _tensor(self, path: str, whole: Tensor, lanes: Sequence[Tensor]) -> Rule:
+        values = [whole, *lanes]
         if whole.layout is not torch.strided or whole.is_nested:
             raise cannot(path, f"is a {whole.layout} tensor")
         if any(lane.requires_grad != whole.requires_grad for lane in lanes):
             raise cannot(path, "carries gradients in the whole call or in lanes, but not in both")
-        if any(lane.dim() != whole.dim() for lane in lanes):
-            raise _differs(path, whole, lanes)
-        dim = next((at for at, size in enumerate(whole.shape) if any(lane.shape[at] != size for lane in lanes)), None)
+        sizes = list(itertools.zip_longest(*(value.shape for value in values)))
+        dim = next((at for at, each in enumerate(sizes) if len(set(each)) > 1), None)
         if dim is None:
-            if all(identical(whole, lane) for lane in lanes):
+            if _all_equal(values):
                 return _same(whole)
             if whole.dim() == 0:
-                raise zero_dim(path)
+                raise cannot(path, "has no dimensions (a loss?)", DeclineReason.ZERO_DIM_OUTPUT)
             raise cannot(path, f"has shape {tuple(whole.shape)} whatever the batch, and other values in each lane")
-        if not self._follow(sizes_along([whole, *lanes], dim)):
-            raise _differs(path, whole, lanes)
-        named, _ = named_dim(path, self._dims)
+        if any(map(attributes_of, values)) or not self._follow(values, dim):
+            raise mismatch(path, values, _PROVING)
+        named, _ = named_dim(path, self.output_dims)
         if named is not None and named % whole.dim() != dim:
             raise cannot(path, f"follows the batch along dimension {dim}, not {named}, which output_dims says")
-        if attributes_of(whole):
-            raise cannot(path, f"has attributes ({', '.join(attributes_of(whole))})")
-        rule = Rows(dim)
-        self._compare.tensors(path, self._picked(whole, dim), rule.merge(path, lanes, self._parts), dim)
+        return self._rows(path, whole, lanes, dim)
+
+    def _rows(self, path: str, whole: Any, lanes: Sequence[Any], dim: int) -> Rule:
+        rule = Rows(dim, type(whole))
+        merged = rule.merge(path, lanes, self.parts)
+        if type(merged) is not type(whole):
+            raise cannot(path, f"is a {type(whole).__name__}, which becomes a {type(merged).__name__}")
+        self._check(Leaf(path, whole, dim), merged)
         return rule
 
     def _items(self, path: str, whole: Any, lanes: Sequence[Any]) -> Rule:
-        columns = columns_of([whole, *lanes])
-        if columns is None:
-            raise _differs(path, whole, lanes)
+        columns = columns_of(path, [whole, *lanes], _PROVING)
         rules = {key: self.learn(f"{path}.{key}", child, own) for key, (child, *own) in columns.items()}
         _check_rebuilt(path, whole)
         alike = type(whole) in (list, tuple) and len(set(map(repr, rules.values()))) == 1
         return Items(type(whole), rules, next(iter(rules.values())) if alike else None)
 
-    def _follow(self, sizes: Sequence[int]) -> bool:
-        """Whether the sizes (unsplit, then each lane) are the same multiple of their numbers of rows."""
-        return _follow(sizes, [self._rows, *self._parts.rows])
+    def _follow(self, values: Sequence[Any], dim: int) -> bool:
+        """Whether the size along `dim` of the values (unsplit, then each lane) follows the batch."""
+        return _follow(sizes_of(values, dim), [self.whole.rows, *self.parts.rows])
 
-    def _picked(self, value: Any, dim: int | None, splitter: CacheSplitter | None = None) -> Any:
-        """A value of the unsplit call that is split along `dim`, with the rows that the call in lanes had."""
-        if not self._repeats or (dim is None and splitter is None):
-            return value
-        if dim is None:
-            return Copier(self._order, self._rows).copy(value, None, splitter)
-        each = (value.shape[dim] if isinstance(value, Tensor) else len(value)) // self._rows
-        at = [row * each + offset for row in self._order for offset in range(each)]
-        if isinstance(value, Tensor):
-            return value.index_select(dim, torch.tensor(at, dtype=torch.long, device=value.device))
-        return type(value)(value[index] for index in at)
-
-
-def _leaf(path: str, whole: Any, lanes: Sequence[Any]) -> Rule:
-    if all(lane is whole or identical(whole, lane) for lane in lanes):
-        return _same(whole)
-    if isinstance(whole, PLAIN):
-        raise _differs(path, whole, lanes)
-    raise CannotSplit(
-        DeclineReason.NO_SPLITTER,
-        f"{path} is a {type(whole).__name__}, which nobody registered a splitter for. Use ubatch.register_splitter.",
-    )
+    def _check(self, leaf: Leaf, got: Any) -> None:
+        """Compare a value of the unsplit call with `got`, which has its rows in the order of the call in lanes."""
+        path, whole, dim, splitter = leaf
+        rows = self.whole.rows
+        if (dim is not None or splitter is not None) and list(self.order) != list(range(rows)):
+            each = 1 if dim is None else sizes_of([whole], dim)[0] // rows
+            order = [row * each + offset for row in self.order for offset in range(each)]
+            whole = Copier(order, rows).copy(whole, dim, splitter)
+        if isinstance(whole, Tensor):
+            self.compare.tensors(path, whole, got, dim)
+        else:
+            self.compare.trees(path, whole, got)
 
 
 def _same(whole: Any) -> Same:
@@ -306,24 +257,51 @@ def _same(whole: Any) -> Same:
 
 
 def _check_rebuilt(path: str, whole: Any) -> None:
-    """Check that a container rebuilt from its items is equal to the original: in its items and its attributes.
+    """Check that a container rebuilt from its items is equal to the original, in items and attributes.
 
     Raises:
-        CannotSplit: the rebuilt container differs, or it has a tensor that is no item.
+        CannotSplit: it differs, or an attribute other than the items is a tensor, which may have rows.
     """
-    items = dict(children_of(whole) or [])
-    made = _rebuilt(path, whole, list(items.values()))
-    again, others = dict(children_of(made) or []), getattr(made, "__dict__", {})
-    kept = items.keys() == again.keys() and all(again[key] is item for key, item in items.items())
-    for name, own in getattr(whole, "__dict__", {}).items():
-        if name not in items:
-            kept &= name in others and not isinstance(own, Tensor)
-            kept = kept and (own is others[name] or identical(own, others[name]))
-    if not kept:
+    items, rest = _contents(whole)
+    made_items, made_rest = _contents(_rebuilt(path, whole, list(items.values())))
+    same = list(items) == list(made_items) and rest.keys() <= made_rest.keys()
+    same = same and all(made_items[key] is item for key, item in items.items())
+    same = same and all(not isinstance(own, Tensor) and _all_equal([own, made_rest[key]]) for key, own in rest.items())
+    if not same:
         raise cannot(path, f"is a {type(whole).__name__}, which is another one when made anew from its items")
 
 
-# --------------------------------------------------------------------------------------------- for rules and guesses
+def _contents(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A container's items, and its other attributes."""
+    items = dict(children_of(value) or ())
+    return items, {name: own for name, own in getattr(value, "__dict__", {}).items() if name not in items}
+
+
+def _all_equal(values: Sequence[Any]) -> bool:
+    """Whether all values are the first one, or equal to it bit for bit."""
+    return all(value is values[0] or identical(values[0], value) for value in values[1:])
+
+
+def _follow(sizes: Sequence[int], rows: Sequence[int]) -> bool:
+    """Whether each size is the same multiple, at least 1, of its number of rows."""
+    multiple = sum(sizes) // max(1, sum(rows))
+    return multiple > 0 and list(sizes) == [own * multiple for own in rows]
+
+
+def _marks_of(value: Any) -> dict[str, Any]:
+    """A tensor's attributes, which are lost when it is concatenated."""
+    return attributes_of(value) if isinstance(value, Tensor) else {}
+
+
+def _rebuilt(path: str, like: Any, children: list[Any]) -> Any:
+    try:
+        return rebuild(like, children)
+    except (TypeError, ValueError) as error:
+        what = f"is a {type(like).__name__}, which cannot be made anew from its items ({error})"
+        raise cannot(path, what) from error
+
+
+# ----------------------------------------------------------------------------------- also for guesses, in `outputs`
 
 
 def named_dim(path: str, dims: Mapping[str, int | None]) -> tuple[int | None, bool]:
@@ -337,71 +315,42 @@ def named_dim(path: str, dims: Mapping[str, int | None]) -> tuple[int | None, bo
     return None, False
 
 
-def columns_of(values: Sequence[Any]) -> dict[str, list[Any]] | None:
-    """Each item of some containers, by key: one value per container. None if their classes or keys differ."""
-    items = [dict(children_of(value) or []) for value in values]
-    if any(type(value) is not type(values[0]) for value in values) or any(list(own) != list(items[0]) for own in items):
-        return None
+def columns_of(path: str, values: Sequence[Any], where: str) -> dict[str, list[Any]]:
+    """The items of several containers: key -> the item of each; `CannotSplit` if their classes or keys differ."""
+    children = [children_of(value) for value in values]
+    items = [dict(own or ()) for own in children]
+    if None in children or len({(type(value), *own) for value, own in zip(values, items, strict=True)}) > 1:
+        raise mismatch(path, values, where)
     return {key: [own[key] for own in items] for key in items[0]}
 
 
-def sizes_along(values: Sequence[Tensor], dim: int) -> list[int]:
-    """The tensors' sizes along `dim`; empty if one has no such dimension, or another size differs."""
-    if any(not -value.dim() <= dim < value.dim() for value in values):
+def sizes_of(values: Sequence[Any], dim: int) -> list[int]:
+    """Sizes of tensors along `dim`, or lengths of lists; empty if a tensor has no such dimension, or if tensors differ
+    in another size."""
+    shapes = [tuple(value.shape) if isinstance(value, Tensor) else (len(value),) for value in values]
+    if any(not -len(shape) <= dim < len(shape) for shape in shapes):
         return []
-    beside = {value.shape[:dim] + value.shape[dim:][1:] for value in values}
-    return [value.shape[dim] for value in values] if len(beside) == 1 else []
+    beside = {shape[:dim] + shape[dim:][1:] for shape in shapes}
+    return [shape[dim] for shape in shapes] if len(beside) == 1 else []
 
 
-def cannot(path: str, what: str) -> CannotSplit:
-    """The refusal to merge the output at `path`, which `what` describes."""
+def cannot(path: str, what: str, reason: DeclineReason = DeclineReason.CANNOT_MERGE) -> CannotSplit:
+    """The refusal to merge the output at `path`: `what` says what it is or has."""
     return CannotSplit(
-        DeclineReason.CANNOT_MERGE,
-        f"{path} {what}, so the lanes' outputs cannot be merged. Leave it out of the wrapped module's result. In calls "
-        "that are not proved, output_dims may name its batch dimension, or None if every lane returns the same.",
+        reason,
+        f"{path} {what}, so the lanes' outputs cannot be merged. Leave it out of the wrapped module's result. In a "
+        "call that is not proved, output_dims can name its batch dimension, or None if every lane returns the same.",
     )
 
 
 def mismatch(path: str, values: Sequence[Any], where: str) -> CannotSplit:
-    """The refusal to merge `values`."""
+    """The refusal to merge these values; `where` says where they were seen."""
     return cannot(path, f"is {' and '.join(map(_shown, values))} {where}")
 
 
-def zero_dim(path: str) -> CannotSplit:
-    """The refusal to merge tensors without dimensions."""
-    return CannotSplit(
-        DeclineReason.ZERO_DIM_OUTPUT,
-        f"{path} has no dimensions (a loss?), so the lanes' values cannot be concatenated. Compute it outside the "
-        "wrapped module.",
-    )
-
-
-def _unlike(path: str, values: Sequence[Any]) -> CannotSplit:
-    return mismatch(path, values, "in the lanes, unlike in the call that was proved")
-
-
-def _differs(path: str, whole: Any, lanes: Sequence[Any]) -> CannotSplit:
-    return mismatch(path, lanes, f"in lanes, {_shown(whole)} in the whole call")
-
-
 def _shown(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, PLAIN):
         return f"{value!r:.40}"
-    keys = [key for key, _ in children_of(value) or ()]
-    return f"a {type(value).__name__}" + (f" of items {', '.join(keys):.40}" if keys else "")
-
-
-def _follow(sizes: Sequence[int], rows: Sequence[int]) -> bool:
-    """Whether each size is the same multiple, at least 1, of its number of rows."""
-    multiple = sum(sizes) // max(1, sum(rows))
-    return multiple > 0 and list(sizes) == [own * multiple for own in rows]
-
-
-def _rebuilt(path: str, like: Any, children: list[Any]) -> Any:
-    try:
-        return rebuild(like, children)
-    except (TypeError, ValueError) as error:
-        what = f"is a {type(like).__name__}, which cannot be made anew from its items ({error})"
-        raise cannot(path, what) from error
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    names = [*_marks_of(value), *dict(children_of(value) or ())]
+    return f"a {type(value).__name__}{shape}" + (f" with {', '.join(names):.40}" if names else "")

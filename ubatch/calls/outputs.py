@@ -20,22 +20,13 @@ from torch import Tensor
 
 from ubatch.calls.caches import splitter_for
 from ubatch.calls.call_plan import CallPlan, LaneParts
-from ubatch.calls.containers import PLAIN, children_of
-from ubatch.calls.merging import (
-    Cached,
-    First,
-    Items,
-    Joined,
-    Rule,
-    cannot,
-    columns_of,
-    mismatch,
-    named_dim,
-    sizes_along,
-    zero_dim,
-)
+from ubatch.calls.containers import PLAIN
+from ubatch.calls.merging import Cached, First, Items, Joined, Rule, cannot, columns_of, mismatch, named_dim, sizes_of
+from ubatch.schedules.vote import DeclineReason
 
 __all__ = ["merge_outputs", "named_dim"]
+
+_LANES = "in the lanes"
 
 
 def merge_outputs(
@@ -81,40 +72,36 @@ class _Guess:
         if all(value is first for value in values):
             return First()
         if any(type(value) is not type(first) for value in values):
-            raise self._mismatch(path, values)
+            raise mismatch(path, values, _LANES)
         if isinstance(first, Tensor):
             return self._tensor(path, values, dim)
         if splitter_for(first) is not None:
             return Cached()
         if isinstance(first, PLAIN) and all(value == first for value in values):
             return First()
-        columns = columns_of(values)
-        if columns is None or children_of(first) is None:
-            raise self._mismatch(path, values)
         if type(first) in (list, tuple) and all(isinstance(item, PLAIN) for item in itertools.chain(*values)):
             if named:
-                return Joined()
+                return Joined(0)
             if any(item is not None for item in first) and [*map(len, values)] == [*self.rows]:
                 raise cannot(path, f"is a {type(first).__name__} of plain values, maybe one per row")
+        columns = columns_of(path, values, _LANES)
         return Items(type(first), {key: self.rule(f"{path}.{key}", column) for key, column in columns.items()})
 
     def _tensor(self, path: str, values: Sequence[Tensor], dim: int | None) -> Rule:
         """The rule for tensors, of which the user named dimension `dim`, or none."""
         first = values[0]
         if first.dim() == 0:
-            raise zero_dim(path)
+            raise cannot(path, "has no dimensions (a loss?)", DeclineReason.ZERO_DIM_OUTPUT)
         if all(_overlap(value, first) for value in values[1:]):
             views = {(value.data_ptr(), value.shape, value.stride()) for value in values}
             if len(views) == 1 and not self._follow([value.shape[0] for value in values]):
                 return First()  # a parameter or buffer handed through
-            raise cannot(
-                path, "is the same memory in all lanes, where one overwrites the other's (return a new tensor)"
-            )
-        sizes = sizes_along(values, dim or 0)
+            raise cannot(path, "is the same memory in all lanes, which overwrite each other (return a new tensor)")
+        sizes = sizes_of(values, dim or 0)
         if not (self._follow(sizes) if dim is None else self._proportional(sizes)):
-            raise self._mismatch(path, values)
+            raise mismatch(path, values, f"in lanes of {list(self.rows)} rows")
         if dim is None and self._has_two_readings(first):
-            raise cannot(path, f"has shape {tuple(first.shape)} for {self.rows[0]} rows, which may be either")
+            raise cannot(path, f"has shape {tuple(first.shape)} for {self.rows[0]} rows, along either dimension")
         return Joined(dim or 0)
 
     def _follow(self, sizes: Sequence[int]) -> bool:
@@ -138,9 +125,6 @@ class _Guess:
         first, second = value.shape[:2]
         told = self.plan.batch_first and not (self.plan.multiples - {1}).isdisjoint(value.shape[1:])
         return first == second == self.rows[0] and not told
-
-    def _mismatch(self, path: str, values: Sequence[Any]) -> Exception:
-        return mismatch(path, values, f"in lanes of {' and '.join(map(str, self.rows))} rows")
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

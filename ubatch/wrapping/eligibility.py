@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,8 +37,8 @@ from ubatch.schedules.vote import MAX_LANES, Decision, DeclineReason, Offer, Wis
 from ubatch.wrapping.config import UBatchConfig, Verify
 from ubatch.wrapping.effects.state import State
 from ubatch.wrapping.guard import Guard
-from ubatch.wrapping.proof_table import ProofTable
-from ubatch.wrapping.signature import Signature, signature_of
+from ubatch.wrapping.proof_table import OFTEN, ProofTable
+from ubatch.wrapping.signature import Signature, is_flag, signature_of
 
 __all__ = ["CutCall", "Eligibility", "Intent"]
 
@@ -158,6 +159,7 @@ class Eligibility:
         """Forget what was learned about the module, because it was changed through its wrapper."""
         self._suspects = [item for item in self._model.named_modules() if _is_suspect(item[1])]
         self.known: State | None = None
+        self._changes = Counter[str]()
         self.proofs.clear()
 
     def state(self) -> State:
@@ -167,15 +169,25 @@ class Eligibility:
             CannotSplit: something in it cannot be read, so changes would go unseen.
         """
         known = self.known
+        if known is not None and known.mark() and not self._is_usual("buffers", known):
+            self.proofs.doubt(["buffers"])
         if known is None or known.moved():
             self.known = State.of_module(self._model)
-            if known is not None and any(not path.endswith("training") for path in known.changed_items()):
-                self.proofs.doubt()
+            changed = {} if known is None else known.changed_items()
+            self.proofs.doubt([path for path, value in changed.items() if not self._is_usual(path, value)])
         state = self.known or State.of_module(self._model)
         if state.unreadable is not None:
             path, what = state.unreadable
             raise CannotSplit(DeclineReason.CANNOT_PROVE, f"the module's {path!r} is {what}.")
         return state
+
+    def _is_usual(self, path: str, value: Any) -> bool:
+        """Whether a change of the module between calls tells nothing new: of `training`, which is part of a signature,
+        and of a number or object that has changed often, such as the number of a step."""
+        if path.rpartition(".")[2] == "training":
+            return True
+        self._changes[path] += 1
+        return self._changes[path] > OFTEN and not is_flag(value)
 
     def guard(self, intent: Intent, context: ForwardContext | None, neighbours: Callable[[], int]) -> Guard | None:
         """The guard of a call that is about to run in lanes; None if a runner has decided, whose models are proved by

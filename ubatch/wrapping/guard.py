@@ -41,16 +41,16 @@ class Guard:
         self._module, self._call, self._learned = module, call, learned
         self._neighbours, self._begun = neighbours, neighbours()
         self._left: str | None = None
-        module.mark()
 
     @property
     def at_handover(self) -> Callable[[], None] | None:
         """What lanes have to run before they hand over, or None."""
-        return self._look if self._module.has_scratch else None
+        return self._look if self._module.has_scratch or self._call.has_scratch else None
 
     def _look(self) -> None:
-        if self._left is None and self._module.scratch_moved():
-            self._left = next(iter(self._module.changed_items()), None)
+        for state in (self._module, self._call):
+            if self._left is None and state.scratch_moved():
+                self._left = next(iter(state.changed_items()), None)
 
     def check(self) -> None:
         """Compare.

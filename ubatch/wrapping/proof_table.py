@@ -8,19 +8,19 @@ twice, such as the id of a request, calls run unsplit after sixteen proofs.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from ubatch.calls.merging import Rule
 from ubatch.schedules.vote import DeclineReason
 from ubatch.wrapping.signature import Signature
 
-__all__ = ["ProofTable", "Standing"]
+__all__ = ["OFTEN", "ProofTable", "Standing"]
 
 _LIMIT = 1024
 """Most signatures kept, so that a module called with new values each time does not fill the memory."""
-_ENOUGH = 4
-"""Different values of a number with which calls must be proved before any value will do."""
+OFTEN = 4
+"""Different values with which calls must be proved before any value will do."""
 _NEVER_TWICE = 16
 """Signatures that differ in values only, and of which none came twice, after which no more are proved."""
 _MAY_BE_CHANCE = frozenset(
@@ -62,7 +62,7 @@ class ProofTable:
         self._standings: OrderedDict[Hashable, Standing] = OrderedDict()
         self._proved: dict[Hashable, list[set[complex]]] = {}
         self._alike: dict[Hashable, deque[Standing]] = {}
-        self._doubts = 0
+        self._doubts, self._doubted = 0, ""
 
     def find(self, signature: Signature) -> Standing:
         """The status of a call's signature. To be asked once per call."""
@@ -74,7 +74,8 @@ class ProofTable:
             return standing
         alike = self._alike.setdefault(_types_in(signature.base), deque(maxlen=_NEVER_TWICE))
         if self._doubts >= _NEVER_TWICE:
-            return Standing(retired=(DeclineReason.MODULE_KEEPS_STATE, "the module was changed before each proof."))
+            why = f"the module's {self._doubted!r} was changed between calls, each time."
+            return Standing(retired=(DeclineReason.MODULE_KEEPS_STATE, why))
         if len(alike) == _NEVER_TWICE and not any(each.again for each in alike):
             why = f"an argument had {_NEVER_TWICE} values, and none of them twice. Leave it out, or pass a tensor."
             return Standing(retired=(DeclineReason.CANNOT_PROVE, why))
@@ -95,14 +96,14 @@ class ProofTable:
         if proved is None:
             return signature
         pairs = zip(signature.numbers, proved, strict=True)
-        return signature.base, tuple(None if len(values) >= _ENOUGH else number for number, values in pairs)
+        return signature.base, tuple(None if len(values) >= OFTEN else number for number, values in pairs)
 
     def passed(self, signature: Signature, rule: Rule, *, cut: int, coarse: bool, writes: frozenset[str]) -> None:
         """Record a proof that passed."""
         key = self._key(signature)
         standing = self._standings.setdefault(key, Standing())
         standing.cuts = (*standing.cuts[-1:], cut)
-        standing.writes = writes
+        standing.writes, standing.strikes = writes, 0
         if not coarse or len(standing.cuts) > 1:
             standing.rule = rule
         proved = self._proved.setdefault(signature.base, [set() for _ in signature.numbers])
@@ -119,9 +120,12 @@ class ProofTable:
         if reason not in _MAY_BE_CHANCE or standing.strikes > 1:
             standing.retired = reason, why
 
-    def doubt(self) -> None:
-        """Prove everything anew, because the module is not as it was. What failed is not tried again."""
+    def doubt(self, changed: Sequence[str]) -> None:
+        """Prove everything anew, because this of the module is not as it was. What failed is not tried again."""
+        if not changed:
+            return
         self._doubts += 1
+        self._doubted = changed[0]
         self._proved.clear()
         for standing in self._standings.values():
             standing.rule, standing.cuts = None, ()

@@ -13,20 +13,22 @@ module that squeezes treats them differently.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable
 from enum import Enum
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ubatch.calls.caches import splitter_for
 from ubatch.calls.call_plan import CallPlan
 from ubatch.calls.containers import FUNCTIONS, PLAIN, children_of, tensor_kind
 from ubatch.schedules.forward_context import ForwardMode
 
-__all__ = ["Signature", "signature_of"]
+__all__ = ["Signature", "is_flag", "signature_of"]
 
 _SPECIAL = frozenset({0, 1, -1, math.inf, -math.inf})
 _DEEP = 3
@@ -70,6 +72,13 @@ def signature_of(plan: CallPlan, mode: ForwardMode, lanes: int, *, training: boo
     return Signature(base, tuple(numbers))
 
 
+def is_flag(value: object) -> bool:
+    """Whether another value makes another call of it."""
+    if isinstance(value, int | float | complex) and not isinstance(value, bool):
+        return value != value or value in _SPECIAL
+    return isinstance(value, PLAIN)
+
+
 def _kind(path: str, value: Any, plan: CallPlan, numbers: list[complex], deep: int = 0) -> object:
     if isinstance(value, Tensor):
         if value.dim() == 0 and value.device.type == "cpu":
@@ -77,6 +86,10 @@ def _kind(path: str, value: Any, plan: CallPlan, numbers: list[complex], deep: i
         return tensor_kind(value), value.dtype, value.dim(), value.requires_grad
     if isinstance(value, int | float | complex) and not isinstance(value, bool | Enum):
         return _number(value, numbers)
+    if isinstance(value, MethodType):
+        return value.__func__, _kind(path, value.__self__, plan, numbers, deep)
+    if isinstance(value, functools.partial):
+        return value.func, _kind(path, (value.args, value.keywords), plan, numbers, deep)
     if isinstance(value, (*PLAIN, *FUNCTIONS)):
         return type(value), value  # another function is another call
     children = children_of(value)
@@ -84,6 +97,8 @@ def _kind(path: str, value: Any, plan: CallPlan, numbers: list[complex], deep: i
         own = getattr(value, "__dict__", None)
         if not own or deep >= _DEEP or splitter_for(value) is not None:
             return type(value)
+        if isinstance(value, nn.Module):
+            return id(value)
         return type(value), *[(key, _kind("", child, plan, numbers, deep + 1)) for key, child in own.items()]
     if len(children) > 1 and isinstance(value, list | tuple):
         if any(leaf.path == path and leaf.dim is not None for leaf in plan.leaves):

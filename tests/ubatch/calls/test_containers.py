@@ -176,6 +176,45 @@ def test_output_dims() -> None:
     call_both(lambda x: x.T, rows(), settings={"output_dims": {"output": 2}}, declines=CANNOT_MERGE)
 
 
+def test_named_outputs_need_no_known_multiple_of_the_rows() -> None:
+    def forward(x: Tensor) -> Any:
+        return x[::2] + 1, ["a"] * (1 + int(x[0, 0] > 0)), x.T
+
+    with wrapped(Plain(forward), output_dims={"0": 0, "1": 0, "2": -1}) as wrapper:
+        half, names, turned = wrapper(rows(8))
+        assert torch.equal(half, rows(8)[::2] + 1)
+        assert names == ["a", "a", "a"]
+        assert torch.equal(turned, rows(8).T)
+    with wrapped(Plain(forward), output_dims={"0": 0, "1": 0}) as wrapper:
+        with pytest.raises(
+            CannotSplit, match=r"output\.2 is a Tensor of shape .* in lanes of \[4, 4\] rows"
+        ) as refused:
+            wrapper(rows(8))
+        assert refused.value.reason is CANNOT_MERGE
+
+
+def test_an_argument_given_twice_comes_back_as_the_callers_own() -> None:
+    with wrapped(Plain(lambda a, b: {"a": a, "sum": a + b}), verify="first") as wrapper:
+        for _ in range(2):
+            x = rows(8)
+            result = wrapper(x, x)
+            assert result["a"] is x
+            assert torch.equal(result["sum"], x * 2)
+        assert wrapper.statistics().engaged == 1
+
+
+def test_a_tensor_of_another_class_than_in_the_proof_runs_whole() -> None:
+    class Named(Tensor):
+        pass
+
+    odd = [False]
+    with wrapped(Plain(lambda x: x.mul(2).as_subclass(Named) if odd[0] else x * 2), verify="first") as wrapper:
+        wrapper(rows(8))
+        odd[0] = True
+        assert type(wrapper(rows(8))) is Named
+        assert wrapper.statistics().declined == {CANNOT_MERGE: 1}
+
+
 UNCLEAR: dict[str, Callable[[Tensor], Any]] = {
     "its size is no multiple of the rows": lambda x: x.T,
     "it depends on the lane": lambda x: x[:, : 1 + int(x[0, 0])],

@@ -174,6 +174,38 @@ def test_other_numbers_prove_until_four_were_right() -> None:
         assert seen(wrapper) == (16, 5, {}), "1 is always another call"
 
 
+class Generating(nn.Module):
+    """Has a method that calls it with a position that grows, as generation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.center = False
+
+    def forward(self, x: Tensor, position: int) -> Tensor:
+        y = self.linear(x) + position
+        return y - y.mean(0) if self.center else y
+
+    def generate(self, x: Tensor, length: int) -> Tensor:
+        for position in range(2, length):
+            x = self(x, position).clamp(-1, 1)
+        return x
+
+    def set_center(self, center: bool) -> None:
+        self.center = center
+
+
+def test_generation_with_a_growing_position_overlaps() -> None:
+    module = Generating().eval()
+    with wrapped(module, **FIRST) as wrapper:
+        for calls in (1, 2, 3):
+            torch.testing.assert_close(wrapper.generate(rows(8), 22), module.generate(rows(8), 22))
+            assert seen(wrapper) == (20 * calls - 4, 4, {}), "its own method changed nothing"
+        wrapper.set_center(True)
+        torch.testing.assert_close(wrapper(rows(8), 2), module(rows(8), 2))
+        assert wrapper.statistics().declined == {DeclineReason.ROWS_DEPEND: 1}, "proved anew"
+
+
 def test_values_that_never_come_twice_run_whole() -> None:
     with wrapped(Plain(lambda x, name: x * 2), **FIRST) as wrapper:
         for number in range(40):

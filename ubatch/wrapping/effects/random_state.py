@@ -68,7 +68,7 @@ class RandomState:
 def _sources() -> list[_Source]:
     """The generators in use. Those of numpy and CUDA may come later: not imported or initialised means not used."""
     numpy = sys.modules.get("numpy.random")
-    if numpy is not None and "numpy" not in _known:
+    if "numpy" not in _known and hasattr(numpy, "get_bit_generator"):  # another thread may be importing it
         _known["numpy"] = _numpy(numpy)
     if torch.cuda.is_initialized():
         for number, generator in enumerate(torch.cuda.default_generators):

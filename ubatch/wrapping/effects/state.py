@@ -2,19 +2,21 @@
 
     what was found (`walk`)         a change is noticed by                        it is put back
     attributes, items, contents     another object, or another value              from a shallow copy
-    small tensor                    version counter; of buffers also contents     from a copy
+    small tensor                    version counter; of buffers also contents     from a copy, without a graph
     large tensor                    version counter; in a proof also contents     nowhere: `restore` names it
 
-The garbage collector lists the items of all containers in one call, so comparing costs little. Writes through `.data`,
+The garbage collector lists what all containers hold in one call, so comparing costs little. Writes through `.data`,
 numpy or a foreign kernel move no version counter, and inference tensors have none: of those, only small buffers and
 small inference tensors are compared by contents, up to a limit.
 """
 
 from __future__ import annotations
 
+import array
 import ctypes
 import gc
 import itertools
+import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
@@ -45,12 +47,15 @@ class State:
         found: what there is.
         module: whether it belongs to a module, else to a call.
         thorough: compare the contents of all tensors, and their gradients.
+        parts: tensors that lanes are given, which must not get attributes.
     """
 
-    def __init__(self, found: Walk, *, module: bool, thorough: bool = False) -> None:
+    def __init__(self, found: Walk, *, module: bool, thorough: bool = False, parts: Sequence[Tensor] = ()) -> None:
         self._found = found
-        self._items, self._lengths = self._items_now(), [*map(len, found.counted)]
-        self._scratch = gc.get_referents(*found.scratch)
+        self._given = [] if module else [*found.tensors.items()]
+        self._parts = [each.__dict__ for each in parts]
+        self._alive = gc.get_referents(*found.holders), gc.get_referents(*found.scratch)  # so that identities stay
+        self._held, self._scratch = self._holding(), identities(self._alive[1])
         self._readable = [(path, each) for path, each in found.tensors.items() if not is_lazy(each)]
         self._small = [(path, each) for path, each in self._readable if _is_small(each, module=module)]
         self._versioned = [(path, each) for path, each in self._readable if not each.is_inference()]
@@ -84,13 +89,15 @@ class State:
                 found.tensors[name] = value
             else:
                 found.visit(name, value)
-        own = dict(found.tensors)
+        own, parts = dict(found.tensors), []
         for lane, (args, kwargs) in enumerate(lanes):
             for place, value in (*enumerate(args), *kwargs.items()):
-                if type(value) is not Tensor:
+                if type(value) is Tensor:
+                    parts.append(value)
+                else:
                     found.visit(f"lane {lane}'s {place}", value)
         found.tensors = own  # the lanes' are parts of these
-        return cls(found, module=False, thorough=thorough)
+        return cls(found, module=False, thorough=thorough, parts=parts)
 
     @property
     def unreadable(self) -> tuple[str, str] | None:
@@ -99,7 +106,7 @@ class State:
 
     @property
     def has_scratch(self) -> bool:
-        """Whether code of the module may change something that lanes share."""
+        """Whether code of the module may change something between two points that lanes share."""
         return bool(self._found.scratch)
 
     @property
@@ -111,11 +118,13 @@ class State:
         """Whether any tensor requires gradients."""
         return any(map(_requires_grad, self._found.tensors.values()))
 
-    def mark(self) -> None:
-        """Look for writes to tensors from now on; copies of small ones are renewed where they have changed."""
+    def mark(self) -> bool:
+        """Look for writes to tensors from now on; copies of small ones are renewed where they have changed. Returns
+        whether one that is compared by its contents had changed since the last time."""
         versions, contents = self._tensors_now()
         if versions == self._versions and contents == self._contents:
-            return
+            return False
+        rewritten = self._versions is not None and contents != self._contents
         self._versions, self._contents = versions, contents
         compared = set(map(id, self._compared))
         for path, tensor in self._small:
@@ -123,28 +132,29 @@ class State:
             if self._copies.get(path, (None,))[0] != version or id(tensor) in compared:
                 on_cpu = tensor.device.type == "cpu"
                 self._copies[path] = version, _bytes_of(tensor) if on_cpu else tensor.detach().clone()
+        return rewritten
 
     def moved(self) -> bool:
         """Whether attributes or items may have changed since the snapshot. Cheap; `changed_items` knows which."""
-        found = self._found
         try:
-            return not (
-                self._items_now() == self._items
-                and [*map(len, found.counted)] == self._lengths
-                and all(each.take() == each.was for each in found.read)
-            )
-        except Exception:  # tensors or arrays were compared: another one is there
+            return self._holding() != self._held or any(each.take() != each.was for each in self._found.read)
+        except Exception:  # a value cannot be read any more
             return True
 
     def scratch_moved(self) -> bool:
-        """The same of what code of the module may change."""
-        try:
-            return gc.get_referents(*self._found.scratch) != self._scratch
-        except Exception:
-            return True
+        """The same of what code of the module may change between two points."""
+        return identities(gc.get_referents(*self._found.scratch)) != self._scratch
 
-    def _items_now(self) -> list[Any]:
-        return [*gc.get_referents(*self._found.holders), *itertools.chain.from_iterable(self._found.keyed)]
+    def _holding(self) -> tuple[object, ...]:
+        """What everything holds, by identity, and the keys and numbers of items."""
+        found, given = self._found, self._given
+        return (
+            identities(gc.get_referents(*found.holders)),
+            [*itertools.chain.from_iterable(found.keyed)],
+            [*map(len, found.counted)],
+            [*map(len, self._parts)],
+            [(each.data_ptr(), each.requires_grad, len(each.__dict__)) for _, each in given if type(each) is Tensor],
+        )
 
     def _tensors_now(self) -> tuple[list[int], list[bytes]]:
         return [*map(_version, self._counting)], [*map(_bytes_of, self._compared)]
@@ -155,9 +165,12 @@ class State:
             return []
         return [*self.changed_items(), *self.written_tensors()]
 
-    def changed_items(self) -> list[str]:
-        """Paths of attributes and items that have changed since the snapshot."""
-        return [path for kept in self._found.kept for path in _changed(kept)]
+    def changed_items(self) -> dict[str, Any]:
+        """Paths of attributes and items that have changed since the snapshot, and what is there now."""
+        changed = {path: value for kept in self._found.kept for path, value in _changed(kept).items()}
+        if not changed and self._holding()[3:] != self._held[3:]:
+            changed = dict(self._given) or {"an argument": None}
+        return changed
 
     def written_tensors(self) -> list[str]:
         """Paths of tensors that were written to since `mark`."""
@@ -178,31 +191,69 @@ class State:
         """Put back everything of which there is a copy. Returns the paths of what has changed and has none."""
         lost = []
         for path in self.written_tensors():
-            copy = self._copies.get(path, (0, None))[1]
-            if isinstance(copy, bytes):
-                ctypes.memmove(self._found.tensors[path].data_ptr(), copy, len(copy))
-            elif copy is None:
+            tensor, copy = self._found.tensors[path], self._copies.get(path, (0, None))[1]
+            if copy is None or tensor.grad_fn is not None or not _write(tensor, copy):
                 lost.append(path)
-            else:
-                with torch.inference_mode():  # inference mode allows writes to any tensor
-                    self._found.tensors[path].copy_(copy)
         for kept in self._found.kept:
             changed = _changed(kept)
-            if changed and kept.put is None:
-                lost.append(kept.path)
-            elif changed and kept.put is not None:
-                kept.put(kept.was)
-        return lost
+            try:
+                if changed and kept.put is not None:
+                    kept.put(kept.was)
+                    changed = {}
+            except Exception:  # an object of a user's class may refuse
+                changed = _changed(kept)
+            lost += changed
+        return [path for path in lost if path not in self._found.tensors or self._differs(path)]
+
+    def _differs(self, path: str) -> bool:
+        """Whether a tensor is not as its copy: a view is put back with its base."""
+        copy, tensor = self._copies.get(path, (0, None))[1], self._found.tensors[path]
+        return not isinstance(copy, bytes) or tensor.grad_fn is not None or _bytes_of(tensor) != copy
 
 
-def _changed(kept: Kept) -> list[str]:
-    """Paths of what has changed of one object."""
-    now, was = kept.take(), kept.was
+def _write(tensor: Tensor, copy: bytes | Tensor) -> bool:
+    """Write a copy back; False if the tensor cannot be written to."""
+    if isinstance(copy, bytes):
+        copy = torch.frombuffer(bytearray(copy), dtype=tensor.dtype).view(tensor.shape)
+    try:
+        with torch.inference_mode():  # inference mode allows writes to any tensor
+            tensor.copy_(copy)
+    except RuntimeError:  # an expanded view, whose entries share memory
+        return False
+    return True
+
+
+def _list_identities(items: list[Any]) -> bytes:
+    """The identities of a list's items, as they lie in its memory."""
+    start = ctypes.c_void_p.from_address(id(items) + object.__basicsize__ + _WORD).value
+    return ctypes.string_at(start, len(items) * _WORD) if start and items else b""
+
+
+def _any_identities(items: list[Any]) -> bytes:
+    return array.array("Q", map(id, items)).tobytes()
+
+
+_WORD = ctypes.sizeof(ctypes.c_void_p)
+_PROBE: list[Any] = [None, "probe", 1.5]
+identities = (
+    _list_identities
+    if sys.implementation.name == "cpython" and _list_identities(_PROBE) == _any_identities(_PROBE)
+    else _any_identities
+)
+"""The identities of a list's items; reading them from its memory, where that is known to work, is ten times faster."""
+
+
+def _changed(kept: Kept) -> dict[str, Any]:
+    """Paths of what has changed of one object, and what is there now."""
+    try:
+        now, was = kept.take(), kept.was
+    except Exception:  # it cannot be read any more
+        return {kept.path.rstrip("."): None}
     if type(now) is not dict:
-        return [] if _same(now, was) else [kept.path.rstrip(".")]
+        return {} if _same(now, was) else {kept.path.rstrip("."): now}
     if list(now) == list(was):
-        return [f"{kept.path}{key}" for key in now if not _same(now[key], was[key])]
-    return [f"{kept.path}{key}" for key in now.keys() ^ was.keys()] or [f"{kept.path}order"]
+        return {f"{kept.path}{key}": value for key, value in now.items() if not _same(value, was[key])}
+    return {f"{kept.path}{key}": now.get(key) for key in now.keys() ^ was.keys()} or {f"{kept.path}order": None}
 
 
 def _same(one: Any, other: Any, depth: int = 0) -> bool:
@@ -224,8 +275,8 @@ def _same(one: Any, other: Any, depth: int = 0) -> bool:
 
 
 def _is_small(tensor: Tensor, *, module: bool) -> bool:
-    """Whether a copy of a tensor is kept: where reading it is cheap, and its bytes are in one piece."""
-    if not _is_readable(tensor) or tensor.nbytes > SMALL_BYTES or not tensor.is_contiguous():
+    """Whether a copy of a tensor is kept: where reading it is cheap."""
+    if not _is_readable(tensor) or not 0 < tensor.nbytes <= SMALL_BYTES:
         return False
     if isinstance(tensor, nn.Parameter):
         return tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() > 0
@@ -252,6 +303,8 @@ def _compared(small: Iterable[tuple[str, Tensor]], *, module: bool) -> list[Tens
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 

@@ -5,24 +5,25 @@
     tensor                                 itself
     any other iterator, `threading.local`  `unreadable`: what cannot be read cannot be guarded
 
-It visits modules, containers and all objects with attributes or slots. Functions count by identity alone. So do caches:
-lanes have their own. This project's objects, which are made for lanes, and torch's machinery do not count.
+It visits modules, containers, all objects with attributes or slots, and what users' classes hold. Functions count by
+identity alone. So do caches: lanes have their own. This project's objects, which are made for lanes, and the machinery
+of torch and of logging do not count.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import io
 import itertools
 import pickle
 import random
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from operator import is_
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import MethodType, ModuleType
+from types import MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,33 +31,28 @@ from torch import Tensor, nn
 
 from ubatch.calls.caches import splitter_for
 from ubatch.calls.containers import FUNCTIONS, PLAIN
-from ubatch.wrapping.effects.stores import Stores, stores_of
+from ubatch.errors import describe
+from ubatch.wrapping.effects.stores import reads_local, stores_attributes
 
 __all__ = ["SMALL_BYTES", "Kept", "Walk"]
 
 SMALL_BYTES = 1 << 16
 """Most bytes of one value that are read in every call."""
-_MANY = 4096
+_MANY = 1 << 16
 """Of a container with more items, only their number is compared in every call."""
 _MACHINERY = (
-    "torch._",
-    "torch.distributed",
-    "torch.fx",
-    "torch.jit",
-    "torch.cuda",
-    "torch.utils.hooks",
-    "torch.autograd",
+    *("torch._", "torch.distributed", "torch.fx", "torch.jit", "torch.cuda", "torch.utils.hooks", "torch.autograd"),
+    *("logging", "threading", "concurrent.", "multiprocessing", "asyncio", "importlib", "weakref", "_weakref"),
 )
-"""Modules of torch whose objects belong to how a module runs, not to what it keeps."""
-_LIBRARIES = frozenset({"torch", "transformers", "builtins", "collections", "abc", "typing"})
+"""Modules whose objects belong to how a module runs, not to what it keeps."""
+_LIBRARIES = frozenset({"torch", "transformers", "builtins", "collections", "abc", "typing", "enum", "numpy"})
 """Packages whose classes keep nothing for a user's module."""
 _OURS = frozenset({"ubatch", "moe", "attention", "model_runner"})
 _ROOT = Path(__file__).parents[3]
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that torch sets in every module: tables of parameters, buffers, submodules and hooks."""
 _TABLES = ("_parameters", "_buffers", "_modules")
-_OPAQUE = (ModuleType, torch.device, torch.dtype, torch.Size, Path)
-_NO_STORES = Stores(frozenset(), False, None)
+_OPAQUE = (ModuleType, torch.device, torch.dtype, torch.Size, Path, property, classmethod, staticmethod)
 
 
 class Kept(NamedTuple):
@@ -80,11 +76,11 @@ class Walk:
     Attributes:
         tensors: by path.
         kept: everything else that may change.
-        holders: containers among it, whose items the garbage collector lists.
+        holders: objects among it of which the garbage collector lists what they hold.
         keyed: dicts, of which it does not list the keys.
-        counted: containers with so many items that only their number is compared in every call.
+        counted: containers of which only the number of items is compared in every call.
         read: the rest of `kept`, which has to be read.
-        scratch: containers that code of the module may change in a call.
+        scratch: holders that code of the module may change between two points.
         hooks: tables of hooks.
         unreadable: a path, and what is there that cannot be read; None if all can.
     """
@@ -101,80 +97,109 @@ class Walk:
         self.unreadable: tuple[str, str] | None = None
         self._thorough = thorough
         self._seen: dict[int, Any] = {}  # kept alive, so that nothing else gets its id
-        self._stores = _NO_STORES
+        self._waiting: list[tuple[str, Any, bool]] = []
 
-    def visit(self, path: str, value: Any) -> None:
-        """Find what `value` is made of."""
-        if isinstance(value, PLAIN) or id(value) in self._seen or isinstance(value, _OPAQUE):
+    def visit(self, path: str, value: Any, *, scratch: bool = False) -> None:
+        """Find what `value` consists of. `scratch`: code of the module may change it between two points."""
+        self._waiting.append((path, value, scratch))
+        while self._waiting:
+            where, each, scratch = self._waiting.pop()
+            try:
+                self._visit(where, each, scratch)
+            except Exception as error:
+                self.unreadable = where, f"a {type(each).__name__}, which cannot be read ({describe(error)})"
+
+    def _visit(self, path: str, value: Any, scratch: bool) -> None:
+        kind: Any = type(value)  # not `__class__`, which a proxy may forward
+        if issubclass(kind, (*PLAIN, *_OPAQUE)) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
         prefix = f"{path}." if path else ""
-        if isinstance(value, Tensor):
+        if issubclass(kind, Tensor):
             self.tensors[path] = value
             if value.is_leaf and value.grad is not None:
-                self.visit(f"{prefix}grad", value.grad)
-        elif isinstance(value, nn.Module):
-            self._visit_module(prefix, value)
-        elif isinstance(value, MethodType):
-            self.visit(f"{prefix}__self__", value.__self__)
-        elif isinstance(value, functools.partial):
-            self.visit(path, (value.func, value.args, value.keywords))
-        elif isinstance(value, threading.local):
+                self._later(f"{prefix}grad", value.grad)
+            if any(not name.startswith("_") for name in value.__dict__) or self._thorough:
+                self._keep(prefix, value.__dict__)
+        elif issubclass(kind, nn.Module):
+            self._visit_module(prefix, value, scratch)
+        elif kind is MethodType:
+            self._later(f"{prefix}__self__", value.__self__, scratch)
+        elif kind is functools.partial:
+            self._later(path, (value.func, value.args, value.keywords), scratch)
+        elif issubclass(kind, threading.local):
             self.unreadable = path, "a threading.local, which is another one in every lane"
-        elif isinstance(value, FUNCTIONS) or splitter_for(value) is not None:
+        elif issubclass(kind, FUNCTIONS) or splitter_for(value) is not None:
             return
         elif (reading := _reading_of(value, thorough=self._thorough)) is not None:
             self.read.append(Kept(path, *reading, reading[0]()))
             self.kept.append(self.read[-1])
-        elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
-            self.unreadable = path, f"a {type(value).__name__}, whose place cannot be read"
-        else:
-            self._visit_object(prefix, value)
+        elif issubclass(kind, Iterator) and kind.__module__ in ("builtins", "itertools"):
+            self.unreadable = path, f"a {kind.__name__}, whose place cannot be read"
+        elif _where_from(kind) not in ("machinery", "ours"):
+            self._visit_object(prefix, value, scratch)
 
-    def _visit_object(self, prefix: str, value: Any) -> None:
+    def _later(self, path: str, value: Any, scratch: bool = False) -> None:
+        self._waiting.append((path, value, scratch))
+
+    def _visit_object(self, prefix: str, value: Any, scratch: bool) -> None:
         """Visit a container or any other object."""
-        where, slots = _where_from(_class_of(value)), _slots_of(_class_of(value))
-        if where in ("machinery", "ours"):
-            return
+        slots, own = _slots_of(_class_of(value)), getattr(value, "__dict__", None)
         if isinstance(value, dict | list | deque | set):
-            self._keep(prefix, value, table=True)
+            self._keep(prefix, value, scratch, table=True)
             self.keyed += [value] if isinstance(value, dict) else []
         if slots:
-            self._keep(prefix, value)
+            self._keep(prefix, value, scratch)
         children: list[tuple[Any, Any]] = [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
-        own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
-            self._keep(prefix, own)
+            self._keep(prefix, own, scratch)
             children += own.items()
-        if isinstance(value, Mapping):
+        if isinstance(value, MappingProxyType):
+            children += [("", gc.get_referents(value)[0])]
+        elif isinstance(value, Mapping):
             children += value.items()
         elif isinstance(value, list | tuple | deque | set | frozenset):
             children += enumerate(value)
         for name, child in children:
-            self.visit(f"{prefix}{name}", child)
+            self._later(f"{prefix}{name}", child, scratch)
 
-    def _visit_module(self, prefix: str, module: nn.Module) -> None:
-        own, where, before = vars(module), _where_from(_class_of(module)), self._stores
+    def _visit_module(self, prefix: str, module: nn.Module, scratch: bool) -> None:
+        """Visit a module. `scratch`: code of the module that it belongs to sets attributes."""
+        own, where = vars(module), _where_from(_class_of(module))
+        if "_parameters" not in own:  # a wrapper stands in for its module
+            self._later(prefix.rstrip("."), own.get("_ubatch_model"))
+            return
+        of_user = where == "user"
+        scratch = scratch or (of_user and stores_attributes(module))
         children = [item for name in _TABLES for item in own[name].items()]
         if where != "ours":
-            self._stores = stores_of(module) if where == "user" else _NO_STORES
-            if self._stores.local is not None:
-                self.unreadable = f"{prefix}forward", f"reading {self._stores.local!r}, a threading.local"
+            if of_user and (local := reads_local(module)) is not None:
+                self.unreadable = f"{prefix}forward", f"reading {local!r}, a threading.local"
             self.hooks += [table for name, table in own.items() if name.endswith("_hooks") and isinstance(table, dict)]
-            self._keep(prefix, own, counted=_is_plain_layer(_class_of(module), frozenset(own)))
+            self._keep(prefix, own, scratch, counted=_is_linear(module, own))
             for name in _TABLES:
                 self._keep(prefix, own[name], table=True)
-            for kind in type(module).__mro__ if where == "user" else ():
-                if _where_from(kind) == "user" and id(kind) not in self._seen:
-                    self._seen[id(kind)] = kind
-                    self._keep(prefix, kind)
             children += [item for item in own.items() if item[0] not in _OF_TORCH]
+        if of_user:
+            self.holders.append(module)  # for its class
+            children += self._class_attributes(prefix, type(module))
         for name, child in children:
-            self.visit(f"{prefix}{name}", child)
-        self._stores = before
+            self._later(f"{prefix}{name}", child, scratch if isinstance(child, nn.Module) else of_user)
 
-    def _keep(self, prefix: str, holder: Any, *, table: bool = False, counted: bool = False) -> None:
-        """Take a shallow copy of an object's attributes or, of a `table`, of its items. `counted`: see `counted`."""
+    def _class_attributes(self, prefix: str, kind: type) -> list[tuple[str, Any]]:
+        """What a user's classes hold."""
+        found: list[tuple[str, Any]] = []
+        for each in kind.__mro__:
+            if _where_from(each) == "user" and id(each) not in self._seen:
+                self._seen[id(each)] = each
+                self._keep(prefix, each)
+                found += [item for item in vars(each).items() if not item[0].startswith("__")]
+        return found
+
+    def _keep(
+        self, prefix: str, holder: Any, scratch: bool = False, *, table: bool = False, counted: bool = False
+    ) -> None:
+        """Take a shallow copy of an object's attributes or, of a `table`, of its items. `counted`: see there."""
         take = functools.partial(_items_of, holder)
         self.kept.append(Kept(prefix, take, functools.partial(_put_items, holder), take()))
         if isinstance(holder, type):
@@ -183,7 +208,7 @@ class Walk:
             self.counted.append(holder)
             return
         self.holders.append(holder)
-        if self._stores.items if table else self._stores.names:
+        if scratch:
             self.scratch.append(holder)
 
 
@@ -196,7 +221,7 @@ def _class_of(value: object) -> Any:
 
 @functools.lru_cache(4096)
 def _where_from(kind: Any) -> str:
-    """Whose class this is: "ours", of torch's "machinery", of a "library", or a "user"'s."""
+    """Whose class this is: "ours", of the "machinery", of a "library", or a "user"'s."""
     name = kind.__module__
     package = name.partition(".")[0]
     if package in _OURS:
@@ -210,32 +235,46 @@ def _slots_of(kind: Any) -> tuple[str, ...]:
     names: list[str] = []
     for each in kind.__mro__:
         slots = vars(each).get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else slots
-    return tuple(name for name in names if not name.startswith("__"))
+        for name in [slots] if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{each.__name__.lstrip('_')}{name}" if private else name)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
-@functools.lru_cache(1024)
-def _is_plain_layer(kind: Any, names: frozenset[str]) -> bool:
-    """Whether this is a layer of torch's own with nothing but its own settings, as most layers of a model are."""
-    known = {"training", *getattr(kind, "__constants__", ())}.union(
-        *(vars(each).get("__annotations__", ()) for each in kind.__mro__)
-    )
-    return kind.__module__.startswith("torch.nn.modules.") and names - _OF_TORCH <= known
+_LINEAR = frozenset({"training", "in_features", "out_features"})
+
+
+def _is_linear(module: nn.Module, own: Mapping[str, Any]) -> bool:
+    """Whether this is torch's own linear layer, with nothing else on it: most layers of a model are, and what it says of
+    itself is only for show."""
+    return type(module) is nn.Linear and own.keys() - _OF_TORCH <= _LINEAR
 
 
 def _reading_of(value: Any, *, thorough: bool) -> tuple[Callable[[], Any], Callable[[Any], object] | None] | None:
     """How to read a value that has no items or attributes, and how to put back what was read; None if it is no such
     value."""
-    if isinstance(value, torch.Generator):
+    kind: Any = type(value)
+    if issubclass(kind, torch.Generator):
         return lambda: value.get_state().tolist(), lambda was: value.set_state(torch.ByteTensor(was))
-    if isinstance(value, random.Random):
-        return value.getstate, value.setstate
-    if type(value).__module__.startswith("numpy.random"):
-        return lambda: pickle.dumps(value), None
-    if isinstance(value, itertools.count):
+    if issubclass(kind, random.Random):
+        return (value.getstate, value.setstate) if kind is not random.SystemRandom else (lambda: None, None)
+    if kind.__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
+        bits = value.bit_generator
+        return lambda: pickle.dumps(bits.state), lambda was: setattr(bits, "state", pickle.loads(was))
+    if kind.__module__.startswith("numpy.random") and hasattr(value, "get_state"):
+        return lambda: pickle.dumps(value.get_state()), lambda was: value.set_state(pickle.loads(was))
+    if issubclass(kind, io.StringIO | io.BytesIO):
+        return lambda: (value.getvalue(), value.tell()), functools.partial(_put_stream, value)
+    if kind is itertools.count:
         return lambda: repr(value), None
-    if isinstance(value, Iterator) and type(value).__module__ == "builtins" and hasattr(value, "__setstate__"):
-        return value.__reduce__, None
+    if issubclass(kind, Iterator) and kind.__module__ == "builtins" and hasattr(value, "__setstate__"):
+        return value.__reduce__, lambda was: value.__setstate__(was[2])
+    if kind.__module__ == "numpy" and hasattr(value, "tobytes"):
+        if value.nbytes > SMALL_BYTES and not thorough:
+            return lambda: value.nbytes, None
+        if value.dtype.hasobject:
+            return lambda: pickle.dumps(value), None
+        return value.tobytes, lambda was: value.__setitem__(..., type(value)(value.shape, value.dtype, was))
     try:
         large = memoryview(value).nbytes > SMALL_BYTES
     except (TypeError, ValueError, BufferError):
@@ -248,8 +287,15 @@ def _reading_of(value: Any, *, thorough: bool) -> tuple[Callable[[], Any], Calla
 def _put_bytes(value: Any, was: bytes) -> None:
     if isinstance(value, bytearray):
         value[:] = was
-    elif memoryview(value).tobytes() != was:
+    else:
         memoryview(value).cast("B")[:] = was
+
+
+def _put_stream(value: Any, was: tuple[Any, int]) -> None:
+    value.seek(0)
+    value.truncate()
+    value.write(was[0])
+    value.seek(was[1])
 
 
 def _items_of(holder: Any) -> Any:
@@ -266,23 +312,21 @@ def _items_of(holder: Any) -> Any:
 
 
 def _put_items(holder: Any, was: Any) -> None:
-    """Give a container or object the items of `_items_of` again, if it has others now."""
+    """Give a container or object the items of `_items_of` again. Its own methods may refuse, or do more than that."""
+    keyed: Any
+    for keyed in (OrderedDict, dict, set):
+        if isinstance(holder, keyed):
+            keyed.clear(holder)
+            keyed.update(holder, was)
+            return
+    for keyed in (list, deque):
+        if isinstance(holder, keyed):
+            keyed.clear(holder)
+            keyed.extend(holder, was)
+            return
     now = _items_of(holder)
-    if len(now) == len(was) and all(map(is_, _flat(now), _flat(was))):
-        return
-    if isinstance(holder, dict | set):
-        holder.clear()
-        holder.update(was)
-    elif isinstance(holder, list | deque):
-        holder.clear()
-        holder.extend(was)
-    else:
-        for name in now.keys() - was.keys():
-            delattr(holder, name)
-        for name, value in was.items():
-            if now.get(name, was) is not value:
-                setattr(holder, name, value)
-
-
-def _flat(items: Any) -> Iterable[Any]:
-    return itertools.chain.from_iterable(items.items()) if isinstance(items, dict) else items
+    for name in now.keys() - was.keys():
+        delattr(holder, name)
+    for name, value in was.items():
+        if now.get(name, was) is not value:
+            setattr(holder, name, value)
