@@ -31,6 +31,7 @@ from torch import nn
 
 from ubatch.calls.arguments import check_split_dims
 from ubatch.calls.call_plan import CannotSplit
+from ubatch.calls.merging import OtherValue
 from ubatch.errors import (
     ConcurrentCallError,
     ConfigError,
@@ -254,7 +255,10 @@ class WrappedModule:
         decision = self._decide_again(intent, reason)
         step = replace(step, decision=decision)
         output = self.execution.unsplit(step)  # an error here would have been raised without the wrapper too
-        if not guard.drawn_elsewhere() and intent.signature is not None:
+        guard.give_back()
+        if intent.signature is not None and isinstance(error, OtherValue):
+            proofs.prove_again(intent.signature)
+        elif intent.signature is not None:
             proofs.failed(intent.signature, reason, why)
         self._count_declined(decision, why)
         return output

@@ -9,8 +9,8 @@
     Same       anything else, equal in all lanes                taking the first lane's
 
 The proof runs two lanes of unequal size. A size follows the batch if it is `k` times the number of rows in both lanes
-and in the unsplit run. What was zero, false or empty may be a count or a list of rows, which the lanes' values would
-have to be added up for; so `Same` takes only that value for it.
+and in the unsplit run. Lanes may agree on what is not the whole's, such as a count or a message. So `Same` takes only
+values that proofs had, until there were four of them; another value is proved by itself (`OtherValue`).
 
 For a call without a proof, the rules are guessed (`ubatch.calls.outputs`). A guess is made from the values that it
 merges, so its rules have nothing to check: `Joined` instead of `Rows`, `First` instead of `Same`.
@@ -35,10 +35,17 @@ from ubatch.calls.containers import PLAIN, attributes_of, children_of, rebuild
 from ubatch.calls.copies import Copier
 from ubatch.schedules.vote import DeclineReason
 
-__all__ = ["Cached", "First", "Given", "Items", "Joined", "Learner", "Rows", "Rule", "Same", "named_dim"]
+__all__ = ["Cached", "First", "Given", "Items", "Joined", "Learner", "OtherValue", "Rows", "Rule", "Same", "named_dim"]
 
+_ENOUGH = 4
+"""Different values that proofs must have had before any value will do."""
+_KEPT_BYTES = 1 << 16
 _UNLIKE = "in the lanes, unlike in the call that was proved"
 _PROVING = "in the whole call and its lanes"
+
+
+class OtherValue(CannotSplit):
+    """A value that does not depend on the rows is another one than in the proofs so far."""
 
 
 class Rule(ABC):
@@ -52,6 +59,10 @@ class Rule(ABC):
             CannotSplit: the values do not fit the learned rule.
         """
 
+    def joined(self, other: Rule) -> Rule:
+        """This rule, with what an earlier proof of the same signature has learned in `other`."""
+        return self
+
 
 @dataclass(frozen=True)
 class First(Rule):
@@ -63,14 +74,21 @@ class First(Rule):
 
 @dataclass(frozen=True)
 class Same(First):
-    """A value that does not depend on the rows. If it was zero or empty in the proof, `void` holds it."""
+    """A value that does not depend on the rows: one of `proved`, or any value if there are none or enough of them."""
 
-    void: tuple[Any, ...] = ()
+    proved: tuple[Any, ...] = ()
 
     def merge(self, path: str, values: Sequence[Any], parts: LaneParts) -> Any:
-        if not _all_equal([*values, *self.void]):
+        if not _all_equal(values):
             raise mismatch(path, values, _UNLIKE)
+        if 0 < len(self.proved) < _ENOUGH and not any(identical(values[0], each) for each in self.proved):
+            raise OtherValue(DeclineReason.CANNOT_MERGE, f"{path} is {values[0]!r:.40}, unlike in the proof.")
         return values[0]
+
+    def joined(self, other: Rule) -> Rule:
+        known = other.proved if isinstance(other, Same) else ()
+        more = [each for each in known if not any(identical(each, own) for own in self.proved)]
+        return Same((*self.proved, *more))
 
 
 @dataclass(frozen=True)
@@ -143,6 +161,12 @@ class Items(Rule):
         merged = [rules[key].merge(f"{path}.{key}", column, parts) for key, column in columns.items()]
         return _rebuilt(path, values[0], merged)
 
+    def joined(self, other: Rule) -> Rule:
+        if not isinstance(other, Items) or self.rules.keys() != other.rules.keys():
+            return self
+        rules = {key: rule.joined(other.rules[key]) for key, rule in self.rules.items()}
+        return Items(self.kind, rules, None if self.every is None else next(iter(rules.values())))
+
 
 @dataclass(frozen=True)
 class Learner:
@@ -185,7 +209,7 @@ class Learner:
         if children_of(whole) is not None:
             return self._items(path, whole, lanes)
         if _all_equal(values):
-            return _same(whole)
+            return _same(values)
         if isinstance(whole, PLAIN):
             raise mismatch(path, values, _PROVING)
         what = f"is a {type(whole).__name__}, which nobody registered a splitter for (ubatch.register_splitter)"
@@ -205,7 +229,7 @@ class Learner:
         dim = next((at for at, each in enumerate(sizes) if len(set(each)) > 1), None)
         if dim is None:
             if _all_equal(values):
-                return _same(whole)
+                return _same(values)
             if whole.dim() == 0:
                 raise cannot(path, "has no dimensions (a loss?)", DeclineReason.ZERO_DIM_OUTPUT)
             raise cannot(path, f"has shape {tuple(whole.shape)} whatever the batch, and other values in each lane")
@@ -249,11 +273,14 @@ class Learner:
             self.compare.trees(path, whole, got)
 
 
-def _same(whole: Any) -> Same:
-    """The rule for a value that was the same in the unsplit call and in all lanes."""
+def _same(values: Sequence[Any]) -> Same:
+    """The rule for a value that was the same in the unsplit call and in all lanes. What is one and the same object is
+    no result of the rows, and a large tensor is not kept."""
+    whole = values[0]
     if isinstance(whole, Tensor):
-        return Same() if bool(whole.any()) else Same((whole.detach().clone(),))
-    return Same() if whole or not isinstance(whole, (*PLAIN, set, frozenset)) else Same((whole,))
+        kept = whole.nbytes <= _KEPT_BYTES and any(value is not whole for value in values)
+        return Same((whole.detach().clone(),)) if kept else Same()
+    return Same((whole,)) if isinstance(whole, (*PLAIN, set, frozenset)) else Same()
 
 
 def _check_rebuilt(path: str, whole: Any) -> None:

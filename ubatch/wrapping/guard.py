@@ -84,10 +84,8 @@ class Guard:
             self._random.restore()
         return [*self._module.restore(), *self._call.restore()]
 
-    def drawn_elsewhere(self) -> bool:
-        """After the call has run unsplit: whether it drew nothing, so that the random numbers were another thread's.
-        That thread gets its state back."""
-        if self._random_after is None or self._random.moved():
-            return False
-        self._random_after.restore()
-        return True
+    def give_back(self) -> None:
+        """After the call has run unsplit: if it drew nothing, the random numbers were another thread's, which gets its
+        state back."""
+        if self._random_after is not None and not self._random.moved():
+            self._random_after.restore()

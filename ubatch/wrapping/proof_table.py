@@ -40,6 +40,7 @@ class Standing:
 
     Attributes:
         rule: merges the outputs; None until it is proved.
+        before: the rule of an earlier proof, if an output has another value than there.
         writes: paths of the arguments that the call writes to.
         retired: why it always runs unsplit, or None.
         strikes: number of failed proofs whose failure may have been chance.
@@ -48,6 +49,7 @@ class Standing:
     """
 
     rule: Rule | None = None
+    before: Rule | None = None
     writes: frozenset[str] = frozenset()
     retired: tuple[DeclineReason, str] | None = None
     strikes: int = 0
@@ -104,6 +106,7 @@ class ProofTable:
         standing = self._standings.setdefault(key, Standing())
         standing.cuts = (*standing.cuts[-1:], cut)
         standing.writes, standing.strikes = writes, 0
+        rule = rule if standing.before is None else rule.joined(standing.before)
         if not coarse or len(standing.cuts) > 1:
             standing.rule = rule
         proved = self._proved.setdefault(signature.base, [set() for _ in signature.numbers])
@@ -111,6 +114,11 @@ class ProofTable:
             values.add(number)
         if self._key(signature) != key:
             self._standings[self._key(signature)] = replace(standing, rule=rule)
+
+    def prove_again(self, signature: Signature) -> None:
+        """An output has another value than in the proof: the next call is proved, too."""
+        standing = self._standings.setdefault(self._key(signature), Standing())
+        standing.before, standing.rule = standing.rule, None
 
     def failed(self, signature: Signature, reason: DeclineReason, why: str) -> None:
         """Record a failed proof: the signature runs unsplit from now on, or after a second failure."""

@@ -170,13 +170,34 @@ def test_what_was_zero_or_empty_is_not_taken_for_the_wholes(what: str) -> None:
         assert torch.equal(found, expected) if isinstance(expected, Tensor) else found == expected
 
 
-def test_a_length_of_the_call_may_change() -> None:
-    """What was not zero may be another one later, if the lanes agree."""
+def test_what_lanes_agree_on_is_taken_if_proofs_had_it() -> None:
+    """A value that does not follow the batch may change, as a length does, but each of the first four is proved."""
     module = Plain(lambda x: (x * 2, x.shape[1]))
     with wrapped(module, **FIRST) as wrapper:
-        for length in (5, 5, 6, 7):
+        for length in (5, 5, 6, 6, 6, 5, 7, 7, 8, 8, 9, 10):
             assert wrapper(torch.randn(8, length))[1] == length
-        assert wrapper.statistics().engaged == 3
+        assert seen(wrapper) == (5, 4, {DeclineReason.CANNOT_MERGE: 3})
+
+
+@pytest.mark.parametrize(
+    "tells",
+    [
+        lambda x: x[:, 0].unique().numel(),
+        lambda x: f"{int((x[:, 0] > 5).sum())} large rows",
+        lambda x: ("none", "one", "many")[min(2, int((x[:, 0] > 5).sum()))],
+        lambda x: torch.full((3,), 5) - (x[:, 0] > 5).sum(),
+    ],
+)
+def test_what_lanes_agree_on_may_not_be_the_wholes(tells: Callable[[Tensor], Any]) -> None:
+    module = Plain(lambda x: (x * 2, tells(x)))
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(2):
+            wrapper(torch.zeros(8, 3))
+        x = torch.zeros(8, 3)
+        x[1, 0], x[5, 0] = 7, 8
+        found, expected = wrapper(x)[1], tells(x)
+        assert torch.equal(found, expected) if isinstance(expected, Tensor) else found == expected
+        assert wrapper.statistics().engaged == 1
 
 
 # ------------------------------------------------------------------------------------------------- classes of tensors

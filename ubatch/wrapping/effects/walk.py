@@ -245,8 +245,8 @@ _LINEAR = frozenset({"training", "in_features", "out_features"})
 
 
 def _is_linear(module: nn.Module, own: Mapping[str, Any]) -> bool:
-    """Whether this is torch's own linear layer, with nothing else on it: most layers of a model are, and what it says of
-    itself is only for show."""
+    """Whether this is torch's own linear layer, with nothing else on it. Most layers of a model are, and what it says
+    of itself is only for show."""
     return type(module) is nn.Linear and own.keys() - _OF_TORCH <= _LINEAR
 
 
