@@ -213,16 +213,14 @@ class _Cut:
         owned: dict[str, Sequence[Any]] = {}
         for name, item in vars(value).items():
             if name in together and type(item) is Tensor and id(item) not in seen and item.shape[0] == rows:
-                owned[name] = seen[id(item)] = item.split_with_sizes(sizes)  # nearly all tensors come this way
+                # Nearly all tensors come this way. "Unsafe" means that these views have version counters of their own.
+                owned[name] = seen[id(item)] = item.unsafe_split_with_sizes(sizes)
             elif type(item) not in _SIMPLE or name == _ROW_COUNT:  # the new objects have the others already
                 owned[name] = self.cut(item, _within(at, name, in_static))
         parts = []
         for lane in range(len(self.sizes)):
             part = object.__new__(type(value))
-            state = vars(part)
-            state.update(vars(value))
-            for name, own in owned.items():
-                state[name] = own[lane]
+            vars(part).update(vars(value), **{name: own[lane] for name, own in owned.items()})
             parts.append(part)
         return parts
 

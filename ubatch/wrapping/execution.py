@@ -103,8 +103,8 @@ class Execution:
         capture: Capture | None = None,
         at_handover: Callable[[], None] | None = None,
     ) -> list[Any]:
-        """Run a call in lanes; returns one output per lane. Each lane runs `at_handover` before it hands over. Errors
-        as in `lanes`."""
+        """Run a call in lanes; returns one output per lane. Each lane runs `at_handover` before it hands over and when
+        it has its output. Errors as in `lanes`."""
         return self._run(cut.calls, step.intent.schedule, _lane_contexts(step), capture, at_handover)
 
     def single(self, step: Step, capture: Capture | None = None) -> Any:
@@ -218,11 +218,11 @@ def _call(
     model: nn.Module, at_handover: Callable[[], None] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     lane = current_lane()
-    if lane is not None:
-        lane.at_handover = at_handover
+    if lane is None or at_handover is None:
+        return model(*args, **kwargs)
+    lane.at_handover = at_handover
     result = model(*args, **kwargs)
-    if at_handover is not None:
-        at_handover()
+    at_handover()
     return result
 
 

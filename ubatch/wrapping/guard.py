@@ -44,7 +44,7 @@ class Guard:
 
     @property
     def at_handover(self) -> Callable[[], None] | None:
-        """What lanes have to run before they hand over, or None."""
+        """What lanes have to run before they hand over or end, or None."""
         return self._look if self._module.has_scratch or self._call.has_scratch else None
 
     def _look(self) -> None:

@@ -52,8 +52,7 @@ class State:
 
     def __init__(self, found: Walk, *, module: bool, thorough: bool = False, parts: Sequence[Tensor] = ()) -> None:
         self._found = found
-        self._given = [] if module else [*found.tensors.items()]
-        self._parts = [each.__dict__ for each in parts]
+        self._given = [] if module else [*found.tensors.values(), *parts]
         self._alive = gc.get_referents(*found.holders), gc.get_referents(*found.scratch)  # so that identities stay
         self._held, self._scratch = self._holding(), identities(self._alive[1])
         self._readable = [(path, each) for path, each in found.tensors.items() if not is_lazy(each)]
@@ -88,14 +87,14 @@ class State:
             if type(value) is Tensor:
                 found.tensors[name] = value
             else:
-                found.visit(name, value)
+                found.visit(name, value, scratch=True)
         own, parts = dict(found.tensors), []
         for lane, (args, kwargs) in enumerate(lanes):
             for place, value in (*enumerate(args), *kwargs.items()):
                 if type(value) is Tensor:
                     parts.append(value)
                 else:
-                    found.visit(f"lane {lane}'s {place}", value)
+                    found.visit(f"lane {lane}'s {place}", value, scratch=True)
         found.tensors = own  # the lanes' are parts of these
         return cls(found, module=False, thorough=thorough, parts=parts)
 
@@ -152,8 +151,7 @@ class State:
             identities(gc.get_referents(*found.holders)),
             [*itertools.chain.from_iterable(found.keyed)],
             [*map(len, found.counted)],
-            [*map(len, self._parts)],
-            [(each.data_ptr(), each.requires_grad, len(each.__dict__)) for _, each in given if type(each) is Tensor],
+            [(each.data_ptr(), each.requires_grad, len(each.__dict__)) for each in given if type(each) is Tensor],
         )
 
     def _tensors_now(self) -> tuple[list[int], list[bytes]]:
@@ -168,8 +166,8 @@ class State:
     def changed_items(self) -> dict[str, Any]:
         """Paths of attributes and items that have changed since the snapshot, and what is there now."""
         changed = {path: value for kept in self._found.kept for path, value in _changed(kept).items()}
-        if not changed and self._holding()[3:] != self._held[3:]:
-            changed = dict(self._given) or {"an argument": None}
+        if not changed and self._holding()[3] != self._held[3]:
+            changed = dict.fromkeys(self._found.tensors)
         return changed
 
     def written_tensors(self) -> list[str]:

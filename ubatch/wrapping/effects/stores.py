@@ -12,12 +12,12 @@ import functools
 import inspect
 import threading
 from collections.abc import Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 from torch import nn
 
-__all__ = ["reads_local", "stores_attributes"]
+__all__ = ["methods_read_local", "reads_local", "stores_attributes"]
 
 _LIBRARIES = frozenset({"torch", "transformers", "numpy", "ubatch"})
 """Packages whose functions leave nothing on a user's module."""
@@ -31,6 +31,12 @@ def stores_attributes(module: nn.Module) -> bool:
 def reads_local(module: nn.Module) -> str | None:
     """The name of a `threading.local` that they read, or None."""
     return _code_of(module)[1]
+
+
+@functools.lru_cache(4096)
+def methods_read_local(kind: Any) -> str | None:
+    """The same of the methods of another class, which `forward` may call."""
+    return next((local for each in vars(kind).values() if (local := _of_code(kind, each)[1]) is not None), None)
 
 
 def _code_of(module: nn.Module) -> tuple[bool, str | None]:
@@ -64,7 +70,8 @@ def _of_code(kind: type, forward: Any) -> tuple[bool, str | None]:
                 each for name in code.co_names for each in _functions_in(inspect.getattr_static(kind, name, None))
             ]
         for name, value in reached:
-            local = name if isinstance(value, threading.local) else local
+            inside = vars(value).values() if isinstance(value, SimpleNamespace) else ()
+            local = name if any(isinstance(each, threading.local) for each in (value, *inside)) else local
             waiting += _functions_in(value)
     return stores, local
 

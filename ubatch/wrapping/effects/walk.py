@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from ubatch.calls.caches import splitter_for
 from ubatch.calls.containers import FUNCTIONS, PLAIN
 from ubatch.errors import describe
-from ubatch.wrapping.effects.stores import reads_local, stores_attributes
+from ubatch.wrapping.effects.stores import methods_read_local, reads_local, stores_attributes
 
 __all__ = ["SMALL_BYTES", "Kept", "Walk"]
 
@@ -144,6 +144,8 @@ class Walk:
 
     def _visit_object(self, prefix: str, value: Any, scratch: bool) -> None:
         """Visit a container or any other object."""
+        if _where_from(_class_of(value)) == "user" and (local := methods_read_local(_class_of(value))) is not None:
+            self.unreadable = prefix.rstrip("."), f"reading {local!r}, a threading.local"
         slots, own = _slots_of(_class_of(value)), getattr(value, "__dict__", None)
         if isinstance(value, dict | list | deque | set):
             self._keep(prefix, value, scratch, table=True)
@@ -176,12 +178,15 @@ class Walk:
             if of_user and (local := reads_local(module)) is not None:
                 self.unreadable = f"{prefix}forward", f"reading {local!r}, a threading.local"
             self.hooks += [table for name, table in own.items() if name.endswith("_hooks") and isinstance(table, dict)]
-            self._keep(prefix, own, scratch, counted=_is_linear(module, own))
-            for name in _TABLES:
+            linear = _is_linear(module, own)
+            self._keep(prefix, own, scratch, counted=linear)
+            for name in _TABLES if not linear else ("_parameters",):
                 self._keep(prefix, own[name], table=True)
             children += [item for item in own.items() if item[0] not in _OF_TORCH]
+            self.holders += [] if linear else [module]  # for its class
+            put = functools.partial(setattr, module, "__class__")
+            self.kept.append(Kept(f"{prefix}__class__", functools.partial(type, module), put, type(module)))
         if of_user:
-            self.holders.append(module)  # for its class
             children += self._class_attributes(prefix, type(module))
         for name, child in children:
             self._later(f"{prefix}{name}", child, scratch if isinstance(child, nn.Module) else of_user)
@@ -247,7 +252,8 @@ _LINEAR = frozenset({"training", "in_features", "out_features"})
 def _is_linear(module: nn.Module, own: Mapping[str, Any]) -> bool:
     """Whether this is torch's own linear layer, with nothing else on it. Most layers of a model are, and what it says
     of itself is only for show."""
-    return type(module) is nn.Linear and own.keys() - _OF_TORCH <= _LINEAR
+    plain = own.keys() - _OF_TORCH <= _LINEAR and not own["_buffers"] and not own["_modules"]
+    return type(module) is nn.Linear and plain
 
 
 def _reading_of(value: Any, *, thorough: bool) -> tuple[Callable[[], Any], Callable[[Any], object] | None] | None:

@@ -57,7 +57,7 @@ class _Chain(nn.Module):
         return result
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def run(options: Options) -> int:
     torch.set_num_threads(1)
     small = [torch.randn(8, 4) for _ in range(11)]
