@@ -5,11 +5,14 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
+import io
 import itertools
+import logging
 import random
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -390,6 +393,21 @@ def count_in_bytes(holder: Any) -> None:
     holder[0] += 1
 
 
+class Private:
+    """Has nothing but a private slot."""
+
+    __slots__ = ("__calls",)
+
+    def __init__(self) -> None:
+        self.__calls = 0
+
+    def tick(self) -> None:
+        self.__calls += 1
+
+    def calls(self) -> int:
+        return self.__calls
+
+
 HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], Any]]] = {
     "slots": (Slots, tick, lambda holder: holder.calls),
     "set": (lambda: {-1}, lambda holder: holder.add(len(holder)), len),
@@ -408,7 +426,24 @@ HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[A
         lambda holder: torch.rand(1, generator=holder),
         lambda holder: holder.get_state().tolist(),
     ),
-    "in a partial": (lambda: [0], count_in_bytes, list),
+    "dates": (
+        lambda: np.zeros(2, "datetime64[s]"),
+        lambda holder: holder.__setitem__(0, holder[0] + 1),
+        lambda holder: str(holder[0]),
+    ),
+    "text": (io.StringIO, lambda holder: holder.write("a"), io.StringIO.getvalue),
+    "a private slot": (Private, lambda holder: holder.tick(), lambda holder: holder.calls()),
+    "numpy's generator": (
+        lambda: np.random.default_rng(1),
+        lambda holder: holder.random(),
+        lambda holder: holder.bit_generator.state["state"]["state"],
+    ),
+    "numpy's older one": (
+        lambda: np.random.RandomState(1),
+        lambda holder: holder.rand(),
+        lambda holder: holder.get_state()[2],
+    ),
+    "behind a method": (lambda: Slots().__repr__, lambda holder: tick(holder.__self__), lambda holder: holder()),
 }
 
 
@@ -424,6 +459,88 @@ def test_state_in_unusual_places_is_seen(what: str) -> None:
         assert seen(wrapper) == (0, 0, {DeclineReason.MODULE_KEEPS_STATE: 3})
 
 
+LATE_HOLDERS = sorted(HOLDERS.keys() - {"count"})
+"""All that can be put back: an `itertools.count` cannot."""
+
+
+@pytest.mark.parametrize("what", LATE_HOLDERS)
+def test_state_in_unusual_places_is_put_back(what: str) -> None:
+    make, count, read = HOLDERS[what]
+    late: list[bool] = []
+    module = Counters(make(), lambda holder: count(holder) if late else None)
+    bare = Counters(make(), count)
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(2):
+            wrapper(rows(8))
+        late.append(True)
+        for calls in (1, 2):
+            wrapper(rows(8))
+            bare(rows(8))
+            assert read(module.holder) == read(bare.holder)
+            assert seen(wrapper) == (1, 1, {DeclineReason.MODULE_KEEPS_STATE: calls})
+
+
+def test_what_a_class_holds_is_the_modules_state() -> None:
+    class Remembering(nn.Module):
+        lengths: ClassVar[list[int]] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.lengths.append(len(x))
+            return x * 2
+
+    with wrapped(Remembering(), **FIRST) as wrapper:
+        for _ in range(3):
+            wrapper(rows(8))
+        assert Remembering.lengths == [8, 8, 8]
+        assert seen(wrapper) == (0, 0, {DeclineReason.MODULE_KEEPS_STATE: 3})
+
+
+def test_what_is_done_to_an_argument_itself_is_not_lost() -> None:
+    def forces(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x.requires_grad_(True)
+            return torch.autograd.grad((x**2).sum(), x)[0]
+
+    def marking(x: Tensor) -> Tensor:
+        x.mark = "seen"
+        return x * 2
+
+    for function, read in ((forces, lambda x: x.requires_grad), (marking, lambda x: getattr(x, "mark", None))):
+        with wrapped(Plain(function), **FIRST) as wrapper:
+            for _ in range(3):
+                x, y = rows(8), rows(8)
+                assert torch.equal(wrapper(x), function(y))
+                assert read(x) == read(y)
+            assert seen(wrapper) == (0, 0, {DeclineReason.ARGUMENTS_CHANGED: 3})
+
+
+def test_a_write_that_became_part_of_a_graph_is_not_put_back() -> None:
+    """The values could be, but gradients would go through the lanes' write, too."""
+    module = Late(lambda m, x: x.neg_()).eval()
+    with torch.enable_grad(), wrapped(module, **FIRST) as wrapper:
+        for _ in range(2):
+            wrapper(rows(8).requires_grad_() * 1)
+        assert wrapper.statistics().engaged == 1
+        module.late()[0] = True
+        with pytest.raises(SideEffectError, match="'x', which cannot be put back"):
+            wrapper(rows(8).requires_grad_() * 1)
+        leaf, other = rows(8).requires_grad_(), rows(8).requires_grad_()
+        wrapper(leaf * 1).sum().backward()
+        module(other * 1).sum().backward()
+        assert torch.equal(leaf.grad, other.grad)
+
+
+def test_a_strided_argument_is_put_back() -> None:
+    module = Late(lambda m, x: x.mul_(2)).eval()
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(2):
+            wrapper(rows(8, 6)[:, ::2])
+        module.late()[0] = True
+        x, y = rows(8, 6)[:, ::2], rows(8, 6)[:, ::2]
+        torch.testing.assert_close(wrapper(x), module(y))
+        assert torch.equal(x, y)
+
+
 def test_classes_of_users_packages_with_our_names_are_users() -> None:
     kind = type("State", (), {"__module__": "attention.state", "calls": 0})
     module = Counters(kind(), tick)
@@ -437,6 +554,21 @@ def test_classes_of_users_packages_with_our_names_are_users() -> None:
 local = threading.local()
 
 
+class Reading:
+    """Has a method that reads a `threading.local`."""
+
+    def scale(self) -> float:
+        return getattr(local, "scale", 1.0)
+
+
+class Broken:
+    """Raises wherever one looks."""
+
+    @property
+    def __dict__(self) -> Any:
+        raise RuntimeError("out of its context")
+
+
 class ReadsLocal(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * getattr(local, "scale", 1.0)
@@ -448,9 +580,11 @@ class ReadsLocal(nn.Module):
         (Counters((index for index in range(99)), next), "'holder' is a generator"),
         (Counters(itertools.cycle("ab"), next), "'holder' is a cycle"),
         (Counters(threading.local(), lambda holder: None), "'holder' is a threading.local"),
+        (Counters(Reading(), lambda holder: None), "'holder' is reading 'local', a threading.local"),
+        (Counters(Broken(), lambda holder: None), "'holder' is a Broken, which cannot be read (RuntimeError"),
         (ReadsLocal(), "'forward' is reading 'local', a threading.local"),
     ],
-    ids=["generator", "cycle", "local", "local that is read"],
+    ids=["generator", "cycle", "local", "an object that reads one", "broken", "local that is read"],
 )
 def test_what_cannot_be_read_declines_by_name(module: nn.Module, named: str) -> None:
     with wrapped(module, **FIRST) as wrapper:
@@ -458,6 +592,50 @@ def test_what_cannot_be_read_declines_by_name(module: nn.Module, named: str) -> 
             wrapper(rows(8))
         assert seen(wrapper) == (0, 0, {DeclineReason.CANNOT_PROVE: 3})
         assert named in str(wrapper.statistics().last_reason)
+
+
+def test_what_belongs_to_the_machinery_is_no_state() -> None:
+    """A logger, a lock, a system's random numbers, and another wrapper, which stands for its module."""
+    module = Counters([], lambda holder: None)
+    module.logger = logging.getLogger("ubatch.tests.guard")
+    module.lock = threading.Lock()
+    module.numbers = random.SystemRandom()
+    with wrapped(nn.Linear(3, 3)) as other, wrapped(module, **FIRST) as wrapper:
+        module.holder.append(other)
+        module.trainer = collections.UserDict(model=wrapper)
+        for number in range(3):
+            logging.getLogger(f"ubatch.tests.guard.{number}").debug("another logger")
+            wrapper(rows(8))
+        assert wrapper.statistics().engaged == 2
+
+
+def test_a_number_that_callers_count_does_not_end_overlap() -> None:
+    module = Counters([], lambda holder: None)
+    with wrapped(module, **FIRST) as wrapper:
+        for step in range(2, 30):
+            module.step = step
+            wrapper(rows(8))
+        assert wrapper.statistics().proved <= 6
+        assert wrapper.statistics().engaged >= 22
+
+
+def test_arguments_that_are_methods_are_told_apart_by_what_they_belong_to() -> None:
+    class Centring:
+        on = False
+
+        def apply(self, y: Tensor) -> Tensor:
+            return y - y.mean(0) if self.on else y
+
+    centring, module = Centring(), Plain(lambda x, function: function(x * 2))
+    partial = functools.partial(lambda y, of: of.apply(y), of=centring)
+    with wrapped(module, **FIRST) as wrapper:
+        for function in (centring.apply, partial):
+            centring.on = False
+            for _ in range(2):
+                wrapper(rows(8), function)
+            centring.on = True
+            torch.testing.assert_close(wrapper(rows(8), function), module(rows(8), function))
+        assert wrapper.statistics().engaged == 2
 
 
 def test_what_is_changed_behind_the_wrapper_is_proved_anew() -> None:

@@ -5,12 +5,14 @@ A test that fails here is good news: one exception less. Take it out of the docu
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from wrapping import FIRST, rows, wrapped
+from wrapping import FIRST, Plain, rows, wrapped
 
 pytestmark = pytest.mark.long
 
@@ -76,6 +78,93 @@ def test_an_attribute_of_a_tensor() -> None:
         module.linear.bias.calls = getattr(module.linear.bias, "calls", 0) + 1
 
     assert twice(count, lambda m: getattr(m.linear.bias, "calls", 0)) == 2
+
+
+def test_a_write_to_a_large_array() -> None:
+    def count(module: Late) -> None:
+        module.array += 1
+
+    module = Late(count).eval()
+    module.array = np.zeros(20_000)
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(2):
+            wrapper(rows(8))
+        module.late().append(True)
+        wrapper(rows(8))
+        assert (wrapper.statistics().engaged, module.array[0]) == (2, 2)
+
+
+def test_a_gradient_that_the_call_computes() -> None:
+    def learn(module: Late) -> None:
+        with torch.enable_grad():
+            module.linear(torch.ones(3)).sum().backward()
+
+    assert twice(learn, lambda m: 0.0 if m.linear.bias.grad is None else m.linear.bias.grad[0].item()) == 2
+
+
+def test_a_limit_on_the_number_of_rows() -> None:
+    with wrapped(Plain(lambda x: (x * 2)[:10]), **FIRST) as wrapper:
+        for _ in range(2):
+            wrapper(rows(8))
+        assert len(wrapper(rows(16))) == 16, "the module alone gives ten"
+
+
+def test_a_coupling_in_the_backward() -> None:
+    def centring(x: Tensor) -> Tensor:
+        y = x * 2
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient - gradient.mean(0))
+        return y
+
+    with torch.enable_grad(), wrapped(Plain(centring), **FIRST) as wrapper:
+        gradients = []
+        for _ in range(2):
+            x = rows(8).requires_grad_()
+            (wrapper(x) * rows(8)).sum().backward()
+            gradients.append(x.grad)
+        assert wrapper.statistics().engaged == 1
+        assert not torch.allclose(*gradients)
+
+
+class Scales:
+    """Reads a `threading.local` for a module that does not hold it."""
+
+    def __init__(self) -> None:
+        self.local = threading.local()
+
+    def scale(self) -> float:
+        return getattr(self.local, "scale", 1.0)
+
+
+SCALES = Scales()
+
+
+class Scaling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * SCALES.scale()
+
+
+def test_a_local_of_the_thread_that_a_global_object_reads() -> None:
+    with wrapped(Scaling(), **FIRST) as wrapper:
+        for _ in range(2):
+            wrapper(rows(8))
+        SCALES.local.scale = 3.0
+        assert torch.equal(wrapper(rows(8)), rows(8)), "the lanes' own is 1"
+        assert torch.equal(wrapper.module(rows(8)), rows(8) * 3)
+
+
+def test_outputs_are_new_tensors() -> None:
+    def twins(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = x * 2
+        return y, y, x[:, :2]
+
+    with wrapped(Plain(twins), **FIRST) as wrapper:
+        for _ in range(2):
+            x = rows(8)
+            one, other, view = wrapper(x)
+        assert wrapper.statistics().engaged == 1
+        assert one is not other
+        assert view.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
 
 
 def test_an_effect_outside_of_the_module() -> None:
