@@ -39,6 +39,20 @@ def handoff() -> Iterator[tuple[str, str]]:
     yield "a hand-off while another Python", f"{busy:.0f} us: keep other threads idle while lanes run"
 
 
+def wrapper() -> Iterator[tuple[str, str]]:
+    found = results("wrapper")
+    us = {name: f"{each['median']:.0f} us" for name, each in found["us"].items()}
+    yield (
+        "the guard of a wrapped call",
+        f"{us['guard, 100 tensors']} with 100 tensors, {us['guard, 1000 tensors']} with 1,000",
+    )
+    look_up = (
+        f"look-up {us['look-up, argument tensors: 1']} for one argument tensor, {us['look-up, argument tensors: 11']}"
+    )
+    rest = f"for eleven; {us['declined call']} if it declines; cutting a cache of 24 layers {us['cache of 24 layers']}"
+    yield "what else a wrapped call costs", f"{look_up} {rest}"
+
+
 def lanes() -> Iterator[tuple[str, str]]:
     found = results("lanes")
     overhead = interval(found["overhead"], ".3f", "")
@@ -158,7 +172,7 @@ def link() -> Iterator[tuple[str, str]]:
 
 
 BENCHMARKS: tuple[Callable[[], Iterator[tuple[str, str]]], ...] = (
-    *(handoff, lanes, experts, attention, engine, link, speculation, transformers, fairness, abuse),
+    *(handoff, wrapper, lanes, experts, attention, engine, link, speculation, transformers, fairness, abuse),
 )
 
 

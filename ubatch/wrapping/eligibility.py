@@ -171,11 +171,11 @@ class Eligibility:
         known = self.known
         if known is not None and known.mark() and not self._is_usual("buffers", known):
             self.proofs.doubt(["buffers"])
-        if known is None or known.moved():
-            self.known = State.of_module(self._model)
+        state = State.of_module(self._model) if known is None or known.moved() else known
+        if state is not known:
+            self.known = state
             changed = {} if known is None else known.changed_items()
             self.proofs.doubt([path for path, value in changed.items() if not self._is_usual(path, value)])
-        state = self.known or State.of_module(self._model)
         if state.unreadable is not None:
             path, what = state.unreadable
             raise CannotSplit(DeclineReason.CANNOT_PROVE, f"the module's {path!r} is {what}.")
@@ -205,10 +205,10 @@ class Eligibility:
         A rank without rows has nothing to prove, and merges nothing.
         """
         schedule = self._config.for_mode(mode).schedule
-        if schedule.lanes == 1 or not plan.rows:
+        if schedule.lanes == 1:
             return self._even(plan, mode, schedule)
         state, verify = self.state(), self._config.verify
-        if verify == Verify.OFF:
+        if verify == Verify.OFF or not plan.rows:
             return self._even(plan, mode, schedule)
         trains = torch.is_grad_enabled() and state.requires_grad()
         signature = signature_of(plan, mode, schedule.lanes, training=self._model.training, trains=trains)

@@ -70,11 +70,12 @@ def _sources() -> list[_Source]:
     numpy = sys.modules.get("numpy.random")
     if "numpy" not in _known and hasattr(numpy, "get_bit_generator"):  # another thread may be importing it
         _known["numpy"] = _numpy(numpy)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():  # a capture forbids to ask
         for number, generator in enumerate(torch.cuda.default_generators):
             if number not in _known:
                 _known[number] = _torch(generator)
-    return list(_known.values())
+        return list(_known.values())
+    return [source for name, source in _known.items() if isinstance(name, str)]
 
 
 def _torch(generator: torch.Generator) -> _Source:
