@@ -109,7 +109,8 @@ class Offer:
         mode: fingerprint of the forward mode.
         reason: why it votes no.
         graph_mode: fingerprint of the graphs that this rank could replay for such a step; 0: it runs eagerly.
-        again: the step has run in lanes, but this rank could not merge its outputs and wants to repeat it unsplit.
+        again: the step has run in lanes, but this rank could not merge its outputs, or its lanes did what their proof
+            had not shown, and wants to repeat it unsplit.
         content: fingerprint of the rank's work, if some ranks must run the same (tensor parallelism); else 0.
         unproved: the step must be proved first (`ubatch.wrapping.proof`).
         prefill_tokens: how many of its tokens belong to prompts. This and the next are used to plan later steps.
@@ -219,8 +220,9 @@ def decide(offers: Sequence[Offer], rank: int = 0) -> Decision:
     again = [number for number, offer in enumerate(offers) if offer.again]
     if again and len(again) < len(offers):
         raise SplitError(
-            f"ranks {again} could not merge the outputs of their lanes ({offers[again[0]].reason}), but the others "
-            "could merge theirs and went on. Name the outputs in output_dims, or set enable_dbo=False."
+            f"ranks {again} could not merge the outputs of their lanes, or found them unlike in their proof "
+            f"({offers[again[0]].reason}), but the others went on with theirs. Name the outputs in output_dims if that "
+            "is the reason, or set enable_dbo=False."
         )
     reason, declined_by = _common_reason(offers)
     contents = tuple(offer.content for offer in offers)

@@ -143,3 +143,47 @@ def required(rank: int, world_size: int) -> list[str]:
 
 def test_overlap_that_is_required() -> None:
     assert run_ranks(required, 2) == [[PEER], [DeclineReason.ROWS_DEPEND]]
+
+
+def late(rank: int, world_size: int) -> list[Any]:
+    """Lanes that change the module, unlike in the proof: on all ranks the call runs whole; on one it is an error."""
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    model, changing = Summing(group), list[int]()
+    model.count = 0
+
+    def counting(x: Tensor) -> Tensor:
+        if rank in changing:
+            model.count += 1
+        return x
+
+    model.change = counting
+    wrapper = UBatchWrapper(model, UBatchConfig(group=group, dbo_prefill_token_threshold=2))
+    x = torch.randn((8, 5)[rank], 3)
+    with torch.inference_mode():
+        for _ in range(2):
+            wrapper(x)
+        changing += [0, 1]
+        torch.testing.assert_close(wrapper(x), x * world_size + world_size)
+        found = [seen(wrapper), model.count]
+        changing.clear()
+        wrapper.module_is = "another"  # through the wrapper: all is proved anew
+        for _ in range(2):
+            wrapper(x)
+        changing.append(0)
+        if rank == 1:
+            wrapper(x)  # which notices at its next step
+        with pytest.raises(ubatch.UBatchError) as error:
+            wrapper(x)
+        group.reset()
+        changing.clear()
+        torch.testing.assert_close(wrapper(x), x * world_size + world_size)
+    wrapper.close()
+    return [*found, model.count, str(error.value)]
+
+
+def test_what_lanes_change_late_on_ranks() -> None:
+    first, second = run_ranks(late, 2)
+    for counts, once, after, message in (first, second):
+        assert (counts, once, after) == ((1, 1, {DeclineReason.MODULE_KEEPS_STATE: 1}), 1, 1)
+        assert "ranks [0]" in message
+        assert "unlike in their proof (module_keeps_state)" in message
