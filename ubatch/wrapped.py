@@ -105,23 +105,21 @@ class WrappedModule:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module; see `UBatchWrapper.forward`."""
-        return self._alone(functools.partial(self._beside, args, kwargs), self._traced, args, kwargs)
+        return self._alone(self._beside, self._traced, args, kwargs)
 
-    def _beside(self, args: tuple[Any, ...], kwargs: dict[str, Any], other: Claim | None) -> Any:
+    def _beside(self, other: Claim | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call unsplit while another one runs: in the thread of claim `other`, or, if None, in the lanes that
         this one comes from."""
-        if self.config.group is not None:
-            raise _refusal(other)
-        nested = other is None or other.thread == threading.get_ident()
-        self.tally.beside(nested=nested)
+        self.tally.beside(nested=other is None or other.thread == threading.get_ident())
         if self.config.require_overlap:
             raise OverlapDeclined(
                 "require_overlap is set, but another call runs in this UBatchWrapper.", DeclineReason.CONCURRENT_CALL
             )
         return self.model(*args, **kwargs)
 
-    def _alone(self, otherwise: Callable[[Claim | None], Any], work: Callable[..., Any], *args: Any) -> Any:
-        """Run `work(*args)` as the only call of this wrapper, and as one step of all ranks; else `otherwise`."""
+    def _alone(self, otherwise: Callable[..., Any], work: Callable[..., Any], *args: Any) -> Any:
+        """Run `work(*args)` as the only call of this wrapper, and as one step of all ranks. If another one runs,
+        `otherwise(claim, *args)`; with a group, an error."""
         if torch.compiler.is_dynamo_compiling():
             return uncompiled(self._alone, otherwise, work, *args)
         refuse_tracing()
@@ -132,14 +130,14 @@ class WrappedModule:
             )
         claims, group = self._claims, self.config.group
         if lane is not None:
-            if otherwise is not _refuse and claims.held():
-                return otherwise(None)
+            if otherwise is not _refuse and group is None and claims.held():
+                return otherwise(None, *args)
             raise NestedUBatchError(
                 f"a UBatchWrapper was called inside lane {lane.id}. Wrap only the outermost module."
             )
         if group is None:
             return claims.alone(otherwise, work, *args)
-        return claims.alone(otherwise, apart, _in_step, group, work, *args)
+        return claims.alone(_refuse, apart, _in_step, group, work, *args)
 
     def capture(self, context: ForwardContext | None, work: Callable[[Capturer], T]) -> T:
         """Run `work` like a call, with a `Capturer` for `context`, and return its result.
@@ -366,18 +364,14 @@ def _in_step(group: CommGroup, work: Callable[..., T], *args: Any) -> T:
         return work(*args)
 
 
-def _refusal(other: Claim | None) -> UBatchError:
-    """The error of a call while `other` is in a call."""
-    if other is None or other.thread == threading.get_ident():
-        return NestedUBatchError("a UBatchWrapper was called from inside its own call. Wrap a module once.")
-    return ConcurrentCallError(
+def _refuse(other: Claim, *_: object) -> NoReturn:
+    """Refuse a call while `other` is in a call."""
+    if other.thread == threading.get_ident():
+        raise NestedUBatchError("a UBatchWrapper was called from inside its own call. Wrap a module once.")
+    raise ConcurrentCallError(
         "another thread is in a call of this UBatchWrapper, whose steps all ranks take together. Use one wrapper per "
         "thread."
     )
-
-
-def _refuse(other: Claim | None) -> NoReturn:
-    raise _refusal(other)
 
 
 def _table(

@@ -70,16 +70,16 @@ class Claims:
     def __init__(self) -> None:
         self._claims: list[Claim] = []
 
-    def alone(self, otherwise: Callable[[Claim], T], work: Callable[..., T], *args: Any) -> T:
-        """Run `work(*args)` if no other thread is in this call; else `otherwise`, with the claim of the thread that is
-        in the call. A claim is held meanwhile, too."""
+    def alone(self, otherwise: Callable[..., T], work: Callable[..., T], *args: Any) -> T:
+        """Run `work(*args)` if no other thread is in this call; else `otherwise(claim, *args)`, with the claim of the
+        thread that is in the call. A claim is held meanwhile, too."""
         claim = Claim(get_ident())
         try:
             self._claims.append(claim)
             if self._claims[0] is not claim:
                 other = self._before(claim)
                 if other is not None:
-                    return otherwise(other)
+                    return otherwise(other, *args)
             return work(*args)
         finally:
             if claim in self._claims:
