@@ -311,7 +311,8 @@ class WrappedModule:
             yield
         finally:
             now = self.eligibility.known
-            if now is not None and (now.moved() or (now is state and now.hooks != hooks)):
+            changed = now is not None and now.moved() and now.changed_items()
+            if changed or (now is not None and now is state and now.hooks != hooks):
                 self.module_changed(how)
 
     def module_changed(self, how: str) -> None:

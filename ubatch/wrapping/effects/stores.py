@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Iterator
 from types import CodeType, FunctionType, SimpleNamespace
@@ -35,7 +36,9 @@ def reads_local(module: nn.Module) -> str | None:
 
 @functools.lru_cache(4096)
 def methods_read_local(kind: Any) -> str | None:
-    """The same of the methods of another class, which `forward` may call."""
+    """The same of the methods of a user's class, which `forward` may call. Installed packages see to that."""
+    if "site-packages" in (getattr(sys.modules.get(kind.__module__), "__file__", None) or ""):
+        return None
     return next((local for each in vars(kind).values() if (local := _of_code(kind, each)[1]) is not None), None)
 
 

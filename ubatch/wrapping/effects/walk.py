@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from ubatch.calls.caches import splitter_for
-from ubatch.calls.containers import FUNCTIONS, PLAIN
+from ubatch.calls.containers import FUNCTIONS, PLAIN, attributes_of
 from ubatch.errors import describe
 from ubatch.wrapping.effects.stores import methods_read_local, reads_local, stores_attributes
 
@@ -119,7 +119,10 @@ class Walk:
             self.tensors[path] = value
             if value.is_leaf and value.grad is not None:
                 self._later(f"{prefix}grad", value.grad)
-            if any(not name.startswith("_") for name in value.__dict__) or self._thorough:
+            if self._thorough:  # without what torch's compiler sets
+                take = functools.partial(attributes_of, value)
+                self.kept.append(Kept(prefix, take, None, take()))
+            elif any(not name.startswith("_") for name in value.__dict__):
                 self._keep(prefix, value.__dict__)
         elif issubclass(kind, nn.Module):
             self._visit_module(prefix, value, scratch)
