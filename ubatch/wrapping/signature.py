@@ -8,13 +8,15 @@ module that squeezes treats them differently.
     any other number, also in a 0-dim tensor on a CPU             by value, until four were proved (`proof_table`)
     list of numbers with one entry per row                        by type
     tensor                                                        by class, attributes, dtype, dimensions
-    other object                                                  by class, and its attributes by these rules
+    other object                                                  by class, and its attributes by these rules; without
+                                                                  any, such as a set or slice, by value
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import pickle
 from collections.abc import Hashable
 from enum import Enum
 from types import MethodType
@@ -25,7 +27,7 @@ from torch import Tensor, nn
 
 from ubatch.calls.caches import splitter_for
 from ubatch.calls.call_plan import CallPlan
-from ubatch.calls.containers import FUNCTIONS, PLAIN, children_of, tensor_kind
+from ubatch.calls.containers import FUNCTIONS, PLAIN, children_of, tensor_kind, tensors_in
 from ubatch.schedules.forward_context import ForwardMode
 
 __all__ = ["Signature", "is_flag", "signature_of"]
@@ -95,11 +97,11 @@ def _kind(path: str, value: Any, plan: CallPlan, numbers: list[complex], deep: i
     children = children_of(value)
     if children is None:
         own = getattr(value, "__dict__", None)
-        if not own or deep >= _DEEP or splitter_for(value) is not None:
+        if splitter_for(value) is not None:
             return type(value)
-        if isinstance(value, nn.Module):
-            return id(value)
-        return type(value), *[(key, _kind("", child, plan, numbers, deep + 1)) for key, child in own.items()]
+        if own and deep < _DEEP and not isinstance(value, nn.Module) and not hasattr(value, "__slots__"):
+            return type(value), *[(key, _kind("", child, plan, numbers, deep + 1)) for key, child in own.items()]
+        return type(value), _value_of(value)
     if len(children) > 1 and isinstance(value, list | tuple):
         if any(leaf.path == path and leaf.dim is not None for leaf in plan.leaves):
             return type(value), frozenset(type(child) for _, child in children)
@@ -107,6 +109,16 @@ def _kind(path: str, value: Any, plan: CallPlan, numbers: list[complex], deep: i
             kinds = {_kind("", child, plan, []) for _, child in children}
             return type(value), kinds.pop() if len(kinds) == 1 else frozenset(kinds)
     return type(value), *[(key, _kind(f"{path}.{key}", child, plan, numbers, deep)) for key, child in children]
+
+
+def _value_of(value: Any) -> object:
+    """What tells a value of any other class from another one: its pickled form, or itself where that cannot be had."""
+    if isinstance(value, nn.Module) or any(True for _ in tensors_in(value)):
+        return id(value)
+    try:
+        return pickle.dumps(value)
+    except Exception:
+        return id(value)
 
 
 def _number(value: complex, numbers: list[complex]) -> object:

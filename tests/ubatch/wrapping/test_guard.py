@@ -168,6 +168,36 @@ def test_a_flag_proves_for_itself() -> None:
         assert wrapper.statistics().engaged == 7
 
 
+@pytest.mark.parametrize(
+    ("off", "on"),
+    [
+        (np.bool_(False), np.bool_(True)),
+        (np.float32(0), np.float32(1)),
+        (frozenset(), frozenset({1})),
+        (set(), {1}),
+        (range(0), range(1)),
+        (slice(0), slice(1)),
+        (bytearray(), bytearray(b"1")),
+        (collections.deque(), collections.deque([1])),
+        (np.zeros(1), np.ones(1)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_flags_of_other_classes_prove_for_themselves(off: Any, on: Any) -> None:
+    """Where the caller says that all lanes may share them."""
+
+    def forward(x: Tensor, flag: Any) -> Tensor:
+        is_on = flag.stop if isinstance(flag, slice) else len(flag) if hasattr(flag, "__len__") else bool(flag)
+        is_on = bool(flag[0]) if isinstance(flag, np.ndarray) else is_on
+        return x - x.mean(0) if is_on else x * 2
+
+    module = Plain(forward)
+    with wrapped(module, split_dims={"flag": None}, **FIRST) as wrapper:
+        for flag in (off, off, off, on, on):
+            torch.testing.assert_close(wrapper(rows(8), copy.copy(flag)), module(rows(8), flag))
+        assert seen(wrapper) == (2, 1, {DeclineReason.ROWS_DEPEND: 2})
+
+
 def test_other_numbers_prove_until_four_were_right() -> None:
     with wrapped(Plain(lambda x, at: x + at), **FIRST) as wrapper:
         for at in range(5, 25):
