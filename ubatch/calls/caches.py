@@ -219,8 +219,10 @@ class _Cut:
                 owned[name] = self.cut(item, _within(at, name, in_static))
         parts = []
         for lane in range(len(self.sizes)):
-            part = object.__new__(type(value))
-            vars(part).update(vars(value), **{name: own[lane] for name, own in owned.items()})
+            part, state = object.__new__(type(value)), vars(value).copy()
+            for name, own in owned.items():
+                state[name] = own[lane]
+            object.__setattr__(part, "__dict__", state)  # not through a `__setattr__` of a user's class
             parts.append(part)
         return parts
 

@@ -42,6 +42,8 @@ from ubatch.wrapping.signature import Signature, is_flag, signature_of
 
 __all__ = ["CutCall", "Eligibility", "Intent"]
 
+_MOST_REFUSALS = 1024
+
 
 @dataclass(frozen=True)
 class CutCall:
@@ -113,6 +115,7 @@ class Eligibility:
         self._config = config
         self.names = parameter_names(model.forward)
         self.proofs = ProofTable()
+        self._refusals: dict[tuple[int, ForwardMode, DeclineReason], Offer] = {}
         self.forget()
 
     def intent(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext | None) -> Intent:
@@ -338,8 +341,13 @@ class Eligibility:
         return None
 
     def _no(self, reason: DeclineReason, why: str, tokens: int, mode: ForwardMode, plan: CallPlan | None) -> Intent:
-        schedule = self._config.for_mode(mode).schedule
-        return Intent(_offer((tokens,), mode, schedule, reason), why, schedule, None, mode, tokens, plan)
+        schedule, key = self._config.for_mode(mode).schedule, (tokens, mode, reason)
+        offer = self._refusals.get(key)
+        if offer is None:
+            if len(self._refusals) == _MOST_REFUSALS:
+                self._refusals.clear()
+            offer = self._refusals[key] = _offer((tokens,), mode, schedule, reason)
+        return Intent(offer, why, schedule, None, mode, tokens, plan)
 
     def _even(self, plan: CallPlan, mode: ForwardMode, schedule: Schedule, proved: _Proved | None = None) -> Intent:
         if schedule.lanes == 1:

@@ -151,7 +151,7 @@ class Execution:
     def unsplit(self, step: Step, capture: Capture | None = None) -> Any:
         """Run a call unsplit. If the ranks voted, its forward context has their decision."""
         self.failure = None
-        around: AbstractContextManager[Any] = nullcontext()
+        around: AbstractContextManager[Any] = _NO_SPAN
         if self._config.group is not None and (step.context is None or step.context.decision is None):
             around = set_forward_context(self._whole_context(step))
         patient = bool(self._patient) or capture is not None

@@ -223,8 +223,10 @@ def _write(tensor: Tensor, copy: bytes | Tensor) -> bool:
 
 def _list_identities(items: list[Any]) -> bytes:
     """The identities of a list's items, as they lie in its memory."""
+    if not items:
+        return b""
     start = ctypes.c_void_p.from_address(id(items) + object.__basicsize__ + _WORD).value
-    return ctypes.string_at(start, len(items) * _WORD) if start and items else b""
+    return ctypes.string_at(start or 0, len(items) * _WORD)
 
 
 def _any_identities(items: list[Any]) -> bytes:
