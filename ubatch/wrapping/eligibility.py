@@ -28,7 +28,7 @@ from ubatch.calls.arguments import parameter_names, plan_call
 from ubatch.calls.call_leaves import leaves_of
 from ubatch.calls.call_plan import CallPlan, CannotSplit, LaneParts, even_bounds
 from ubatch.calls.merging import Rule
-from ubatch.errors import SplitError
+from ubatch.errors import SplitError, UBatchError, describe
 from ubatch.lanes.torch_modes import why_not_in_lanes
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
 from ubatch.schedules.schedule import Schedule
@@ -142,6 +142,11 @@ class Eligibility:
             return self._provable(plan, mode)
         except CannotSplit as cannot:
             return self._no(cannot.reason, str(cannot), num_tokens, mode, plan)
+        except UBatchError:
+            raise
+        except Exception as error:  # an argument that is not what it seems; the module may not mind
+            why = f"the call cannot be taken apart ({describe(error)})."
+            return self._no(DeclineReason.CANNOT_PROVE, why, num_tokens, mode, plan)
 
     def settle(self, intent: Intent, decision: Decision) -> Intent:
         """The intent after the vote: a rank without tokens takes the lanes and schedule of the others.
@@ -174,11 +179,13 @@ class Eligibility:
         known = self.known
         if known is not None and known.mark() and not self._is_usual("buffers", known):
             self.proofs.doubt(["buffers"])
-        state = State.of_module(self._model) if known is None or known.moved() else known
-        if state is not known:
-            self.known = state
-            changed = {} if known is None else known.changed_items()
+        state = known
+        if state is None or (state.unreadable is None and state.moved()):
+            changed = {} if state is None else state.changed_items()
             self.proofs.doubt([path for path, value in changed.items() if not self._is_usual(path, value)])
+            if state is None or not state.renew():
+                state = State.of_module(self._model)
+            self.known = state
         if state.unreadable is not None:
             path, what = state.unreadable
             raise CannotSplit(DeclineReason.CANNOT_PROVE, f"the module's {path!r} is {what}.")
@@ -210,14 +217,19 @@ class Eligibility:
         schedule = self._config.for_mode(mode).schedule
         if schedule.lanes == 1:
             return self._even(plan, mode, schedule)
-        state, verify = self.state(), self._config.verify
+        verify = self._config.verify
         if verify == Verify.OFF or not plan.rows:
+            self.state()  # which the guard compares with
             return self._even(plan, mode, schedule)
-        trains = torch.is_grad_enabled() and state.requires_grad()
+        trains = torch.is_grad_enabled() and any(each.requires_grad for each in self._model.parameters())
         signature = signature_of(plan, mode, schedule.lanes, training=self._model.training, trains=trains)
         standing = self.proofs.find(signature)
         if standing.retired is not None:
             return self._no(*standing.retired, plan.num_tokens, mode, plan)
+        self.state()  # may doubt the proof
+        vain = self.proofs.vain(standing)
+        if vain is not None:
+            return self._no(*vain, plan.num_tokens, mode, plan)
         if standing.writes and plan.shares_memory():
             why = "the call writes to arguments that share memory with each other. Give it tensors of their own."
             return self._no(DeclineReason.CANNOT_PROVE, why, plan.num_tokens, mode, plan)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from ubatch.calls.call_plan import CannotSplit
 from ubatch.schedules.vote import DeclineReason
-from ubatch.wrapping.effects.random_state import RandomState
+from ubatch.wrapping.effects.random_state import RandomState, others_are_busy
 from ubatch.wrapping.effects.state import State
 
 __all__ = ["Finding", "Guard"]
@@ -79,7 +79,7 @@ class Guard:
         and may have changed it."""
         if self._neighbours() != self._begun:
             return [*self._module.changes(), *self._call.changes()]
-        if self._random.moved():
+        if self._random.moved() and not others_are_busy():
             self._random_after = RandomState()
             self._random.restore()
         return [*self._module.restore(), *self._call.restore()]

@@ -19,7 +19,6 @@ in their first call.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -37,7 +36,7 @@ from ubatch.errors import GroupBroken, PeerFailed, SideEffectError
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
 from ubatch.trace.spans import current_trace, tracing
 from ubatch.wrapping.config import UBatchConfig
-from ubatch.wrapping.effects.random_state import RandomState
+from ubatch.wrapping.effects.random_state import RandomState, busy_threads
 from ubatch.wrapping.effects.state import State
 from ubatch.wrapping.eligibility import CutCall, Intent
 from ubatch.wrapping.execution import Execution, Step
@@ -187,7 +186,8 @@ class Proof:
                 self._no = self._in_lanes(step, intent.cut, rehearsal, result)
             except BaseException as error:
                 failed = error
-            self._no = self._put_back() if self._no is None else self._no
+            put_back = self._put_back()
+            self._no = self._no or put_back
             agreed = self._agree_after(intent, failed)
             if not agreed.prove:
                 break
@@ -237,7 +237,7 @@ class Proof:
                 "which the second lane changes after the first has saved it. Write to a new tensor.",
             )
         self._call = State.of_call(self._named)
-        self._others = _busy_threads()
+        self._others = busy_threads()
         return None
 
     def _look(self) -> None:
@@ -254,7 +254,7 @@ class Proof:
         """
         changed, drawn = self._left or next(iter(self._module.changes()), None), self._random.moved()
         if self._neighbours() == self._begun:
-            if drawn and _busy_threads() == self._others:
+            if drawn and busy_threads() == self._others:
                 self._random.restore()
             lost = [*(self._module.restore() if changed else ()), *self._call.restore()]
             if lost:
@@ -416,14 +416,6 @@ def _is_coarse(model: nn.Module, plan: CallPlan) -> bool:
     given = [leaf.value for leaf in plan.leaves if isinstance(leaf.value, Tensor) and leaf.value.is_floating_point()]
     low = [each.numel() for each in weights or given if each.element_size() < 4]
     return 2 * sum(low) > sum(each.numel() for each in weights) if weights else bool(low)
-
-
-def _busy_threads() -> dict[int, float]:
-    """Processor time of every other thread; empty where a system does not tell. Lanes do not count."""
-    tell = getattr(time, "pthread_getcpuclockid", None)
-    others = [each.ident for each in threading.enumerate() if not each.name.startswith("ubatch-lane-")]
-    own = threading.get_ident()
-    return {each: time.clock_gettime(tell(each)) for each in others if each and each != own} if tell else {}
 
 
 def _results_in(result: Any) -> Iterator[Tensor]:

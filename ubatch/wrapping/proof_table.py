@@ -75,9 +75,6 @@ class ProofTable:
             self._standings.move_to_end(key)
             return standing
         alike = self._alike.setdefault(_types_in(signature.base), deque(maxlen=_NEVER_TWICE))
-        if self._doubts >= _NEVER_TWICE:
-            why = f"the module's {self._doubted!r} was changed between calls, each time."
-            return Standing(retired=(DeclineReason.MODULE_KEEPS_STATE, why))
         if len(alike) == _NEVER_TWICE and not any(each.again for each in alike):
             why = f"an argument had {_NEVER_TWICE} values, and none of them twice. Leave it out, or pass a tensor."
             return Standing(retired=(DeclineReason.CANNOT_PROVE, why))
@@ -137,6 +134,15 @@ class ProofTable:
         self._proved.clear()
         for standing in self._standings.values():
             standing.rule, standing.cuts = None, ()
+
+    def vain(self, standing: Standing) -> tuple[DeclineReason, str] | None:
+        """Why this would be proved in vain, as the module is another one again and again; None if it holds, or may."""
+        if standing.rule is not None:
+            self._doubts = max(0, self._doubts - 1)
+        if standing.rule is not None or self._doubts < _NEVER_TWICE:
+            return None
+        why = f"the module's {self._doubted!r} was changed between calls, time and again."
+        return DeclineReason.MODULE_KEEPS_STATE, why
 
     def clear(self) -> None:
         """Forget all results, because the module was changed through its wrapper."""

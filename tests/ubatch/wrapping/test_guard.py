@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import collections
 import copy
 import dataclasses
@@ -11,6 +12,7 @@ import itertools
 import logging
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 from wrapping import FIRST, Plain, assert_same, rows, seen, wrapped
 
 from ubatch import (
@@ -265,6 +268,30 @@ def test_a_failed_proof_leaves_no_trace_of_its_lanes() -> None:
         assert seen(wrapper) == (0, 0, {DeclineReason.MODULE_KEEPS_STATE: 4})
 
 
+def test_a_proof_that_finds_other_values_puts_back_what_its_lanes_left() -> None:
+    class Scaling(nn.Module):
+        """Doubles an attribute for as long as it runs; lanes in between double it twice, and halve it once."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(3, 3), 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale, before = self.scale * 2, self.scale
+            dbo_yield()
+            y = self.linear(x) * self.scale
+            self.scale = before
+            return y
+
+    module = Scaling().eval()
+    bare = copy.deepcopy(module)
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(4):
+            assert_same(wrapper(rows(8)), bare(rows(8)))
+            assert module.scale == 1.0
+        assert wrapper.statistics().engaged == 0
+
+
 # ------------------------------------------------------------------------------------------------ between two points
 
 
@@ -438,6 +465,24 @@ class Private:
         return self.__calls
 
 
+class SlottedList(list):  # type: ignore[type-arg]
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class HashedSlots:
+    __slots__ = ("__weakref__", "calls")
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Word(str):
+    calls = 0
+
+
 HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], Any]]] = {
     "slots": (Slots, tick, lambda holder: holder.calls),
     "set": (lambda: {-1}, lambda holder: holder.add(len(holder)), len),
@@ -472,6 +517,24 @@ HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[A
         lambda: np.random.RandomState(1),
         lambda holder: holder.rand(),
         lambda holder: holder.get_state()[2],
+    ),
+    "slots of a list": (SlottedList, tick, lambda holder: holder.calls),
+    "a key": (lambda: {"x": 1, HashedSlots(): 2}, lambda holder: tick([*holder][1]), lambda holder: [*holder][1].calls),
+    "keys that look alike": (
+        lambda: {1: torch.zeros(1), "1": torch.zeros(1)},
+        lambda holder: holder["1"].add_(1),
+        lambda holder: holder["1"].item(),
+    ),
+    "an attribute of a string": (lambda: Word("a"), tick, lambda holder: holder.calls),
+    "a weak container": (
+        weakref.WeakKeyDictionary,
+        lambda holder: holder.__setitem__(HashedSlots, len(holder) + holder.get(HashedSlots, 0) + 1),
+        lambda holder: holder[HashedSlots],
+    ),
+    "a cache": (
+        DynamicCache,
+        lambda holder: holder.update(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4), 0),
+        lambda holder: holder.get_seq_length(),
     ),
     "behind a method": (lambda: Slots().__repr__, lambda holder: tick(holder.__self__), lambda holder: holder()),
 }
@@ -523,6 +586,72 @@ def test_what_a_class_holds_is_the_modules_state() -> None:
             wrapper(rows(8))
         assert Remembering.lengths == [8, 8, 8]
         assert seen(wrapper) == (0, 0, {DeclineReason.MODULE_KEEPS_STATE: 3})
+
+
+def test_slots_of_a_module_are_its_state() -> None:
+    class Slotted(nn.Module):
+        __slots__ = ("calls",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x * 2
+
+    module = Slotted()
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(3):
+            wrapper(rows(8))
+        assert (module.calls, seen(wrapper)) == (3, (0, 0, {DeclineReason.MODULE_KEEPS_STATE: 3}))
+
+
+def test_arguments_that_are_not_what_they_seem_decline() -> None:
+    circle: list[Any] = [1]
+    circle.append(circle)
+    word = type("Word", (str,), {"__hash__": None})("a")
+    with wrapped(Plain(lambda x, other: x * 2), **FIRST) as wrapper:
+        for other in (circle, word, nn.UninitializedParameter()):
+            assert torch.equal(wrapper(rows(8), other), rows(8) * 2)
+        assert seen(wrapper)[0] == 0
+
+
+def test_a_flag_that_callers_toggle_ends_in_whole_calls() -> None:
+    module = Counters([], lambda holder: None)
+    with wrapped(module, **FIRST) as wrapper:
+        for step in range(40):
+            module.flag = step % 2 == 0
+            wrapper(rows(8))
+        assert seen(wrapper) == (0, 16, {DeclineReason.MODULE_KEEPS_STATE: 24})
+        assert "'flag' was changed between calls" in str(wrapper.statistics().last_reason)
+
+
+def test_a_thread_that_has_ended_is_asked_for_nothing() -> None:
+    """Python 3.11 lists threads of others for ever, once they have asked for themselves."""
+    for _ in range(10):
+        _thread.start_new_thread(threading.current_thread, ())
+    with wrapped(nn.Linear(3, 3), **FIRST) as wrapper:
+        wrapper(rows(8))
+        wrapper(rows(8))
+        assert wrapper.statistics().engaged == 1
+
+
+def test_an_argument_at_an_odd_place_in_memory_overlaps() -> None:
+    with wrapped(nn.Linear(3, 3), **FIRST) as wrapper:
+        for _ in range(2):
+            wrapper(rows(9)[1:])
+        assert wrapper.statistics().engaged == 1
+
+
+def test_a_tensor_of_another_size_is_named() -> None:
+    module = Late(lambda m, x: m.seen.resize_(4).zero_()).eval()
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(2):
+            wrapper(rows(8))
+        module.late()[0] = True
+        with pytest.raises(SideEffectError, match="'seen', which cannot be put back"):
+            wrapper(rows(8))
 
 
 def test_what_is_done_to_an_argument_itself_is_not_lost() -> None:

@@ -12,13 +12,21 @@ import ctypes
 import pickle
 import random
 import sys
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["RandomState"]
+__all__ = ["RandomState", "busy_threads", "others_are_busy"]
+
+_THREADS_CLOCK = 6
+"""The kernel's flags of a clock of one thread's processor time."""
+_LOOK_S = 0.005
+"""Seconds for which other threads are watched."""
 
 _MT19937_BYTES = 2500
 """Size of numpy's `mt19937_state`: 624 words and a position."""
@@ -63,6 +71,27 @@ class RandomState:
         """Restore these states."""
         for source, whole in zip(self._sources, self._wholes, strict=True):
             source.set(whole)
+
+
+def busy_threads() -> dict[int, float]:
+    """Processor time of every other thread, in seconds; empty where a system does not tell. Lanes do not count.
+
+    The clock is named as Linux does, by the thread's number: to ask for that of a thread that has ended may crash.
+    """
+    own, times = threading.get_native_id(), dict[int, float]()
+    for thread in threading.enumerate() if sys.platform == "linux" else ():
+        number = thread.native_id
+        if number is not None and number != own and not thread.name.startswith("ubatch-lane-"):
+            with suppress(OSError):  # it has ended
+                times[number] = time.clock_gettime((~number << 3) | _THREADS_CLOCK)
+    return times
+
+
+def others_are_busy() -> bool:
+    """Whether another thread is at work now, which may be the one that draws random numbers."""
+    before = busy_threads()
+    time.sleep(_LOOK_S)
+    return busy_threads() != before
 
 
 def _sources() -> list[_Source]:

@@ -37,7 +37,7 @@ _MOST_COMPARED = 16
 """Most tensors that are compared by contents in every call."""
 _DEEP = 16
 """How deep two containers are compared."""
-_version, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
+_version = attrgetter("_version")
 
 
 class State:
@@ -82,7 +82,7 @@ class State:
         thorough: bool = False,
     ) -> State:
         """The state of a call's arguments, by name; and of the containers that were made anew for `lanes`."""
-        found = Walk(thorough=thorough)
+        found = Walk(thorough=thorough, caches=False)
         for name, value in named:
             if type(value) is Tensor:
                 found.tensors[name] = value
@@ -113,10 +113,6 @@ class State:
         """All hooks of the modules now."""
         return gc.get_referents(*self._found.hooks)
 
-    def requires_grad(self) -> bool:
-        """Whether any tensor requires gradients."""
-        return any(map(_requires_grad, self._found.tensors.values()))
-
     def mark(self) -> bool:
         """Look for writes to tensors from now on; copies of small ones are renewed where they have changed. Returns
         whether one that is compared by its contents had changed since the last time."""
@@ -140,6 +136,19 @@ class State:
         except Exception:  # a value cannot be read any more
             return True
 
+    def renew(self) -> bool:
+        """Take what is there now for what was; False if there may be more in it than one can see, so that it needs
+        another walk."""
+        kept = self._found.kept
+        renewed = [each._replace(was=each.take()) for each in kept]
+        others = (value for one, two in zip(kept, renewed, strict=True) for value in _others(one.was, two.was))
+        if not all(isinstance(value, PLAIN) or (type(value) is tuple and _is_plain(value)) for value in others):
+            return False
+        kept[:] = renewed
+        self._alive = gc.get_referents(*self._found.holders), gc.get_referents(*self._found.scratch)
+        self._held, self._scratch = self._holding(), identities(self._alive[1])
+        return True
+
     def scratch_moved(self) -> bool:
         """The same of what code of the module may change between two points."""
         return identities(gc.get_referents(*self._found.scratch)) != self._scratch
@@ -159,9 +168,13 @@ class State:
 
     def changes(self) -> list[str]:
         """Paths of what has changed since the snapshot, and of tensors that were written to since `mark`."""
-        if not self._sums and not self.moved() and self._tensors_now() == (self._versions, self._contents):
+        moved = bool(self._sums) or self.moved()
+        if not moved and self._tensors_now() == (self._versions, self._contents):
             return []
-        return [*self.changed_items(), *self.written_tensors()]
+        changed = [*(self.changed_items() if moved else ()), *self.written_tensors()]
+        if moved and not changed and not self._sums:
+            self.renew()  # equal new objects: the next call need not look so closely
+        return changed
 
     def changed_items(self) -> dict[str, Any]:
         """Paths of attributes and items that have changed since the snapshot, and what is there now."""
@@ -211,12 +224,12 @@ class State:
 
 def _write(tensor: Tensor, copy: bytes | Tensor) -> bool:
     """Write a copy back; False if the tensor cannot be written to."""
-    if isinstance(copy, bytes):
-        copy = torch.frombuffer(bytearray(copy), dtype=tensor.dtype).view(tensor.shape)
     try:
+        if isinstance(copy, bytes):
+            copy = torch.frombuffer(bytearray(copy), dtype=tensor.dtype).view(tensor.shape)
         with torch.inference_mode():  # inference mode allows writes to any tensor
             tensor.copy_(copy)
-    except RuntimeError:  # an expanded view, whose entries share memory
+    except RuntimeError:  # its entries share memory, or it has another size now
         return False
     return True
 
@@ -254,6 +267,19 @@ def _changed(kept: Kept) -> dict[str, Any]:
     if list(now) == list(was):
         return {f"{kept.path}{key}": value for key, value in now.items() if not _same(value, was[key])}
     return {f"{kept.path}{key}": now.get(key) for key in now.keys() ^ was.keys()} or {f"{kept.path}order": None}
+
+
+def _others(was: Any, now: Any) -> Iterable[Any]:
+    """The items of `now` that are other objects than those of `was`."""
+    if isinstance(now, dict):
+        return [value for key, value in now.items() if value is not was.get(key, now)]
+    if isinstance(now, list):
+        return [one for one, other in itertools.zip_longest(now, was) if one is not other]
+    return now - was if isinstance(now, set) else ()
+
+
+def _is_plain(values: tuple[Any, ...]) -> bool:
+    return all(isinstance(each, PLAIN) for each in values)
 
 
 def _same(one: Any, other: Any, depth: int = 0) -> bool:
@@ -305,7 +331,8 @@ def _compared(small: Iterable[tuple[str, Tensor]], *, module: bool) -> list[Tens
 def _bytes_of(tensor: Tensor) -> bytes:
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         tensor = tensor.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+    start = tensor.data_ptr()
+    return ctypes.string_at(start, tensor.nbytes) if start else b""
 
 
 def _grad_of(tensor: Tensor) -> Tensor | None:
@@ -318,8 +345,9 @@ def _block_sums(tensor: Tensor) -> Tensor | None:
     if not _is_readable(tensor) or not tensor.numel() or not tensor.untyped_storage().nbytes():
         return None
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    flat = flat if flat.storage_offset() % 8 == 0 else flat.clone()
     whole = flat.numel() // 8 * 8
-    words = flat[:whole].view(torch.int64) if flat.storage_offset() % 8 == 0 else flat[:0].view(torch.int64)
+    words = flat[:whole].view(torch.int64)
     if not words.numel():
         return flat.sum(dtype=torch.int64).view(1)
     blocks = words.numel() // _BLOCK * _BLOCK

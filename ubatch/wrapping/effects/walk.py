@@ -20,8 +20,10 @@ import pickle
 import random
 import sys
 import threading
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from types import MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -42,7 +44,7 @@ _MANY = 1 << 16
 """Of a container with more items, only their number is compared in every call."""
 _MACHINERY = (
     *("torch._", "torch.distributed", "torch.fx", "torch.jit", "torch.cuda", "torch.utils.hooks", "torch.autograd"),
-    *("logging", "threading", "concurrent.", "multiprocessing", "asyncio", "importlib", "weakref", "_weakref"),
+    *("logging", "threading", "concurrent.", "multiprocessing", "asyncio", "importlib"),
 )
 """Modules whose objects belong to how a module runs, not to what it keeps."""
 _LIBRARIES = frozenset({"torch", "transformers", "builtins", "collections", "abc", "typing", "enum", "numpy"})
@@ -52,7 +54,12 @@ _ROOT = Path(__file__).parents[3]
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that torch sets in every module: tables of parameters, buffers, submodules and hooks."""
 _TABLES = ("_parameters", "_buffers", "_modules")
-_OPAQUE = (ModuleType, torch.device, torch.dtype, torch.Size, Path, property, classmethod, staticmethod)
+_OPAQUE: tuple[type, ...] = (
+    *(ModuleType, torch.device, torch.dtype, torch.Size, Path, property, classmethod, staticmethod),
+    *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
+)
+_HIDING = frozenset({"_queue", "_hashlib"})
+"""Modules in C whose objects change, and let nobody look."""
 
 
 class Kept(NamedTuple):
@@ -85,7 +92,7 @@ class Walk:
         unreadable: a path, and what is there that cannot be read; None if all can.
     """
 
-    def __init__(self, *, thorough: bool = False) -> None:
+    def __init__(self, *, thorough: bool = False, caches: bool = True) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.kept: list[Kept] = []
         self.holders: list[Any] = []
@@ -95,7 +102,7 @@ class Walk:
         self.scratch: list[Any] = []
         self.hooks: list[Any] = []
         self.unreadable: tuple[str, str] | None = None
-        self._thorough = thorough
+        self._thorough, self._caches = thorough, caches
         self._seen: dict[int, Any] = {}  # kept alive, so that nothing else gets its id
         self._waiting: list[tuple[str, Any, bool]] = []
 
@@ -111,11 +118,16 @@ class Walk:
 
     def _visit(self, path: str, value: Any, scratch: bool) -> None:
         kind: Any = type(value)  # not `__class__`, which a proxy may forward
-        if issubclass(kind, (*PLAIN, *_OPAQUE)) or id(value) in self._seen:
+        if issubclass(kind, PLAIN) or issubclass(kind, _OPAQUE) or id(value) in self._seen:
+            own = getattr(value, "__dict__", None) if issubclass(kind, str | int | float | bytes) else None
+            if own is not None and not issubclass(kind, Enum):
+                self._keep(f"{path}.", own)
             return
         self._seen[id(value)] = value
         prefix = f"{path}." if path else ""
         if issubclass(kind, Tensor):
+            while path in self.tensors:  # of a dict with the keys 1 and "1", say
+                path += "'"
             self.tensors[path] = value
             if value.is_leaf and value.grad is not None:
                 self._later(f"{prefix}grad", value.grad)
@@ -132,13 +144,15 @@ class Walk:
             self._later(path, (value.func, value.args, value.keywords), scratch)
         elif issubclass(kind, threading.local):
             self.unreadable = path, "a threading.local, which is another one in every lane"
-        elif issubclass(kind, FUNCTIONS) or splitter_for(value) is not None:
+        elif issubclass(kind, FUNCTIONS) or (not self._caches and splitter_for(value) is not None):
             return
         elif (reading := _reading_of(value, thorough=self._thorough)) is not None:
             self.read.append(Kept(path, *reading, reading[0]()))
             self.kept.append(self.read[-1])
-        elif issubclass(kind, Iterator) and kind.__module__ in ("builtins", "itertools"):
-            self.unreadable = path, f"a {kind.__name__}, whose place cannot be read"
+        elif kind.__module__ in _HIDING or (
+            issubclass(kind, Iterator) and kind.__module__ in ("builtins", "itertools")
+        ):
+            self.unreadable = path, f"a {kind.__name__}, of which nobody can tell where it is"
         elif _where_from(kind) not in ("machinery", "ours"):
             self._visit_object(prefix, value, scratch)
 
@@ -154,7 +168,7 @@ class Walk:
             self._keep(prefix, value, scratch, table=True)
             self.keyed += [value] if isinstance(value, dict) else []
         if slots:
-            self._keep(prefix, value, scratch)
+            self._keep(prefix, value, scratch, slots=True)
         children: list[tuple[Any, Any]] = [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
         if isinstance(own, dict):
             self._keep(prefix, own, scratch)
@@ -163,6 +177,7 @@ class Walk:
             children += [("", gc.get_referents(value)[0])]
         elif isinstance(value, Mapping):
             children += value.items()
+            children += [(f"key {key!r:.20}", key) for key in value if not isinstance(key, PLAIN)]
         elif isinstance(value, list | tuple | deque | set | frozenset):
             children += enumerate(value)
         for name, child in children:
@@ -181,7 +196,10 @@ class Walk:
             if of_user and (local := reads_local(module)) is not None:
                 self.unreadable = f"{prefix}forward", f"reading {local!r}, a threading.local"
             self.hooks += [table for name, table in own.items() if name.endswith("_hooks") and isinstance(table, dict)]
-            linear = _is_linear(module, own)
+            linear, slots = _is_linear(module, own), _slots_of(_class_of(module))
+            if slots:
+                self._keep(prefix, module, scratch, slots=True)
+                children += [(name, getattr(module, name)) for name in slots if hasattr(module, name)]
             self._keep(prefix, own, scratch, counted=linear)
             for name in _TABLES if not linear else ("_parameters",):
                 self._keep(prefix, own[name], table=True)
@@ -205,11 +223,20 @@ class Walk:
         return found
 
     def _keep(
-        self, prefix: str, holder: Any, scratch: bool = False, *, table: bool = False, counted: bool = False
+        self,
+        prefix: str,
+        holder: Any,
+        scratch: bool = False,
+        *,
+        table: bool = False,
+        counted: bool = False,
+        slots: bool = False,
     ) -> None:
-        """Take a shallow copy of an object's attributes or, of a `table`, of its items. `counted`: see there."""
-        take = functools.partial(_items_of, holder)
-        self.kept.append(Kept(prefix, take, functools.partial(_put_items, holder), take()))
+        """Take a shallow copy of an object's attributes (those in `slots`) or, of a `table`, of its items. `counted`:
+        see there."""
+        take = functools.partial(_slots_in if slots else _items_of, holder)
+        put = functools.partial(_put_attributes if slots or isinstance(holder, type) else _put_items, holder)
+        self.kept.append(Kept(prefix, take, put, take()))
         if isinstance(holder, type):
             holder = gc.get_referents(holder.__dict__)[0]
         if counted or (table and len(holder) > _MANY):
@@ -313,27 +340,26 @@ def _items_of(holder: Any) -> Any:
         return dict(holder)
     if isinstance(holder, list | deque):
         return list(holder)
-    if isinstance(holder, set):
-        return set(holder)
-    if isinstance(holder, type):
-        return dict(vars(holder))
+    return dict(vars(holder)) if isinstance(holder, type) else set(holder)
+
+
+def _slots_in(holder: Any) -> dict[str, Any]:
     return {name: getattr(holder, name) for name in _slots_of(_class_of(holder)) if hasattr(holder, name)}
 
 
 def _put_items(holder: Any, was: Any) -> None:
-    """Give a container or object the items of `_items_of` again. Its own methods may refuse, or do more than that."""
-    keyed: Any
-    for keyed in (OrderedDict, dict, set):
-        if isinstance(holder, keyed):
-            keyed.clear(holder)
-            keyed.update(holder, was)
+    """Give a container the items of `_items_of` again. Its own methods may refuse, or do more than that."""
+    kind: Any
+    for kind in (OrderedDict, dict, set, list, deque):
+        if isinstance(holder, kind):
+            kind.clear(holder)
+            (kind.extend if kind in (list, deque) else kind.update)(holder, was)
             return
-    for keyed in (list, deque):
-        if isinstance(holder, keyed):
-            keyed.clear(holder)
-            keyed.extend(holder, was)
-            return
-    now = _items_of(holder)
+
+
+def _put_attributes(holder: Any, was: Mapping[str, Any]) -> None:
+    """Give a class or an object with slots its attributes again."""
+    now = _items_of(holder) if isinstance(holder, type) else _slots_in(holder)
     for name in now.keys() - was.keys():
         delattr(holder, name)
     for name, value in was.items():
