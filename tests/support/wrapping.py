@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +15,8 @@ from torch import Tensor, nn
 from ubatch import DeclineReason, UBatchConfig, UBatchWrapper, dbo_yield
 
 Function = Callable[..., Any]
+LARGE = 6000
+"""Rows of `rows()` that take more bytes than a guard copies."""
 FIRST = {"verify": "first"}
 """Setting with which the first call of a signature is proved."""
 
@@ -103,3 +107,29 @@ def assert_same(result: Any, expected: Any) -> None:
 
 def rows(n: int = 6, *beside: int) -> Tensor:
     return torch.arange(n * 3.0 if not beside else n * float(torch.tensor(beside).prod())).reshape(n, *(beside or (3,)))
+
+
+class Late(nn.Module):
+    """Does something besides its result once `late` holds True; nothing that a proof could see before."""
+
+    def __init__(self, act: Callable[[Any, Tensor], object]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("table", torch.zeros(LARGE, 3))
+        self.count = 0
+        self.items: list[int] = [1]
+        self.own = collections.OrderedDict(calls=0)
+        late = [False]
+        self.late = lambda: late  # a function is no state
+        self.act = lambda module, x: act(module, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dbo_yield()
+        if self.late()[0]:
+            self.act(self, x)
+        return self.linear(x)
+
+    def state(self) -> list[Any]:
+        plain = self.count, copy.copy(self.items), dict(self.own), sorted(vars(self))
+        return [*(buffer.clone() for buffer in self.buffers()), *plain]

@@ -1,0 +1,419 @@
+"""State in unusual places: what a module keeps outside its plain attributes is seen, put back or named."""
+
+from __future__ import annotations
+
+import _thread
+import collections
+import dataclasses
+import functools
+import io
+import itertools
+import logging
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from wrapping import FIRST, Late, Plain, assert_same, rows, seen, wrapped
+
+from ubatch import DeclineReason, SideEffectError
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    calls: int = 0
+
+
+class Counters(nn.Module):
+    """Counts its calls in an object of its own."""
+
+    def __init__(self, holder: Any, count: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.linear, self.holder = nn.Linear(3, 3), holder
+        self.count = lambda: count(self.holder)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count()
+        return self.linear(x)
+
+
+def tick(holder: Any) -> None:
+    holder.calls += 1
+
+
+def count_in_bytes(holder: Any) -> None:
+    holder[0] += 1
+
+
+class Private:
+    """Has nothing but a private slot."""
+
+    __slots__ = ("__calls",)
+
+    def __init__(self) -> None:
+        self.__calls = 0
+
+    def tick(self) -> None:
+        self.__calls += 1
+
+    def calls(self) -> int:
+        return self.__calls
+
+
+class SlottedList(list):  # type: ignore[type-arg]
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class HashedSlots:
+    __slots__ = ("__weakref__", "calls")
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Word(str):
+    calls = 0
+
+
+HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], Any]]] = {
+    "slots": (Slots, tick, lambda holder: holder.calls),
+    "set": (lambda: {-1}, lambda holder: holder.add(len(holder)), len),
+    "bytearray": (lambda: bytearray(4), count_in_bytes, bytes),
+    "array": (lambda: np.zeros(4), count_in_bytes, lambda holder: holder.tolist()),
+    "deque": (lambda: collections.deque([1], 8), lambda holder: holder.append(2), list),
+    "count": (itertools.count, next, repr),
+    "list iterator": (lambda: iter(list(range(99))), next, lambda holder: holder.__reduce__()[2]),
+    "torch's own": (
+        lambda: torch.distributions.Normal(torch.zeros(1), torch.ones(1)),
+        lambda holder: holder.loc.add_(1),
+        lambda holder: holder.loc.item(),
+    ),
+    "generator of random numbers": (
+        lambda: torch.Generator().manual_seed(1),
+        lambda holder: torch.rand(1, generator=holder),
+        lambda holder: holder.get_state().tolist(),
+    ),
+    "dates": (
+        lambda: np.zeros(2, "datetime64[s]"),
+        lambda holder: holder.__setitem__(0, holder[0] + 1),
+        lambda holder: str(holder[0]),
+    ),
+    "text": (io.StringIO, lambda holder: holder.write("a"), io.StringIO.getvalue),
+    "a private slot": (Private, lambda holder: holder.tick(), lambda holder: holder.calls()),
+    "numpy's generator": (
+        lambda: np.random.default_rng(1),
+        lambda holder: holder.random(),
+        lambda holder: holder.bit_generator.state["state"]["state"],
+    ),
+    "numpy's older one": (
+        lambda: np.random.RandomState(1),
+        lambda holder: holder.rand(),
+        lambda holder: holder.get_state()[2],
+    ),
+    "slots of a list": (SlottedList, tick, lambda holder: holder.calls),
+    "a key": (lambda: {"x": 1, HashedSlots(): 2}, lambda holder: tick([*holder][1]), lambda holder: [*holder][1].calls),
+    "keys that look alike": (
+        lambda: {1: torch.zeros(1), "1": torch.zeros(1)},
+        lambda holder: holder["1"].add_(1),
+        lambda holder: holder["1"].item(),
+    ),
+    "an attribute of a string": (lambda: Word("a"), tick, lambda holder: holder.calls),
+    "a weak container": (
+        weakref.WeakKeyDictionary,
+        lambda holder: holder.__setitem__(HashedSlots, len(holder) + holder.get(HashedSlots, 0) + 1),
+        lambda holder: holder[HashedSlots],
+    ),
+    "a cache": (
+        DynamicCache,
+        lambda holder: holder.update(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4), 0),
+        lambda holder: holder.get_seq_length(),
+    ),
+    "behind a method": (lambda: Slots().__repr__, lambda holder: tick(holder.__self__), lambda holder: holder()),
+}
+
+
+@pytest.mark.parametrize("what", HOLDERS)
+def test_state_in_unusual_places_is_seen(what: str) -> None:
+    make, count, read = HOLDERS[what]
+    module, bare = Counters(make(), count), Counters(make(), count)
+    bare.linear = module.linear
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(3):
+            assert_same(wrapper(rows(8)), bare(rows(8)))
+        assert read(module.holder) == read(bare.holder)
+        assert seen(wrapper) == (0, 0, {DeclineReason.MODULE_KEEPS_STATE: 3})
+
+
+LATE_HOLDERS = sorted(HOLDERS.keys() - {"count"})
+"""All that can be put back: an `itertools.count` cannot."""
+
+
+@pytest.mark.parametrize("what", LATE_HOLDERS)
+def test_state_in_unusual_places_is_put_back(what: str) -> None:
+    make, count, read = HOLDERS[what]
+    late: list[bool] = []
+    module = Counters(make(), lambda holder: count(holder) if late else None)
+    bare = Counters(make(), count)
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(2):
+            wrapper(rows(8))
+        late.append(True)
+        for calls in (1, 2):
+            wrapper(rows(8))
+            bare(rows(8))
+            assert read(module.holder) == read(bare.holder)
+            assert seen(wrapper) == (1, 1, {DeclineReason.MODULE_KEEPS_STATE: calls})
+
+
+def test_what_a_class_holds_is_the_modules_state() -> None:
+    class Remembering(nn.Module):
+        lengths: ClassVar[list[int]] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.lengths.append(len(x))
+            return x * 2
+
+    with wrapped(Remembering(), **FIRST) as wrapper:
+        for _ in range(3):
+            wrapper(rows(8))
+        assert Remembering.lengths == [8, 8, 8]
+        assert seen(wrapper) == (0, 0, {DeclineReason.MODULE_KEEPS_STATE: 3})
+
+
+def test_slots_of_a_module_are_its_state() -> None:
+    class Slotted(nn.Module):
+        __slots__ = ("calls",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x * 2
+
+    module = Slotted()
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(3):
+            wrapper(rows(8))
+        assert (module.calls, seen(wrapper)) == (3, (0, 0, {DeclineReason.MODULE_KEEPS_STATE: 3}))
+
+
+def test_arguments_that_are_not_what_they_seem_decline() -> None:
+    circle: list[Any] = [1]
+    circle.append(circle)
+    word = type("Word", (str,), {"__hash__": None})("a")
+    with wrapped(Plain(lambda x, other: x * 2), **FIRST) as wrapper:
+        for other in (circle, word, nn.UninitializedParameter()):
+            assert torch.equal(wrapper(rows(8), other), rows(8) * 2)
+        assert seen(wrapper)[0] == 0
+
+
+def test_a_flag_that_callers_toggle_ends_in_whole_calls() -> None:
+    module = Counters([], lambda holder: None)
+    with wrapped(module, **FIRST) as wrapper:
+        for step in range(40):
+            module.flag = step % 2 == 0
+            wrapper(rows(8))
+        assert seen(wrapper) == (0, 16, {DeclineReason.MODULE_KEEPS_STATE: 24})
+        assert "'flag' was changed between calls" in str(wrapper.statistics().last_reason)
+
+
+def test_a_thread_that_has_ended_is_asked_for_nothing() -> None:
+    """Python 3.11 lists threads of others for ever, once they have asked for themselves."""
+    for _ in range(10):
+        _thread.start_new_thread(threading.current_thread, ())
+    with wrapped(nn.Linear(3, 3), **FIRST) as wrapper:
+        wrapper(rows(8))
+        wrapper(rows(8))
+        assert wrapper.statistics().engaged == 1
+
+
+def test_an_argument_at_an_odd_place_in_memory_overlaps() -> None:
+    with wrapped(nn.Linear(3, 3), **FIRST) as wrapper:
+        for _ in range(2):
+            wrapper(rows(9)[1:])
+        assert wrapper.statistics().engaged == 1
+
+
+def test_a_tensor_of_another_size_is_named() -> None:
+    module = Late(lambda m, x: m.seen.resize_(4).zero_()).eval()
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(2):
+            wrapper(rows(8))
+        module.late()[0] = True
+        with pytest.raises(SideEffectError, match="'seen', which cannot be put back"):
+            wrapper(rows(8))
+
+
+def test_what_is_done_to_an_argument_itself_is_not_lost() -> None:
+    def forces(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x.requires_grad_(True)
+            return torch.autograd.grad((x**2).sum(), x)[0]
+
+    def marking(x: Tensor) -> Tensor:
+        x.mark = "seen"
+        return x * 2
+
+    for function, read in ((forces, lambda x: x.requires_grad), (marking, lambda x: getattr(x, "mark", None))):
+        with wrapped(Plain(function), **FIRST) as wrapper:
+            for _ in range(3):
+                x, y = rows(8), rows(8)
+                assert torch.equal(wrapper(x), function(y))
+                assert read(x) == read(y)
+            assert seen(wrapper) == (0, 0, {DeclineReason.ARGUMENTS_CHANGED: 3})
+
+
+def test_a_write_that_became_part_of_a_graph_is_not_put_back() -> None:
+    """The values could be, but gradients would go through the lanes' write, too."""
+    module = Late(lambda m, x: x.neg_()).eval()
+    with torch.enable_grad(), wrapped(module, **FIRST) as wrapper:
+        for _ in range(2):
+            wrapper(rows(8).requires_grad_() * 1)
+        assert wrapper.statistics().engaged == 1
+        module.late()[0] = True
+        with pytest.raises(SideEffectError, match="'x', which cannot be put back"):
+            wrapper(rows(8).requires_grad_() * 1)
+        leaf, other = rows(8).requires_grad_(), rows(8).requires_grad_()
+        wrapper(leaf * 1).sum().backward()
+        module(other * 1).sum().backward()
+        assert torch.equal(leaf.grad, other.grad)
+
+
+def test_a_strided_argument_is_put_back() -> None:
+    module = Late(lambda m, x: x.mul_(2)).eval()
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(2):
+            wrapper(rows(8, 6)[:, ::2])
+        module.late()[0] = True
+        x, y = rows(8, 6)[:, ::2], rows(8, 6)[:, ::2]
+        torch.testing.assert_close(wrapper(x), module(y))
+        assert torch.equal(x, y)
+
+
+def test_classes_of_users_packages_with_our_names_are_users() -> None:
+    kind = type("State", (), {"__module__": "attention.state", "calls": 0})
+    module = Counters(kind(), tick)
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(3):
+            wrapper(rows(8))
+        assert module.holder.calls == 3
+        assert seen(wrapper) == (0, 0, {DeclineReason.MODULE_KEEPS_STATE: 3})
+
+
+local = threading.local()
+
+
+class Reading:
+    """Has a method that reads a `threading.local`."""
+
+    def scale(self) -> float:
+        return getattr(local, "scale", 1.0)
+
+
+class Broken:
+    """Raises wherever one looks."""
+
+    @property
+    def __dict__(self) -> Any:
+        raise RuntimeError("out of its context")
+
+
+class ReadsLocal(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * getattr(local, "scale", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("module", "named"),
+    [
+        (Counters((index for index in range(99)), next), "'holder' is a generator"),
+        (Counters(itertools.cycle("ab"), next), "'holder' is a cycle"),
+        (Counters(threading.local(), lambda holder: None), "'holder' is a threading.local"),
+        (Counters(Reading(), lambda holder: None), "'holder' is reading 'local', a threading.local"),
+        (Counters(Broken(), lambda holder: None), "'holder' is a Broken, which cannot be read (RuntimeError"),
+        (ReadsLocal(), "'forward' is reading 'local', a threading.local"),
+    ],
+    ids=["generator", "cycle", "local", "an object that reads one", "broken", "local that is read"],
+)
+def test_what_cannot_be_read_declines_by_name(module: nn.Module, named: str) -> None:
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(3):
+            wrapper(rows(8))
+        assert seen(wrapper) == (0, 0, {DeclineReason.CANNOT_PROVE: 3})
+        assert named in str(wrapper.statistics().last_reason)
+
+
+def test_what_belongs_to_the_machinery_is_no_state() -> None:
+    """A logger, a lock, a system's random numbers, and another wrapper, which stands for its module."""
+    module = Counters([], lambda holder: None)
+    module.logger = logging.getLogger("ubatch.tests.guard")
+    module.lock = threading.Lock()
+    module.numbers = random.SystemRandom()
+    with wrapped(nn.Linear(3, 3)) as other, wrapped(module, **FIRST) as wrapper:
+        module.holder.append(other)
+        module.trainer = collections.UserDict(model=wrapper)
+        for number in range(3):
+            logging.getLogger(f"ubatch.tests.guard.{number}").debug("another logger")
+            wrapper(rows(8))
+        assert wrapper.statistics().engaged == 2
+
+
+def test_a_number_that_callers_count_does_not_end_overlap() -> None:
+    module = Counters([], lambda holder: None)
+    with wrapped(module, **FIRST) as wrapper:
+        for step in range(2, 30):
+            module.step = step
+            wrapper(rows(8))
+        assert wrapper.statistics().proved <= 6
+        assert wrapper.statistics().engaged >= 22
+
+
+def test_arguments_that_are_methods_are_told_apart_by_what_they_belong_to() -> None:
+    class Centring:
+        on = False
+
+        def apply(self, y: Tensor) -> Tensor:
+            return y - y.mean(0) if self.on else y
+
+    centring, module = Centring(), Plain(lambda x, function: function(x * 2))
+    partial = functools.partial(lambda y, of: of.apply(y), of=centring)
+    with wrapped(module, **FIRST) as wrapper:
+        for function in (centring.apply, partial):
+            centring.on = False
+            for _ in range(2):
+                wrapper(rows(8), function)
+            centring.on = True
+            torch.testing.assert_close(wrapper(rows(8), function), module(rows(8), function))
+        assert wrapper.statistics().engaged == 2
+
+
+def test_what_is_changed_behind_the_wrapper_is_proved_anew() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    module[0].centre = False
+    module[0].register_forward_hook(lambda part, given, output: output - output.mean(0) if part.centre else output)
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(2):
+            wrapper(rows(8))
+        module[0].centre = True
+        for _ in range(3):
+            torch.testing.assert_close(wrapper(rows(8)), module(rows(8)))
+        assert wrapper.statistics().engaged == 1
