@@ -7,7 +7,7 @@
         put back everything of which there is a copy; the caller then runs the call unsplit
         something has no copy: name it, and run nothing again
 
-Reading costs some microseconds; `ubatch bench guard` measures it.
+Reading costs some microseconds; `ubatch bench wrapper` measures it.
 """
 
 from __future__ import annotations
