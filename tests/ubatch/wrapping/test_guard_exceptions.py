@@ -5,6 +5,7 @@ A test that fails here is good news: one exception less. Take it out of the docu
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
 
@@ -92,6 +93,41 @@ def test_a_write_to_a_large_array() -> None:
         module.late().append(True)
         wrapper(rows(8))
         assert (wrapper.statistics().engaged, module.array[0]) == (2, 2)
+
+
+def test_a_write_to_a_container_of_very_many_items() -> None:
+    def count(module: Late) -> None:
+        module.items[-1] += 1
+
+    module = Late(count).eval()
+    module.items = [0] * 70_000
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(2):
+            wrapper(rows(8))
+        module.late().append(True)
+        wrapper(rows(8))
+        assert (wrapper.statistics().engaged, module.items[-1]) == (2, 2)
+
+
+def test_what_an_object_in_c_keeps_to_itself() -> None:
+    def count(module: Late) -> None:
+        module.shared.value += 1
+
+    module = Late(count).eval()
+    module.shared = multiprocessing.Value("i", 0)
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(2):
+            wrapper(rows(8))
+        module.late().append(True)
+        wrapper(rows(8))
+        assert (wrapper.statistics().engaged, module.shared.value) == (2, 2)
+
+
+def test_a_switch_that_the_second_lane_turns_back() -> None:
+    def flip(module: Late) -> None:
+        module.linear.train(not module.linear.training)
+
+    assert twice(flip, lambda m: float(m.linear.training)) == 0
 
 
 def test_a_gradient_that_the_call_computes() -> None:
