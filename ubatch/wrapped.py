@@ -57,9 +57,10 @@ from ubatch.streams.graph_protocols import CaptureFailed, GraphBackend
 from ubatch.streams.sm_budget import merge_sm_use
 from ubatch.trace.spans import current_trace, note_step, traced_step
 from ubatch.wrapping.config import CUDAGraphMode, UBatchConfig
-from ubatch.wrapping.eligibility import CutCall, Eligibility, Intent
+from ubatch.wrapping.eligibility import Eligibility
 from ubatch.wrapping.execution import Execution, Step, checked_device, device_of, span
 from ubatch.wrapping.guard import Finding, Guard
+from ubatch.wrapping.intent import CutCall, Intent
 from ubatch.wrapping.proof import Proof
 from ubatch.wrapping.stand_in import refuse_tracing, uncompiled
 from ubatch.wrapping.statistics import Tally, UBatchStatistics

@@ -35,8 +35,9 @@ from ubatch.streams.graph_protocols import (
 )
 from ubatch.trace.spans import current_trace, tracing
 from ubatch.wrapping.config import UBatchConfig, Verify
-from ubatch.wrapping.eligibility import Eligibility, Intent
+from ubatch.wrapping.eligibility import Eligibility
 from ubatch.wrapping.execution import Execution, Step
+from ubatch.wrapping.intent import Intent
 
 __all__ = ["Capturer", "record"]
 

@@ -27,7 +27,8 @@ from ubatch.graphs.inputs_outputs import GraphInputs, GraphOutput, StaticBuffers
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
 from ubatch.schedules.vote import Decision, fingerprint
 from ubatch.streams.graph_protocols import PLAIN, CapturedGraph, GraphBackend, GraphKey, GraphMiss
-from ubatch.wrapping.eligibility import Eligibility, Intent
+from ubatch.wrapping.eligibility import Eligibility
+from ubatch.wrapping.intent import Intent
 
 __all__ = ["Entry", "GraphTable", "Hit", "Lookup", "Setting", "wants_gradients"]
 

@@ -17,7 +17,6 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ubatch.calls.arguments import parameter_names, plan_call
 from ubatch.calls.call_leaves import leaves_of
-from ubatch.calls.call_plan import CallPlan, CannotSplit, LaneParts, even_bounds
+from ubatch.calls.call_plan import CallPlan, CannotSplit, even_bounds
 from ubatch.calls.merging import Rule
 from ubatch.errors import SplitError, UBatchError, describe
 from ubatch.lanes.torch_modes import why_not_in_lanes
@@ -37,64 +36,13 @@ from ubatch.schedules.vote import MAX_LANES, Decision, DeclineReason, Offer, Wis
 from ubatch.wrapping.config import UBatchConfig, Verify
 from ubatch.wrapping.effects.state import State
 from ubatch.wrapping.guard import Guard
+from ubatch.wrapping.intent import CutCall, Intent
 from ubatch.wrapping.proof_table import OFTEN, ProofTable
 from ubatch.wrapping.signature import Signature, is_flag, signature_of
 
-__all__ = ["CutCall", "Eligibility", "Intent"]
+__all__ = ["Eligibility"]
 
 _MOST_REFUSALS = 1024
-
-
-@dataclass(frozen=True)
-class CutCall:
-    """A call, split into lanes.
-
-    Attributes:
-        bounds: row range of every lane.
-        parts: the lanes' parts of the call's leaves.
-        rule: how the outputs merge, if a proof has learned it.
-        writes: paths of the arguments that the call writes to, if a proof has learned them.
-    """
-
-    plan: CallPlan
-    bounds: tuple[slice, ...]
-    calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
-    parts: LaneParts
-    rule: Rule | None = None
-    writes: frozenset[str] = frozenset()
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """Tokens of every lane."""
-        return tuple((rows.stop - rows.start) * self.plan.tokens_per_row for rows in self.bounds)
-
-
-@dataclass(frozen=True)
-class Intent:
-    """What this rank would do with one call.
-
-    Attributes:
-        why: a sentence that tells why it would run unsplit; else None.
-        cut: the split call, if it would overlap in lanes.
-        single: whether it would overlap unsplit: one lane, with chunks of experts.
-        mode: decode or prefill.
-        plan: how the call would be split; None if it cannot be.
-        signature: the call's signature, if it needs a proof or has one.
-    """
-
-    offer: Offer
-    why: str | None
-    schedule: Schedule
-    cut: CutCall | None
-    mode: ForwardMode
-    num_tokens: int
-    plan: CallPlan | None = None
-    single: bool = False
-    signature: Signature | None = None
-
-    def engages(self, decision: Decision) -> bool:
-        """Whether the call overlaps, now that the ranks have decided."""
-        return decision.engaged and (self.single or self.cut is not None)
 
 
 class Eligibility:

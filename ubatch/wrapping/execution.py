@@ -38,8 +38,8 @@ from ubatch.streams.streams import make_streams
 from ubatch.trace.ranges import profile_ranges
 from ubatch.trace.spans import UNSPLIT, SpanKind, Trace, current_trace
 from ubatch.wrapping.config import UBatchConfig
-from ubatch.wrapping.eligibility import CutCall, Intent
 from ubatch.wrapping.guard import Guard
+from ubatch.wrapping.intent import CutCall, Intent
 
 __all__ = ["Execution", "Step", "checked_device", "device_of", "span"]
 

@@ -38,8 +38,8 @@ from ubatch.trace.spans import current_trace, tracing
 from ubatch.wrapping.config import UBatchConfig
 from ubatch.wrapping.effects.random_state import RandomState, busy_threads
 from ubatch.wrapping.effects.state import State
-from ubatch.wrapping.eligibility import CutCall, Intent
 from ubatch.wrapping.execution import Execution, Step
+from ubatch.wrapping.intent import CutCall, Intent
 from ubatch.wrapping.proof_table import ProofTable
 
 __all__ = ["Outcome", "Proof"]
