@@ -3,6 +3,7 @@
 config        `UBatchConfig`
 stand_in      an object that behaves as the module, apart from its call
 eligibility   whether this rank would overlap a call, and why not
+intent        what this rank would do with a call, and how the call is cut
 signature     which calls share a proof
 proof         runs a call unsplit and in lanes, and compares
 proof_table   the result of the proofs per signature

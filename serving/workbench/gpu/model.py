@@ -78,6 +78,7 @@ class _RandomWeights(Checkpoint):
         self.dtype = dtype
         self.device = device
         self._streams = self._progress = None
+        self._file_of = {}  # no tensor is stored
 
     def _copy(self, name: str, shape: Sequence[object], out: Tensor) -> None:
         """Fill a tensor: vectors (norms) with 1; matrices at random, so that products keep the size of their input."""

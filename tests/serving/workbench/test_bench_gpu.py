@@ -14,10 +14,12 @@ import torch
 from fake_graphs import FakeGraphs
 from repository import ROOT
 
+from moe import make_all2all
 from serving.workbench.bench.statistics import Interval
 from serving.workbench.gpu import run as runner
 from serving.workbench.gpu.__main__ import main
 from serving.workbench.gpu.bench import Bench
+from serving.workbench.gpu.model import TINY, Model
 from serving.workbench.gpu.parts import names_in
 from serving.workbench.gpu.prefill import figures_of
 from serving.workbench.gpu.report import Figure, Section, as_markdown, as_text
@@ -52,6 +54,12 @@ FIGURES = {
 def test_every_section_runs(name: str) -> None:
     section = run_section(name, Bench(torch.device("cpu"), tiny=True, blocks=1, graphs=FakeGraphs("cpu"), show=False))
     check(section)
+
+
+def test_the_random_model_needs_no_files() -> None:
+    bench = Bench(torch.device("cpu"), tiny=True, blocks=1, graphs=FakeGraphs("cpu"), show=False)
+    model = Model.random(bench, TINY, make_all2all("local", group=None, num_experts=TINY.num_experts))
+    assert all(weight.isfinite().all() for weight in model.module.parameters())
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -322,9 +323,13 @@ def interrupt_when(*moments: threading.Event) -> Iterator[None]:
                 os.kill(os.getpid(), signal.SIGINT)
 
     presser = threading.Thread(target=press)
-    presser.start()
-    with pytest.raises(KeyboardInterrupt):
-        yield
+    gc.disable()  # Python drops an error inside a callback of the collector, and hypothesis has one
+    try:
+        presser.start()
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        gc.enable()
     presser.join()
 
 
