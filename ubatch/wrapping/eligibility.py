@@ -42,7 +42,8 @@ from ubatch.wrapping.signature import Signature, is_flag, signature_of
 
 __all__ = ["Eligibility"]
 
-_MOST_REFUSALS = 1024
+_MOST_KEPT = 1024
+"""Most refusals, and most changed attributes, that are kept; with more, all are forgotten."""
 
 
 class Eligibility:
@@ -144,6 +145,8 @@ class Eligibility:
         and of a number or object that has changed often, such as the number of a step."""
         if path.rpartition(".")[2] == "training":
             return True
+        if len(self._changes) >= _MOST_KEPT:
+            self._changes.clear()
         self._changes[path] += 1
         return self._changes[path] > OFTEN and not is_flag(value)
 
@@ -304,7 +307,7 @@ class Eligibility:
         schedule, key = self._config.for_mode(mode).schedule, (tokens, mode, reason)
         offer = self._refusals.get(key)
         if offer is None:
-            if len(self._refusals) == _MOST_REFUSALS:
+            if len(self._refusals) == _MOST_KEPT:
                 self._refusals.clear()
             offer = self._refusals[key] = _offer((tokens,), mode, schedule, reason)
         return Intent(offer, why, schedule, None, mode, tokens, plan)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from wrapping import FIRST, Plain, rows, wrapped
 
+from ubatch import dbo_enabled
+
 pytestmark = pytest.mark.long
 
 
@@ -128,6 +130,26 @@ def test_a_switch_that_the_second_lane_turns_back() -> None:
         module.linear.train(not module.linear.training)
 
     assert twice(flip, lambda m: float(m.linear.training)) == 0
+
+
+def test_what_another_thread_sets_during_a_call_that_is_put_back() -> None:
+    """The other thread does not call the wrapper, so nobody knows that it is at work."""
+
+    def act(module: Late) -> None:
+        module.count += 1
+        if dbo_enabled() and module.count == 1:
+            other = threading.Thread(target=setattr, args=(module, "note", "set by another thread"))
+            other.start()
+            other.join()
+
+    module = Late(act).eval()
+    module.count, module.note = 0, "as it was"
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(2):
+            wrapper(rows(8))
+        module.late().append(True)
+        wrapper(rows(8))
+    assert (module.count, module.note) == (1, "as it was")
 
 
 def test_a_gradient_that_the_call_computes() -> None:

@@ -132,7 +132,8 @@ class State:
     def moved(self) -> bool:
         """Whether attributes or items may have changed since the snapshot. Cheap; `changed_items` knows which."""
         try:
-            return self._holding() != self._held or any(each.take() != each.was for each in self._found.read)
+            kept = self._found.kept
+            return self._holding() != self._held or any(kept[at].take() != kept[at].was for at in self._found.read)
         except Exception:  # a value cannot be read any more
             return True
 

@@ -58,6 +58,8 @@ _OPAQUE: tuple[type, ...] = (
     *(ModuleType, torch.device, torch.dtype, torch.Size, Path, property, classmethod, staticmethod),
     *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
 )
+_IN_SCRIPTS = (Tensor, list, tuple, dict)
+"""What an attribute of a scripted module may be besides plain; other classes are objects in C++."""
 _HIDING = frozenset({"_queue", "_hashlib"})
 """Modules in C whose objects change, and let nobody look."""
 
@@ -86,7 +88,7 @@ class Walk:
         holders: objects among it of which the garbage collector lists what they hold.
         keyed: dicts, of which it does not list the keys.
         counted: containers of which only the number of items is compared in every call.
-        read: the rest of `kept`, which has to be read.
+        read: places in `kept` of the rest, which has to be read.
         scratch: holders that code of the module may change between two points.
         hooks: tables of hooks.
         unreadable: a path, and what is there that cannot be read; None if all can.
@@ -98,7 +100,7 @@ class Walk:
         self.holders: list[Any] = []
         self.keyed: list[Any] = []
         self.counted: list[Any] = []
-        self.read: list[Kept] = []
+        self.read: list[int] = []
         self.scratch: list[Any] = []
         self.hooks: list[Any] = []
         self.unreadable: tuple[str, str] | None = None
@@ -147,8 +149,7 @@ class Walk:
         elif issubclass(kind, FUNCTIONS) or (not self._caches and splitter_for(value) is not None):
             return
         elif (reading := _reading_of(value, thorough=self._thorough)) is not None:
-            self.read.append(Kept(path, *reading, reading[0]()))
-            self.kept.append(self.read[-1])
+            self._read(path, *reading)
         elif kind.__module__ in _HIDING or (
             issubclass(kind, Iterator) and kind.__module__ in ("builtins", "itertools")
         ):
@@ -186,6 +187,9 @@ class Walk:
     def _visit_module(self, prefix: str, module: nn.Module, scratch: bool) -> None:
         """Visit a module. `scratch`: code of the module that it belongs to sets attributes."""
         own, where = vars(module), _where_from(_class_of(module))
+        if isinstance(module, torch.jit.ScriptModule):
+            self._visit_scripted(prefix, own.get("_actual_script_module", module))
+            return
         if "_parameters" not in own:  # a wrapper stands in for its module
             self._later(prefix.rstrip("."), own.get("_ubatch_model"))
             return
@@ -212,6 +216,24 @@ class Walk:
         for name, child in children:
             self._later(f"{prefix}{name}", child, scratch if isinstance(child, nn.Module) else of_user)
 
+    def _visit_scripted(self, prefix: str, module: Any) -> None:
+        """Visit a module that is compiled by torch.jit, whose attributes lie in C++."""
+        names = [*module._concrete_type.get_attributes()]
+
+        def take() -> dict[str, Any]:
+            found = {name: module._c.getattr(name) for name in names}
+            return {name: value for name, value in found.items() if isinstance(value, (*PLAIN, *_IN_SCRIPTS))}
+
+        def put(was: dict[str, Any]) -> None:
+            for name, value in was.items():
+                module._c.setattr(name, value)
+
+        self._read(prefix, take, put)
+        tensors = [item for item in take().items() if isinstance(item[1], Tensor)]
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, child in (*tensors, *own, *module.named_children()):
+            self._later(f"{prefix}{name}", child)
+
     def _class_attributes(self, prefix: str, kind: type) -> list[tuple[str, Any]]:
         """What a user's classes hold."""
         found: list[tuple[str, Any]] = []
@@ -221,6 +243,11 @@ class Walk:
                 self._keep(prefix, each)
                 found += [item for item in vars(each).items() if not item[0].startswith("__")]
         return found
+
+    def _read(self, path: str, take: Callable[[], Any], put: Callable[[Any], object] | None) -> None:
+        """Keep what has to be read to be compared."""
+        self.read.append(len(self.kept))
+        self.kept.append(Kept(path, take, put, take()))
 
     def _keep(
         self,
