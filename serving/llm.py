@@ -238,7 +238,7 @@ class LLM:
         """Stop recording; every process writes a Chrome trace, which `ubatch trace --files` shows.
 
         Args:
-            folder: where to write, on the process's own machine.
+            folder: where to write. Processes on other machines write to a new temporary folder there.
 
         Returns:
             The files, in the order of the processes.

@@ -38,7 +38,7 @@ from serving.api.http.connections import (
 from serving.api.request_log import RequestLog
 from serving.api.sampling import checkpoint_defaults
 from serving.engine.client import EngineClient
-from serving.engine.folder import SocketFolder
+from serving.engine.run_folder import RunFolder
 from serving.logs import log_event
 from serving.metrics import make_registry
 from serving.options import Command, Settings, chosen_dtype
@@ -109,7 +109,7 @@ def _end_at_once(number: int) -> NoReturn:
     log_event(_logger, "ended at once", level=logging.WARNING, signal=signal.Signals(number).name)
     for engine in multiprocessing.active_children():
         engine.kill()
-    SocketFolder.remove_all()
+    RunFolder.remove_all()
     sys.stderr.flush()
     os._exit(128 + number)
 

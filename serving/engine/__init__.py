@@ -8,7 +8,7 @@ routing        which rank serves a request, and to which stream its outputs go
 profiles       asks every rank to write its trace, and waits
 vital_signs    finds ranks and nodes that are silent for too long
 failures       picks the report that names the cause of a failure
-folder         the folder of one machine's sockets
+run_folder     the private folder of a run on one machine
 client         the engines as the API uses them
 offline        the engines, or one rank in this process, as `LLM` uses them
 """

@@ -12,25 +12,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+import time
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import msgspec
+import torch.distributed as dist
 import zmq
 import zmq.asyncio
 
 from model_runner import FinishReason, RequestError
 from serving.engine.failures import FirstCause, again, dead_error, start_error
-from serving.engine.folder import SocketFolder
 from serving.engine.launch import EngineMain, LocalEngines
 from serving.engine.options import EngineOptions
 from serving.engine.profiles import Profiles
 from serving.engine.rank.process import run_engine
 from serving.engine.routing import RequestStream, Router
+from serving.engine.run_folder import RunFolder
 from serving.engine.vital_signs import VitalSigns
-from serving.engine.wire.agreement import is_of_this_run, rank_identity
+from serving.engine.wire.agreement import is_of_this_run, node_identity, rank_identity
 from serving.engine.wire.gate import CurveGate, Seldom
 from serving.engine.wire.messages import (
     Abort,
@@ -40,6 +44,7 @@ from serving.engine.wire.messages import (
     Finished,
     FromEngine,
     NodeAlive,
+    NodeHeard,
     Outputs,
     ProfileWritten,
     Ready,
@@ -108,7 +113,7 @@ class EngineClient:
         self._posted: dict[int, list[bytes]] = {}
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._folder: SocketFolder | None = None
+        self._folder = RunFolder()
         self._gate: CurveGate | None = None
         self._unread = Seldom(_logger, "not a message")
         self._strange = Seldom(_logger, "a message of no rank or node of this run")
@@ -137,7 +142,7 @@ class EngineClient:
         options = self.options
         announce_network(options)
         secret = read_secret(options.cluster_secret_file)
-        self._store = host_store(options)
+        self._store, place = host_store(options, self._folder.path)
         run = Run.open(self._store, secret)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -146,14 +151,14 @@ class EngineClient:
         run.post_client_address(self._bind(run.curve), options)
         self._tasks.append(asyncio.create_task(self._receive()))
         self._tasks.append(asyncio.create_task(self._signs.watch()))
-        self._tasks.append(asyncio.create_task(self._check_nodes(secret)))
-        self._engines = engines = LocalEngines(options, options.master_addr, self._store.port, engine_main)
+        if options.nnodes > 1:
+            threading.Thread(target=self._check_nodes, args=(secret,), name="nodes", daemon=True).start()
+        self._engines = engines = LocalEngines(options, place, engine_main)
         for rank, sentinel in engines.sentinels.items():
             self._loop.add_reader(sentinel, self._exited, engines, rank, sentinel)
 
     def _bind(self, curve: CurveKeys | None) -> str:
         if self.options.nnodes == 1:
-            self._folder = SocketFolder()
             address = f"ipc://{self._folder.path}/client"
             self._socket.bind(address)
             return address
@@ -162,19 +167,23 @@ class EngineClient:
         host = f"tcp://{numeric_address(self.options.master_addr)}"
         return f"{host}:{self._socket.bind_to_random_port(host)}"
 
-    async def _check_nodes(self, secret: ClusterSecret | None) -> None:
-        """Wait for the other nodes, and check that each has this node's secret and settings."""
+    def _check_nodes(self, secret: ClusterSecret | None) -> None:
+        """Wait for the other nodes, and check that each has this node's secret and settings. A thread's main function:
+        the store answers over the network's interface, which may go down."""
         missing = set(range(1, self.options.nnodes))
-        while missing:
+        while missing and not self._closing:
             for node in sorted(missing):
                 try:
                     missing -= {node} if check_node(self._store, secret, self.options, node) else set()
-                except ConfigError as error:
-                    self._cause.report(
-                        Failed(node * self.options.local_size, error_kind(error), "ConfigError", str(error), "", False)
-                    )
+                except dist.DistError:  # this process ends
                     return
-            await asyncio.sleep(_LOOK_FOR_NODES_S)
+                except ConfigError as error:
+                    rank = node * self.options.local_size
+                    failed = Failed(rank, error_kind(error), "ConfigError", str(error), "", False)
+                    with suppress(RuntimeError):  # the loop has ended meanwhile
+                        self._loop.call_soon_threadsafe(self._cause.report, failed)
+                    return
+            time.sleep(_LOOK_FOR_NODES_S)
 
     async def close(self) -> None:
         """End the engines, whatever still runs; requests in flight raise `EngineDead`."""
@@ -203,8 +212,7 @@ class EngineClient:
             self._gate.close()
         self._socket.close(linger=1000)
         self._context.term()
-        if self._folder is not None:
-            self._folder.remove()
+        self._folder.remove()
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -315,7 +323,8 @@ class EngineClient:
         """Stop recording; every rank writes a Chrome trace.
 
         Args:
-            folder: where each rank writes, on its own node; by default `options.profile_folder`, or a new folder.
+            folder: where this node's files are moved to; by default each stays where its rank has written it, in
+                `options.profile_folder` or a new folder.
 
         Returns:
             The files, in the order of the ranks.
@@ -355,8 +364,11 @@ class EngineClient:
         """Send the queued messages. Errors are ignored: if an engine is gone, its death is noticed elsewhere."""
         posted, self._posted = self._posted, {}
         for rank, messages in posted.items():
-            sent = asyncio.ensure_future(self._socket.send_multipart([rank_identity(rank), *messages]))
-            sent.add_done_callback(lambda future: future.cancelled() or future.exception())
+            self._answer(rank_identity(rank), *messages)
+
+    def _answer(self, to: bytes, *messages: bytes) -> None:
+        sent = asyncio.ensure_future(self._socket.send_multipart([to, *messages]))
+        sent.add_done_callback(lambda future: future.cancelled() or future.exception())
 
     async def _receive(self) -> None:
         while True:
@@ -395,6 +407,7 @@ class EngineClient:
                     self._finished.set_result(result)
             case NodeAlive(node_rank):
                 self._signs.heard_node(node_rank)
+                self._answer(node_identity(node_rank), encode(NodeHeard()))
             case Failed():
                 self._cause.report(message)
 

@@ -11,23 +11,24 @@ from multiprocessing.connection import wait
 from typing import TypeAlias
 
 from serving.engine.options import EngineOptions
+from serving.engine.wire.rendezvous import Place
 
 __all__ = ["EngineMain", "LocalEngines"]
 
-EngineMain: TypeAlias = Callable[[EngineOptions, int, str, int], None]
-"""Main function of a rank's process, called as `run_engine(options, rank, store host, store port)`. It must be a
-module-level function, so that it can be pickled."""
+EngineMain: TypeAlias = Callable[[EngineOptions, int, Place], None]
+"""Main function of a rank's process, called as `run_engine(options, rank, place)`. It must be a module-level function,
+so that it can be pickled."""
 
 
 class LocalEngines:
     """Starts one process for every rank of this node. They end with this process at the latest."""
 
-    def __init__(self, options: EngineOptions, host: str, port: int, main: EngineMain) -> None:
+    def __init__(self, options: EngineOptions, place: Place, main: EngineMain) -> None:
         self.ranks = options.local_ranks
         context = multiprocessing.get_context("spawn")
         atexit.register(self.kill)
         self._processes = {
-            rank: context.Process(target=main, args=(options, rank, host, port), name=f"rank {rank}", daemon=True)
+            rank: context.Process(target=main, args=(options, rank, place), name=f"rank {rank}", daemon=True)
             for rank in self.ranks
         }
         try:

@@ -1,43 +1,53 @@
-"""A node other than node 0, without the client: it starts its ranks, and supervises them until they end."""
+"""A node other than node 0, without the client: it starts its ranks, and supervises them until they end.
+
+Its supervisor never waits for the network. It reads the store only while it joins, in a thread of its own. From then on
+node 0 answers every heartbeat; a node 0 that is silent for too long, or whose process has ended, is lost.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import wait
+from queue import Empty, SimpleQueue
 from threading import current_thread, main_thread
-from typing import Self
-
-import torch.distributed as dist
+from typing import Self, TypeVar
 
 from serving.engine.launch import EngineMain, LocalEngines
 from serving.engine.options import EngineOptions
 from serving.engine.rank.process import run_engine
+from serving.engine.run_folder import RunFolder
+from serving.engine.vital_signs import node_beat_s, node_silent_s
+from serving.engine.wire.agreement import node_identity
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import Failed, NodeAlive
-from serving.engine.wire.rendezvous import claim_node, connect_store, join_run, post_node
+from serving.engine.wire.rendezvous import PATIENCE, Place, Run, claim_node, connect_store, join_run, post_node
 from serving.logs import log_event
 from serving.network import warn_of_loopback
-from ubatch import ConfigError
+from ubatch import ConfigError, UBatchError
 
 __all__ = ["run_node"]
 
 _logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
-_ALIVE_EVERY_S = 2.0
 _GRACE_S = 10.0
 """How long the other ranks may take to end after the first one has ended, in seconds."""
 _LEAVING_S = 1.0
 """How long the ranks may take to end after node 0, which tells them to end and then ends itself, in seconds."""
+_GONE_S = 1.0
+"""Node 0 is gone if its process has not been connected for so many seconds."""
 
 
 def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) -> int:
     """Run the ranks of a node with `options.node_rank` above 0. Returns when they have ended.
 
     Node 0 tells the ranks when to end. This function reports the deaths of its ranks to node 0, and notices when node 0
-    is gone.
+    is gone or cannot be reached.
 
     Returns:
         The exit status: 0 if all ranks ended well, 1 after a failure, 128 + the signal after SIGINT or SIGTERM.
@@ -51,18 +61,56 @@ def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) ->
         raise ConfigError("node 0 has the client: start it with EngineClient.start.")
     with _Told() as told:
         warn_of_loopback(options.master_addr)
-        store = connect_store(options.master_addr, options.master_port)
-        post_node(store, options)
-        run, options = join_run(store, options)
-        claim_node(run, options.node_rank)
-        link = EngineLink(run.address, f"node-{options.node_rank}", run.curve)
-        told.listen()
-        engines = LocalEngines(options, options.master_addr, options.master_port, engine_main)
+        folder = RunFolder()
+        place = Place(folder.path, options.master_addr, options.master_port)
         try:
-            return _Supervisor(options.node_rank, engines, store, link, told).run()
+            run, options = _in_thread(lambda: _join(options, place), options)
+            link = EngineLink(run.address, node_identity(options.node_rank).decode(), run.curve)
+            told.listen()
+            engines = LocalEngines(options, place, engine_main)
+            try:
+                return _Supervisor(options, engines, link, told).run()
+            finally:
+                engines.kill()
+                link.close()
         finally:
-            engines.kill()
-            link.close()
+            folder.remove()
+
+
+def _join(options: EngineOptions, place: Place) -> tuple[Run, EngineOptions]:
+    store = connect_store(place)
+    post_node(store, options)
+    run, options = join_run(store, options)
+    claim_node(run, options.node_rank)
+    return run, options
+
+
+def _in_thread(work: Callable[[], _T], options: EngineOptions) -> _T:
+    """The result of `work`, which waits for node 0 and cannot be interrupted: it is left alone after twice the time
+    that it should take.
+
+    Raises:
+        UBatchError: it has not ended by then.
+        BaseException: its error.
+    """
+    results: SimpleQueue[tuple[_T | None, BaseException | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put((work(), None))
+        except BaseException as error:
+            results.put((None, error))
+
+    threading.Thread(target=run, name="join node 0", daemon=True).start()
+    patience_s = 2 * PATIENCE.total_seconds()
+    try:
+        result, error = results.get(timeout=patience_s)
+    except Empty:
+        what = f"node 0 at {options.master_addr} has accepted a connection, and says nothing for {patience_s:.0f} s."
+        raise UBatchError(f"{what} Does the network between the machines drop packets?") from None
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]  # there is one where there is no error
 
 
 class _Told:
@@ -109,29 +157,34 @@ class _Told:
 class _Supervisor:
     """Watches one node's engines until all have ended."""
 
-    def __init__(self, node_rank: int, engines: LocalEngines, store: dist.Store, link: EngineLink, told: _Told) -> None:
-        self._node_rank = node_rank
+    def __init__(self, options: EngineOptions, engines: LocalEngines, link: EngineLink, told: _Told) -> None:
+        self._options = options
+        self._node_rank = options.node_rank
         self._engines = engines
-        self._store = store
         self._link = link
         self._told = told
         self._failed = False
+        self._silent_s = 0.0
 
     def run(self) -> int:
         alive = dict(self._engines.sentinels)
         deadline: float | None = None
+        beat_s, last = node_beat_s(self._options.dbo.timeout_s), time.monotonic()
         while alive and (deadline is None or time.monotonic() < deadline):
-            ended = wait([*alive.values(), self._told.pipe], _ALIVE_EVERY_S)
+            ended = wait([*alive.values(), self._told.pipe], beat_s)
             if self._told.number:
                 return self._end_as_told(next(iter(alive)))
             for rank in [rank for rank, sentinel in alive.items() if sentinel in ended]:
                 del alive[rank]
                 self._ended(rank)
                 deadline = deadline or time.monotonic() + _GRACE_S
-            if alive and not self._node_0_answers():
+            now = time.monotonic()
+            self._silent_s += min(now - last, 2 * beat_s)  # not the time in which this process was stopped
+            last = now
+            if alive and (lost := self._node_0_lost()):
                 if self._engines.join(_LEAVING_S) and not any(map(self._engines.exit_status, self._engines.ranks)):
                     return 0
-                log_event(_logger, "node 0 is gone", level=logging.ERROR, node_rank=self._node_rank)
+                log_event(_logger, lost, level=logging.ERROR, node_rank=self._node_rank)
                 return 1
         return 1 if alive or self._failed else 0
 
@@ -151,10 +204,13 @@ class _Supervisor:
         log_event(_logger, "engine ended", level=logging.ERROR, rank=rank, how=what)
         self._link.send(Failed(rank, "", "", what, "", echo=False))
 
-    def _node_0_answers(self) -> bool:
+    def _node_0_lost(self) -> str | None:
+        """Send a heartbeat, and read the answers to earlier ones. Returns what is wrong with node 0, or None."""
         self._link.send(NodeAlive(self._node_rank))
-        try:
-            self._store.check(["client"])
-        except RuntimeError:  # every kind of it means that the connection is lost
-            return False
-        return True
+        for _ in self._link.receive():
+            self._silent_s = 0.0
+        if self._link.disconnected_s() > _GONE_S:
+            return "node 0 is gone"
+        if self._silent_s > node_silent_s(self._options.dbo.timeout_s):
+            return f"node 0 at {self._options.master_addr} cannot be reached"
+        return None

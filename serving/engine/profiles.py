@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from serving.engine.options import EngineOptions
@@ -25,15 +26,15 @@ class Profiles:
         self._answers: dict[int, asyncio.Future[ProfileWritten]] = {}
 
     async def stop(self, folder: Path | None, send: Callable[[StopProfile], object]) -> list[Path]:
-        """Stop recording on every rank; see `EngineClient.stop_profile`."""
+        """Stop recording on every rank; see `EngineClient.stop_profile`. Ranks write where they were told at their
+        start, whatever a message says; so it is this process that moves the files."""
         if self._answers:
             raise UBatchError("a profile is being written already.")
-        folder = folder or self._options.profile_folder or Path(tempfile.mkdtemp(prefix="ubatch-profile-"))
         stamp = time.strftime("%Y%m%d-%H%M%S")  # an earlier profile in the same folder stays
         loop = asyncio.get_running_loop()
         self._answers = {rank: loop.create_future() for rank in range(self._options.world_size)}
         try:
-            send(StopProfile(str(folder / stamp)))
+            send(StopProfile(stamp))
             answers = await asyncio.wait_for(asyncio.gather(*self._answers.values()), _WITHIN_S)
         except TimeoutError as error:
             raise UBatchError(f"not every rank has written its profile within {_WITHIN_S:.0f} s.") from error
@@ -45,7 +46,9 @@ class Profiles:
         written = [each.path for each in answers if each.error is None]
         if wrong:
             raise UBatchError(" ".join([*wrong, *(f"{path} is written." for path in written)]))
-        return [Path(path) for path in written]
+        if folder is None:
+            return [Path(path) for path in written]
+        return await asyncio.to_thread(_moved, map(Path, written), folder)
 
     def written(self, message: ProfileWritten) -> None:
         """A rank has answered."""
@@ -63,3 +66,14 @@ class Profiles:
         """Cancel the call that waits."""
         for answer in self._answers.values():
             answer.cancel()
+
+
+def _moved(paths: Iterable[Path], folder: Path) -> list[Path]:
+    """The files of this machine, moved to a folder; those of other machines stay."""
+    folder.mkdir(parents=True, exist_ok=True)
+    moved = []
+    for path in paths:
+        moved.append(Path(shutil.move(path, folder / path.name)) if path.exists() else path)
+        with suppress(OSError):  # it has other files
+            path.parent.rmdir()
+    return moved

@@ -1,7 +1,7 @@
 """Finds ranks and nodes that are silent for too long: ranks send heartbeats (`Alive`), nodes send `NodeAlive`.
 
     rank    checked from `begin` on: `--timeout-s` plus the silence announced by it or by a rank that steps with it
-    node    five minutes to join, then 15 s between two messages
+    node    five minutes to join, then `--timeout-s` between two messages, but at most 15 s
 
 Only the time in which this process was running counts, not the time while it was stopped or its machine slept.
 """
@@ -16,12 +16,24 @@ from dataclasses import dataclass
 from serving.engine.options import EngineOptions
 from serving.engine.wire.messages import Alive, Failed
 
-__all__ = ["VitalSigns"]
+__all__ = ["VitalSigns", "node_beat_s", "node_silent_s"]
 
 _NODE_JOINS_S = 300.0
 _NODE_SILENT_S = 15.0
+_NODE_BEAT_S = 2.0
+_BEATS_PER_SILENCE = 4
 _LOOK_S = 0.5
 _LOOKS_PER_TIMEOUT = 10
+
+
+def node_silent_s(timeout_s: float) -> float:
+    """Seconds after which a node that says nothing cannot be reached. Its supervisor has nothing else to do."""
+    return min(timeout_s, _NODE_SILENT_S)
+
+
+def node_beat_s(timeout_s: float) -> float:
+    """Seconds between two heartbeats of a node."""
+    return min(node_silent_s(timeout_s) / _BEATS_PER_SILENCE, _NODE_BEAT_S)
 
 
 @dataclass
@@ -63,7 +75,7 @@ class VitalSigns:
 
     def heard_node(self, node_rank: int) -> None:
         """Record a `NodeAlive` message."""
-        self._nodes[node_rank] = self._now + _NODE_SILENT_S
+        self._nodes[node_rank] = self._now + node_silent_s(self._timeout_s)
 
     async def watch(self) -> None:
         """Check regularly, until cancelled."""
@@ -80,14 +92,24 @@ class VitalSigns:
         for node, until in self._nodes.items():
             if self._now > until:
                 rank = node * self._options.local_size
-                self._report(Failed(rank, "", "", f"is lost: node {node} does not answer", "", echo=False))
+                self._report(Failed(rank, "", "", f"is lost: node {node} cannot be reached", "", echo=False))
         if not self._begun:
             return
-        silent = [rank for rank, pulse in self._pulses.items() if self._now - pulse.heard > self._patience_s(rank)]
+        silent = [
+            rank
+            for rank, pulse in self._pulses.items()
+            if self._now - pulse.heard > self._patience_s(rank) and not self._is_unreachable(rank)
+        ]
         if silent:  # ranks that wait for a hung one on a device also go silent, but later: report the first
             first = min(silent, key=lambda rank: self._pulses[rank].heard)
             what = f"hangs: it has given no sign of life for {self._timeout_s:g} s (timeout_s)"
             self._report(Failed(first, "", "", what, "", echo=False))
+
+    def _is_unreachable(self, rank: int) -> bool:
+        """Whether the rank's node is silent, too: then it is the node that is to be named."""
+        until = self._nodes.get(rank // self._options.local_size)
+        beat_s = node_beat_s(self._timeout_s)
+        return until is not None and until - self._now < node_silent_s(self._timeout_s) - 2 * beat_s
 
     def _patience_s(self, rank: int) -> float:
         """Seconds that a rank may be silent. Includes silence announced by ranks that step with it: it may wait for

@@ -17,6 +17,7 @@ from serving.engine.rank import process
 from serving.engine.rank.process import run_engine
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import Ready
+from serving.engine.wire.rendezvous import Place
 from serving.requests import RequestInput
 from serving.scheduler import SchedulerConfig
 from ubatch import UBatchConfig
@@ -44,7 +45,7 @@ async def tokens_of(client: EngineClient, name: str, prompt: Sequence[int], para
     return tokens
 
 
-def run_poisonable_engine(options: EngineOptions, rank: int, host: str, port: int) -> None:
+def run_poisonable_engine(options: EngineOptions, rank: int, place: Place) -> None:
     """`run_engine`, in which a step with `POISON` raises on the rank that has it."""
     launch = ModelRunner.launch
 
@@ -54,14 +55,14 @@ def run_poisonable_engine(options: EngineOptions, rank: int, host: str, port: in
         return launch(runner, scheduled)
 
     ModelRunner.launch = poisoned  # type: ignore[method-assign]
-    run_engine(options, rank, host, port)
+    run_engine(options, rank, place)
 
 
 LATE_S = 12.0
 """How much later than rank 0 rank 1 has its model, with `run_uneven_engine`."""
 
 
-def run_uneven_engine(options: EngineOptions, rank: int, host: str, port: int) -> None:
+def run_uneven_engine(options: EngineOptions, rank: int, place: Place) -> None:
     """`run_engine`, in which rank 1 takes long to load, as if it compiled what others do not."""
     load = process.make_runner
 
@@ -70,14 +71,14 @@ def run_uneven_engine(options: EngineOptions, rank: int, host: str, port: int) -
         return load(*args, **kwargs)
 
     process.make_runner = load_late
-    run_engine(options, rank, host, port)
+    run_engine(options, rank, place)
 
 
 DROWSY_S = 1.0
 """How long rank 1 does nothing after it is ready, with `run_drowsy_engine`."""
 
 
-def run_drowsy_engine(options: EngineOptions, rank: int, host: str, port: int) -> None:
+def run_drowsy_engine(options: EngineOptions, rank: int, place: Place) -> None:
     """`run_engine`, in which rank 1 loses the processor as soon as it is ready, as on a busy machine."""
     send = EngineLink.send
 
@@ -87,10 +88,10 @@ def run_drowsy_engine(options: EngineOptions, rank: int, host: str, port: int) -
             time.sleep(DROWSY_S * rank)
 
     EngineLink.send = send_and_sleep  # type: ignore[method-assign]
-    run_engine(options, rank, host, port)
+    run_engine(options, rank, place)
 
 
-def exit_at_once(options: EngineOptions, rank: int, host: str, port: int) -> None:
+def exit_at_once(options: EngineOptions, rank: int, place: Place) -> None:
     """A process that dies before it can say anything."""
     os._exit(7)
 

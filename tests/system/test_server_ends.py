@@ -16,7 +16,7 @@ from engine_mains import is_alive, tiny, wait_for, wait_until
 
 from ranks import free_port
 from serving.engine import EngineClient, run_node
-from serving.engine.folder import SocketFolder
+from serving.engine.run_folder import RunFolder
 from serving.requests import EngineDead
 from serving.server import _end_at_once, _Stop
 
@@ -54,7 +54,7 @@ def test_a_second_signal_ends_the_server_and_its_engines_at_once(temporary: Path
     def body() -> None:
         async def run() -> None:
             _Stop(_end_at_once)
-            SocketFolder()
+            RunFolder()
             engine = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
             engine.start()
             pid.write_text(str(engine.pid))
@@ -74,7 +74,7 @@ def test_a_second_signal_ends_the_server_and_its_engines_at_once(temporary: Path
 
 def test_what_a_killed_server_leaves_the_next_one_removes(temporary: Path) -> None:
     def body() -> None:
-        SocketFolder()
+        RunFolder()
         time.sleep(60)
 
     child = in_child(body)
@@ -82,13 +82,13 @@ def test_what_a_killed_server_leaves_the_next_one_removes(temporary: Path) -> No
     (left,) = folders(temporary)
     assert wait_until(lambda: is_locked(left / "lock"))
     grow_old(left)
-    own = SocketFolder()
+    own = RunFolder()
     assert folders(temporary) == sorted([left, own.path])  # that server lives
     os.kill(child, signal.SIGKILL)
     assert exit_code(child) == -signal.SIGKILL
     grow_old(left)
     grow_old(own.path)
-    another = SocketFolder()
+    another = RunFolder()
     assert folders(temporary) == sorted([own.path, another.path])
     own.remove()
     another.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
@@ -9,17 +10,25 @@ from pathlib import Path
 __all__ = ["write_whole"]
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str, *, new: bool = False) -> None:
     """Write a file atomically: on an error, such as a full disk, the old file is kept and no partial file is left.
 
+    Args:
+        new: replace no file.
+
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written, or is there although it must be `new`.
     """
     # Others may write the same file: threads, or machines with a shared folder, where a process may have this one's id.
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        with part.open("x", encoding="utf-8") as file:  # follows no link
+            file.write(text)
+        if new:
+            os.link(part, path)
+            part.unlink()
+        else:
+            part.replace(path)
     except BaseException:
         with suppress(OSError):
             part.unlink(missing_ok=True)

@@ -1,33 +1,54 @@
 """Messages between ranks in the job's rendezvous store, with a keyed hash if the job has a key.
 
 The store has no users and no passwords: anyone who reaches its port can write. With a key that only the job's processes
-know (`sign_job_store`), a value that they read was written by one of them under the same name:
+know (`use_job_store`), a value that they read was written by one of them under the same name:
 
     without a key    value
     with one         "hmac-sha256:" 64 hexadecimal digits ":" value       HMAC over name, a zero byte, value
 
 Give every job its own key, derived from a lasting one; otherwise values of an earlier job are valid in this one. The
-hash does not protect against replaying or removing earlier values of the same job, nor does it cover counters (`add`),
-which the store itself computes. Counters hold no text and only tell whether there is something to read. Values that
-torch, gloo and NCCL keep in the store are unsigned.
+hash does not protect against replaying or removing earlier values of the same job. Values that torch, gloo and NCCL
+keep in the store are unsigned.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ubatch.errors import ForgedValue
 
-__all__ = ["JobStore", "job_store", "sign_job_store"]
+__all__ = ["JobStore", "Values", "job_store", "use_job_store"]
 
 _T = TypeVar("_T")
 _MARK = "hmac-sha256:"
+
+
+class Values(Protocol):
+    """What is needed of a store; `torch.distributed.Store` has it. Its errors are `torch.distributed.DistError`."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Read a value; waits until there is one."""
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """Like `get`, for several names."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all have a value."""
+
+    def compare_set(self, key: str, expected: str, wanted: str, /) -> bytes:
+        """Write `wanted` where `expected` is, or nothing if that is empty; returns the value after that."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a counter; returns its new value."""
 
 
 class JobStore:
@@ -38,7 +59,7 @@ class JobStore:
         path: prefix of all names, ending with a slash.
     """
 
-    def __init__(self, store: dist.Store, key: bytes | None = None, path: str = "") -> None:
+    def __init__(self, store: Values, key: bytes | None = None, path: str = "") -> None:
         self._store, self._key, self._path = store, key, path
 
     def part(self, name: str) -> JobStore:
@@ -88,8 +109,16 @@ class JobStore:
         return self._verified(name, self._store.compare_set(self._path + name, before, self._signed(name, wanted)))
 
     def add(self, name: str, amount: int) -> int:
-        """Add to a counter, which is not signed; returns its new value."""
-        return self._store.add(self._path + name, amount)
+        """Add to a counter; returns its new value. Errors as in `get`."""
+        if self._key is None:
+            return self._store.add(self._path + name, amount)
+        mine, seen = secrets.token_hex(8), ""  # the store cannot sign; so a sum is a value that names who wrote it
+        while True:
+            total = self.parsed(name, seen.partition(" ")[0] or "0", int) + amount
+            now = self.compare_set(name, seen, f"{total} {mine}")
+            if now == f"{total} {mine}":
+                return total
+            seen = now
 
     def _signed(self, name: str, value: str) -> str:
         return value if self._key is None else f"{_MARK}{self._hash(self._key, name, value)}:{value}"
@@ -113,20 +142,22 @@ class JobStore:
 
 
 _key: bytes | None = None
+_values: Values | None = None
 
 
-def sign_job_store(key: bytes | None) -> None:
+def use_job_store(key: bytes | None, values: Values | None = None) -> None:
     """Sign all values that this process writes to the job's store from now on, and accept only values so signed.
 
-    Every rank must call it, with the same key, before the first `CommGroup` is made.
+    Every rank must call it, with the same key and store, before the first `CommGroup` is made.
 
     Args:
         key: at least 32 random bytes, used by this job only; None signs nothing.
+        values: the job's store; that of torch.distributed's default group by default.
     """
-    global _key
-    _key = key
+    global _key, _values
+    _key, _values = key, values
 
 
 def job_store() -> JobStore:
-    """The store of torch.distributed's default group."""
-    return JobStore(c10d._get_default_store(), _key)
+    """The job's store."""
+    return JobStore(c10d._get_default_store() if _values is None else _values, _key)

@@ -188,6 +188,7 @@ def write_chrome(
     notes: Mapping[int, Sequence[StepNote]] | None = None,
     measures: bool = True,
     clock: Clock | None = None,
+    new: bool = False,
 ) -> None:
     """Write the traces of all ranks into one Chrome JSON file, which `read_chrome` reads, too.
 
@@ -197,6 +198,7 @@ def write_chrome(
         notes: rank to the notes of its steps.
         measures: True if a span is the time of the work itself, False if it is the time in which the host queued it.
         clock: of the machine that `traces` were recorded on; this one's by default.
+        new: raise FileExistsError if the file exists.
     """
     notes = notes or {}
     clock = clock or Clock.here()
@@ -213,7 +215,7 @@ def write_chrome(
         "notes": {str(rank): [asdict(note) for note in notes.get(rank, ())] for rank in sorted(traces)},
     }
     document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {FILE_KEY: about}}
-    write_whole(Path(path), json.dumps(document, separators=(",", ":")))
+    write_whole(Path(path), json.dumps(document, separators=(",", ":")), new=new)
 
 
 def deciding_note(notes: Mapping[int, StepNote]) -> StepNote:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -75,11 +76,12 @@ class Link(Protocol):
 
 
 def join_turns(
-    link: Link, address: str, options: EngineOptions, rank: int, said: JobStore, look_out: Callable[[], None]
+    link: Link, folder: Path, options: EngineOptions, rank: int, said: JobStore, look_out: Callable[[], None]
 ) -> Link:
     """The link from which a rank gets its messages: `link` without tensor parallelism, else a leader's or follower's.
 
     Args:
+        folder: private to the run on this machine; a follower's socket lies there.
         said: the run's store, in which followers post their addresses.
         look_out: called now and then while a follower waits for its leader; raises if the parent process is gone.
     """
@@ -90,16 +92,9 @@ def join_turns(
         followers = range(leader + 1, leader + options.tensor_parallel_size)
         return LeaderLink(link, [said.get(f"turns/{follower}") for follower in followers])
     names = options.describe_rank(rank), options.describe_rank(leader)
-    follower = FollowerLink(link, _listen_on(address, rank), names, options.dbo.timeout_s, look_out)
+    follower = FollowerLink(link, f"ipc://{folder}/turns-{rank}", names, options.dbo.timeout_s, look_out)
     said.set(f"turns/{rank}", follower.address)
     return follower
-
-
-def _listen_on(client_address: str, rank: int) -> str:
-    """Address for a follower: a file in the folder of the client's socket, if that is a file; else a local TCP port."""
-    if client_address.startswith("ipc://"):
-        return f"{client_address.rpartition('/')[0]}/turns-{rank}"
-    return "tcp://127.0.0.1:*"
 
 
 class LeaderLink:
@@ -137,7 +132,7 @@ class FollowerLink:
     """Receives the leader's turns.
 
     Args:
-        listen_on: a zmq address; a port may be `*`.
+        listen_on: a zmq address.
         names: names of this rank and of its leader in errors.
         timeout_s: most seconds between two turns while steps run.
 

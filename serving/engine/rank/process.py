@@ -26,6 +26,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -64,7 +65,7 @@ from serving.engine.wire.messages import (
     Wake,
     error_kind,
 )
-from serving.engine.wire.rendezvous import Run, connect_store, init_ranks, join_run
+from serving.engine.wire.rendezvous import Place, Run, connect_store, init_ranks, join_run
 from serving.logs import configure_logging, log_event
 from serving.pinning import pin_rank
 from serving.requests import RequestOutput
@@ -88,12 +89,12 @@ RankWork: TypeAlias = Callable[[Run, EngineLink, int | None], None]
 closes at the end, and the id of the process that started it."""
 
 
-def run_engine(options: EngineOptions, rank: int, store_host: str, store_port: int) -> None:
+def run_engine(options: EngineOptions, rank: int, place: Place) -> None:
     """Main function of a rank's process. It exits with status 0 after `Shutdown`, with 1 after an error."""
-    run_rank(options, rank, store_host, store_port, partial(_serve, options, rank))
+    run_rank(options, rank, place, partial(_serve, options, rank, place))
 
 
-def run_rank(options: EngineOptions, rank: int, store_host: str, store_port: int, work: RankWork) -> None:
+def run_rank(options: EngineOptions, rank: int, place: Place, work: RankWork) -> None:
     """Join the run, and work. After an error the client is told, and the process exits with status 1.
 
     A `Shutdown` explains an error: then the client is not told, and an engine that served exits with status 0.
@@ -106,7 +107,7 @@ def run_rank(options: EngineOptions, rank: int, store_host: str, store_port: int
         configure_logging(options.log_level, f"rank {rank}")
     tqdm.set_lock(threading.RLock())  # its default lock is a system semaphore, which a killed process leaves behind
     check_parent(parent)  # if it is gone, so is the store, and connecting would be tried for minutes
-    store = connect_store(store_host, store_port)
+    store = connect_store(place)
     run, _ = join_run(store, options)
     client = EngineLink(run.address, f"rank-{rank}", run.curve)
     try:
@@ -123,16 +124,25 @@ def run_rank(options: EngineOptions, rank: int, store_host: str, store_port: int
         os._exit(0 if served else 1)  # skips the destructors of process groups, which would wait for stuck operations
 
 
-def _serve(options: EngineOptions, rank: int, run: Run, client: EngineLink, parent: int | None) -> None:
-    link = join_turns(client, run.address, options, rank, run.said, partial(check_parent, parent))
+def _serve(options: EngineOptions, rank: int, place: Place, run: Run, client: EngineLink, parent: int | None) -> None:
+    link = join_turns(client, place.folder, options, rank, run.said, partial(check_parent, parent))
     with _loaded(options, rank, run) as (runner, core):
         memory = describe_memory(runner)
         for way in describe_transport(runner):
             log_event(_logger, "transport", way=way)
         log_event(_logger, "engine ready", memory=memory, overlap_schedule=options.overlaps_schedule)
         ready = Ready(rank, options.scheduler.max_model_len, runner.config.vocab_size, memory)
-        timeout_s = options.dbo.timeout_s
-        Engine(ready, core, runner.group, link, parent, options.dp_rank(rank), timeout_s).serve()
+        engine = Engine(
+            ready,
+            core,
+            runner.group,
+            link,
+            parent,
+            options.dp_rank(rank),
+            options.dbo.timeout_s,
+            options.profile_folder,
+        )
+        engine.serve()
     link.close()
 
 
@@ -225,6 +235,7 @@ class Engine:
         parent: id of the process that started it; if that ends, this one ends within a step or a second.
         dp_rank: the data-parallel rank whose requests it serves; its own rank by default.
         timeout_s: seconds without a heartbeat after which the client considers the rank hung.
+        profile_folder: where it writes profiles; a new temporary folder for each by default.
     """
 
     def __init__(
@@ -236,6 +247,7 @@ class Engine:
         parent: int | None,
         dp_rank: int | None = None,
         timeout_s: float = 60.0,
+        profile_folder: Path | None = None,
     ) -> None:
         self.rank = ready.rank
         self.dp_rank = ready.rank if dp_rank is None else dp_rank
@@ -244,6 +256,7 @@ class Engine:
         self._group = group
         self._link = link
         self._parent = parent
+        self._profile_folder = profile_folder
         self._beat_s = min(_LOOK_OUT_S, timeout_s / _BEATS_PER_TIMEOUT)
         self._heart = Heart(lambda silence_s: link.send(Alive(ready.rank, silence_s)), self._beat_s)
         self._epoch = 0
@@ -320,11 +333,12 @@ class Engine:
                 self._epoch = epoch
             case StartProfile():
                 self.core.tracer.start_profile()
-            case StopProfile(prefix):
-                path = f"{prefix}-rank-{self.rank}.json"
+            case StopProfile(name):
+                folder = self._profile_folder or Path(tempfile.mkdtemp(prefix="ubatch-profile-"))
+                path = folder / f"{Path(name).name}-rank-{self.rank}.json"  # a name never leads out of the folder
                 with taking_long("writing a profile"):
-                    wrong = self.core.tracer.stop_profile(Path(path), self.rank)
-                self._link.send(ProfileWritten(self.rank, path, wrong))
+                    wrong = self.core.tracer.stop_profile(path, self.rank)
+                self._link.send(ProfileWritten(self.rank, str(path), wrong))
             case Shutdown():
                 self._shutdown = True
 

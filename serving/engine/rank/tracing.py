@@ -80,7 +80,7 @@ class StepTracer:
             return "no profile was started."
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_chrome(path, {rank: trace.spans}, notes={rank: trace.notes}, measures=self._measures)
+            write_chrome(path, {rank: trace.spans}, notes={rank: trace.notes}, measures=self._measures, new=True)
         except OSError as error:
             return f"cannot write {path}: {error.strerror}; the {trace.step} steps that were recorded are lost."
         else:

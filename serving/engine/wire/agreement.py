@@ -26,7 +26,7 @@ from serving.engine.wire.messages import (
 )
 from ubatch import ConfigError
 
-__all__ = ["describe_shape", "is_of_this_run", "rank_identity", "require_same_shape", "settle_dtype"]
+__all__ = ["describe_shape", "is_of_this_run", "node_identity", "rank_identity", "require_same_shape", "settle_dtype"]
 
 _MAY_DIFFER = frozenset(
     {
@@ -102,6 +102,11 @@ def settle_dtype(options: EngineOptions, shape: str) -> EngineOptions:
 def rank_identity(rank: int) -> bytes:
     """The zmq identity of a rank's socket."""
     return f"rank-{rank}".encode()
+
+
+def node_identity(node_rank: int) -> bytes:
+    """The zmq identity of a node's socket."""
+    return f"node-{node_rank}".encode()
 
 
 def is_of_this_run(options: EngineOptions, sender: bytes, message: FromEngine) -> bool:

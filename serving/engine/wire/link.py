@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from model_runner import RequestError
 from serving.engine.wire.gate import MOST_BYTES
@@ -44,6 +45,8 @@ class EngineLink:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._most_bytes = None if curve is None else MOST_BYTES
+        self._monitor = self._socket.get_monitor_socket(zmq.Event.CONNECTED | zmq.Event.DISCONNECTED)
+        self._disconnected_at: float | None = None
         if curve is not None:
             self._socket.curve_serverkey = curve.server_public
             self._socket.curve_publickey, self._socket.curve_secretkey = curve.client_public, curve.client_secret
@@ -94,8 +97,17 @@ class EngineLink:
                 return True
         return False
 
+    def disconnected_s(self) -> float:
+        """How long the client's process has not been connected after it was, in seconds; 0 if it is, or never was."""
+        while self._monitor.poll(0):
+            lost = recv_monitor_message(self._monitor)["event"] == zmq.Event.DISCONNECTED
+            self._disconnected_at = time.monotonic() if lost else None
+        return 0.0 if self._disconnected_at is None else time.monotonic() - self._disconnected_at
+
     def close(self) -> None:
         """Send queued messages, and disconnect."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close()
         self._context.term()
 

@@ -30,6 +30,7 @@ __all__ = [
     "Finished",
     "FromEngine",
     "NodeAlive",
+    "NodeHeard",
     "Outputs",
     "ProfileWritten",
     "Ready",
@@ -82,17 +83,21 @@ class StartProfile(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class StopProfile(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Stop recording, and write the trace, every rank to a file of its own.
+    """Stop recording, and write the trace, every rank to a file of its own, in the folder that it was started with.
 
     Attributes:
-        prefix: start of the files' paths; `-rank-N.json` is added.
+        name: start of the files' names; `-rank-N.json` is added.
     """
 
-    prefix: str
+    name: str
 
 
 class Shutdown(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """End the process, even if requests still run."""
+
+
+class NodeHeard(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Node 0's answer to `NodeAlive`."""
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -185,7 +190,7 @@ class NodeAlive(msgspec.Struct, tag=True, array_like=True, frozen=True):
     node_rank: int
 
 
-ToEngine: TypeAlias = Add | Unreadable | Abort | Wake | StartProfile | StopProfile | Shutdown
+ToEngine: TypeAlias = Add | Unreadable | Abort | Wake | StartProfile | StopProfile | Shutdown | NodeHeard
 FromEngine: TypeAlias = Ready | Alive | Outputs | Refused | Failed | Finished | ProfileWritten | NodeAlive
 
 

@@ -1,4 +1,5 @@
-"""The rendezvous of the processes: a key-value store on node 0, in the launching process.
+"""The rendezvous of the processes: a key-value store. With one node, files in the run's folder (`folder_store`); with
+several, node 0's launching process listens.
 
     "client"        the run's name, the client's zmq address, and node 0's settings (`agreement`)
     "nodes/N"       settings of node N, posted when it starts
@@ -10,10 +11,10 @@
 
 The launching process outlives every rank, so the store stays when a rank dies.
 
-With a cluster secret (`secret`) all values carry a keyed hash (`ubatch.process.job_store`): "client" and "nodes/N" use
-a key derived from the secret alone, the others a key derived from the secret and the run's name. Without a secret,
-anyone who reaches the ports of node 0 can take part. The store itself, gloo and NCCL have no authentication in either
-case: their network must be private.
+With a cluster secret (`secret`) all values and counters carry a keyed hash (`ubatch.process.job_store`): "client" and
+"nodes/N" use a key derived from the secret alone, the others a key derived from the secret and the run's name. Without
+a secret, anyone who reaches the ports of node 0 can take part. A store that listens, gloo and NCCL have no
+authentication in either case: their network must be private.
 """
 
 from __future__ import annotations
@@ -21,19 +22,25 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import TypeAlias
 
 import torch.distributed as dist
 
 from serving.engine.options import EngineOptions
 from serving.engine.wire.agreement import describe_shape, require_same_shape, settle_dtype
+from serving.engine.wire.folder_store import FolderStore
 from serving.engine.wire.secret import ClusterSecret, CurveKeys, read_secret
 from serving.logs import log_event
-from serving.network import choose_interface, listening_store, warn_of_loopback
+from serving.network import LOOPBACK, choose_interface, listening_store, warn_of_loopback
 from ubatch import ConfigError, ForgedValue, UBatchError
-from ubatch.process.job_store import JobStore, sign_job_store
+from ubatch.process.job_store import JobStore, use_job_store
 
 __all__ = [
+    "PATIENCE",
+    "Place",
     "Run",
     "announce_network",
     "check_node",
@@ -48,27 +55,55 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 
-_PATIENCE = timedelta(minutes=5)
+PATIENCE = timedelta(minutes=5)
 """How long nodes and ranks wait for each other at the start; a `timedelta`."""
 _CLIENT = "client"
 _MISFIT = "misfit"
 
 
-def host_store(options: EngineOptions) -> dist.TCPStore:
-    """Start the store on node 0; errors as for `listening_store`."""
-    return listening_store(options.master_addr, options.master_port, _PATIENCE)
+Store: TypeAlias = FolderStore | dist.Store
 
 
-def connect_store(host: str, port: int) -> dist.TCPStore:
-    """Connect to the store of node 0.
+@dataclass(frozen=True)
+class Place:
+    """Where the processes of one node find the run.
+
+    Attributes:
+        folder: the run's private folder on this node.
+        host, port: where node 0's store listens, with several nodes; with one, the store lies in the folder.
+    """
+
+    folder: Path
+    host: str = ""
+    port: int = 0
+
+
+def host_store(options: EngineOptions, folder: Path) -> tuple[Store, Place]:
+    """Start the store on node 0; errors as for `listening_store`.
+
+    Args:
+        folder: the run's.
+    """
+    if options.nnodes == 1:
+        place = Place(folder)
+        return connect_store(place), place
+    store = listening_store(options.master_addr, options.master_port, PATIENCE)
+    return store, Place(folder, options.master_addr, store.port)
+
+
+def connect_store(place: Place) -> Store:
+    """Open the store of node 0.
 
     Raises:
         UBatchError: node 0 does not answer.
     """
+    if not place.host:
+        return FolderStore(place.folder / "store", PATIENCE)
     try:
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
+        return dist.TCPStore(place.host, place.port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
     except RuntimeError as error:
-        raise UBatchError(f"node 0 does not answer at {host}:{port} ({_first_line(error)}). Is it running?") from error
+        at = f"{place.host}:{place.port}"
+        raise UBatchError(f"node 0 does not answer at {at} ({_first_line(error)}). Is it running?") from error
 
 
 def announce_network(options: EngineOptions) -> None:
@@ -105,14 +140,14 @@ class Run:
         said: the run's signed part of the store, in which its processes post values.
     """
 
-    def __init__(self, store: dist.Store, secret: ClusterSecret | None, name: str, address: str = "") -> None:
+    def __init__(self, store: Store, secret: ClusterSecret | None, name: str, address: str = "") -> None:
         self.store, self.address = store, address
         self._secret, self._name = secret, name
         self.curve: CurveKeys | None = None if secret is None else secret.curve(name)
         self.said = JobStore(store, self.key("run"))
 
     @classmethod
-    def open(cls, store: dist.Store, secret: ClusterSecret | None) -> Run:
+    def open(cls, store: Store, secret: ClusterSecret | None) -> Run:
         """Begin a new run, on node 0."""
         return cls(store, secret, secrets.token_hex(16))
 
@@ -126,7 +161,7 @@ class Run:
         _lasting(self.store, self._secret).set(_CLIENT, f"{self._name} {address} {describe_shape(options)}")
 
 
-def join_run(store: dist.Store, options: EngineOptions) -> tuple[Run, EngineOptions]:
+def join_run(store: Store, options: EngineOptions) -> tuple[Run, EngineOptions]:
     """Join node 0's run, on any node; waits until it has begun.
 
     Returns:
@@ -156,7 +191,7 @@ def join_run(store: dist.Store, options: EngineOptions) -> tuple[Run, EngineOpti
     return Run(store, secret, name, address), settle_dtype(options, shape)
 
 
-def post_node(store: dist.Store, options: EngineOptions) -> None:
+def post_node(store: Store, options: EngineOptions) -> None:
     """Post this node's settings, which also tells node 0 that it has started."""
     said = _lasting(store, read_secret(options.cluster_secret_file))
     said.set(f"nodes/{options.node_rank}", describe_shape(options))
@@ -175,7 +210,7 @@ def claim_node(run: Run, node_rank: int) -> None:
         )
 
 
-def check_node(store: dist.Store, secret: ClusterSecret | None, options: EngineOptions, node_rank: int) -> bool:
+def check_node(store: Store, secret: ClusterSecret | None, options: EngineOptions, node_rank: int) -> bool:
     """Whether a node has started; called on node 0.
 
     Raises:
@@ -194,7 +229,7 @@ def check_node(store: dist.Store, secret: ClusterSecret | None, options: EngineO
     return False
 
 
-def _lasting(store: dist.Store, secret: ClusterSecret | None) -> JobStore:
+def _lasting(store: Store, secret: ClusterSecret | None) -> JobStore:
     """The part of the store for processes that do not know the run's name yet."""
     return JobStore(store, None if secret is None else secret.key("store"))
 
@@ -209,16 +244,21 @@ def _other_secret(error: ForgedValue, here: str, there: str) -> ConfigError:
 
 def init_ranks(run: Run, rank: int, options: EngineOptions) -> None:
     """Join torch.distributed's default group: the ranks that step with this one. Every rank must call it."""
-    choose_interface(options.master_addr, several=options.nnodes > 1)
-    group = f"ranks/{rank // options.step_size}"
-    sign_job_store(run.key(group))
-    backend = "nccl" if options.device == "cuda" else "gloo"
+    several = options.nnodes > 1
+    choose_interface(options.master_addr if several else LOOPBACK, several=several)
+    group, store = f"ranks/{rank // options.step_size}", run.store
+    if isinstance(store, FolderStore):
+        use_job_store(run.key(group), store.part(group))
+        of_torch = store.torch_store(group)
+    else:
+        use_job_store(run.key(group))
+        of_torch = dist.PrefixStore(group, store)
     dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(group, run.store),
+        "nccl" if options.device == "cuda" else "gloo",
+        store=of_torch,
         rank=rank % options.step_size,
         world_size=options.step_size,
-        timeout=_PATIENCE,
+        timeout=PATIENCE,
     )
 
 

@@ -21,7 +21,7 @@ from serving.engine.rank.process import ToldToEnd, check_parent, place_rank, run
 from serving.engine.rank.runner_setup import describe_memory
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import Alive, Finished, Ready, Shutdown
-from serving.engine.wire.rendezvous import Run, init_ranks
+from serving.engine.wire.rendezvous import Place, Run, init_ranks
 from serving.workbench.arms.batches import kv_blocks_needed
 from serving.workbench.arms.cells import Arm
 from serving.workbench.arms.programs import gather_texts
@@ -49,16 +49,14 @@ class Measured:
     arms: dict[str, list[Arm]]
 
 
-def tune_rank(
-    plan: Plan, state: State, path: Path, options: EngineOptions, rank: int, store_host: str, store_port: int
-) -> None:
+def tune_rank(plan: Plan, state: State, path: Path, options: EngineOptions, rank: int, place: Place) -> None:
     """Main function of a rank's process; see `run_rank`.
 
     Args:
         state: of an earlier run, to go on from; rank 0's counts.
         path: where rank 0 writes the state.
     """
-    run_rank(options, rank, store_host, store_port, partial(_measure, plan, state, path, options, rank))
+    run_rank(options, rank, place, partial(_measure, plan, state, path, options, rank))
 
 
 def _measure(

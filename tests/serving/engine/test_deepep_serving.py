@@ -28,6 +28,7 @@ from ranks import run_ranks
 from serving.engine import EngineClient, EngineOptions
 from serving.engine.rank.build import make_core, make_runner, warm_up
 from serving.engine.rank.process import run_engine
+from serving.engine.wire.rendezvous import Place
 from serving.options import SERVE, resolve_settings, to_engine_options
 from serving.options.command_line import read_command_line
 from serving.requests import RequestInput
@@ -146,9 +147,9 @@ def test_every_back_end_serves_prefill_and_captured_decode(tmp_path: Path, ranks
         assert results["deepep_v2"]["room"] == PROMPT * REQUESTS
 
 
-def run_engine_on_a_fake_gpu(options: EngineOptions, rank: int, host: str, port: int) -> None:
+def run_engine_on_a_fake_gpu(options: EngineOptions, rank: int, place: Place) -> None:
     with on_a_fake_gpu():
-        run_engine(options, rank, host, port)
+        run_engine(options, rank, place)
 
 
 def test_the_headline_command_serves(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from serving.engine.wire.messages import (
     Refused,
     encode,
 )
-from serving.engine.wire.rendezvous import Run, check_node, claim_node, join_run, post_node
+from serving.engine.wire.rendezvous import Place, Run, check_node, claim_node, join_run, post_node
 from serving.requests import EngineStatistics
 from serving.scheduler import SchedulerConfig
 from ubatch import ConfigError, UBatchConfig
@@ -144,7 +144,7 @@ def test_a_second_node_of_the_same_rank_is_refused() -> None:
         claim_node(run, 1)
 
 
-def sleep_for_ever(options: EngineOptions, rank: int, host: str, port: int) -> None:
+def sleep_for_ever(options: EngineOptions, rank: int, place: Place) -> None:
     """A rank that never gets ready."""
     asyncio.run(asyncio.sleep(3600))
 

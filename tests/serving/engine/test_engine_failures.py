@@ -99,7 +99,7 @@ def test_ranks_that_start_at_different_speeds_wait_for_each_other() -> None:
     [
         (EngineOptions(Path("/nowhere")), run_engine, CheckpointError, "/nowhere is not a folder"),
         (tiny(), exit_at_once, EngineDead, "rank 0 died with exit status 7"),
-        (tiny(master_addr="203.0.113.1"), run_engine, ConfigError, "master_addr"),
+        (tiny(2, nnodes=2, master_addr="203.0.113.1", master_port=1), run_engine, ConfigError, "master_addr"),
     ],
 )
 def test_a_start_that_fails_says_why_and_leaves_nothing(

@@ -21,10 +21,10 @@ from serving.engine.node import _Supervisor, _Told
 from serving.engine.rank.process import ToldToEnd, run_rank
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import Finished, NodeAlive, Ready
-from serving.engine.wire.rendezvous import Run, init_ranks
+from serving.engine.wire.rendezvous import Place, Run, init_ranks
 from serving.network import choose_interface
 from serving.requests import EngineDead, RequestInput
-from ubatch import CommGroup, ConfigError
+from ubatch import CommGroup, ConfigError, UBatchConfig
 
 
 def test_node_0_is_not_a_node_to_be_run() -> None:
@@ -98,8 +98,8 @@ def add_up(options: EngineOptions, rank: int, run: Run, link: EngineLink, parent
     raise ToldToEnd("too early")
 
 
-def run_job(options: EngineOptions, rank: int, host: str, port: int) -> None:
-    run_rank(options, rank, host, port, partial(add_up, options, rank))
+def run_job(options: EngineOptions, rank: int, place: Place) -> None:
+    run_rank(options, rank, place, partial(add_up, options, rank))
 
 
 @pytest.mark.parametrize(("leave", "status"), [("in time", 0), ("early", 1)])
@@ -135,8 +135,11 @@ class Leaving:
     def exit_status(self, rank: int) -> int | None:
         return self.status
 
-    def check(self, keys: list[str]) -> bool:
-        raise RuntimeError("the store is gone")
+    def receive(self) -> tuple[()]:
+        return ()
+
+    def disconnected_s(self) -> float:
+        return 2.0
 
     def send(self, message: NodeAlive) -> None:
         pass
@@ -147,10 +150,8 @@ class Leaving:
 
 
 @pytest.mark.parametrize(("rank", "node"), [(0, 0), (1, 1), (None, 1)])
-def test_node_0_may_leave_before_ranks_that_it_told_to_end(
-    rank: int | None, node: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("serving.engine.node._ALIVE_EVERY_S", 0.01)
+def test_node_0_may_leave_before_ranks_that_it_told_to_end(rank: int | None, node: int) -> None:
     with _Told() as told, closing(Leaving(rank)) as all_of_it:
-        fakes: Any = (all_of_it,) * 3
-        assert _Supervisor(1, *fakes, told).run() == node
+        fakes: Any = (all_of_it,) * 2
+        options = tiny(2, nnodes=2, node_rank=1, master_port=1, dbo=UBatchConfig(timeout_s=0.1))
+        assert _Supervisor(options, *fakes, told).run() == node

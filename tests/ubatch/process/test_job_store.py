@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ranks import run_ranks
 from ubatch import CommGroup, ForgedValue
-from ubatch.process.job_store import JobStore, sign_job_store
+from ubatch.process.job_store import JobStore, use_job_store
 from ubatch.ranks.group import _update
 from ubatch.ranks.peer_watch import PeerWatch
 
@@ -167,7 +167,7 @@ def test_what_cannot_be_read_is_forged() -> None:
 
 def forge_a_failure(rank: int, ranks: int, key: bytes | None) -> str:
     """Rank 1 does not come; what stands under `failed` meanwhile was written by nobody of the job."""
-    sign_job_store(key)
+    use_job_store(key)
     group = CommGroup.from_process_group(timeout_s=20.0)
     connection = group.usable_connection()
     raw = c10d._get_default_store()

@@ -1,4 +1,6 @@
-"""The folder of a server's sockets, in the system's temporary folder: only this user can read it.
+"""The private folder of a run on one machine, in the system's temporary folder: only this user can open it.
+
+It holds the run's sockets and, if this is the only machine, its rendezvous store.
 
 A killed server cannot remove its folder. So each server holds a lock on its folder, which ends with the process, and
 the next server that starts removes folders whose lock is free.
@@ -14,15 +16,15 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["SocketFolder"]
+__all__ = ["RunFolder"]
 
-_PREFIX = "ubatch-sockets-"
+_PREFIX = "ubatch-run-"
 _LOCK = "lock"
 _YOUNG_S = 10.0
 """A folder without a lock that is younger than this may still be under construction."""
 
 
-class SocketFolder:
+class RunFolder:
     """A new folder. Folders of dead servers are removed first."""
 
     def __init__(self) -> None:
@@ -46,7 +48,7 @@ class SocketFolder:
             folder.remove()
 
 
-_open: set[SocketFolder] = set()
+_open: set[RunFolder] = set()
 
 
 def _remove_left() -> None:

@@ -1,0 +1,116 @@
+"""The rendezvous store of a run on one machine: a private folder with a file for each value. Nothing listens on a port.
+
+Every write replaces a file as a whole, under a lock that ends with the process that holds it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import quote
+
+import torch.distributed as dist
+
+__all__ = ["FolderStore"]
+
+_LOOK_S = 0.005
+_LOCK, _NEW = ".lock", ".new"
+
+
+class FolderStore:
+    """Values by name, as `ubatch.process.job_store.Values` has them.
+
+    Args:
+        folder: of this store alone; made if it does not exist, readable by this user only.
+        timeout: how long `get` waits for a value.
+    """
+
+    def __init__(self, folder: Path, timeout: timedelta) -> None:
+        self.folder, self._timeout = folder, timeout
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+    def part(self, name: str) -> FolderStore:
+        """A store in a folder beside the values of this one."""
+        return FolderStore(self.folder / f"{_file(name)}.part", self._timeout)
+
+    def torch_store(self, name: str) -> dist.Store:
+        """A store for what torch keeps of a group of processes: a file that only grows, but little."""
+        return dist.FileStore(str(self.folder / f"{_file(name)}.torch"))
+
+    def set(self, name: str, value: str) -> None:
+        """Write a value."""
+        with self._locked():
+            self._write(name, value)
+
+    def get(self, name: str) -> bytes:
+        """Read a value; waits until there is one."""
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while (value := self._read(name)) is None:
+            if time.monotonic() > deadline:
+                raise dist.DistStoreError(f"nobody has written {name!r} within {self._timeout}.")
+            time.sleep(_LOOK_S)
+        return value
+
+    def multi_get(self, names: Sequence[str]) -> list[bytes]:
+        """Like `get`, for several names."""
+        return [self.get(name) for name in names]
+
+    def check(self, names: Sequence[str]) -> bool:
+        """Whether all of these names have a value."""
+        return all(self._read(name) is not None for name in names)
+
+    def compare_set(self, name: str, expected: str, wanted: str) -> bytes:
+        """Write `wanted` if the value is `expected`, or if there is none and `expected` is empty. Returns the value
+        after that."""
+        with self._locked():
+            before = self._read(name)
+            if (before or b"").decode(errors="replace") == expected:
+                self._write(name, wanted)
+                return wanted.encode()
+            return b"" if before is None else before
+
+    def add(self, name: str, amount: int) -> int:
+        """Add to a counter; returns its new value."""
+        with self._locked():
+            total = int(self._read(name) or 0) + amount
+            self._write(name, str(total))
+            return total
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise self._gone(error) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            return (self.folder / _file(name)).read_bytes()
+        except FileNotFoundError as error:
+            if self.folder.exists():
+                return None
+            raise self._gone(error) from error
+
+    def _write(self, name: str, value: str) -> None:
+        try:
+            (self.folder / _NEW).write_text(value)
+            os.replace(self.folder / _NEW, self.folder / _file(name))
+        except OSError as error:
+            raise self._gone(error) from error
+
+    def _gone(self, error: OSError) -> dist.DistStoreError:
+        return dist.DistStoreError(f"the store {self.folder} cannot be used ({error.strerror}).")
+
+
+def _file(name: str) -> str:
+    return quote(name, safe="")
