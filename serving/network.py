@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import ipaddress
 import logging
 import os
@@ -10,6 +11,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,16 +19,22 @@ import torch.distributed as dist
 from serving.logs import log_event
 from ubatch import ConfigError
 
-__all__ = ["LOOPBACK", "choose_interface", "listening_store", "warn_of_loopback"]
+__all__ = ["LOOPBACK", "admit_no_more", "choose_interface", "listening_store", "numeric_address", "warn_of_loopback"]
 
 _logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+_SO_ATTACH_FILTER = 26
+_DROP_ALL = struct.pack("=HBBI", 0x06, 0, 0, 0)
+"""One instruction of classic BPF: take 0 bytes of the packet."""
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def listening_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+def listening_store(host: str, port: int, timeout: timedelta) -> tuple[dist.TCPStore, socket.socket]:
     """Start a rendezvous store that listens on one address; its `port` is the one to connect to.
+
+    Returns:
+        The store, and a copy of the socket that it listens on.
 
     Args:
         host: an address or host name of this machine.
@@ -37,17 +45,19 @@ def listening_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
         ConfigError: the address or port cannot be listened on.
     """
     try:
-        listener = socket.create_server((host, port))  # left alone, the store listens on every address
+        family = _family_of(numeric_address(host))
+        listener = socket.create_server((host, port), family=family)  # left alone, the store listens on every address
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host}:{port} for the rendezvous ({error.strerror}). master_addr must be an address of "
             f"this machine, and master_port a free port."
         ) from error
-    address, port = listener.getsockname()
-    if address == "0.0.0.0":
+    address, port = listener.getsockname()[:2]
+    if ipaddress.ip_address(address).is_unspecified:
         listener.close()
         raise ConfigError(f"master_addr {host!r} is every address of this machine. Give the one that the others reach.")
-    return dist.TCPStore(
+    copy = listener.dup()
+    store = dist.TCPStore(
         host,
         port,
         is_master=True,
@@ -56,6 +66,14 @@ def listening_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
         master_listen_fd=listener.detach(),
         use_libuv=True,
     )
+    return store, copy
+
+
+def admit_no_more(listener: socket.socket) -> None:
+    """Drop all packets of new connections to a listening socket; those that are open go on."""
+    code = ctypes.create_string_buffer(_DROP_ALL)
+    program = struct.pack("HP", len(_DROP_ALL) // 8, ctypes.addressof(code))
+    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
 def warn_of_loopback(host: str) -> None:
@@ -70,7 +88,7 @@ def warn_of_loopback(host: str) -> None:
     else:
         return
     try:
-        address = socket.gethostbyname(host)
+        address = numeric_address(host)
     except OSError:
         return  # listening or connecting there fails later, with the reason
     if _is_loopback(address):
@@ -80,6 +98,11 @@ def warn_of_loopback(host: str) -> None:
             f"network that the machines share",
             level=logging.WARNING,
         )
+
+
+def numeric_address(host: str) -> str:
+    """A host's first address, IPv4 or IPv6; raises OSError if it has none."""
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def choose_interface(master_addr: str, *, several: bool = False) -> None:
@@ -133,14 +156,17 @@ def _interface_towards(host: str, interfaces: Sequence[tuple[str, str]]) -> str:
     """
     how = "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads there."
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing: it only looks up the route
+        address = numeric_address(host)
+        with socket.socket(_family_of(address), socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing: it only looks up the route
             own = probe.getsockname()[0]
     except OSError as error:
         raise ConfigError(f"no network interface leads to master_addr {host} ({error.strerror}). {how}") from error
     interface = next((name for name, address in interfaces if address == own), None)
     if interface is None:
         raise ConfigError(f"the network interface that leads to master_addr {host} is unknown. {how}")
+    if ":" in own:
+        return interface
     first = next(address for name, address in interfaces if name == interface)
     if ipaddress.ip_address(own) not in ipaddress.ip_network(f"{first}/{_netmask(interface)}", strict=False):
         raise ConfigError(
@@ -155,17 +181,26 @@ def _interface_towards(host: str, interfaces: Sequence[tuple[str, str]]) -> str:
 # Linux ioctls, because Python cannot list an interface's addresses. On other systems they fail and return nothing.
 _SIOCGIFCONF, _SIOCGIFNETMASK = 0x8912, 0x891B
 _IFREQ_BYTES = 16 + 24
+_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 _MOST_INTERFACES = 4096
 
 
 def _interfaces() -> list[tuple[str, str]]:
-    """(name, IPv4 address) in the kernel's order; an interface has one entry per address or label."""
+    """(name, address) in the kernel's order, IPv4 first; an interface has one entry per address or label."""
     answer = array.array("B", bytes(_MOST_INTERFACES * _IFREQ_BYTES))
     asked = struct.pack("iP", len(answer), answer.buffer_info()[0])
     told = _ioctl(_SIOCGIFCONF, asked)
     size = struct.unpack("iP", told)[0] if told is not None else 0
     rows = [answer[start : start + _IFREQ_BYTES].tobytes() for start in range(0, size, _IFREQ_BYTES)]
-    return [(row[:16].partition(b"\0")[0].decode(), socket.inet_ntoa(row[20:24])) for row in rows]
+    return [(row[:16].partition(b"\0")[0].decode(), socket.inet_ntoa(row[20:24])) for row in rows] + _ipv6_interfaces()
+
+
+def _ipv6_interfaces() -> list[tuple[str, str]]:
+    try:
+        rows = [line.split() for line in _IPV6_ADDRESSES.read_text().splitlines()]
+    except OSError:
+        return []
+    return [(row[5], str(ipaddress.IPv6Address(int(row[0], 16)))) for row in rows]
 
 
 def _netmask(interface: str) -> str:
@@ -182,6 +217,10 @@ def _ioctl(request: int, argument: bytes) -> bytes | None:
             return fcntl.ioctl(probe.fileno(), request, argument)
     except (ImportError, OSError):
         return None
+
+
+def _family_of(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _is_loopback(address: str) -> bool:

@@ -1,8 +1,8 @@
 """Ranks on this machine: one process each, gloo between them, pinned to cores (`serving.pinning`).
 
 Under `torchrun` (RANK and WORLD_SIZE in the environment) the launcher has started the processes; this one joins them.
-Otherwise the ranks are spawned here, and if one fails the others are ended. They rendezvous in a store of the process
-that spawns them, and listen on the loopback address only.
+Otherwise the ranks are spawned here, and if one fails the others are ended. They rendezvous in a file of a private
+folder, and gloo listens on the loopback address only.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from serving.logs import log_event
-from serving.network import LOOPBACK, choose_interface, listening_store
+from serving.network import LOOPBACK, choose_interface
 from serving.pinning import pin_rank
 from ubatch import ConfigError, UBatchError
 
@@ -63,14 +64,16 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, device: str =
         _choose_launched_interface()
         return _run_rank(fn, int(os.environ["RANK"]), world_size, device, args)
     context = mp.get_context("spawn")
-    store = listening_store(LOOPBACK, 0, _START_TIMEOUT)  # outlives the ranks
     readers, ranks = [], []
-    with terminated_as_exit():
+    with (
+        terminated_as_exit(),
+        tempfile.TemporaryDirectory(prefix="ubatch-ranks-", ignore_cleanup_errors=True) as folder,
+    ):
         try:
             for rank in range(world_size):
                 reader, writer = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_spawned, args=(fn, rank, world_size, store.port, writer, device, args), daemon=True
+                    target=_spawned, args=(fn, rank, world_size, f"{folder}/store", writer, device, args), daemon=True
                 )
                 process.start()
                 writer.close()  # the rank holds the other copy; when it dies, the reader ends
@@ -121,15 +124,12 @@ def terminated_as_exit() -> Iterator[None]:
 
 
 def _spawned(
-    fn: Callable[..., Any], rank: int, world_size: int, port: int, writer: Any, device: str, args: Any
+    fn: Callable[..., Any], rank: int, world_size: int, store: str, writer: Any, device: str, args: Any
 ) -> None:
-    os.environ.update(
-        MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size)
-    )
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
         choose_interface(LOOPBACK)
-        store = dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=_START_TIMEOUT)
-        writer.send((_run_rank(fn, rank, world_size, device, args, store), None))
+        writer.send((_run_rank(fn, rank, world_size, device, args, dist.FileStore(store)), None))
     except BaseException:
         writer.send((None, traceback.format_exc()))
         sys.exit(1)

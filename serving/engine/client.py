@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from socket import socket as Socket
 
 import msgspec
 import torch.distributed as dist
@@ -58,9 +59,10 @@ from serving.engine.wire.messages import (
     error_kind,
     make_error,
 )
-from serving.engine.wire.rendezvous import Run, announce_network, check_node, host_store, numeric_address
+from serving.engine.wire.rendezvous import Run, announce_network, check_node, host_store
 from serving.engine.wire.secret import ClusterSecret, CurveKeys, read_secret
 from serving.logs import log_event
+from serving.network import admit_no_more, numeric_address
 from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
 from ubatch import ConfigError, UBatchError
 
@@ -115,6 +117,7 @@ class EngineClient:
         self._socket = self._context.socket(zmq.ROUTER)
         self._folder = RunFolder()
         self._gate: CurveGate | None = None
+        self._listener: Socket | None = None
         self._unread = Seldom(_logger, "not a message")
         self._strange = Seldom(_logger, "a message of no rank or node of this run")
         self._engines: LocalEngines | None = None
@@ -142,7 +145,7 @@ class EngineClient:
         options = self.options
         announce_network(options)
         secret = read_secret(options.cluster_secret_file)
-        self._store, place = host_store(options, self._folder.path)
+        self._store, place, self._listener = host_store(options, self._folder.path)
         run = Run.open(self._store, secret)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -164,7 +167,9 @@ class EngineClient:
             return address
         if curve is not None:
             self._gate = CurveGate(self._context, self._socket, curve)
-        host = f"tcp://{numeric_address(self.options.master_addr)}"
+        address = numeric_address(self.options.master_addr)  # zmq listens on an address, not on a host's name
+        self._socket.setsockopt(zmq.IPV6, ":" in address)
+        host = f"tcp://[{address}]" if ":" in address else f"tcp://{address}"
         return f"{host}:{self._socket.bind_to_random_port(host)}"
 
     def _check_nodes(self, secret: ClusterSecret | None) -> None:
@@ -212,6 +217,8 @@ class EngineClient:
             self._gate.close()
         self._socket.close(linger=1000)
         self._context.term()
+        if self._listener is not None:
+            self._listener.close()
         self._folder.remove()
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -399,6 +406,7 @@ class EngineClient:
                 if self._ready.keys() == set(range(self.options.world_size)) and not self._all_ready.done():
                     self.info = self._make_info()
                     self._signs.begin()
+                    self._refuse_strangers()
                     self._all_ready.set_result(None)
             case ProfileWritten():
                 self._profiles.written(message)
@@ -410,6 +418,12 @@ class EngineClient:
                 self._answer(node_identity(node_rank), encode(NodeHeard()))
             case Failed():
                 self._cause.report(message)
+
+    def _refuse_strangers(self) -> None:
+        """All ranks have opened the store: nobody else has to. NCCL opens it again, whenever a group is made."""
+        if self._listener is not None and self.options.device == "cpu":
+            with suppress(OSError):  # the system has no socket filters; ranks have logged that
+                admit_no_more(self._listener)
 
     def _make_info(self) -> EngineInfo:
         ready = [self._ready[rank] for rank in sorted(self._ready)]

@@ -45,6 +45,7 @@ from model_runner import CheckpointError, ModelRunner, RequestError
 from serving.engine.options import EngineOptions
 from serving.engine.rank.build import make_core, make_runner, warm_up
 from serving.engine.rank.core import EngineCore
+from serving.engine.rank.listeners import refuse_strangers
 from serving.engine.rank.lockstep import Link, join_turns
 from serving.engine.rank.runner_setup import describe_memory, describe_transport
 from serving.engine.wire.link import EngineLink
@@ -187,6 +188,8 @@ def _loaded(options: EngineOptions, rank: int, run: Run) -> Iterator[tuple[Model
             bar.set_postfix_str("warm up")
             warm_up(options, runner)
             core = make_core(options, runner)
+            if collective and options.device == "cpu":  # NCCL connects when it needs to
+                refuse_strangers()
             bar.update()
             bar.close()
             gc.collect()

@@ -40,6 +40,7 @@ class EngineLink:
         self._received_at = time.monotonic()
         self._taken: deque[bytes] = deque()  # received messages that are not handled yet
         self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IPV6, "[" in address)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         self._socket.setsockopt(zmq.SNDHWM, 0)  # no limit needed: the client's requests bound the queue
         self._socket.setsockopt(zmq.RCVHWM, 0)

@@ -49,7 +49,6 @@ __all__ = [
     "host_store",
     "init_ranks",
     "join_run",
-    "numeric_address",
     "post_node",
 ]
 
@@ -78,17 +77,20 @@ class Place:
     port: int = 0
 
 
-def host_store(options: EngineOptions, folder: Path) -> tuple[Store, Place]:
+def host_store(options: EngineOptions, folder: Path) -> tuple[Store, Place, socket.socket | None]:
     """Start the store on node 0; errors as for `listening_store`.
 
     Args:
         folder: the run's.
+
+    Returns:
+        The store, where to find it, and a copy of the socket on which it listens, if it does.
     """
     if options.nnodes == 1:
         place = Place(folder)
-        return connect_store(place), place
-    store = listening_store(options.master_addr, options.master_port, PATIENCE)
-    return store, Place(folder, options.master_addr, store.port)
+        return connect_store(place), place, None
+    store, listener = listening_store(options.master_addr, options.master_port, PATIENCE)
+    return store, Place(folder, options.master_addr, store.port), listener
 
 
 def connect_store(place: Place) -> Store:
@@ -260,11 +262,6 @@ def init_ranks(run: Run, rank: int, options: EngineOptions) -> None:
         world_size=options.step_size,
         timeout=PATIENCE,
     )
-
-
-def numeric_address(host: str) -> str:
-    """A host's IPv4 address: zmq can listen on an address, but not on a host name."""
-    return socket.gethostbyname(host)
 
 
 def _first_line(error: BaseException) -> str:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from serving.engine.options import EngineOptions
 from serving.engine.rank.build import make_runner
+from serving.engine.rank.listeners import refuse_strangers
 from serving.engine.rank.process import ToldToEnd, check_parent, place_rank, run_rank
 from serving.engine.rank.runner_setup import describe_memory
 from serving.engine.wire.link import EngineLink
@@ -76,6 +77,8 @@ def _measure(
             group = CommGroup.from_process_group(timeout_s=options.dbo.timeout_s)
             num_blocks = kv_blocks_needed(plan.grid, options.block_size)
             runner = held.enter_context(make_runner(options, group, device_index=local_rank, num_kv_blocks=num_blocks))
+        if options.device == "cpu":
+            refuse_strangers()
         client = _Client(rank, link, parent)
         link.send(Ready(rank, runner.max_model_len, runner.config.vocab_size, describe_memory(runner)))
         with ArmSteps(runner, runner.link) as steps, runner.together():

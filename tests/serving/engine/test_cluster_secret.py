@@ -200,8 +200,8 @@ def test_a_node_0_that_does_not_begin_is_named() -> None:
     store.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(UBatchError, match=r"^node 0 at 127\.0\.0\.1 has not begun its run .*--node-rank 0"):
         join_run(store, two_nodes(None, 1))
-    store = listening_store("127.0.0.1", 0, timedelta(seconds=0.1))
-    with pytest.raises(UBatchError, match=r"^node 0 at 127\.0\.0\.1 has not begun its run .*--node-rank 0"):
+    store, listener = listening_store("127.0.0.1", 0, timedelta(seconds=0.1))
+    with listener, pytest.raises(UBatchError, match=r"^node 0 at 127\.0\.0\.1 has not begun its run .*--node-rank 0"):
         join_run(store, two_nodes(None, 1))
 
 

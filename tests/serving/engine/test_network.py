@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -91,7 +90,7 @@ def test_an_unknown_interface_is_an_error_only_with_several_machines(
 def test_a_name_that_is_loopback_is_told_at_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(socket, "gethostbyname", {"own": "127.0.1.1", "other": "10.1.2.3"}.__getitem__)
+    monkeypatch.setattr(network, "numeric_address", {"own": "127.0.1.1", "other": "10.1.2.3"}.__getitem__)
     for host in ("127.0.0.1", "127.0.0.2", "10.1.2.3", "other"):
         warn_of_loopback(host)
     assert not caplog.records
