@@ -14,7 +14,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -179,16 +179,21 @@ class EngineClient:
         while missing and not self._closing:
             for node in sorted(missing):
                 try:
-                    missing -= {node} if check_node(self._store, secret, self.options, node) else set()
+                    if check_node(self._store, secret, self.options, node):
+                        missing.remove(node)
+                        self._in_loop(self._signs.heard_node, node)
                 except dist.DistError:  # this process ends
                     return
                 except ConfigError as error:
                     rank = node * self.options.local_size
                     failed = Failed(rank, error_kind(error), "ConfigError", str(error), "", False)
-                    with suppress(RuntimeError):  # the loop has ended meanwhile
-                        self._loop.call_soon_threadsafe(self._cause.report, failed)
+                    self._in_loop(self._cause.report, failed)
                     return
             time.sleep(_LOOK_FOR_NODES_S)
+
+    def _in_loop(self, work: Callable[..., object], *args: object) -> None:
+        with suppress(RuntimeError):  # the loop has ended meanwhile
+            self._loop.call_soon_threadsafe(work, *args)
 
     async def close(self) -> None:
         """End the engines, whatever still runs; requests in flight raise `EngineDead`."""

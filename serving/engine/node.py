@@ -1,7 +1,8 @@
 """A node other than node 0, without the client: it starts its ranks, and supervises them until they end.
 
-Its supervisor never waits for the network. It reads the store only while it joins, in a thread of its own. From then on
-node 0 answers every heartbeat; a node 0 that is silent for too long, or whose process has ended, is lost.
+Once it is connected, it never waits for the network for longer than `node_silent_s`. It reads the store only while it
+joins, in a thread; then node 0 answers every heartbeat. A node 0 that is silent for too long, or whose process has
+ended, is lost.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from serving.engine.vital_signs import node_beat_s, node_silent_s
 from serving.engine.wire.agreement import node_identity
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import Failed, NodeAlive
-from serving.engine.wire.rendezvous import PATIENCE, Place, Run, claim_node, connect_store, join_run, post_node
+from serving.engine.wire.rendezvous import Place, Run, Store, claim_node, connect_store, join_run, post_node
 from serving.logs import log_event
 from serving.network import warn_of_loopback
 from ubatch import ConfigError, UBatchError
@@ -64,7 +65,8 @@ def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) ->
         folder = RunFolder()
         place = Place(folder.path, options.master_addr, options.master_port)
         try:
-            run, options = _in_thread(lambda: _join(options, place), options)
+            store = connect_store(place)
+            run, options = _in_time(lambda: _join(store, options), options)
             link = EngineLink(run.address, node_identity(options.node_rank).decode(), run.curve)
             told.listen()
             engines = LocalEngines(options, place, engine_main)
@@ -77,21 +79,19 @@ def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) ->
             folder.remove()
 
 
-def _join(options: EngineOptions, place: Place) -> tuple[Run, EngineOptions]:
-    store = connect_store(place)
+def _join(store: Store, options: EngineOptions) -> tuple[Run, EngineOptions]:
     post_node(store, options)
     run, options = join_run(store, options)
     claim_node(run, options.node_rank)
     return run, options
 
 
-def _in_thread(work: Callable[[], _T], options: EngineOptions) -> _T:
-    """The result of `work`, which waits for node 0 and cannot be interrupted: it is left alone after twice the time
-    that it should take.
+def _in_time(work: Callable[[], _T], options: EngineOptions) -> _T:
+    """The result of `work`, which asks node 0, in a thread: on a dead link it waits for ever.
 
     Raises:
-        UBatchError: it has not ended by then.
-        BaseException: its error.
+        UBatchError: node 0 does not answer in time.
+        BaseException: an error of `work`.
     """
     results: SimpleQueue[tuple[_T | None, BaseException | None]] = SimpleQueue()
 
@@ -102,12 +102,15 @@ def _in_thread(work: Callable[[], _T], options: EngineOptions) -> _T:
             results.put((None, error))
 
     threading.Thread(target=run, name="join node 0", daemon=True).start()
-    patience_s = 2 * PATIENCE.total_seconds()
+    patience_s = node_silent_s(options.dbo.timeout_s)
     try:
         result, error = results.get(timeout=patience_s)
     except Empty:
-        what = f"node 0 at {options.master_addr} has accepted a connection, and says nothing for {patience_s:.0f} s."
-        raise UBatchError(f"{what} Does the network between the machines drop packets?") from None
+        raise UBatchError(
+            f"node 0 at {options.master_addr} cannot be reached: it has accepted a connection, and then has said "
+            f"nothing for {patience_s:g} s. Does the same command with --node-rank 0 run there, and does the network "
+            f"deliver packets both ways?"
+        ) from None
     if error is not None:
         raise error
     return result  # type: ignore[return-value]  # there is one where there is no error

@@ -39,9 +39,9 @@ from ubatch import ConfigError, ForgedValue, UBatchError
 from ubatch.process.job_store import JobStore, use_job_store
 
 __all__ = [
-    "PATIENCE",
     "Place",
     "Run",
+    "Store",
     "announce_network",
     "check_node",
     "claim_node",
@@ -54,7 +54,7 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 
-PATIENCE = timedelta(minutes=5)
+_PATIENCE = timedelta(minutes=5)
 """How long nodes and ranks wait for each other at the start; a `timedelta`."""
 _CLIENT = "client"
 _MISFIT = "misfit"
@@ -89,7 +89,7 @@ def host_store(options: EngineOptions, folder: Path) -> tuple[Store, Place, sock
     if options.nnodes == 1:
         place = Place(folder)
         return connect_store(place), place, None
-    store, listener = listening_store(options.master_addr, options.master_port, PATIENCE)
+    store, listener = listening_store(options.master_addr, options.master_port, _PATIENCE)
     return store, Place(folder, options.master_addr, store.port), listener
 
 
@@ -100,9 +100,9 @@ def connect_store(place: Place) -> Store:
         UBatchError: node 0 does not answer.
     """
     if not place.host:
-        return FolderStore(place.folder / "store", PATIENCE)
+        return FolderStore(place.folder / "store", _PATIENCE)
     try:
-        return dist.TCPStore(place.host, place.port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
+        return dist.TCPStore(place.host, place.port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
     except RuntimeError as error:
         at = f"{place.host}:{place.port}"
         raise UBatchError(f"node 0 does not answer at {at} ({_first_line(error)}). Is it running?") from error
@@ -260,7 +260,7 @@ def init_ranks(run: Run, rank: int, options: EngineOptions) -> None:
         store=of_torch,
         rank=rank % options.step_size,
         world_size=options.step_size,
-        timeout=PATIENCE,
+        timeout=_PATIENCE,
     )
 
 
