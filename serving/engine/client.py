@@ -28,7 +28,7 @@ import zmq.asyncio
 
 from model_runner import FinishReason, RequestError
 from serving.engine.failures import FirstCause, again, dead_error, start_error
-from serving.engine.launch import EngineMain, LocalEngines
+from serving.engine.launch import EngineMain, LocalEngines, require_descriptors
 from serving.engine.options import EngineOptions
 from serving.engine.profiles import Profiles
 from serving.engine.rank.process import run_engine
@@ -132,6 +132,7 @@ class EngineClient:
             ConfigError, CheckpointError: a rank cannot start with these options.
             EngineDead: a rank did not start for another reason, or a node did not join.
         """
+        require_descriptors(options)
         client = cls(options)
         try:
             client._launch(engine_main)

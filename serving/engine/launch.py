@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -12,12 +13,35 @@ from typing import TypeAlias
 
 from serving.engine.options import EngineOptions
 from serving.engine.wire.rendezvous import Place
+from ubatch import ConfigError
 
-__all__ = ["EngineMain", "LocalEngines"]
+__all__ = ["EngineMain", "LocalEngines", "require_descriptors"]
 
 EngineMain: TypeAlias = Callable[[EngineOptions, int, Place], None]
 """Main function of a rank's process, called as `run_engine(options, rank, place)`. It must be a module-level function,
 so that it can be pickled."""
+
+
+_FILES, _FILES_PER_RANK, _FILES_PER_PEER = 24, 6, 20
+"""Most descriptors that a process was seen to need for itself, the launching one for each of its ranks, and a rank for
+each rank that it steps with; without clients."""
+
+
+def require_descriptors(options: EngineOptions) -> None:
+    """Check, before anything is started, that this process and its engines may open as many files as they need.
+
+    Raises:
+        ConfigError: they may not; without descriptors a start hangs.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    here = _FILES + _FILES_PER_RANK * options.local_size
+    engine = _FILES + _FILES_PER_PEER * (options.step_size if options.step_size > 1 else 0)
+    needed = max(here, engine)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raise ConfigError(
+            f"a process of this run needs at least {needed} open files (ranks on this machine: {options.local_size}), "
+            f"and the limit is {soft}. Raise it: ulimit -n {needed}, and more for clients."
+        )
 
 
 class LocalEngines:

@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from threading import current_thread, main_thread
 from typing import Self, TypeVar
 
-from serving.engine.launch import EngineMain, LocalEngines
+from serving.engine.launch import EngineMain, LocalEngines, require_descriptors
 from serving.engine.options import EngineOptions
 from serving.engine.rank.process import run_engine
 from serving.engine.run_folder import RunFolder
@@ -60,6 +60,7 @@ def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) ->
     """
     if options.node_rank == 0:
         raise ConfigError("node 0 has the client: start it with EngineClient.start.")
+    require_descriptors(options)
     with _Told() as told:
         warn_of_loopback(options.master_addr)
         folder = RunFolder()

@@ -1,6 +1,7 @@
 """Finds ranks and nodes that are silent for too long: ranks send heartbeats (`Alive`), nodes send `NodeAlive`.
 
-    rank    checked from `begin` on: `--timeout-s` plus the silence announced by it or by a rank that steps with it
+    rank    while all start: five times `--timeout-s`, at least 60 s; from `begin` on: `--timeout-s` plus the silence
+            announced by it or by a rank that steps with it
     node    five minutes to join, then `--timeout-s` between two messages, but at most 15 s
 
 Only the time in which this process was running counts, not the time while it was stopped or its machine slept.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from serving.engine.options import EngineOptions
@@ -18,6 +19,8 @@ from serving.engine.wire.messages import Alive, Failed
 
 __all__ = ["VitalSigns", "node_beat_s", "node_silent_s"]
 
+_START_SILENCES, _LEAST_START_S = 5, 60.0
+"""Of a rank that starts: its heart beats in a thread, which imports and compilers may hold up."""
 _NODE_JOINS_S = 300.0
 _NODE_SILENT_S = 15.0
 _NODE_BEAT_S = 2.0
@@ -54,27 +57,31 @@ class VitalSigns:
     def __init__(self, options: EngineOptions, report: Callable[[Failed], None]) -> None:
         self._options, self._report = options, report
         self._timeout_s = options.dbo.timeout_s
+        self._start_s = max(_START_SILENCES * self._timeout_s, _LEAST_START_S)
         self._now = 0.0  # seconds that this process has watched
         self._nodes = dict.fromkeys(range(1, options.nnodes), _NODE_JOINS_S)
-        self._pulses = {rank: _Pulse(0.0) for rank in range(options.world_size)}
+        self._pulses = {rank: _Pulse(0.0) for rank in options.local_ranks}
         self._begun = False
 
     def begin(self) -> None:
         """All ranks are ready: check their heartbeats from now on."""
         self._begun = True
-        for pulse in self._pulses.values():
-            pulse.heard = self._now
+        for rank in range(self._options.world_size):
+            self._pulses.setdefault(rank, _Pulse(self._now)).heard = self._now
 
     def heard(self, alive: Alive) -> None:
         """Record a heartbeat. If an announced silence ends, the time-outs of ranks that step together start again."""
-        before = self._pulses[alive.rank].silence_s
+        before = self._pulses.get(alive.rank, _Pulse(0.0)).silence_s
         self._pulses[alive.rank] = _Pulse(self._now, alive.silence_s)
         if alive.silence_s < before:
-            for rank in self._together(alive.rank):
+            for rank in self._together(alive.rank) & self._pulses.keys():
                 self._pulses[rank].heard = self._now
 
     def heard_node(self, node_rank: int) -> None:
-        """Record a `NodeAlive` message."""
+        """Record a `NodeAlive` message. The first one tells that the node's ranks are starting."""
+        first = node_rank * self._options.local_size
+        for rank in range(first, first + self._options.local_size):
+            self._pulses.setdefault(rank, _Pulse(self._now))
         self._nodes[node_rank] = self._now + node_silent_s(self._timeout_s)
 
     async def watch(self) -> None:
@@ -93,8 +100,6 @@ class VitalSigns:
             if self._now > until:
                 rank = node * self._options.local_size
                 self._report(Failed(rank, "", "", f"is lost: node {node} cannot be reached", "", echo=False))
-        if not self._begun:
-            return
         silent = [
             rank
             for rank, pulse in self._pulses.items()
@@ -103,6 +108,8 @@ class VitalSigns:
         if silent:  # ranks that wait for a hung one on a device also go silent, but later: report the first
             first = min(silent, key=lambda rank: self._pulses[rank].heard)
             what = f"hangs: it has given no sign of life for {self._timeout_s:g} s (timeout_s)"
+            if not self._begun:
+                what = f"hangs while it starts: it has given no sign of life for {self._start_s:g} s"
             self._report(Failed(first, "", "", what, "", echo=False))
 
     def _is_unreachable(self, rank: int) -> bool:
@@ -114,10 +121,12 @@ class VitalSigns:
     def _patience_s(self, rank: int) -> float:
         """Seconds that a rank may be silent. Includes silence announced by ranks that step with it: it may wait for
         them on a device, where it cannot send heartbeats."""
+        if not self._begun:
+            return self._start_s
         return self._timeout_s + max(self._pulses[each].silence_s for each in self._together(rank))
 
-    def _together(self, rank: int) -> range:
+    def _together(self, rank: int) -> Set[int]:
         """The ranks that step with it, itself included."""
         size = self._options.step_size
         first = rank - rank % size
-        return range(first, first + size)
+        return frozenset(range(first, first + size))

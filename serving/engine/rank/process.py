@@ -74,7 +74,17 @@ from ubatch import CommGroup, ConfigError, GroupBroken, PeerFailed, TransferTime
 from ubatch.process.heartbeat import Heart, stop_hearts
 from ubatch.ranks.long_calls import taking_long
 
-__all__ = ["Engine", "Orphaned", "RankWork", "ToldToEnd", "check_parent", "place_rank", "run_engine", "run_rank"]
+__all__ = [
+    "Engine",
+    "Orphaned",
+    "RankWork",
+    "ToldToEnd",
+    "beating",
+    "check_parent",
+    "place_rank",
+    "run_engine",
+    "run_rank",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -127,7 +137,7 @@ def run_rank(options: EngineOptions, rank: int, place: Place, work: RankWork) ->
 
 def _serve(options: EngineOptions, rank: int, place: Place, run: Run, client: EngineLink, parent: int | None) -> None:
     link = join_turns(client, place.folder, options, rank, run.said, partial(check_parent, parent))
-    with _loaded(options, rank, run) as (runner, core):
+    with _loaded(options, rank, run, client) as (runner, core):
         memory = describe_memory(runner)
         for way in describe_transport(runner):
             log_event(_logger, "transport", way=way)
@@ -166,7 +176,9 @@ def check_parent(parent: int | None) -> None:
 
 
 @contextmanager
-def _loaded(options: EngineOptions, rank: int, run: Run) -> Iterator[tuple[ModelRunner, EngineCore]]:
+def _loaded(
+    options: EngineOptions, rank: int, run: Run, client: EngineLink
+) -> Iterator[tuple[ModelRunner, EngineCore]]:
     """Join the other ranks, load the model, warm it up and make its loop; all is released at the end."""
     local_rank = place_rank(options, rank)
     collective = options.step_size > 1
@@ -174,6 +186,7 @@ def _loaded(options: EngineOptions, rank: int, run: Run) -> Iterator[tuple[Model
         tqdm(total=3, desc="engine", unit="stage", disable=None if rank == 0 else True, leave=False) as bar,
         ExitStack() as starting,
     ):
+        starting.enter_context(beating(client, rank))
         bar.set_postfix_str("meet the other ranks")
         group = None
         if collective:
@@ -198,6 +211,24 @@ def _loaded(options: EngineOptions, rank: int, run: Run) -> Iterator[tuple[Model
             yield runner, core
     if collective:
         dist.destroy_process_group()
+
+
+@contextmanager
+def beating(client: EngineLink, rank: int) -> Iterator[None]:
+    """Send heartbeats in the `with` block, in which the rank starts: from a thread, as nothing else could."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(_LOOK_OUT_S):
+            client.send(Alive(rank, 0.0))
+
+    thread = threading.Thread(target=beat, name="heart", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def place_rank(options: EngineOptions, rank: int) -> int:

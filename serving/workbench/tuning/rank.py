@@ -18,7 +18,7 @@ import torch.distributed as dist
 from serving.engine.options import EngineOptions
 from serving.engine.rank.build import make_runner
 from serving.engine.rank.listeners import refuse_strangers
-from serving.engine.rank.process import ToldToEnd, check_parent, place_rank, run_rank
+from serving.engine.rank.process import ToldToEnd, beating, check_parent, place_rank, run_rank
 from serving.engine.rank.runner_setup import describe_memory
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import Alive, Finished, Ready, Shutdown
@@ -73,7 +73,7 @@ def _measure(
     local_rank = place_rank(options, rank)
     init_ranks(run, rank, options)
     with ExitStack() as held:
-        with taking_long("starting"):  # ranks load and compile at different speeds
+        with beating(link, rank), taking_long("starting"):  # ranks load and compile at different speeds
             group = CommGroup.from_process_group(timeout_s=options.dbo.timeout_s)
             num_blocks = kv_blocks_needed(plan.grid, options.block_size)
             runner = held.enter_context(make_runner(options, group, device_index=local_rank, num_kv_blocks=num_blocks))

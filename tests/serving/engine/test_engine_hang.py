@@ -14,9 +14,13 @@ from engine_mains import is_alive, tiny, tokens_of, wait_for
 from repository import TINY_MOE
 
 from model_runner import ModelRunner, SamplingParams, generate
-from serving.engine import EngineClient, EngineOptions
+from serving.engine import EngineClient, EngineOptions, vital_signs
+from serving.engine.launch import EngineMain
+from serving.engine.rank import process
+from serving.engine.rank.process import run_engine
 from serving.engine.vital_signs import VitalSigns
 from serving.engine.wire.messages import Alive, Failed
+from serving.engine.wire.rendezvous import Place
 from serving.requests import EngineDead
 from ubatch import UBatchConfig
 from ubatch.process.heartbeat import Heart, beat, stop_hearts
@@ -60,6 +64,40 @@ def test_an_idle_engine_that_hangs_is_named_and_one_that_goes_on_in_time_is_not(
             assert await wait_for(lambda: not is_alive(pid))
         finally:
             await client.close()
+
+    asyncio.run(scenario())
+
+
+START_S = 5.0
+
+
+def sleep_for_ever(options: EngineOptions, rank: int, place: Place) -> None:
+    """A rank that never joins."""
+    time.sleep(3600)
+
+
+def stop_while_loading(options: EngineOptions, rank: int, place: Place) -> None:
+    """`run_engine`, in which rank 1 is stopped while it loads its model."""
+
+    def stop_here(*args: object, **kwargs: object) -> ModelRunner:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        raise AssertionError("went on")
+
+    if rank == 1:
+        process.make_runner = stop_here
+    run_engine(options, rank, place)
+
+
+@pytest.mark.parametrize(("main", "who"), [(sleep_for_ever, "[01]"), (stop_while_loading, "1")])
+def test_an_engine_that_is_stopped_while_it_starts_is_named(
+    main: EngineMain, who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vital_signs, "_LEAST_START_S", START_S)
+    options = impatient(tiny(2, expert_parallel=True), 1.0)
+
+    async def scenario() -> None:
+        with pytest.raises(EngineDead, match=rf"^rank {who} hangs while it starts: .* no sign of life for 5 s"):
+            await asyncio.wait_for(EngineClient.start(options, engine_main=main), 60)
 
     asyncio.run(scenario())
 

@@ -13,9 +13,17 @@ from serving.engine.options import EngineOptions
 from serving.engine.rank import process
 from serving.engine.rank.core import EngineCore
 from serving.engine.speculation import Algorithm, SpeculationConfig
+from serving.engine.wire.messages import Alive
 from serving.engine.wire.rendezvous import Run
 from serving.scheduler import SchedulerConfig
 from ubatch.process import lateness
+
+
+class Deaf:
+    """A client that hears nothing."""
+
+    def send(self, message: Alive) -> None:
+        pass
 
 
 def test_peers_wait_for_a_rank_that_makes_its_proposer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +44,7 @@ def test_peers_wait_for_a_rank_that_makes_its_proposer(monkeypatch: pytest.Monke
         kv_cache_memory=1 << 20,
     )
     monkeypatch.setattr(gc, "freeze", lambda: late.setdefault("freeze", lateness._own.depth))
-    with process._loaded(options, 0, Run.open(dist.HashStore(), None)):
+    with process._loaded(options, 0, Run.open(dist.HashStore(), None), Deaf()):
         assert late == {"make_core": 1, "freeze": 1}
         assert list(late)[-1] == "freeze", "the collector need not walk through the draft network, either"
         assert lateness._own.depth == 0
