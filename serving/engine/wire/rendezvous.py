@@ -12,9 +12,9 @@ several, node 0's launching process listens.
 The launching process outlives every rank, so the store stays when a rank dies.
 
 With a cluster secret (`secret`) all values and counters carry a keyed hash (`ubatch.process.job_store`): "client" and
-"nodes/N" use a key derived from the secret alone, the others a key derived from the secret and the run's name. Without
-a secret, anyone who reaches the ports of node 0 can take part. A store that listens, gloo and NCCL have no
-authentication in either case: their network must be private.
+"nodes/N" use a key derived from the secret alone, the others a key derived from the secret and the run's name. So do
+what gloo keeps there (`signed_store`), but not what NCCL does. Without a secret, anyone who reaches the ports of node 0
+can take part. A store that listens, gloo and NCCL have no authentication in either case: their network must be private.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from serving.engine.options import EngineOptions
 from serving.engine.wire.agreement import describe_shape, require_same_shape, settle_dtype
 from serving.engine.wire.folder_store import FolderStore
 from serving.engine.wire.secret import ClusterSecret, CurveKeys, read_secret
+from serving.engine.wire.signed_store import SignedStore
 from serving.logs import log_event
 from serving.network import LOOPBACK, choose_interface, listening_store, warn_of_loopback
 from ubatch import ConfigError, ForgedValue, UBatchError
-from ubatch.process.job_store import JobStore, use_job_store
+from ubatch.process.job_store import JobStore, Values, use_job_store
 
 __all__ = [
     "Place",
@@ -140,6 +141,7 @@ class Run:
     Attributes:
         curve: keys of zmq connections to other machines; None without a secret.
         said: the run's signed part of the store, in which its processes post values.
+        of_torch: the store of torch's groups, on a rank that steps with others.
     """
 
     def __init__(self, store: Store, secret: ClusterSecret | None, name: str, address: str = "") -> None:
@@ -147,6 +149,7 @@ class Run:
         self._secret, self._name = secret, name
         self.curve: CurveKeys | None = None if secret is None else secret.curve(name)
         self.said = JobStore(store, self.key("run"))
+        self.of_torch: dist.Store | None = None
 
     @classmethod
     def open(cls, store: Store, secret: ClusterSecret | None) -> Run:
@@ -249,15 +252,20 @@ def init_ranks(run: Run, rank: int, options: EngineOptions) -> None:
     several = options.nnodes > 1
     choose_interface(options.master_addr if several else LOOPBACK, several=several)
     group, store = f"ranks/{rank // options.step_size}", run.store
+    values: Values
     if isinstance(store, FolderStore):
-        use_job_store(run.key(group), store.part(group))
-        of_torch = store.torch_store(group)
+        values, run.of_torch = store.part(group), store.torch_store(group)
     else:
-        use_job_store(run.key(group))
-        of_torch = dist.PrefixStore(group, store)
+        values = run.of_torch = dist.PrefixStore(group, store)
+    key = run.key(group)
+    use_job_store(key, values)
+    if (
+        key is not None and options.device == "cpu"
+    ):  # NCCL also uses its store in threads that have to go on by themselves
+        run.of_torch = SignedStore(JobStore(values, run.key(f"torch {group}")), _PATIENCE)
     dist.init_process_group(
         "nccl" if options.device == "cuda" else "gloo",
-        store=of_torch,
+        store=run.of_torch,
         rank=rank % options.step_size,
         world_size=options.step_size,
         timeout=_PATIENCE,

@@ -28,10 +28,12 @@ from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import Failed, FromEngine, NodeAlive, Outputs, Refused, decode_from_engine
 from serving.engine.wire.rendezvous import Run, announce_network, check_node, join_run, post_node
 from serving.engine.wire.secret import ClusterSecret, CurveKeys, read_secret
+from serving.engine.wire.signed_store import SignedStore
 from serving.network import listening_store
 from serving.options import describe_settings, read_serve_command
 from serving.requests import EngineStatistics, RequestOutput
 from ubatch import ConfigError, ForgedValue, UBatchError
+from ubatch.process.job_store import JobStore
 
 TIMEOUT = timedelta(seconds=5)
 TWO_NODES = ("--nnodes", "2", "--data-parallel-size", "2", "--master-addr", "127.0.0.1", "--master-port", "29500")
@@ -203,6 +205,30 @@ def test_a_node_0_that_does_not_begin_is_named() -> None:
     store, listener = listening_store("127.0.0.1", 0, timedelta(seconds=0.1))
     with listener, pytest.raises(UBatchError, match=r"^node 0 at 127\.0\.0\.1 has not begun its run .*--node-rank 0"):
         join_run(store, two_nodes(None, 1))
+
+
+def test_what_gloo_keeps_is_signed() -> None:
+    """A stranger's address in the place of a rank's would lead its peers to the stranger."""
+    raw, address = dist.HashStore(), bytes(range(256))
+    store = SignedStore(JobStore(raw, b"k" * 32), timedelta(seconds=0.1))
+    within = dist.PrefixStore("group", store)  # C++ calls the methods of the class in Python
+    within.set("address", address)
+    within.wait(["address"])
+    assert within.get("address") == address
+    with pytest.raises(dist.DistStoreError, match="nobody has written group/other"):
+        within.wait(["other"])
+    raw.set("group/address", "a stranger's")
+    with pytest.raises(ForgedValue, match="carries no keyed hash"):
+        within.get("address")
+
+
+def test_counters_are_signed() -> None:
+    raw = dist.HashStore()
+    one, other = JobStore(raw, b"k" * 32), JobStore(raw, b"k" * 32)
+    assert [one.add("count", 1), other.add("count", 2), one.add("count", 0)] == [1, 3, 3]
+    raw.set("count", "0")
+    with pytest.raises(ForgedValue, match="'count' in the rendezvous store carries no keyed hash"):
+        other.add("count", 1)
 
 
 def test_one_line_says_what_protects_the_network(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
