@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ubatch import ConfigError, ForwardMode
+from ubatch.errors import shown
 
 __all__ = ["MODES", "Kernel", "ModeTraits", "SplitKind", "refuse_unsupported_model"]
 
@@ -126,11 +127,11 @@ def refuse_unsupported_model(architecture: str, *, encoder_decoder: bool, layer_
     other = [kind for kind in strange if kind not in _RECURRENT]
     if other:
         raise ConfigError(
-            f"{architecture} has {other[0]!r} layers; only models whose layers all have full or sliding-window "
+            f"{architecture} has {shown(other[0])} layers; only models whose layers all have full or sliding-window "
             f"attention are supported."
         )
     if strange:
         raise ConfigError(
-            f"{architecture} mixes {strange[0]!r} layers with attention (a hybrid model); only models whose layers all "
-            f"are softmax attention are supported."
+            f"{architecture} mixes {shown(strange[0])} layers with attention (a hybrid model); only models whose "
+            f"layers all are softmax attention are supported."
         )

@@ -7,6 +7,7 @@ All derive from `UBatchError`, except `LaneAborted`: that one unwinds the *other
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -33,6 +34,7 @@ __all__ = [
     "named_values",
     "nearest",
     "note",
+    "shown",
 ]
 
 
@@ -145,6 +147,17 @@ def describe(error: BaseException, how: Callable[[object], str] = repr) -> str:
         return f"{type(error).__name__} (which cannot be printed)"
 
 
+def shown(value: object, most: int = 160) -> str:
+    """`repr` of a value that a user or a file gave, for a message, cut in the middle to `most` characters.
+
+    Of a long list only what is shown is converted.
+    """
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = most
+    text = short.repr(value)
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2 - 3) :]}"
+
+
 def named_values(values: Mapping[str, Any], known: Collection[str], what: str = "") -> dict[str, Any]:
     """A mapping that a user wrote, its keys in snake case. `what` begins the messages.
 
@@ -172,6 +185,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
         known: every name that would have been accepted.
     """
     names = sorted(map(str, known))
+    if len(name) > 2 * max(map(len, names), default=0) + 2:  # nobody meant any of them
+        return f". Known: {', '.join(names)}"
     far = {other: distance for other in names if (distance := _distance(name, other)) is not None}
     close = [other for other, distance in far.items() if distance == min(far.values())]
     hint = f"; did you mean {close[0]!r}?" if len(close) == 1 else "."  # if several are near: no hint
@@ -203,7 +218,9 @@ def _is_word(written: str, word: str) -> bool:
 
 
 def _slips(one: str, other: str) -> int:
-    """Characters to insert, delete or replace (Levenshtein distance)."""
+    """Characters to insert, delete or replace (Levenshtein distance); at least 3 if the lengths alone say so."""
+    if abs(len(one) - len(other)) > 2:  # no caller takes it for a typo; a name of megabytes would take minutes
+        return abs(len(one) - len(other))
     row = list(range(len(other) + 1))
     for above, here in enumerate(one, 1):
         corner, row[0] = row[0], above

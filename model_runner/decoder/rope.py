@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from attention import RopeTable
-from model_runner.weights.hf_config import HFConfig
+from model_runner.weights.hf_config import LONGEST_CONTEXT, HFConfig
 from ubatch.streams.small_copies import to_device
 
 __all__ = [
@@ -173,7 +173,11 @@ def read_longest_context(config: HFConfig) -> int:
     if _kind(rope) not in ("linear", "yarn") or not any(each.values.get(_ORIGINAL) for each in (config, rope)):
         return limit
     original = _original_max_position(config, rope)
-    return int(original * rope.number("factor", limit / original))
+    factor = rope.number("factor", limit / original)
+    if not 1 <= original * factor <= LONGEST_CONTEXT:
+        wanted = f"its {original} original positions times it to be from 1 to {LONGEST_CONTEXT} tokens"
+        raise config.wrong("factor", factor, wanted)
+    return int(original * factor)
 
 
 def _entries(config: HFConfig) -> HFConfig:
@@ -197,11 +201,14 @@ def _read_scaling(config: HFConfig, rope: HFConfig, theta: float) -> Rope:
     if kind == "linear":
         return LinearRope(theta, factor=rope.number("factor"))
     if kind == "llama3":
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        if high <= low:
+            raise config.wrong("high_freq_factor", high, f"more than its low_freq_factor, {low}")
         return Llama3Rope(
             theta,
             factor=rope.number("factor"),
-            low_freq_factor=rope.number("low_freq_factor"),
-            high_freq_factor=rope.number("high_freq_factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
             original_max_position=_original_max_position(config, rope),
         )
     if kind == "yarn":

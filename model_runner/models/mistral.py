@@ -21,7 +21,7 @@ class MistralForCausalLM(DecoderLM):
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
         """See `CausalLM.read_config`."""
-        kinds = config.values.get("layer_types")
+        kinds = config.words("layer_types")
         if kinds is not None and len(set(kinds)) > 1:
             raise config.wrong("layer_types", kinds, "the same attention in all layers (others are Ministral's)")
         given = "sliding_window" in config.values

@@ -54,7 +54,7 @@ def read_qwen_windows(config: HFConfig, default: Sequence[str]) -> list[int | No
     Raises:
         CheckpointError: layers have a window that is switched off; or see `read_layer_windows`.
     """
-    given = config.values.get("layer_types")
+    given = config.words("layer_types")
     if given and "sliding_attention" in given and not config.flag("use_sliding_window", False):
         raise config.wrong("layer_types", given, "'full_attention' in all layers unless use_sliding_window is set")
     return read_layer_windows(config, read_sliding_window(config), default)

@@ -53,6 +53,6 @@ def _windows(config: HFConfig) -> list[int | None]:
 
 def read_sparse_layers(config: HFConfig) -> frozenset[int]:
     """Numbers of the layers with a MoE."""
-    dense, step = config.integers("mlp_only_layers"), config.integer("decoder_sparse_step", default=1)
+    dense, step = frozenset(config.integers("mlp_only_layers")), config.integer("decoder_sparse_step", default=1)
     layers = range(config.integer("num_hidden_layers"))
     return frozenset(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)

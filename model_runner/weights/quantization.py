@@ -19,6 +19,7 @@ from typing import Any
 
 from model_runner.errors import CheckpointError
 from model_runner.weights.hf_config import HFConfig
+from ubatch.errors import shown
 
 __all__ = ["MXFP4", "WeightQuantization", "read_quantization"]
 
@@ -27,6 +28,8 @@ _ADVICE = (
     "Choose a checkpoint of the model in one of these, or dequantise this one to bfloat16."
 )
 MXFP4 = "mxfp4"
+_LONGEST_NAME = 100
+"""Characters of a group's name that messages show."""
 _KNOWN_METHODS = {
     "auto-round": "integers of 2 to 8 bits",
     "awq": "AWQ, integers of 4 bits",
@@ -107,15 +110,15 @@ def read_quantization(config: HFConfig) -> WeightQuantization | None:
     if method == MXFP4 and config.values.get("architectures") == ["GptOssForCausalLM"]:
         return WeightQuantization(MXFP4, (), None, ignored=_names(config, values, "modules_to_not_convert"))
     what = _KNOWN_METHODS.get(str(method))
-    raise _unsupported(config, f"quant_method {method!r}" + (f" ({what})" if what else ""))
+    raise _unsupported(config, f"quant_method {shown(method)}" + (f" ({what})" if what else ""))
 
 
 def _read_fp8(config: HFConfig, values: Mapping[str, Any]) -> WeightQuantization:
     if values.get("fmt") not in (None, "e4m3"):
-        raise _unsupported(config, f"fmt {values['fmt']!r} (only 'e4m3')")
+        raise _unsupported(config, f"fmt {shown(values['fmt'])} (only 'e4m3')")
     scale_fmt = values.get("scale_fmt")
     if scale_fmt not in (None, "float", "ue8m0"):
-        raise _unsupported(config, f"scale_fmt {scale_fmt!r} (only 'float' and 'ue8m0')")
+        raise _unsupported(config, f"scale_fmt {shown(scale_fmt)} (only 'float' and 'ue8m0')")
     ignored = _names(config, values, "modules_to_not_convert") + _names(config, values, "ignored_layers")
     suffixes = ("_scale_inv", "_scale")
     if values.get("weight_block_size") is None:
@@ -129,15 +132,16 @@ def _read_compressed(config: HFConfig, values: Mapping[str, Any]) -> WeightQuant
     if not groups and values.get("kv_cache_scheme"):
         return None
     if not isinstance(groups, dict) or not groups:
-        raise _unsupported(config, f"config_groups {groups!r}")
+        raise _unsupported(config, f"config_groups {shown(groups)}")
     sparsity = values.get("sparsity_config")
     if sparsity and (not isinstance(sparsity, dict) or sparsity.get("format") != "dense"):
-        raise _unsupported(config, f"sparsity_config {sparsity!r}")
+        raise _unsupported(config, f"sparsity_config {shown(sparsity)}")
     if values.get("transform_config"):
         raise _unsupported(config, "transform_config (rotated weights)")
     blocks: set[tuple[int, int]] = set()
     strategies: set[str] = set()
-    for name, group in groups.items():
+    for key, group in groups.items():
+        name = key[:_LONGEST_NAME]
         strategies.add(_read_group(config, name, group, values.get("format"), blocks))
     if len(blocks) > 1:
         raise _unsupported(config, f"several block sizes, {sorted(blocks)}")
@@ -158,20 +162,20 @@ def _read_group(config: HFConfig, name: str, group: Any, common_format: Any, blo
         raise _unsupported(config, f"config_groups.{name} without weights")
     given = group.get("format") or common_format
     if given != "float-quantized":
-        raise _unsupported(config, f"the format {given!r} of {name} (only 'float-quantized')")
+        raise _unsupported(config, f"the format {shown(given)} of {name} (only 'float-quantized')")
     strategy = weights.get("strategy")
     kind = {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False}
     found = {key: weights.get(key, value) for key, value in kind.items()}
-    wrong = ", ".join(f"{key} {value!r}" for key, value in found.items() if value != kind[key])
+    wrong = ", ".join(f"{key} {shown(value)}" for key, value in found.items() if value != kind[key])
     if wrong:
         raise _unsupported(config, f"weights of {name} with {wrong} (only fp8: {kind})")
     if strategy not in ("tensor", "channel", "block"):
-        raise _unsupported(config, f"strategy {strategy!r} of {name} (only 'tensor', 'channel' and 'block')")
+        raise _unsupported(config, f"strategy {shown(strategy)} of {name} (only 'tensor', 'channel' and 'block')")
     if strategy == "block":
         blocks.add(_block(config, f"block_structure of {name}", weights.get("block_structure")))
     targets = group.get("targets")
     if targets != ["Linear"]:
-        raise _unsupported(config, f"targets {targets!r} of {name} (only ['Linear'])")
+        raise _unsupported(config, f"targets {shown(targets)} of {name} (only ['Linear'])")
     return str(strategy)
 
 
