@@ -43,6 +43,7 @@ from model_runner.errors import (
     StepOrderError,
     TensorMissing,
     TensorParallelMismatch,
+    TensorsUnread,
     UnknownArchitecture,
     WrongShape,
 )
@@ -119,6 +120,7 @@ __all__ = [
     "TensorMissing",
     "TensorParallel",
     "TensorParallelMismatch",
+    "TensorsUnread",
     "TokenIds",
     "TokenLogprobs",
     "UnknownArchitecture",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from ubatch import UBatchError
+from ubatch.errors import shown
 
 __all__ = [
     "CheckpointError",
@@ -13,9 +15,14 @@ __all__ = [
     "StepOrderError",
     "TensorMissing",
     "TensorParallelMismatch",
+    "TensorsUnread",
     "UnknownArchitecture",
     "WrongShape",
 ]
+
+
+_FIRST = 5
+"""Names of tensors that a message shows."""
 
 
 class CheckpointError(UBatchError):
@@ -34,13 +41,33 @@ class TensorMissing(CheckpointError):
         self.name = name
 
 
-class WrongShape(CheckpointError):
-    """Tensor `name` has shape `got`; the checkpoint's config requires `expected`."""
+class TensorsUnread(CheckpointError):
+    """The checkpoint stores tensors `names`, which the architecture does not read: it would compute something else."""
 
-    def __init__(self, name: str, got: Sequence[int], expected: Sequence[int]) -> None:
-        self.name, self.got, self.expected = name, tuple(got), tuple(expected)
+    def __init__(self, names: Sequence[str], path: Path, architecture: str) -> None:
+        self.names = tuple(names)
+        first = ", ".join(map(shown, names[:_FIRST])) + (f" and {len(names) - _FIRST} more" if names[_FIRST:] else "")
+        drafts = any(name.endswith(".eh_proj.weight") for name in names)
         super().__init__(
-            f"tensor {name!r} has shape {list(self.got)}, but config.json asks for {list(self.expected)}; "
+            f"{path} stores {len(names)} tensors that {architecture} with this config.json does not read: {first}. "
+            "The model would run without them, and be wrong. Give the config that these weights were trained with, or "
+            "take out of the files what is not the model's."
+            + (" Layers that draft tokens (eh_proj) are counted by num_nextn_predict_layers." if drafts else "")
+        )
+
+
+class WrongShape(CheckpointError):
+    """Tensor `name` has shape `got`; the checkpoint's config requires `expected`.
+
+    Args:
+        entries: the entries of the config that may be at fault, with their values.
+    """
+
+    def __init__(self, name: str, got: Sequence[int], expected: Sequence[int], entries: Sequence[str] = ()) -> None:
+        self.name, self.got, self.expected = name, tuple(got), tuple(expected)
+        entry = f" ({', '.join(entries)})" if entries else ""
+        super().__init__(
+            f"tensor {shown(name)} has shape {list(self.got)}, but config.json asks for {list(self.expected)}{entry}; "
             f"weights and config are not of the same model."
         )
 
@@ -51,7 +78,7 @@ class UnknownArchitecture(CheckpointError):
     def __init__(self, architecture: str, known: Iterable[str]) -> None:
         self.architecture = architecture
         # No "did you mean": a config names its family truly, and the weights of another one would not fit.
-        super().__init__(f"unknown architecture {architecture!r}. Known: {', '.join(sorted(known))}")
+        super().__init__(f"unknown architecture {shown(architecture)}. Known: {', '.join(sorted(known))}")
 
 
 class RequestError(UBatchError, ValueError):

@@ -24,7 +24,7 @@ from attention import (
 from model_runner.auto.step_cost import split_cost
 from model_runner.auto.step_settings import StepSettings
 from model_runner.backend_choice import resolve_attention, resolve_experts, resolve_fp8_blocks
-from model_runner.decoder.base import CausalLM, ExpertParallel, ModelConfig, check_tensor_parallel, read_model_config
+from model_runner.decoder.base import CausalLM, ExpertParallel, check_tensor_parallel
 from model_runner.drafting.proposer import DraftProposer
 from model_runner.drafting.setting import DraftSetting
 from model_runner.graphs.batches import CapturedSteps
@@ -33,7 +33,7 @@ from model_runner.graphs.runner_graphs import make_graph_steps, make_wrapper
 from model_runner.memory.host_memory import keep_freed_memory
 from model_runner.memory.kv_memory import KVMemory
 from model_runner.memory.memory_profile import CudaMemory, DeviceMemory, measured_blocks
-from model_runner.models.registry import model_class
+from model_runner.models.registry import read_model
 from model_runner.parallel.tensor_parallel import make_tensor_parallel
 from model_runner.parallel.transport import check_schedules, make_transport
 from model_runner.pending_step import SamplingContext
@@ -192,11 +192,10 @@ class ModelRunner(StepRunner):
 
         options = {"dtype": dtype, "device": self.device, "streams": streams, "progress": on_weights}
         checkpoint = open_checkpoint(model_path, load_format, **options)
-        kind = model_class(checkpoint.architecture, checkpoint.config)
-        self.config: ModelConfig = read_model_config(kind, checkpoint.config, checkpoint.generation_config())
-        limit = self.config.max_position_embeddings
-        self.max_model_len = check_max_model_len(max_model_len, limit, allow_long=allow_long_max_model_len)
-        if self.max_model_len > limit:
+        kind, self.config = read_model(checkpoint)
+        limits = self.config.max_position_embeddings, self.config.full_attention_length
+        self.max_model_len = check_max_model_len(max_model_len, *limits, allow_long=allow_long_max_model_len)
+        if self.max_model_len > self.config.max_position_embeddings:
             self.config = replace(self.config, max_position_embeddings=self.max_model_len)
         check_tensor_parallel(self.config, tensor_parallel_size)
         refuse_trees(len(self.config.linear_layers), speculative_trees)

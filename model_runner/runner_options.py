@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ubatch import CommGroup, ConfigError, UBatchConfig, Verify, nearest
 
-__all__ = ["check_max_model_len", "is_fp8", "refuse_trees", "with_group"]
+__all__ = ["beyond_full_attention", "check_max_model_len", "is_fp8", "refuse_trees", "with_group"]
 
 _logger = logging.getLogger(__name__)
 
@@ -30,12 +30,22 @@ def is_fp8(kv_cache_dtype: str) -> bool:
     return kv_cache_dtype == "fp8"
 
 
-def check_max_model_len(asked: int | None, limit: int, *, allow_long: bool = False) -> int:
+def check_max_model_len(
+    asked: int | None, limit: int, full_attention: int | None = None, *, allow_long: bool = False
+) -> int:
     """The longest sequence in tokens: `asked`, or the model's `limit` if None.
 
+    Args:
+        full_attention: see `ModelConfig.full_attention_length`.
+
     Raises:
-        ConfigError: `asked` is not positive, or longer than the limit without `allow_long`.
+        ConfigError: `asked` is not positive, or longer than the limit without `allow_long`; or the longest sequence is
+            longer than `full_attention`.
     """
+    if full_attention is not None and (limit if asked is None else asked) > full_attention:
+        raise ConfigError(
+            f"max_model_len is {limit if asked is None else asked}, but {beyond_full_attention(full_attention)}"
+        )
     if asked is None:
         return limit
     if asked < 1 or (asked > limit and not allow_long):
@@ -50,6 +60,14 @@ def check_max_model_len(asked: int | None, limit: int, *, allow_long: bool = Fal
             limit,
         )
     return asked
+
+
+def beyond_full_attention(length: int) -> str:
+    """Why sequences longer than `ModelConfig.full_attention_length` are refused, and what to do."""
+    return (
+        f"beyond {length} tokens (dual_chunk_attention_config in config.json) the model was trained for dual chunk "
+        f"attention, which is not served. Lower it to {length} at most."
+    )
 
 
 def refuse_trees(linear_layers: int, trees: bool) -> None:

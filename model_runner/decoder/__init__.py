@@ -9,5 +9,6 @@ latent_attention    multi-head latent attention
 gated_delta_net     linear attention with the gated delta rule
 sparse_mlp          the mixture of experts
 scatter             distribution of rows over ranks that share attention, and its transfers
+stored              a checkpoint is read whole, or it says what it left
 decoder             the stack of layers: `DecoderLM`
 """

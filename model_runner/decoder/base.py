@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -34,6 +35,8 @@ class ModelConfig:
         eos_token_ids: tokens that end a sequence.
         linear: heads of the layers with linear attention, over all tensor-parallel ranks; None if there are none.
         linear_layers: numbers of these layers; they have a recurrent state per request instead of keys and values.
+        full_attention_length: longest sequence that attention is right for, if that is less: beyond it the model was
+            trained for dual chunk attention, which is not served. None for no such limit.
         serves_tensor_parallel: whether ranks can share this model. A family whose class does not serve it need not set
             this, see `read_model_config`; one that cannot for some of its checkpoints sets it to False for these.
     """
@@ -48,6 +51,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     linear: GatedDeltaShape | None = field(default=None, kw_only=True)
     linear_layers: frozenset[int] = field(default=frozenset(), kw_only=True)
+    full_attention_length: int | None = field(default=None, kw_only=True)
     serves_tensor_parallel: bool = field(default=True, kw_only=True)
 
     @property
@@ -162,6 +166,14 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def load(cls, config: Any, checkpoint: Checkpoint, parallel: ExpertParallel) -> CausalLM:
         """The model with its weights; of the experts only those of this rank, as `parallel` says."""
+
+    @classmethod
+    def left(cls, config: Any, checkpoint: Checkpoint) -> Mapping[str, str]:
+        """Stored tensors that the family does not read, and need not: what they are, and a pattern of whole names.
+
+        All others are refused. What every family may leave is in `model_runner.decoder.stored`.
+        """
+        return {}
 
     @abstractmethod
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:

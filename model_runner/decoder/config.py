@@ -208,6 +208,7 @@ def read_decoder(
         ),
         num_experts=0 if moe is None else read_num_experts(config),
         num_experts_per_tok=0 if moe is None else read_top_k(config),
+        full_attention_length=_read_full_attention_length(config),
         eos_token_ids=generation.integers("eos_token_id") or config.integers("eos_token_id"),
         intermediate_size=config.integer("intermediate_size"),
         rms_norm_eps=config.number("rms_norm_eps", default_eps),
@@ -216,6 +217,16 @@ def read_decoder(
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         moe=moe,
     )
+
+
+def _read_full_attention_length(config: HFConfig) -> int | None:
+    """See `ModelConfig`; up to its original length a model with dual chunk attention has plain attention."""
+    entries = config.values.get("dual_chunk_attention_config")
+    if entries is None:
+        return None
+    if not isinstance(entries, dict):
+        raise config.wrong("dual_chunk_attention_config", entries, "an object with its original length, or null")
+    return HFConfig(entries, config.path).integer("original_max_position_embeddings")
 
 
 def read_grouped_query(
@@ -239,6 +250,9 @@ def read_grouped_query(
     num_kv_heads = config.integer("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise config.wrong("num_key_value_heads", num_kv_heads, f"a divisor of its {num_heads} attention heads")
+    if config.values.get("head_dim") is None and num_heads > config.integer("hidden_size"):
+        wanted = f"at most its hidden_size, {config.integer('hidden_size')}, or a head_dim"
+        raise config.wrong("num_attention_heads", num_heads, wanted)
     head_dim = config.integer("head_dim", default=config.integer("hidden_size") // num_heads)
     shape = AttentionShape(num_heads, num_kv_heads, head_dim, sliding_window=sliding_window, sinks=sinks)
     if layer_windows is None:
@@ -255,11 +269,11 @@ def read_layer_windows(config: HFConfig, window: int | None, default: Sequence[s
     Raises:
         CheckpointError: there are not as many kinds as layers, or one is another; or a window is needed and missing.
     """
-    given = config.values.get("layer_types")
+    given = config.words("layer_types")
     kinds = list(default) if given is None else given
     known = ("full_attention", "sliding_attention")
     num_layers = config.integer("num_hidden_layers")
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
+    if len(kinds) != num_layers or not all(kind in known for kind in kinds):
         raise config.wrong("layer_types", kinds, f"one of {' and '.join(known)} for each of its {num_layers} layers")
     if window is None and known[1] in kinds:
         raise config.wrong("sliding_window", window, "the window of its sliding_attention layers")

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from model_runner.backend_choice import resolve_experts, resolve_fp8_blocks
 from model_runner.decoder.base import CausalLM, ExpertParallel, ModelConfig
 from model_runner.decoder.decoder import DecoderLM
+from model_runner.decoder.stored import check_built
 from model_runner.drafting.target import TargetRunner
 from model_runner.models.eagle import EAGLE_ARCHITECTURE, EagleHead
 from model_runner.models.mtp import MTPLayer
-from model_runner.models.registry import model_class
+from model_runner.models.registry import read_model
 from model_runner.parallel.transport import make_transport
 from model_runner.weights.dummy_weights import open_checkpoint
 from model_runner.weights.fp8_projections import log_projections
@@ -121,28 +122,32 @@ def _load_eagle(runner: TargetRunner, checkpoint: Checkpoint) -> DraftNetwork:
         )
     for name, wanted in (("hidden_size", runner.config.hidden_size), ("vocab_size", runner.config.vocab_size)):
         _check_fits(checkpoint, name, wanted)
+    check_built(checkpoint, lambda *given: EagleHead(_decoder(runner), *given), {})
     with checkpoint.one_pass():
         return EagleHead(_decoder(runner), checkpoint, _alone(runner, None, checkpoint)).eval()
 
 
 def _load_mtp(runner: TargetRunner, checkpoint: Checkpoint) -> DraftNetwork:
+    target = _decoder(runner)
+    left = MTPLayer.left(target.config, checkpoint)
+    check_built(checkpoint, lambda *given: MTPLayer(target, *given), left, target.config.num_experts)
     with checkpoint.one_pass():
-        return MTPLayer(_decoder(runner), checkpoint, _alone(runner, runner.config, checkpoint)).eval()
+        return MTPLayer(target, checkpoint, _alone(runner, runner.config, checkpoint)).eval()
 
 
 def _load_model(runner: TargetRunner, checkpoint: Checkpoint) -> DraftNetwork:
     if checkpoint.architecture == EAGLE_ARCHITECTURE:
         raise ConfigError(f"{checkpoint.path} is a draft head, not a model of its own; choose eagle.")
     _check_fits(checkpoint, "vocab_size", runner.config.vocab_size)
-    kind = model_class(checkpoint.architecture, checkpoint.config)
-    config = kind.read_config(checkpoint.config, checkpoint.generation_config())
+    kind, config = read_model(checkpoint)
     if config.linear_layers:
         raise ConfigError(
             f"{checkpoint.path} has linear attention; a draft model keeps no recurrent states. Choose another one."
         )
-    if config.max_position_embeddings < runner.max_model_len:
+    positions = min(config.max_position_embeddings, config.full_attention_length or config.max_position_embeddings)
+    if positions < runner.max_model_len:
         raise ConfigError(
-            f"{checkpoint.path} has {config.max_position_embeddings} positions, the target runs sequences of "
+            f"{checkpoint.path} has {positions} positions, the target runs sequences of "
             f"{runner.max_model_len}. Lower max_model_len, or choose another draft model."
         )
     return DraftModel(kind.load(config, checkpoint, _alone(runner, config, checkpoint)).eval())

@@ -14,12 +14,10 @@ Source: MiMo-V2-Flash Technical Report (2026) and the `MiMoV2FlashForCausalLM` c
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from attention import AttentionShape
-from model_runner.decoder.base import ExpertParallel
 from model_runner.decoder.config import DecoderConfig, MoEConfig, read_decoder, read_grouped_query, read_top_k
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.decoder.rope import Rope
@@ -29,8 +27,6 @@ from model_runner.weights.weights import Checkpoint
 from moe import SigmoidTopKRouter
 
 __all__ = ["MiMoV2FlashForCausalLM"]
-
-_logger = logging.getLogger(__name__)
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ATTENTION, _MLPS = (_FULL, _SLIDING), ("dense", "sparse")
@@ -78,12 +74,9 @@ class MiMoV2FlashForCausalLM(DecoderLM):
         )
 
     @classmethod
-    def load(cls, config: DecoderConfig, checkpoint: Checkpoint, parallel: ExpertParallel) -> DecoderLM:
-        """See `CausalLM.load`."""
-        skipped = sum(name.startswith("model.mtp.") for name in checkpoint.names)
-        if skipped:
-            _logger.info("%d tensors of layers for multi-token prediction (model.mtp.*) are not loaded", skipped)
-        return super().load(config, checkpoint, parallel)
+    def left(cls, config: DecoderConfig, checkpoint: Checkpoint) -> Mapping[str, str]:
+        """See `CausalLM.left`."""
+        return {"layers for multi-token prediction, which are not served": r"model\.mtp\..*"}
 
 
 def _refuse_others(config: HFConfig) -> None:

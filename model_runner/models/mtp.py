@@ -15,22 +15,63 @@ Source: DeepSeek-V3 (2024), section 2.2.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from attention import AttentionShape
-from model_runner.decoder.base import ExpertParallel, current_plan
+from model_runner.decoder.base import ExpertParallel, ModelConfig, current_plan
 from model_runner.decoder.config import DecoderConfig
 from model_runner.decoder.decoder import DecoderLayer, DecoderLM
 from model_runner.decoder.layers import frozen, load_norm
 from model_runner.decoder.ops import add_rms_norm, rms_norm
+from model_runner.errors import CheckpointFileMissing
+from model_runner.models.registry import HYBRID
 from model_runner.weights.weights import Checkpoint
 from moe import linear
 from ubatch import ConfigError
 
-__all__ = ["MTPLayer"]
+__all__ = ["LEFT_APART", "MTPLayer", "has_layer", "left_behind", "no_layer"]
+
+_WHAT = "multi-token prediction, which only speculative algorithm mtp reads"
+LEFT_APART: Mapping[str, str] = {_WHAT: r"mtp\..*"}
+"""`CausalLM.left` of a family that keeps the layer apart."""
+
+
+def left_behind(config: DecoderConfig, checkpoint: Checkpoint) -> Mapping[str, str]:
+    """`CausalLM.left` of a family that has such layers behind its last one.
+
+    A layer is one if the config counts it and it has the projection of both inputs; another one is the model's.
+    """
+    first, number = config.num_layers, _num_behind(checkpoint)
+    layers = [f"{config.tensor_prefix}.layers.{layer}" for layer in range(first, first + number)]
+    known = [re.escape(layer) for layer in layers if f"{layer}.eh_proj.weight" in checkpoint.names]
+    return {_WHAT: rf"({'|'.join(known)})\..*"} if known else {}
+
+
+def has_layer(config: ModelConfig, checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint has such a layer. If its weights are not here yet: whether it may have one."""
+    try:
+        apart = any(name.startswith("mtp.") for name in checkpoint.names)
+    except CheckpointFileMissing:
+        apart = checkpoint.architecture in HYBRID
+    return apart or (not config.linear_layers and _num_behind(checkpoint) > 0)
+
+
+def no_layer(checkpoint: Checkpoint) -> ConfigError:
+    """The error for a checkpoint without such a layer; it says where the layer would be."""
+    where = "tensors mtp.*" if checkpoint.architecture in HYBRID else "num_nextn_predict_layers in config.json"
+    return ConfigError(
+        f"{checkpoint.path} has no layer for multi-token prediction ({where}). Guess with a draft head, a draft model "
+        "or n-grams instead."
+    )
+
+
+def _num_behind(checkpoint: Checkpoint) -> int:
+    return checkpoint.config.integer("num_nextn_predict_layers", default=0, at_least=0)
 
 
 @dataclass(frozen=True)
@@ -45,14 +86,11 @@ class _Names:
     last_norm: str
 
 
-def _names(config: DecoderConfig, checkpoint: Checkpoint) -> _Names | None:
-    """None if the checkpoint has no such layer."""
-    if config.linear_layers:
-        if "mtp.fc.weight" not in checkpoint.names:
-            return None
+def _names(config: DecoderConfig, checkpoint: Checkpoint) -> _Names:
+    if not has_layer(config, checkpoint):
+        raise no_layer(checkpoint)
+    if any(name.startswith("mtp.") for name in checkpoint.names):  # whatever kinds of layers the model has
         return _Names("mtp", 0, "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
-    if not checkpoint.config.integer("num_nextn_predict_layers", default=0, at_least=0):
-        return None
     own = f"{config.tensor_prefix}.layers.{config.num_layers}"
     around = (f"{own}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
     return _Names(config.tensor_prefix, config.num_layers, *around)
@@ -76,11 +114,6 @@ class MTPLayer(nn.Module):
         super().__init__()
         config: DecoderConfig = target.config
         names = _names(config, checkpoint)
-        if names is None:
-            raise ConfigError(
-                f"{checkpoint.path} has no layer for multi-token prediction (num_nextn_predict_layers, mtp.*). Guess "
-                "with a draft head, a draft model or n-grams instead."
-            )
         if isinstance(config.attention, AttentionShape) and config.attention.layers is not None:
             raise ConfigError(
                 f"{checkpoint.path} has attention of several kinds, and multi-token prediction is served for one kind "
@@ -102,6 +135,17 @@ class MTPLayer(nn.Module):
         self.fc = frozen(checkpoint.load(f"{names.projection}.weight", hidden_size, 2 * hidden_size))
         self.layer = DecoderLayer(self.config, checkpoint, parallel, place)
         self.layer.attention.layer = 0  # the draft cache has one layer
+
+    @staticmethod
+    def left(config: DecoderConfig, checkpoint: Checkpoint) -> Mapping[str, str]:
+        """As `CausalLM.left`, for the layer: the model, further such layers, and copies of what the model has, too."""
+        names = _names(config, checkpoint)
+        own = re.escape("mtp" if names.prefix == "mtp" else f"{names.prefix}.layers.{names.place}")
+        return {
+            "the model": rf"(?!{own}\.).*",
+            "further layers": r"mtp\.layers\.[1-9]\d*\..*",
+            "copies of embeddings and output layer": rf"{own}\.(embed_tokens|shared_head\.head)\..*",
+        }
 
     def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
         """One step; see `DraftNetwork`."""

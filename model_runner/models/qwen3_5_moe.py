@@ -7,23 +7,26 @@ Source: the `Qwen3_5MoeForConditionalGeneration` checkpoints on the Hugging Face
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Mapping
 from dataclasses import replace
 
-from model_runner.decoder.base import ExpertParallel
 from model_runner.decoder.config import DecoderConfig
 from model_runner.decoder.decoder import DecoderLM
+from model_runner.models.mtp import LEFT_APART
 from model_runner.models.qwen3_next import read_hybrid
 from model_runner.weights.hf_config import HFConfig
 from model_runner.weights.weights import Checkpoint
 
 __all__ = ["Qwen35MoeForCausalLM", "Qwen35MoeForConditionalGeneration"]
 
-_logger = logging.getLogger(__name__)
-
 
 class Qwen35MoeForCausalLM(DecoderLM):
     """The text model. See `CausalLM`."""
+
+    @classmethod
+    def left(cls, config: DecoderConfig, checkpoint: Checkpoint) -> Mapping[str, str]:
+        """See `CausalLM.left`."""
+        return LEFT_APART
 
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
@@ -49,8 +52,6 @@ class Qwen35MoeForConditionalGeneration(Qwen35MoeForCausalLM):
         )
 
     @classmethod
-    def load(cls, config: DecoderConfig, checkpoint: Checkpoint, parallel: ExpertParallel) -> DecoderLM:
-        """See `CausalLM.load`."""
-        unseen = sum(name.startswith("model.visual.") for name in checkpoint.names)
-        _logger.info("text only: %d vision tensors of %s are not loaded", unseen, checkpoint.path)
-        return super().load(config, checkpoint, parallel)
+    def left(cls, config: DecoderConfig, checkpoint: Checkpoint) -> Mapping[str, str]:
+        """See `CausalLM.left`."""
+        return {**super().left(config, checkpoint), "vision tower, which is not served": r"model\.visual\..*"}

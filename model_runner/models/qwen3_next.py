@@ -8,7 +8,7 @@ Source: the `Qwen3NextForCausalLM` checkpoints on the Hugging Face hub (2025).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from attention import GatedDeltaShape
@@ -22,8 +22,10 @@ from model_runner.decoder.config import (
 )
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.decoder.rope import read_rope
+from model_runner.models.mtp import LEFT_APART
 from model_runner.models.qwen2_moe import read_sparse_layers
 from model_runner.weights.hf_config import HFConfig
+from model_runner.weights.weights import Checkpoint
 from moe import SoftmaxTopKRouter
 
 __all__ = ["Qwen3NextForCausalLM", "read_hybrid"]
@@ -33,6 +35,11 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 
 class Qwen3NextForCausalLM(DecoderLM):
     """The model. See `CausalLM`."""
+
+    @classmethod
+    def left(cls, config: DecoderConfig, checkpoint: Checkpoint) -> Mapping[str, str]:
+        """See `CausalLM.left`."""
+        return LEFT_APART
 
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
@@ -87,11 +94,11 @@ def _read_linear(config: HFConfig) -> GatedDeltaShape:
 
 def _linear_layers(config: HFConfig) -> frozenset[int]:
     num_layers = config.integer("num_hidden_layers")
-    kinds = config.values.get("layer_types")
+    kinds = config.words("layer_types")
     if kinds is None:
         every = config.integer("full_attention_interval", default=4)
         kinds = [_LINEAR if (layer + 1) % every else _FULL for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not {_FULL} <= set(kinds) <= {_FULL, _LINEAR}:
+    if len(kinds) != num_layers or not {_FULL} <= set(kinds) <= {_FULL, _LINEAR}:
         wanted = f"{_LINEAR!r} or {_FULL!r} for each of its {num_layers} layers, {_FULL!r} at least once"
         raise config.wrong("layer_types", kinds, wanted)
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == _LINEAR)

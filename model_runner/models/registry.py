@@ -5,12 +5,21 @@ from __future__ import annotations
 from typing import cast
 
 from attention import refuse_unsupported_model
-from model_runner.decoder.base import CausalLM
-from model_runner.errors import UnknownArchitecture
+from model_runner.decoder.base import CausalLM, ModelConfig, read_model_config
+from model_runner.decoder.stored import check_stored, log_left
+from model_runner.errors import (
+    CheckpointError,
+    CheckpointFileMissing,
+    TensorMissing,
+    TensorsUnread,
+    UnknownArchitecture,
+)
 from model_runner.weights.hf_config import HFConfig
+from model_runner.weights.weights import Checkpoint
 from ubatch import LazyRegistry
+from ubatch.errors import shown
 
-__all__ = ["known_architectures", "model_class", "register_model"]
+__all__ = ["HYBRID", "known_architectures", "model_class", "read_model", "read_sizes", "register_model"]
 
 _MODELS = LazyRegistry(
     "model",
@@ -37,7 +46,7 @@ _MODELS = LazyRegistry(
     },
 )
 
-_HYBRID = ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+HYBRID = ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
 """The architectures that may have layers with linear attention."""
 
 
@@ -70,22 +79,51 @@ def model_class(architecture: str, config: HFConfig | None = None) -> type[Causa
         ConfigError: the model is an encoder-decoder, or has linear attention; the message says which.
         UnknownArchitecture: the architecture is unknown; the message lists the known ones.
     """
-    if config is not None and architecture not in _HYBRID:
+    if config is not None and architecture not in HYBRID:
         _refuse_unsupported(architecture, config)
     if architecture not in _MODELS.names():
         raise UnknownArchitecture(architecture, _MODELS.names())
     return cast("type[CausalLM]", _MODELS.load(architecture))
 
 
+def read_model(checkpoint: Checkpoint) -> tuple[type[CausalLM], ModelConfig]:
+    """The class and the config of a checkpoint's model, held against the headers of its files if they are here.
+
+    The log counts the tensors that are not read.
+
+    Raises:
+        CheckpointError: the architecture is unknown, an entry is missing or invalid, or the files do not have what the
+            model reads, or more; see `check_stored`.
+        ConfigError: see `model_class`.
+    """
+    kind, config, fault = read_sizes(checkpoint)
+    if fault is not None:
+        raise fault
+    return kind, config
+
+
+def read_sizes(checkpoint: Checkpoint) -> tuple[type[CausalLM], ModelConfig, CheckpointError | None]:
+    """As `read_model`, but a tensor that is missing or not read is returned as the third, not raised.
+
+    The sizes in the config can be relied on then, and whoever checks settings may have something better to say first.
+    """
+    kind = model_class(checkpoint.architecture, checkpoint.config)
+    config = read_model_config(kind, checkpoint.config, checkpoint.generation_config())
+    try:
+        log_left(checkpoint, check_stored(kind, config, checkpoint))
+    except CheckpointFileMissing:  # not downloaded yet; or loading says so
+        return kind, config, None
+    except (TensorMissing, TensorsUnread) as error:
+        return kind, config, error
+    return kind, config, None
+
+
 def _refuse_unsupported(architecture: str, config: HFConfig) -> None:
     text = config.values.get("text_config")  # of multimodal models
-    layer_types = [
-        kind
-        for values in (config.values, text if isinstance(text, dict) else {})
-        for kind in values.get("layer_types") or ()
-    ]
+    given = [values.get("layer_types") for values in (config.values, text if isinstance(text, dict) else {})]
+    layer_types = [kind for kinds in given if isinstance(kinds, list) for kind in kinds]
     refuse_unsupported_model(
-        architecture,
+        shown(architecture).strip("'"),
         encoder_decoder=config.values.get("is_encoder_decoder") is True,
         layer_types=tuple(map(str, layer_types)),
     )

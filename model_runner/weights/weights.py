@@ -37,6 +37,7 @@ from model_runner.weights.mxfp4 import MXFP4Blocks
 from model_runner.weights.quantization import MXFP4, WeightQuantization, read_quantization
 from model_runner.weights.scaled import FP8, ScaledBlocks
 from model_runner.weights.weight_pass import Progress, Wanted, WeightPass
+from ubatch.errors import shown
 from ubatch.streams.streams import StreamBackend
 
 __all__ = ["Checkpoint", "Part", "Size", "part_index", "whole_shape"]
@@ -45,6 +46,7 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Name in a safetensors file -> name in a config."""
+_LONGEST_ARCHITECTURE = 200
 _FP8_NAME = "F8_E4M3"
 _QUANTIZED = (_FP8_NAME, "F8_E8M0", "U8")
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -139,6 +141,8 @@ class Checkpoint:
         names = self.config.values.get("architectures")
         if not isinstance(names, list) or not names or not isinstance(names[0], str):
             raise self.config.wrong("architectures", names, "a list with one name")
+        if len(names[0]) > _LONGEST_ARCHITECTURE:
+            raise self.config.wrong("architectures", names, f"a name of at most {_LONGEST_ARCHITECTURE} characters")
         return names[0]
 
     @cached_property
@@ -289,7 +293,7 @@ class Checkpoint:
             return self._mxfp4(name, shape)
         mapped = self._mapped(name)
         if tuple(mapped.shape) != shape:
-            raise WrongShape(name, mapped.shape, shape)
+            raise self._wrong_shape(name, mapped.shape, shape)
         suffixes = ("_scale_inv", "_scale") if known is None else known.suffixes
         scales = next((name + suffix for suffix in suffixes if name + suffix in self._file_of), None)
         if mapped.dtype == FP8 and known is not None and suffixes and mapped.dim() == 2:
@@ -338,8 +342,11 @@ class Checkpoint:
             )
         source = MXFP4Blocks.whole(blocks, scales)
         if source.shape != shape:
-            raise WrongShape(name, source.shape, shape)
+            raise self._wrong_shape(name, source.shape, shape)
         return source
+
+    def _wrong_shape(self, name: str, got: Sequence[int], expected: Sequence[int]) -> WrongShape:
+        return WrongShape(name, got, expected, self.config.sizes_at_fault(got, expected))
 
     def _mapped(self, name: str) -> Tensor:
         handle = self._handle(name)
@@ -373,7 +380,8 @@ class Checkpoint:
             for tensor, file in mapping.items():
                 if not _is_shard(file):
                     raise CheckpointError(
-                        f"{index} says that {tensor!r} is in {file!r}, which is no safetensors file of that folder."
+                        f"{index} says that {shown(tensor)} is in {shown(file)}, which is no safetensors file of that "
+                        "folder."
                     )
             for file in sorted(set(mapping.values())):
                 if not (self.path / file).is_file():

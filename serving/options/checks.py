@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from model_runner import ModelConfig
 from model_runner.parallel.transport import LOCAL, check_schedules_by_name
+from model_runner.runner_options import beyond_full_attention
 from moe import check_all2all_options
 from serving.engine.rank.runner_setup import backend_faults, tensor_parallel_faults
 from serving.engine.wire.secret import read_secret
@@ -213,6 +214,9 @@ def _checkpoint(s: Settings, model: ModelConfig) -> Iterator[str]:
             f"{model.max_position_embeddings} positions. Lower it, or allow it with "
             f"{s.spell('allow_long_max_model_len')}: outputs beyond may be nonsense."
         )
+    if model.full_attention_length is not None and s["max_model_len"] > model.full_attention_length:
+        why = beyond_full_attention(model.full_attention_length)
+        yield f"{s.spell('max_model_len')} is {s['max_model_len']}, but {why}"
     yield from tensor_parallel_faults(
         model, s["tensor_parallel_size"], s.spell("tensor_parallel_size"), expert_parallel=s["enable_expert_parallel"]
     )

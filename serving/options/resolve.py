@@ -16,7 +16,7 @@ from model_runner import (
 )
 from model_runner.parallel.transport import AUTO, choose_all2all
 from serving.engine.options import AUTO_DTYPE, EngineOptions
-from serving.engine.rank.runner_setup import choose_dtype, count_gpus, read_config
+from serving.engine.rank.runner_setup import choose_dtype, count_gpus, read_checkpoint
 from serving.options.checks import check_alone, check_with_model, notes
 from serving.options.command_line import read_command_line
 from serving.options.flags.tables import SERVE, Table
@@ -121,7 +121,7 @@ def resolve_settings(
     check_alone(settings)
     try:
         settings = locate(settings)
-        model, stored = read_config(settings.folders["model"])
+        model, stored, fault = read_checkpoint(settings.folders["model"], settings["load_format"])
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     gpus = count_gpus() if gpus is None else gpus
@@ -130,6 +130,8 @@ def resolve_settings(
     settings = _derive(settings, model, stored, gpus)
     check_with_model(settings, model, gpus)
     check_draft_network(settings, model)
+    if fault is not None:
+        raise ConfigError(str(fault)) from fault
     return settings
 
 

@@ -14,6 +14,7 @@ from contextlib import closing
 
 from model_runner import Checkpoint, CheckpointError, ModelConfig
 from model_runner.drafting.graphs import most_nodes
+from model_runner.models.mtp import has_layer, no_layer
 from model_runner.speculation import Acceptance
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.options.sources import Settings
@@ -133,12 +134,8 @@ def check_draft_network(s: Settings, model: ModelConfig) -> None:
     """
     if s["speculative_algorithm"] == Algorithm.MTP:
         with closing(Checkpoint(s.folders["model"])) as own:
-            # A hybrid's config need not name the layer; its tensors are looked for when it is loaded.
-            if not model.linear_layers and not own.config.integer("num_nextn_predict_layers", default=0, at_least=0):
-                raise ConfigError(
-                    f"{s.spell('speculative_algorithm')} mtp: {own.path} has no layer for multi-token prediction "
-                    "(num_nextn_predict_layers). Choose another algorithm."
-                )
+            if not has_layer(model, own):
+                raise ConfigError(f"{s.spell('speculative_algorithm')} mtp: {no_layer(own)}")
     path = s.folders.get("speculative_draft_model_path")
     if path is None:
         return

@@ -41,12 +41,17 @@ class Carrier(Protocol):
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy host tensors to the device in one copy; returned in order. On a CPU they are returned as they are."""
+    """Copy host tensors to the device in one copy; returned in order. On a CPU they are returned as they are.
+
+    On the device `meta` nothing is copied.
+    """
     carrier = _carrier.get()
     if carrier is not None:
         return carrier.upload(tensors)
     if device.type == "cpu":
         return list(tensors)
+    if device.type == "meta":
+        return [tensor.to(device) for tensor in tensors]
     packing = Packing.of(tensors)
     staged = torch.empty(packing.nbytes, dtype=torch.uint8, pin_memory=True)  # torch keeps it until the copy is done
     packing.write(staged, tensors)

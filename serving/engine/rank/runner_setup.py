@@ -14,13 +14,14 @@ from tqdm import tqdm
 
 from model_runner import (
     Checkpoint,
+    CheckpointError,
     ModelConfig,
     ModelRunner,
     check_tensor_parallel,
     fastest_cpu_dtype,
-    model_class,
-    read_model_config,
 )
+from model_runner.models.registry import read_sizes
+from model_runner.weights.dummy_weights import open_checkpoint
 from moe import All2AllTraits, EmulatedLink, traits_in
 from serving.logs import log_event
 from ubatch import ConfigError, ForwardMode
@@ -33,6 +34,7 @@ __all__ = [
     "describe_memory",
     "describe_transport",
     "make_link",
+    "read_checkpoint",
     "read_config",
     "tensor_parallel_faults",
 ]
@@ -87,16 +89,24 @@ def make_link(emulated_link: tuple[float, float] | None) -> EmulatedLink | None:
     return EmulatedLink(latency_us * 1e-6, megabytes_per_s * 1e6)
 
 
-def read_config(model: Path) -> tuple[ModelConfig, tuple[str, ...]]:
+def read_config(model: Path, load_format: str = "auto") -> tuple[ModelConfig, tuple[str, ...]]:
     """Read a checkpoint's settings and `Checkpoint.stored_dtypes`, without its weights.
 
     Raises:
-        CheckpointError: there is no checkpoint, or its model is not supported; see `model_runner.errors`.
+        CheckpointError: there is no checkpoint, its model is not supported, or its config has sizes that its files have
+            not; see `model_runner.errors`.
     """
+    return read_checkpoint(model, load_format)[:2]
+
+
+def read_checkpoint(
+    model: Path, load_format: str = "auto"
+) -> tuple[ModelConfig, tuple[str, ...], CheckpointError | None]:
+    """As `read_config`; the third is the error for a tensor that is missing or not read, see `read_sizes`."""
+    with closing(open_checkpoint(model, load_format)) as checkpoint:
+        _, config, fault = read_sizes(checkpoint)
     with closing(Checkpoint(model)) as checkpoint:
-        kind = model_class(checkpoint.architecture, checkpoint.config)
-        config = read_model_config(kind, checkpoint.config, checkpoint.generation_config())
-        return config, checkpoint.stored_dtypes()
+        return config, checkpoint.stored_dtypes(), fault
 
 
 def tensor_parallel_faults(model: ModelConfig, size: int, flag: str, *, expert_parallel: bool) -> Iterator[str]:

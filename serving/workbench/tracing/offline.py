@@ -110,7 +110,7 @@ def _choices(s: Settings) -> Iterator[tuple[str, Any, str]]:
 
 
 def _model_of(s: Settings) -> ModelConfig:
-    return read_config(locate(s).folders["model"])[0]
+    return read_config(locate(s).folders["model"], s["load_format"])[0]
 
 
 def _room_for_ranks(s: Settings) -> bool:

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import load_reference, make_checkpoint, reference_logits
+from checkpoints import FAMILIES, load_reference, make_checkpoint, reference_logits
 from model_checks import admitted, all_logits, close
 
-from model_runner import ModelRunner, ScheduledRequest
+from model_runner import CheckpointError, ModelRunner, ScheduledRequest, model_class
 from model_runner.decoder.rope import read_longest_context
 from model_runner.weights.hf_config import HFConfig
+from serving.cli import main
 from ubatch import ConfigError
 
 YARN = {"rope_type": "yarn", "rope_theta": 50_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -72,3 +73,43 @@ def test_longer_than_the_model_if_allowed(family: str, tmp_path: Path, caplog: p
         ModelRunner(path, num_kv_blocks=64, max_model_len=101)
     check(path, 100, max_model_len=101, allow_long_max_model_len=True)
     assert "max_model_len is 101, but the model has 64 positions" in caplog.text
+
+
+def test_dual_chunk_attention_is_refused_beyond_its_original_length(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Qwen2.5-1M: up to the original length attention is plain."""
+    chunked = {"chunk_size": 64, "local_size": 16, "original_max_position_embeddings": 96}
+    path = make_checkpoint(tmp_path, "Qwen2", dual_chunk_attention_config=chunked)
+    for options in ({}, {"max_model_len": 97}, {"max_model_len": 300, "allow_long_max_model_len": True}):
+        with pytest.raises(ConfigError, match=r"beyond 96 tokens \(dual_chunk.*Lower it to 96 at most"):
+            ModelRunner(path, num_kv_blocks=4, **options)  # type: ignore[arg-type]
+    with ModelRunner(path, num_kv_blocks=4, max_model_len=96) as runner:
+        assert runner.max_model_len == 96
+    command = ["serve", str(path), "--print-config", "--max-model-len"]
+    assert main([*command, "97"]) == 2
+    assert "--max-model-len is 97, but beyond 96 tokens" in capsys.readouterr().err
+    assert main(command[:-1]) == 2, "the checkpoint's own length is longer"
+    assert "--max-model-len is 256, but beyond 96 tokens" in capsys.readouterr().err
+    main([*command, "96"])
+    assert "has no tokenizer" in capsys.readouterr().err, "which is checked last"
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({}, "has no 'original_max_position_embeddings'"),
+        ({"original_max_position_embeddings": "long"}, "original_max_position_embeddings is 'long'"),
+        ([], r"dual_chunk_attention_config is \[\].*or null"),
+    ],
+)
+def test_a_dual_chunk_attention_config_without_its_original_length(entries: object, message: str) -> None:
+    values = {**FAMILIES["Qwen2"], "dual_chunk_attention_config": entries}
+    with pytest.raises(CheckpointError, match=message):
+        model_class("Qwen2ForCausalLM").read_config(HFConfig(values, Path("config.json")), HFConfig({}, Path()))
+
+
+def test_no_dual_chunk_attention() -> None:
+    values = {**FAMILIES["Qwen2"], "dual_chunk_attention_config": None}
+    config = model_class("Qwen2ForCausalLM").read_config(HFConfig(values, Path("config.json")), HFConfig({}, Path()))
+    assert config.full_attention_length is None

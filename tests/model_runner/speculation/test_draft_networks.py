@@ -29,7 +29,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from torch.nn import functional as F
 
-from model_runner import ModelRunner, ScheduledRequest
+from model_runner import ModelRunner, ScheduledRequest, TensorMissing, TensorsUnread
 from model_runner.decoder.base import CausalLM
 from model_runner.drafting import load_draft
 from serving.cli import main
@@ -47,10 +47,13 @@ APART = {
 """Qwen3-Next's names of the tensors around the layer. Its norms multiply by 1 + weight."""
 
 
-def make_mtp_checkpoint(path: Path, family: str = "DeepseekV3") -> Path:
-    """A checkpoint of three layers; the fourth is for multi-token prediction, as in published ones."""
+def make_mtp_checkpoint(path: Path, family: str = "DeepseekV3", first: str = "linear_attention") -> Path:
+    """A checkpoint of three layers; the fourth is for multi-token prediction, as in published ones.
+
+    Every other layer of a hybrid is of the kind `first`.
+    """
     hybrid = family == "Qwen3Next"
-    kinds = {"layer_types": ["linear_attention", "full_attention"] * 2} if hybrid else {}
+    kinds = {"layer_types": [first, "full_attention"] * 2} if hybrid else {}
     make_checkpoint(path, family, num_hidden_layers=LAYERS + 1, **kinds)
     weights = load_file(path / "model.safetensors")
     generator = torch.Generator().manual_seed(5)
@@ -230,6 +233,57 @@ def test_what_is_something_else_is_refused(tmp_path: Path, target: Path, runner:
         load_draft("eagle", None, runner)
     with pytest.raises(ConfigError, match="eagel"):
         load_draft("eagel", tmp_path, runner)
+
+
+def with_tensors(path: Path, **add: Tensor | None) -> None:
+    """Write a checkpoint's file again with more tensors, or without those that are None."""
+    tensors = {**load_file(path / "model.safetensors"), **add}
+    save_file({name: each for name, each in tensors.items() if each is not None}, path / "model.safetensors")
+
+
+def load_mtp(path: Path) -> object:
+    with ModelRunner(path, num_kv_blocks=16, block_size=4) as runner:
+        return load_draft("mtp", None, runner)
+
+
+def test_a_hybrid_without_linear_layers_keeps_its_layer_apart_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is stored says where the layer is; a hybrid's config has no entry for it."""
+    path = make_mtp_checkpoint(tmp_path, "Qwen3Next", first="full_attention")
+    load_mtp(path)
+    main(["serve", str(path), "--speculative-algorithm", "mtp", "--print-config"])
+    assert "has no tokenizer" in capsys.readouterr().err, "which is checked last"
+    with_tensors(path, **{"mtp.fc.weight": None})
+    with pytest.raises(TensorMissing, match=r"no tensor 'mtp\.fc\.weight'"):
+        load_mtp(path)
+    names = load_file(path / "model.safetensors")
+    with_tensors(path, **{name: None for name in names if name.startswith("mtp.")})
+    with pytest.raises(ConfigError, match=r"no layer for multi-token prediction \(tensors mtp\.\*\)"):
+        load_mtp(path)
+
+
+@pytest.mark.parametrize(("family", "place"), [("Glm4Moe", "model.layers.3"), ("Qwen3Next", "mtp")])
+def test_all_of_the_layer_is_read(family: str, place: str, tmp_path: Path) -> None:
+    path = make_mtp_checkpoint(tmp_path, family)
+    copy, further = torch.zeros(131, 48), "mtp.layers.1.strange"
+    with_tensors(path, **{f"{place}.embed_tokens.weight": copy, f"{place}.shared_head.head.weight": copy.clone()})
+    if place == "mtp":
+        with_tensors(path, **{further: torch.zeros(1)})
+    load_mtp(path)
+    with_tensors(path, **{f"{place}.strange": torch.zeros(1)})
+    with pytest.raises(TensorsUnread, match=rf"{place}\.strange") as caught:
+        load_mtp(path)
+    assert caught.value.names == (f"{place}.strange",)
+
+
+@pytest.mark.parametrize("algorithm", ["eagle", "draft_model"])
+def test_all_of_a_draft_network_is_read(algorithm: str, tmp_path: Path, runner: ModelRunner) -> None:
+    make_head(tmp_path) if algorithm == "eagle" else make_qwen3_moe_checkpoint(tmp_path)
+    load_draft(algorithm, tmp_path, runner)
+    with_tensors(tmp_path, **{"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})
+    with pytest.raises(TensorsUnread, match=r"self_attn\.q_proj\.bias"):
+        load_draft(algorithm, tmp_path, runner)
 
 
 def test_a_target_that_does_not_say_what_its_embeddings_are(tmp_path: Path, runner: ModelRunner) -> None:
