@@ -1,5 +1,6 @@
 """A checkpoint's tensors and config.
 
+files                the files of a folder, and which has a tensor
 hf_config            `config.json`, read and checked
 quantization         its `quantization_config`: how weights are stored in fp8
 scaled               fp8 and scales, multiplied as they are read

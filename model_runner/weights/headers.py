@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from model_runner.weights.mxfp4 import MXFP4Blocks
@@ -19,6 +20,21 @@ from model_runner.weights.scaled import ScaledBlocks
 from model_runner.weights.weights import Checkpoint
 
 __all__ = ["Headers"]
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+"""Names in a file; tensors of other dtypes are mapped, and refused like these integers."""
 
 
 class Headers(Checkpoint):
@@ -61,6 +77,15 @@ class Headers(Checkpoint):
             return False
         own, other = self._mapped(name), self._mapped(than)
         return own.dtype != other.dtype or own.shape != other.shape
+
+    def _mapped(self, name: str) -> Tensor:
+        handle = self._handle(name)
+        with self._reading(name):
+            stored = handle.get_slice(name)  # a map of the bytes takes longer, for each of a hundred thousand tensors
+            dtype = _DTYPES.get(stored.get_dtype())
+            if dtype is not None:
+                return torch.empty(stored.get_shape(), dtype=dtype, device="meta")
+        return super()._mapped(name)
 
     def _want(self, name: str, source: Tensor | ScaledBlocks | MXFP4Blocks, out: Tensor) -> None:
         pass

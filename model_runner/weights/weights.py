@@ -17,14 +17,13 @@ One pass reads the files from front to back, in any order of loading, see `model
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,21 +31,21 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from model_runner.errors import CheckpointError, CheckpointFileMissing, TensorMissing, WrongShape
+from model_runner.weights.files import SINGLE_FILE, indexed_files, read_json
 from model_runner.weights.hf_config import HFConfig
 from model_runner.weights.mxfp4 import MXFP4Blocks
 from model_runner.weights.quantization import MXFP4, WeightQuantization, read_quantization
 from model_runner.weights.scaled import FP8, ScaledBlocks
 from model_runner.weights.weight_pass import Progress, Wanted, WeightPass
-from ubatch.errors import shown
 from ubatch.streams.streams import StreamBackend
 
 __all__ = ["Checkpoint", "Part", "Size", "part_index", "whole_shape"]
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Name in a safetensors file -> name in a config."""
 _LONGEST_ARCHITECTURE = 200
+_COMPARED = 5000
+"""Most names that a missing one is compared with: a second's work."""
 _FP8_NAME = "F8_E4M3"
 _QUANTIZED = (_FP8_NAME, "F8_E8M0", "U8")
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -127,7 +126,7 @@ class Checkpoint:
         self._progress = progress
         if not self.path.is_dir():
             raise CheckpointFileMissing(f"{self.path} is not a folder; give the folder of a Hugging Face checkpoint.")
-        self.config = HFConfig(_read_json(self.path / "config.json"), self.path / "config.json")
+        self.config = HFConfig(read_json(self.path / "config.json"), self.path / "config.json")
         self._files: dict[str, Any] = {}
         self.projections: Counter[bool] = Counter()
 
@@ -154,7 +153,7 @@ class Checkpoint:
         """
         return read_quantization(self.config)
 
-    @property
+    @cached_property
     def names(self) -> frozenset[str]:
         """Names of all its tensors."""
         return frozenset(self._file_of)
@@ -184,7 +183,7 @@ class Checkpoint:
     def generation_config(self) -> HFConfig:
         """`generation_config.json`; empty if it is missing."""
         path = self.path / "generation_config.json"
-        return HFConfig(_read_json(path) if path.exists() else {}, path)
+        return HFConfig(read_json(path) if path.exists() else {}, path)
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
@@ -372,37 +371,25 @@ class Checkpoint:
 
     @cached_property
     def _file_of(self) -> dict[str, str]:
-        index = self.path / _INDEX
-        if index.exists():
-            mapping = _read_json(index).get("weight_map")
-            if not isinstance(mapping, dict) or not mapping:
-                raise CheckpointError(f"{index} has no 'weight_map'; it is not an index of safetensors shards.")
-            for tensor, file in mapping.items():
-                if not _is_shard(file):
-                    raise CheckpointError(
-                        f"{index} says that {shown(tensor)} is in {shown(file)}, which is no safetensors file of that "
-                        "folder."
-                    )
-            for file in sorted(set(mapping.values())):
-                if not (self.path / file).is_file():
-                    raise CheckpointFileMissing(f"{self.path / file} is missing, but {index.name} names it.")
-            return mapping
-        if not (self.path / _SINGLE).exists():
-            raise CheckpointFileMissing(
-                f"{self.path} has neither {_SINGLE} nor {_INDEX}; only safetensors checkpoints can be loaded."
-            )
-        return dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
+        indexed = indexed_files(self.path)
+        return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE) if indexed is None else indexed
 
     def _handle(self, name: str) -> Any:
         """The open file that holds a tensor."""
         file = self._file_of.get(name)
         if file is None:
-            near = difflib.get_close_matches(name, self._file_of, n=1)
+            near = difflib.get_close_matches(name, self._neighbours(name), n=1)
             hint = f" The nearest it has is {near[0]!r}." if near else ""
             raise TensorMissing(
                 name, f"{self.path} has no tensor {name!r}, which {self.architecture} needs: it is incomplete.{hint}"
             )
         return self._open(file)
+
+    def _neighbours(self, name: str) -> list[str]:
+        """Some of the stored names that may be near: those of its layer, if there are any."""
+        layer = "".join(f"{part}." for part in name.split(".")[:3])
+        found = [other for other in self._file_of if other.startswith(layer)] or list(self._file_of)
+        return found[:_COMPARED]
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
@@ -411,25 +398,3 @@ class Checkpoint:
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{self.path / file} is not a readable safetensors file: {error}") from error
         return self._files[file]
-
-
-def _is_shard(file: object) -> bool:
-    """Whether an index may name this file: a safetensors file in the checkpoint's folder, or below it."""
-    if not isinstance(file, str) or not file.endswith(".safetensors") or "\0" in file:
-        return False
-    path = PurePosixPath(file)
-    return not path.is_absolute() and ".." not in path.parts
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointFileMissing(f"{path} is missing; every Hugging Face checkpoint has one.") from error
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} must hold one JSON object, not a {type(values).__name__}.")
-    return values

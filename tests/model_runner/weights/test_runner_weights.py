@@ -172,6 +172,8 @@ OUT_OF_PLACE = "no safetensors file of that folder"
         ),
         ({"a": "../model.safetensors"}, OUT_OF_PLACE),
         ({"a": "/model.safetensors"}, OUT_OF_PLACE),
+        ({"a": "x" * 1_000_000 + ".safetensors"}, OUT_OF_PLACE),
+        ({"a" * 1_000_000: "\ud800" * 300 + ".safetensors"}, OUT_OF_PLACE),
         ({"a": "model.safetensors", "b": 2}, OUT_OF_PLACE),
     ],
 )
@@ -181,6 +183,7 @@ def test_an_index_that_cannot_be_is_named(single: Path, tmp_path: Path, weight_m
     with pytest.raises(CheckpointError, match=message) as caught:
         Checkpoint(index.parent).check_weights()
     assert str(index) in str(caught.value)
+    assert len(str(caught.value)) < 1000
 
 
 def test_an_index_that_is_a_folder_or_too_deep(single: Path, tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""A checkpoint's files: JSON that is read and checked, and the file of every tensor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from model_runner.errors import CheckpointError, CheckpointFileMissing
+from ubatch.errors import shown
+
+__all__ = ["SINGLE_FILE", "indexed_files", "read_json"]
+
+SINGLE_FILE = "model.safetensors"
+"""The file of a checkpoint without shards."""
+_INDEX = "model.safetensors.index.json"
+_LONGEST_PATH = 255
+"""Most bytes of a shard's path: those that a file system allows for a name."""
+
+
+def indexed_files(folder: Path) -> dict[str, str] | None:
+    """The file of every tensor by the folder's index; None if there is none, and all tensors are in `SINGLE_FILE`.
+
+    Raises:
+        CheckpointFileMissing: a file that the index names is missing, or there is neither an index nor a single file.
+        CheckpointError: the index is invalid.
+    """
+    index = folder / _INDEX
+    if not index.exists():
+        if (folder / SINGLE_FILE).exists():
+            return None
+        raise CheckpointFileMissing(
+            f"{folder} has neither {SINGLE_FILE} nor {_INDEX}; only safetensors checkpoints can be loaded."
+        )
+    mapping = read_json(index).get("weight_map")
+    if not isinstance(mapping, dict) or not mapping:
+        raise CheckpointError(f"{index} has no 'weight_map'; it is not an index of safetensors shards.")
+    for tensor, file in mapping.items():
+        if not _is_shard(file):
+            raise CheckpointError(
+                f"{index} says that {shown(tensor)} is in {shown(file)}, which is no safetensors file of that folder."
+            )
+    for file in sorted(set(mapping.values())):
+        if not (folder / file).is_file():
+            raise CheckpointFileMissing(f"{folder / file} is missing, but {index.name} names it.")
+    return mapping
+
+
+def _is_shard(file: object) -> bool:
+    """Whether an index may name this file: a safetensors file in the checkpoint's folder, or below it."""
+    if not isinstance(file, str) or not file.endswith(".safetensors") or "\0" in file:
+        return False
+    if len(file.encode(errors="replace")) > _LONGEST_PATH:
+        return False
+    path = PurePosixPath(file)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file.
+
+    Raises:
+        CheckpointFileMissing: there is no such file.
+        CheckpointError: it cannot be read, or is no JSON object.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointFileMissing(f"{path} is missing; every Hugging Face checkpoint has one.") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} must hold one JSON object, not a {type(values).__name__}.")
+    return values
