@@ -289,9 +289,8 @@ class ModelRunner(StepRunner):
         if spec.fp8:
             load_kv_scales(checkpoint, self.kv_cache)
         self.allocator = BlockAllocator(self.kv_cache.num_blocks)
-        self.request_table = RequestToTokenTable(
-            self.max_num_seqs, spec.blocks_for(self.max_model_len), spec.block_size
-        )
+        longest = min(spec.blocks_for(self.max_model_len), num_blocks)  # of a request; rows of a made-up length cost GB
+        self.request_table = RequestToTokenTable(self.max_num_seqs, longest, spec.block_size)
         self._memory = RequestMemory(self.request_table, self.allocator, spec.blocks_for, self.max_model_len)
         self.attention = make_attention(self.kv_cache)
         if not hasattr(self, "wrapper"):

@@ -313,7 +313,10 @@ class RotaryTable(nn.Module):
         self.interleaved = interleaved
         positions = torch.arange(num_positions, dtype=torch.float32)
         angles = positions[:, None] * rope.inverse_frequencies(rope_dim)
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
+        table = torch.empty(num_positions, rope_dim)  # filled in place: for millions of positions it is gigabytes
+        torch.cos(angles, out=table[:, : rope_dim // 2])
+        torch.sin(angles, out=table[:, rope_dim // 2 :])
+        table *= rope.attention_factor
         (cos_sin,) = to_device([table], device)
         self.register_buffer("cos_sin", cos_sin, persistent=False)
 

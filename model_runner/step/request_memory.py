@@ -37,10 +37,11 @@ class RequestMemory:
             KVCacheExhausted: no row or too few blocks are free; nothing is changed.
         """
         needed = self._blocks_for(num_tokens)
-        if needed > self._table.max_blocks:
+        longest = self._blocks_for(self._max_model_len)
+        if needed > longest:
             raise KVCacheExhausted(
-                f"request {request.request_id!r} needs {needed} KV blocks; {self._table.max_blocks} hold the "
-                f"longest sequence ({self._max_model_len} tokens)."
+                f"request {request.request_id!r} needs {needed} KV blocks; {longest} hold the longest sequence "
+                f"({self._max_model_len} tokens)."
             )
         blocks = self._allocator.allocate(needed)
         try:

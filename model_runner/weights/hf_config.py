@@ -18,11 +18,13 @@ from ubatch.errors import shown
 __all__ = ["LONGEST_CONTEXT", "HFConfig"]
 
 _REQUIRED: Any = object()
-LONGEST_CONTEXT = 1 << 24
+LONGEST_CONTEXT = 1 << 23
 """Most tokens of a sequence that a config may name."""
 _MOST = {
     "num_hidden_layers": 1 << 10,
     "num_nextn_predict_layers": 1 << 10,
+    "max_position_embeddings": LONGEST_CONTEXT,
+    "original_max_position_embeddings": LONGEST_CONTEXT,
     "num_experts": 1 << 16,
     "num_local_experts": 1 << 16,
     "n_routed_experts": 1 << 16,

