@@ -47,9 +47,10 @@ class TensorsUnread(CheckpointError):
     def __init__(self, names: Sequence[str], path: Path, architecture: str) -> None:
         self.names = tuple(names)
         first = ", ".join(map(shown, names[:_FIRST])) + (f" and {len(names) - _FIRST} more" if names[_FIRST:] else "")
+        number = "a tensor" if len(names) == 1 else f"{len(names)} tensors"
         drafts = any(name.endswith(".eh_proj.weight") for name in names)
         super().__init__(
-            f"{path} stores {len(names)} tensors that {architecture} with this config.json does not read: {first}. "
+            f"{path} stores {number} that {architecture} with this config.json does not read: {first}. "
             "The model would run without them, and be wrong. Give the config that these weights were trained with, or "
             "take out of the files what is not the model's."
             + (" Layers that draft tokens (eh_proj) are counted by num_nextn_predict_layers." if drafts else "")

@@ -25,6 +25,8 @@ _MOST = {
     "num_nextn_predict_layers": 1 << 10,
     "max_position_embeddings": LONGEST_CONTEXT,
     "original_max_position_embeddings": LONGEST_CONTEXT,
+    "head_dim": 1 << 16,
+    "qk_rope_head_dim": 1 << 16,
     "num_experts": 1 << 16,
     "num_local_experts": 1 << 16,
     "n_routed_experts": 1 << 16,

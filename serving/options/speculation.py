@@ -19,6 +19,7 @@ from model_runner.speculation import Acceptance
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.options.sources import Settings
 from ubatch import ConfigError
+from ubatch.errors import shown
 
 __all__ = ["check_draft_network", "check_speculation", "derive_speculation", "speculation_config"]
 
@@ -150,7 +151,8 @@ def check_draft_network(s: Settings, model: ModelConfig) -> None:
     if theirs != ours:
         what = "the head does not fit" if name == "hidden_size" else "the two must share a tokenizer"
         raise ConfigError(
-            f"{s.spell('speculative_draft_model_path')}: {name} of {path} is {theirs}, the model's is {ours}: {what}."
+            f"{s.spell('speculative_draft_model_path')}: {name} of {path} is {shown(theirs)}, the model's is {ours}: "
+            f"{what}."
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from model_runner.weights.hf_config import HFConfig
 from serving.workbench.planning.constants import load_constants
-from ubatch.errors import ConfigError, nearest
+from ubatch.errors import ConfigError, nearest, shown
 
 __all__ = ["ModelShape", "read_model"]
 
@@ -119,6 +119,7 @@ def read_model(name: str) -> ModelShape:
     path = Path(name) / "config.json"
     if not path.is_file():
         raise ConfigError(
-            f"{name!r} is neither a folder with a config.json nor one of {', '.join(presets)}{nearest(name, presets)}"
+            f"{shown(name)} is neither a folder with a config.json nor one of {', '.join(presets)}"
+            f"{nearest(name, presets)}"
         )
     return ModelShape.from_config(Path(name).name, json.loads(path.read_text(encoding="utf-8")), path)

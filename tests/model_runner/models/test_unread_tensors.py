@@ -90,7 +90,8 @@ def test_what_nobody_reads_is_refused_by_name(case: str, tmp_path: Path) -> None
     with pytest.raises(TensorsUnread, match=message) as caught:
         ModelRunner(changed(path, tmp_path / "more", add), num_kv_blocks=4)
     assert caught.value.names == tuple(sorted(add))
-    assert f"stores {len(add)} tensors that {family}ForCausalLM" in str(caught.value)
+    number = "a tensor" if len(add) == 1 else f"{len(add)} tensors"
+    assert f"stores {number} that {family}ForCausalLM" in str(caught.value)
     assert len(str(caught.value)) < 2000
 
 
