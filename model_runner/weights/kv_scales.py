@@ -5,6 +5,7 @@ from __future__ import annotations
 from attention import KVCache, MLAKVCache
 from model_runner.errors import CheckpointError
 from model_runner.weights.weights import Checkpoint
+from ubatch.errors import shown
 
 __all__ = ["load_kv_scales"]
 
@@ -31,6 +32,6 @@ def load_kv_scales(checkpoint: Checkpoint, cache: KVCache) -> None:
     strange = sorted(name for name in checkpoint.names - known if name.endswith(_ENDINGS))
     if strange:
         raise CheckpointError(
-            f"{checkpoint.path} has the KV scale {strange[0]!r}, which is not understood here. Run it with "
+            f"{checkpoint.path} has the KV scale {shown(strange[0])}, which is not understood here. Run it with "
             "kv_cache_dtype='auto'."
         )

@@ -43,7 +43,8 @@ __all__ = ["Checkpoint", "Part", "Size", "part_index", "whole_shape"]
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Name in a safetensors file -> name in a config."""
-_LONGEST_ARCHITECTURE = 200
+_LONGEST_NAME = 200
+"""Most characters of an architecture, and of what else of a file messages show."""
 _COMPARED = 5000
 """Most names that a missing one is compared with: a second's work."""
 _FP8_NAME = "F8_E4M3"
@@ -140,8 +141,8 @@ class Checkpoint:
         names = self.config.values.get("architectures")
         if not isinstance(names, list) or not names or not isinstance(names[0], str):
             raise self.config.wrong("architectures", names, "a list with one name")
-        if len(names[0]) > _LONGEST_ARCHITECTURE:
-            raise self.config.wrong("architectures", names, f"a name of at most {_LONGEST_ARCHITECTURE} characters")
+        if len(names[0]) > _LONGEST_NAME:
+            raise self.config.wrong("architectures", names, f"a name of at most {_LONGEST_NAME} characters")
         return names[0]
 
     @cached_property
@@ -177,7 +178,7 @@ class Checkpoint:
                 kind = str(stored.get_dtype())
                 if kind not in _QUANTIZED and not name.endswith(("_scale", "_scale_inv")):
                     numbers[_DTYPES.get(kind, kind)] += math.prod(stored.get_shape())
-        found = [str(named)] if named else []
+        found = [str(named)[:_LONGEST_NAME]] if named else []
         return tuple(dict.fromkeys(found + [name for name, _ in numbers.most_common(1)]))
 
     def generation_config(self) -> HFConfig:
@@ -396,5 +397,7 @@ class Checkpoint:
             try:
                 self._files[file] = safe_open(self.path / file, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{self.path / file} is not a readable safetensors file: {error}") from error
+                raise CheckpointError(
+                    f"{self.path / file} is not a readable safetensors file: {str(error)[:_LONGEST_NAME]}"
+                ) from error
         return self._files[file]

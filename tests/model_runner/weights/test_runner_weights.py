@@ -186,6 +186,16 @@ def test_an_index_that_cannot_be_is_named(single: Path, tmp_path: Path, weight_m
     assert len(str(caught.value)) < 1000
 
 
+def test_what_is_long_in_a_file_is_cut(single: Path, tmp_path: Path) -> None:
+    path = with_config(copied(single, tmp_path), dtype="z" * 1_000_000)
+    assert [len(dtype) for dtype in Checkpoint(path).stored_dtypes()] == [200, 7]
+    header = json.dumps({"a": {"dtype": "y" * 1_000_000, "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(CheckpointError, match="not a readable safetensors file") as caught:
+        Checkpoint(path).check_weights()
+    assert len(str(caught.value)) < 1000
+
+
 def test_an_index_that_is_a_folder_or_too_deep(single: Path, tmp_path: Path) -> None:
     index = copied(single, tmp_path) / "model.safetensors.index.json"
     index.write_text("[" * 100_000)
