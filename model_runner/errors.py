@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from ubatch import UBatchError
@@ -18,9 +19,11 @@ __all__ = [
     "TensorsUnread",
     "UnknownArchitecture",
     "WrongShape",
+    "fits_in_memory",
 ]
 
 
+_ALLOCATOR = "DefaultCPUAllocator"
 _FIRST = 5
 """Names of tensors that a message shows."""
 
@@ -80,6 +83,25 @@ class UnknownArchitecture(CheckpointError):
         self.architecture = architecture
         # No "did you mean": a config names its family truly, and the weights of another one would not fit.
         super().__init__(f"unknown architecture {shown(architecture)}. Known: {', '.join(sorted(known))}")
+
+
+@contextmanager
+def fits_in_memory(what: str) -> Iterator[None]:
+    """Say of what torch's allocator on a CPU had no memory for, `what`, that the checkpoint's sizes may be at fault.
+
+    Raises:
+        CheckpointError: instead of the allocator's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _ALLOCATOR not in str(error):
+            raise
+        detail = str(error).rpartition(_ALLOCATOR)[2].strip(": ").partition("\n")[0]
+        raise CheckpointError(
+            f"{what} do not fit into this machine's memory ({detail}). Check the sizes in config.json; use a smaller "
+            "model or dtype, or more ranks on more machines."
+        ) from error
 
 
 class RequestError(UBatchError, ValueError):

@@ -27,6 +27,7 @@ from model_runner.backend_choice import resolve_attention, resolve_experts, reso
 from model_runner.decoder.base import CausalLM, ExpertParallel, check_tensor_parallel
 from model_runner.drafting.proposer import DraftProposer
 from model_runner.drafting.setting import DraftSetting
+from model_runner.errors import fits_in_memory
 from model_runner.graphs.batches import CapturedSteps
 from model_runner.graphs.mode import GraphsAsked
 from model_runner.graphs.runner_graphs import make_graph_steps, make_wrapper
@@ -227,7 +228,7 @@ class ModelRunner(StepRunner):
             check_schedules(self.dbo, self.all2all, self.experts_backend, self.device, verifies=verifies)
         parallel = ExpertParallel(self.all2all, self.experts_backend, self.tensor_parallel, blocks.experts)
         checkpoint.projection_block = blocks.projections
-        with taking_long("loading the model"):
+        with taking_long("loading the model"), fits_in_memory(f"the weights of {self.model_path}"):
             self.model: CausalLM = kind.load(self.config, checkpoint, parallel).eval()
             log_projections(checkpoint)
             self.draft = None if draft is None else draft.load(self)

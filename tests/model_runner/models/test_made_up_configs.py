@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import make_checkpoint
 
 from model_runner import Checkpoint, CheckpointError, ModelRunner
+from model_runner.errors import fits_in_memory
 from model_runner.models.registry import read_model
+from model_runner.weights.dummy_weights import DummyCheckpoint
 from serving.cli import main
 from ubatch import ConfigError
 
@@ -135,6 +138,15 @@ def test_what_no_file_bounds_has_bounds_of_its_own(
     """Random weights, and a checkpoint whose files are not downloaded yet."""
     with pytest.raises(CheckpointError, match=message):
         ModelRunner(with_config(paths["Qwen3Moe"], tmp_path, changes, weights=False), load_format=load_format)
+
+
+def test_weights_that_do_not_fit_into_memory(paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each size may be within its bound; where nothing is stored, the allocator has the last word."""
+    monkeypatch.setattr(DummyCheckpoint, "load", lambda *_: torch.empty(1 << 60, dtype=torch.uint8))
+    with pytest.raises(CheckpointError, match=r"the weights of .* do not fit into this machine's memory.*config\.json"):
+        ModelRunner(paths["Llama"], load_format="dummy")
+    with pytest.raises(RuntimeError, match="another"), fits_in_memory("what"):
+        raise RuntimeError("another")
 
 
 def test_the_command_refuses_them_before_anything_is_launched(
