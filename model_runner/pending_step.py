@@ -75,7 +75,7 @@ class SamplingContext:
     """The runner's parts that sampling needs, the same for every step.
 
     Attributes:
-        eos_token_ids: the model's end-of-sequence tokens that are in its vocabulary.
+        eos_token_ids: the model's end-of-sequence tokens.
         future_map: tokens that the host does not know yet.
         prompt_carry: state of prompts that run in chunks.
         together: context whose errors are reported to the other ranks.

@@ -300,8 +300,7 @@ class ModelRunner(StepRunner):
         self._sampling = SamplingContext(
             compute_logits=lambda hidden: self.model.compute_logits(hidden),
             vocab_size=self.config.vocab_size,
-            # Some checkpoints list tokens that only their tokenizer has; the model cannot output them.
-            eos_token_ids=tuple(token for token in self.config.eos_token_ids if token < self.config.vocab_size),
+            eos_token_ids=self.config.eos_token_ids,
             future_map=FutureMap(self.max_num_seqs, self.device),
             prompt_carry=PromptCarry(),
             together=self.together,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from attention import AttentionPlan, AttentionShape, GatedDeltaShape, HybridPlan, MLAPlan, MLAShape
 from model_runner.parallel.tensor_parallel import WHOLE, Shard, TensorParallel
 from model_runner.weights.hf_config import HFConfig
+from model_runner.weights.tokenizer_end import tokenizer_end_tokens
 from model_runner.weights.weights import Checkpoint
 from moe import All2All
 from ubatch import ConfigError, get_forward_context
@@ -32,7 +33,7 @@ class ModelConfig:
         max_position_embeddings: longest sequence in tokens, prompt and output together.
         num_experts: routed experts per MoE layer; 0 for a dense model.
         num_experts_per_tok: routed experts that a token visits; 0 for a dense model.
-        eos_token_ids: tokens that end a sequence.
+        eos_token_ids: tokens that end a sequence; all that the checkpoint names, see `read_model_config`.
         linear: heads of the layers with linear attention, over all tensor-parallel ranks; None if there are none.
         linear_layers: numbers of these layers; they have a recurrent state per request instead of keys and values.
         full_attention_length: longest sequence that attention is right for, if that is less: beyond it the model was
@@ -196,12 +197,18 @@ class CausalLM(nn.Module, ABC):
 
 
 def read_model_config(kind: type[CausalLM], config: HFConfig, generation: HFConfig) -> ModelConfig:
-    """`kind.read_config`, with what the class itself does not serve.
+    """`kind.read_config`, with what the class itself does not serve, and every end-of-sequence token of the folder.
+
+    Both configs and the tokenizer name such tokens. Ids outside the vocabulary are left out: the model cannot write
+    them.
 
     Raises:
         CheckpointError: as there.
     """
     own = kind.read_config(config, generation)
+    ends = (*own.eos_token_ids, *config.integers("eos_token_id"), *tokenizer_end_tokens(config.path.parent))
+    known = tuple(dict.fromkeys(token for token in ends if 0 <= token < own.vocab_size))
+    own = replace(own, eos_token_ids=known)
     return own if kind.serves_tensor_parallel else replace(own, serves_tensor_parallel=False)
 
 

@@ -209,7 +209,7 @@ def read_decoder(
         num_experts=0 if moe is None else read_num_experts(config),
         num_experts_per_tok=0 if moe is None else read_top_k(config),
         full_attention_length=_read_full_attention_length(config),
-        eos_token_ids=generation.integers("eos_token_id") or config.integers("eos_token_id"),
+        eos_token_ids=(*generation.integers("eos_token_id"), *config.integers("eos_token_id")),
         intermediate_size=config.integer("intermediate_size"),
         rms_norm_eps=config.number("rms_norm_eps", default_eps),
         rope=rope,

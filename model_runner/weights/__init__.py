@@ -7,6 +7,7 @@ scaled               fp8 and scales, multiplied as they are read
 mxfp4                the same for experts in MXFP4
 weight_pass          reads the files from front to back, through pinned memory to a device
 headers              what a model reads of a checkpoint, found out without reading it
+tokenizer_end        the end-of-sequence token that its tokenizer names
 weights              a checkpoint's tensors, whole or a rank's part
 fp8_experts          experts that stay in fp8
 fp8_projections      projections that stay in fp8
