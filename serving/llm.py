@@ -194,16 +194,17 @@ class LLM:
             each = self._without_bad_words(engine, each, words)
             jobs: dict[str, _Job] = {}
             for prompt, params in zip(given, each, strict=True):
-                text = None
+                text, token_ids = None, self._encode(prompt)
                 if self.tokenizer is not None:
                     text = TextStream(
                         self.tokenizer,
+                        prompt=token_ids,
                         stop=stops,
                         include_stop_str_in_output=include_stop_str_in_output,
                         skip_special_tokens=skip_special_tokens,
                         min_tokens=params.min_tokens,
                     )
-                request = RequestInput(f"llm-{next(self._numbers)}", self._encode(prompt), params, group="llm")
+                request = RequestInput(f"llm-{next(self._numbers)}", token_ids, params, group="llm")
                 jobs[request.request_id] = _Job(prompt, request, text, bool(stops))
             with tqdm(total=len(jobs), unit="prompt", disable=None if use_tqdm else True, leave=False) as bar:
 

@@ -46,7 +46,8 @@ class CompletionAnswer(Answer):
         self._writers: Mapping[int, CompletionLogprobsWriter] = {}
         if body.logprobs is not None:
             self._writers = {
-                output.index: self._writer(body.logprobs, len(echoes[output.prompt] or "")) for output in outputs
+                output.index: self._writer(body.logprobs, len(echoes[output.prompt] or ""), output.request.token_ids)
+                for output in outputs
             }
 
     @classmethod
@@ -98,9 +99,9 @@ class CompletionAnswer(Answer):
             echoes = [decode(service, ids, skip_special_tokens=skip) if text is None else text for text, ids in prompts]
         return cls(service, body, answer_id, outputs, echoes)
 
-    def _writer(self, num_top: int, offset: int) -> CompletionLogprobsWriter:
+    def _writer(self, num_top: int, offset: int, prompt: Sequence[int] = ()) -> CompletionLogprobsWriter:
         skip = self._body.skip_special_tokens is not False
-        return CompletionLogprobsWriter(self._names, num_top, skip_special_tokens=skip, offset=offset)
+        return CompletionLogprobsWriter(self._names, num_top, skip_special_tokens=skip, offset=offset, prompt=prompt)
 
     def _logprobs_of(self, delta: Delta) -> Mapping[str, Sequence[Any]]:
         return self._writers[delta.output.index].write([(entry.token, entry) for entry in delta.logprobs])

@@ -166,6 +166,7 @@ def make_outputs(
             params = replace(own, prompt_logprobs=None) if scored_already else own
             text = TextStream(
                 service.tokenizer,
+                prompt=token_ids,
                 stop=stop,
                 include_stop_str_in_output=bool(body.include_stop_str_in_output),
                 skip_special_tokens=body.skip_special_tokens is not False,

@@ -37,11 +37,20 @@ class CompletionLogprobsWriter:
     Args:
         num_top: most likely tokens listed per position.
         offset: offset of the first token, in characters.
+        prompt: the tokens before the first one.
     """
 
-    def __init__(self, names: TokenNames, num_top: int, *, skip_special_tokens: bool, offset: int = 0) -> None:
+    def __init__(
+        self,
+        names: TokenNames,
+        num_top: int,
+        *,
+        skip_special_tokens: bool,
+        offset: int = 0,
+        prompt: Sequence[int] = (),
+    ) -> None:
         self._names, self.num_top = names, num_top
-        self._text = Detokenizer(names.vocabulary, skip_special_tokens=skip_special_tokens)
+        self._text = Detokenizer(names.vocabulary, skip_special_tokens=skip_special_tokens, prompt=prompt)
         self._offset = offset
 
     def write(self, tokens: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, list[Any]]:

@@ -1,15 +1,19 @@
 """Decodes token ids into text while they are generated, and finds stop strings in it.
 
 Text that was returned is final. So an incomplete character is held back, and so is the end of the text if it may be the
-beginning of a stop string. All pieces together are `tokenizer.decode(token_ids)`, cut at the stop string, with one
-exception: if a tokenizer spells rare characters with byte tokens (`<0xE4>`), `decode` replaces *every* byte of a run
-with an invalid byte; here only the invalid bytes are replaced, because the others were returned already.
+beginning of a stop string. All pieces together are what `tokenizer.decode(prompt + token_ids)` has behind
+`tokenizer.decode(prompt)`, cut at the stop string, with one exception: if a tokenizer spells rare characters with byte
+tokens (`<0xE4>`), `decode` replaces *every* byte of a run with an invalid byte; here only the invalid bytes are
+replaced, because the others were returned already.
+
+The prompt matters because many decoders strip the space of the first token. The first output token is not the first.
 """
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from serving.requests import RequestOutput
@@ -22,27 +26,37 @@ if TYPE_CHECKING:
 __all__ = ["Detokenizer", "TextStream"]
 
 CONTEXT = 4  # previous tokens that a token's text may depend on: whether it is the first, what it is joined to
+LOOKED_BACK = 1000  # tokens at the end of a prompt among which those with a text are looked for
+INVALID = "\ufffd"
 
 
 class Detokenizer:
-    """Decodes one sequence token by token, with constant work per token."""
+    """Decodes one sequence token by token, with constant work per token.
 
-    def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool = True) -> None:
+    Args:
+        skip_special_tokens: special tokens have no text.
+        prompt: the tokens before the first decoded one; their own text is not returned.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> None:
         self._vocabulary = vocabulary
         self._skip_special = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._context: list[int] = []
+        self._in_prompts_character = False
+        with_text = (token for token in reversed(prompt[-LOOKED_BACK:]) if self._has_text(token))
+        for token in reversed(list(islice(with_text, CONTEXT))):
+            self.decode(token)
+        self._in_prompts_character = bool(self._utf8.getstate()[0])
 
     def decode(self, token: int) -> str:
         """The characters that the token completes."""
+        if not self._has_text(token):
+            return ""
         vocabulary = self._vocabulary
-        if self._skip_special and vocabulary.is_special(token):
-            return ""
         raw = vocabulary.raw(token)
-        if raw == b"":
-            return ""
         if raw is not None:
-            text = self._utf8.decode(raw)
+            text = self._own(self._utf8.decode(raw))
         else:
             before = vocabulary.decode(self._context)
             text = self.flush() + vocabulary.decode([*self._context, token])[len(before) :]
@@ -52,7 +66,19 @@ class Detokenizer:
 
     def flush(self) -> str:
         """The text of an incomplete character at the end: U+FFFD, or nothing if there is none."""
-        return self._utf8.decode(b"", final=True)
+        return self._own(self._utf8.decode(b"", final=True))
+
+    def _has_text(self, token: int) -> bool:
+        """Whether the token has a text, or a part of one: it is in the vocabulary, and not skipped."""
+        skipped = self._skip_special and self._vocabulary.is_special(token)
+        return not skipped and self._vocabulary.raw(token) != b""
+
+    def _own(self, text: str) -> str:
+        """Text that is not the prompt's: a character that began there and stays incomplete was replaced there."""
+        if text and self._in_prompts_character:
+            self._in_prompts_character = False
+            return text.removeprefix(INVALID)
+        return text
 
 
 class TextStream:
@@ -62,6 +88,7 @@ class TextStream:
     the same character, the longer one.
 
     Args:
+        prompt: the tokens that the output follows; see `Detokenizer`.
         include_stop_str_in_output: the stop string, or the text of the stop token, is part of the text.
         skip_special_tokens: special tokens add no text.
         min_tokens: stop strings that are complete within the first `min_tokens` tokens are ignored.
@@ -79,6 +106,7 @@ class TextStream:
         self,
         tokenizer: PreTrainedTokenizerBase,
         *,
+        prompt: Sequence[int] = (),
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
@@ -88,7 +116,9 @@ class TextStream:
         self.text = ""
         self.stopped: str | None = None
         self.num_tokens = 0
-        self._detokenizer = Detokenizer(Vocabulary.of(tokenizer), skip_special_tokens=skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            Vocabulary.of(tokenizer), skip_special_tokens=skip_special_tokens, prompt=prompt
+        )
         self._matcher = StopMatcher(stop)
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Vocabulary", "check_chat_template", "check_tokenizer", "load_tokenizer"]
 
+MAX_TOKENS = 2**32  # `tokenizers` fails on ids from here on
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 # Decoders that work token by token, given the tokens before. Others need the whole text (CTC drops repetitions).
 STREAMABLE = {"BPEDecoder", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
@@ -149,7 +150,8 @@ class Vocabulary:
         try:
             return self._bytes[token]
         except KeyError:
-            return self._bytes.setdefault(token, self._find_bytes(self._backend.id_to_token(token)))
+            known = 0 <= token < MAX_TOKENS
+            return self._bytes.setdefault(token, self._find_bytes(self._backend.id_to_token(token) if known else None))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of known tokens, special tokens included."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from repository import TINY_MOE
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -94,6 +94,51 @@ def test_streamed_text_is_the_decoded_text(tokenizers: Tokenizers, name: str, da
     ids = [token for push in pushes for token in push]
     assert "".join(parts) == stream.text == reference(tokenizer, ids, skip=skip)
     assert stream.num_tokens == len(ids)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", [name for name in MAKERS if name != "byte fallback"])
+@given(data=st.data())
+def test_an_output_goes_on_from_its_prompt(tokenizers: Tokenizers, name: str, data: st.DataObject) -> None:
+    """Prompt and output make the text of all tokens, so the first output token keeps its space."""
+    tokenizer = tokenizers[name]
+    skip = data.draw(st.booleans())
+    token = st.integers(0, len(tokenizer) + 2)
+    prompt, ids = data.draw(st.lists(token, max_size=9)), data.draw(st.lists(token, max_size=9))
+    before, whole = reference(tokenizer, prompt, skip=skip), reference(tokenizer, prompt + ids, skip=skip)
+    assume(whole.startswith(before) and not before.endswith("�"))
+    assert streamed(tokenizer, prompt, ids, skip_special_tokens=skip) == whole[len(before) :]
+
+
+def streamed(tokenizer: Any, prompt: list[int], ids: list[int], **options: Any) -> str:
+    stream = TextStream(tokenizer, prompt=prompt, **options)
+    return "".join([*(stream.push([token]) for token in ids), stream.push([], finished=True)])
+
+
+@pytest.mark.parametrize("name", ["metaspace", "byte fallback"])
+def test_the_first_token_keeps_its_space(tokenizers: Tokenizers, name: str) -> None:
+    tokenizer = tokenizers[name]
+    the, a, end = tokenizer.convert_tokens_to_ids(["▁the", "▁a", "</s>"])
+    assert streamed(tokenizer, [the], [a, the]) == " a the"
+    assert streamed(tokenizer, [the, *[end] * 9], [a]) == " a"
+    assert streamed(tokenizer, [end], [a]) == streamed(tokenizer, [], [a]) == "a"  # nothing is before it
+    assert streamed(tokenizer, [end], [a], skip_special_tokens=False) == " a"
+    assert streamed(tokenizer, [the, len(tokenizer) + 5, -1, 2**70], [a]) == " a"
+    stream = TextStream(tokenizer, prompt=[the], stop=[" a"])
+    assert (stream.push([a]), stream.stopped) == ("", " a")
+
+
+@pytest.mark.parametrize("name", ["byte level", "byte fallback"])
+def test_a_character_that_the_prompt_began(tokenizers: Tokenizers, name: str) -> None:
+    """It is completed, or its replacement was the prompt's."""
+    tokenizer = tokenizers[name]
+    spelled = [f"<0x{byte:02X}>" for byte in "🎉".encode()]
+    ids = tokenizer.convert_tokens_to_ids(spelled) if name == "byte fallback" else tokenizer.encode("🎉")
+    the = tokenizer.convert_tokens_to_ids("the") if name == "byte fallback" else tokenizer.encode("the")[0]
+    for place in range(1, len(ids)):
+        assert streamed(tokenizer, ids[:place], ids[place:]) == "🎉"
+        assert streamed(tokenizer, ids[:place], [the]).endswith("the")
+        assert "�" not in streamed(tokenizer, ids[:place], [the]) + streamed(tokenizer, ids[:place], [])
 
 
 @given(st.lists(st.one_of(st.sampled_from(WORDS), st.characters(exclude_categories=["Cs"])), max_size=20))
