@@ -43,6 +43,7 @@ from serving.logs import log_event
 from serving.metrics import make_registry
 from serving.options import Command, Settings, chosen_dtype
 from serving.requests import EngineDead
+from serving.text.chat_template import DEFAULT
 from serving.text.tokenizer import check_chat_template, load_tokenizer
 from ubatch import ForwardMode
 from ubatch.schedules.modes import mode_key
@@ -147,7 +148,7 @@ class _Serve:
         stop = _Stop(_end_at_once)
         asyncio.get_running_loop().set_exception_handler(Listener.spare_traceback)
         tokenizer = load_tokenizer(self.options.model)
-        check_chat_template(tokenizer, self.options.model)
+        template = check_chat_template(tokenizer, self.options.model)
         log_event(
             _logger,
             "starting",
@@ -160,6 +161,9 @@ class _Serve:
         )
         for choice in chosen_dtype(self.settings):
             log_event(_logger, choice)
+        if template is not None and template.name not in (None, DEFAULT):
+            reason = f"the checkpoint names several, and none {DEFAULT}"
+            log_event(_logger, f"chat template {template.name}", reason=reason)
         client = await _unless(stop.came, EngineClient.start(self.options))
         if client is None:
             log_event(_logger, "interrupted while starting", signal=signal.Signals(stop.number).name)

@@ -10,10 +10,10 @@ from serving.api.answer import Answer, Gathered, check_common, check_logprobs, c
 from serving.api.generation import Delta, Output, make_outputs
 from serving.api.logprobs import chat_logprobs
 from serving.api.prompts import (
+    chat_template,
     check_characters,
     check_conversation,
     check_length,
-    content_of,
     conversation_text,
     counted_characters,
     encode,
@@ -42,7 +42,10 @@ class ChatAnswer(Answer):
         # If the prompt does not begin the assistant's turn, the answer continues the last message, in its role.
         last = body.messages[-1]
         self._role = "assistant" if body.begins_turn else last.role
-        self._echo = _written(content_of(last), text) if body.echo and last.role == self._role else ""
+        self._echo = ""
+        if body.echo and last.role == self._role:
+            form = chat_template(service).content_form(last.role)
+            self._echo = _written(form.text(last.model_dump()["content"] or ""), text)
 
     @classmethod
     async def make(cls, service: Service, body: ChatCompletionRequest, size: int) -> ChatAnswer:

@@ -14,6 +14,7 @@ from serving.api.schema.request_models import ChatMessage, ConversationOptions, 
 from serving.api.schema.token_ids import check_token_ids
 from serving.api.schema.unsupported_fields import log_unused
 from serving.api.service import Service
+from serving.text.chat_template import ChatTemplate
 from serving.text.tokenizer import Vocabulary
 
 SHOWN_REASON = 1000  # characters shown of a template's error
@@ -21,10 +22,10 @@ COUNTED_CHARACTERS = 1_000_000  # a text up to this length is tokenized even if 
 
 __all__ = [
     "COUNTED_CHARACTERS",
+    "chat_template",
     "check_characters",
     "check_conversation",
     "check_length",
-    "content_of",
     "conversation_text",
     "counted_characters",
     "decode",
@@ -137,41 +138,60 @@ def check_conversation(options: ConversationOptions) -> None:
         raise ApiError(400, message, param="continue_final_message")
 
 
+def chat_template(service: Service) -> ChatTemplate:
+    """The checkpoint's chat template.
+
+    Raises:
+        ApiError: 400, there is none.
+    """
+    template = ChatTemplate.of(service.tokenizer)
+    if template is None:
+        message = "This model has no chat template; use /v1/completions, or add one to its tokenizer_config.json."
+        raise ApiError(400, message, param="messages")
+    return template
+
+
 def conversation_text(service: Service, messages: Sequence[ChatMessage], options: ConversationOptions) -> str:
     """The conversation as text, by the checkpoint's chat template. Fields that the template does not use are logged.
 
     Raises:
+        RequestError: the messages cannot be brought into the form that the template reads.
         ApiError: 400, there is no template, or it refuses the messages.
     """
-    if not service.tokenizer.chat_template:
-        message = "This model has no chat template; use /v1/completions, or add one to its tokenizer_config.json."
-        raise ApiError(400, message, param="messages")
-    write = service.tokenizer.apply_chat_template
+    template = chat_template(service)
     given = options.chat_template_kwargs or {}
-    if reserved := sorted(set(given) & {*inspect.signature(write).parameters, "messages", "self"}):
+    if reserved := sorted(set(given) & _reserved(service)):
         message = f"chat_template_kwargs may only have what the template itself asks for, not {', '.join(reserved)}."
         raise ApiError(400, message, param="chat_template_kwargs")
     effort = options.reasoning_effort
     reasoning = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    continued = bool(options.continue_final_message)
+    plain = template.normalised([each.model_dump(exclude_unset=True) for each in messages], continued=continued)
     try:
-        _log_unused(service, messages, options, set(reasoning))
-        text: str = write(
-            [_plain(message) for message in messages],
-            tokenize=False,
+        _log_unused(template, messages, options, set(reasoning))
+        return template.write(
+            plain,
             add_generation_prompt=options.begins_turn,
-            continue_final_message=bool(options.continue_final_message),
+            continue_final_message=continued,
             **{**reasoning, **given},
         )
     except Exception as error:  # the template passed its check at the start: these messages or options are at fault
         reason = "they are nested too deeply" if isinstance(error, RecursionError) else str(error)[:SHOWN_REASON]
         raise ApiError(400, f"The chat template refuses the messages: {reason}", param="messages") from error
-    return text
+
+
+def _reserved(service: Service) -> set[str]:
+    """Names that a template has from the server, not from a request."""
+    from transformers.utils.chat_template_utils import render_jinja_template  # transformers takes two seconds
+
+    writers = (service.tokenizer.apply_chat_template, render_jinja_template)
+    return {"messages", "self"}.union(*(inspect.signature(each).parameters for each in writers))
 
 
 def _log_unused(
-    service: Service, messages: Sequence[ChatMessage], options: ConversationOptions, reasoning: set[str]
+    template: ChatTemplate, messages: Sequence[ChatMessage], options: ConversationOptions, reasoning: set[str]
 ) -> None:
-    used = _names_in(service.tokenizer.get_chat_template())
+    used = _names_in(template.source)
     if reasoning and not reasoning & used:
         log_unused("reasoning_effort")
     for name in (options.chat_template_kwargs or {}).keys() - used:
@@ -186,16 +206,3 @@ def _names_in(template: str) -> frozenset[str]:
     tokens = [(kind, text) for _, kind, text in Environment().lex(template)]
     keys = {text[1:-1] for kind, text in tokens if kind == "string"}
     return frozenset(keys | {text for kind, text in tokens if kind == "name"})
-
-
-def _plain(message: ChatMessage) -> dict[str, Any]:
-    """A message as templates expect it: the content is one string."""
-    fields = message.model_dump(exclude_unset=True)
-    fields["content"] = content_of(message)
-    return fields
-
-
-def content_of(message: ChatMessage) -> str:
-    """A message's text."""
-    content = message.content
-    return "\n".join(part.text for part in content) if isinstance(content, list) else content or ""

@@ -2,6 +2,8 @@
 
 tokenizer        loads a checkpoint's tokenizer, tries its chat template; the bytes of single tokens
 tokenizer_files  finds faults of a tokenizer from its files alone, without transformers
+chat_template    writes conversations, after normalising their messages
+template_forms   the forms in which a chat template reads messages, found by trial
 detokenizer      text while tokens are generated, cut at a stop string
 stop_strings     finds stop strings in growing text
 bad_words        token sequences that must not be generated

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
+from serving.text.chat_template import ChatTemplate
 from serving.text.tokenizer_files import TOKENIZER, find_vocabulary, no_vocabulary, read_tokenizer
 from ubatch import ConfigError
 
@@ -77,19 +78,35 @@ def _has_own_class(model: Path) -> bool:
     return isinstance(config, dict) and bool(config.get("auto_map"))
 
 
-def check_chat_template(tokenizer: PreTrainedTokenizerBase, model: Path) -> None:
-    """Try the chat template, if there is one, on one message. A template may refuse that message; this is no fault."""
-    if not tokenizer.chat_template:
-        return
-    message = {"role": "user", "content": "Hello"}
+def check_chat_template(tokenizer: PreTrainedTokenizerBase, model: Path) -> ChatTemplate | None:
+    """Try the chat template, if there is one, on a message of a user, whose words must come out.
+
+    A template may refuse that message by itself; this is no fault.
+
+    Returns:
+        The template; None if the tokenizer has none.
+
+    Raises:
+        ConfigError: the template is broken, or leaves out what a user says.
+    """
+    template = ChatTemplate.of(tokenizer)
+    if template is None or (told := template.content_form("user").told):
+        return template
+    if told is False:
+        raise ConfigError(
+            f"the chat template of {model} leaves out what a user says, whether a message's content is a string or a "
+            "list of parts. Correct it, or remove it."
+        )
     try:
-        tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+        template.write([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
     except Exception as error:  # a template can raise errors of any kind
-        if type(error) is TemplateError:  # its own raise_exception; what jinja2 raises is a subclass
-            return
-        line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
-        reason = line + " ".join(str(error).split())
-        raise ConfigError(f"the chat template of {model} is broken ({reason}). Correct it, or remove it.") from error
+        if type(error) is not TemplateError:  # its own raise_exception; what jinja2 raises is a subclass
+            line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
+            reason = line + " ".join(str(error).split())
+            raise ConfigError(
+                f"the chat template of {model} is broken ({reason}). Correct it, or remove it."
+            ) from error
+    return template
 
 
 class Vocabulary:

@@ -1,0 +1,176 @@
+"""Finds the forms in which a chat template reads messages, by trial.
+
+A trial writes a short conversation with known words. The form is right whose words come out. Every form is found once,
+when a message needs it first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+__all__ = ["ArgumentsForm", "Content", "ContentForm", "Message", "NullForm", "TemplateForms"]
+
+Message = dict[str, Any]
+Content = str | Sequence[Mapping[str, str]]
+
+WORD, SECOND, NAME, KEY = "qxwordone", "qxwordtwo", "qxcalled", "qxkey"
+"""What trials say; no template has these words itself."""
+FILLER = "Hello"
+CALL_ID = "qxcall001"  # Mistral's templates want nine letters and digits
+
+
+@dataclass(frozen=True)
+class ContentForm:
+    """How a template reads the content of a role's messages.
+
+    Attributes:
+        strings: a text is a string; otherwise a list of one part.
+        separator: what the template writes between two parts; None if it does not read several, which are then joined
+            to one text, a line each.
+        told: whether the words come out; None if the template refuses the trials.
+    """
+
+    strings: bool = True
+    separator: str | None = None
+    told: bool | None = None
+
+    def content(self, given: Content) -> str | list[dict[str, str]]:
+        """A message's content as the template reads it."""
+        if not isinstance(given, str) and given and self.separator is not None:
+            return [dict(part) for part in given]
+        text = self.text(given)
+        return text if self.strings else _parts(text)
+
+    def text(self, given: Content) -> str:
+        """A message's text as the template writes it."""
+        between = "\n" if self.separator is None else self.separator
+        return given if isinstance(given, str) else between.join(part["text"] for part in given)
+
+
+class NullForm(Enum):
+    """What a message has where its content is null."""
+
+    NULL = "null"
+    ABSENT = "absent"
+    EMPTY = "empty"
+
+    def put(self, message: Message, empty: object) -> Message:
+        """The message with this in place of its content; `empty` is an empty text in the template's form."""
+        rest = {name: value for name, value in message.items() if name != "content"}
+        return rest if self is NullForm.ABSENT else {**rest, "content": None if self is NullForm.NULL else empty}
+
+
+@dataclass(frozen=True)
+class ArgumentsForm:
+    """How a template reads the arguments of a tool call: as an object, as JSON text, or either."""
+
+    as_object: bool
+    as_text: bool
+
+
+class TemplateForms:
+    """The forms that one template reads.
+
+    Args:
+        write: writes a conversation; any exception means that the template refuses it.
+    """
+
+    def __init__(self, write: Callable[[Sequence[Message]], str]) -> None:
+        self._write = write
+        self._content: dict[str, ContentForm] = {}
+        self._null: dict[tuple[str, bool], NullForm] = {}
+
+    def content(self, role: str) -> ContentForm:
+        """How the template reads a role's content."""
+        known = self._content.get(role)
+        if known is None:
+            known = self._content[role] = self._find_content(role)
+        return known
+
+    def without_content(self, message: Message) -> Message:
+        """A message whose content is null, in the form that the template reads. Some templates write tool calls only
+        if the content is null."""
+        role, calls = message["role"], "tool_calls" in message
+        known = self._null.get((role, calls))
+        if known is None:
+            known = self._null[role, calls] = self._find_null(role, calls)
+        return known.put(message, self.content(role).content(""))
+
+    @cached_property
+    def arguments(self) -> ArgumentsForm:
+        """How the template reads the arguments of tool calls; as an object if it shows neither."""
+        values = {KEY: WORD}
+        text = json.dumps(values)
+        objects, texts = (self._tried_without_content(_calling(each)).values() for each in (values, text))
+        # An object that is written as text looks as in Python, with single quotes: then it should have been text.
+        as_object = any(WORD in each and repr(values) not in each for each in objects)
+        as_text = any(text in each for each in texts)
+        return ArgumentsForm(as_object or not as_text, as_text)
+
+    def _find_content(self, role: str) -> ContentForm:
+        one, single = (self._tried({"role": role, "content": form}) for form in (WORD, _parts(WORD)))
+        two = self._tried({"role": role, "content": [*_parts(WORD), *_parts(SECOND)]}) or ""
+        _, first, rest = two.partition(WORD)
+        between, second, _ = rest.partition(SECOND)
+        separator = between if first and second else None
+        if one is not None and WORD in one:
+            # A template that reads only strings may write a list as Python shows it, which no string looks like.
+            alike = separator is not None and self._tried({"role": role, "content": WORD + between + SECOND}) == two
+            return ContentForm(separator=separator if alike else None, told=True)
+        if single is not None and WORD in single:
+            return ContentForm(strings=False, separator=separator, told=True)
+        return ContentForm(told=None if one is None and single is None else False)
+
+    def _find_null(self, role: str, calls: bool) -> NullForm:
+        texts = self._tried_without_content(self._call() if calls else {"role": role})
+        own = texts.get(NullForm.EMPTY, "").count("None")  # more of them are a null that was written
+        fine = [form for form, text in texts.items() if text.count("None") <= own]
+        best = [form for form in fine if calls and NAME in texts[form]]
+        return next(iter(best or fine), NullForm.EMPTY)
+
+    def _tried_without_content(self, message: Message) -> dict[NullForm, str]:
+        """The texts of conversations with the message, for each form of its null content that the template takes."""
+        empty = self.content(message["role"]).content("")
+        texts = {form: self._tried(form.put(message, empty)) for form in NullForm}
+        return {form: text for form, text in texts.items() if text is not None}
+
+    def _tried(self, message: Message) -> str | None:
+        """The text of the first conversation around a message that the template takes; None if it takes none."""
+        for conversation in self._around(message):
+            try:
+                return self._write(conversation)
+            except Exception:  # a template can raise errors of any kind
+                continue
+        return None
+
+    def _around(self, message: Message) -> list[list[Message]]:
+        """Conversations with a message, as templates demand them: they begin with a user, and roles take turns."""
+        role = message["role"]
+        if role == "user":
+            filler = FILLER if isinstance(message.get("content"), str | None) else _parts(FILLER)
+            return [[message], [{"role": "system", "content": filler}, message]]
+        user = {"role": "user", "content": self.content("user").content(FILLER)}
+        result = {"role": "tool", "tool_call_id": CALL_ID, "name": NAME, "content": FILLER}
+        if role == "tool":
+            return [[user, self.without_content(self._call()), {**result, **message}]]
+        if role == "assistant" and "tool_calls" in message:
+            return [[user, message], [user, message, result]]
+        return [[user, message, user]] if role == "assistant" else [[message, user]]
+
+    def _call(self) -> Message:
+        """A message with a tool call."""
+        return _calling({KEY: WORD} if self.arguments.as_object else "{}")
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _calling(arguments: object) -> Message:
+    function = {"name": NAME, "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": CALL_ID, "type": "function", "function": function}]}
