@@ -174,13 +174,16 @@ class RequestMetrics:
         self._alive[request_id] = _Life(num_prompt_tokens, now, now)
 
     def tokens(self, request_id: str, count: int) -> None:
-        """A request got `count` tokens, at least one. Several at once share the time since the last token evenly."""
+        """A request got `count` tokens, at least one. Several at once share the time since the last token evenly; those
+        that come with the first token come no time after it."""
         life, now = self._alive[request_id], self._clock()
         if life.tokens == 0:
             self._first_token.observe(now - life.start)
+            gaps = [0.0] * (count - 1)
         else:
-            for _ in range(count):
-                self._between.observe((now - life.last) / count)
+            gaps = [(now - life.last) / count] * count
+        for gap in gaps:
+            self._between.observe(gap)
         life.tokens += count
         life.last = now
 

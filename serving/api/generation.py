@@ -114,7 +114,8 @@ async def _run(service: Service, output: Output) -> AsyncGenerator[Delta, None]:
         async with aclosing(service.engine.generate(request)) as steps:
             async for step in steps:
                 delta = _take(output, step)
-                observer.tokens(request.request_id, len(step.token_ids))
+                if step.token_ids:
+                    observer.tokens(request.request_id, len(step.token_ids))
                 if step.drafts.verified:
                     observer.drafts(request.request_id, step.drafts)
                 if delta.finish_reason is not None:

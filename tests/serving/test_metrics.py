@@ -140,7 +140,7 @@ def test_times_of_requests() -> None:
 
     requests.started("a", 12)
     now[0] += 0.5
-    requests.tokens("a", 2)  # both belong to the first step
+    requests.tokens("a", 2)  # both belong to the first step: the second comes 0 s after the first
     now[0] += 0.3
     requests.tokens("a", 3)  # evenly since: 0.1 s each
     requests.drafts("a", DraftCounts(1, 3, 2))
@@ -153,7 +153,7 @@ def test_times_of_requests() -> None:
         return metrics.value(f"{name}_count", **labels), metrics.value(f"{name}_sum", **labels)
 
     assert histogram("vllm:time_to_first_token_seconds") == (1, pytest.approx(0.5))
-    assert histogram("vllm:inter_token_latency_seconds") == (3, pytest.approx(0.3))
+    assert histogram("vllm:inter_token_latency_seconds") == (5 - 1, pytest.approx(0.3))
     assert histogram("vllm:e2e_request_latency_seconds") == (1, pytest.approx(0.85))
     assert histogram("vllm:request_prompt_tokens") == (1, 12)
     assert histogram("vllm:request_generation_tokens") == (1, 5)
