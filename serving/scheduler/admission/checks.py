@@ -38,7 +38,7 @@ def check_input(
     if len(tokens) > max_kv_tokens:
         raise KVCacheExhausted(
             f"the prompt of request {name!r} has {len(tokens)} tokens, the whole KV cache holds {max_kv_tokens} of one "
-            f"request; raise num_kv_blocks or kv_cache_memory."
+            "request. Shorten the prompt, or raise --kv-cache-memory or --gpu-memory-utilization."
         )
 
 

@@ -31,7 +31,7 @@ def reason(loop: Loop, name: str) -> FinishReason | None:
         ([1], {"logit_bias": ((VOCAB, 1.0),)}, RequestError, "logit_bias of request 'x' has token 50"),
         ([1], {"stop_token_ids": (2, VOCAB)}, RequestError, "stop_token_ids of request 'x' has token 50"),
         ([1] * 128, {}, RequestError, r"has 128 tokens; with one of output that is more than max_model_len \(128\)"),
-        ([1] * 33, {}, KVCacheExhausted, "has 33 tokens, the whole KV cache holds 32"),
+        ([1] * 33, {}, KVCacheExhausted, "has 33 tokens, the whole KV cache holds 32.*--kv-cache-memory"),
     ],
 )
 def test_what_can_never_be_served_is_refused(
