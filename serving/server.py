@@ -170,12 +170,15 @@ class _Serve:
             return 128 + stop.number
         try:
             model_name = self.settings["served_model_name"]
+            defaults = checkpoint_defaults(self.options.model)
+            if defaults:
+                log_event(_logger, "defaults of requests, from generation_config.json", **defaults)
             registry, observer = make_registry(model_name, lambda: client.statistics)
             service = Service(
                 client,
                 tokenizer,
                 (model_name,),
-                checkpoint_defaults(self.options.model),
+                defaults,
                 observer,
                 max_waiting_requests=self.settings["max_waiting_requests"],
                 max_outputs_per_request=self.settings["max_outputs_per_request"],

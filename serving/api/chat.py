@@ -61,14 +61,12 @@ class ChatAnswer(Answer):
         text, token_ids = await service.long_work.run(lambda: _text_and_ids(service, body, wanted or 1), size)
         if not token_ids:
             raise ApiError(400, "The messages have no tokens; there is nothing to answer.", param="messages")
-        most = max(
-            (count for count in (body.max_tokens, body.max_completion_tokens) if count is not None), default=None
-        )
-        left = check_length(service, len(token_ids), most, "messages")
+        asked = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
+        left = check_length(service, len(token_ids), asked, "messages")
         params = sampling_params(
             service,
             body,
-            max_tokens=left if wanted is None else wanted,
+            max_tokens=service.default_max_tokens(left, left) if wanted is None else wanted,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
             limits=limits,

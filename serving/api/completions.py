@@ -70,12 +70,12 @@ class CompletionAnswer(Answer):
         asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
         requested: list[tuple[Sequence[int], Any]] = []
         for _, token_ids in prompts:
-            left = check_length(service, len(token_ids), body.max_tokens, "prompt")
-            wanted = min(DEFAULT_MAX_TOKENS, left) if body.max_tokens is None else body.max_tokens
+            left = check_length(service, len(token_ids), {"max_tokens": body.max_tokens}, "prompt")
+            default = service.default_max_tokens(left, DEFAULT_MAX_TOKENS)
             params = sampling_params(
                 service,
                 body,
-                max_tokens=max(1, wanted),  # an engine generates at least one
+                max_tokens=default if body.max_tokens is None else max(1, body.max_tokens),  # an engine makes one
                 logprobs=body.logprobs,
                 prompt_logprobs=max((count for count in asked if count is not None), default=None),
                 limits=limits,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -114,18 +114,29 @@ def prompts_in(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[i
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-def check_length(service: Service, num_tokens: int, max_tokens: int | None, param: str) -> int:
-    """Tokens of the context that are left for the output."""
+def check_length(service: Service, num_tokens: int, asked: Mapping[str, int | None], param: str) -> int:
+    """Tokens of the context that are left for the output.
+
+    Args:
+        num_tokens: tokens of the prompt.
+        asked: fields that limit the output, and their values; the largest counts.
+        param: the field with the prompt.
+
+    Raises:
+        ApiError: 400, they do not fit; it names the field that takes more.
+    """
     limit = service.engine.info.max_model_len
     left = limit - num_tokens
     problem = None
-    if max_tokens is not None and max_tokens >= limit:
-        problem = f"{max_tokens} of the output alone were asked for. Ask for at most {limit - 1}, whatever the prompt."
+    most, name = max(((count, name) for name, count in asked.items() if count is not None), default=(0, ""))
+    if most >= limit:
+        problem = f"{most} of the output alone were asked for. Ask for at most {limit - 1}, whatever the prompt."
     elif left < 1:
         problem = f"the prompt has {num_tokens}, which leaves none for the output. Shorten the prompt."
-    elif max_tokens is not None and max_tokens > left:
-        problem = f"{num_tokens} of the prompt and {max_tokens} of the output were asked for. Reduce either."
+    elif most > left:
+        problem = f"{num_tokens} of the prompt and {most} of the output were asked for. Reduce either."
     if problem is not None:
+        param = name if most > num_tokens or most >= limit else param
         message = f"This model's context is at most {limit} tokens, but {problem}"
         raise ApiError(400, message, param=param, code="context_length_exceeded")
     return left

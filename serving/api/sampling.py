@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from model_runner import SamplingParams
 from serving.api.schema.errors import ApiError, shown
@@ -22,10 +23,10 @@ _MAX_DIGITS = 20
 _OPENAI = {"temperature": 1.0}
 """OpenAI's defaults, where they are not those of `SamplingParams`."""
 _DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Parameters for which a checkpoint may have its own default."""
+"""Parameters for which a checkpoint may have its own default; besides `max_tokens`, which it calls `max_new_tokens`."""
 
 
-def checkpoint_defaults(model: Path) -> dict[str, float]:
+def checkpoint_defaults(model: Path) -> dict[str, Any]:
     """The sampling parameters in the folder's `generation_config.json`, read as vLLM does (`do_sample` is ignored).
 
     Raises:
@@ -37,6 +38,8 @@ def checkpoint_defaults(model: Path) -> dict[str, float]:
     try:
         found = json.loads(file.read_text())
         own = {name: found[name] for name in _DEFAULTED if found.get(name) is not None}
+        if found.get("max_new_tokens") is not None:
+            own["max_tokens"] = found["max_new_tokens"]
         SamplingParams(**own)
     except (OSError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{file} cannot be used: {error}") from error
@@ -61,11 +64,10 @@ def sampling_params(
     stop_token_ids = tuple(request.stop_token_ids or ())
     check_token_ids(stop_token_ids, vocab_size, "stop_token_ids")
     params = SamplingParams(
-        **{**_OPENAI, **service.defaults, **own},
+        **{**_OPENAI, **service.defaults, **own, "max_tokens": max_tokens},
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
-        max_tokens=max_tokens,
         min_tokens=request.min_tokens or 0,
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(request.ignore_eos),

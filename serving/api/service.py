@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from serving.api.long_work import LongWork
 from serving.api.observer import NoObserver, RequestObserver
@@ -42,7 +42,7 @@ class Service:
     engine: EngineClient
     tokenizer: PreTrainedTokenizerBase
     names: tuple[str, ...]
-    defaults: Mapping[str, float] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     observer: RequestObserver = field(default_factory=NoObserver)
     max_waiting_requests: int | None = None
     max_outputs_per_request: int | None = None
@@ -66,6 +66,11 @@ class Service:
             message = f"The model {shown(name)} does not exist; this server has {known}."
             raise ApiError(404, message, param="model", code="model_not_found")
         return name
+
+    def default_max_tokens(self, left: int, otherwise: int) -> int:
+        """Tokens of an output whose request does not limit them: the checkpoint's `max_new_tokens`, if it has them, but
+        at least 1 and at most the `left` ones of the context."""
+        return max(1, min(left, self.defaults.get("max_tokens", otherwise)))
 
     def admit(self) -> None:
         """Check that one more request can be accepted.

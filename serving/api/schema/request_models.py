@@ -204,7 +204,9 @@ class CompletionRequest(GenerationRequest):
     )
 
     prompt: Prompt = Field(description="text or token ids, or several of either")
-    max_tokens: int | None = Field(None, ge=0, description="tokens per output (16); 0 only with echo")
+    max_tokens: int | None = Field(
+        None, ge=0, description="tokens per output (the checkpoint's max_new_tokens, or 16); 0 only with echo"
+    )
     logprobs: int | None = Field(None, ge=0, le=20, description="of the output and this many top tokens")
     echo: bool | None = Field(None, description="the text begins with the prompt")
 
@@ -266,7 +268,9 @@ class ChatCompletionRequest(GenerationRequest, ConversationOptions):
     between_fields = (_STREAMED_OR_NOT, _ONE_ENDING, _either({"top_logprobs": _NULL}, {"logprobs": _ON}))
 
     messages: Messages = Field(description="the conversation so far")
-    max_completion_tokens: int | None = Field(None, ge=1, description="(what is left of the context)")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="tokens per output (the checkpoint's max_new_tokens, or what is left of the context)"
+    )
     max_tokens: int | None = Field(None, ge=1, description="older name of max_completion_tokens")
     logprobs: bool | None = Field(None, description="return the output's log-probabilities")
     top_logprobs: int | None = Field(None, ge=0, le=20, description="number of top tokens per position")

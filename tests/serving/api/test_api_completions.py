@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from api_clients import MODEL, app_of, complete, post, says, stream, token_ids, tokenizer
+from api_clients import MODEL, app_of, chat, complete, post, says, stream, token_ids, tokenizer
 from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -128,10 +128,26 @@ def test_defaults_of_a_checkpoint(tmp_path: Any) -> None:
     file = tmp_path / "generation_config.json"
     file.write_text('{"temperature": 0.7, "top_p": null, "do_sample": true, "eos_token_id": 0}')
     assert checkpoint_defaults(tmp_path) == {"temperature": 0.7}
-    for wrong in ('{"top_p": 3}', "{", "[]", '{"top_k": "many"}'):
+    file.write_text('{"max_new_tokens": 40, "max_length": 20}')
+    assert checkpoint_defaults(tmp_path) == {"max_tokens": 40}
+    for wrong in ('{"max_new_tokens": 0}', '{"max_new_tokens": "5"}', '{"top_p": 3}', "{", "[]", '{"top_k": "many"}'):
         file.write_text(wrong)
         with pytest.raises(ConfigError, match=r"generation_config\.json"):
             checkpoint_defaults(tmp_path)
+
+
+@pytest.mark.parametrize(("most", "lengths"), [(40, (40, 4, 40)), (5, (5, 4, 5)), (5000, (1023, 4, 1020))])
+def test_the_default_length_of_a_checkpoint(most: int, lengths: tuple[int, ...]) -> None:
+    """`max_new_tokens` of its generation config, as far as the context allows; what a request asks for is above it."""
+    engine = FakeEngine()
+    app = app_of(engine, defaults={"max_tokens": most})
+    complete(app, {"prompt": [5]})
+    complete(app, {"prompt": [5] * 1020})
+    chat(app, {})
+    assert tuple(request.params.max_tokens for request in engine.requests) == lengths
+    complete(app, {"prompt": [5], "max_tokens": 60})
+    chat(app, {"max_completion_tokens": 60})
+    assert [request.params.max_tokens for request in engine.requests[3:]] == [60, 60]
 
 
 def test_the_default_length_shrinks_to_the_context() -> None:

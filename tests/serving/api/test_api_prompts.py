@@ -226,6 +226,17 @@ def test_an_output_that_fits_no_prompt_is_named_so() -> None:
     assert "1024 of the output alone" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("asked", [1020, 1024, 10**9])
+@pytest.mark.parametrize(
+    ("path", "name"), [(COMPLETIONS, "max_tokens"), (CHAT, "max_tokens"), (CHAT, "max_completion_tokens")]
+)
+def test_an_output_that_is_too_long_is_named(path: str, name: str, asked: int) -> None:
+    """By its own field, not the prompt's, which is the shorter of the two."""
+    prompt = {"prompt": [5] * 10} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "abc " * 10}]}
+    error = post(FakeEngine(), path, {**prompt, name: asked}).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", name)
+
+
 def test_names_of_a_template_are_those_of_its_code() -> None:
     template = "wish {# hope #}{% generation %}{{ m['mood'] }}{{ 'be kind' }}{{ thinking }}{% endgeneration %}"
     assert {"m", "mood", "thinking"} <= _names_in(template)
