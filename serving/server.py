@@ -136,6 +136,8 @@ class _Serve:
     def __init__(self, command: Command, listener: socket.socket, files: int) -> None:
         self.settings: Settings = command.settings
         self.options = command.engine
+        names = self.settings["served_model_name"]
+        self.names: tuple[str, ...] = (names,) if isinstance(names, str) else names
         self.listener = listener
         self.most_connections = self.settings["max_connections"] or most_connections(files)
         self._around = partial(
@@ -169,15 +171,14 @@ class _Serve:
             log_event(_logger, "interrupted while starting", signal=signal.Signals(stop.number).name)
             return 128 + stop.number
         try:
-            model_name = self.settings["served_model_name"]
             defaults = checkpoint_defaults(self.options.model)
             if defaults:
                 log_event(_logger, "defaults of requests, from generation_config.json", **defaults)
-            registry, observer = make_registry(model_name, lambda: client.statistics)
+            registry, observer = make_registry(self.names[0], lambda: client.statistics)
             service = Service(
                 client,
                 tokenizer,
-                (model_name,),
+                self.names,
                 defaults,
                 observer,
                 max_waiting_requests=self.settings["max_waiting_requests"],
@@ -247,7 +248,7 @@ class _Serve:
         if transport.value is not None:
             log_event(_logger, f"all2all back end {transport.value}", reason=transport.detail or "asked for")
         self._log_overlap()
-        log_event(_logger, f"ready on {_url(self.listener)}", model=self.settings["served_model_name"])
+        log_event(_logger, f"ready on {_url(self.listener)}", model=", ".join(self.names))
 
     def _log_overlap(self) -> None:
         dbo = self.options.dbo

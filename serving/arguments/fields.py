@@ -26,6 +26,7 @@ class Flag:
         positional: the field is a positional argument, without a flag.
         has_off: a switch also has a `--no-` flag, which turns it off.
         many: the flag takes any number of words.
+        adds: given again, the flag adds a value; of any other the last value counts.
     """
 
     metavar: str | None = None
@@ -35,6 +36,7 @@ class Flag:
     positional: bool = False
     has_off: bool = True
     many: bool = False
+    adds: bool = False
 
 
 class WrongValue(UBatchError):

@@ -209,7 +209,7 @@ def _add_flag(section: argparse._ArgumentGroup, each: _Field) -> None:
         names.append(f"--no-{each.label[2:]}")
     section.add_argument(
         *names,
-        action=_Store,
+        action=_Add if each.flag.adds else _Store,
         dest=each.name,
         nargs="*" if each.flag.many else nargs,
         metavar=each.flag.metavar or metavar,
@@ -254,6 +254,14 @@ class _Store(argparse.Action):
             if len(values) < count:
                 raise argparse.ArgumentError(self, "too few")
         namespace.given = {**namespace.given, self.dest: Given(values, flag)}
+
+
+class _Add(_Store):
+    """Keep the word of each time that a flag is given."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, flag: str | None = None) -> None:
+        before = namespace.given.get(self.dest)
+        super().__call__(parser, namespace, [*(before.value if before else []), values], flag)
 
 
 class _Formatter(argparse.HelpFormatter):

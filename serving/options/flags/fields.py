@@ -16,6 +16,7 @@ from ubatch import nearest
 __all__ = [
     "ExpertsName",
     "NamedValues",
+    "Names",
     "Positive",
     "TokensAutoOff",
     "one_of",
@@ -120,6 +121,21 @@ ExpertsName = Annotated[
     one_of(("auto", *experts_backends())),
     Field(description=f"back end of the experts: auto, the fastest here, or {', '.join(experts_backends())}"),
 ]
+
+
+def _read_names(value: Any) -> Any:
+    """Each name once; a single one without a list around it."""
+    names = [value] if isinstance(value, str) else value
+    if names is None:
+        return None
+    if not isinstance(names, list | tuple) or not names or not all(isinstance(each, str) and each for each in names):
+        raise ValueError("expected a name, or a list of names, none of them empty")
+    first, *more = dict.fromkeys(names)
+    return (first, *more) if more else first
+
+
+Names = Annotated[str | tuple[str, ...] | None, BeforeValidator(_read_names)]
+"""A name, or several: the flag's values on the command line, a string or a list in a file."""
 
 NamedValues = Annotated[
     dict[str, bool | int | float | str] | None,

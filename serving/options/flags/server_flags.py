@@ -18,6 +18,7 @@ from serving.arguments.fields import Flag, Group
 from serving.options.flags.fields import (
     ExpertsName,
     NamedValues,
+    Names,
     Positive,
     TokensAutoOff,
     one_of,
@@ -237,8 +238,8 @@ class Server(Group):
     api_key: Annotated[str | None, Flag(default="none")] = Field(
         None, min_length=1, description="clients must send it; better set in UBATCH_API_KEY, which ps does not show"
     )
-    served_model_name: Annotated[str | None, Flag(default="MODEL")] = Field(
-        None, min_length=1, description="what clients call the model"
+    served_model_name: Annotated[Names, Flag(metavar="NAME", default="MODEL", adds=True)] = Field(
+        None, description="what clients call the model; given again, one more name for it. Metrics have the first"
     )
     max_waiting_requests: Annotated[int | None, Flag(default="no limit")] = Field(
         None, ge=1, description="requests beyond this many waiting ones get 503 and Retry-After"

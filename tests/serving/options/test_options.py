@@ -111,6 +111,19 @@ def test_model_may_come_from_the_file(tmp_path: Path) -> None:
     assert command.settings["served_model_name"] == TINY
 
 
+@pytest.mark.parametrize(
+    ("names", "value"),
+    [(("a",), "a"), (("a", "b"), ("a", "b")), (("b", "a", "b"), ("b", "a")), (("a", "a"), "a")],
+)
+def test_a_model_may_have_several_names(tmp_path: Path, names: tuple[str, ...], value: object) -> None:
+    """The flag is given once for each; a file has a list. Before, the last one won."""
+    words = [word for name in names for word in ("--served-model-name", name)]
+    assert resolve(*words)["served_model_name"] == value
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"served-model-name: [{', '.join(names)}]\n")
+    assert resolve("--config", str(file))["served_model_name"] == value
+
+
 VALUES = st.dictionaries(st.sampled_from(["port", "block_size", "max_num_seqs", "timeout_s"]), st.integers(1, 99))
 
 
@@ -281,6 +294,7 @@ LINE_IS_WRONG: Mapping[str, tuple[tuple[str, ...], str]] = {
     "one of two numbers": (("--emulated-link", "3"), "--emulated-link needs US MB/S."),
     "wrong choice": (("--dtype", "int8"), "'int8'"),
     "no value": (("--port",), "--port needs a value."),
+    "no name": (("--served-model-name", ""), "--served-model-name : expected a name, or a list of names"),
     "a word too many": (("--served-model-name", "a", "b"), "unexpected argument b; see --help."),
     "nothing may wait": (("--max-waiting-requests", "0"), "--max-waiting-requests 0: it should be at least 1"),
     "no output at all": (("--max-outputs-per-request", "0"), "--max-outputs-per-request 0: it should be at least 1"),
