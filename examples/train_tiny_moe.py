@@ -24,6 +24,7 @@ import math
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -58,20 +59,25 @@ MAX_GRAD_NORM = 1.0
 EVALUATION_WINDOWS = 256
 
 
-def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE tokenizer; its only special token, id 0, begins, ends and pads."""
+def byte_level_bpe(texts: list[str], vocab_size: int, special_tokens: list[str]) -> Tokenizer:
+    """Trains a byte-level BPE tokenizer; the special tokens have the first ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[END_OF_TEXT],
+        vocab_size=vocab_size,
+        special_tokens=special_tokens,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Trains the tokenizer; its only special token, id 0, begins, ends and pads."""
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=byte_level_bpe(texts, VOCAB_SIZE, [END_OF_TEXT]),
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
@@ -87,32 +93,32 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor
     return torch.tensor([id for encoding in encodings for id in (*encoding.ids, tokenizer.eos_token_id)])
 
 
-def build_model(end_of_text_id: int) -> Qwen3MoeForCausalLM:
-    """Builds the untrained model in fp32, with the config that is saved."""
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=192,
-        intermediate_size=384,  # of dense layers; the model has none
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=1024,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        initializer_range=0.05,
-        tie_word_embeddings=True,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=128,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        router_aux_loss_coef=0.01,
-        bos_token_id=end_of_text_id,
-        eos_token_id=end_of_text_id,
-        pad_token_id=end_of_text_id,
-    )
-    model = Qwen3MoeForCausalLM(config)
+def build_model(end_of_text_id: int, **changes: Any) -> Qwen3MoeForCausalLM:
+    """Builds the untrained model in fp32, with the config that is saved, of which `changes` replace entries."""
+    entries = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 192,
+        "intermediate_size": 384,  # of dense layers; the model has none
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 1024,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "initializer_range": 0.05,
+        "tie_word_embeddings": True,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 0.01,
+        "bos_token_id": end_of_text_id,
+        "eos_token_id": end_of_text_id,
+        "pad_token_id": end_of_text_id,
+    }
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**entries, **changes}))
     # The fastest of transformers' implementations for training on a CPU ("eager" is 10% slower, "batched_mm" 40 times).
     model.set_experts_implementation("grouped_mm")
     model.generation_config = GenerationConfig(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["MODELS", "ROOT", "SUPPORT", "TESTS", "TINY_MOE"]
+__all__ = ["MODELS", "ROOT", "SUPPORT", "TESTS", "TINY_CHAT", "TINY_MOE"]
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
@@ -12,3 +12,4 @@ SUPPORT = TESTS / "support"
 """What tests share; programs that they start find it by `PYTHONPATH`."""
 MODELS = ROOT / "examples" / "models"
 TINY_MOE = MODELS / "tiny-moe"
+TINY_CHAT = MODELS / "tiny-chat"

@@ -61,6 +61,16 @@ def test_training_starts(tmp_path: Path) -> None:
     assert (tmp_path / "tokenizer.json").is_file()
 
 
+@pytest.mark.slow
+def test_training_a_chat_model_starts(tmp_path: Path) -> None:
+    run_example("train_tiny_chat.py", "--steps", "1", "--out", str(tmp_path))
+    assert (tmp_path / "model.safetensors").stat().st_size < 2_000_000
+    committed = ROOT / "examples" / "models" / "tiny-chat"
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / name).is_file()
+    assert (tmp_path / "tokenizer_config.json").read_text() == (committed / "tokenizer_config.json").read_text()
+
+
 def test_the_committed_checkpoint_is_small() -> None:
     folder = ROOT / "examples" / "models" / "tiny-moe"
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 8_000_000
