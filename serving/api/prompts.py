@@ -9,6 +9,7 @@ from typing import Any
 
 from jinja2 import Environment
 
+from model_runner import RequestError
 from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import ChatMessage, ConversationOptions, GenerationRequest
 from serving.api.schema.token_ids import check_token_ids
@@ -171,21 +172,22 @@ def conversation_text(service: Service, messages: Sequence[ChatMessage], options
     """
     template = chat_template(service)
     given = options.chat_template_kwargs or {}
-    if reserved := sorted(set(given) & _reserved(service)):
+    if reserved := given and sorted(set(given) & _reserved(service)):
         message = f"chat_template_kwargs may only have what the template itself asks for, not {', '.join(reserved)}."
         raise ApiError(400, message, param="chat_template_kwargs")
     effort = options.reasoning_effort
     reasoning = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     continued = bool(options.continue_final_message)
-    plain = template.normalised([each.model_dump(exclude_unset=True) for each in messages], continued=continued)
     try:
         _log_unused(template, messages, options, set(reasoning))
         return template.write(
-            plain,
+            template.normalised([each.model_dump(exclude_unset=True) for each in messages], continued=continued),
             add_generation_prompt=options.begins_turn,
             continue_final_message=continued,
             **{**reasoning, **given},
         )
+    except RequestError:
+        raise
     except Exception as error:  # the template passed its check at the start: these messages or options are at fault
         reason = "they are nested too deeply" if isinstance(error, RecursionError) else str(error)[:SHOWN_REASON]
         raise ApiError(400, f"The chat template refuses the messages: {reason}", param="messages") from error

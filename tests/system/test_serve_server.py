@@ -97,6 +97,28 @@ def test_a_broken_chat_template_ends_the_start(monkeypatch: pytest.MonkeyPatch) 
         asyncio.run(_Serve(Command(settings, to_engine_options(settings), False, ()), listener, 100).run())
 
 
+def test_the_chosen_one_of_named_templates_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A set without a default stops no server."""
+
+    def named(model: Path) -> Any:
+        tokenizer = load_tokenizer(model)
+        tokenizer.chat_template = {"tool_use": tokenizer.chat_template, "rag": "{{ documents }}"}
+        return tokenizer
+
+    async def start(options: object) -> None:
+        raise EngineDead("far enough")
+
+    monkeypatch.setattr(server, "load_tokenizer", named)
+    monkeypatch.setattr(server.EngineClient, "start", start)
+    monkeypatch.setattr(server, "_Stop", lambda _: SimpleNamespace(came=asyncio.Event()))
+    settings = resolve_settings(read_keywords({"model": TINY_MOE}), gpus=0)
+    with socket.socket() as listener, caplog.at_level("INFO"), pytest.raises(EngineDead, match="far enough"):
+        asyncio.run(_Serve(Command(settings, to_engine_options(settings), False, ()), listener, 100).run())
+    assert "chat template tool_use" in caplog.text
+
+
 def test_work_is_called_off_and_waited_for() -> None:
     ended: list[str] = []
 

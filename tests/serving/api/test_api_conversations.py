@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
-from api_clients import app_of, chat, post, says, token_ids, tokenizer
+from api_clients import app_of, call, chat, post, says, token_ids, tokenizer
 from chat_templates import TEMPLATES
 from fake_engine import FakeEngine
 from fastapi import FastAPI
@@ -13,7 +14,7 @@ from repository import TINY_MOE
 
 from serving.text.tokenizer import load_tokenizer
 
-PATH = "/v1/chat/completions"
+PATH, JSON = "/v1/chat/completions", {"content-type": "application/json"}
 USER = {"role": "user", "content": "How warm is it?"}
 CALL = {"id": "abcdefgh1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
 CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None}
@@ -95,3 +96,17 @@ def test_the_echo_of_parts_is_what_the_prompt_has(name: str) -> None:
     content = chat(app_with(TEMPLATES[name], engine), body)["choices"][0]["message"]["content"]
     assert tokenizer().decode(token_ids(engine.requests[0])).endswith(content.removesuffix(" warm."))
     assert content in ("It\nis warm.", "Itis warm.")
+
+
+@pytest.mark.parametrize("depth", [50, 400, 900])
+@pytest.mark.parametrize("name", ["arguments", "other"])
+def test_nested_values_are_no_fault_of_the_server(name: str, depth: int) -> None:
+    nested: Any = 1
+    for _ in range(depth):
+        nested = {"a": nested}
+    message: dict[str, Any] = {"role": "assistant", "content": None, "other": nested}
+    if name == "arguments":
+        message = {**CALLING, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": nested}}]}
+    body = json.dumps({"messages": [USER, message], "max_tokens": 1})
+    response = call(app_with(TEMPLATES["qwen 2.5"], FakeEngine()), "POST", PATH, content=body, headers=JSON)
+    assert response.status_code in (200, 400), response.text
