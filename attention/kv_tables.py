@@ -48,7 +48,8 @@ class BlockAllocator:
         if count > len(self._free):
             raise KVCacheExhausted(
                 f"{count} KV blocks needed, {len(self._free)} of {self.num_blocks} free; give the cache more blocks "
-                f"(num_kv_blocks or kv_cache_memory), or run fewer or shorter requests at once."
+                f"(num_kv_blocks, or kv_cache_memory, which is --kv-cache-memory), or run fewer or shorter requests at "
+                "once."
             )
         if count <= 0:
             return []

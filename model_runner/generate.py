@@ -128,7 +128,7 @@ def check_request(runner: ModelRunner, token_ids: Sequence[int], params: Samplin
     if needed > blocks:
         raise KVCacheExhausted(
             f"prompt {name} needs {needed} KV blocks for {total} tokens, the cache has {blocks}; raise num_kv_blocks "
-            f"or kv_cache_memory, or lower max_tokens."
+            f"or kv_cache_memory (--kv-cache-memory), or lower max_tokens."
         )
 
 

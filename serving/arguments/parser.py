@@ -80,7 +80,9 @@ def parse(
         sys.exit(0)
     known = [each.flag.name or each.name for each in fields]
     given: dict[str, Given] = found.given
-    given |= _read_positionals(fields, [*found.rest, *rest], unknown or (lambda flag: nearest_flag(flag, known)))
+    unknown = unknown or (lambda flag: nearest_flag(flag, known))
+    adding = [each.label for each in fields if each.flag.adds and each.name in given]
+    given |= _read_positionals(fields, [*found.rest, *rest], unknown, adding)
     by_name = {each.name: each for each in fields}
     return {name: Given(by_name[name].check(each.value), each.spelled) for name, each in given.items()}
 
@@ -106,9 +108,13 @@ def _wrong_count(parser: argparse.ArgumentParser, error: argparse.ArgumentError)
 
 
 def _read_positionals(
-    fields: Sequence[_Field], words: Sequence[str], unknown: Callable[[str], str]
+    fields: Sequence[_Field], words: Sequence[str], unknown: Callable[[str], str], adding: Sequence[str]
 ) -> dict[str, Given]:
-    """Assign the words that are no flags to positional fields; argparse would not accept them after a flag."""
+    """Assign the words that are no flags to positional fields; argparse would not accept them after a flag.
+
+    Args:
+        adding: the given flags that take one value each time.
+    """
     end = words.index("--") if "--" in words else len(words)
     for word in words[:end]:
         if word.startswith("-") and word != "-":
@@ -117,7 +123,8 @@ def _read_positionals(
     places = [each for each in fields if each.flag.positional]
     given = [*words[:end], *words[end + 1 :]]
     if len(given) > len(places):
-        raise ConfigError(f"unexpected argument {given[len(places)]}; see --help.")
+        hint = "".join(f" {flag} takes one value; give it again for another." for flag in adding)
+        raise ConfigError(f"unexpected argument {given[len(places)]}; see --help.{hint}")
     return {each.name: Given(word, each.label) for each, word in zip(places, given, strict=False)}
 
 

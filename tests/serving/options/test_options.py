@@ -295,7 +295,10 @@ LINE_IS_WRONG: Mapping[str, tuple[tuple[str, ...], str]] = {
     "wrong choice": (("--dtype", "int8"), "'int8'"),
     "no value": (("--port",), "--port needs a value."),
     "no name": (("--served-model-name", ""), "--served-model-name : expected a name, or a list of names"),
-    "a word too many": (("--served-model-name", "a", "b"), "unexpected argument b; see --help."),
+    "a word too many": (
+        ("--served-model-name", "a", "b"),
+        "unexpected argument b; see --help. --served-model-name takes one value; give it",
+    ),
     "nothing may wait": (("--max-waiting-requests", "0"), "--max-waiting-requests 0: it should be at least 1"),
     "no output at all": (("--max-outputs-per-request", "0"), "--max-outputs-per-request 0: it should be at least 1"),
     "no body": (("--max-request-bytes", "0"), "--max-request-bytes 0: expected at least one byte"),
