@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from model_runner import RequestError
-from serving.text.template_forms import ContentForm, Message, TemplateForms
+from serving.text.template_forms import TRIED, ContentForm, Message, TemplateForms
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT", "ChatTemplate"]
 
 DEFAULT = "default"
-TRIED = frozenset({"system", "developer", "assistant", "tool"})
-"""Roles whose form is found by trial; others are read like the user's."""
+LEFT_OUT = TRIED - {"user"}
+"""Roles whose messages are refused where the template leaves them out; the check at the start is about the user's."""
 
 
 class ChatTemplate:
@@ -81,8 +81,7 @@ class ChatTemplate:
 
     def content_form(self, role: str) -> ContentForm:
         """How the template reads the content of a role's messages."""
-        role = self._role(role)
-        return self.forms.content(role if role in TRIED else "user")
+        return self.forms.content(self._role(role))
 
     def normalised(self, messages: Sequence[Message], *, continued: bool) -> list[Message]:
         """The messages in the form that the template reads.
@@ -106,7 +105,7 @@ class ChatTemplate:
         content, form = given.get("content"), self.content_form(role)
         if not continued and (content is None or (calls and not content)):
             return self.forms.without_content(message)
-        if content and role in TRIED and form.told is False:
+        if content and role in LEFT_OUT and form.told is False:
             raise RequestError(
                 f"The model's chat template leaves out messages of the role {reprlib.repr(given['role'])}: the model "
                 "would not read this one. Put its text into a message of the user.",

@@ -13,7 +13,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-__all__ = ["ArgumentsForm", "Content", "ContentForm", "Message", "NullForm", "TemplateForms"]
+__all__ = ["TRIED", "ArgumentsForm", "Content", "ContentForm", "Message", "NullForm", "TemplateForms"]
 
 Message = dict[str, Any]
 Content = str | Sequence[Mapping[str, str]]
@@ -21,6 +21,8 @@ Content = str | Sequence[Mapping[str, str]]
 WORD, SECOND, NAME, KEY = "qxwordone", "qxwordtwo", "qxcalled", "qxkey"
 """What trials say; no template has these words itself."""
 FILLER = "Hello"
+TRIED = frozenset({"user", "system", "developer", "assistant", "tool"})
+"""Roles whose forms are found by trial; others, which clients may make up, are read like the user's."""
 CALL_ID = "qxcall001"  # Mistral's templates want nine letters and digits
 
 
@@ -87,6 +89,7 @@ class TemplateForms:
 
     def content(self, role: str) -> ContentForm:
         """How the template reads a role's content."""
+        role = role if role in TRIED else "user"
         known = self._content.get(role)
         if known is None:
             known = self._content[role] = self._find_content(role)
@@ -95,7 +98,7 @@ class TemplateForms:
     def without_content(self, message: Message) -> Message:
         """A message whose content is null, in the form that the template reads. Some templates write tool calls only
         if the content is null."""
-        role, calls = message["role"], "tool_calls" in message
+        role, calls = message["role"] if message["role"] in TRIED else "user", "tool_calls" in message
         known = self._null.get((role, calls))
         if known is None:
             known = self._null[role, calls] = self._find_null(role, calls)

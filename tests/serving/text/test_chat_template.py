@@ -12,6 +12,7 @@ from repository import TINY_MOE
 
 from model_runner import RequestError
 from serving.text.chat_template import ChatTemplate
+from serving.text.template_forms import TRIED
 from serving.text.tokenizer import check_chat_template, load_tokenizer
 from ubatch import ConfigError
 
@@ -144,6 +145,17 @@ def test_a_role_of_its_own_is_read_like_the_users() -> None:
     assert told(written(TEMPLATES["glm 4"], [USER, {"role": "observation", "content": parts("22")}]), "warm", "22")
     observed = written(TEMPLATES["llava, parts alone"], [USER, {"role": "observation", "content": "22"}])
     assert told(observed, "OBSERVATION: 22")
+
+
+def test_made_up_roles_are_not_kept() -> None:
+    """Clients could fill the memory with them."""
+    template = template_of(TEMPLATES["glm 4"])
+    for number in range(50):
+        role = {"role": f"role-{number}"}
+        template.normalised(
+            [{**role, "content": "a"}, {**role, "content": None, "tool_calls": [CALL]}, role], continued=False
+        )
+    assert set(template.forms._content) | {role for role, _ in template.forms._null} <= TRIED
 
 
 def test_a_message_to_be_continued_has_a_content() -> None:
