@@ -1,7 +1,7 @@
 """Finds the forms in which a chat template reads messages, by trial.
 
 A trial writes a short conversation with known words. The form is right whose words come out. Every form is found once,
-when a message needs it first.
+by `find_all` or when a message needs it.
 """
 
 from __future__ import annotations
@@ -86,6 +86,12 @@ class TemplateForms:
         self._write = write
         self._content: dict[str, ContentForm] = {}
         self._null: dict[tuple[str, bool], NullForm] = {}
+
+    def find_all(self) -> None:
+        """Find every form now; all trials take some milliseconds, which no request should wait for."""
+        for role in TRIED:
+            self.without_content({"role": role})
+        self.without_content(self._call())
 
     def content(self, role: str) -> ContentForm:
         """How the template reads a role's content."""

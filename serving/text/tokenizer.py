@@ -90,7 +90,11 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, model: Path) -> Chat
         ConfigError: the template is broken, or leaves out what a user says.
     """
     template = ChatTemplate.of(tokenizer)
-    if template is None or (told := template.content_form("user").told):
+    if template is None:
+        return None
+    template.forms.find_all()
+    told = template.content_form("user").told
+    if told:
         return template
     if told is False:
         raise ConfigError(

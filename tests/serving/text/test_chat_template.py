@@ -181,7 +181,9 @@ def tokenizer() -> Any:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_no_server_is_stopped(tokenizer: Any, name: str) -> None:
     tokenizer.chat_template = TEMPLATES[name]
-    assert check_chat_template(tokenizer, TINY_MOE) is not None
+    template = check_chat_template(tokenizer, TINY_MOE)
+    assert template is not None
+    assert set(template.forms._content) == TRIED  # no request waits for a trial
 
 
 @pytest.mark.parametrize(
