@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from serving.engine.client import EngineClient
 from serving.engine.options import EngineOptions
+from serving.engine.profiles import profile_name
 from serving.engine.rank.build import make_core, make_runner, warm_up
 from serving.engine.rank.runner_setup import describe_memory
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
@@ -77,7 +78,7 @@ class InProcessEngine:
 
     def stop_profile(self, folder: Path) -> list[Path]:
         """Stop recording; returns the trace file of each process. Raises UBatchError if one was not written."""
-        path = folder / "rank-0.json"
+        path = folder / f"{profile_name()}-rank-0.json"
         wrong = self._core.tracer.stop_profile(path, 0)
         if wrong is not None:
             raise UBatchError(wrong)

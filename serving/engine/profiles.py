@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 from serving.engine.options import EngineOptions
 from serving.engine.wire.messages import ProfileWritten, StopProfile
 from ubatch import UBatchError
 
-__all__ = ["Profiles"]
+__all__ = ["Profiles", "profile_name"]
 
 _WITHIN_S = 120.0
+
+
+def profile_name() -> str:
+    """A name for a profile's files that no earlier one has."""
+    return datetime.now().strftime("%Y%m%d-%H%M%S-%f")
 
 
 class Profiles:
@@ -30,11 +35,10 @@ class Profiles:
         start, whatever a message says; so it is this process that moves the files."""
         if self._answers:
             raise UBatchError("a profile is being written already.")
-        stamp = time.strftime("%Y%m%d-%H%M%S")  # an earlier profile in the same folder stays
         loop = asyncio.get_running_loop()
         self._answers = {rank: loop.create_future() for rank in range(self._options.world_size)}
         try:
-            send(StopProfile(stamp))
+            send(StopProfile(profile_name()))
             answers = await asyncio.wait_for(asyncio.gather(*self._answers.values()), _WITHIN_S)
         except TimeoutError as error:
             raise UBatchError(f"not every rank has written its profile within {_WITHIN_S:.0f} s.") from error

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from fake_device import DECLINED, ENGAGED, make_core
 
 from model_runner import SamplingParams
+from serving.engine.rank.process import Engine
 from serving.engine.rank.tracing import StepTracer
+from serving.engine.wire.messages import (
+    FromEngine,
+    ProfileWritten,
+    Ready,
+    Shutdown,
+    StartProfile,
+    StopProfile,
+    ToEngine,
+)
 from serving.requests import RequestInput
 from ubatch import Span, SpanKind, summarise
 from ubatch.trace.file import read_chrome
@@ -146,6 +159,17 @@ def test_a_profile_that_cannot_be_written_says_why(tmp_path: Path) -> None:
     assert "cannot write" in error
 
 
+def test_a_profile_replaces_nothing_and_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    for name in ("there", "link"):
+        tracer = StepTracer()
+        tracer.start_profile()
+        assert "File exists" in str(tracer.stop_profile(tmp_path / name, 0))
+    assert (tmp_path / "there").read_text() == "mine"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "there"]
+
+
 def test_a_full_disk_says_what_was_lost_and_leaves_no_cut_file(tmp_path: Path) -> None:
     path, tracer = tmp_path / "rank-0.json", StepTracer()
 
@@ -169,3 +193,37 @@ def test_a_full_disk_says_what_was_lost_and_leaves_no_cut_file(tmp_path: Path) -
     assert error == f"cannot write {path}: File too large; the 100 steps that were recorded are lost."
     assert [each.name for each in tmp_path.iterdir()] == ["rank-0.json"]
     assert path.read_text() == written
+
+
+class ProfileLink:
+    """Asks for a profile with names that lead elsewhere, and then ends the engine."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.script = [message for name in names for message in (StartProfile(), StopProfile(name))]
+        self.written: list[ProfileWritten] = []
+
+    def send(self, message: FromEngine) -> None:
+        self.written += [message] if isinstance(message, ProfileWritten) else []
+
+    def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
+        script, self.script = self.script, []
+        yield from (*script, Shutdown())
+
+
+@pytest.mark.parametrize("configured", [True, False])
+def test_no_message_leads_a_profile_out_of_its_folder(
+    configured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever gets hold of a rank's socket must not choose where files are written."""
+    folder, elsewhere = tmp_path / "profiles", tmp_path / "elsewhere"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    link = ProfileLink([str(elsewhere / "x"), "../elsewhere/y", ".."])
+    core, _, _ = make_core(overlap=False)
+    engine = Engine(Ready(0, 1, 1, ""), core, None, link, os.getppid(), profile_folder=folder if configured else None)
+    engine.serve()
+    assert [each.error for each in link.written] == [None] * 3
+    assert not elsewhere.exists()
+    for each in link.written:
+        parent = Path(each.path).parent
+        assert parent == folder if configured else parent.name.startswith("ubatch-profile-")
+        assert Path(each.path).exists()
