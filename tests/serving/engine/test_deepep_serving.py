@@ -59,6 +59,7 @@ def options_of(checkpoint: str, ranks: int, backend: str) -> EngineOptions:
         *(checkpoint, "--data-parallel-size", str(ranks), "--enable-expert-parallel", "--enable-dbo"),
         *("--all2all-backend", backend, "--dtype", "bfloat16", "--no-enable-prefix-caching"),
         *("--kv-cache-memory", "16M"),
+        *("--dbo-decode-token-threshold", "2", "--dbo-prefill-token-threshold", "2"),  # so few steps decide nothing
     )
     settings = resolve_settings(read_command_line(SERVE, "ubatch serve", "", command).settings, gpus=0)
     return replace(
