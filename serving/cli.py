@@ -8,7 +8,6 @@ more than the command line has a function `read(program, description, words)` in
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from textwrap import wrap
 from typing import Any
 
 from serving.arguments.parser import parse_options
+from serving.standard_streams import StdoutLost, give_up_stdout, open_standard_streams
 from ubatch import __version__
 from ubatch.errors import UBatchError, nearest
 from ubatch.process.foreign import check_packages
@@ -111,13 +111,16 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 for a failure, 2 for a wrong call."""
+    open_standard_streams()
     try:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # the reader closed the pipe early, as in `ubatch serve --help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it ends
+    except StdoutLost as error:
+        if not error.unread:
+            print(f"ubatch: {error}", file=sys.stderr)
+        give_up_stdout()
         return 1
 
 
