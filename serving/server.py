@@ -11,6 +11,7 @@ A second signal ends the server at once, in any phase.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import multiprocessing
 import os
@@ -187,6 +188,8 @@ class _Serve:
                 log_requests=self.settings["enable_log_requests"],
                 max_log_len=self.settings["max_log_len"],
             )
+            gc.collect()
+            gc.freeze()  # to walk through all modules again would hold the event loop for tenths of a second
             app = create_app(
                 service,
                 api_key=self.settings["api_key"],

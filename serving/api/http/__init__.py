@@ -2,7 +2,7 @@
 
 app          the FastAPI application
 routes       the routes, and what /openapi.json says of each
-bodies       the size limit of request bodies, and strict parsing of JSON
+bodies       limits of request bodies, and strict parsing of JSON
 description  model names and limits of this server in /openapi.json
 connections  limits and time-outs of connections
 """

@@ -1,11 +1,15 @@
-"""Bodies of requests: the size limit, and strict parsing of JSON."""
+"""Bodies of requests: their limits, and strict parsing of JSON.
+
+Nothing here may hold the event loop for more than 50 ms, whatever a body has in it. To make lists and objects takes by
+far the longest, so they are counted, piece by piece, before the body is parsed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -13,12 +17,20 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.api.schema.errors import ApiError, error_response
 
-__all__ = ["BodyLimit", "JsonRoute"]
+__all__ = ["MAX_PARTS", "MAX_VALUES", "BodyLimit", "JsonRoute", "check_counts"]
 
+MAX_VALUES = 2**18
+"""Most values of a body, such as token ids."""
+MAX_PARTS = 2**15
+"""Most lists, objects, strings (names of members, too), words, and numbers with a point or an exponent: each takes as
+long as some 16 integers."""
+MAX_DIGITS = 100
+"""Most digits of a number; to read one takes the square of their number."""
 _DISCARD_S = 1.0
 """How long the rest of a refused body is read and discarded, in seconds."""
 
@@ -74,6 +86,47 @@ def _number(text: str) -> int | float:
     return int(number) if number.is_integer() else number
 
 
+_PIECE = 2**18
+_PARTS = (b"[", b"{", b'"', b".", b"e", b"E")
+_ALL_ONE = bytes.maketrans(b"023456789", b"1" * 9)
+
+
+async def check_counts(body: bytes) -> None:
+    """Check how much there is in a JSON body, without parsing it; the event loop goes on meanwhile.
+
+    Raises:
+        ApiError: 400, more than `MAX_VALUES`, `MAX_PARTS` or `MAX_DIGITS`.
+    """
+    values = parts = 0
+    for piece in _outside_strings(body):
+        values += piece.count(b",") + piece.count(b"[") + piece.count(b"{")
+        parts += sum(piece.count(sign) for sign in _PARTS)
+        what = None
+        if values > MAX_VALUES:
+            what = f"{MAX_VALUES} values; send text in place of token ids, or fewer prompts"
+        elif parts > MAX_PARTS:
+            what = f"{MAX_PARTS} lists, objects and strings; send fewer in one body"
+        elif b"1" * (MAX_DIGITS + 1) in piece.translate(_ALL_ONE):
+            what = f"{MAX_DIGITS} digits in one number"
+        if what is not None:
+            raise ApiError(400, f"The body has more than {what}.", code="body_too_complex")
+        if len(body) > _PIECE:
+            await asyncio.sleep(0)
+
+
+def _outside_strings(body: bytes) -> Iterator[bytes]:
+    """A JSON body in pieces, with a quotation mark in place of each string."""
+    begin, inside = 0, 0
+    while begin < len(body):
+        piece = body[begin : begin + _PIECE]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # do not cut between a backslash and what it escapes
+            piece = body[begin : begin + _PIECE + 1]
+        begin += len(piece)
+        parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        yield b'"'.join(parts[inside::2])
+        inside = (inside + len(parts) - 1) % 2
+
+
 _decoder = msgspec.json.Decoder(float_hook=_number)
 
 
@@ -84,15 +137,21 @@ class _JsonRequest(Request):
         Raises:
             json.JSONDecodeError: it is not JSON, is nested too deeply, or has an invalid number or character.
         """
-        try:
-            return _decoder.decode(await self.body())
-        except RecursionError:
-            raise json.JSONDecodeError("it is nested too deeply", "", 0) from None
-        except UnicodeDecodeError:
-            raise json.JSONDecodeError("it is not UTF-8", "", 0) from None
-        except msgspec.DecodeError as error:
-            reason = "it ends early, or with an unpaired surrogate" if "truncated" in str(error) else str(error)
-            raise json.JSONDecodeError(reason.removeprefix("JSON is malformed: "), "", 0) from None
+        parsed = _parse(await self.body())
+        await asyncio.sleep(0)  # to check the values, which comes next, may take as long
+        return parsed
+
+
+def _parse(body: bytes) -> Any:
+    try:
+        return _decoder.decode(body)
+    except RecursionError:
+        raise json.JSONDecodeError("it is nested too deeply", "", 0) from None
+    except UnicodeDecodeError:
+        raise json.JSONDecodeError("it is not UTF-8", "", 0) from None
+    except msgspec.DecodeError as error:
+        reason = "it ends early, or with an unpaired surrogate" if "truncated" in str(error) else str(error)
+        raise json.JSONDecodeError(reason.removeprefix("JSON is malformed: "), "", 0) from None
 
 
 class JsonRoute(APIRoute):
@@ -103,6 +162,11 @@ class JsonRoute(APIRoute):
         answer = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            return await answer(_JsonRequest(request.scope, request.receive))
+            read = _JsonRequest(request.scope, request.receive)
+            try:
+                await check_counts(await read.body())
+            except ClientDisconnect:
+                raise ApiError(400, "The client left before the body was complete.") from None
+            return await answer(read)
 
         return handle

@@ -2,8 +2,9 @@
 
 file descriptors    the soft limit is raised; if they run out all the same, accepting pauses for a second at a time
 too many            a request on a connection beyond the limit gets 503 and `Retry-After`
-slow client         408 if the headers are not complete within `HEADERS_S`, or no part of the body arrives for `BODY_S`;
-                    a connection that has sent nothing is closed without an answer
+slow client         408 if the headers are not complete within `HEADERS_S`, no part of the body arrives for `BODY_S`, or
+                    the body is not complete within `WHOLE_BODY_S`; a connection that has sent nothing is closed without
+                    an answer
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _logger = logging.getLogger(__name__)
 
 HEADERS_S = 10.0
 BODY_S = 20.0
+WHOLE_BODY_S = 120.0
 _WANTED_FILES = 65535
 _OTHER_FILES = 128
 """File descriptors for everything but connections: engines, sockets between processes, files."""
@@ -132,6 +134,7 @@ def connection_protocol(most: int, around: Callable[[ASGIApp], ASGIApp]) -> type
         """A connection that is closed if a request does not arrive in time."""
 
         _too_late: asyncio.TimerHandle | None = None
+        _body_ends: float | None = None  # the loop's time at which the body has to be complete
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -144,6 +147,7 @@ def connection_protocol(most: int, around: Callable[[ASGIApp], ASGIApp]) -> type
             self._look_at_the_clock()
 
         def on_response_complete(self) -> None:
+            self._body_ends = None
             super().on_response_complete()
             self._look_at_the_clock()
 
@@ -153,10 +157,13 @@ def connection_protocol(most: int, around: Callable[[ASGIApp], ASGIApp]) -> type
 
         def _look_at_the_clock(self) -> None:
             """Start or stop the timer: `HEADERS_S` from a request's first byte (or the connection's start, before any
-            request), `BODY_S` from the body's last bytes. Between requests uvicorn's keep-alive timer runs."""
+            request), `BODY_S` from the body's last bytes, `WHOLE_BODY_S` from its first. Between requests uvicorn's
+            keep-alive timer runs."""
             if self.conn.their_state is h11.SEND_BODY:
                 self._stop_the_clock()
-                self._too_late = self.loop.call_later(BODY_S, self._give_up)
+                now = self.loop.time()
+                self._body_ends = self._body_ends or now + WHOLE_BODY_S
+                self._too_late = self.loop.call_at(min(now + BODY_S, self._body_ends), self._give_up)
             elif self.conn.their_state is not h11.IDLE or self.timeout_keep_alive_task is not None:
                 self._stop_the_clock()
             elif self._too_late is None:

@@ -227,7 +227,7 @@ class ChatMessage(BaseModel):
 
     role: str
     content: Annotated[
-        str | list[TextPart] | None,
+        str | Annotated[list[TextPart], Field(fail_fast=True)] | None,
         _or_else("a string or a list of text parts, {'type': 'text', 'text': ...}; other parts are not supported"),
     ] = None
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from serving.api import prompts
 from serving.api.http import bodies
-from serving.api.schema.request_models import CompletionRequest
+from serving.api.schema.request_models import ChatCompletionRequest, CompletionRequest
 from serving.text.tokenizer import Vocabulary
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -177,3 +177,6 @@ def test_a_wrong_list_is_refused_at_its_first_item() -> None:
         with pytest.raises(ValidationError) as caught:
             CompletionRequest.model_validate({"prompt": "a", **wrong})
         assert caught.value.error_count() == 1
+    with pytest.raises(ValidationError) as caught:
+        ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": [[]] * 9}]})
+    assert caught.value.error_count() == 1

@@ -102,6 +102,40 @@ def test_bodies_that_do_not_come_are_not_waited_for(monkeypatch: pytest.MonkeyPa
     serve(scenario)
 
 
+def test_a_body_that_drips_has_a_total_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "BODY_S", 1.0)
+    monkeypatch.setattr(connections, "WHOLE_BODY_S", 2.0)
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+    body = b'{"prompt": [5]}'
+    whole = post + b"Content-Length: %d\r\n\r\n" % len(body)
+    drops = [body[place : place + 1] for place in range(len(body))]
+
+    async def scenario(listener: Listener, ask: Ask) -> None:
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        begun = time.monotonic()
+        writer.write(whole)
+
+        async def drip() -> None:
+            for drop in drops:
+                writer.write(drop)
+                await asyncio.sleep(0.4)
+
+        dripping = asyncio.create_task(drip())
+        answer = await asyncio.wait_for(reader.read(), 20)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert 1.5 < time.monotonic() - begun < 5.5  # all drops would take 6 s
+        dripping.cancel()
+        await asyncio.gather(dripping, return_exceptions=True)
+        writer.close()
+        # Each body has its own time: three of them on one connection take longer than the time of one.
+        half = (whole + body[:5], body[5:])
+        last = whole.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+        several = await ask(*half, *half, last + body[:5], body[5:], pause_s=0.7)
+        assert several.count(b"HTTP/1.1 200 ") == 3
+
+    serve(scenario)
+
+
 def test_connections_beyond_the_limit_get_503() -> None:
     async def scenario(listener: Listener, ask: Ask) -> None:
         whole = GET + b"Connection: close\r\n\r\n"
