@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 
 from model_runner import ModelConfig
@@ -17,7 +18,11 @@ from serving.options.speculation import check_speculation
 from ubatch import ConfigError
 from ubatch.schedules.modes import MODE_KEYS
 
-__all__ = ["check_alone", "check_with_model", "notes"]
+__all__ = ["check_alone", "check_sizes", "check_with_model", "notes"]
+
+_MOST_PROCESSES = max(64, 4 * (os.cpu_count() or 1))
+"""Most processes of ours on this machine; more would only take each other's time and memory."""
+_MOST_NODES = 4096
 
 
 def check_alone(settings: Settings) -> None:
@@ -25,6 +30,16 @@ def check_alone(settings: Settings) -> None:
     for check in (_model, _overlap, _parallelism, _nodes, _memory, _graphs, check_speculation):
         for message in check(settings):
             raise ConfigError(message)
+
+
+def check_sizes(settings: Settings, model: ModelConfig) -> None:
+    """Check the numbers of ranks against the checkpoint, before anything of their share of it is measured.
+
+    Raises:
+        ConfigError: the checkpoint cannot be divided like this.
+    """
+    for message in _shares(settings, model):
+        raise ConfigError(message)
 
 
 def check_with_model(settings: Settings, model: ModelConfig, gpus: int) -> None:
@@ -148,13 +163,27 @@ def _num_processes(s: Settings) -> int:
     return size
 
 
+def _processes(s: Settings) -> str:
+    """How the user set the number of processes."""
+    names = ("data_parallel_size", "tensor_parallel_size")
+    return " times ".join(s.spell(name) for name in names if s[name] > 1)
+
+
 def _nodes(s: Settings) -> Iterator[str]:
     nnodes, ranks = s["nnodes"], s["data_parallel_size"]
+    if nnodes > _MOST_NODES:
+        yield f"{s.spell('nnodes')} is {nnodes}; at most {_MOST_NODES} machines can work together."
     if s["node_rank"] >= nnodes:
         yield f"{s.spell('node_rank')} is {s['node_rank']}, but --nnodes is {nnodes}: machines are 0 to {nnodes - 1}."
     if ranks % nnodes:
         whole = ": the processes of a rank stay on one machine" if s["tensor_parallel_size"] > 1 else ""
         yield f"{s.spell('data_parallel_size')} ({ranks}) does not divide by {s.spell('nnodes')} ({nnodes}){whole}."
+    here = _num_processes(s) // nnodes
+    if here > _MOST_PROCESSES:
+        yield (
+            f"{_processes(s)}: {here} processes on this machine of {os.cpu_count()} processors; at most "
+            f"{_MOST_PROCESSES} may run here. Use fewer."
+        )
     if nnodes == 1:
         if s["master_addr"] != Parallelism.model_fields["master_addr"].default:
             yield f"{s.spell('master_addr')} needs --nnodes 2 or more; one machine needs no rendezvous address."
@@ -207,27 +236,10 @@ def _graphs(s: Settings) -> Iterator[str]:
 _SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
 
-def _checkpoint(s: Settings, model: ModelConfig) -> Iterator[str]:
-    if s["max_model_len"] > model.max_position_embeddings and not s["allow_long_max_model_len"]:
-        yield (
-            f"{s.spell('max_model_len')} is {s['max_model_len']}, but the checkpoint has "
-            f"{model.max_position_embeddings} positions. Lower it, or allow it with "
-            f"{s.spell('allow_long_max_model_len')}: outputs beyond may be nonsense."
-        )
-    if model.full_attention_length is not None and s["max_model_len"] > model.full_attention_length:
-        why = beyond_full_attention(model.full_attention_length)
-        yield f"{s.spell('max_model_len')} is {s['max_model_len']}, but {why}"
+def _shares(s: Settings, model: ModelConfig) -> Iterator[str]:
     yield from tensor_parallel_faults(
         model, s["tensor_parallel_size"], s.spell("tensor_parallel_size"), expert_parallel=s["enable_expert_parallel"]
     )
-    if model.linear_layers and (s["speculative_eagle_topk"] or 1) > 1:
-        topk = f"{s.spell('speculative_eagle_topk')} is {s['speculative_eagle_topk']}"
-        yield (
-            f"{topk}, but {len(model.linear_layers)} layers have linear attention, whose states cannot follow a tree. "
-            "Use 1."
-        )
-    if model.num_experts == 0 and s["moe_backend"] != "auto":
-        yield f"{s.spell('moe_backend')} {s['moe_backend']}: the checkpoint is a dense model. Remove it."
     if not s["enable_expert_parallel"]:
         return
     ranks = _num_processes(s)
@@ -239,6 +251,26 @@ def _checkpoint(s: Settings, model: ModelConfig) -> Iterator[str]:
             f"{s.spell('data_parallel_size')}{both} is {ranks}, but {model.num_experts} experts do not divide by that. "
             "Use a number of ranks that divides them."
         )
+
+
+def _checkpoint(s: Settings, model: ModelConfig) -> Iterator[str]:
+    if s["max_model_len"] > model.max_position_embeddings and not s["allow_long_max_model_len"]:
+        yield (
+            f"{s.spell('max_model_len')} is {s['max_model_len']}, but the checkpoint has "
+            f"{model.max_position_embeddings} positions. Lower it, or allow it with "
+            f"{s.spell('allow_long_max_model_len')}: outputs beyond may be nonsense."
+        )
+    if model.full_attention_length is not None and s["max_model_len"] > model.full_attention_length:
+        why = beyond_full_attention(model.full_attention_length)
+        yield f"{s.spell('max_model_len')} is {s['max_model_len']}, but {why}"
+    if model.linear_layers and (s["speculative_eagle_topk"] or 1) > 1:
+        topk = f"{s.spell('speculative_eagle_topk')} is {s['speculative_eagle_topk']}"
+        yield (
+            f"{topk}, but {len(model.linear_layers)} layers have linear attention, whose states cannot follow a tree. "
+            "Use 1."
+        )
+    if model.num_experts == 0 and s["moe_backend"] != "auto":
+        yield f"{s.spell('moe_backend')} {s['moe_backend']}: the checkpoint is a dense model. Remove it."
 
 
 def _device(s: Settings, gpus: int) -> Iterator[str]:
@@ -258,9 +290,9 @@ def _device(s: Settings, gpus: int) -> Iterator[str]:
     elif gpus == 0:
         yield f"{s.spell('device')} cuda: there is no GPU here that torch can use. Use --device cpu."
     elif local > gpus:
-        names = ("data_parallel_size", "tensor_parallel_size")
-        flags = " times ".join(s.spell(name) for name in names if s[name] > 1)
-        yield (f"{flags}: {local} processes on this machine, which has {gpus} GPUs. Use fewer, or --device cpu.")
+        yield (
+            f"{_processes(s)}: {local} processes on this machine, which has {gpus} GPUs. Use fewer, or --device cpu."
+        )
 
 
 def _steps(s: Settings) -> Iterator[str]:

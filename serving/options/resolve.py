@@ -17,7 +17,7 @@ from model_runner import (
 from model_runner.parallel.transport import AUTO, choose_all2all
 from serving.engine.options import AUTO_DTYPE, EngineOptions
 from serving.engine.rank.runner_setup import choose_dtype, count_gpus, read_checkpoint
-from serving.options.checks import check_alone, check_with_model, notes
+from serving.options.checks import check_alone, check_sizes, check_with_model, notes
 from serving.options.command_line import read_command_line
 from serving.options.flags.tables import SERVE, Table
 from serving.options.folders import locate
@@ -127,6 +127,7 @@ def resolve_settings(
     gpus = count_gpus() if gpus is None else gpus
     if first is not None:
         settings = first(settings, gpus)
+    check_sizes(settings, model)
     settings = _derive(settings, model, stored, gpus)
     check_with_model(settings, model, gpus)
     check_draft_network(settings, model)
