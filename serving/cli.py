@@ -17,7 +17,7 @@ from typing import Any
 from serving.arguments.parser import parse_options
 from serving.standard_streams import StdoutLost, give_up_stdout, open_standard_streams
 from ubatch import __version__
-from ubatch.errors import UBatchError, nearest
+from ubatch.errors import UBatchError, nearest, shown
 from ubatch.process.foreign import check_packages
 
 __all__ = ["main"]
@@ -154,7 +154,7 @@ def _usage(words: Sequence[str]) -> int:
     out = sys.stdout if asked and words else sys.stderr
     if not asked:
         wrong = " ".join(words[:2]) if words[0] == "bench" else words[0]
-        print(f"ubatch: unknown command {wrong!r}{nearest(wrong, COMMANDS)}\n", file=out)
+        print(f"ubatch: unknown command {shown(wrong)}{nearest(wrong, COMMANDS)}\n", file=out)
     print("usage: ubatch COMMAND [--help] [flags]    (or --version)\n", file=out)
     for name, (_, description) in COMMANDS.items():
         first, *rest = wrap(description, _WIDTH - 21)

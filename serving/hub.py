@@ -10,6 +10,7 @@ weights are downloaded. The process that starts the ranks downloads both, once p
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ from pathlib import Path
 
 from model_runner import Checkpoint
 from ubatch import ConfigError
+from ubatch.errors import cut
 
 __all__ = ["Located", "ModelNotFound", "fetch_weights", "find_checkpoint", "looks_like_name"]
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_NAME = re.compile(r"(?=.{1,96}$)[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # the hub has no longer names
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "tokenizer*", "vocab*", "merges.txt")
 _WEIGHTS = ("*.safetensors",)
@@ -59,7 +61,7 @@ class Located:
 
 def looks_like_name(model: str | Path) -> bool:
     """Whether `model` is looked up on the hub: it reads `organisation/name` or `name`, and no such path exists here."""
-    return _NAME.fullmatch(str(model)) is not None and not Path(model).exists()
+    return _NAME.fullmatch(str(model)) is not None and not os.path.exists(model)  # `Path.exists` may raise
 
 
 def find_checkpoint(
@@ -81,10 +83,10 @@ def find_checkpoint(
             f"{spelled} is empty: give the folder of a Hugging Face checkpoint, or its name on the hub."
         )
     if not looks_like_name(model):
-        if not Path(model).is_dir():
+        if not os.path.isdir(model):
             raise ModelNotFound(
-                f"{spelled}: {model} is not a folder. Give the folder of a Hugging Face checkpoint, or its name on the "
-                "hub (organisation/name, or only a name like gpt2)."
+                f"{spelled}: {cut(str(model))} is not a folder. Give the folder of a Hugging Face checkpoint, or its "
+                "name on the hub (organisation/name, or only a name like gpt2)."
             )
         return Located(Path(model))
     folder = _download(str(model), spelled, revision, download_dir, _SMALL)

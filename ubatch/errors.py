@@ -10,6 +10,7 @@ import re
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 __all__ = [
@@ -30,12 +31,16 @@ __all__ = [
     "UBatchError",
     "UBatchTimeout",
     "UnvotedCollectiveError",
+    "cut",
     "describe",
     "named_values",
     "nearest",
     "note",
     "shown",
 ]
+
+SHOWN_CHARACTERS = 80
+"""Most characters of a wrong value in a message."""
 
 
 class UBatchError(Exception):
@@ -147,15 +152,34 @@ def describe(error: BaseException, how: Callable[[object], str] = repr) -> str:
         return f"{type(error).__name__} (which cannot be printed)"
 
 
-def shown(value: object, most: int = 160) -> str:
-    """`repr` of a value that a user or a file gave, for a message, cut in the middle to `most` characters.
+def cut(text: str, most: int = 4 * SHOWN_CHARACTERS) -> str:
+    """The beginning of a text that others wrote, for a message."""
+    return text if len(text) <= most else text[:most] + "..."
 
-    Of a long list only what is shown is converted.
-    """
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = short.maxlong = most
-    text = short.repr(value)
-    return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2 - 3) :]}"
+
+def shown(value: object, most: int = SHOWN_CHARACTERS) -> str:
+    """The beginning of a wrong value's `repr`, for a message; cheap even if the value is large or deeply nested."""
+    return cut(_brief.repr(value), most)
+
+
+class _Brief(reprlib.Repr):
+    """A `reprlib.Repr` that looks at the first items of a mapping only; the original sorts the whole mapping first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxlong = self.maxother = 2 * SHOWN_CHARACTERS
+        self.maxlist = self.maxtuple = self.maxset = self.maxdict = self.maxlevel = SHOWN_CHARACTERS // 4
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        return super().repr_dict(dict(islice(x.items(), SHOWN_CHARACTERS)), level)
+
+    def repr_int(self, x: int, level: int) -> str:
+        if x.bit_length() > 1000:  # Python refuses to write the digits of a really large one
+            return f"a number of {x.bit_length() * 30103 // 100000} digits"
+        return super().repr_int(x, level)
+
+
+_brief = _Brief()
 
 
 def named_values(values: Mapping[str, Any], known: Collection[str], what: str = "") -> dict[str, Any]:
@@ -168,9 +192,9 @@ def named_values(values: Mapping[str, Any], known: Collection[str], what: str = 
     for key, value in values.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            raise ConfigError(f"{what}unknown key {key!r}{nearest(name, known)}")
+            raise ConfigError(f"{what}unknown key {shown(key)}{nearest(name, known)}")
         if name in named:
-            raise ConfigError(f"{what}{key!r} is given twice, with hyphens and with underscores. Remove one.")
+            raise ConfigError(f"{what}{shown(key)} is given twice, with hyphens and with underscores. Remove one.")
         named[name] = value
     return named
 

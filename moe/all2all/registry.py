@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast, get_args, get_type_hints, runtime_checka
 
 from moe.all2all.base import All2All, StepSizes
 from ubatch import CommGroup, ConfigError, LazyRegistry, nearest
+from ubatch.errors import shown
 
 __all__ = [
     "ChecksOptions",
@@ -111,7 +112,7 @@ def check_all2all_options(name: str, options: Mapping[str, object], num_ranks: i
     for option, value in options.items():
         if option not in known:
             takes = nearest(option, known) if known else "; it takes none."
-            raise ConfigError(f"all2all back end {name!r} has no option {option!r}{takes}")
+            raise ConfigError(f"all2all back end {shown(name)} has no option {shown(option)}{takes}")
         wanted = types.get(option)
         kinds = get_args(wanted) or (wanted,)
         accepted = {bool, int, float, str} & set(kinds)
@@ -119,7 +120,7 @@ def check_all2all_options(name: str, options: Mapping[str, object], num_ranks: i
             continue
         if accepted and type(value) not in kinds:
             names = " or ".join(sorted(kind.__name__ for kind in accepted))
-            raise ConfigError(f"all2all back end {name!r}: option {option} must be {names}, not {value!r}.")
+            raise ConfigError(f"all2all back end {shown(name)}: option {option} must be {names}, not {shown(value)}.")
     if isinstance(make, ChecksOptions):
         make.check_options(options, num_ranks)
 
@@ -152,5 +153,5 @@ def make_all2all(name: str, *, group: CommGroup | None, num_experts: int, **opti
         inspect.signature(make).bind(**arguments)
     except TypeError as error:
         takes = ", ".join(inspect.signature(make).parameters)
-        raise ConfigError(f"all2all back end {name!r}: {error}. It takes {takes}.") from None
+        raise ConfigError(f"all2all back end {shown(name)}: {error}. It takes {takes}.") from None
     return make(**arguments)

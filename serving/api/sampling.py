@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from model_runner import SamplingParams
-from serving.api.schema.errors import ApiError, shown
+from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import GenerationRequest
 from serving.api.schema.token_ids import check_token_ids
 from serving.api.service import Service
 from ubatch import ConfigError
+from ubatch.errors import shown
 
 __all__ = ["checkpoint_defaults", "sampling_params"]
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from serving.api.long_work import LongWork
 from serving.api.observer import NoObserver, RequestObserver
-from serving.api.schema.errors import ApiError, shown, shutting_down
+from serving.api.schema.errors import ApiError, shutting_down
 from serving.requests import QueueFull
+from ubatch.errors import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 
-from ubatch.errors import UBatchError, nearest
+from ubatch.errors import UBatchError, nearest, shown
 
 __all__ = ["Flag", "Group", "WrongValue", "nearest_alone"]
 
@@ -49,7 +50,7 @@ class WrongValue(UBatchError):
     """
 
     def __init__(self, name: str, value: object, why: str, kind: str = "") -> None:
-        super().__init__(f"{name}: {why}, not {value!r}.")
+        super().__init__(f"{name}: {why}, not {shown(value)}.")
         self.name, self.value, self.why = name, value, why
         self.missing = kind == "missing"
         self.unreadable = kind in _UNREADABLE
@@ -64,7 +65,7 @@ class Group(BaseModel):
     @classmethod
     def _name_what_is_wrong(cls, values: Any, validate: ModelWrapValidatorHandler[Group]) -> Group:
         try:
-            return validate(values)
+            group = validate(values)
         except ValidationError as error:
             wrong = min(
                 error.errors(include_url=False, include_context=False), key=lambda each: each["type"] == "missing"
@@ -74,8 +75,26 @@ class Group(BaseModel):
             raise WrongValue(
                 name, values[name] if whole else wrong["input"], _plain(wrong["msg"], kind), kind
             ) from None
+        for name in group.model_fields_set:
+            value = getattr(group, name)
+            for each in value if isinstance(value, tuple) else (value,):
+                if why := _cannot_be_used(each):
+                    raise WrongValue(name, each, why)
+        return group
 
 
+def _cannot_be_used(value: object) -> str | None:
+    """Why no setting can have the value, whatever the setting; None if one can."""
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return "it should be less than 2**63"  # there are no larger integers in messages between processes
+    if isinstance(value, str | Path) and "\0" in str(value):
+        return "it should be text without NUL characters"
+    if isinstance(value, Path) and len(str(value)) > _LONGEST_PATH:
+        return f"it should be a path of at most {_LONGEST_PATH} characters"
+    return None
+
+
+_LONGEST_PATH = 4095
 _NO_NUMBER = {"int_parsing": "expected an integer", "float_parsing": "expected a number"}
 _UNREADABLE = (*_NO_NUMBER, "literal_error", "enum")
 

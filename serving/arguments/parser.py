@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from serving.arguments.fields import Flag, Group, WrongValue, nearest_alone
-from ubatch.errors import ConfigError
+from ubatch.errors import ConfigError, cut, shown
 
 __all__ = ["Given", "nearest_flag", "parse", "parse_options"]
 
@@ -119,12 +119,12 @@ def _read_positionals(
     for word in words[:end]:
         if word.startswith("-") and word != "-":
             flag = word.partition("=")[0]
-            raise ConfigError(f"unknown flag {flag}{unknown(flag.lstrip('-').replace('-', '_'))}")
+            raise ConfigError(f"unknown flag {cut(flag)}{unknown(flag.lstrip('-').replace('-', '_'))}")
     places = [each for each in fields if each.flag.positional]
     given = [*words[:end], *words[end + 1 :]]
     if len(given) > len(places):
         hint = "".join(f" {flag} takes one value; give it again for another." for flag in adding)
-        raise ConfigError(f"unexpected argument {given[len(places)]}; see --help.{hint}")
+        raise ConfigError(f"unexpected argument {cut(given[len(places)])}; see --help.{hint}")
     return {each.name: Given(word, each.label) for each, word in zip(places, given, strict=False)}
 
 
@@ -165,9 +165,9 @@ class _Field:
             if wrong.missing:
                 return value  # another field of the group is missing, not this one; the caller checks them together
             if wrong.unreadable:
-                why = f"{self.label}: {wrong.why}, not {wrong.value!r}."
+                why = f"{self.label}: {wrong.why}, not {shown(wrong.value)}."
             else:
-                why = f"{self.label} {_as_words(wrong.value)}: {wrong.why}."
+                why = f"{self.label} {cut(_as_words(wrong.value))}: {wrong.why}."
             raise ConfigError(why) from None
 
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from serving.options.sources import Settings, Source
 from ubatch import SCHEDULES, ConfigError, Schedule, UBatchConfig, nearest
+from ubatch.errors import shown
 from ubatch.schedules.modes import MODE_KEYS, ModeSettings
 
 __all__ = ["derive_overlap", "measured_kinds", "overlap_config"]
@@ -81,10 +82,8 @@ def _mode(s: Settings, key: str, schedules: Mapping[str, Schedule]) -> ModeSetti
     own = ModeSettings.from_mapping(s.spell(key), s[key] or {})
     if s[flag] is not None:
         if own.schedule not in (None, s[flag]) and s.all[flag].source is Source.FILE:
-            raise ConfigError(
-                f"{s.spell(flag)} ({s[flag]!r}) and {s.spell(key)} ({own.schedule!r}) are one setting with two values. "
-                "Remove one."
-            )
+            both = f"{s.spell(flag)} ({shown(s[flag])}) and {s.spell(key)} ({shown(own.schedule)})"
+            raise ConfigError(f"{both} are one setting with two values. Remove one.")
         own = replace(own, schedule=s[flag])
     if own.schedule is None:
         return own
@@ -96,13 +95,13 @@ def _in_force(s: Settings, setting: str, asked: Schedule | str, schedules: Mappi
     """The schedule that a name means, given which of the two overlap flags are on; `setting` named it."""
     known = {**SCHEDULES, **schedules}
     if not isinstance(asked, str) or asked not in known:
-        raise ConfigError(f"{s.spell(setting)}: unknown schedule {asked!r}{nearest(str(asked), known)}")
+        raise ConfigError(f"{s.spell(setting)}: unknown schedule {shown(asked)}{nearest(str(asked), known)}")
     schedule = known[asked]
     if not s["enable_single_batch_overlap"]:
         return asked
     if not s["enable_dbo"] and schedule.lanes > 1:
         raise ConfigError(
-            f"{s.spell(setting)}: schedule {asked!r} has {schedule.lanes} lanes, but only "
+            f"{s.spell(setting)}: schedule {shown(asked)} has {schedule.lanes} lanes, but only "
             f"{s.spell('enable_single_batch_overlap')} is given, which runs one. Add --enable-dbo to have both."
         )
     if asked in schedules or schedule.chunks > 1 or schedule.signalled:

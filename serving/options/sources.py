@@ -13,8 +13,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from serving.arguments.fields import WrongValue, nearest_alone
 from serving.hub import Located
 from serving.options.flags.commands import COMMANDS
@@ -22,6 +20,8 @@ from serving.options.flags.foreign import FOREIGN, spell_hint
 from serving.options.flags.server_flags import ALIASES
 from serving.options.flags.tables import SERVE, Table
 from ubatch import ConfigError, nearest
+from ubatch.errors import cut, shown
+from ubatch.process.yaml_file import read_yaml
 
 __all__ = [
     "ALL2ALL_VARIABLE",
@@ -171,9 +171,9 @@ def read_file(path: Path, table: Table = SERVE) -> Layer:
         ConfigError: the file cannot be read, is no mapping, or has an unknown key, a wrong type, or a key twice.
     """
     items = []
-    for key, value in _read_yaml(path).items():
+    for key, value in read_yaml(path).items():
         if not isinstance(key, str):
-            raise ConfigError(f"{path}: {json.dumps(key, default=str)} is no name of a setting{_KEYS}")
+            raise ConfigError(f"{path}: {_json(key)} is no name of a setting{_KEYS}")
         name = key.replace("-", "_")
         if name in _NO_CHECKPOINT:
             raise ConfigError(f"{path}: {key} is for wrapped modules: {_NO_CHECKPOINT[name]}. Remove it.")
@@ -182,7 +182,7 @@ def read_file(path: Path, table: Table = SERVE) -> Layer:
         if owner is None or setting is None:
             known = {each.replace("_", "-") for each in _known(table)}
             hint = _other_name(name, table, _spell_key) or nearest_alone(name.replace("_", "-"), known)
-            raise ConfigError(f"{path}: unknown key {key!r}{hint or _KEYS}")
+            raise ConfigError(f"{path}: unknown key {shown(key)}{hint or _KEYS}")
         items.append((name, _checked(owner, setting, value, f"{path}: {key}"), f"{key} in {path}"))
     return make_layer(items, Source.FILE, str(path))
 
@@ -222,7 +222,7 @@ def read_keywords(keywords: Mapping[str, Any]) -> Layer:
         setting = SERVE.setting(name)
         if setting is None:
             hint = _other_name(name, SERVE, _spell_keyword) or nearest(name, _known(SERVE))
-            raise ConfigError(f"unknown option {name!r}{hint}")
+            raise ConfigError(f"unknown option {shown(name)}{hint}")
         items.append((name, _checked(SERVE, setting, value, name), name))
     return make_layer(items, Source.KEYWORD)
 
@@ -251,44 +251,6 @@ def _spell_keyword(flag: str, off: bool) -> str:
     return flag.replace("-", "_") + ("=False" if off else "")
 
 
-class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses a key given twice; plain YAML would silently take the last."""
-
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        lines: dict[tuple[str, str], int] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue  # not a setting's name: `read_file` refuses it
-            if before := lines.get((key.tag, key.value)):
-                why = f"{key.value!r} is there twice, first in line {before}. Remove one"
-                raise yaml.MarkedYAMLError(problem=why, problem_mark=key.start_mark)
-            lines[key.tag, key.value] = key.start_mark.line + 1
-        return node
-
-
-def _read_yaml(path: Path) -> Mapping[Any, Any]:
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"cannot read {path}: it is not UTF-8 text ({error.reason}).") from error
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-        raise ConfigError(f"{path}{where} is not valid YAML: {error.problem}.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    except RecursionError:
-        raise ConfigError(f"{path} is not valid YAML for settings: it is nested too deeply.") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold one mapping of settings, not {type(values).__name__}.")
-    return values
-
-
 def _checked(table: Table, name: str, value: Any, where: str) -> Any:
     """The value in the flag's type, without conversions: a number in quotes is no number."""
     group = table.owners[name]
@@ -304,7 +266,7 @@ def _checked(table: Table, name: str, value: Any, where: str) -> Any:
 
 
 def _told(name: str, value: object) -> str:
-    return "what is there" if name in SECRETS else repr(value)
+    return "what is there" if name in SECRETS else shown(value)
 
 
 def _path_text(value: object) -> str:
@@ -331,7 +293,11 @@ def make_layer(items: Iterable[tuple[str, Any, str]], source: Source, detail: st
 
 
 def _shown(name: str, value: object) -> str:
-    return "..." if name in SECRETS else json.dumps(value, default=str)
+    return "..." if name in SECRETS else _json(value)
+
+
+def _json(value: object) -> str:
+    return cut(json.dumps(value, default=str))
 
 
 def spelled_flag(name: str) -> str:

@@ -22,7 +22,7 @@ _FIND = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools
 PACKAGES: list[str] = find_packages(str(ROOT), include=_FIND["include"])
 FLOORS = ["ubatch", "moe", "attention", "model_runner", "serving"]
 # Read only where a configuration file is given.
-LAZY = {("ubatch/wrapping/config.py", "yaml")}
+LAZY = {("ubatch/process/yaml_file.py", "yaml")}
 # What the kernels of the floors above share.
 TRITON = ROOT / "ubatch" / "kernels" / "triton_jit.py"
 

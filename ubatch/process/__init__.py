@@ -7,6 +7,7 @@ cores       number of cores for this process
 machine     identity of the machine
 heartbeat   sign of life for a watching process
 files       writing files whole
+yaml_file   reading a YAML file of settings, within bounds
 silences    calls during which the process cannot send a heartbeat
 foreign     packages of other projects that shadow ours
 lateness    a rank tells its peers that it needs longer

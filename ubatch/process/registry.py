@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from ubatch.errors import ConfigError, describe, nearest
+from ubatch.errors import ConfigError, describe, nearest, shown
 
 __all__ = ["LazyRegistry", "import_optional"]
 
@@ -77,8 +77,8 @@ class LazyRegistry:
         """
         target = self._targets.get(name)
         if target is None:
-            raise ConfigError(f"unknown {self._kind} {name!r}{nearest(name, self._targets)}")
+            raise ConfigError(f"unknown {self._kind} {shown(name)}{nearest(name, self._targets)}")
         module, _, attribute = target.partition(":")
-        advice = f"{self._kind} {name!r} needs it: repair what it imports, or choose another one."
+        advice = f"{self._kind} {shown(name)} needs it: repair what it imports, or choose another one."
         loaded: object = getattr(import_optional(module, advice), attribute)
         return loaded

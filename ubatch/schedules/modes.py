@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ubatch.errors import ConfigError, named_values
+from ubatch.errors import ConfigError, named_values, shown
 from ubatch.schedules.forward_context import ForwardMode
 from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.vote import MAX_LANES
@@ -55,11 +55,11 @@ class ModeSettings:
 
     def __post_init__(self) -> None:
         if not isinstance(self.schedule, Schedule | str | None):
-            raise ConfigError(f"schedule must be the name of a schedule, not {self.schedule!r}.")
+            raise ConfigError(f"schedule must be the name of a schedule, not {shown(self.schedule)}.")
         for name in ("num_ubatches", "token_threshold"):
             value = getattr(self, name)
             if value is not None and type(value) is not int:
-                raise ConfigError(f"{name} must be int, not {value!r} ({type(value).__name__}).")
+                raise ConfigError(f"{name} must be int, not {shown(value)} ({type(value).__name__}).")
         if self.num_ubatches is not None and not 2 <= self.num_ubatches <= MAX_LANES:
             raise ConfigError(f"num_ubatches must be 2 to {MAX_LANES}, not {self.num_ubatches}.")
         if self.token_threshold is not None and self.token_threshold < 1:
@@ -75,7 +75,7 @@ class ModeSettings:
         """
         if not isinstance(values, Mapping):
             raise ConfigError(
-                f"{mode} must hold a mapping ({', '.join(_SETTINGS)}), not {values!r} ({type(values).__name__})."
+                f"{mode} must hold a mapping ({', '.join(_SETTINGS)}), not {shown(values)} ({type(values).__name__})."
             )
         arguments = named_values(values, _SETTINGS, f"{mode}: ")
         try:

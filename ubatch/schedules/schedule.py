@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from ubatch.errors import ConfigError, named_values, nearest
+from ubatch.errors import ConfigError, named_values, nearest, shown
 
 __all__ = [
     "KNOWN_POINTS",
@@ -94,6 +94,9 @@ KNOWN_POINTS: frozenset[str] = frozenset(Point)
 _INSIDE_A_LAYER = frozenset({Point.ATTN_PREPARE, Point.SELECT, Point.OUTPUT, Point.LAYER})
 
 
+_LONGEST_NAME = 100
+
+
 @dataclass(frozen=True)
 class Schedule:
     """One way to interleave lanes.
@@ -127,6 +130,8 @@ class Schedule:
     signalled: bool = False
 
     def __post_init__(self) -> None:
+        if len(self.name) > _LONGEST_NAME:
+            raise ConfigError(f"schedule {shown(self.name)}: its name has more than {_LONGEST_NAME} characters.")
         if self.lanes < 1:
             raise ConfigError(f"schedule {self.name!r}: lanes must be at least 1, not {self.lanes}.")
         if self.chunks < 1:
@@ -138,7 +143,7 @@ class Schedule:
         unknown = sorted(self.points_off - KNOWN_POINTS)
         if unknown:
             raise ConfigError(
-                f"schedule {self.name!r}: points_off has unknown point {unknown[0]!r}"
+                f"schedule {self.name!r}: points_off has unknown point {shown(unknown[0])}"
                 f"{nearest(unknown[0], KNOWN_POINTS)}"
             )
         object.__setattr__(self, "points_off", frozenset(str(point) for point in self.points_off))
@@ -202,12 +207,12 @@ class Schedule:
         Raises:
             ConfigError: an unknown key (with the nearest known one), or a wrong type or value.
         """
-        arguments = named_values(values, _FIELDS, f"schedule {name!r}: ")
+        arguments = named_values(values, _FIELDS, f"schedule {shown(name)}: ")
         for key, (field, value) in zip(values, arguments.items(), strict=True):
             if type(value) not in _FIELDS[field]:
                 expected = " or ".join(kind.__name__ for kind in _FIELDS[field])
                 raise ConfigError(
-                    f"schedule {name!r}: {key} must be {expected}, not {value!r} ({type(value).__name__})."
+                    f"schedule {shown(name)}: {key} must be {expected}, not {shown(value)} ({type(value).__name__})."
                 )
         if "points_off" in arguments:
             arguments["points_off"] = frozenset(map(str, arguments["points_off"]))
@@ -215,7 +220,8 @@ class Schedule:
             known = tuple(kind)
             if field in arguments and arguments[field] not in known:
                 raise ConfigError(
-                    f"schedule {name!r}: unknown {field} {arguments[field]!r}{nearest(arguments[field], known)}"
+                    f"schedule {shown(name)}: unknown {field} {shown(arguments[field])}"
+                    f"{nearest(arguments[field], known)}"
                 )
         return cls(name, **arguments)
 
@@ -281,7 +287,7 @@ def get_schedule(name: str) -> Schedule:
         ConfigError: the name is unknown.
     """
     if name not in SCHEDULES:
-        raise ConfigError(f"unknown schedule {name!r}{nearest(name, SCHEDULES)}")
+        raise ConfigError(f"unknown schedule {shown(name)}{nearest(name, SCHEDULES)}")
     return SCHEDULES[name]
 
 

@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from ubatch.errors import ConfigError, named_values, nearest
+from ubatch.errors import ConfigError, named_values, nearest, shown
+from ubatch.process.yaml_file import read_yaml
 from ubatch.ranks.group import CommGroup, check_group
 from ubatch.schedules.forward_context import ForwardMode
 from ubatch.schedules.modes import MODE_KEYS, ModeSettings, Resolved, mode_key
@@ -34,7 +35,7 @@ class CUDAGraphMode(StrEnum):
             ConfigError: there is no such mode.
         """
         if mode not in tuple(cls):
-            raise ConfigError(f"unknown cudagraph_mode {mode!r}{nearest(str(mode), tuple(cls))}")
+            raise ConfigError(f"unknown cudagraph_mode {shown(mode)}{nearest(str(mode), tuple(cls))}")
         return cls(mode)
 
 
@@ -133,7 +134,7 @@ class UBatchConfig:
         for option in ("split_dims", "output_dims"):
             for name, dim in getattr(self, option).items():
                 _check_type(f"a key of {option}", name, str)
-                _check_type(f"{option}[{name!r}]", dim, (int, type(None)))
+                _check_type(f"{option}[{shown(name)}]", dim, (int, type(None)))
         object.__setattr__(self, "cudagraph_capture_sizes", tuple(self.cudagraph_capture_sizes))
         for size in self.cudagraph_capture_sizes:
             _check_type("an entry of cudagraph_capture_sizes", size, int)
@@ -153,9 +154,9 @@ class UBatchConfig:
                 f"tbo_token_distribution_threshold is {self.tbo_token_distribution_threshold}; it must be 0 to 0.5."
             )
         if self.split_by not in tuple(SplitBy):
-            raise ConfigError(f"unknown split_by {self.split_by!r}{nearest(self.split_by, tuple(SplitBy))}")
+            raise ConfigError(f"unknown split_by {shown(self.split_by)}{nearest(self.split_by, tuple(SplitBy))}")
         if self.verify not in tuple(Verify):
-            raise ConfigError(f"unknown verify {self.verify!r}{nearest(self.verify, tuple(Verify))}")
+            raise ConfigError(f"unknown verify {shown(self.verify)}{nearest(self.verify, tuple(Verify))}")
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s must be positive, not {self.timeout_s}.")
         if self.group is not None:
@@ -165,7 +166,7 @@ class UBatchConfig:
     def _check_schedules(self) -> None:
         for name, schedule in self.schedules.items():
             _check_type("a key of schedules", name, str)
-            _check_type(f"schedules[{name!r}]", schedule, Schedule)
+            _check_type(f"schedules[{shown(name)}]", schedule, Schedule)
             if name in SCHEDULES:
                 raise ConfigError(f"schedules has {name!r}, which is a schedule of this package. Choose another name.")
             if name != schedule.name:
@@ -175,8 +176,8 @@ class UBatchConfig:
         _check_type("modes", self.modes, Mapping)
         for key, settings in self.modes.items():
             if key not in MODE_KEYS:
-                raise ConfigError(f"unknown mode {key!r}{nearest(str(key), MODE_KEYS)}")
-            _check_type(f"modes[{key!r}]", settings, ModeSettings)
+                raise ConfigError(f"unknown mode {shown(key)}{nearest(str(key), MODE_KEYS)}")
+            _check_type(f"modes[{shown(key)}]", settings, ModeSettings)
 
     def resolved_schedule(self) -> Schedule:
         """The schedule, with its lanes, of modes that do not set one; a one-lane schedule keeps its lane."""
@@ -274,7 +275,7 @@ class UBatchConfig:
     def _named(self, name: str) -> Schedule:
         known = {**SCHEDULES, **self.schedules}
         if name not in known:
-            raise ConfigError(f"unknown schedule {name!r}{nearest(name, known)}")
+            raise ConfigError(f"unknown schedule {shown(name)}{nearest(name, known)}")
         return known[name]
 
     @classmethod
@@ -306,20 +307,7 @@ class UBatchConfig:
         Raises:
             ConfigError: the file is missing, is not YAML or not a mapping, or has a bad key or value.
         """
-        import yaml
-
-        try:
-            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}.") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"cannot read {path}: it is not UTF-8 text ({error.reason}).") from error
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path} is not valid YAML: {error}") from error
-        if values is None:
-            values = {}
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path} must hold one mapping of settings, not {type(values).__name__}.")
+        values = read_yaml(Path(path))
         try:
             return cls.from_mapping(values)
         except ConfigError as error:
@@ -335,7 +323,7 @@ class UBatchConfig:
 
 def _own_schedule(name: object, values: object) -> Schedule:
     _check_type("a key of schedules", name, str)
-    _check_type(f"schedules[{name!r}]", values, Mapping)
+    _check_type(f"schedules[{shown(name)}]", values, Mapping)
     return Schedule.from_mapping(str(name), cast("Mapping[str, object]", values))
 
 
@@ -345,4 +333,4 @@ def _check_type(name: str, value: object, kind: type | tuple[type, ...]) -> None
     accepted = (*kinds, int) if float in kinds else kinds
     if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in kinds):
         expected = " or ".join("None" if each is type(None) else each.__name__ for each in kinds)
-        raise ConfigError(f"{name} must be {expected}, not {value!r} ({type(value).__name__}).")
+        raise ConfigError(f"{name} must be {expected}, not {shown(value)} ({type(value).__name__}).")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import reprlib
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -20,26 +18,14 @@ from model_runner import RequestError
 from serving.logs import request_id
 from serving.requests import EngineDead, QueueFull
 from ubatch import UBatchError
+from ubatch.errors import shown
 
-__all__ = ["UNSUPPORTED", "ApiError", "add_error_handlers", "as_api_error", "error_response", "shown", "shutting_down"]
+__all__ = ["UNSUPPORTED", "ApiError", "add_error_handlers", "as_api_error", "error_response", "shutting_down"]
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 UNSUPPORTED = "unsupported"  # type of the validation error for an unsupported field
-SHOWN_CHARACTERS = 80  # most characters of a wrong value in a message
-
-
-class _Brief(reprlib.Repr):
-    """A `reprlib.Repr` that looks at the first items of a mapping only; the original sorts the whole mapping first."""
-
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        return super().repr_dict(dict(islice(x.items(), SHOWN_CHARACTERS)), level)
-
-
-_brief = _Brief()
-_brief.maxstring = _brief.maxlong = _brief.maxother = 2 * SHOWN_CHARACTERS
-_brief.maxlist = _brief.maxdict = SHOWN_CHARACTERS
 
 
 class ApiError(UBatchError):
@@ -65,12 +51,6 @@ class ApiError(UBatchError):
 def shutting_down() -> ApiError:
     """The error for new requests while the server shuts down."""
     return ApiError(503, "The server is shutting down and takes no new requests.", code="shutting_down")
-
-
-def shown(value: object) -> str:
-    """The beginning of a wrong value, for a message; cheap even if the value is large or deeply nested."""
-    text = _brief.repr(value)
-    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
 
 
 def as_api_error(error: Exception) -> ApiError:

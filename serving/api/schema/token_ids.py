@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from serving.api.schema.errors import ApiError, shown
+from serving.api.schema.errors import ApiError
+from ubatch.errors import shown
 
 __all__ = ["check_token_ids"]
 

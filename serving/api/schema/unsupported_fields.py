@@ -13,8 +13,9 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-from serving.api.schema.errors import UNSUPPORTED, shown
+from serving.api.schema.errors import UNSUPPORTED
 from serving.logs import log_event
+from ubatch.errors import shown
 
 __all__ = ["CHAT", "COMPLETIONS", "TOKENIZE", "UNUSED", "Refused", "check_fields", "describe_fields", "log_unused"]
 

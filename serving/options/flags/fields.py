@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
 from moe import experts_backends
 from ubatch import nearest
+from ubatch.errors import cut, shown
 
 __all__ = [
     "ExpertsName",
@@ -79,7 +80,7 @@ def _read_values(words: list[str]) -> dict[str, Any]:
     for word in words:
         name, equals, text = word.partition("=")
         if not (name and equals and text):
-            raise ValueError(f"expected name=value, not {word!r}")
+            raise ValueError(f"expected name=value, not {shown(word)}")
         pairs.append((name, _read_value(text)))
     return _in_snake_case(pairs)
 
@@ -99,7 +100,7 @@ def _in_snake_case(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     for name, value in pairs:
         known = name.replace("-", "_")
         if known in values:
-            raise ValueError(f"{known} is given twice")
+            raise ValueError(f"{cut(known)} is given twice")
         values[known] = value
     return values
 
@@ -112,7 +113,7 @@ def _check_values(values: Any) -> Any:
         return values
     for name, value in values.items():
         if not isinstance(value, bool | int | float | str):
-            raise ValueError(f"expected true, false, a number or text for {name}")
+            raise ValueError(f"expected true, false, a number or text for {cut(name)}")
     return _in_snake_case(values.items())
 
 

@@ -12,6 +12,7 @@ from moe import all2all_backends
 from serving.arguments.fields import Flag, Group
 from serving.options.flags.fields import Positive
 from ubatch import nearest
+from ubatch.errors import shown
 
 __all__ = ["TRANSPORTS", "Model", "TransportName"]
 
@@ -34,7 +35,7 @@ def _transport(name: str | None) -> str | None:
         raise ValueError(f"{name} is not here; use {_NOT_HERE[name]}")
     known = (AUTO, *all2all_backends())
     if name is not None and name not in known and name not in _OTHER_NAMES:
-        raise ValueError(f"unknown all2all back end {name!r}{nearest(name, known)}")
+        raise ValueError(f"unknown all2all back end {shown(name)}{nearest(name, known)}")
     return name if name is None else _OTHER_NAMES.get(name, name)
 
 

@@ -16,7 +16,6 @@ from openai_stub import running_stub
 from repository import TINY_MOE
 from safetensors.torch import load_file
 
-from serving.api.schema.errors import shown
 from serving.workbench.bench.server.abuse.attacks import ATTACKS, Target
 from serving.workbench.bench.server.abuse.command import Options, run
 from serving.workbench.bench.server.abuse.judge import (
@@ -31,6 +30,7 @@ from serving.workbench.bench.server.abuse.rounds import Hang, Round, rest
 from serving.workbench.bench.server.abuse.watch import Reference, Seen, Watch
 from serving.workbench.bench.server.requests import Outcome, RequestFailed, Server, Status, Task, send
 from ubatch import ConfigError
+from ubatch.errors import shown
 
 
 def test_the_poisoned_copy_computes_all_but_one_token(tmp_path: Path) -> None:
