@@ -5,6 +5,7 @@ rank/          a rank's process: the two loops over a scheduler and an executor;
 wire/          messages between client and engines, the rendezvous, and authentication
 launch, node   the processes of one machine; a machine without the client
 routing        which rank serves a request, and to which stream its outputs go
+prefixes       which rank was sent which beginnings of prompts
 profiles       asks every rank to write its trace, and waits
 vital_signs    finds ranks and nodes that are silent for too long
 failures       picks the report that names the cause of a failure

@@ -7,11 +7,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
+from serving.engine.prefixes import Prefixes
 from serving.engine.wire.messages import Outputs
 from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput
 from ubatch import UBatchError
 
 __all__ = ["RequestStream", "Router"]
+
+_NEAR = 0.05
+"""Ranks whose outstanding tokens differ by no more than this share are equally loaded."""
 
 
 class RequestStream:
@@ -94,6 +98,7 @@ class Router:
         self.statistics = {rank: EngineStatistics() for rank in range(num_ranks)}
         self._max_num_seqs = max_num_seqs
         self._streams: dict[str, RequestStream] = {}
+        self._prefixes = Prefixes(num_ranks)
         self.outstanding = [0] * num_ranks
         self._sent = [0] * num_ranks
         self._received = [0] * num_ranks
@@ -128,8 +133,13 @@ class Router:
         return request_id in self._streams
 
     def add(self, request: RequestInput) -> RequestStream:
-        """Assign a request to the rank with the fewest outstanding tokens; of several, to that with fewest messages."""
-        rank = min(range(len(self._sent)), key=lambda each: (self.outstanding[each], self._sent[each]))
+        """Assign a request to the rank with the fewest outstanding tokens; of those that have nearly as few, to the one
+        that was sent most of the conversation already, then to that with fewest messages."""
+        pages = self._prefixes.pages(request.token_ids)
+        held, least = self._prefixes.held(pages), min(self.outstanding)
+        near = [rank for rank, tokens in enumerate(self.outstanding) if least >= (1 - _NEAR) * tokens]
+        rank = min(near, key=lambda each: (-held[each], self.outstanding[each], self._sent[each]))
+        self._prefixes.add(pages, rank)
         self._sent[rank] += 1
         stream = RequestStream(request, rank, self._sent[rank])
         self._streams[request.request_id] = stream

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
+import random
 from collections.abc import Sequence
 
 import pytest
 
 from model_runner import FinishReason, RequestError, SamplingParams
+from serving.engine import prefixes
 from serving.engine.failures import FirstCause
 from serving.engine.routing import RequestStream, Router
 from serving.engine.wire.messages import Failed, Outputs
@@ -42,6 +45,127 @@ def test_equal_ranks_take_turns() -> None:
         stream = router.add(request(f"r{turn}"))
         assert stream.rank == turn % 3
         router.deliver(outputs(stream.rank, turn // 3 + 1, end(f"r{turn}")))
+
+
+# -- prefixes --------------------------------------------------------------------------------------------------------
+
+
+class Conversation:
+    """Prompts that each begin with the one before, its answer, and some more."""
+
+    def __init__(self, seed: int, system: int) -> None:
+        self._chance = random.Random(seed)
+        self._tokens = [7] * system
+        self._turns = 0
+        self.name = f"conversation {seed}"
+
+    def ask(self) -> RequestInput:
+        self._tokens += self._chance.choices(range(1000), k=self._chance.randint(20, 40))
+        self._turns += 1
+        return RequestInput(f"{self.name}, turn {self._turns}", list(self._tokens), SamplingParams(max_tokens=32))
+
+    def answered(self) -> int:
+        """Its number of tokens, which is when it ends."""
+        answer = self._chance.choices(range(1000), k=self._chance.randint(16, 32))
+        self._tokens += answer
+        return len(answer)
+
+
+class Ranks:
+    """A router, and ranks that remember every page."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.router = Router(num_ranks, max_num_seqs=64)
+        self.pages: list[set[tuple[int, ...]]] = [set() for _ in range(num_ranks)]
+        self.computed = [0] * num_ranks
+        self.prompt_tokens = self.cached_tokens = 0
+        self._received = [0] * num_ranks
+
+    def start(self, request: RequestInput) -> int:
+        rank = self.router.add(request).rank
+        self._received[rank] += 1
+        pages = [tuple(request.token_ids[: 16 * end]) for end in range(1, len(request.token_ids) // 16 + 1)]
+        cached = 16 * sum(page in self.pages[rank] for page in pages)
+        self.pages[rank].update(pages)
+        self.prompt_tokens += len(request.token_ids)
+        self.cached_tokens += cached
+        self.computed[rank] += len(request.token_ids) - cached + 24
+        return rank
+
+    def end(self, name: str, rank: int) -> None:
+        self.router.deliver(outputs(rank, self._received[rank], end(name)))
+
+    @property
+    def imbalance(self) -> float:
+        """By how much the busiest rank's tokens exceed those of the idlest."""
+        return max(self.computed) / max(1, min(self.computed)) - 1
+
+
+@pytest.mark.parametrize("system", [0, 200])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_conversation_stays_where_its_pages_are(num_ranks: int, system: int) -> None:
+    ranks, conversation = Ranks(num_ranks), Conversation(1, system)
+    served = set()
+    for _ in range(20):
+        request = conversation.ask()
+        rank = ranks.start(request)
+        conversation.answered()
+        ranks.end(request.request_id, rank)
+        served.add(rank)
+    assert len(served) == 1
+
+
+@pytest.mark.parametrize("system", [0, 200])
+@pytest.mark.parametrize("together", [True, False])
+def test_the_load_of_many_conversations_is_even(together: bool, system: int) -> None:
+    """All at once, or always one of them: what they all begin with does not draw them to one rank."""
+    ranks, turns = Ranks(2), 10
+    conversations = [Conversation(seed, system) for seed in range(64)]
+    waiting = (
+        [(0.0, number) for number in range(64)] * turns if not together else [(0.0, number) for number in range(64)]
+    )
+    left = [turns] * 64
+    running: list[tuple[float, int, str, int]] = []
+    while waiting or running:
+        if waiting:
+            now, number = waiting.pop(0)
+            request = conversations[number].ask()
+            rank = ranks.start(request)
+            heapq.heappush(running, (now + conversations[number].answered(), number, request.request_id, rank))
+            left[number] -= 1
+        if not together or not waiting:
+            now, number, name, rank = heapq.heappop(running)
+            ranks.end(name, rank)
+            if together and left[number]:
+                waiting.append((now, number))
+    assert left == [0] * 64
+    assert ranks.imbalance < 0.1
+    assert ranks.cached_tokens > 0.7 * ranks.prompt_tokens
+
+
+def test_prefixes_that_are_known_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "_MOST_PAGES", 100)
+    known = prefixes.Prefixes(2)
+    first = known.pages(list(range(16 * 60)))
+    known.add(first, 0)
+    assert known.held(first) == [60, 0]
+    known.add(known.pages([5] * 16 * 60), 1)
+    assert known.held(first) == [40, 0]  # the last pages are forgotten first
+    assert len(known._pages) == 100
+    assert len(known.pages([5] * 10**6)) == prefixes._PAGES_OF_A_PROMPT
+    assert prefixes.Prefixes(1).pages([5] * 1000) == []
+
+
+def test_what_conversations_share_attracts_none() -> None:
+    known = prefixes.Prefixes(2)
+    system = list(range(64))
+    one, other, third = (known.pages(system + [token] * 32) for token in (1, 2, 3))
+    known.add(one, 0)
+    assert known.held(other) == [4, 0]  # so far it may be the same one
+    known.add(other, 1)
+    assert known.held(third) == [0, 0]
+    assert known.held(one) == [2, 0]
+    assert known.held(other) == [0, 2]
 
 
 def test_outstanding_tokens_go_down_as_outputs_come_and_vanish_with_the_request() -> None:

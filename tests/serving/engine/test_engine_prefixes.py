@@ -1,0 +1,31 @@
+"""A conversation with two ranks: its requests go to the one that has its pages."""
+
+from __future__ import annotations
+
+import pytest
+from engine_mains import tiny, tokens_of
+from engine_served import Served
+
+from model_runner import SamplingParams
+
+pytestmark = pytest.mark.long
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_conversation_finds_its_prompts_cached(ranks: int) -> None:
+    served = Served(tiny(ranks))
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+
+    async def talk() -> float:
+        prompt = [place * 13 % 2000 + 1 for place in range(320)]
+        for turn in range(24):
+            prompt += await tokens_of(served.client, f"turn {turn}", prompt, params)
+            prompt += [turn * 7 + place + 1 for place in range(4)]
+        await served.client.settle()
+        statistics = served.client.statistics.values()
+        return sum(each.prefix_hits for each in statistics) / sum(each.prefix_queries for each in statistics)
+
+    try:
+        assert served.run(talk()) >= 0.92
+    finally:
+        served.close()
