@@ -2,15 +2,19 @@
 
 Each engine counts its own work and sends its totals with every step's outputs; a scrape reads the last totals. The API
 process records request latencies, because it alone sees when requests arrive and tokens are sent.
+
+All metrics are in that one process's memory: prometheus_client's files for several (`PROMETHEUS_MULTIPROC_DIR`, which
+may be set for another program) are neither needed nor written.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, values
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -75,6 +79,17 @@ def make_registry(model_name: str, statistics: Statistics) -> tuple[CollectorReg
     return registry, RequestMetrics(model_name, registry)
 
 
+@contextmanager
+def _in_memory() -> Iterator[None]:
+    """Metrics that are made meanwhile keep their values in memory. prometheus_client decides at its import, for all."""
+    before = values.ValueClass
+    values.ValueClass = values.MutexValue
+    try:
+        yield
+    finally:
+        values.ValueClass = before
+
+
 class _Engines(Collector):
     def __init__(self, model_name: str, statistics: Statistics) -> None:
         self._model_name = model_name
@@ -89,16 +104,16 @@ class _Engines(Collector):
         for kind, metrics in families:
             for name, (statistic, text) in metrics.items():
                 family = kind(name, text, labels=["model_name", "engine"])
-                for rank, values in ranks:
-                    family.add_metric([self._model_name, str(rank)], getattr(values, statistic))
+                for rank, totals in ranks:
+                    family.add_metric([self._model_name, str(rank)], getattr(totals, statistic))
                 yield family
         steps = CounterMetricFamily(
             "ubatch:steps",
             "Steps by what they ran, and whether they overlapped (engaged, engaged_single) or why not.",
             labels=["model_name", "engine", "mode", "outcome"],
         )
-        for rank, values in ranks:
-            for step, count in values.steps.items():
+        for rank, totals in ranks:
+            for step, count in totals.steps.items():
                 mode, _, outcome = step.partition("/")
                 steps.add_metric([self._model_name, str(rank), mode, outcome], count)
         yield steps
@@ -107,8 +122,8 @@ class _Engines(Collector):
             "Guessed tokens that were right, by their place among those of a step; the first is 0.",
             labels=["model_name", "engine", "position"],
         )
-        for rank, values in ranks:
-            for place, count in enumerate(values.accepted_per_position):
+        for rank, totals in ranks:
+            for place, count in enumerate(totals.accepted_per_position):
                 places.add_metric([self._model_name, str(rank), str(place)], count)
         yield places
 
@@ -146,7 +161,10 @@ class RequestMetrics:
     ) -> None:
         self._clock = clock
         self._alive: dict[str, _Life] = {}
+        with _in_memory():
+            self._make(model_name, registry)
 
+    def _make(self, model_name: str, registry: CollectorRegistry) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(name, text, ["model_name"], registry=registry, buckets=buckets).labels(model_name)
 

@@ -1,8 +1,8 @@
 """Which rank was sent which beginnings of prompts, so that a conversation finds its pages where they were computed.
 
 A prompt is cut into pages, and a page's hash is of all tokens up to its end, so that one hash stands for a prefix. A
-conversation's own pages attract it. What different prompts begin with, such as a system prompt, attracts none: it is soon
-on all ranks, and would draw every new conversation to the first one.
+conversation's own pages attract it. What different prompts begin with, such as a system prompt, attracts none: it is
+soon on all ranks, and would draw every new conversation to the first one.
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -179,6 +183,27 @@ def test_cut_off_requests_are_counted_but_not_timed() -> None:
 def test_a_server_without_statistics_yet_has_all_names() -> None:
     names = Metrics().scrape()
     assert {*GAUGES, *COUNTERS, *HISTOGRAMS} <= {*names}
+
+
+@pytest.mark.parametrize("variable", ["PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"])
+@pytest.mark.parametrize("exists", [True, False])
+def test_files_for_several_processes_are_not_needed(variable: str, exists: bool, tmp_path: Path) -> None:
+    """prometheus_client reads the variable when it is imported."""
+    folder = tmp_path / "metrics"
+    if exists:
+        folder.mkdir()
+    code = (
+        "from prometheus_client import generate_latest; from serving.metrics import make_registry\n"
+        "registry, requests = make_registry('m', dict)\n"
+        "requests.started('a', 1); requests.tokens('a', 2); requests.finished('a', 'stop')\n"
+        "text = generate_latest(registry).decode()\n"
+        "assert 'vllm:request_generation_tokens_sum{model_name=\"m\"} 2.0' in text, text\n"
+        'assert \'vllm:request_success_total{finished_reason="stop",model_name="m"} 1.0\' in text, text\n'
+    )
+    environment = {**os.environ, variable: str(folder)}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert not exists or not list(folder.iterdir())
 
 
 # -- logs --------------------------------------------------------------------------------------------------------
