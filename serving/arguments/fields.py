@@ -28,6 +28,7 @@ class Flag:
         has_off: a switch also has a `--no-` flag, which turns it off.
         many: the flag takes any number of words.
         adds: given again, the flag adds a value; of any other the last value counts.
+        secret: a wrong value is not shown.
     """
 
     metavar: str | None = None
@@ -38,6 +39,7 @@ class Flag:
     has_off: bool = True
     many: bool = False
     adds: bool = False
+    secret: bool = False
 
 
 class WrongValue(UBatchError):

@@ -167,7 +167,8 @@ class _Field:
             if wrong.unreadable:
                 why = f"{self.label}: {wrong.why}, not {shown(wrong.value)}."
             else:
-                why = f"{self.label} {cut(_as_words(wrong.value))}: {wrong.why}."
+                given = "" if self.flag.secret else f" {cut(_as_words(wrong.value))}"
+                why = f"{self.label}{given}: {wrong.why}."
             raise ConfigError(why) from None
 
 

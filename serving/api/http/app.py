@@ -36,7 +36,7 @@ def create_app(
 
     Args:
         service: the engine, the tokenizer and the settings.
-        api_key: clients must send it as `Authorization: Bearer`, except to `OPEN_PATHS`; None for no key.
+        api_key: clients must send it as `Authorization: Bearer`, in UTF-8, except to `OPEN_PATHS`; None for no key.
         max_request_bytes: a larger body gets 413; None for no limit.
         metrics_app: answers `/metrics`.
         around: outermost middleware, which gives every request its id and logs its status.
@@ -74,7 +74,7 @@ class _ApiKey:
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
-        self._key = key.encode()
+        self._key = key.encode()  # UTF-8, as clients must send it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._opens(Headers(scope=scope)):
@@ -85,4 +85,5 @@ class _ApiKey:
 
     def _opens(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and compare_digest(key.strip().encode(), self._key)
+        sent = key.strip(" \t").encode("latin-1")  # the bytes that came: Starlette decodes headers so
+        return scheme.lower() == "bearer" and compare_digest(sent, self._key)

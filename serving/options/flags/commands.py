@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from serving.arguments.fields import Flag, Group
-from serving.options.flags.fields import Positive
+from serving.options.flags.fields import ApiKey, Positive
 from serving.options.flags.model_flags import Model
 from serving.options.flags.server_flags import (
     Attention,
@@ -45,7 +45,7 @@ class Source(Group):
 
     url: str | None = Field(None, description="record a running server, such as http://127.0.0.1:8000")
     seconds: float = Field(5.0, gt=0, description="with --url: how long; send requests meanwhile")
-    api_key: str | None = Field(
+    api_key: Annotated[ApiKey, Flag(secret=True)] = Field(
         None, min_length=1, description="with --url: sent as a bearer token; better use UBATCH_API_KEY"
     )
     files: Annotated[tuple[Path, ...], BeforeValidator(_as_tuple), Flag(metavar="FILE [FILE ...]")] = Field(

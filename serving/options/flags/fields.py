@@ -15,6 +15,7 @@ from ubatch import nearest
 from ubatch.errors import cut, shown
 
 __all__ = [
+    "ApiKey",
     "ExpertsName",
     "NamedValues",
     "Names",
@@ -52,6 +53,18 @@ def one_of(names: Iterable[str]) -> AfterValidator:
 
     return AfterValidator(check)
 
+
+def _check_key(key: str | None) -> str | None:
+    """Refuse a key that no client could send: HTTP loses white space around a header's value."""
+    if key is not None and key != key.strip():
+        raise ValueError("it should not begin or end with white space, such as the line end of a file it was read from")
+    if key is not None and not key.isprintable():
+        raise ValueError("it should have printable characters only, as no HTTP header has others")
+    return key
+
+
+ApiKey = Annotated[str | None, AfterValidator(_check_key)]
+"""A key that clients send as `Authorization: Bearer`, in UTF-8."""
 
 Positive = Annotated[int, Field(ge=1)]
 

@@ -16,6 +16,7 @@ from attention import attention_backends
 from model_runner.parallel.transport import AUTO
 from serving.arguments.fields import Flag, Group
 from serving.options.flags.fields import (
+    ApiKey,
     ExpertsName,
     NamedValues,
     Names,
@@ -235,7 +236,7 @@ class Server(Group):
 
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 is every one")
     port: int = Field(8000, ge=0, le=65535, description="0 picks a free one, and prints it")
-    api_key: Annotated[str | None, Flag(default="none")] = Field(
+    api_key: Annotated[ApiKey, Flag(default="none", secret=True)] = Field(
         None, min_length=1, description="clients must send it; better set in UBATCH_API_KEY, which ps does not show"
     )
     served_model_name: Annotated[Names, Flag(metavar="NAME", default="MODEL", adds=True)] = Field(

@@ -180,7 +180,7 @@ def _offline(run: OfflineRun, serial: list[StepRecord]) -> Recorded:
 def _from_server(s: Settings) -> list[RankTrace]:
     """Record a server's ranks for some seconds. The server's files stay where it wrote them."""
     base = s["url"].rstrip("/").removesuffix("/v1")
-    headers = {} if s["api_key"] is None else {"Authorization": f"Bearer {s['api_key']}"}
+    headers = {} if s["api_key"] is None else {b"Authorization": f"Bearer {s['api_key']}".encode()}
     # No proxies: the files are read here, so the server is near.
     with httpx.Client(base_url=base, headers=headers, timeout=_ANSWER_S, trust_env=False) as client:
         _ask(client, "/start_profile")

@@ -131,6 +131,21 @@ def test_the_key_opens_what_works() -> None:
         assert call(app, method, path, headers={"Authorization": "Bearer secret"}, json=body).status_code == 200
 
 
+def test_a_key_is_compared_in_utf_8() -> None:
+    key = "sch\u00f6n \u2713"
+    app = app_of(FakeEngine(), api_key=key)
+    sent = {
+        f"Bearer {key}".encode(): 200,
+        f"bearer  {key}\t".encode(): 200,
+        b"Bearer " + key[:5].encode("latin-1"): 401,
+        b"Bearer \xff\xfe": 401,
+        f"Bearer \u00a0{key}".encode(): 401,
+        b"Bearer": 401,
+    }
+    for value, status in sent.items():
+        assert call(app, "GET", "/v1/models", headers={b"Authorization": value}).status_code == status, value
+
+
 def test_a_full_queue_says_when_to_come_back() -> None:
     engine = FakeEngine()
     app = app_of(engine, max_waiting_requests=2)

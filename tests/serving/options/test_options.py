@@ -423,6 +423,23 @@ def test_an_empty_key_in_the_environment_is_no_key(
     assert resolve_keywords(TINY, {"device": "cpu"})["api_key"] is None, "no server, no key"
 
 
+@pytest.mark.parametrize("key", ["hush\n", " hush", "hush\t", "\u00a0hush", "hu\x1fsh", "hu\nsh", "hu\udcffsh"])
+def test_a_key_that_no_client_can_send_is_refused_and_not_shown(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "settings.yaml"
+    told = [refused(capsys, TINY, "--api-key", key)]
+    if key.isascii():
+        file.write_text(f"api-key: {json.dumps(key)}\n")
+        told.append(refused(capsys, TINY, "--config", str(file)))
+    monkeypatch.setenv("UBATCH_API_KEY", key)
+    told.append(refused(capsys, TINY))
+    for line in told:
+        assert any(why in line for why in ("white space", "printable characters", "unicode string"))
+        assert "hu" not in line.replace("should", "")
+    assert resolve_keywords(TINY, {"device": "cpu"})["api_key"] is None
+
+
 @pytest.mark.parametrize("words", [("--enable-dbo", "--enable-two-batch-overlap"), ("--enable-two-batch-overlap",)])
 def test_two_names_with_one_value_are_no_contradiction(words: tuple[str, ...]) -> None:
     assert resolve(*EP, *words)["enable_dbo"] is True

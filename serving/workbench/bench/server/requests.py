@@ -60,7 +60,7 @@ class Server:
 
         It ignores proxies of the environment, which would be measured too.
         """
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key is not None else {}
+        headers = {b"Authorization": f"Bearer {self.api_key}".encode()} if self.api_key is not None else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         return httpx.AsyncClient(
             base_url=self.base_url, headers=headers, limits=limits, timeout=self.timeout_s, trust_env=False

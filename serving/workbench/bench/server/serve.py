@@ -12,6 +12,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from serving.arguments.fields import Flag
+from serving.options.flags.fields import ApiKey
 from serving.progress import progress
 from serving.workbench.bench.options import SERVER, ReportOptions
 from serving.workbench.bench.server.figures import figures_of
@@ -31,7 +33,7 @@ class Options(Load, ReportOptions):
     base_url: Annotated[str, Field(description="the server, with or without /v1")] = "http://127.0.0.1:8000"
     model: Annotated[str | None, Field(description="served name; the first of /v1/models if not given")] = None
     endpoint: Annotated[Endpoint, Field(description="which API")] = Endpoint.COMPLETIONS
-    api_key: Annotated[str | None, Field(description="sent as a bearer token")] = None
+    api_key: Annotated[ApiKey, Flag(secret=True), Field(description="sent as a bearer token")] = None
     max_concurrency: Annotated[int | None, Field(ge=1, description="most requests at once")] = None
     stream: Annotated[bool, Field(description="stream the answers")] = True
     ignore_eos: Annotated[bool, Field(description="generate all tokens, past an end token")] = False
