@@ -259,7 +259,9 @@ def _checked(table: Table, name: str, value: Any, where: str) -> Any:
         return getattr(group.model_validate_json(text, strict=True), name)
     except TypeError:
         raise ConfigError(f"{where}: {_told(name, value)} is no value for it ({type(value).__name__}).") from None
-    except (ValueError, RecursionError):  # of json: a list or mapping within itself
+    except (ValueError, RecursionError):  # of json: a list or mapping within itself, or half a surrogate pair
+        if isinstance(value, str):
+            raise ConfigError(f"{where}: {_told(name, value)} is no Unicode text.") from None
         raise ConfigError(f"{where}: the value contains itself, or is nested too deeply.") from None
     except WrongValue as wrong:
         raise ConfigError(f"{where}: {wrong.why}, not {_told(name, value)}.") from None

@@ -157,6 +157,14 @@ def test_damaged_files(
         ModelRunner(path)
 
 
+def test_shards_without_an_index_ask_for_the_index(sharded: Path, tmp_path: Path) -> None:
+    path = copied(sharded, tmp_path)
+    (path / "model.safetensors.index.json").unlink()
+    message = r"model-00001-of-\d+\.safetensors, but no model\.safetensors\.index\.json, .* Copy or download that, too"
+    with pytest.raises(CheckpointFileMissing, match=message):
+        Checkpoint(path).check_weights()
+
+
 OUT_OF_PLACE = "no safetensors file of that folder"
 
 
