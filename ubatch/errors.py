@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any
 
 __all__ = [
+    "SHOWN_CHARACTERS",
     "ConcurrentCallError",
     "ConfigError",
     "ForgedValue",

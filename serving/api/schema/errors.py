@@ -18,7 +18,7 @@ from model_runner import RequestError
 from serving.logs import request_id
 from serving.requests import EngineDead, QueueFull
 from ubatch import UBatchError
-from ubatch.errors import shown
+from ubatch.errors import SHOWN_CHARACTERS, cut, shown
 
 __all__ = ["UNSUPPORTED", "ApiError", "add_error_handlers", "as_api_error", "error_response", "shutting_down"]
 
@@ -92,7 +92,7 @@ def add_error_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
             case RequestValidationError():
                 return error_response(_validation_error(error.errors()))
             case HTTPException():
-                message = f"{error.detail}: {request.method} {request.url.path}"
+                message = f"{error.detail}: {request.method} {cut(request.url.path)}"
                 response = error_response(ApiError(error.status_code, message))
                 response.headers.update(error.headers or {})
                 if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
@@ -119,7 +119,7 @@ def _validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
         return ApiError(400, f"The body is not valid JSON: {reason}.")
-    place = [str(part) for part in first["loc"] if part != "body"]
+    place = [cut(str(part), SHOWN_CHARACTERS) for part in first["loc"] if part != "body"]
     param = ".".join(place) or None
     if first["type"] == "missing":
         return ApiError(400, f"{param or 'the body'} is missing.", param=param)

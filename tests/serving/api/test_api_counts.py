@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from api_clients import app_of
+from api_clients import app_of, call
 from fake_engine import FakeEngine
 
 from serving.api.http import bodies
@@ -124,3 +124,24 @@ def test_pieces_are_counted_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> Non
         for size in (1, 2, 3, 7, len(body)):
             monkeypatch.setattr(bodies, "_PIECE", size)
             assert b"".join(bodies._outside_strings(body)).replace(b'"', b"") == expected
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", COMPLETIONS, {"prompt": "a", "logit_bias": {LONG: "a"}}),
+        ("POST", COMPLETIONS, {"prompt": "a", "model": LONG}),
+        ("POST", COMPLETIONS, {"prompt": "a", "response_format": {LONG: LONG}}),
+        ("POST", CHAT, {"messages": [{"role": "user", "content": [{"type": LONG}]}]}),
+        ("POST", COMPLETIONS, LONG),
+        ("GET", f"/{LONG}", None),
+        ("POST", f"/v1/models/{LONG}", None),
+    ],
+)
+def test_what_a_client_wrote_is_cut_in_messages(method: str, path: str, body: Any) -> None:
+    response = call(app_of(FakeEngine()), method, path, content=json.dumps(body).encode(), headers=JSON)
+    assert response.status_code >= 400
+    assert len(response.content) < 1000
