@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model_runner import SamplingParams
@@ -120,7 +119,7 @@ def _check_model(given: Settings) -> None:
     if given["model"] is not None or prompts.source is not Source.COMMAND_LINE or len(prompts.value) < 2:
         return
     last = prompts.value[-1]
-    if ("/" in last and looks_like_name(last)) or (last and Path(last).is_dir()):
+    if ("/" in last and looks_like_name(last)) or (last and os.path.isdir(last)):
         raise ConfigError(
             f"MODEL is missing: {prompts.spelled} takes all words that follow, and so {last!r}. Put MODEL first, or "
             f"write --model {last}."

@@ -91,8 +91,8 @@ def _cannot_be_used(value: object) -> str | None:
         return "it should be less than 2**63"  # there are no larger integers in messages between processes
     if isinstance(value, str | Path) and "\0" in str(value):
         return "it should be text without NUL characters"
-    if isinstance(value, Path) and len(str(value)) > _LONGEST_PATH:
-        return f"it should be a path of at most {_LONGEST_PATH} characters"
+    if isinstance(value, Path) and (len(str(value)) > _LONGEST_PATH or any(len(name) > 255 for name in value.parts)):
+        return f"it should be a path of at most {_LONGEST_PATH} characters, with names of at most 255"
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -16,7 +17,7 @@ __all__ = ["DECIDING", "ENGINE", "SERVER", "BlockOptions", "Checkpoint", "Report
 
 
 def _is_checkpoint(folder: Path) -> Path:
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):  # `Path.is_file` raises if the name is too long
         raise ValueError("no config.json is there; give the folder of a Hugging Face checkpoint")
     return folder
 

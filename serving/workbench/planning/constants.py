@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from ubatch.errors import ConfigError, nearest
+from ubatch.errors import ConfigError, nearest, shown
 
 __all__ = [
     "Constants",
@@ -197,7 +197,7 @@ class Constants(_Block):
             ConfigError: the name is unknown.
         """
         if name not in self.hardware:
-            raise ConfigError(f"unknown hardware {name!r}{nearest(name, self.hardware)}")
+            raise ConfigError(f"unknown hardware {shown(name)}{nearest(name, self.hardware)}")
         return self.hardware[name]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +118,7 @@ def read_model(name: str) -> ModelShape:
     if name in presets:
         return ModelShape.from_config(name, presets[name], Path("constants.yaml"))
     path = Path(name) / "config.json"
-    if not path.is_file():
+    if not os.path.isfile(path):  # `Path.is_file` raises if the name is too long
         raise ConfigError(
             f"{shown(name)} is neither a folder with a config.json nor one of {', '.join(presets)}"
             f"{nearest(name, presets)}"

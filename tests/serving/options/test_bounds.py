@@ -156,6 +156,25 @@ def test_words_are_cut_in_messages(words: list[str], capsys: pytest.CaptureFixtu
     refused(["serve", *words], capsys)
 
 
+@pytest.mark.parametrize("value", ["x" * 5000, "x" * 300, "/" + "x" * 5000])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["simulate", "--model"],
+        ["simulate", "--hardware"],
+        ["bench", "auto"],
+        ["bench", "link", "--model"],
+        ["bench", "handoff", "--json"],
+        ["generate", "--prompt", "a"],
+        ["tune", "--model"],
+        ["serve", "--model"],
+    ],
+    ids=" ".join,
+)
+def test_a_long_name_is_no_traceback(words: list[str], value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    refused([*words, value], capsys)
+
+
 def test_what_is_shown_is_short() -> None:
     nested: list[object] = []
     nested.append(nested)

@@ -18,6 +18,7 @@ from pydantic import Field, PlainSerializer
 from serving.arguments.fields import Group
 from serving.workbench.bench.server.requests import Endpoint, RequestFailed, Server, Task, refused
 from ubatch import ConfigError
+from ubatch.errors import cut
 
 __all__ = [
     "Dataset",
@@ -146,7 +147,7 @@ async def _ask(server: Server, method: str, path: str, body: Mapping[str, Any] |
         try:
             response = await client.request(method, path, json=body)
         except httpx.HTTPError as error:
-            raise RequestFailed(f"cannot reach {server.base_url}: {type(error).__name__} {error}") from error
+            raise RequestFailed(f"cannot reach {cut(server.base_url)}: {type(error).__name__} {error}") from error
     if response.status_code != httpx.codes.OK:
         raise refused(response, response.content)
     return response.json()
