@@ -21,11 +21,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.api.schema.errors import ApiError, error_response
+from serving.api.schema.request_models import CheckedIds
+from ubatch.errors import shown
 
 __all__ = ["MAX_PARTS", "MAX_VALUES", "BodyLimit", "JsonRoute", "check_counts"]
 
-MAX_VALUES = 2**18
-"""Most values of a body, such as token ids."""
+MAX_VALUES = 2**20 + 2**16
+"""Most values of a body, such as token ids; parsed in some 30 ms."""
 MAX_PARTS = 2**15
 """Most lists, objects, strings (names of members, too), words, and numbers with a point or an exponent: each takes as
 long as some 16 integers."""
@@ -87,6 +89,7 @@ def _number(text: str) -> int | float:
 
 
 _PIECE = 2**18
+_PIECE_OF_IDS = 2**15
 _PARTS = (b"[", b"{", b'"', b".", b"e", b"E")
 _ALL_ONE = bytes.maketrans(b"023456789", b"1" * 9)
 
@@ -127,19 +130,66 @@ def _outside_strings(body: bytes) -> Iterator[bytes]:
         inside = (inside + len(parts) - 1) % 2
 
 
+async def check_ids(parsed: Any) -> Any:
+    """Check long lists of token ids in pieces, with turns of the event loop between them; the body with `CheckedIds`.
+
+    Raises:
+        ApiError: 400, an item is no token id.
+    """
+    if isinstance(parsed, dict):
+        for name in {"prompt", "allowed_token_ids", "tokens"} & parsed.keys():
+            parsed[name] = await _checked(parsed[name], name)
+    return parsed
+
+
+async def _checked(value: Any, place: str) -> Any:
+    if not isinstance(value, list) or not value:
+        return value
+    if isinstance(value[0], list):
+        return [await _checked(each, f"{place}.{number}") for number, each in enumerate(value)]
+    if not isinstance(value[0], int) or len(value) < _PIECE_OF_IDS:
+        return value
+    for begin in range(0, len(value), _PIECE_OF_IDS):
+        piece = value[begin : begin + _PIECE_OF_IDS]
+        if {*map(type, piece)} != {int} or min(piece) < 0:
+            index, wrong = next((n, each) for n, each in enumerate(piece, begin) if type(each) is not int or each < 0)
+            message = f"{place}.{index}: Input should be a token id, an integer from 0, not {shown(wrong)}."
+            raise ApiError(400, message, param=f"{place}.{index}")
+        await asyncio.sleep(0)
+    return CheckedIds(value)
+
+
 _decoder = msgspec.json.Decoder(float_hook=_number)
 
 
 class _JsonRequest(Request):
+    parsed: Any = None
+    """The body of a large request, which was parsed and checked already."""
+
     async def json(self) -> Any:
         """The body, parsed.
 
         Raises:
             json.JSONDecodeError: it is not JSON, is nested too deeply, or has an invalid number or character.
         """
-        parsed = _parse(await self.body())
-        await asyncio.sleep(0)  # to check the values, which comes next, may take as long
-        return parsed
+        return _parse(await self.body()) if self.parsed is None else self.parsed
+
+    async def look_at(self) -> None:
+        """Check what takes long to parse or to check.
+
+        Raises:
+            ApiError: 400, the body has too much in it, or a wrong token id.
+        """
+        try:
+            body = await self.body()
+        except ClientDisconnect:
+            raise ApiError(400, "The client left before the body was complete.") from None
+        await check_counts(body)
+        if len(body) > _PIECE:
+            with suppress(json.JSONDecodeError):  # told where it is parsed again
+                self.parsed = _parse(body)
+            await asyncio.sleep(0)
+            self.parsed = await check_ids(self.parsed)
 
 
 def _parse(body: bytes) -> Any:
@@ -163,10 +213,7 @@ class JsonRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             read = _JsonRequest(request.scope, request.receive)
-            try:
-                await check_counts(await read.body())
-            except ClientDisconnect:
-                raise ApiError(400, "The client left before the body was complete.") from None
+            await read.look_at()
             return await answer(read)
 
         return handle

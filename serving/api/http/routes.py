@@ -23,6 +23,7 @@ from serving.api.prompts import (
 )
 from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import (
+    MAX_DETOKENIZED,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -196,6 +197,10 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, with special tokens unless `skip_special_tokens` is set."""
     service = _service(request)
     service.model_name(body.model)
+
+    if len(body.tokens) > MAX_DETOKENIZED:
+        message = f"tokens: {len(body.tokens)} token ids; at most {MAX_DETOKENIZED} are turned into text at once."
+        raise ApiError(400, message, param="tokens")
 
     def work() -> Detokenized:
         check_token_ids(body.tokens, service.engine.info.vocab_size, "tokens")

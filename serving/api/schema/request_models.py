@@ -26,8 +26,10 @@ from serving.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 __all__ = [
     "DEFAULT_MAX_TOKENS",
+    "MAX_DETOKENIZED",
     "ChatCompletionRequest",
     "ChatMessage",
+    "CheckedIds",
     "CompletionRequest",
     "ConversationOptions",
     "DetokenizeRequest",
@@ -39,6 +41,8 @@ __all__ = [
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions
 MAX_OUTPUTS = 128
+MAX_DETOKENIZED = 2**17
+"""Most token ids that are turned into text at once: the tokenizer holds all other threads meanwhile."""
 Int64 = Field(ge=-(2**63), le=2**63 - 1)  # the range of integers in messages to an engine
 
 
@@ -55,8 +59,21 @@ def _or_else(expected: str) -> WrapValidator:
 
 
 ModelName = Annotated[str | None, Field(description="a name that /v1/models lists; the only one where left out")]
-# A list may have millions of items, so validation stops at the first wrong one.
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
+
+
+class CheckedIds(list[int]):
+    """Token ids that were found to be integers from 0 already, piece by piece: see `serving.api.http.bodies`."""
+
+
+def _unless_checked(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    return value if isinstance(value, CheckedIds) else handler(value)
+
+
+# A list may have a million items, so validation stops at the first wrong one.
+AnyIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True), WrapValidator(_unless_checked)]
+TokenIds = Annotated[
+    list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True), WrapValidator(_unless_checked)
+]
 Prompt = Annotated[
     str
     | Annotated[list[str], Field(min_length=1, fail_fast=True)]
@@ -297,5 +314,5 @@ class DetokenizeRequest(_Body):
     """Token ids to turn into text."""
 
     model: ModelName = None
-    tokens: list[Annotated[int, Field(ge=0)]] = Field(fail_fast=True, description="token ids")
+    tokens: AnyIds = Field(description="token ids", json_schema_extra={"maxItems": MAX_DETOKENIZED})
     skip_special_tokens: bool | None = Field(None, description="leave out special tokens (false)")

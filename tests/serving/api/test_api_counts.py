@@ -126,6 +126,50 @@ def test_pieces_are_counted_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> Non
             assert b"".join(bodies._outside_strings(body)).replace(b'"', b"") == expected
 
 
+@pytest.mark.parametrize("wrong", ["a", -1, True, 1.5, None, []])
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        (COMPLETIONS, {"prompt": [5] * 200_000}, "prompt.150000"),
+        (COMPLETIONS, {"prompt": [[5], [5] * 200_000]}, "prompt.1.150000"),
+        (COMPLETIONS, {"prompt": "a", "allowed_token_ids": [5] * 200_000}, "allowed_token_ids.150000"),
+        ("/detokenize", {"tokens": [5] * 200_000}, "tokens.150000"),
+    ],
+)
+def test_a_wrong_id_in_a_long_list_is_named(path: str, body: dict[str, Any], place: str, wrong: Any) -> None:
+    name, *inner, index = place.split(".")
+    ids = body[name][int(inner[0])] if inner else body[name]
+    wrong_there = [*ids]
+    wrong_there[int(index)] = wrong
+    value = [body[name][0], wrong_there] if inner else wrong_there
+    engine = FakeEngine()
+    response = call(app_of(engine), "POST", path, content=json.dumps({**body, name: value}).encode(), headers=JSON)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, place)
+    assert error["message"].startswith(f"{place}: Input should be a token id")
+    assert not engine.requests
+
+
+def test_long_lists_that_are_right_pass() -> None:
+    engine = FakeEngine()
+    app = app_of(engine)
+    body = {
+        "prompt": [5] * 200_000,
+        "truncate_prompt_tokens": 4,
+        "max_tokens": 1,
+        "allowed_token_ids": [5, 6] * 100_000,
+    }
+    response = call(app, "POST", COMPLETIONS, content=json.dumps(body).encode(), headers=JSON)
+    assert response.status_code == 200
+    assert [list(request.token_ids) for request in engine.requests] == [[5] * 4]
+    for count, status in ((2**17, 200), (2**17 + 1, 400)):
+        body = {"tokens": [5] * count}
+        response = call(app, "POST", "/detokenize", content=json.dumps(body).encode(), headers=JSON)
+        assert response.status_code == status
+    response = call(app, "POST", COMPLETIONS, content=b'{"prompt": [' + b"5," * 200_000 + b"]}", headers=JSON)
+    assert "not valid JSON" in response.json()["error"]["message"]
+
+
 LONG = "x" * 5000
 
 
