@@ -31,8 +31,8 @@ def indexed_files(folder: Path) -> dict[str, str] | None:
             return None
         if shards := sorted(folder.glob("*.safetensors")):
             raise CheckpointFileMissing(
-                f"{folder} has {shown(shards[0].name)}, but no {_INDEX}, which says which tensor is in which file. Copy "
-                "or download that, too."
+                f"{folder} has {shards[0].name}, but no {_INDEX}, which says which tensor is in which file. "
+                "Copy or download that, too."
             )
         raise CheckpointFileMissing(
             f"{folder} has neither {SINGLE_FILE} nor {_INDEX}; only safetensors checkpoints can be loaded."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 
 from model_runner import ModelConfig
@@ -16,11 +15,12 @@ from serving.options.overlap import overlap_config
 from serving.options.sources import API_KEY_VARIABLE, Settings, Source
 from serving.options.speculation import check_speculation
 from ubatch import ConfigError
+from ubatch.process.cores import num_cores
 from ubatch.schedules.modes import MODE_KEYS
 
 __all__ = ["check_alone", "check_sizes", "check_with_model", "notes"]
 
-_MOST_PROCESSES = max(64, 4 * (os.cpu_count() or 1))
+_MOST_PROCESSES = max(64, 4 * num_cores())
 """Most processes of ours on this machine; more would only take each other's time and memory."""
 _MOST_NODES = 4096
 
@@ -181,7 +181,7 @@ def _nodes(s: Settings) -> Iterator[str]:
     here = _num_processes(s) // nnodes
     if here > _MOST_PROCESSES:
         yield (
-            f"{_processes(s)}: {here} processes on this machine of {os.cpu_count()} processors; at most "
+            f"{_processes(s)}: {here} processes on this machine with {num_cores()} cores; at most "
             f"{_MOST_PROCESSES} may run here. Use fewer."
         )
     if nnodes == 1:

@@ -7,6 +7,7 @@ import contextlib
 import io
 import re
 import signal
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -75,13 +76,14 @@ def _of_runner(seen: Seen, engine: EngineOptions) -> None:
 
 def _of_ranks(seen: Seen, options: EngineOptions) -> None:
     """The store, and the processes of this machine."""
-    with contextlib.suppress(UBatchError):
-        rendezvous.host_store(options)
+    with contextlib.suppress(UBatchError), tempfile.TemporaryDirectory() as folder:
+        rendezvous.host_store(options, Path(folder))
     run = rendezvous.Run.open(HashStore(), read_secret(options.cluster_secret_file))
     seen["messages are encrypted"] = run.curve is not None
     process = mock.MagicMock(side_effect=lambda **how: seen.note("process", mock.MagicMock())(how["name"]))
     with mock.patch.object(launch.multiprocessing, "get_context", return_value=SimpleNamespace(Process=process)):
-        launch.LocalEngines(options, options.master_addr, 1, build.warm_up)  # type: ignore[arg-type]
+        place = rendezvous.Place(Path("run"), options.master_addr, options.master_port)
+        launch.LocalEngines(options, place, build.warm_up)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -115,6 +117,7 @@ def of_serve(words: Sequence[str]) -> Effects:
         mock.patch.object(server, "listening", listening),
         mock.patch.object(server.EngineClient, "start", start),
         mock.patch.object(rendezvous.socket, "create_server", seen.note("store", then=OSError)),
+        mock.patch.object(node, "RunFolder", return_value=mock.MagicMock(path=Path("run"))),
         mock.patch.object(node, "connect_store", seen.note("store", then=Enough)),
         mock.patch.object(server, "load_tokenizer", seen.note("tokenizer")),
         mock.patch.object(server, "check_chat_template"),
