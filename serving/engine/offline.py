@@ -12,9 +12,9 @@ from typing import Any, TypeAlias, TypeVar
 
 from serving.engine.client import EngineClient
 from serving.engine.options import EngineOptions
-from serving.engine.profiles import profile_name
 from serving.engine.rank.build import make_core, make_runner, warm_up
 from serving.engine.rank.runner_setup import describe_memory
+from serving.engine.rank.tracing import profile_file, profile_name
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
 from ubatch import UBatchError
 
@@ -78,7 +78,7 @@ class InProcessEngine:
 
     def stop_profile(self, folder: Path) -> list[Path]:
         """Stop recording; returns the trace file of each process. Raises UBatchError if one was not written."""
-        path = folder / f"{profile_name()}-rank-0.json"
+        path = folder / profile_file(profile_name(), 0)
         wrong = self._core.tracer.stop_profile(path, 0)
         if wrong is not None:
             raise UBatchError(wrong)

@@ -6,21 +6,16 @@ import asyncio
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 
 from serving.engine.options import EngineOptions
+from serving.engine.rank.tracing import profile_name
 from serving.engine.wire.messages import ProfileWritten, StopProfile
 from ubatch import UBatchError
 
-__all__ = ["Profiles", "profile_name"]
+__all__ = ["Profiles"]
 
 _WITHIN_S = 120.0
-
-
-def profile_name() -> str:
-    """A name for a profile's files that no earlier one has."""
-    return datetime.now().strftime("%Y%m%d-%H%M%S-%f")
 
 
 class Profiles:

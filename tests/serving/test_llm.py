@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -298,6 +299,17 @@ def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.Monkey
             llm.generate(TEXTS)
     assert llm.statistics[0].num_running == 0
     assert len(llm.generate(TEXTS, SamplingParams(max_tokens=1))) == len(TEXTS)
+
+
+def test_a_profile_beside_an_earlier_one_leaves_it(llm: LLM, tmp_path: Path) -> None:
+    """Even within a second. With one rank the second one was refused, because its file had the first one's name."""
+    written = []
+    for _ in range(2):
+        llm.start_profile()
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
+        written += llm.stop_profile(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted(written)
+    assert len(written) == 2
 
 
 def test_prompts_and_stop_strings_that_cannot_work(llm: LLM) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 
 from serving.logs import log_event
 from serving.requests import TracedTime
 from ubatch import Trace, summarise, tracing, write_chrome
 
-__all__ = ["StepTracer"]
+__all__ = ["StepTracer", "profile_file", "profile_name"]
 
 _logger = logging.getLogger(__name__)
 
@@ -19,6 +20,16 @@ TRACE_EVERY = 32
 """One of this many overlapped steps is traced."""
 MOST_SPANS = 1_000_000
 """A profile stops recording at this number of spans, some 200 MB: it may have been forgotten."""
+
+
+def profile_name() -> str:
+    """A name for a profile that is written now. No earlier one has it: a write replaces no file."""
+    return datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+
+
+def profile_file(name: str, rank: int) -> str:
+    """The name of a rank's file. It never leads out of the folder, whatever `name` is."""
+    return f"{Path(name).name}-rank-{rank}.json"
 
 
 class StepTracer:

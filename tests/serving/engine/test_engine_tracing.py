@@ -14,7 +14,7 @@ from fake_device import DECLINED, ENGAGED, make_core
 
 from model_runner import SamplingParams
 from serving.engine.rank.process import Engine
-from serving.engine.rank.tracing import StepTracer
+from serving.engine.rank.tracing import StepTracer, profile_name
 from serving.engine.wire.messages import (
     FromEngine,
     ProfileWritten,
@@ -117,6 +117,11 @@ def test_a_profile_has_every_step(tmp_path: Path) -> None:
     assert tracer.total.traced_steps == 0
     with tracer.step() as trace:
         assert trace is None
+
+
+def test_every_profile_has_a_name_of_its_own() -> None:
+    """Two within a second had one: the second replaced the first, or was refused."""
+    assert profile_name() != profile_name()
 
 
 @pytest.mark.parametrize("end", ["stop", "start"])
