@@ -99,6 +99,7 @@ class EngineClient:
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
+        self._folder = RunFolder()
         self.dead: EngineDead | None = None
         self._loop = asyncio.get_running_loop()
         self._router = Router(options.data_parallel_size, options.scheduler.max_num_seqs)
@@ -115,7 +116,6 @@ class EngineClient:
         self._posted: dict[int, list[bytes]] = {}
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._folder = RunFolder()
         self._gate: CurveGate | None = None
         self._listener: Socket | None = None
         self._unread = Seldom(_logger, "not a message")

@@ -16,20 +16,43 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from ubatch import ConfigError
+
 __all__ = ["RunFolder"]
 
 _PREFIX = "ubatch-run-"
 _LOCK = "lock"
 _YOUNG_S = 10.0
 """A folder without a lock that is younger than this may still be under construction."""
+_LONGEST_SOCKET = "turns-9999"
+"""Longest name of a socket in the folder."""
+_MOST_BYTES = 107
+"""Longest path of a socket, in bytes: a limit of Linux."""
 
 
 class RunFolder:
-    """A new folder. Folders of dead servers are removed first."""
+    """A new folder. Folders of dead servers are removed first.
+
+    Raises:
+        ConfigError: the temporary folder cannot be written, or its path is too long for sockets.
+    """
 
     def __init__(self) -> None:
-        _remove_left()
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        try:
+            _remove_left()
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        except OSError as error:
+            raise ConfigError(
+                f"no folder can be made for temporary files ({error.strerror}). Set TMPDIR to one that this user may "
+                f"write."
+            ) from error
+        spare = _MOST_BYTES - len(os.fsencode(self.path / _LONGEST_SOCKET))
+        if spare < 0:
+            self.path.rmdir()
+            raise ConfigError(
+                f"the path of the temporary folder, {self.path.parent}, is {-spare} bytes too long for a socket in it. "
+                f"Set TMPDIR to a shorter one."
+            )
         self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         _open.add(self)
@@ -53,7 +76,9 @@ _open: set[RunFolder] = set()
 
 def _remove_left() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # it belongs to another user, or another server removes it at the same time
+        with suppress(OSError):  # another server removes it at the same time
+            if folder.lstat().st_uid != os.geteuid():
+                continue  # root could open it, but whoever made it chose what its lock leads to
             if time.time() - folder.stat().st_mtime > _YOUNG_S and _is_left(folder / _LOCK):
                 shutil.rmtree(folder, ignore_errors=True)
 

@@ -6,6 +6,7 @@ Every write replaces a file as a whole, under a lock that ends with the process 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,8 @@ __all__ = ["FolderStore"]
 
 _LOOK_S = 0.005
 _LOCK, _NEW = ".lock", ".new"
+_LONGEST = 200
+"""Longest name of a file, without its ending; names of groups list all their ranks, and systems allow 255 bytes."""
 
 
 class FolderStore:
@@ -113,4 +116,5 @@ class FolderStore:
 
 
 def _file(name: str) -> str:
-    return quote(name, safe="")
+    quoted = quote(name, safe="")
+    return quoted if len(quoted) <= _LONGEST else hashlib.sha256(name.encode()).hexdigest()
