@@ -1,8 +1,8 @@
 """A node other than node 0, without the client: it starts its ranks, and supervises them until they end.
 
-Once it is connected, it never waits for the network for longer than `node_silent_s`. It reads the store only while it
-joins, in a thread; then node 0 answers every heartbeat. A node 0 that is silent for too long, or whose process has
-ended, is lost.
+It may be started before node 0, and waits for it as long as its machine answers. Once it is connected, it never waits for
+the network for longer than `node_silent_s`. It reads the store only while it joins, in a thread; then node 0 answers
+every heartbeat. A node 0 that is silent for too long, or whose process has ended, is lost.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from serving.engine.vital_signs import node_beat_s, node_silent_s
 from serving.engine.wire.agreement import node_identity
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import Failed, NodeAlive
-from serving.engine.wire.rendezvous import Place, Run, Store, claim_node, connect_store, join_run, post_node
+from serving.engine.wire.rendezvous import PATIENCE, Place, Run, claim_node, connect_store, join_run, post_node
 from serving.logs import log_event
 from serving.network import warn_of_loopback
 from ubatch import ConfigError, UBatchError
@@ -40,6 +41,9 @@ _GRACE_S = 10.0
 """How long the other ranks may take to end after the first one has ended, in seconds."""
 _LEAVING_S = 1.0
 """How long the ranks may take to end after node 0, which tells them to end and then ends itself, in seconds."""
+_UNREACHABLE_TIMEOUTS = 2
+"""After how many time-outs (`timeout_s`) without any answer node 0 cannot be reached, before this node has joined."""
+_LOOK_S = 0.5
 _GONE_S = 1.0
 """Node 0 is gone if its process has not been connected for so many seconds."""
 
@@ -63,11 +67,11 @@ def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) ->
     require_descriptors(options)
     with _Told() as told:
         warn_of_loopback(options.master_addr)
+        _await_node_0(options)
         folder = RunFolder()
         place = Place(folder.path, options.master_addr, options.master_port)
         try:
-            store = connect_store(place)
-            run, options = _in_time(lambda: _join(store, options), options)
+            run, options = _in_time(lambda: _join(place, options), options)
             link = EngineLink(run.address, node_identity(options.node_rank).decode(), run.curve)
             told.listen()
             engines = LocalEngines(options, place, engine_main)
@@ -80,7 +84,41 @@ def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) ->
             folder.remove()
 
 
-def _join(store: Store, options: EngineOptions) -> tuple[Run, EngineOptions]:
+def _await_node_0(options: EngineOptions) -> None:
+    """Wait until node 0 listens.
+
+    Raises:
+        UBatchError: its machine does not answer, or node 0 is not started in time.
+    """
+    to, timeout_s = (options.master_addr, options.master_port), _UNREACHABLE_TIMEOUTS * options.dbo.timeout_s
+    begun = answered = time.monotonic()
+    told = False
+    while True:
+        left_s = answered + timeout_s - time.monotonic()
+        try:
+            socket.create_connection(to, timeout=max(left_s, _LOOK_S)).close()
+        except OSError as error:
+            if isinstance(error, ConnectionRefusedError):
+                answered = time.monotonic()
+            elif time.monotonic() - answered >= timeout_s:
+                raise UBatchError(
+                    f"node 0 at {options.master_addr} cannot be reached: nothing has answered at port "
+                    f"{options.master_port} for {timeout_s:g} s ({error}). Is the machine up, and does the network "
+                    f"deliver packets both ways? A run on CPUs whose nodes are complete does not answer either: start "
+                    f"all of its nodes again."
+                ) from error
+            if time.monotonic() - begun > PATIENCE.total_seconds():
+                raise UBatchError(f"node 0 does not listen at {to[0]}:{to[1]} ({error}). Is it running?") from error
+            if not told:
+                log_event(_logger, "waiting for node 0", host=to[0], port=to[1], why=error)
+                told = True
+            time.sleep(_LOOK_S)
+        else:
+            return
+
+
+def _join(place: Place, options: EngineOptions) -> tuple[Run, EngineOptions]:
+    store = connect_store(place)
     post_node(store, options)
     run, options = join_run(store, options)
     claim_node(run, options.node_rank)

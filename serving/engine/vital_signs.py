@@ -99,7 +99,9 @@ class VitalSigns:
         for node, until in self._nodes.items():
             if self._now > until:
                 rank = node * self._options.local_size
-                self._report(Failed(rank, "", "", f"is lost: node {node} cannot be reached", "", echo=False))
+                joined = rank in self._pulses
+                what = "cannot be reached" if joined else f"has not joined within {_NODE_JOINS_S:g} s"
+                self._report(Failed(rank, "", "", f"is lost: node {node} {what}", "", echo=False))
         silent = [
             rank
             for rank, pulse in self._pulses.items()

@@ -40,6 +40,7 @@ from ubatch import ConfigError, ForgedValue, UBatchError
 from ubatch.process.job_store import JobStore, Values, use_job_store
 
 __all__ = [
+    "PATIENCE",
     "Place",
     "Run",
     "Store",
@@ -55,7 +56,7 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 
-_PATIENCE = timedelta(minutes=5)
+PATIENCE = timedelta(minutes=5)
 """How long nodes and ranks wait for each other at the start; a `timedelta`."""
 _CLIENT = "client"
 _MISFIT = "misfit"
@@ -90,7 +91,7 @@ def host_store(options: EngineOptions, folder: Path) -> tuple[Store, Place, sock
     if options.nnodes == 1:
         place = Place(folder)
         return connect_store(place), place, None
-    store, listener = listening_store(options.master_addr, options.master_port, _PATIENCE)
+    store, listener = listening_store(options.master_addr, options.master_port, PATIENCE)
     return store, Place(folder, options.master_addr, store.port), listener
 
 
@@ -101,9 +102,9 @@ def connect_store(place: Place) -> Store:
         UBatchError: node 0 does not answer.
     """
     if not place.host:
-        return FolderStore(place.folder / "store", _PATIENCE)
+        return FolderStore(place.folder / "store", PATIENCE)
     try:
-        return dist.TCPStore(place.host, place.port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
+        return dist.TCPStore(place.host, place.port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
     except RuntimeError as error:
         at = f"{place.host}:{place.port}"
         raise UBatchError(f"node 0 does not answer at {at} ({_first_line(error)}). Is it running?") from error
@@ -262,13 +263,13 @@ def init_ranks(run: Run, rank: int, options: EngineOptions) -> None:
     if (
         key is not None and options.device == "cpu"
     ):  # NCCL also uses its store in threads that have to go on by themselves
-        run.of_torch = SignedStore(JobStore(values, run.key(f"torch {group}")), _PATIENCE)
+        run.of_torch = SignedStore(JobStore(values, run.key(f"torch {group}")), PATIENCE)
     dist.init_process_group(
         "nccl" if options.device == "cuda" else "gloo",
         store=run.of_torch,
         rank=rank % options.step_size,
         world_size=options.step_size,
-        timeout=_PATIENCE,
+        timeout=PATIENCE,
     )
 
 

@@ -1,0 +1,93 @@
+"""A node that joins: it waits for node 0 as long as its machine answers, and says what it waits for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from children import exit_code, in_child
+from engine_mains import tiny
+
+from ranks import free_port
+from serving.engine import EngineOptions, node, run_node
+from serving.engine.node import _await_node_0
+from serving.engine.vital_signs import VitalSigns
+from serving.engine.wire.messages import Failed
+from serving.network import admit_no_more
+from ubatch import UBatchConfig, UBatchError
+
+TIMEOUT_S = 0.5
+
+
+def node_1(port: int) -> EngineOptions:
+    return tiny(2, nnodes=2, node_rank=1, master_port=port, dbo=UBatchConfig(timeout_s=TIMEOUT_S))
+
+
+def test_a_node_0_from_which_nothing_comes_back_is_named() -> None:
+    """Packets are swallowed: by a network, a firewall, or a run whose nodes are complete. This took five minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        admit_no_more(listener)
+        begun = time.monotonic()
+        with pytest.raises(UBatchError, match=r"^node 0 at 127\.0\.0\.1 cannot be reached: .* for 1 s \(timed out\)"):
+            run_node(node_1(listener.getsockname()[1]))
+        assert time.monotonic() - begun < 3 * TIMEOUT_S
+
+
+def test_a_node_0_that_accepts_and_then_says_nothing_is_named() -> None:
+    """Its process is stopped. This took five minutes, as connecting to the store did not count."""
+
+    def body() -> None:  # in a child, because the thread that connects goes on
+        with pytest.raises(UBatchError, match=r"cannot be reached: it has accepted a connection, and then has said"):
+            run_node(node_1(listener.getsockname()[1]))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        begun = time.monotonic()
+        assert exit_code(in_child(body)) == 0
+        assert time.monotonic() - begun < 6 * TIMEOUT_S
+
+
+def test_a_node_0_that_is_started_later_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "serving")
+    port = free_port()
+    waiting = threading.Thread(target=_await_node_0, args=(node_1(port),), daemon=True)
+    waiting.start()
+    waiting.join(3 * TIMEOUT_S)
+    assert waiting.is_alive(), "its machine answers"
+    with socket.create_server(("127.0.0.1", port)):
+        waiting.join(10)
+        assert not waiting.is_alive()
+    (said,) = caplog.messages
+    assert said.startswith("waiting for node 0")
+
+
+def test_a_node_0_that_is_never_started_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "PATIENCE", node.PATIENCE * 0)
+    with pytest.raises(UBatchError, match=r"^node 0 does not listen at 127\.0\.0\.1:.*Is it running\?"):
+        run_node(node_1(free_port()))
+
+
+def test_a_node_that_is_ended_while_it_waits_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    port = free_port()
+    child = in_child(lambda: run_node(node_1(port)))
+    time.sleep(1.0)
+    os.kill(child, signal.SIGTERM)
+    assert exit_code(child) == -signal.SIGTERM
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_node_that_never_joins_is_told_from_one_that_is_lost() -> None:
+    reports: list[Failed] = []
+    signs = VitalSigns(tiny(3, nnodes=3, master_port=1), reports.append)
+    signs.heard_node(2)
+    signs._now = 301.0
+    signs._look()
+    texts = [each.text for each in reports]
+    assert texts[:2] == ["is lost: node 1 has not joined within 300 s", "is lost: node 2 cannot be reached"]
