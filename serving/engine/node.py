@@ -1,8 +1,8 @@
 """A node other than node 0, without the client: it starts its ranks, and supervises them until they end.
 
-It may be started before node 0, and waits for it as long as its machine answers. Once it is connected, it never waits for
-the network for longer than `node_silent_s`. It reads the store only while it joins, in a thread; then node 0 answers
-every heartbeat. A node 0 that is silent for too long, or whose process has ended, is lost.
+It may be started before node 0, and waits for it as long as its machine answers. Once it is connected, it never waits
+for the network for longer than `node_silent_s`. It reads the store only while it joins, in a thread; then node 0
+answers every heartbeat. A node 0 that is silent for too long, or whose process has ended, is lost.
 """
 
 from __future__ import annotations
