@@ -40,14 +40,11 @@ def refuse_strangers() -> None:
         log_event(_logger, what, level=logging.WARNING)
         return
     try:
-        ended = 0
         for each in _sockets():
             with each:
                 if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     admit_no_more(each)
-                elif _is_of_another_user(each):
-                    ended += 1
-                    each.shutdown(socket.SHUT_RDWR)
+        ended = _end_strangers()  # only now: until then one more may have come
     except OSError as error:
         what = "connections to the ports of gloo stay possible, as the system offers no socket filters"
         log_event(_logger, what, level=logging.WARNING, error=error.strerror)
@@ -70,17 +67,19 @@ def _sockets() -> Iterator[socket.socket]:
                 each.close()
 
 
-def _is_of_another_user(connection: socket.socket) -> bool:
-    """Whether the other end is a process of another user on this machine."""
-    if connection.family != socket.AF_INET:
-        return False
-    with suppress(OSError):
-        here, there = _as_listed(connection.getsockname()), _as_listed(connection.getpeername())
-        for line in _CONNECTIONS.read_text().splitlines()[1:]:
-            _, local, remote, state, _, _, _, owner, *_ = line.split()
-            if (local, remote, state) == (there, here, _ESTABLISHED):
-                return int(owner) != os.geteuid()
-    return False
+def _end_strangers() -> int:
+    """End the connections whose other end is a process of another user on this machine; returns how many."""
+    rows = [line.split() for line in _CONNECTIONS.read_text().splitlines()[1:]]
+    owners = {(row[1], row[2]): int(row[7]) for row in rows if row[3] == _ESTABLISHED}
+    ended = 0
+    for each in _sockets():
+        with each, suppress(OSError):  # it listens, or has ended meanwhile
+            if each.family == socket.AF_INET:
+                ends = _as_listed(each.getpeername()), _as_listed(each.getsockname())
+                if owners.get(ends, os.geteuid()) != os.geteuid():
+                    each.shutdown(socket.SHUT_RDWR)
+                    ended += 1
+    return ended
 
 
 def _as_listed(address: tuple[str, int]) -> str:

@@ -16,7 +16,9 @@ import pytest
 from engine_mains import tiny, tokens_of
 from test_engine_network import PROMPTS, SHORT, sockets
 
+from serving import network
 from serving.engine import EngineClient
+from serving.engine.rank import listeners
 from serving.engine.rank.listeners import refuse_strangers
 
 NOBODY = 65534
@@ -107,8 +109,19 @@ def test_another_user_reaches_nothing_of_a_run() -> None:
     asyncio.run(scenario())
 
 
-def test_a_strangers_connection_that_came_during_the_start_is_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("accepted", ["before", "while the ports are closed to strangers"])
+def test_a_strangers_connection_that_came_during_the_start_is_ended(
+    accepted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Shown with a listening socket of this process. gloo keeps such connections for good."""
+    strangers: list[socket.socket] = []
+
+    def accept_and_admit_no_more(each: socket.socket) -> None:
+        if not strangers and each.getsockname() == listener.getsockname():
+            strangers.append(listener.accept()[0])
+        network.admit_no_more(each)
+
+    monkeypatch.setattr(listeners, "admit_no_more", accept_and_admit_no_more)
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as own,
@@ -117,8 +130,11 @@ def test_a_strangers_connection_that_came_during_the_start_is_ended(tmp_path: Pa
         stranger = as_nobody(json.dumps([listener.getsockname()]), str(tmp_path), "1")
         try:
             assert told_by(stranger)["connected"] == 1
-            with listener.accept()[0] as strange:
-                refuse_strangers()
+            if accepted == "before":
+                strangers.append(listener.accept()[0])
+            refuse_strangers()
+            with strangers[0] as strange:
+                strange.settimeout(5)
                 assert strange.recv(1) == b"", "it was ended"
             own.sendall(b"x")
             assert taken.recv(1) == b"x", "this user's is not"
