@@ -454,6 +454,8 @@ class EngineClient:
         self._router.fail_all(partial(again, self.dead))
         self._profiles.fail(partial(again, self.dead))
         self._died.set_result(self.dead)
+        for node_rank in range(1, self.options.nnodes):  # before their ranks are told to end, which is no failure
+            self._answer(node_identity(node_rank), encode(NodeHeard(str(self.dead))))
         self._shut_down()
         if self._engines is not None:
             self._tasks.append(asyncio.create_task(_end(self._engines)))

@@ -26,7 +26,7 @@ from serving.engine.run_folder import RunFolder
 from serving.engine.vital_signs import node_beat_s, node_silent_s
 from serving.engine.wire.agreement import node_identity
 from serving.engine.wire.link import EngineLink
-from serving.engine.wire.messages import Failed, NodeAlive
+from serving.engine.wire.messages import Failed, NodeAlive, NodeHeard
 from serving.engine.wire.rendezvous import PATIENCE, Place, Run, claim_node, connect_store, join_run, post_node
 from serving.logs import log_event
 from serving.network import warn_of_loopback
@@ -41,6 +41,8 @@ _GRACE_S = 10.0
 """How long the other ranks may take to end after the first one has ended, in seconds."""
 _LEAVING_S = 1.0
 """How long the ranks may take to end after node 0, which tells them to end and then ends itself, in seconds."""
+_LAST_WORD_S = 0.5
+"""How long node 0's reason may take to come after the ranks were told to end, in seconds."""
 _UNREACHABLE_TIMEOUTS = 2
 """After how many time-outs (`timeout_s`) without any answer node 0 cannot be reached, before this node has joined."""
 _LOOK_S = 0.5
@@ -224,10 +226,12 @@ class _Supervisor:
             self._silent_s += min(now - last, 2 * beat_s)  # not the time in which this process was stopped
             last = now
             if alive and (lost := self._node_0_lost()):
-                if self._engines.join(_LEAVING_S) and not any(map(self._engines.exit_status, self._engines.ranks)):
+                well = self._engines.join(_LEAVING_S) and not any(map(self._engines.exit_status, self._engines.ranks))
+                if well and not self._failed:
                     return 0
                 log_event(_logger, lost, level=logging.ERROR, node_rank=self._node_rank)
                 return 1
+        self._hear(_LAST_WORD_S)
         return 1 if alive or self._failed else 0
 
     def _end_as_told(self, rank: int) -> int:
@@ -249,10 +253,17 @@ class _Supervisor:
     def _node_0_lost(self) -> str | None:
         """Send a heartbeat, and read the answers to earlier ones. Returns what is wrong with node 0, or None."""
         self._link.send(NodeAlive(self._node_rank))
-        for _ in self._link.receive():
-            self._silent_s = 0.0
+        self._hear()
         if self._link.disconnected_s() > _GONE_S:
             return "node 0 is gone"
         if self._silent_s > node_silent_s(self._options.dbo.timeout_s):
             return f"node 0 at {self._options.master_addr} cannot be reached"
         return None
+
+    def _hear(self, wait_s: float = 0.0) -> None:
+        """Read what node 0 says. A run that has failed there has failed here, too, though the ranks end well."""
+        for message in self._link.receive(wait_s):
+            self._silent_s = 0.0
+            if isinstance(message, NodeHeard) and message.failure and not self._failed:
+                self._failed = True
+                log_event(_logger, "run failed", level=logging.ERROR, node_rank=self._node_rank, why=message.failure)

@@ -97,7 +97,13 @@ class Shutdown(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class NodeHeard(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Node 0's answer to `NodeAlive`."""
+    """Node 0's answer to `NodeAlive`; it also comes unasked when the run has failed.
+
+    Attributes:
+        failure: why the run has failed; empty if it has not.
+    """
+
+    failure: str = ""
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):

@@ -20,7 +20,7 @@ from serving.engine import EngineClient, EngineOptions, run_node
 from serving.engine.node import _Supervisor, _Told
 from serving.engine.rank.process import ToldToEnd, run_rank
 from serving.engine.wire.link import EngineLink
-from serving.engine.wire.messages import Finished, NodeAlive, Ready
+from serving.engine.wire.messages import Finished, NodeAlive, NodeHeard, Ready, ToEngine
 from serving.engine.wire.rendezvous import Place, Run, init_ranks
 from serving.network import choose_interface
 from serving.requests import EngineDead, RequestInput
@@ -125,7 +125,8 @@ class Leaving:
 
     ranks = range(1, 2)
 
-    def __init__(self, status: int | None) -> None:
+    def __init__(self, status: int | None, *said: ToEngine) -> None:
+        self.said = said
         self.status, (self.never_ready, self._other_end) = status, os.pipe()
         self.sentinels = {1: self.never_ready}
 
@@ -135,8 +136,11 @@ class Leaving:
     def exit_status(self, rank: int) -> int | None:
         return self.status
 
-    def receive(self) -> tuple[()]:
-        return ()
+    def describe_exit(self, rank: int) -> str:
+        return f"died with exit status {self.status}"
+
+    def receive(self, wait_s: float) -> tuple[ToEngine, ...]:
+        return self.said
 
     def disconnected_s(self) -> float:
         return 2.0
@@ -155,3 +159,30 @@ def test_node_0_may_leave_before_ranks_that_it_told_to_end(rank: int | None, nod
         fakes: Any = (all_of_it,) * 2
         options = tiny(2, nnodes=2, node_rank=1, master_port=1, dbo=UBatchConfig(timeout_s=0.1))
         assert _Supervisor(options, *fakes, told).run() == node
+
+
+def test_a_run_that_failed_elsewhere_has_not_ended_well_here(caplog: pytest.LogCaptureFixture) -> None:
+    """A node that was stopped, and then went on, found its ranks told to end, and returned 0 without a word."""
+    options = tiny(2, nnodes=2, node_rank=1, master_port=1, dbo=UBatchConfig(timeout_s=0.1))
+    with _Told() as told, closing(Leaving(0, NodeHeard("rank 0 died."))) as all_of_it:
+        fakes: Any = (all_of_it,) * 2
+        assert _Supervisor(options, *fakes, told).run() == 1
+        os.write(all_of_it._other_end, b"!")  # its rank has ended
+        assert _Supervisor(options, *fakes, told).run() == 1
+    assert [each.startswith("run failed") for each in caplog.messages] == [True, False, True]
+
+
+def test_the_death_of_a_rank_of_node_0_is_a_failure_of_every_node() -> None:
+    port = free_port()
+
+    async def scenario() -> int:
+        node = asyncio.create_task(asyncio.to_thread(run_node, tiny(2, nnodes=2, node_rank=1, master_port=port)))
+        client = await EngineClient.start(tiny(2, nnodes=2, master_port=port))
+        try:
+            os.kill(client.pids[0] or 0, signal.SIGKILL)
+            assert str(await asyncio.wait_for(client.wait_dead(), 30)) == "rank 0 was killed by SIGKILL."
+            return await asyncio.wait_for(node, 30)
+        finally:
+            await client.close()
+
+    assert asyncio.run(scenario()) == 1
