@@ -43,9 +43,8 @@ _LEAVING_S = 1.0
 """How long the ranks may take to end after node 0, which tells them to end and then ends itself, in seconds."""
 _LAST_WORD_S = 0.5
 """How long node 0's reason may take to come after the ranks were told to end, in seconds."""
-_UNREACHABLE_TIMEOUTS = 2
-"""After how many time-outs (`timeout_s`) without any answer node 0 cannot be reached, before this node has joined."""
 _LOOK_S = 0.5
+"""How often a node that waits for node 0 tries to connect, in seconds."""
 _GONE_S = 1.0
 """Node 0 is gone if its process has not been connected for so many seconds."""
 
@@ -90,9 +89,9 @@ def _await_node_0(options: EngineOptions) -> None:
     """Wait until node 0 listens.
 
     Raises:
-        UBatchError: its machine does not answer, or node 0 is not started in time.
+        UBatchError: its machine does not answer for `timeout_s`, or node 0 is not started within five minutes.
     """
-    to, timeout_s = (options.master_addr, options.master_port), _UNREACHABLE_TIMEOUTS * options.dbo.timeout_s
+    to, timeout_s = (options.master_addr, options.master_port), options.dbo.timeout_s
     begun = answered = time.monotonic()
     told = False
     while True:
