@@ -137,8 +137,9 @@ def run_rank(options: EngineOptions, rank: int, place: Place, work: RankWork) ->
 
 
 def _serve(options: EngineOptions, rank: int, place: Place, run: Run, client: EngineLink, parent: int | None) -> None:
-    link = join_turns(client, place.folder, options, rank, run.said, partial(check_parent, parent))
-    with _loaded(options, rank, run, client) as (runner, core):
+    with beating(client, rank, parent):
+        link = join_turns(client, place.folder, options, rank, run.said, partial(check_parent, parent))
+    with _loaded(options, rank, run, client, parent) as (runner, core):
         memory = describe_memory(runner)
         for way in describe_transport(runner):
             log_event(_logger, "transport", way=way)
@@ -178,7 +179,7 @@ def check_parent(parent: int | None) -> None:
 
 @contextmanager
 def _loaded(
-    options: EngineOptions, rank: int, run: Run, client: EngineLink
+    options: EngineOptions, rank: int, run: Run, client: EngineLink, parent: int | None
 ) -> Iterator[tuple[ModelRunner, EngineCore]]:
     """Join the other ranks, load the model, warm it up and make its loop; all is released at the end."""
     local_rank = place_rank(options, rank)
@@ -187,7 +188,7 @@ def _loaded(
         tqdm(total=3, desc="engine", unit="stage", disable=None if rank == 0 else True, leave=False) as bar,
         ExitStack() as starting,
     ):
-        starting.enter_context(beating(client, rank))
+        starting.enter_context(beating(client, rank, parent))
         bar.set_postfix_str("meet the other ranks")
         group = None
         if collective:
@@ -215,12 +216,18 @@ def _loaded(
 
 
 @contextmanager
-def beating(client: EngineLink, rank: int) -> Iterator[None]:
-    """Send heartbeats in the `with` block, in which the rank starts: from a thread, as nothing else could."""
+def beating(client: EngineLink, rank: int, parent: int | None) -> Iterator[None]:
+    """Send heartbeats in the `with` block, in which the rank starts: from a thread, as nothing else could. If the
+    process that started this one (`parent`) ends, so does this one: it may wait for a rank that is gone, too."""
     over = threading.Event()
 
     def beat() -> None:
         while not over.wait(_LOOK_OUT_S):
+            try:
+                check_parent(parent)
+            except Orphaned as error:
+                log_event(_logger, "engine failed", level=logging.ERROR, error=error)
+                os._exit(1)
             client.send(Alive(rank, 0.0))
 
     thread = threading.Thread(target=beat, name="heart", daemon=True)

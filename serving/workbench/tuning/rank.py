@@ -71,12 +71,14 @@ def _measure(
     parent: int | None,
 ) -> None:
     local_rank = place_rank(options, rank)
-    init_ranks(run, rank, options)
     with ExitStack() as held:
-        with beating(link, rank), taking_long("starting"):  # ranks load and compile at different speeds
-            group = CommGroup.from_process_group(timeout_s=options.dbo.timeout_s)
-            num_blocks = kv_blocks_needed(plan.grid, options.block_size)
-            runner = held.enter_context(make_runner(options, group, device_index=local_rank, num_kv_blocks=num_blocks))
+        with beating(link, rank, parent):
+            init_ranks(run, rank, options)
+            with taking_long("starting"):  # ranks load and compile at different speeds
+                group = CommGroup.from_process_group(timeout_s=options.dbo.timeout_s)
+                num_blocks = kv_blocks_needed(plan.grid, options.block_size)
+                made = make_runner(options, group, device_index=local_rank, num_kv_blocks=num_blocks)
+                runner = held.enter_context(made)
         if options.device == "cpu":
             refuse_strangers()
         client = _Client(rank, link, parent)

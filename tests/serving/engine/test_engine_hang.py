@@ -88,15 +88,30 @@ def stop_while_loading(options: EngineOptions, rank: int, place: Place) -> None:
     run_engine(options, rank, place)
 
 
-@pytest.mark.parametrize(("main", "who"), [(sleep_for_ever, "[01]"), (stop_while_loading, "1")])
+def join_late(options: EngineOptions, rank: int, place: Place) -> None:
+    """`run_engine`, in which rank 1 never joins."""
+    (sleep_for_ever if rank == 1 else run_engine)(options, rank, place)
+
+
+@pytest.mark.parametrize(
+    ("main", "who", "options"),
+    [
+        (sleep_for_ever, "[01]", tiny(2, expert_parallel=True)),
+        (stop_while_loading, "1", tiny(2, expert_parallel=True)),
+        (join_late, "1", tiny(2, expert_parallel=True)),
+        (join_late, "1", tiny(tensor_parallel_size=2)),
+    ],
+)
 def test_an_engine_that_is_stopped_while_it_starts_is_named(
-    main: EngineMain, who: str, monkeypatch: pytest.MonkeyPatch
+    main: EngineMain, who: str, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vital_signs, "_LEAST_START_S", START_S)
-    options = impatient(tiny(2, expert_parallel=True), 1.0)
+    options = impatient(options, 1.0)
 
     async def scenario() -> None:
-        with pytest.raises(EngineDead, match=rf"^rank {who} hangs while it starts: .* no sign of life for 5 s"):
+        with pytest.raises(
+            EngineDead, match=rf"^rank {who}( \(.*\))? hangs while it starts: .* no sign of life for 5 s"
+        ):
             await asyncio.wait_for(EngineClient.start(options, engine_main=main), 60)
 
     asyncio.run(scenario())

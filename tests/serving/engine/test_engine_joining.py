@@ -35,7 +35,7 @@ def test_a_node_0_from_which_nothing_comes_back_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         admit_no_more(listener)
         begun = time.monotonic()
-        with pytest.raises(UBatchError, match=r"^node 0 at 127\.0\.0\.1 cannot be reached: .* for 0\.5 s \(timed out\)"):
+        with pytest.raises(UBatchError, match=r"^node 0 at 127\.0\.0\.1 cannot be reached: .* \(timed out\)"):
             run_node(node_1(listener.getsockname()[1]))
         assert time.monotonic() - begun < 3 * TIMEOUT_S
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
+import time
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from children import exit_code, in_child
 from repository import MODELS
 
 from serving.engine.options import EngineOptions
@@ -24,6 +27,19 @@ class Deaf:
 
     def send(self, message: Alive) -> None:
         pass
+
+
+def test_a_rank_whose_parent_ends_while_it_starts_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may wait for a rank that has ended, too: for five minutes, since the store is no process any more."""
+
+    def body() -> None:
+        monkeypatch.setattr(process, "_LOOK_OUT_S", 0.1)
+        with process.beating(Deaf(), 0, -1):  # type: ignore[arg-type]
+            time.sleep(20)
+
+    begun = time.monotonic()
+    assert exit_code(in_child(body)) == 1
+    assert time.monotonic() - begun < 10
 
 
 def test_peers_wait_for_a_rank_that_makes_its_proposer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +60,7 @@ def test_peers_wait_for_a_rank_that_makes_its_proposer(monkeypatch: pytest.Monke
         kv_cache_memory=1 << 20,
     )
     monkeypatch.setattr(gc, "freeze", lambda: late.setdefault("freeze", lateness._own.depth))
-    with process._loaded(options, 0, Run.open(dist.HashStore(), None), Deaf()):
+    with process._loaded(options, 0, Run.open(dist.HashStore(), None), Deaf(), os.getppid()):
         assert late == {"make_core": 1, "freeze": 1}
         assert list(late)[-1] == "freeze", "the collector need not walk through the draft network, either"
         assert lateness._own.depth == 0
