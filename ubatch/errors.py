@@ -168,7 +168,7 @@ class _Brief(reprlib.Repr):
 
     def __init__(self) -> None:
         super().__init__()
-        self.maxstring = self.maxlong = self.maxother = 2 * SHOWN_CHARACTERS
+        self.maxstring = self.maxlong = self.maxother = SHOWN_CHARACTERS
         self.maxlist = self.maxtuple = self.maxset = self.maxdict = self.maxlevel = SHOWN_CHARACTERS // 4
 
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:

@@ -10,6 +10,7 @@ profiles       asks every rank to write its trace, and waits
 vital_signs    finds ranks and nodes that are silent for too long
 failures       picks the report that names the cause of a failure
 run_folder     the private folder of a run on one machine
+run_host       what node 0 provides for a run: folder, store, socket, who may connect
 client         the engines as the API uses them
 offline        the engines, or one rank in this process, as `LLM` uses them
 """

@@ -12,19 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-import time
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from socket import socket as Socket
 
 import msgspec
-import torch.distributed as dist
-import zmq
-import zmq.asyncio
 
 from model_runner import FinishReason, RequestError
 from serving.engine.failures import FirstCause, again, dead_error, start_error
@@ -33,10 +26,10 @@ from serving.engine.options import EngineOptions
 from serving.engine.profiles import Profiles
 from serving.engine.rank.process import run_engine
 from serving.engine.routing import RequestStream, Router
-from serving.engine.run_folder import RunFolder
+from serving.engine.run_host import RunHost
 from serving.engine.vital_signs import VitalSigns
 from serving.engine.wire.agreement import is_of_this_run, node_identity, rank_identity
-from serving.engine.wire.gate import CurveGate, Seldom
+from serving.engine.wire.gate import Seldom
 from serving.engine.wire.messages import (
     Abort,
     Add,
@@ -56,22 +49,17 @@ from serving.engine.wire.messages import (
     Wake,
     decode_from_engine,
     encode,
-    error_kind,
     make_error,
 )
-from serving.engine.wire.rendezvous import Run, announce_network, check_node, host_store
-from serving.engine.wire.secret import ClusterSecret, CurveKeys, read_secret
 from serving.logs import log_event
-from serving.network import admit_no_more, numeric_address
 from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
-from ubatch import ConfigError, UBatchError
+from ubatch import UBatchError
 
 __all__ = ["EngineClient", "EngineInfo"]
 
 _logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
-_LOOK_FOR_NODES_S = 0.2
 _SETTLE_S = 0.002
 
 
@@ -99,7 +87,8 @@ class EngineClient:
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
-        self._folder = RunFolder()
+        self._host = RunHost(options)
+        self._socket = self._host.socket
         self.dead: EngineDead | None = None
         self._loop = asyncio.get_running_loop()
         self._router = Router(options.data_parallel_size, options.scheduler.max_num_seqs)
@@ -114,10 +103,6 @@ class EngineClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
         self._posted: dict[int, list[bytes]] = {}
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._gate: CurveGate | None = None
-        self._listener: Socket | None = None
         self._unread = Seldom(_logger, "not a message")
         self._strange = Seldom(_logger, "a message of no rank or node of this run")
         self._engines: LocalEngines | None = None
@@ -143,58 +128,12 @@ class EngineClient:
         return client
 
     def _launch(self, engine_main: EngineMain) -> None:
-        options = self.options
-        announce_network(options)
-        secret = read_secret(options.cluster_secret_file)
-        self._store, place, self._listener = host_store(options, self._folder.path)
-        run = Run.open(self._store, secret)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        run.post_client_address(self._bind(run.curve), options)
+        place = self._host.open(self._signs.heard_node, self._cause.report)
         self._tasks.append(asyncio.create_task(self._receive()))
         self._tasks.append(asyncio.create_task(self._signs.watch()))
-        if options.nnodes > 1:
-            threading.Thread(target=self._check_nodes, args=(secret,), name="nodes", daemon=True).start()
-        self._engines = engines = LocalEngines(options, place, engine_main)
+        self._engines = engines = LocalEngines(self.options, place, engine_main)
         for rank, sentinel in engines.sentinels.items():
             self._loop.add_reader(sentinel, self._exited, engines, rank, sentinel)
-
-    def _bind(self, curve: CurveKeys | None) -> str:
-        if self.options.nnodes == 1:
-            address = f"ipc://{self._folder.path}/client"
-            self._socket.bind(address)
-            return address
-        if curve is not None:
-            self._gate = CurveGate(self._context, self._socket, curve)
-        address = numeric_address(self.options.master_addr)  # zmq listens on an address, not on a host's name
-        self._socket.setsockopt(zmq.IPV6, ":" in address)
-        host = f"tcp://[{address}]" if ":" in address else f"tcp://{address}"
-        return f"{host}:{self._socket.bind_to_random_port(host)}"
-
-    def _check_nodes(self, secret: ClusterSecret | None) -> None:
-        """Wait for the other nodes, and check that each has this node's secret and settings. A thread's main function:
-        the store answers over the network's interface, which may go down."""
-        missing = set(range(1, self.options.nnodes))
-        while missing and not self._closing:
-            for node in sorted(missing):
-                try:
-                    if check_node(self._store, secret, self.options, node):
-                        missing.remove(node)
-                        self._in_loop(self._signs.heard_node, node)
-                except dist.DistError:  # this process ends
-                    return
-                except ConfigError as error:
-                    rank = node * self.options.local_size
-                    failed = Failed(rank, error_kind(error), "ConfigError", str(error), "", False)
-                    self._in_loop(self._cause.report, failed)
-                    return
-            time.sleep(_LOOK_FOR_NODES_S)
-
-    def _in_loop(self, work: Callable[..., object], *args: object) -> None:
-        with suppress(RuntimeError):  # the loop has ended meanwhile
-            self._loop.call_soon_threadsafe(work, *args)
 
     async def close(self) -> None:
         """End the engines, whatever still runs; requests in flight raise `EngineDead`."""
@@ -219,13 +158,7 @@ class EngineClient:
         self._died.cancel()
         self._finished.cancel()
         self._profiles.cancel()
-        if self._gate is not None:
-            self._gate.close()
-        self._socket.close(linger=1000)
-        self._context.term()
-        if self._listener is not None:
-            self._listener.close()
-        self._folder.remove()
+        self._host.close()
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -412,7 +345,7 @@ class EngineClient:
                 if self._ready.keys() == set(range(self.options.world_size)) and not self._all_ready.done():
                     self.info = self._make_info()
                     self._signs.begin()
-                    self._refuse_strangers()
+                    self._host.admit_no_more()
                     self._all_ready.set_result(None)
             case ProfileWritten():
                 self._profiles.written(message)
@@ -424,12 +357,6 @@ class EngineClient:
                 self._answer(node_identity(node_rank), encode(NodeHeard()))
             case Failed():
                 self._cause.report(message)
-
-    def _refuse_strangers(self) -> None:
-        """All ranks have opened the store: nobody else has to. NCCL opens it again, whenever a group is made."""
-        if self._listener is not None and self.options.device == "cpu":
-            with suppress(OSError):  # the system has no socket filters; ranks have logged that
-                admit_no_more(self._listener)
 
     def _make_info(self) -> EngineInfo:
         ready = [self._ready[rank] for rank in sorted(self._ready)]
