@@ -29,14 +29,7 @@ def indexed_files(folder: Path) -> dict[str, str] | None:
     if not index.exists():
         if (folder / SINGLE_FILE).exists():
             return None
-        if shards := sorted(folder.glob("*.safetensors")):
-            raise CheckpointFileMissing(
-                f"{folder} has {shards[0].name}, but no {_INDEX}, which says which tensor is in which file. "
-                "Copy or download that, too."
-            )
-        raise CheckpointFileMissing(
-            f"{folder} has neither {SINGLE_FILE} nor {_INDEX}; only safetensors checkpoints can be loaded."
-        )
+        raise _no_weights(folder)
     mapping = read_json(index).get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
         raise CheckpointError(f"{index} has no 'weight_map'; it is not an index of safetensors shards.")
@@ -49,6 +42,20 @@ def indexed_files(folder: Path) -> dict[str, str] | None:
         if not (folder / file).is_file():
             raise CheckpointFileMissing(f"{folder / file} is missing, but {index.name} names it.")
     return mapping
+
+
+def _no_weights(folder: Path) -> CheckpointFileMissing:
+    """The error for a folder with neither an index nor a single file."""
+    files = sorted(file.name for file in folder.glob("*.safetensors"))
+    if not files:
+        return CheckpointFileMissing(
+            f"{folder} has neither {SINGLE_FILE} nor {_INDEX}; only safetensors checkpoints can be loaded."
+        )
+    number = "a safetensors file" if len(files) == 1 else f"{len(files)} safetensors files"
+    return CheckpointFileMissing(
+        f"{folder} has {number}, such as {shown(files[0])}, but no {_INDEX}, which says what file a tensor is in. Copy "
+        f"it from where the files are from; weights in a single file must be named {SINGLE_FILE}."
+    )
 
 
 def _is_shard(file: object) -> bool:

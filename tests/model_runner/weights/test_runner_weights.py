@@ -128,6 +128,10 @@ def remove(name: str) -> Callable[[Path], None]:
     return lambda path: (path / name).unlink()
 
 
+def rename(name: str, to: str) -> Callable[[Path], None]:
+    return lambda path: (path / name).rename(path / to) and None
+
+
 def write(name: str, text: str) -> Callable[[Path], None]:
     return lambda path: (path / name).write_text(text) and None
 
@@ -139,6 +143,11 @@ def write(name: str, text: str) -> Callable[[Path], None]:
         (write("config.json", "{"), CheckpointError, "not valid JSON"),
         (write("config.json", "[]"), CheckpointError, "one JSON object"),
         (remove("model.safetensors"), CheckpointFileMissing, "neither model.safetensors nor"),
+        (
+            rename("model.safetensors", "model-00001-of-00001.safetensors"),
+            CheckpointFileMissing,
+            r"'model-00001-of-00001\.safetensors', but no model\.safetensors\.index\.json, which says",
+        ),
         (write("model.safetensors", "not tensors"), CheckpointError, "not a readable safetensors file"),
         (write("model.safetensors.index.json", "{}"), CheckpointError, "weight_map"),
         (
@@ -160,7 +169,7 @@ def test_damaged_files(
 def test_shards_without_an_index_ask_for_the_index(sharded: Path, tmp_path: Path) -> None:
     path = copied(sharded, tmp_path)
     (path / "model.safetensors.index.json").unlink()
-    message = r"model-00001-of-\d+\.safetensors, but no model\.safetensors\.index\.json, .* Copy or download that, too"
+    message = r"such as 'model-00001-of-\d+\.safetensors', but no model\.safetensors\.index\.json, .* Copy it from where"
     with pytest.raises(CheckpointFileMissing, match=message):
         Checkpoint(path).check_weights()
 
