@@ -4,7 +4,7 @@ Clients send what OpenAI's API describes; templates differ in what they read of 
 
     content              a string, a list of parts, or either
     content null         as it is, left out, or an empty string
-    tool_calls           never an empty list
+    tool_calls           never an empty list; in a message of their own where a text beside them would be lost
     function.arguments   an object; the JSON text where a template writes that as it is
     role developer       `system` where a template does not know it
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from model_runner import RequestError
-from serving.text.template_forms import TRIED, ContentForm, Message, TemplateForms
+from serving.text.template_forms import INSTRUCTING, TRIED, ContentForm, Message, TemplateForms
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,9 +94,15 @@ class ChatTemplate:
             RequestError: a tool call's arguments are no JSON object, or the template leaves out messages of a role.
         """
         last = len(messages) - 1
-        return [self._normalised(each, place, continued and place == last) for place, each in enumerate(messages)]
+        normalised: list[Message] = []
+        instructed = False
+        for place, each in enumerate(messages):
+            self._check_told(each, place, instructed)
+            normalised += self._normalised(each, place, continued and place == last)
+            instructed = instructed or each["role"] in INSTRUCTING
+        return normalised
 
-    def _normalised(self, given: Message, place: int, continued: bool) -> Message:
+    def _normalised(self, given: Message, place: int, continued: bool) -> list[Message]:
         role = self._role(given["role"])
         message = {**{name: value for name, value in given.items() if value is not None}, "role": role}
         calls = message.pop("tool_calls", None)
@@ -104,14 +110,29 @@ class ChatTemplate:
             message["tool_calls"] = self._calls(calls, f"messages.{place}.tool_calls")
         content, form = given.get("content"), self.content_form(role)
         if not continued and (content is None or (calls and not content)):
-            return self.forms.without_content(message)
-        if content and role in LEFT_OUT and form.told is False:
+            return [self.forms.without_content(message)]
+        said = {**message, "content": form.content(content or "")}
+        if continued or not calls or not self.forms.calls_apart:
+            return [said]
+        calling = self.forms.without_content({"role": role, "tool_calls": said.pop("tool_calls")})
+        return [said, calling]
+
+    def _check_told(self, given: Message, place: int, instructed: bool) -> None:
+        """Refuse a message that the template leaves out. `instructed`: there are instructions before it."""
+        role = self._role(given["role"])
+        if not given.get("content") or role not in LEFT_OUT:
+            return
+        which, remedy = "", "a message of the user"
+        told = self.content_form(role).told
+        if told and place and role in INSTRUCTING:
+            told = self.forms.told_later(role, instructed=instructed)
+            which, remedy = " behind other messages", "the first message"
+        if told is False:
             raise RequestError(
-                f"The model's chat template leaves out messages of the role {reprlib.repr(given['role'])}: the model "
-                "would not read this one. Put its text into a message of the user.",
+                f"The model's chat template leaves out messages of the role {reprlib.repr(given['role'])}{which}: the "
+                f"model would not read all of them. Put the text into {remedy}.",
                 param=f"messages.{place}.role",
             )
-        return {**message, "content": form.content(content or "")}
 
     def _role(self, role: str) -> str:
         return "system" if role == "developer" and not self.forms.content(role).told else role

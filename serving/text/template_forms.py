@@ -13,7 +13,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-__all__ = ["TRIED", "ArgumentsForm", "Content", "ContentForm", "Message", "NullForm", "TemplateForms"]
+__all__ = ["INSTRUCTING", "TRIED", "ArgumentsForm", "Content", "ContentForm", "Message", "NullForm", "TemplateForms"]
 
 Message = dict[str, Any]
 Content = str | Sequence[Mapping[str, str]]
@@ -23,6 +23,8 @@ WORD, SECOND, NAME, KEY = "qxwordone", "qxwordtwo", "qxcalled", "qxkey"
 FILLER = "Hello"
 TRIED = frozenset({"user", "system", "developer", "assistant", "tool"})
 """Roles whose forms are found by trial; others, which clients may make up, are read like the user's."""
+INSTRUCTING = ("system", "developer")
+"""Roles that instruct the model."""
 CALL_ID = "qxcall001"  # Mistral's templates want nine letters and digits
 
 
@@ -86,12 +88,17 @@ class TemplateForms:
         self._write = write
         self._content: dict[str, ContentForm] = {}
         self._null: dict[tuple[str, bool], NullForm] = {}
+        self._later: dict[tuple[str, bool], bool | None] = {}
 
     def find_all(self) -> None:
         """Find every form now; all trials take some milliseconds, which no request should wait for."""
         for role in TRIED:
             self.without_content({"role": role})
         self.without_content(self._call())
+        self.calls_apart  # noqa: B018 - finds it
+        for role in INSTRUCTING:
+            for instructed in (False, True):
+                self.told_later(role, instructed=instructed)
 
     def content(self, role: str) -> ContentForm:
         """How the template reads a role's content."""
@@ -109,6 +116,26 @@ class TemplateForms:
         if known is None:
             known = self._null[role, calls] = self._find_null(role, calls)
         return known.put(message, self.content(role).content(""))
+
+    def told_later(self, role: str, *, instructed: bool) -> bool | None:
+        """Whether instructions behind other messages come out; None if the template refuses the trial. Some templates
+        read only those of the first message.
+
+        Args:
+            role: one of `INSTRUCTING`.
+            instructed: there are instructions before, which must come out, too.
+        """
+        if (role, instructed) not in self._later:
+            self._later[role, instructed] = self._find_later(role, instructed)
+        return self._later[role, instructed]
+
+    @cached_property
+    def calls_apart(self) -> bool:
+        """Whether tool calls need a message of their own: beside a text the template leaves out one of them."""
+        call, text = self._call(), self._saying("assistant", SECOND)
+        together = self._tried({**call, **text})
+        apart = self._tried(self.without_content(call), text)
+        return not _tells(together, WORD, SECOND) and _tells(apart, WORD, SECOND)
 
     @cached_property
     def arguments(self) -> ArgumentsForm:
@@ -135,11 +162,17 @@ class TemplateForms:
             return ContentForm(strings=False, separator=separator, told=True)
         return ContentForm(told=None if one is None and single is None else False)
 
+    def _find_later(self, role: str, instructed: bool) -> bool | None:
+        user, message = self._saying("user", FILLER), self._saying(role, WORD)
+        before = [self._saying("system", SECOND)] if instructed else [user, self._saying("assistant", SECOND)]
+        text = self._first_written([[*before, message, user]])
+        return None if text is None else _tells(text, WORD, SECOND)
+
     def _find_null(self, role: str, calls: bool) -> NullForm:
         texts = self._tried_without_content(self._call() if calls else {"role": role})
         own = texts.get(NullForm.EMPTY, "").count("None")  # more of them are a null that was written
         fine = [form for form, text in texts.items() if text.count("None") <= own]
-        best = [form for form in fine if calls and NAME in texts[form]]
+        best = [form for form in fine if calls and WORD in texts[form]]
         return next(iter(best or fine), NullForm.EMPTY)
 
     def _tried_without_content(self, message: Message) -> dict[NullForm, str]:
@@ -148,32 +181,48 @@ class TemplateForms:
         texts = {form: self._tried(form.put(message, empty)) for form in NullForm}
         return {form: text for form, text in texts.items() if text is not None}
 
-    def _tried(self, message: Message) -> str | None:
+    def _tried(self, message: Message, *before: Message) -> str | None:
         """The text of the first conversation around a message that the template takes; None if it takes none."""
-        for conversation in self._around(message):
+        return self._first_written(self._around(message, *before))
+
+    def _first_written(self, conversations: Sequence[Sequence[Message]]) -> str | None:
+        for conversation in conversations:
             try:
                 return self._write(conversation)
             except Exception:  # a template can raise errors of any kind
                 continue
         return None
 
-    def _around(self, message: Message) -> list[list[Message]]:
-        """Conversations with a message, as templates demand them: they begin with a user, and roles take turns."""
+    def _around(self, message: Message, *before: Message) -> list[list[Message]]:
+        """Conversations with a message, as templates demand them: they begin with a user, and roles take turns.
+
+        Args:
+            before: what the assistant says before its tool calls, in messages of its own.
+        """
         role = message["role"]
         if role == "user":
             filler = FILLER if isinstance(message.get("content"), str | None) else _parts(FILLER)
             return [[message], [{"role": "system", "content": filler}, message]]
-        user = {"role": "user", "content": self.content("user").content(FILLER)}
+        user = self._saying("user", FILLER)
         result = {"role": "tool", "tool_call_id": CALL_ID, "name": NAME, "content": FILLER}
         if role == "tool":
             return [[user, self.without_content(self._call()), {**result, **message}]]
         if role == "assistant" and "tool_calls" in message:
-            return [[user, message], [user, message, result]]
+            return [[user, *before, message], [user, *before, message, result]]
         return [[user, message, user]] if role == "assistant" else [[message, user]]
 
     def _call(self) -> Message:
         """A message with a tool call."""
-        return _calling({KEY: WORD} if self.arguments.as_object else "{}")
+        values = {KEY: WORD}
+        return _calling(values if self.arguments.as_object else json.dumps(values))
+
+    def _saying(self, role: str, text: str) -> Message:
+        """A message with a text."""
+        return {"role": role, "content": self.content(role).content(text)}
+
+
+def _tells(text: str | None, *words: str) -> bool:
+    return text is not None and all(word in text for word in words)
 
 
 def _parts(text: str) -> list[dict[str, str]]:

@@ -250,6 +250,16 @@ TEMPLATES: Mapping[str, str] = {
         "{{ 'Assistant: ' + m.content }}{% elif m.role == 'system' %}{{ m.content + '\n\n' }}{% endif %}"
         "{% endfor %}Assistant:"
     ),
+    "first system prompt": (  # gpt-oss, MiniMax, SmolLM3: instructions are read where they come first
+        "{% if messages[0].role in ['system', 'developer'] %}<|system|>{{ messages[0].content }}{% endif %}"
+        "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}<|{{ m.role }}|>{{ m.content }}{% endif %}"
+        "{% endfor %}"
+    ),
+    "last system prompt": (  # DeepSeek R1's distilled models
+        "{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}"
+        "{% set ns.system = m.content %}{% endif %}{% endfor %}{{ ns.system }}{% for m in messages %}"
+        "{% if m.role in ['user', 'assistant'] %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}"
+    ),
     "alpaca": (
         "{% for m in messages %}{% if m.role == 'system' %}{{ m.content + '\n\n' }}{% elif m.role == 'user' %}"
         "### Instruction:\n{{ m.content }}\n\n{% else %}### Response:\n{{ m.content }}\n\n{% endif %}{% endfor %}"

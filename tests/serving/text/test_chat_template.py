@@ -77,6 +77,40 @@ def test_instructions_come_out_or_are_refused(name: str, role: str) -> None:
             assert told(written(TEMPLATES[name], messages), "Be short.", "How warm is it?")
 
 
+LATER = [
+    [{"role": "system", "content": "Be short."}, {"role": "developer", "content": "Be kind."}, USER],
+    [{"role": "system", "content": "Be short."}, {"role": "system", "content": parts("Be kind.")}, USER],
+    [USER, {"role": "assistant", "content": "Be short."}, {"role": "system", "content": "Be kind."}, USER],
+]
+
+
+@pytest.mark.parametrize("messages", LATER)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_later_instructions_come_out_or_are_refused(name: str, messages: list[dict[str, Any]]) -> None:
+    """Some templates read only the first message's, some only the last."""
+    try:
+        text = written(TEMPLATES[name], messages)
+    except (RequestError, TemplateError):
+        return
+    assert "Be short." in text
+    assert "Be kind." in text
+
+
+def test_later_instructions_that_are_left_out() -> None:
+    for name in ("first system prompt", "last system prompt"):
+        with pytest.raises(RequestError, match=r"'developer' behind other messages.*the first message") as raised:
+            written(TEMPLATES[name], LATER[0])
+        assert raised.value.param == "messages.1.role"
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_text_beside_tool_calls_comes_out(name: str) -> None:
+    """Some templates write the calls only without a text, some no text beside calls."""
+    for content in ("Let me see.", parts("Let me see.")):
+        text = written(TEMPLATES[name], [USER, {**CALLING, "content": content}, RESULT])
+        assert told(text, "How warm is it?", "Let me see.", "weather", "22 degrees")
+
+
 @pytest.mark.parametrize("content", [None, "", "absent"])
 @pytest.mark.parametrize("name", TOOLS)
 def test_tool_calls_come_out(name: str, content: str | None) -> None:
@@ -155,6 +189,7 @@ def test_made_up_roles_are_not_kept() -> None:
         template.normalised(
             [{**role, "content": "a"}, {**role, "content": None, "tool_calls": [CALL]}, role], continued=False
         )
+    assert {role for role, _ in template.forms._later} <= TRIED
     assert set(template.forms._content) | {role for role, _ in template.forms._null} <= TRIED
 
 
