@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from model_runner import SamplingParams
+from model_runner import CheckpointError, RequestError, SamplingParams
+from model_runner.weights.files import read_json
 from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import GenerationRequest
 from serving.api.schema.token_ids import check_token_ids
@@ -37,13 +37,16 @@ def checkpoint_defaults(model: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text())
+        found = read_json(file)
         own = {name: found[name] for name in _DEFAULTED if found.get(name) is not None}
         if found.get("max_new_tokens") is not None:
             own["max_tokens"] = found["max_new_tokens"]
         SamplingParams(**own)
-    except (OSError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{file} cannot be used: {error}") from error
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    except RequestError as error:
+        reason = str(error).replace("max_tokens", "max_new_tokens")  # its name in the file
+        raise ConfigError(f"{file} cannot be used: {reason}") from error
     return own
 
 

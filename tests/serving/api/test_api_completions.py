@@ -130,9 +130,18 @@ def test_defaults_of_a_checkpoint(tmp_path: Any) -> None:
     assert checkpoint_defaults(tmp_path) == {"temperature": 0.7}
     file.write_text('{"max_new_tokens": 40, "max_length": 20}')
     assert checkpoint_defaults(tmp_path) == {"max_tokens": 40}
-    for wrong in ('{"max_new_tokens": 0}', '{"max_new_tokens": "5"}', '{"top_p": 3}', "{", "[]", '{"top_k": "many"}'):
-        file.write_text(wrong)
-        with pytest.raises(ConfigError, match=r"generation_config\.json"):
+    wrong = {
+        '{"max_new_tokens": 0}': r"cannot be used: max_new_tokens must be at least 1, not 0",
+        '{"max_new_tokens": "5"}': r"cannot be used: max_new_tokens must be an integer",
+        '{"top_p": 3}': r"cannot be used: top_p",
+        '{"top_k": "many"}': r"cannot be used: top_k",
+        "{": r"is not valid JSON",
+        "[]": r"must hold one JSON object",
+        "[" * 100_000: r"is not valid JSON",
+    }
+    for text, message in wrong.items():
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=rf"generation_config\.json {message}"):
             checkpoint_defaults(tmp_path)
 
 
