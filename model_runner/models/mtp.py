@@ -54,16 +54,21 @@ def left_behind(config: DecoderConfig, checkpoint: Checkpoint) -> Mapping[str, s
 
 def has_layer(config: ModelConfig, checkpoint: Checkpoint) -> bool:
     """Whether the checkpoint has such a layer. If its weights are not here yet: whether it may have one."""
+    behind = not config.linear_layers and _num_behind(checkpoint) > 0
     try:
-        apart = any(name.startswith("mtp.") for name in checkpoint.names)
+        names = checkpoint.names
     except CheckpointFileMissing:
-        apart = checkpoint.architecture in HYBRID
-    return apart or (not config.linear_layers and _num_behind(checkpoint) > 0)
+        return behind or checkpoint.architecture in HYBRID
+    if any(name.startswith("mtp.") for name in names):
+        return True
+    # transformers leaves the layer out of what it saves, and the count in; random weights have no names
+    return behind and (not names or any(name.endswith(".eh_proj.weight") for name in names))
 
 
 def no_layer(checkpoint: Checkpoint) -> ConfigError:
     """The error for a checkpoint without such a layer; it says where the layer would be."""
-    where = "tensors mtp.*" if checkpoint.architecture in HYBRID else "num_nextn_predict_layers in config.json"
+    counted = "num_nextn_predict_layers in config.json, and the layer's tensors"
+    where = "tensors mtp.*" if checkpoint.architecture in HYBRID else counted
     return ConfigError(
         f"{checkpoint.path} has no layer for multi-token prediction ({where}). Guess with a draft head, a draft model "
         "or n-grams instead."

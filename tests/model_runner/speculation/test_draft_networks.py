@@ -263,6 +263,15 @@ def test_a_hybrid_without_linear_layers_keeps_its_layer_apart_too(
         load_mtp(path)
 
 
+def test_a_layer_that_is_counted_and_not_stored(tmp_path: Path) -> None:
+    """transformers saves a DeepSeek so."""
+    path = make_checkpoint(tmp_path, "DeepseekV3", num_nextn_predict_layers=1)
+    with pytest.raises(ConfigError, match=r"no layer for multi-token prediction .* and the layer's tensors\)"):
+        load_mtp(path)
+    with ModelRunner(path, num_kv_blocks=16, block_size=4, load_format="dummy") as runner:
+        load_draft("mtp", None, runner)
+
+
 @pytest.mark.parametrize(("family", "place"), [("Glm4Moe", "model.layers.3"), ("Qwen3Next", "mtp")])
 def test_all_of_the_layer_is_read(family: str, place: str, tmp_path: Path) -> None:
     path = make_mtp_checkpoint(tmp_path, family)
