@@ -87,15 +87,13 @@ class TemplateForms:
     def __init__(self, write: Callable[[Sequence[Message]], str]) -> None:
         self._write = write
         self._content: dict[str, ContentForm] = {}
-        self._null: dict[tuple[str, bool], NullForm] = {}
         self._later: dict[tuple[str, bool], bool | None] = {}
 
     def find_all(self) -> None:
         """Find every form now; all trials take some milliseconds, which no request should wait for."""
         for role in TRIED:
-            self.without_content({"role": role})
-        self.without_content(self._call())
-        self.calls_apart  # noqa: B018 - finds it
+            self.content(role)
+        self.calls_apart, self.null_beside_calls  # noqa: B018 - finds them
         for role in INSTRUCTING:
             for instructed in (False, True):
                 self.told_later(role, instructed=instructed)
@@ -109,13 +107,20 @@ class TemplateForms:
         return known
 
     def without_content(self, message: Message) -> Message:
-        """A message whose content is null, in the form that the template reads. Some templates write tool calls only
-        if the content is null."""
-        role, calls = message["role"] if message["role"] in TRIED else "user", "tool_calls" in message
-        known = self._null.get((role, calls))
-        if known is None:
-            known = self._null[role, calls] = self._find_null(role, calls)
-        return known.put(message, self.content(role).content(""))
+        """A message whose content is null, in the form that the template reads: an empty text, but beside tool calls,
+        which some templates write only if the content is null."""
+        calling = message["role"] == "assistant" and "tool_calls" in message
+        form = self.null_beside_calls if calling else NullForm.EMPTY
+        return form.put(message, self.content(message["role"]).content(""))
+
+    @cached_property
+    def null_beside_calls(self) -> NullForm:
+        """What a message with tool calls has where its content is null."""
+        texts = self._tried_without_content(self._call())
+        own = texts.get(NullForm.EMPTY, "").count("None")  # more of them are a null that was written
+        fine = [form for form, text in texts.items() if text.count("None") <= own]
+        best = [form for form in fine if WORD in texts[form]]
+        return next(iter(best or fine), NullForm.EMPTY)
 
     def told_later(self, role: str, *, instructed: bool) -> bool | None:
         """Whether instructions behind other messages come out; None if the template refuses the trial. Some templates
@@ -167,13 +172,6 @@ class TemplateForms:
         before = [self._saying("system", SECOND)] if instructed else [user, self._saying("assistant", SECOND)]
         text = self._first_written([[*before, message, user]])
         return None if text is None else _tells(text, WORD, SECOND)
-
-    def _find_null(self, role: str, calls: bool) -> NullForm:
-        texts = self._tried_without_content(self._call() if calls else {"role": role})
-        own = texts.get(NullForm.EMPTY, "").count("None")  # more of them are a null that was written
-        fine = [form for form, text in texts.items() if text.count("None") <= own]
-        best = [form for form in fine if calls and WORD in texts[form]]
-        return next(iter(best or fine), NullForm.EMPTY)
 
     def _tried_without_content(self, message: Message) -> dict[NullForm, str]:
         """The texts of conversations with the message, for each form of its null content that the template takes."""

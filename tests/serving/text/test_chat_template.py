@@ -149,6 +149,18 @@ def test_arguments_that_are_no_object(name: str, arguments: Any) -> None:
         assert raised.value.param == "messages.1.tool_calls.0.function.arguments"
 
 
+@pytest.mark.parametrize("role", ["tool", "user", "assistant", "system"])
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_message_without_content_is_an_empty_one(name: str, role: str) -> None:
+    """A tool may return nothing. Before, templates were asked for the content of a message that had none."""
+    around = {"tool": [USER, CALLING], "assistant": [USER]}.get(role, [])
+    empty = {**(RESULT if role == "tool" else {}), "role": role, "content": ""}
+    null, absent = {**empty, "content": None}, {key: value for key, value in empty.items() if key != "content"}
+    after = [] if role == "user" else [USER]
+    texts = {written(TEMPLATES[name], [*around, message, *after]) for message in (empty, null, absent)}
+    assert len(texts) == 1
+
+
 def test_calls_that_are_none_stay_as_they_are() -> None:
     """The template says what it thinks of them."""
     for calls in ("x", [5], [{"function": "f"}], [{}]):
@@ -190,7 +202,7 @@ def test_made_up_roles_are_not_kept() -> None:
             [{**role, "content": "a"}, {**role, "content": None, "tool_calls": [CALL]}, role], continued=False
         )
     assert {role for role, _ in template.forms._later} <= TRIED
-    assert set(template.forms._content) | {role for role, _ in template.forms._null} <= TRIED
+    assert set(template.forms._content) <= TRIED
 
 
 def test_a_message_to_be_continued_has_a_content() -> None:
