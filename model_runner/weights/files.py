@@ -82,7 +82,8 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+        reason = str(error).partition("; use sys.")[0]  # Python's advice about numbers of thousands of digits
+        raise CheckpointError(f"{path} is not valid JSON: {reason}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} must hold one JSON object, not a {type(values).__name__}.")
     return values

@@ -142,6 +142,7 @@ def write(name: str, text: str) -> Callable[[Path], None]:
         (remove("config.json"), CheckpointFileMissing, "config.json is missing"),
         (write("config.json", "{"), CheckpointError, "not valid JSON"),
         (write("config.json", "[]"), CheckpointError, "one JSON object"),
+        (write("config.json", f'{{"a": {"9" * 6000}}}'), CheckpointError, "value has 6000 digits$"),
         (remove("model.safetensors"), CheckpointFileMissing, "neither model.safetensors nor"),
         (
             rename("model.safetensors", "model-00001-of-00001.safetensors"),
