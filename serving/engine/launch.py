@@ -22,9 +22,10 @@ EngineMain: TypeAlias = Callable[[EngineOptions, int, Place], None]
 so that it can be pickled."""
 
 
-_FILES, _FILES_PER_RANK, _FILES_PER_PEER = 24, 6, 20
-"""Most descriptors that a process was seen to need for itself, the launching one for each of its ranks, and a rank for
-each rank that it steps with; without clients."""
+_FILES, _FILES_PER_RANK = 24, 6
+"""Most descriptors that the launching process was seen to need: for itself, and for each of its ranks; no clients."""
+_FILES_OF_RANK, _FILES_PER_PEER = 48, 8
+"""The same of a rank that steps with others: for itself, and for each of them."""
 
 
 def require_descriptors(options: EngineOptions) -> None:
@@ -35,7 +36,7 @@ def require_descriptors(options: EngineOptions) -> None:
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     here = _FILES + _FILES_PER_RANK * options.local_size
-    engine = _FILES + _FILES_PER_PEER * (options.step_size if options.step_size > 1 else 0)
+    engine = _FILES_OF_RANK + _FILES_PER_PEER * options.step_size if options.step_size > 1 else _FILES
     needed = max(here, engine)
     if soft != resource.RLIM_INFINITY and soft < needed:
         raise ConfigError(

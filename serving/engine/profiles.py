@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from serving.engine.options import EngineOptions
-from serving.engine.rank.tracing import profile_name
+from serving.engine.rank.tracing import TEMPORARY, profile_name
 from serving.engine.wire.messages import ProfileWritten, StopProfile
 from ubatch import UBatchError
 
@@ -73,6 +73,7 @@ def _moved(paths: Iterable[Path], folder: Path) -> list[Path]:
     moved = []
     for path in paths:
         moved.append(Path(shutil.move(path, folder / path.name)) if path.exists() else path)
-        with suppress(OSError):  # it has other files
-            path.parent.rmdir()
+        if path.parent.name.startswith(TEMPORARY):  # made for this profile alone
+            with suppress(OSError):
+                path.parent.rmdir()
     return moved

@@ -48,7 +48,7 @@ from serving.engine.rank.core import EngineCore
 from serving.engine.rank.listeners import refuse_strangers
 from serving.engine.rank.lockstep import Link, join_turns
 from serving.engine.rank.runner_setup import describe_memory, describe_transport
-from serving.engine.rank.tracing import profile_file
+from serving.engine.rank.tracing import TEMPORARY, profile_file
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import (
     Abort,
@@ -376,7 +376,7 @@ class Engine:
             case StartProfile():
                 self.core.tracer.start_profile()
             case StopProfile(name):
-                folder = self._profile_folder or Path(tempfile.mkdtemp(prefix="ubatch-profile-"))
+                folder = self._profile_folder or Path(tempfile.mkdtemp(prefix=TEMPORARY))
                 path = folder / profile_file(name, self.rank)
                 with taking_long("writing a profile"):
                     wrong = self.core.tracer.stop_profile(path, self.rank)

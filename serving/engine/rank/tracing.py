@@ -12,7 +12,7 @@ from serving.logs import log_event
 from serving.requests import TracedTime
 from ubatch import Trace, summarise, tracing, write_chrome
 
-__all__ = ["StepTracer", "profile_file", "profile_name"]
+__all__ = ["TEMPORARY", "StepTracer", "profile_file", "profile_name"]
 
 _logger = logging.getLogger(__name__)
 
@@ -20,6 +20,10 @@ TRACE_EVERY = 32
 """One of this many overlapped steps is traced."""
 MOST_SPANS = 1_000_000
 """A profile stops recording at this number of spans, some 200 MB: it may have been forgotten."""
+
+
+TEMPORARY = "ubatch-profile-"
+"""How the name of a folder begins that is made for one profile."""
 
 
 def profile_name() -> str:

@@ -115,7 +115,7 @@ def is_of_this_run(options: EngineOptions, sender: bytes, message: FromEngine) -
         case Outputs(rank) | Refused(rank):
             return rank in range(options.data_parallel_size)
         case NodeAlive(node_rank):
-            return node_rank in range(1, options.nnodes)
+            return node_rank in range(1, options.nnodes) and sender == node_identity(node_rank)
         case Failed(rank):
             return rank in range(options.world_size)
         case Finished(rank):

@@ -170,7 +170,9 @@ def test_damaged_files(
 def test_shards_without_an_index_ask_for_the_index(sharded: Path, tmp_path: Path) -> None:
     path = copied(sharded, tmp_path)
     (path / "model.safetensors.index.json").unlink()
-    message = r"such as 'model-00001-of-\d+\.safetensors', but no model\.safetensors\.index\.json, .* Copy it from where"
+    message = (
+        r"such as 'model-00001-of-\d+\.safetensors', but no model\.safetensors\.index\.json, .* Copy it from where"
+    )
     with pytest.raises(CheckpointFileMissing, match=message):
         Checkpoint(path).check_weights()
 
