@@ -40,6 +40,7 @@ class RunHost:
         self._context = zmq.asyncio.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         self._gate: CurveGate | None = None
+        self._store: Store | None = None
         self._listener: Socket | None = None
         self._closed = False
 
@@ -56,8 +57,8 @@ class RunHost:
         options, loop = self._options, asyncio.get_running_loop()
         announce_network(options)
         secret = read_secret(options.cluster_secret_file)
-        store, place, self._listener = host_store(options, self._folder.path)
-        run = Run.open(store, secret)
+        self._store, place, self._listener = host_store(options, self._folder.path)  # it listens as long as it is kept
+        run = Run.open(self._store, secret)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -69,7 +70,7 @@ class RunHost:
                 loop.call_soon_threadsafe(work, *args)
 
         if options.nnodes > 1:
-            args = (store, secret, lambda node: tell(joined, node), lambda why: tell(failed, why))
+            args = (secret, lambda node: tell(joined, node), lambda why: tell(failed, why))
             threading.Thread(target=self._check_nodes, args=args, name="nodes", daemon=True).start()
         return place
 
@@ -104,7 +105,6 @@ class RunHost:
 
     def _check_nodes(
         self,
-        store: Store,
         secret: ClusterSecret | None,
         joined: Callable[[int], object],
         failed: Callable[[Failed], object],
@@ -115,7 +115,7 @@ class RunHost:
         while missing and not self._closed:
             for node in sorted(missing):
                 try:
-                    if check_node(store, secret, self._options, node):
+                    if check_node(self._store, secret, self._options, node):
                         missing.remove(node)
                         joined(node)
                 except dist.DistError:  # this process ends

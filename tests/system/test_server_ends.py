@@ -107,7 +107,6 @@ def test_a_node_that_waits_for_node_0_can_be_ended(number: signal.Signals) -> No
     assert exit_code(child) == -number
 
 
-@pytest.mark.slow
 def test_a_node_that_is_told_to_end_says_so() -> None:
     port = free_port()
     node = in_child(lambda: os._exit(run_node(tiny(2, nnodes=2, node_rank=1, master_port=port))))
