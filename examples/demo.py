@@ -1,22 +1,28 @@
-"""The main job, end to end: a real MoE model generates text on two expert-parallel ranks, with and without overlap.
+"""What overlap gains: a real MoE model on two expert-parallel ranks, with and without overlap.
 
-    python examples/demo.py --out demo        (or: make demo)
+    .venv/bin/python examples/demo.py --out demo        (or: make demo)
 
 Two processes share the experts of `examples/models/tiny-moe` over gloo. An emulated link between them makes
-communication take as long as compute, because loopback is too fast to be worth hiding. The same prompts are completed
-with overlap off and on; the tokens must be equal. Then the demo measures the five arms and writes two traces:
-`trace.html` for a browser, `trace.json` for Perfetto.
+communication take as long as compute, because loopback is too fast to be worth hiding.
+
+1. One step that prefills 1,024 tokens per rank: a picture of it without and with overlap, and what overlap gains.
+2. A whole generation with overlap off and on: the tokens must be equal. What it gains, and which steps overlapped.
+3. Two traces of the step: `trace.html` for a browser, `trace.json` for Perfetto.
+
+The exit status is 1 if the tokens differ.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median, median_low
 from typing import Any
 
 import torch
@@ -24,117 +30,203 @@ import torch.distributed as dist
 
 from model_runner import ModelRunner, SamplingParams, generate
 from moe import EmulatedLink
-from serving.generate import describe_steps
 from serving.ranks import run_ranks
 from serving.text.tokenizer_files import TOKENIZER, read_tokenizer
 from serving.workbench.bench.corpus import read_corpus
-from serving.workbench.bench.runtime.overlap import OverlapResult, measure_overlap, print_result
-from serving.workbench.bench.step_setting import StepSetting, prefill_batch
-from ubatch import CommGroup, Span, UBatchConfig, UBatchWrapper, tracing
+from serving.workbench.bench.runtime.overlap import OverlapResult, measure_overlap
+from serving.workbench.bench.statistics import Interval, paired
+from serving.workbench.bench.step_setting import StepSetting, prefill_batch, slowest_rank
+from ubatch import CommGroup, DeclineReason, Span, StepNote, UBatchConfig, UBatchWrapper, tracing
 from ubatch.trace.export import write_chrome
 from ubatch.trace.page import write_html
+from ubatch.trace.text import KEY, compare_steps, last_step
 
 MODEL = Path(__file__).parent / "models" / "tiny-moe"
 SHOWN = ("def main(", "class Server:\n    def __init__(self, ", "    for line in ", "    raise ValueError(")
-PROMPT_TOKENS = 128
-PROMPTS_PER_RANK = 24
 STEP_TOKENS = 1024
+STEP_PROMPTS = 8
+TRACED = 5
+PROMPTS_PER_RANK = 128
+PROMPT_TOKENS = 64
+LONGER = 8
+"""How many tokens more the shown prompts get: when the other prompts are done, their steps are too small to overlap."""
+ORDER = ("off", "on", "on", "off") * 3
+"""Runs of the generation, interleaved so that drift of the machine affects both alike."""
+CONFIG = UBatchConfig()  # a decode step overlaps from 32 tokens on, a step with a prefill from 512
+WHY_NOT = {
+    DeclineReason.BELOW_DECODE_THRESHOLD: f"too few to gain, fewer than {CONFIG.dbo_decode_token_threshold} tokens",
+    DeclineReason.BELOW_PREFILL_THRESHOLD: f"too few to gain, fewer than {CONFIG.dbo_prefill_token_threshold} tokens",
+    DeclineReason.PEER_DECLINED: "the other rank's step did not overlap",
+}
+NEXT = """\
+How to go on:
+  source .venv/bin/activate    # once per shell; `ubatch` is a command from then on
+  ubatch trace examples/models/tiny-moe --prompt "def main("    # what overlap gains, step by step
+  ubatch tune examples/models/tiny-moe --data-parallel-size 2 --emulated-link 20 50    # from how many tokens on
+  ubatch serve examples/models/tiny-moe --data-parallel-size 2 --enable-expert-parallel --enable-dbo"""
+HINT = "hint       overlap needs a core per rank: end what else computes on this machine, and run it again"
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What the runs of the generation gave on this rank.
+
+    Attributes:
+        tokens: the outputs with overlap `off` and `on`.
+        seconds: of every run, in order.
+        steps: the steps of every run, in order; all runs have the same steps.
+    """
+
+    tokens: Mapping[str, list[tuple[int, ...]]]
+    seconds: Mapping[str, list[float]]
+    steps: Mapping[str, list[list[StepNote]]]
 
 
 def main() -> int:
-    """Run two ranks, print the results and write the traces."""
+    """Run two ranks, print what overlap gains and write the traces."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("demo"), help="where to write trace.json and trace.html")
-    parser.add_argument("--blocks", type=int, default=15, help="A B B A blocks of the measurement (default 15)")
-    parser.add_argument("--max-tokens", type=int, default=24, help="tokens to generate per prompt (default 24)")
+    parser.add_argument("--blocks", type=int, default=8, help="A B B A blocks of the measured step (default 8)")
+    parser.add_argument("--max-tokens", type=int, default=16, help="tokens to generate per prompt (default 16)")
     options = parser.parse_args()
     if options.blocks < 2 or options.max_tokens < 1:
         parser.error("--blocks must be at least 2 and --max-tokens at least 1.")
-    print("two ranks, expert parallel over gloo and an emulated link: starting ...", flush=True)
+    print("two ranks that share the experts, over gloo and an emulated link: starting ...", flush=True)
     return 0 if run_ranks(rank_main, 2, options.blocks, options.max_tokens, options.out) else 1
 
 
 def rank_main(rank: int, world_size: int, blocks: int, max_tokens: int, out: Path) -> bool:
-    """One rank: measure, trace, generate with overlap off and on; whether the tokens are equal. Rank 0 reports."""
-    group = CommGroup.from_process_group()
+    """One rank: measure a step, generate with overlap off and on; whether the tokens are equal. Rank 0 reports."""
     link = EmulatedLink(20e-6, float("inf"))
     tokenizer = read_tokenizer(MODEL / TOKENIZER)
-    with ModelRunner(MODEL, group=group, link=link, dbo=UBatchConfig()) as runner:
-        own = make_prompts(tokenizer, rank)
-        setting = StepSetting(runner, prefill_batch(runner, own[-STEP_TOKENS // PROMPT_TOKENS :]), link)
+    with ModelRunner(MODEL, group=CommGroup.from_process_group(), link=link, dbo=CONFIG) as runner:
+        batch = prefill_batch(runner, source_text(tokenizer, rank, STEP_PROMPTS, STEP_TOKENS // STEP_PROMPTS))
+        setting = StepSetting(runner, batch, link)
         measured = measure_overlap(setting, lanes=(2,), ratio=1.0, blocks=blocks)
-        spans = trace_steps(setting)
+        spans, difference = trace_steps(setting)
         setting.close()
-        outputs, seconds, steps = generate_both_ways(runner, own, max_tokens)
-    equal = torch.tensor(outputs["off"] == outputs["on"], dtype=torch.int32)
+        if rank == 0:
+            print_step(measured, spans, difference, blocks)
+        generated = generate_both_ways(runner, make_prompts(tokenizer, rank), max_tokens)
+    equal = torch.tensor(generated.tokens["off"] == generated.tokens["on"], dtype=torch.int32)
     dist.all_reduce(equal, dist.ReduceOp.MIN)
-    shares: list[Any] = [None] * world_size
-    dist.all_gather_object(shares, (spans, steps, sum(map(len, outputs["on"]))))
+    traces: list[Any] = [None] * world_size
+    dist.all_gather_object(traces, spans)
     if rank == 0:
-        for prompt, tokens in zip(SHOWN, outputs["on"], strict=False):
-            print(f"\n--- {prompt!r}\n{prompt}{tokenizer.decode(tokens)}")
-        generated = sum(tokens for _, _, tokens in shares)
-        print(f"\ntokens with overlap on and off: {'equal' if equal else 'DIFFERENT'} ({generated} generated)")
-        print_generation(seconds, [steps for _, steps, _ in shares])
-        print_result(measured)
-        write_traces(measured, {number: spans for number, (spans, _, _) in enumerate(shares)}, out)
+        print_generation(generated, bool(equal))
+        print(f"\n--- {SHOWN[0]!r} goes on as\n{SHOWN[0]}{tokenizer.decode(generated.tokens['on'][0])}\n\n{NEXT}")
+        write_traces(measured, dict(enumerate(traces)), out)
     return bool(equal)
 
 
+def source_text(tokenizer: Any, rank: int, count: int, length: int) -> list[list[int]]:
+    """Prompts from source text that the model was not trained on, others on every rank."""
+    ids: list[int] = tokenizer.encode("\n".join(read_corpus(0).held_out)).ids
+    stride = len(ids) // (2 * count)
+    return [ids[start : start + length] for start in range(rank * stride, 2 * count * stride, 2 * stride)]
+
+
 def make_prompts(tokenizer: Any, rank: int) -> list[list[int]]:
-    """A few short prompts to show, and source text that the model was not trained on, others on every rank."""
-    prompts: list[list[int]] = [tokenizer.encode(text).ids for text in SHOWN]
-    ids = tokenizer.encode("\n".join(read_corpus(0).held_out)).ids
-    wanted = PROMPTS_PER_RANK - len(prompts)
-    stride = len(ids) // (2 * wanted)
-    starts = range(rank * stride, 2 * wanted * stride, 2 * stride)
-    return prompts + [ids[start : start + PROMPT_TOKENS] for start in starts][:wanted]
-
-
-def generate_both_ways(
-    runner: ModelRunner, prompts: Sequence[Sequence[int]], max_tokens: int
-) -> tuple[dict[str, list[tuple[int, ...]]], dict[str, list[float]], tuple[int, dict[str, int]]]:
-    """Complete all prompts with overlap off, on, on, off. Returns tokens, seconds and statistics of the steps with
-    overlap on."""
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    outputs: dict[str, list[tuple[int, ...]]] = {}
-    seconds: dict[str, list[float]] = {"off": [], "on": []}
-    wrappers = {}
-    for name in ("off", "on"):
-        config = replace(runner.dbo, enable_dbo=name == "on")
-        wrappers[name] = (config, UBatchWrapper(runner.model, config))
-    for name in ("off", "on", "on", "off", "off", "on", "on", "off"):
-        runner.dbo, runner.wrapper = wrappers[name]
-        dist.barrier()
-        start = time.perf_counter()
-        results = generate(runner, prompts, params, max_num_batched_tokens=STEP_TOKENS)
-        seconds[name].append(time.perf_counter() - start)
-        outputs[name] = [result.token_ids for result in results]
-    statistics = wrappers["on"][1].statistics()
-    for _, wrapper in wrappers.values():
-        wrapper.close()
-    return outputs, seconds, (statistics.engaged, {str(why): count for why, count in statistics.declined.items()})
+    """A few short prompts to show, and source text."""
+    shown = [tokenizer.encode(text).ids for text in SHOWN]
+    return [*shown, *source_text(tokenizer, rank, PROMPTS_PER_RANK - len(shown), PROMPT_TOKENS)]
 
 
 @torch.inference_mode()
-def trace_steps(setting: StepSetting) -> list[Span]:
-    """Run one step without overlap and one with; return their spans for the trace."""
+def trace_steps(setting: StepSetting) -> tuple[list[Span], float]:
+    """Run a step some times without and with overlap. Returns the spans of one step each, which takes the median time,
+    and how much their outputs differ."""
+    outputs: dict[int, torch.Tensor] = {}
+    chosen: set[int] = set()
     with tracing() as trace:
-        setting.step(setting.schedule(1))
+        for _, lanes in itertools.product(range(TRACED), (1, 2)):
+            dist.barrier()
+            outputs[lanes] = setting.step(setting.schedule(lanes))
+    for lanes in (1, 2):
+        notes = [note for note in trace.notes if note.lanes == lanes]
+        times = slowest_rank({"": [note.end - note.start for note in notes]})[""]
+        chosen.add(notes[times.index(median_low(times))].step)
+    difference = float((outputs[2] - outputs[1]).norm() / outputs[1].norm())
+    return [span for span in trace.spans if span.step in chosen], difference
+
+
+def generate_both_ways(runner: ModelRunner, prompts: Sequence[Sequence[int]], max_tokens: int) -> Generated:
+    """Complete all prompts with overlap off and on."""
+    short, long = (SamplingParams(max_tokens=count, ignore_eos=True) for count in (max_tokens, max_tokens + LONGER))
+    params = [long] * len(SHOWN) + [short] * (len(prompts) - len(SHOWN))
+    generated = Generated({"off": [], "on": []}, {"off": [], "on": []}, {"off": [], "on": []})
+    configs = {name: replace(runner.dbo, enable_dbo=name == "on") for name in ("off", "on")}
+    wrappers = {name: UBatchWrapper(runner.model, config) for name, config in configs.items()}
+    for name in ORDER:
+        runner.dbo, runner.wrapper = configs[name], wrappers[name]
         dist.barrier()
-        setting.step(setting.schedule(2))
-    return trace.spans
+        start = time.perf_counter()
+        with tracing() as trace:
+            results = generate(runner, prompts, params, max_num_batched_tokens=STEP_TOKENS)
+        generated.seconds[name].append(time.perf_counter() - start)
+        generated.steps[name].append(trace.notes)
+        generated.tokens[name][:] = [result.token_ids for result in results]
+    for wrapper in wrappers.values():
+        wrapper.close()
+    return generated
 
 
-def print_generation(seconds: dict[str, list[float]], steps: Sequence[tuple[int, dict[str, int]]]) -> None:
-    """Print how long generation took, and what all ranks' steps did with overlap on."""
-    best = {name: min(times) for name, times in seconds.items()}
-    faster = f"{best['off'] / best['on']:.2f}x faster with overlap"
-    print(f"generation, best of {len(seconds['on'])}: {best['off']:.2f} s off, {best['on']:.2f} s on: {faster}")
-    declined: Counter[str] = Counter()
-    for _, reasons in steps:
-        declined.update(reasons)
-    print(f"steps with overlap on: {describe_steps(sum(engaged for engaged, _ in steps), declined)}")
+def print_step(measured: OverlapResult, spans: Sequence[Span], difference: float, blocks: int) -> None:
+    """Draw the step without and with overlap, and print what overlap gained."""
+    lane, arms = measured.lanes[2], measured.arms_ms
+    serial, overlapped, link = (median(arms[arm]) for arm in ("serial_unsplit", "overlapped_2", "communication_2"))
+    print(f"\nOne step, {STEP_TOKENS} tokens on each of two ranks. What rank 0 does:\n{KEY}\n")
+    print(*compare_steps(last_step(spans, in_lanes=False), last_step(spans, in_lanes=True)), sep="\n")
+    both = f"{serial:.1f} ms serial, {overlapped:.1f} ms overlapped"
+    print(f"\nmeasured   {both} (medians of {2 * blocks} steps, in turns)")
+    print_gain(lane.speedup)
+    print(f"hidden     {max(lane.hidden.median, 0):.0%} of the {link:.1f} ms on the link")
+    if lane.speedup.low > 1:
+        print("why        while one lane's tokens are on the link, the other lane computes")
+    if lane.void:
+        print("void       these times beat what is possible: the machine changed its speed. Run it again")
+    rounding = f"equal within rounding (relative difference {difference:.0e})"
+    print(f"outputs    {rounding if difference else 'equal to the last bit'}", flush=True)
+
+
+def print_generation(generated: Generated, equal: bool) -> None:
+    """Print whether the tokens are equal, what overlap gained, which steps overlapped, and why the others did not."""
+    seconds, steps = generated.seconds, generated.steps["on"][0]
+    off, on = (median(times) for times in seconds.values())
+    count = sum(map(len, generated.tokens["on"]))
+    print(f"\nA generation: {len(generated.tokens['on'])} prompts and {count} new tokens on each rank, the same link\n")
+    print(f"tokens     {'equal' if equal else 'DIFFERENT'} with overlap on and off")
+    print(f"measured   {off:.2f} s off, {on:.2f} s on (medians of {len(seconds['on'])} runs each, in turns)")
+    print_gain(paired(seconds["off"], seconds["on"]))
+    overlapped = [number for number, step in enumerate(steps) if step.reason is None]
+    print(f"steps      {len(overlapped)} of {len(steps)} overlapped")
+    for mode in dict.fromkeys(steps[number].mode for number in overlapped):
+        own = [number for number in overlapped if steps[number].mode == mode]
+        ms = {
+            name: [(run[number].end - run[number].start) * 1e3 for run in runs for number in own]
+            for name, runs in generated.steps.items()
+        }
+        times = f"{median(ms['off']):.1f} ms off, {median(ms['on']):.1f} ms on"
+        print(f"{len(own):9}  {mode + ' steps':13} {times}: {verdict(paired(ms['off'], ms['on']))}")
+    declined = Counter((step.mode, step.reason) for step in steps if step.reason is not None)
+    for (mode, reason), number in declined.items():
+        why = WHY_NOT.get(DeclineReason(reason), "see docs/wrapping.md")
+        print(f"{number:9}  {mode + ' steps':13} did not overlap: {reason}, {why}")
+
+
+def print_gain(speedup: Interval) -> None:
+    """Print the gain, and what to do if there was none."""
+    print(f"gain       {verdict(speedup)}")
+    if speedup.low <= 1:
+        print(HINT)
+
+
+def verdict(speedup: Interval) -> str:
+    """A measured speed-up, or that there was none; in brackets its 95% interval."""
+    interval = f"{speedup.median:.2f}x [{speedup.low:.2f}, {speedup.high:.2f}]"
+    if speedup.low > 1:
+        return f"{interval} faster"
+    return f"none, {interval}: slower with overlap" if speedup.high < 1 else f"none beyond noise, {interval}"
 
 
 def write_traces(measured: OverlapResult, traces: dict[int, list[Span]], out: Path) -> None:
@@ -148,7 +240,7 @@ def write_traces(measured: OverlapResult, traces: dict[int, list[Span]], out: Pa
         "of the bound": f"{lane.efficiency.median:.0%}",
     }
     write_html(out / "trace.html", traces, title="ubatch: one prefill step in two lanes", summary=facts, step=last)
-    print(f"\nwrote {out / 'trace.html'} (open it in a browser) and {out / 'trace.json'} (ui.perfetto.dev)")
+    print(f"  {out / 'trace.html'} in a browser: the step above, of both ranks ({out / 'trace.json'}: ui.perfetto.dev)")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from repository import ROOT
 from model_runner import UnknownArchitecture, known_architectures, model_class
 from model_runner.models import registry
 from ubatch import Span, SpanKind, write_chrome
+from ubatch.trace.text import draw_lanes
 
 pytestmark = pytest.mark.long
 
@@ -182,27 +183,19 @@ def test_the_tour_names_what_is_there() -> None:
 def test_the_timeline_draws_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A layer of a hundred columns' time: each lane computes half of it, and has a dispatch on the link meanwhile."""
-    half, whole = 42.0, 84.0  # one second is one column
+    """Its rows are those of `tests/ubatch/trace/test_trace_text.py`; here from a file, layer by layer."""
     spans = [
         Span(SpanKind.COMPUTE, "select", 0, 0.0, 20.0, 1),
-        Span(SpanKind.COMPUTE, "combine.1", 0, 20.0, half, 1),
-        Span(SpanKind.TRANSFER, "combine", 0, half, whole, 1),
-        Span(SpanKind.COMPUTE, "layer", 0, whole - 0.1, whole, 1),
-        Span(SpanKind.COMPUTE, "select", 1, half, whole, 1),
-        Span(SpanKind.TRANSFER, "dispatch", 1, 0.0, half, 1),
+        Span(SpanKind.COMPUTE, "layer", 0, 20.0, 81.0, 1),
+        Span(SpanKind.TRANSFER, "dispatch", 1, 0.0, 40.5, 1),
     ]
     write_chrome(tmp_path / "trace.json", {0: spans})
     timeline = runpy.run_path(str(ROOT / "docs" / "timeline.py"))
     monkeypatch.setattr(sys, "argv", ["timeline.py", str(tmp_path / "trace.json"), "--layers", "0", "1"])
     assert timeline["main"]() == 0
-    _, *rows = capsys.readouterr().out.splitlines()
-    assert rows == [
-        "lane 0 computes  " + "A" * 20 + "E" * 22,
-        "       on the link " + " " * 42 + "c" * 42,
-        "lane 1 computes  " + " " * 42 + "A" * 42,
-        "       on the link " + "d" * 42,
-    ]
+    heading, *rows = capsys.readouterr().out.splitlines()
+    assert heading.startswith("81000 ms of a step")
+    assert rows == draw_lanes(spans, 0.0, 81.0)
     monkeypatch.setattr(sys, "argv", ["timeline.py", str(tmp_path / "trace.json"), "--rank", "3"])
     with pytest.raises(SystemExit):
         timeline["main"]()

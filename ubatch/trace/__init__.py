@@ -7,4 +7,5 @@ stages    names of a lane's stages, points that it passed, launches and their wa
 export    a summary, and a file for Perfetto
 file      reads such files, and puts ranks on one clock
 page      an HTML page
+text      a step as text
 """
