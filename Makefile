@@ -37,6 +37,7 @@ help: ## this list
 	@grep --extended-regexp '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 setup: $(VENV)/.installed ## the virtual environment .venv, with the versions of constraints.txt
+	@$(if $(filter setup,$(MAKECMDGOALS)),echo 'source .venv/bin/activate    # once per shell: then `ubatch` is a command',:)
 
 # torch first, by itself: the rest then resolves against the version that is pinned, not the newest one. Modules are
 # compiled on all processors, which pip does on one; it minds none that does not compile either.

@@ -60,10 +60,13 @@ WHY_NOT = {
 }
 NEXT = """\
 How to go on:
-  source .venv/bin/activate    # once per shell; `ubatch` is a command from then on
-  ubatch trace examples/models/tiny-moe --prompt "def main("    # what overlap gains, step by step
-  ubatch tune examples/models/tiny-moe --data-parallel-size 2 --emulated-link 20 50    # from how many tokens on
-  ubatch serve examples/models/tiny-moe --data-parallel-size 2 --enable-expert-parallel --enable-dbo"""
+  # once per shell; `ubatch` is a command from then on
+  source .venv/bin/activate
+  # what overlap gains, step by step; from how many tokens on it pays; a server with OpenAI's API
+  ubatch trace examples/models/tiny-moe --prompt "def main(" --max-tokens 5
+  ubatch tune examples/models/tiny-moe --data-parallel-size 2 --emulated-link 20 50 --max-seconds 40
+  ubatch serve examples/models/tiny-moe --data-parallel-size 2 --enable-expert-parallel --enable-dbo
+  # in a browser: the step above, of both ranks; trace.json next to it is for ui.perfetto.dev"""
 HINT = "hint       overlap needs a core per rank: end what else computes on this machine, and run it again"
 
 
@@ -72,12 +75,12 @@ class Generated:
     """What the runs of the generation gave on this rank.
 
     Attributes:
-        tokens: the outputs with overlap `off` and `on`.
+        tokens: with overlap `off` and `on`, the outputs of every run.
         seconds: of every run, in order.
         steps: the steps of every run, in order; all runs have the same steps.
     """
 
-    tokens: Mapping[str, list[tuple[int, ...]]]
+    tokens: Mapping[str, list[list[tuple[int, ...]]]]
     seconds: Mapping[str, list[float]]
     steps: Mapping[str, list[list[StepNote]]]
 
@@ -108,13 +111,14 @@ def rank_main(rank: int, world_size: int, blocks: int, max_tokens: int, out: Pat
         if rank == 0:
             print_step(measured, spans, difference, blocks)
         generated = generate_both_ways(runner, make_prompts(tokenizer, rank), max_tokens)
-    equal = torch.tensor(generated.tokens["off"] == generated.tokens["on"], dtype=torch.int32)
+    first, *others = itertools.chain(*generated.tokens.values())
+    equal = torch.tensor(all(other == first for other in others), dtype=torch.int32)
     dist.all_reduce(equal, dist.ReduceOp.MIN)
     traces: list[Any] = [None] * world_size
     dist.all_gather_object(traces, spans)
     if rank == 0:
         print_generation(generated, bool(equal))
-        print(f"\n--- {SHOWN[0]!r} goes on as\n{SHOWN[0]}{tokenizer.decode(generated.tokens['on'][0])}\n\n{NEXT}")
+        print(f"\n--- {SHOWN[0]!r} goes on as\n{SHOWN[0]}{tokenizer.decode(first[0])}\n\n{NEXT}")
         write_traces(measured, dict(enumerate(traces)), out)
     return bool(equal)
 
@@ -165,7 +169,7 @@ def generate_both_ways(runner: ModelRunner, prompts: Sequence[Sequence[int]], ma
             results = generate(runner, prompts, params, max_num_batched_tokens=STEP_TOKENS)
         generated.seconds[name].append(time.perf_counter() - start)
         generated.steps[name].append(trace.notes)
-        generated.tokens[name][:] = [result.token_ids for result in results]
+        generated.tokens[name].append([result.token_ids for result in results])
     for wrapper in wrappers.values():
         wrapper.close()
     return generated
@@ -193,8 +197,9 @@ def print_generation(generated: Generated, equal: bool) -> None:
     """Print whether the tokens are equal, what overlap gained, which steps overlapped, and why the others did not."""
     seconds, steps = generated.seconds, generated.steps["on"][0]
     off, on = (median(times) for times in seconds.values())
-    count = sum(map(len, generated.tokens["on"]))
-    print(f"\nA generation: {len(generated.tokens['on'])} prompts and {count} new tokens on each rank, the same link\n")
+    outputs = generated.tokens["on"][0]
+    count = sum(map(len, outputs))
+    print(f"\nA generation: {len(outputs)} prompts and {count} new tokens on each rank, the same link\n")
     print(f"tokens     {'equal' if equal else 'DIFFERENT'} with overlap on and off")
     print(f"measured   {off:.2f} s off, {on:.2f} s on (medians of {len(seconds['on'])} runs each, in turns)")
     print_gain(paired(seconds["off"], seconds["on"]))
@@ -240,7 +245,7 @@ def write_traces(measured: OverlapResult, traces: dict[int, list[Span]], out: Pa
         "of the bound": f"{lane.efficiency.median:.0%}",
     }
     write_html(out / "trace.html", traces, title="ubatch: one prefill step in two lanes", summary=facts, step=last)
-    print(f"  {out / 'trace.html'} in a browser: the step above, of both ranks ({out / 'trace.json'}: ui.perfetto.dev)")
+    print(f"  {out / 'trace.html'}")
 
 
 if __name__ == "__main__":

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import ast
 import importlib
-import os
 import re
 import secrets
 import shlex
 import shutil
-import signal
-import subprocess
-import sys
 import textwrap
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import httpx
 import pytest
+from document_shell import PORT, Shell, stand_in_programs
 from documents import DOCUMENTS, Command, Section, sections, unbound_names
 from repository import ROOT
 
 from serving import cli
-from serving.ranks import free_port
 
 NOT_RUN: Mapping[str, str] = {
     "deepseek-ai/DeepSeek-V2-Lite": "the hub, and 31 GB of weights",
@@ -50,8 +44,6 @@ COMMANDS = [(section, command) for section in SECTIONS.values() for command in s
 STANDINS = {"MODEL": "examples/models/tiny-moe", "deepseek-ai/DeepSeek-V2-Lite": "examples/models/tiny-moe"}
 SETS_UP = re.compile(r"(make|\S*\bpip|git|cd|source|\.|\S*python[\d.]* -m (pip|venv|build)) ")
 """Begin of commands that change this machine, or are a test run of their own: they are not run."""
-PORT = "8000"
-"""The documents' port; tests take a free one."""
 
 
 @pytest.fixture
@@ -102,7 +94,7 @@ def test_the_command_exists_and_takes_these_flags(
     elif program in ("python", "torchrun", "pip"):
         pass  # run below, or not ours
     else:
-        assert shutil.which(program) or program in ("umask",), f"{program}: not a command that a reader has"
+        assert shutil.which(program) or program in ("umask", "source"), f"{program}: not a command that a reader has"
 
 
 def settled(text: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -159,102 +151,17 @@ RUN = [
 @pytest.mark.parametrize("name", RUN)
 @pytest.mark.timeout(140)
 def test_the_commands_of_a_section_run(name: str, folder: Path) -> None:
-    shell = Shell(folder)
+    shell = Shell(folder, stand_in_programs(folder), FASTER)
     try:
         write_files(SECTIONS[name], folder)
         for block in SECTIONS[name].blocks:
             if block.language == "python" and block.file is None and shell.server is not None:
                 shell.run(Command(f"python -c {shlex.quote(block.text)}"))
             for command in block.commands():
-                shell.run(command)
+                if not SETS_UP.match(command.text):
+                    shell.run(command)
     finally:
         shell.close()
-
-
-class Shell:
-    """Runs a section's commands, one after the other, in a folder of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.port = str(free_port())
-        self.server: subprocess.Popen[bytes] | None = None
-        programs = folder / "bin"
-        programs.mkdir()
-        for name, module in (("ubatch", "-m serving.cli"), ("python", ""), ("torchrun", "-m torch.distributed.run")):
-            (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
-            (programs / name).chmod(0o755)
-        path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-        self.environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-    def run(self, command: Command) -> None:
-        """Run it to its end, but a server until it answers; compare what it prints with what is shown."""
-        text = command.text.replace(f"127.0.0.1:{PORT}", f"127.0.0.1:{self.port}")
-        if SETS_UP.match(text):
-            return
-        if text.startswith("ubatch serve"):
-            self.serve(text.removesuffix("&"))
-            return
-        if text.startswith("ubatch bench serve") and "--base-url" not in text:
-            text += f" --base-url http://127.0.0.1:{self.port}"
-        faster = [f" {flags}" for begin, flags in FASTER.items() if begin in text]
-        done = subprocess.run(
-            ["bash", "-c", text + "".join(faster)],
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=130,
-        )
-        assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
-        lines = (done.stdout + done.stderr).splitlines()
-        for shown in () if text.startswith("ubatch tune") else command.shown:  # a quick one tries other cells
-            found = any(pattern_of(shown).fullmatch(line.strip()) for line in lines)
-            assert found, f"{text}\nlacks {shown!r} in\n{lines}"
-
-    def serve(self, text: str) -> None:
-        """Start a server, and wait until it answers."""
-        self.close()
-        self.server = subprocess.Popen(
-            shlex.split(f"ubatch {text.removeprefix('ubatch ')} --port {self.port}"),
-            cwd=self.folder,
-            env=self.environment,
-            executable=str(self.folder / "bin" / "ubatch"),
-        )
-        deadline = time.monotonic() + 110
-        while time.monotonic() < deadline and self.server.poll() is None:
-            try:
-                if httpx.get(f"http://127.0.0.1:{self.port}/health", trust_env=False).is_success:
-                    return
-            except httpx.TransportError:
-                time.sleep(0.2)
-        pytest.fail(f"{text}: no server within 110 s")
-
-    def close(self) -> None:
-        """End the server, if there is one: it must drain and exit with 0."""
-        server, self.server = self.server, None
-        if server is None:
-            return
-        server.send_signal(signal.SIGTERM)
-        try:
-            assert server.wait(timeout=30) == 0
-        finally:
-            server.kill()
-
-
-def pattern_of(shown: str) -> re.Pattern[str]:
-    """What a line may look like: `...` is anything, a number any number, but nought only nought."""
-    parts = re.split(r"(\.\.\.|\d[\d.,]*(?:e[-+]\d+)?)", shown.strip())
-    return re.compile("".join(part_pattern(part) for part in parts))
-
-
-def part_pattern(part: str) -> str:
-    if part == "...":
-        return ".*"
-    if re.fullmatch(r"0", part):
-        return "0"
-    if re.fullmatch(r"\d[\d.,]*(?:e[-+]\d+)?", part):
-        return r"(?!0(?![\d.]))\d[\d.,]*(?:e[-+]\d+)?"
-    return re.sub(r"(\\?\s)+", r"\\s+", re.escape(part))
 
 
 # -- the Python in the documents ---------------------------------------------------------------------------------------
@@ -292,4 +199,4 @@ def whole_programs() -> Iterator[object]:
 @pytest.mark.slow
 @pytest.mark.parametrize("text", list(whole_programs()))
 def test_a_whole_program_runs(text: str, folder: Path) -> None:
-    Shell(folder).run(Command(f"python -c {shlex.quote(text)}"))
+    Shell(folder, stand_in_programs(folder), FASTER).run(Command(f"python -c {shlex.quote(text)}"))

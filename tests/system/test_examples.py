@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import sections
 from repository import ROOT
 from run_examples import run_example
 
@@ -86,7 +87,7 @@ def generated(ms_on: float, declined: str = "below_decode_threshold") -> Any:
         "on": [[step("prefill", ms_on), step("decode", ms_on), step("decode", 10, declined)]] * 4,
     }
     seconds = {"off": [0.03] * 4, "on": [(2 * ms_on + 10) / 1e3] * 4}
-    return DEMO["Generated"]({"off": [(1, 2, 3)], "on": [(1, 2, 3)]}, seconds, steps)
+    return DEMO["Generated"]({"off": [[(1, 2, 3)]], "on": [[(1, 2, 3)]]}, seconds, steps)
 
 
 def test_the_demo_says_how_much_it_gained(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,6 +147,15 @@ def test_the_demo_says_of_a_step_what_it_measured(capsys: pytest.CaptureFixture[
     assert "gain       none, 0.80x [0.80, 0.80]: slower with overlap\nhint " in slower
     assert "why " not in slower
     assert "void       these times beat what is possible" in slower
+
+
+def test_the_commands_that_the_demo_ends_with_are_those_of_the_readme() -> None:
+    """`test_plain_path.py` runs them there."""
+    readme = [section for section in sections() if section.document.name == "README.md"]
+    shown = {command.text.removesuffix(" &") for section in readme for command in section.commands}
+    commands = [line.strip() for line in DEMO["NEXT"].splitlines()[1:] if not line.lstrip().startswith("#")]
+    assert len(commands) == 4
+    assert [command for command in commands if command not in shown] == []
 
 
 @pytest.mark.slow
