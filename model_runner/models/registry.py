@@ -1,4 +1,5 @@
-"""Model classes by a checkpoint's architecture name. A new family needs one file and one line here."""
+"""Model classes by a checkpoint's architecture name. A new family is a file in this folder and a
+line here; `docs/adding-a-model.md` has the tests and lists that it also needs."""
 
 from __future__ import annotations
 

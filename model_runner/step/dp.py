@@ -61,7 +61,9 @@ def _no_pairs() -> Sequence[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The data of this rank's batch for the vote, all on the host; filled by `build_input_batch`.
+    """The data of this rank's batch for the vote, all on the host.
+
+    `build_input_batch` fills the first four fields, `StepRunner.coordinate` the others, right before the vote.
 
     Attributes:
         query_lens: tokens of each request in this step; empty on an idle rank.
