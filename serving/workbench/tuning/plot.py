@@ -74,8 +74,9 @@ def _section(each: ModeResult) -> str:
     legend = "".join(
         f'<span><i style="background:{colour}"></i>{html.escape(arm)}</span>' for arm, colour in _coloured(each)
     )
+    told = "".join(f"<p>{html.escape(line)}</p>" for line in (each.sentence(), *map("warning: {}".format, each.doubts)))
     return (
-        f"<h2>{html.escape(each.mode)}</h2><p>{html.escape(each.sentence())}</p>{_chart(each)}"
+        f"<h2>{html.escape(each.mode)}</h2>{told}{_chart(each)}"
         f'<div class="legend">{legend}</div><pre>{html.escape(each.text())}</pre>'
     )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -11,22 +12,34 @@ from typing import Any
 import yaml
 
 from serving.workbench.arms.cells import Arm, Cell
-from serving.workbench.bench.statistics import columns
+from serving.workbench.bench.statistics import columns, paired
 from serving.workbench.tuning.state import State
 from ubatch import SCHEDULES, UBatchConfig
-from ubatch.schedules.cost_table import SERIAL_ARM, Choice, CostTable, choose
+from ubatch.schedules.cost_table import SERIAL_ARM, Choice, CostTable, Setting, choose
 
 __all__ = ["ModeResult", "Result", "make_result"]
 
 
+_FLAT = 1.02
+"""A smaller step may take this much longer than a larger one: steps that are bound by memory take about the same."""
+
+
 @dataclass(frozen=True)
 class ModeResult:
-    """Result for one mode: the seconds of a step by tokens and arm, the best setting, and all arms by name."""
+    """Result for one mode.
+
+    Attributes:
+        table: the seconds of a step by tokens and arm.
+        choice: the best setting.
+        arms: all arms by name.
+        doubts: what in the measured times does not support the chosen threshold, a sentence each.
+    """
 
     mode: str
     table: CostTable
     choice: Choice
     arms: Mapping[str, Arm]
+    doubts: Sequence[str] = ()
 
     @property
     def arm(self) -> Arm:
@@ -88,7 +101,7 @@ class Result:
         head += ["", "Milliseconds of a step by tokens of a rank, * the fastest:"]
         for each in self.modes:
             head += ["", *each.text().splitlines()]
-        head += ["", *(each.sentence() for each in self.modes)]
+        head += ["", *self.sentences()]
         comments = "\n".join(f"# {line}".rstrip() for line in head)
         return f"{comments}\n\n{yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=120)}"
 
@@ -96,8 +109,17 @@ class Result:
         for each in self.modes:
             print(f"\n{each.text()}")
         print()
-        for each in self.modes:
-            print(each.sentence())
+        for sentence in self.sentences():
+            print(sentence)
+
+    def sentences(self) -> list[str]:
+        """What was chosen for every mode, with warnings; and what to do, if there are any."""
+        told = [line for each in self.modes for line in (each.sentence(), *map("warning: {}".format, each.doubts))]
+        if any(each.doubts for each in self.modes):
+            told.append(
+                "These thresholds are from noise: measure again with nothing else running, and more --max-seconds."
+            )
+        return told
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,8 +137,31 @@ def make_result(
         table = CostTable(seconds)
         known = {arm.name: arm for arm in arms[mode]}
         order = sorted(table.arms, key=lambda name: known[name].complexity)
-        results.append(ModeResult(mode, table, choose(table, order), known))
+        choice = choose(table, order)
+        results.append(ModeResult(mode, table, choice, known, tuple(_doubts(mode, table, choice.setting, by_tokens))))
     return Result(results, facts)
+
+
+def _doubts(
+    mode: str, table: CostTable, setting: Setting, samples: Mapping[int, Mapping[str, list[float] | None]]
+) -> Iterator[str]:
+    """What speaks against the threshold: a gain that the rounds do not agree on there; at or above it, or right below,
+    a step that took longer than one with more tokens."""
+    threshold = setting.threshold
+    if threshold is None:
+        return
+    pairs = list(zip(samples[threshold][setting.arm] or (), samples[threshold][SERIAL_ARM] or (), strict=False))
+    gain = paired([serial for _, serial in pairs], [own for own, _ in pairs])
+    if len(pairs) < 2:
+        yield f"{mode}: {threshold} tokens were measured once, so nobody knows whether {gain.median:.2f}x is noise."
+    elif gain.low <= 1:
+        yield f"{mode}: at {threshold} tokens the gain is not beyond noise, {gain:.2f}x."
+    for arm in (SERIAL_ARM, setting.arm):
+        for fewer, more in itertools.pairwise(size for size in table.sizes if arm in table.seconds[size]):
+            times = [table.seconds[size][arm] for size in (fewer, more)]
+            if more >= threshold and times[0] > _FLAT * times[1]:
+                ms = " against ".join(f"{seconds * 1e3:.2f} ms" for seconds in times)
+                yield f"{mode}: {fewer} tokens took longer than {more} ({arm}, {ms})."
 
 
 def _times(samples: Mapping[str, list[float] | None]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -20,7 +20,7 @@ from serving.options import read_serve_command
 from serving.workbench.arms.cells import Arm, Cell, Grid, library_arms
 from serving.workbench.arms.stages import LayerStages, StageModel, best_schedules, layer_times
 from serving.workbench.tuning.plot import can_draw_png, write_html, write_png
-from serving.workbench.tuning.report import make_result
+from serving.workbench.tuning.report import Result, make_result
 from serving.workbench.tuning.state import State, load_state, save_state
 from ubatch import ConfigError, ForwardMode, Schedule, UBatchConfig
 from ubatch.schedules.cost_table import SERIAL_ARM, CostTable, Setting
@@ -119,6 +119,82 @@ def test_the_file_is_read_by_serve_and_generate(tmp_path: Path) -> None:
     served = read_serve_command("serve", "", words).settings
     assert served["enable_dbo"]
     assert served["prefill"]["token_threshold"] == 32
+
+
+def steps_of(times: Mapping[int, Sequence[tuple[float, float]]]) -> Result:
+    """A result for decode steps; by tokens and round, milliseconds of the serial and the overlapped step."""
+    state = State({})
+    for tokens, rounds in times.items():
+        cell = str(Cell("decode", tokens))
+        serial, overlapped = zip(*rounds, strict=True)
+        state.samples[cell] = {
+            SERIAL_ARM: [ms / 1e3 for ms in serial],
+            ARMS[2].name: [ms / 1e3 for ms in overlapped],
+        }
+    cells = [Cell("decode", tokens) for tokens in times]
+    return make_result(cells, {"decode": ARMS}, state, {})
+
+
+QUIET = {8: [(4.0, 4.8), (4.1, 4.9)], 16: [(6.0, 5.2), (6.1, 5.3)], 32: [(9.0, 6.0), (9.1, 6.1)]}
+
+
+def test_a_threshold_that_the_times_support_has_no_warning() -> None:
+    result = steps_of(QUIET)
+    assert result.modes[0].choice.setting.threshold == 16
+    assert result.sentences() == [result.modes[0].sentence()]
+
+
+@pytest.mark.parametrize(
+    ("times", "doubt"),
+    [
+        (
+            QUIET | {16: [(10.0, 5.2), (10.1, 5.3)]},
+            "decode: 16 tokens took longer than 32 (serial, 10.05 ms against 9.05 ms).",
+        ),
+        (
+            QUIET | {16: [(8.0, 7.0), (8.0, 7.0)]},
+            f"decode: 16 tokens took longer than 32 ({ARMS[2].name}, 7.00 ms against 6.05 ms).",
+        ),
+        (
+            QUIET | {16: [(7.0, 5.0), (5.0, 5.2)]},
+            "decode: at 16 tokens the gain is not beyond noise, 1.18 [0.96, 1.40]x.",
+        ),
+        (
+            {size: rounds[:1] for size, rounds in QUIET.items()},
+            "decode: 16 tokens were measured once, so nobody knows whether 1.15x is noise.",
+        ),
+        (
+            QUIET | {8: [(7.0, 8.0), (7.1, 8.1)]},  # right below
+            "decode: 8 tokens took longer than 16 (serial, 7.05 ms against 6.05 ms).",
+        ),
+    ],
+)
+def test_a_threshold_from_noise_has_a_warning(
+    times: Mapping[int, Sequence[tuple[float, float]]],
+    doubt: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In the output, the file and the page, with what to do."""
+    result = steps_of(times)
+    assert result.modes[0].choice.setting.threshold == 16
+    result.print()
+    printed = capsys.readouterr().out.splitlines()
+    assert f"warning: {doubt}" in printed
+    assert printed[-1].startswith("These thresholds are from noise: measure again")
+    comments = [line.removeprefix("# ") for line in result.yaml().splitlines() if line.startswith("#")]
+    assert f"warning: {doubt}" in comments
+    assert printed[-1] in comments
+    write_html(result, tmp_path / "dbo.html")
+    assert f"<p>warning: {doubt}</p>" in (tmp_path / "dbo.html").read_text(encoding="utf-8")
+
+
+def test_what_is_far_below_the_threshold_or_serial_needs_no_warning() -> None:
+    times = {2: [(9.0, 9.9), (9.0, 9.9)], 4: [(3.0, 3.8), (3.0, 3.8)], **QUIET}
+    assert steps_of(times).modes[0].doubts == ()
+    nothing = steps_of({16: [(9.0, 9.9), (9.0, 9.9)], 32: [(8.0, 9.0), (8.0, 9.0)]})
+    assert nothing.modes[0].choice.setting.threshold is None
+    assert nothing.modes[0].doubts == ()
 
 
 def test_nothing_to_gain_is_written_as_serial(tmp_path: Path) -> None:
