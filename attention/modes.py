@@ -106,7 +106,7 @@ MODES: Mapping[ForwardMode, ModeTraits] = {
 
 
 _RECURRENT = frozenset(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"))
-"""Kinds of layers that keep a state instead of keys and values, alone or beside attention; names as in configs."""
+"""Kinds of layers that keep a state instead of keys and values, alone or with attention; names as in configs."""
 
 
 def refuse_unsupported_model(architecture: str, *, encoder_decoder: bool, layer_types: tuple[str, ...]) -> None:

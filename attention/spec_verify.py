@@ -24,7 +24,7 @@ __all__ = ["SpecVerifyInput"]
 
 @dataclass(frozen=True)
 class SpecVerifyInput:
-    """Metadata of a target-verify step beside tokens and lengths. The speculative decoder fills it; it never changes.
+    """A verify step's metadata other than tokens and lengths. The speculative decoder fills it; it never changes.
 
     Attributes:
         num_draft_tokens: `D`, rows of every request.

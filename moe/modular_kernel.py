@@ -84,7 +84,7 @@ class FusedMoEModularKernel(nn.Module):
     Args:
         all2all: carries tokens to experts and back.
         experts: those of this rank.
-        shared_experts: applied to every token beside the routed ones, `[T, H] -> [T, H]`.
+        shared_experts: applied to every token in addition to the routed ones, `[T, H] -> [T, H]`.
 
     Raises:
         ConfigError: `all2all` sends other experts' tokens here than `experts` holds, or batches of rows by expert to

@@ -43,7 +43,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "bench wrapper": (
         "serving.workbench.bench.runtime.wrapper",
-        "what a wrapped call costs beside the module: its guard, its look-up, a decline",
+        "what a wrapped call costs in addition to the module: its guard, its look-up, a decline",
     ),
     "bench lanes": ("serving.workbench.bench.runtime.lanes", "the cost of lanes without anything to overlap"),
     "bench experts": (
@@ -84,7 +84,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "bench abuse": (
         "serving.workbench.bench.server.abuse",
-        "a server under attack beside a steady load: checks that it keeps serving",
+        "a server under attack during a steady load: checks that it keeps serving",
     ),
     "bench fairness": (
         "serving.workbench.bench.server.fairness",

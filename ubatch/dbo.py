@@ -1,8 +1,8 @@
 """What model code calls inside a lane. Outside a lane all of it returns at once: a `ContextVar` that is unset costs
 tens of nanoseconds.
 
-Names are vLLM's. Each function looks up the lane it runs in; what happens there is in `ubatch.lanes.context`. Beside
-vLLM's own there are `dbo_keep`, `on_comm_stream`, `on_compute_stream`, `fork_comm_stream` and the two of the SM budget.
+Names are vLLM's. Each function looks up the lane it runs in; what happens there is in `ubatch.lanes.context`. Names
+of ours are `dbo_keep`, `on_comm_stream`, `on_compute_stream`, `fork_comm_stream` and the two of the SM budget.
 What differs:
 
     dbo_switch_to_comm, dbo_switch_to_compute   order the streams here, as vLLM's `_sync` variants do: tensors shared by

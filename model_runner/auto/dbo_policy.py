@@ -25,8 +25,8 @@ from ubatch.schedules.schedule import Schedule
 __all__ = ["Policy", "Seen"]
 
 _NEW_STEPS, _SETTLED_EVERY, _LONG_LOG_S = 8, 4, math.log(0.075)
-"""Every step of a size is timed for so many steps after something new, later every fourth if steps are not long: timing
-a step and learning from it takes some 0.15 ms, of a long one at most 0.2%."""
+"""The first 8 steps of a size are timed, and the 8 after a change (its steps take another time, or the decision is
+reversed); later every fourth, unless steps are long. Timing a step takes some 0.15 ms, of a long one at most 0.2%."""
 _NOISE, _LEAST_NOISE, _MOST_NOISE, _NOISE_MEMORY = 0.06, 0.02, 0.15, 32
 """Standard deviation of the log of a step's time: at first, its limits, and the steps that it is averaged over."""
 _SLOPE, _LEAST_SPREAD = 0.35, 0.1

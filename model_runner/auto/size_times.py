@@ -64,9 +64,9 @@ class SizeTimes:
         stages: the mean of serial steps' stages; None if they cannot be measured.
         expected, off: see the top of this file; `expected` is 0 without stages.
         steps: number of its steps.
-        new_at: `steps` when one last told something new or odd.
+        new_at: `steps` at the last change: one took another time than its size does, or the decision was reversed.
         tried_at: `steps` at the latest trial, a step that runs the other way than decided; at least `new_at`.
-        sure: overlapped trials since then that told nothing new.
+        sure: overlapped trials since then that confirmed the decision.
         overlaps: whether its steps overlap.
     """
 
@@ -93,7 +93,7 @@ class SizeTimes:
         return self.steps - self.tried_at >= after
 
     def watch(self) -> None:
-        """What was told last is new, or odd: the next steps are timed, and soon one runs the other way."""
+        """Something has changed: the next steps are timed, and soon one runs the other way."""
         self.new_at, self.tried_at, self.sure = self.steps, self.steps, 0
 
     def add_stages(self, stages: Stages, schedule: Schedule) -> None:

@@ -1,4 +1,4 @@
-"""Measures a runner's GPU memory beside the KV cache, before the cache is made: the cache gets the rest.
+"""Measures a runner's GPU memory without the KV cache, before the cache is made: the cache gets the rest.
 
     weights    memory held after loading the model and its draft network, with the states of linear attention
     step       additional memory of the largest steps: their tensors, workspaces of attention, and buffers of the
@@ -133,7 +133,7 @@ def measured_blocks(
     memory: DeviceMemory,
     max_num_batched_tokens: int | None,
 ) -> int:
-    """Blocks of the KV cache that fit beside everything else in a share of the device's memory. Collective.
+    """Blocks of the KV cache that fit in addition to everything else in a share of the device's memory. Collective.
 
     Args:
         runner: a runner with its model, and no cache yet.

@@ -1,4 +1,4 @@
-"""Attention tensor parallelism beside expert parallelism: which ranks share a replica, and which part each rank holds.
+"""Attention tensor parallelism with expert parallelism: which ranks share a replica, and which part each rank holds.
 
     rank = dp_rank * T + tp_rank
 

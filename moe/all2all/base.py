@@ -302,7 +302,7 @@ class SignalledCombine(Protocol):
         """The signals that the projection sets for its finished blocks."""
 
     def send(self, y: Tensor) -> Transfer[Tensor]:
-        """Launch the return of the results; it runs beside the projection, which was launched before.
+        """Launch the return of the results; it runs during the projection, which was launched before.
 
         Args:
             y: `[E_local, C, H]`, the projection's output.

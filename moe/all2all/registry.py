@@ -97,7 +97,7 @@ def check_all2all_options(name: str, options: Mapping[str, object], num_ranks: i
     """Refuse options that a back end does not take, and ranks that it does not serve, before anything is made.
 
     Args:
-        options: what would be given to `make_all2all` beside group and experts.
+        options: what would be given to `make_all2all` in addition to group and experts.
 
     Raises:
         ConfigError: an unknown back end or option, a value of another type or out of range, or a number of ranks that

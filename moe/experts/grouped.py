@@ -5,7 +5,7 @@
     segment_sum            every token adds its pairs' y, weighted, in the order in which the router chose them
 
 Going expert by expert keeps the rows and the intermediate in cache between gather, GEMM and activation; everything
-beside the GEMMs (sort, gather, activation, sum) is some 3 % of the time at 128 rows per expert on one CPU core.
+other than the GEMMs (sort, gather, activation, sum) is some 3 % of the time at 128 rows per expert on one CPU core.
 Works on every device and under autograd. The row counts of the GEMMs are read on the host, so it cannot be captured
 into a CUDA graph.
 """

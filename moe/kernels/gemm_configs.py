@@ -94,7 +94,7 @@ def gemm_configs(
         dtype: dtype that is multiplied.
         gated: gate and up side by side, so twice the columns.
         one_per_sm: only configs with one program per SM, which can limit the GEMM to a number of SMs.
-        claimed: claim tiles. For a GEMM beside kernels that may hold SMs: a program that starts late delays no tile.
+        claimed: claim tiles. For a GEMM next to kernels that may hold SMs: a program that starts late delays no tile.
     """
     configs: Iterable[GemmConfig] = _candidates(rows, dtype, gated)
     if one_per_sm:

@@ -11,7 +11,7 @@ gathered rows are loaded by addresses. A tile may read beyond its expert's last 
     claimed    a program claims the next free tile (`GemmConfig.claimed`); good if other kernels hold SMs, because the
                other programs compute the tiles of one that starts late
 
-The claim counters are stored beside the number of tiles, one per projection, and are zero when the tiles are made.
+The claim counters are stored next to the number of tiles, one per projection, and are zero when the tiles are made.
 Every program's last claim finds no tile. The last program resets the counter to 0, for the next launch on these tiles.
 
 In fp8 every 128 elements of the inner dimension are summed separately and scaled; `project_up` returns fp8, too.

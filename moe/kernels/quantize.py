@@ -87,7 +87,7 @@ def quantize_rows(x: Tensor, rows_per_expert: Tensor | None = None) -> tuple[Ten
 
 
 def quantize_weights(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Round weights to fp8, one expert at a time, so that it takes little memory beside the result.
+    """Round weights to fp8, one expert at a time, so that it takes little memory in addition to the result.
 
     Args:
         w: `[E, N, K]`, floating; N and K multiples of 128.

@@ -41,6 +41,7 @@ class RunHost:
         self.socket = self._context.socket(zmq.ROUTER)
         self._gate: CurveGate | None = None
         self._store: Store | None = None
+        self._store: Store | None = None
         self._listener: Socket | None = None
         self._closed = False
 
@@ -57,8 +58,9 @@ class RunHost:
         options, loop = self._options, asyncio.get_running_loop()
         announce_network(options)
         secret = read_secret(options.cluster_secret_file)
-        self._store, place, self._listener = host_store(options, self._folder.path)  # it listens as long as it is kept
-        run = Run.open(self._store, secret)
+        store, place, self._listener = host_store(options, self._folder.path)
+        self._store = store  # it listens as long as it is kept
+        run = Run.open(store, secret)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -70,7 +72,7 @@ class RunHost:
                 loop.call_soon_threadsafe(work, *args)
 
         if options.nnodes > 1:
-            args = (secret, lambda node: tell(joined, node), lambda why: tell(failed, why))
+            args = (store, secret, lambda node: tell(joined, node), lambda why: tell(failed, why))
             threading.Thread(target=self._check_nodes, args=args, name="nodes", daemon=True).start()
         return place
 
@@ -105,6 +107,7 @@ class RunHost:
 
     def _check_nodes(
         self,
+        store: Store,
         secret: ClusterSecret | None,
         joined: Callable[[int], object],
         failed: Callable[[Failed], object],
@@ -115,7 +118,7 @@ class RunHost:
         while missing and not self._closed:
             for node in sorted(missing):
                 try:
-                    if check_node(self._store, secret, self._options, node):
+                    if check_node(store, secret, self._options, node):
                         missing.remove(node)
                         joined(node)
                 except dist.DistError:  # this process ends

@@ -1,5 +1,5 @@
 """Unusual splits through the server's scheduler, with the prefix cache, give the same tokens: one very long prompt that
-is cut in two, and decodes in a lane beside prefills.
+is cut in two, and decodes in a lane together with prefills.
 """
 
 from __future__ import annotations

@@ -193,9 +193,9 @@ def _overlap(rank: int, group: CommGroup) -> None:
         return min(tries)
 
     # Four transfers of 50 ms. The first dispatch is waited for. The second one arrives while the first chunk computes,
-    # the first combine while the second chunk does, the second combine beside the shared expert.
+    # the first combine while the second chunk does, the second combine during the shared expert.
     assert exposed(chunked(2, True)) < 0.09
-    # Beside the first dispatch instead: then the last combine is waited for.
+    # During the first dispatch instead: then the last combine is waited for.
     assert exposed(chunked(2, True, place=SharedExpert.DISPATCH)) < 0.09
 
 

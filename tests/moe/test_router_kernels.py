@@ -1,4 +1,4 @@
-"""The router kernels beside the torch routers: the same experts in the same order, with the same weights."""
+"""The router kernels against the torch routers: the same experts in the same order, with the same weights."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def on_ranks(rank: int, world_size: int) -> tuple[list[Any], list[str]]:
     wrapper = UBatchWrapper(model, replace(config, group=group))
     for rows in ((4, 3), (4, 0), (0, 4), (4, 1)):  # decode; what an idle rank has looks like a prefill
         wrapper(torch.ones(rows[rank], 1 if rows[rank] else 2, dtype=torch.long))
-    wrapper(torch.ones((6, 0)[rank], (2, 1)[rank], dtype=torch.long))  # prefill beside what looks like a decode
+    wrapper(torch.ones((6, 0)[rank], (2, 1)[rank], dtype=torch.long))  # prefill with what looks like a decode
     outcome = [*model.seen()]
     counts = wrapper.statistics()
     wrapper.close()

@@ -134,7 +134,7 @@ def compile_choices(*, fp8: bool) -> None:
 
 
 def compile_linear(shape: GatedDeltaShape) -> None:
-    """Linear attention of a prompt beside decodes, and of a verify step behind another one, as in a graph."""
+    """Linear attention of a prompt with decodes, and of a verify step behind another one, as in a graph."""
     pool = StatePool(shape, 1, 4, BF16, torch.device("cpu"), num_drafts=3)
     conv, heads = torch.zeros(shape.conv_kernel, shape.conv_dim), torch.zeros(shape.num_v_heads)
 

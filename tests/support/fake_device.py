@@ -1,6 +1,6 @@
 """An asynchronous device on a virtual clock, and a scheduler whose own work takes time on the same clock.
 
-Nothing here sleeps. `clock.now` is the host's time; the device works on one step after the other beside it, and
+Nothing here sleeps. `clock.now` is the host's time; the device works on one step after the other meanwhile, and
 `result()` moves the host's time to where the step is done. So what a loop costs is exact, whatever the machine does.
 """
 

@@ -83,7 +83,7 @@ def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, port: int, re
 
 def free_port() -> int:
     """A port that nobody listens on, nor will before the caller does, but for another caller's one chance in many."""
-    dice = random.SystemRandom()  # tests seed the others alike, also those of another run beside this one
+    dice = random.SystemRandom()  # tests seed the others alike, also those of another run at the same time
     while True:
         port = dice.choice(PORTS)
         with socket.socket() as listener, suppress(OSError):

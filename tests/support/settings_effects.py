@@ -41,7 +41,7 @@ class Enough(Exception):
 
 
 class Seen(dict[str, Any]):
-    """What was called with what; a second call of a name is noted beside the first."""
+    """What was called with what; a second call of a name is noted after the first."""
 
     def note(self, name: str, result: Any = None, *, then: type[BaseException] | None = None) -> Callable[..., Any]:
         """A stand-in that notes its arguments, and returns `result` or raises `then`."""

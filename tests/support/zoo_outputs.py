@@ -74,7 +74,7 @@ class Router(nn.Module):
 
 
 class Tied(nn.Module):
-    """Hands its parameter and a buffer out, beside the rows."""
+    """Hands its parameter and a buffer out, in addition to the rows."""
 
     def __init__(self) -> None:
         super().__init__()

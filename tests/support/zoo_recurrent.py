@@ -24,7 +24,7 @@ from zoo_entry import (
 
 WIDTH, HIDDEN, LAYERS = 6, 8, 2
 STATES = LANE_FAILED
-"""States `[layers, batch, hidden]` as arguments: the batch is dimension 1 there, and 0 beside."""
+"""States `[layers, batch, hidden]` as arguments: the batch is dimension 1 there, and 0 elsewhere."""
 NEIGHBOURS = LANE_FAILED
 
 

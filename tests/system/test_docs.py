@@ -89,7 +89,7 @@ def file_exists(word: str, document: Path) -> bool:
     top = word.split("/")[0]
     if "/" in word and top not in FOLDERS:
         return True  # an API's path, a model's name
-    if "/" not in word:  # beside the document, at the root, or of a folder that the document names
+    if "/" not in word:  # next to the document, at the root, or of a folder that the document names
         here = [document.parent / word, ROOT / word]
         return any(path.exists() for path in here) or any(next((ROOT / top).rglob(word), None) for top in FOLDERS)
     return next(ROOT.glob(word.rstrip("/")), None) is not None
@@ -140,7 +140,7 @@ def words() -> frozenset[str]:
 
 
 def test_the_readme_needs_no_tree_around_it() -> None:
-    """On a package index there is nothing beside it: links are absolute, and there is no picture in a file."""
+    """On a package index there is nothing around it: links are absolute, and there is no picture in a file."""
     text = README.read_text(encoding="utf-8")
     assert [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("https://")] == []
     assert "<img" not in text

@@ -29,7 +29,7 @@ def run(words: list[str], folder: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository without what `make` wrote: building writes beside the sources."""
+    """The repository without what `make` wrote: building writes next to the sources."""
     copy = tmp_path_factory.mktemp("source") / "ubatch"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*WRITTEN))
     return copy

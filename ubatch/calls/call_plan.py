@@ -96,7 +96,7 @@ class CallPlan(NamedTuple):
         rows: size of the split dimension.
         tokens_per_row: tokens per row: S for token ids `[B, S]`, else 1.
         decode: whether every row has one token of a token-ids argument of two dimensions.
-        multiples: how many output rows one row of the call may have: 1, or an argument's size beside the rows.
+        multiples: how many output rows one row of the call may have: 1, or an argument's size other than the rows.
         batch_first: whether every tensor that is split is split along dimension 0.
         args, kwargs: the call's arguments; each positional one with its parameter's name.
     """

@@ -13,7 +13,7 @@ values is at least that of the lowest quarter of them.
 
 In 16 bits a near-tie in a router sometimes sends a token to another expert, and its row is then off by more than 5e-2.
 At most 5% of the rows may be, and they must be explained: another cut of the same batch must give other such rows. Rows
-that are off under both cuts, or beside the cut in both, depend on other rows (`coupled`).
+that are off under both cuts, or next to the cut in both, depend on other rows (`coupled`).
 """
 
 from __future__ import annotations

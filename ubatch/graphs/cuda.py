@@ -3,7 +3,7 @@
 Reasons for the design:
 
 - The lanes' threads launch into streams whose capture the caller's thread began. CUDA allows that: streams are
-  captured, not threads. `capture_error_mode="thread_local"` checks calls that are unsafe *beside* a capture (such as
+  captured, not threads. `capture_error_mode="thread_local"` checks calls that are unsafe *during* a capture (such as
   `cudaMalloc`) in the caller's thread alone, so a watchdog or a loader in another thread does not spoil the capture.
   Reading from or synchronising a captured stream is an error in every mode, in every thread.
 - The allocator chooses by stream: memory allocated on the capture stream, or on a stream forked from it, comes from the

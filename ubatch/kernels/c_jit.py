@@ -132,7 +132,7 @@ def _load(source: str) -> ctypes.CDLL:
         with suppress(OSError):  # so that the next process compiles it again
             path.unlink()
             _checksum_file(path).unlink()
-        raise ConfigError(f"the compiled kernel cannot be loaded beside torch: {error}") from error
+        raise ConfigError(f"the compiled kernel cannot be loaded together with torch: {error}") from error
 
 
 def _compiler() -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-from ubatch.process.silences import hear_silences, silences_in_force
+from ubatch.process.silences import add_silence_listener, silences_in_force
 
 __all__ = ["Heart", "beat", "stop_hearts"]
 
@@ -39,7 +39,7 @@ class Heart:
         self._silence_s = 0.0
         self._stopped = False
         _hearts.add(self)
-        hear_silences(self)
+        add_silence_listener(self)
 
     def beat(self) -> None:
         """Send a beat, unless the last one was less than `every_s` seconds ago."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-__all__ = ["hear_no_more", "hear_silences", "longest_silence_s", "silence", "silences_in_force"]
+__all__ = ["add_silence_listener", "longest_silence_s", "remove_silence_listener", "silence", "silences_in_force"]
 
 
 class _Call:
@@ -43,12 +43,12 @@ _silences = _Silences()
 _listeners: weakref.WeakSet[_Listener] = weakref.WeakSet()
 
 
-def hear_silences(listener: _Listener) -> None:
+def add_silence_listener(listener: _Listener) -> None:
     """Notify `listener` before every `silence` from now on."""
     _listeners.add(listener)
 
 
-def hear_no_more(listener: _Listener) -> None:
+def remove_silence_listener(listener: _Listener) -> None:
     """Stop notifying `listener`."""
     _listeners.discard(listener)
 

@@ -27,7 +27,7 @@ class ForwardMode(StrEnum):
     DECODE = "decode"
     PREFILL = "prefill"
     MIXED = "mixed"
-    """at least one prefill beside decodes; counts as prefill for the thresholds"""
+    """at least one prefill together with decodes; counts as prefill for the thresholds"""
     IDLE = "idle"
     """no tokens on this rank; it only takes part in the others' collectives"""
     TARGET_VERIFY = "target_verify"

@@ -70,7 +70,7 @@ class Tally:
     _beside: dict[int, int] = field(default_factory=dict)
 
     def counts(self) -> dict[str, Any]:
-        """The counters by name, with those of calls beside others."""
+        """The counters by name, with those of calls during others."""
         counts = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         beside = sum(list(self._beside.values()))
         declined = dict(self.declined) | ({DeclineReason.CONCURRENT_CALL: beside} if beside else {})

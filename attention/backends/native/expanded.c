@@ -55,7 +55,7 @@ static void rotate(number *to, const number *from, int64_t rope, const float *co
 
 // -- items ------------------------------------------------------------------------------------------------------------
 
-// A thread's memory, beside that of prompts.c.
+// A thread's memory, in addition to that of prompts.c.
 typedef struct {
     float *sums;         // [KEYS, the wider of KEYS and a value]
     operand *rows;       // [KEYS, rank]

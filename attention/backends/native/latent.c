@@ -1,7 +1,7 @@
 // One layer of a step of latent attention; it follows expanded.c when it is compiled. Absorbed:
 //
 //     store     every token's latent and rotated key part, side by side in a row of the cache
-//     into      per head, q_nope * w_uk beside the rotated q_rope: a query as wide as a cached row
+//     into      per head, q_nope * w_uk next to the rotated q_rope: a query as wide as a cached row
 //     attend    every query token for itself, to its request's rows; all heads share them, and values are their latents
 //     out of    per head, the attended latent * w_uv
 //

@@ -1,6 +1,6 @@
 """The `triton_mla` back end: multi-head latent attention; requests with few queries run on this project's kernels.
 
-    write       one program per token rotates its key part and stores it beside its latent
+    write       one program per token rotates its key part and stores it next to its latent
     absorbed    requests with few queries attend to the cached latents: split over programs, then reduced
     expanded    prompts attend over keys and values, with the code of `torch_mla`
 

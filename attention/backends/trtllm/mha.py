@@ -167,7 +167,7 @@ def _kernels_on(device: torch.device) -> _Kernels:
 
 @dataclass(frozen=True)
 class _Call:
-    """A kernel call's arguments beside a layer's tensors.
+    """A kernel call's arguments other than a layer's tensors.
 
     Attributes:
         slots: `[T]` int64, the slots of the new keys and values.

@@ -111,7 +111,7 @@ _joins: WeakKeyDictionary[Any, _Join] = WeakKeyDictionary()
 
 
 def _make_buffer(name: str, deep_ep: Any, connection: Connection, size: BufferSize) -> SizedBuffer:
-    """Refused where the process has a buffer beside which DeepEP cannot make this one."""
+    """Refused where the process has a buffer next to which DeepEP cannot make this one."""
     ranks = connection.ranks
     joins = ranks if size.low_latency else ranks[ranks.index(connection.rank) % NODE :: NODE]
     alone = size.low_latency and not in_one_node(len(ranks))
@@ -188,6 +188,6 @@ class SizedBuffers(DeepEPBuffers[SizedBuffer]):
         """The buffer for `x [T, H]`, of one lane and chunk where they have buffers of their own.
 
         Raises:
-            ConfigError: see `get`; or the process has a buffer beside which DeepEP cannot make this one.
+            ConfigError: see `get`; or the process has a buffer next to which DeepEP cannot make this one.
         """
         return self.get(connection, lane, chunk, x.shape[1], x.device.index or 0)

@@ -10,7 +10,7 @@
 
 Counts make the host wait once per layer for a round trip, in exchange for sending no padding. Where all ranks know
 each other's token counts from the vote, `allgather_reducescatter` does without. On CUDA the host waits for the counts
-alone, not for what the device has queued beside them; everything after them has a size that the host knows.
+alone, not for what the device has queued meanwhile; everything after them has a size that the host knows.
 
 Chunks of experts exchange their counts together, so the host waits once for all of them, and send together what one
 chunk would (`moe.all2all.torch_dist.chunks`). A signalled combine sends what blocks of experts have completed

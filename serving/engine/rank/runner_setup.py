@@ -174,7 +174,7 @@ def _describe_traits(traits: All2AllTraits, runner: ModelRunner) -> str:
     lanes = "any number of lanes" if traits.max_lanes is None else f"up to {traits.max_lanes} lanes"
     sent = traits.chunk_bytes(1, config.hidden_size, config.num_experts_per_tok, runner.kv_cache.spec.dtype)
     parts = [
-        "travels beside compute" if traits.is_async else "complete when launched: lanes hide nothing",
+        "travels during compute" if traits.is_async else "complete when launched: lanes hide nothing",
         "the host waits for counts" if traits.blocks_host else "no wait on the host",
         "capturable" if traits.capturable else "eager only",
         f"{lanes}, up to {traits.max_chunks} chunks",

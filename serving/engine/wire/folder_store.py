@@ -38,7 +38,7 @@ class FolderStore:
         folder.mkdir(mode=0o700, exist_ok=True)
 
     def part(self, name: str) -> FolderStore:
-        """A store in a folder beside the values of this one."""
+        """A store in a folder next to the values of this one."""
         return FolderStore(self.folder / f"{_file(name)}.part", self._timeout)
 
     def torch_store(self, name: str) -> dist.Store:

@@ -66,7 +66,7 @@ def _check_lanes(lanes: tuple[int, ...]) -> tuple[int, ...]:
 class Measurement(Group):
     """What to measure, and where to write the best settings."""
 
-    out: Path = Field(Path("dbo.yaml"), description="YAML file to write; .html and .png beside it")
+    out: Path = Field(Path("dbo.yaml"), description="YAML file to write; .html and .png next to it")
     data_parallel_size: Positive = Field(2, description="ranks in all; they share the experts")
     modes: Annotated[
         Annotated[tuple[Mode, ...], Field(min_length=1)],
@@ -77,7 +77,7 @@ class Measurement(Group):
         Annotated[tuple[int, ...], Field(min_length=1)], BeforeValidator(_as_tuple), AfterValidator(_check_lanes)
     ] = Field((2, 3, 4), description="numbers of lanes to try")
     search_best: int = Field(
-        2, ge=0, description="schedules that the simulator may propose for each mode, beside the named ones"
+        2, ge=0, description="schedules that the simulator may propose for each mode, in addition to the named ones"
     )
     max_decode_tokens: int = Field(256, ge=8, description="requests of the largest decode step of a rank")
     max_prefill_tokens: int = Field(2048, ge=16, description="tokens of the largest prefill step of a rank")

@@ -189,7 +189,7 @@ class Scheduling(Group):
     max_num_batched_tokens: Annotated[Positive | None, Flag(default="2048")] = Field(
         None, description="most tokens of a rank's step"
     )
-    enable_chunked_prefill: bool = Field(True, description="prompts may run in chunks, beside decodes")
+    enable_chunked_prefill: bool = Field(True, description="prompts may run in chunks, together with decodes")
     max_prefill_tokens_per_mixed_step: Annotated[TokensAutoOff, Flag(metavar="INT|auto|off")] = Field(
         "off",
         description="most prompt tokens in a rank's step while requests decode, on this rank or on one that steps "

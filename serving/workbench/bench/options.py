@@ -40,7 +40,7 @@ class ReportOptions(Group):
 
     Attributes:
         unwritten: options that the file leaves out.
-        measures: files and folders whose speed its figures are, beside the benchmark's own module.
+        measures: files and folders whose speed its figures are, in addition to the benchmark's own module.
     """
 
     unwritten: ClassVar[frozenset[str]] = frozenset()

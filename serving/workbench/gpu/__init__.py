@@ -8,7 +8,7 @@
     experts     fused MoE against the bandwidth floor, the matrix peak, and peers
     attention   paged decode attention against the copy bandwidth
     prefill     overlapped prefill against the best serial one, over `host_loopback`, in graphs
-    sms         grouped GEMMs beside a transport that holds SMs while it sends
+    sms         grouped GEMMs next to a transport that holds SMs while it sends
     decode      CPU time of a decode step that is a CUDA graph
     lanes       cost of a hand-off in eager steps
     model       a model with random weights and a batch for it, as the model runner would plan it

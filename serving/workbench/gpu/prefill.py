@@ -13,7 +13,7 @@ Every arm is a CUDA graph, so no arm waits for its launches:
     hidden               (split compute + communication - overlapped) / min(split compute, communication)
     speed-up             best serial arm / overlapped
     schedule_efficiency  time of this schedule on an ideal machine, from the measured stage times / overlapped
-    GEMM slow-down       the experts of a half batch beside copies / the same alone
+    GEMM slow-down       the experts of a half batch during copies / the same alone
 
 The schedule hides most if attention and experts take equally long, so the benchmark chooses the request length that is
 nearest to that. The table also has the most that the schedule could reach.

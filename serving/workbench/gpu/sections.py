@@ -33,7 +33,7 @@ SECTIONS: Mapping[str, Plan] = {
     "prefill": Plan("Overlapped prefill over host memory, in graphs", "serving.workbench.gpu.prefill:measure", 152),
     "moe-decode": Plan("Fused MoE, decode sizes", "serving.workbench.gpu.experts:decode", 85),
     "decode": Plan("Decode steps as graphs", "serving.workbench.gpu.decode:measure", 45),
-    "sms": Plan("Grouped GEMM beside a transport on SMs", "serving.workbench.gpu.sms:measure", 20),
+    "sms": Plan("Grouped GEMM next to a transport on SMs", "serving.workbench.gpu.sms:measure", 20),
     "moe-prefill": Plan("Fused MoE, prefill sizes", "serving.workbench.gpu.experts:prefill", 62),
     "attention": Plan("Paged decode attention", "serving.workbench.gpu.attention:decode", 40),
     "lanes": Plan("Eager lanes", "serving.workbench.gpu.lanes:measure", 20),

@@ -1,4 +1,4 @@
-"""The experts' grouped GEMMs beside a transport that holds SMs while it sends: `host_loopback` with `sms`.
+"""The experts' grouped GEMMs next to a transport that holds SMs while it sends: `host_loopback` with `sms`.
 
     dealt       every program has its tiles from the start (used without overlap)
     claimed     programs claim their tiles one by one (used in overlapped lanes)
@@ -52,7 +52,7 @@ def measure(bench: Bench, section: Section) -> None:
     arms: dict[str, Callable[[], float]] = {f"{name} alone": bench.kernel(run) for name, run in runs.items()}
     arms |= {f"{name} beside": beside(run) for name, run in runs.items()}
     bench.check_time("the products")
-    found = section.arms_ms["products"] = bench.interleave(arms, "products beside a transport on SMs")
+    found = section.arms_ms["products"] = bench.interleave(arms, "products next to a transport on SMs")
 
     least = total / (total - held)
     section.add(f"least slow-down, with {held} of {total} SMs held", least)

@@ -7,7 +7,7 @@
     dispatch, combine   time on the link; their kernels' time on the SMs, to send and to receive, is separate
 
 A lane holds a share of the tokens but reads all weights, so two lanes read them twice: small batches lose by that.
-While high-throughput communication runs beside compute, it occupies SMs, and compute has only the others.
+While high-throughput communication runs during compute, it occupies SMs, and compute has only the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LaneCosts:
     """Seconds of one lane and layer, all chunks together.
 
     Attributes:
-        times: stage times for the simulator; dispatch and combine are the time on the link, beside compute.
+        times: stage times for the simulator; dispatch and combine are the time on the link, during compute.
         send_dispatch, receive_dispatch, send_combine, receive_combine: time on the SMs, at either end of a transfer.
     """
 
@@ -87,7 +87,7 @@ class LayerCosts:
         return model.dense_layers * layer + kernels.gemm(rows, model.vocab, model.hidden, width=BF16)
 
     def kernels(self, *, overlapped: bool = False) -> KernelTimes:
-        """Kernel times beside communication (`overlapped`), or alone on the GPU."""
+        """Kernel times during communication (`overlapped`), or alone on the GPU."""
         gpu, constants = self.hardware.gpu, load_constants().kernels
         share = 1 - self.hardware.link.high_throughput_sms / gpu.sms if self.prefill and overlapped else 1.0
         return KernelTimes(gpu, constants, share, constants.unlisted["prefill" if self.prefill else "decode"])

@@ -22,7 +22,7 @@ __all__ = ["Gate", "crossover", "published_gates"]
 
 @dataclass(frozen=True)
 class Gate:
-    """A prediction beside what was published or measured.
+    """A prediction against what was published or measured.
 
     Attributes:
         name: the figure that is compared.

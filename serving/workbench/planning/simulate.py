@@ -50,7 +50,7 @@ class Options(Group):
     ] = None
     context: Annotated[int, Field(ge=1, description="tokens of a sequence in the cache, or of a prompt")] = 4096
     tokens_per_sequence: Annotated[int, Field(ge=1, description="in verify steps")] = 2
-    redundant_experts: Annotated[int, Field(ge=0, description="copies of experts beside the model's own")] = 0
+    redundant_experts: Annotated[int, Field(ge=0, description="copies of experts in addition to the model's own")] = 0
     skew: Annotated[float, Field(ge=1, description="load of the busiest rank over the mean")] = 1.0
     max_lanes: Annotated[int, Field(ge=1, description="most lanes to try")] = 4
     max_chunks: Annotated[int, Field(ge=1, description="most chunks to try")] = 4

@@ -1,4 +1,4 @@
-"""The measurements so far, in a file beside the result, so that a stopped run can be resumed."""
+"""The measurements so far, in a file next to the result, so that a stopped run can be resumed."""
 
 from __future__ import annotations
 

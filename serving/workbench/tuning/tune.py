@@ -77,7 +77,9 @@ def read(program: str, description: str, words: Sequence[str]) -> TuneCommand:
     layers, print_config = read_layers(TUNE, program, description, words)
     s = merge(*layers, table=TUNE)
     if s["out"].suffix in (".html", ".png"):
-        raise ConfigError(f"{s.spell('out')} {s['out']}: the settings are YAML; the page and the picture go beside it.")
+        raise ConfigError(
+            f"{s.spell('out')} {s['out']}: the settings are YAML; the page and the picture go next to it."
+        )
     if s["draft_tokens"] + 1 > s["max_decode_tokens"] // 2:
         raise ConfigError(
             f"{s.spell('draft_tokens')} {s['draft_tokens']}: a verify step of {s.spell('max_decode_tokens')} "

@@ -32,7 +32,7 @@ def cache_of(shape: AttentionShape | MLAShape, *, fp8: bool = False, block_size:
 
 
 class Plain(TorchAttentionBackend):
-    """Can do nothing beside plain attention over pages of 32."""
+    """Can do nothing but plain attention over pages of 32."""
 
     name = "plain"
     traits = BackendTraits(devices=("cpu",), block_sizes=(32, 64))

@@ -1,4 +1,4 @@
-"""Each Triton kernel of attention beside the slow way to say the same."""
+"""Each Triton kernel of attention against the slow way to say the same."""
 
 from __future__ import annotations
 

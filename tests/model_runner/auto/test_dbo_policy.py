@@ -105,7 +105,7 @@ def test_a_slower_link_is_seen_in_two_serial_steps() -> None:
 
 @pytest.mark.parametrize("link", [0.0, 1.0])
 def test_a_noisy_machine_does_not_mislead_it(link: float) -> None:
-    """Step times that scatter by 15%, as beside other work."""
+    """Step times that scatter by 15%, as next to other work."""
     for seed in range(2):
         served = serve(link, seed, 3 * NOISE)
         assert served.against(serial) >= 0.98

@@ -225,8 +225,8 @@ def agreed(runner: ModelRunner, ranks: Sequence[tuple[int, int]], *, lanes: int 
         ([(4, 1), (0, 1)], 2, 2),
         ([(8, 1), (3, 1)], 2, 4),  # more than the largest plain one, in lanes that fit
         ([(3, 1), (8, 1)], 1, None),  # more than the largest on one rank: all run eagerly
-        ([(3, 1), (3, 2)], 1, None),  # decode beside verify
-        ([(3, 1), (2, 5)], 1, None),  # decode beside prefill
+        ([(3, 1), (3, 2)], 1, None),  # decode and verify
+        ([(3, 1), (2, 5)], 1, None),  # decode and prefill
     ],
 )
 def test_all_ranks_replay_one_shape_or_none(

@@ -1,4 +1,4 @@
-"""The size of a KV cache on a GPU: what is left beside weights, the largest step and graphs, measured and added up."""
+"""The size of a KV cache on a GPU: what is left after weights, the largest step and graphs, measured and added up."""
 
 from __future__ import annotations
 

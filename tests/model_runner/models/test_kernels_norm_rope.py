@@ -1,4 +1,4 @@
-"""The kernels between a layer's products (norms, rope, activation) beside what the models compute without them."""
+"""The kernels between a layer's products (norms, rope, activation) against what the models compute without them."""
 
 from __future__ import annotations
 

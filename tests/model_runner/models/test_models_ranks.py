@@ -1,4 +1,4 @@
-"""Two gloo ranks for the families beside Qwen3-MoE: transformers' tokens and logits, overlapped and not.
+"""Two gloo ranks for the families other than Qwen3-MoE: transformers' tokens and logits, overlapped and not.
 
 DP 2 + EP 2; DP 2 alone where there are no experts.
 """

@@ -40,7 +40,7 @@ def test_prefill_logits(tmp_path: Path, overrides: dict[str, Any]) -> None:
 
 
 def test_chunks_and_mixed_steps_change_nothing(checkpoint: Path) -> None:
-    """A long prompt in chunks beside another request that decodes, against each alone."""
+    """A long prompt in chunks while another request decodes, against each alone."""
     reference = load_reference(checkpoint)
     long, short = list(range(3, 80)), [9, 9, 4]
     answers, _ = reference_greedy(reference, short, 6)

@@ -122,7 +122,7 @@ def test_softmax_scale_of_deepseek() -> None:
 
 
 def test_older_names() -> None:
-    """`rope_scaling` with `type`, and `rope_theta` beside it."""
+    """`rope_scaling` with `type`, and `rope_theta` next to it."""
     old = config_of(rope_theta=7_000.0, rope_scaling={"type": "linear", "factor": 3.0})
     assert read_rope(old) == read_rope(
         config_of(rope_parameters={"rope_type": "linear", "rope_theta": 7_000.0, "factor": 3.0})

@@ -1,4 +1,4 @@
-"""The kernels in C between a layer's products, beside what torch computes."""
+"""The kernels in C between a layer's products, against what torch computes."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def test_tiny_top_p_and_top_k_1_and_min_p_1_are_greedy() -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("scale", [0.3, 3.0, 9.0])
 def test_few_candidates_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
-    """Flat logits, where few are not enough, and peaked ones, where they are; beside rows with a top-k."""
+    """Flat logits, where few are not enough, and peaked ones, where they are; together with rows with a top-k."""
     logits = scale * torch.randn(12, 3000, generator=torch.Generator().manual_seed(1))
     params = [
         SamplingParams(temperature=1.0, top_p=0.8),

@@ -81,7 +81,7 @@ def test_draws_fall_where_exact_arithmetic_puts_them(kind: str, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_row_minds_the_others(dtype: torch.dtype) -> None:
-    """Bit for bit: each alone, all together, and beside others of its kind."""
+    """Bit for bit: each alone, all together, and with others of its kind."""
     params = [*KINDS.values()] * 3
     logits = logits_of(len(params), dtype)
     for seed in range(10):

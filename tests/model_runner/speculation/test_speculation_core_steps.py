@@ -1,4 +1,4 @@
-"""Steps of a runner with drafts: what its observer is told, drafts accepted by rejection, trees beside graphs."""
+"""Steps of a runner with drafts: what its observer is told, drafts accepted by rejection, trees with graphs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def make_runner(checkpoint: Path, **options: Any) -> ModelRunner:
 
 @pytest.mark.parametrize("lanes", [False, True])
 def test_the_observer_is_told_every_step(checkpoint: Path, lanes: bool) -> None:
-    """A chunk of a prompt, its end beside a decode, a decode, verified chains and trees; whole and in lanes."""
+    """A chunk of a prompt, its end with a decode, a decode, verified chains and trees; whole and in lanes."""
     dbo = UBatchConfig(enable_dbo=lanes, dbo_decode_token_threshold=2, dbo_prefill_token_threshold=2)
     with make_runner(checkpoint, dbo=dbo) as runner:
         recorder = Recorder(runner)
@@ -218,7 +218,7 @@ def test_a_runner_that_rejects_gives_the_targets_distribution(checkpoint: Path, 
 
 
 def test_greedy_requests_match_whatever_the_rule(checkpoint: Path) -> None:
-    """Beside sampled ones, which get other tokens than without drafts."""
+    """Together with sampled ones, which get other tokens than without drafts."""
     with make_runner(checkpoint, acceptance=Acceptance.REJECTION) as runner:
         expected = [list(output.token_ids) for output in generate(runner, PROMPTS, PARAMS)]
         for num_drafts, right in ((3, 0.7), (4, 1.0)):

@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_dequantised_and_counted(tmp_path: Path, caplog: py
 def test_elsewhere_all_are_dequantised(
     backend: str, kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On a CPU, also beside an interpreter that nobody asked for; and in other blocks."""
+    """On a CPU, also with an interpreter that nobody asked for; and in other blocks."""
     path, _ = write_fp8(make_checkpoint(tmp_path / "plain", "Qwen3", **QWEN3), tmp_path, kind)
     with (
         caplog.at_level(logging.INFO, "model_runner"),

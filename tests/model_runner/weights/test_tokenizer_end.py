@@ -17,7 +17,7 @@ NAMED = {"tokenizer_config.json": {"eos_token": "<|im_end|>"}}
 
 
 def checkpoint_of(folder: Path, files: Files) -> Path:
-    """tiny-moe with other files beside its weights; no tokenizer but the given one."""
+    """tiny-moe with other files next to its weights; no tokenizer but the given one."""
     config = json.loads((TINY_MOE / "config.json").read_text()) | {"eos_token_id": None}
     for name, values in {"config.json": {}, **files}.items():
         whole = {**config, **values} if name == "config.json" else values

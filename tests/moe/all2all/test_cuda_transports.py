@@ -125,7 +125,7 @@ class Stack(nn.Module):
 
 
 def _run(model: nn.Module, group: CommGroup | None, schedule: Schedule, lanes: int, x: Tensor) -> FakeCuda:
-    """Two steps in lanes, checked; the caller works on beside them. The result must be that of the plain call."""
+    """Two steps in lanes, checked; the caller works on meanwhile. The result must be that of the plain call."""
     expected = model(x)
     config = UBatchConfig(
         verify="off",

@@ -1,4 +1,4 @@
-"""Single-batch overlap over `torch_dist`: what blocks of experts have completed goes home beside the next ones."""
+"""Single-batch overlap over `torch_dist`: what blocks of experts have completed goes home during the next ones."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_every_pair_has_its_row(tokens: int, top_k: int, experts: int, unrouted:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_is_summed_in_its_own_order(dtype: torch.dtype) -> None:
-    """Bit by bit as alone, whoever is beside it; what nobody wrote is NaN, and counts for nothing."""
+    """Bit by bit as alone, whoever is next to it; what nobody wrote is NaN, and counts for nothing."""
     rows, weights = torch.randn(7, 5, 33).to(dtype), torch.rand(7, 5)
     ids = torch.randint(-1, 4, (7, 5))
     rows[ids < 0], weights[ids < 0] = float("nan"), float("inf")

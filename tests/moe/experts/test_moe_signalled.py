@@ -1,4 +1,4 @@
-"""Signalled combines in the MoE layer: right, at the same points as others, beside the projection, never half a batch.
+"""Signalled combines in the MoE layer: right, at the same points as others, during the projection, never half a batch.
 
 Interpreted kernels run one after the other; that they could have run at once is shown by the order of streams (the fake
 device), that they did in `test_moe_signalled_gpu`.
@@ -141,7 +141,7 @@ def test_who_cannot_signal_is_refused_before_anything_is_launched() -> None:
 
 
 def on_fake_device(schedule: Schedule, *patches: Any) -> FakeCuda:
-    """Two steps, with the caller at work beside them."""
+    """Two steps, with the caller at work meanwhile."""
     given = inputs(30)
     model, expected = Model(), plain(*given)
     with FakeCuda().installed() as cuda, overlapped(model, schedule) as wrapper:

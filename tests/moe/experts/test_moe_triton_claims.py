@@ -1,4 +1,4 @@
-"""The grouped GEMM beside kernels that hold SMs: programs that never start leave no tile, and no long day to others."""
+"""The grouped GEMM while kernels hold SMs: programs that never start leave no tile, and no long day to others."""
 
 from __future__ import annotations
 

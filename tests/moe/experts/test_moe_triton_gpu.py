@@ -122,7 +122,7 @@ def test_every_choice_of_tiles_is_right(dtype: torch.dtype, rows: int, gated: bo
 
 
 def test_no_tile_waits_for_an_sm_that_is_held() -> None:
-    """A copy holds all SMs but a few; the products beside it are done first."""
+    """A copy holds all SMs but a few; the products next to it are done first."""
     from moe.kernels.align import align_pairs
     from moe.kernels.copy import copy_on_sms
     from moe.kernels.gemm_configs import gemm_configs

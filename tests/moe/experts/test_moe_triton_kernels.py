@@ -1,4 +1,4 @@
-"""Each Triton kernel of the experts beside its reference, and how their tiles are chosen."""
+"""Each Triton kernel of the experts against its reference, and how their tiles are chosen."""
 
 from __future__ import annotations
 

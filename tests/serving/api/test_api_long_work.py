@@ -1,4 +1,4 @@
-"""Work of large bodies: beside the event loop, dropped when nobody waits for it, ended by a drain."""
+"""Work of large bodies: outside the event loop, dropped when nobody waits for it, ended by a drain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engines listen on, and several nodes with a cluster secret: they serve as without, strangers beside them."""
+"""What engines listen on, and several nodes with a cluster secret: they serve as without, with strangers around."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def resolve(*words: str, machine: dict[str, int] = GPUS) -> Settings:
 
 @contextmanager
 def group_of(ranks: int) -> Iterator[CommGroup]:
-    """A group that nobody sends anything over, beside the stand-in for DeepEP."""
+    """A group that nobody sends anything over, next to the stand-in for DeepEP."""
     group = cast(CommGroup, mock.create_autospec(CommGroup, instance=True))
     group.rank, group.size = 0, ranks
     with deep_ep_standin.installed():
@@ -314,13 +314,13 @@ def test_a_search_may_find_nothing_but_serial(monkeypatch: pytest.MonkeyPatch) -
 def test_the_log_says_what_a_transport_does_in_each_mode() -> None:
     with group_of(2) as group:
         decode, prefill = describe_transport(runner_over(make_all2all("deepep_auto", group=group, num_experts=8)))
-        assert decode.startswith("DeepEPAutoAll2All, decode: travels beside compute; no wait on the host; capturable")
+        assert decode.startswith("DeepEPAutoAll2All, decode: travels during compute; no wait on the host; capturable")
         assert decode.endswith("room for 128 tokens of a rank")
         assert prefill.startswith(
-            "DeepEPAutoAll2All, prefill: travels beside compute; the host waits for counts; eager"
+            "DeepEPAutoAll2All, prefill: travels during compute; the host waits for counts; eager"
         )
         (line,) = describe_transport(runner_over(make_all2all("torch_dist", group=group, num_experts=8)))
-        assert line.startswith("TorchDistAll2All: travels beside compute; the host waits for counts; eager only")
+        assert line.startswith("TorchDistAll2All: travels during compute; the host waits for counts; eager only")
 
 
 # -- what auto is ----------------------------------------------------------------------------------------------------

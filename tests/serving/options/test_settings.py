@@ -149,7 +149,7 @@ def test_every_flag_and_every_key_changes_something(
     monkeypatch.setattr(resolve, "count_gpus", lambda: case.gpus)
     base = beside(table, case, name)
     before = at_work(command, [*base, *given_instead(table, case)], case.gpus)
-    in_file = flag(name) not in base  # else the flag beside it would win
+    in_file = flag(name) not in base  # else the flag next to it would win
     (hub / "settings.yaml").write_text(as_yaml(case, name))
     if in_file:
         from_file = at_work(command, [*base, "--config", "settings.yaml"], case.gpus)

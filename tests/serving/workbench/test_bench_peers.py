@@ -282,7 +282,7 @@ def test_a_peer_that_does_not_start_is_a_message(
 @pytest.mark.slow
 @pytest.mark.timeout(140)
 def test_transformers_generates_the_same(tmp_path: Path, vllm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that fails beside it leaves its figures as they are."""
+    """Another peer that fails leaves its figures as they are."""
     monkeypatch.setenv("FAKE_VLLM", "crash")
     words = ["--transformers", sys.executable, "--vllm", vllm, "--only", "offline", "one"]
     status, written = run_command(tmp_path / "peers.json", *words)

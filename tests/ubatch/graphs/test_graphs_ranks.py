@@ -76,7 +76,7 @@ def replaying(rank: int, world_size: int) -> dict[str, Any]:
         with set_forward_context(decode):
             wrapper.capture_sizes(torch.zeros(8, 2))
         call("another graph for each", 4, 4, context=decode if rank else None)
-        call("idle beside another mode", 0, 4, context=decode if rank else None)
+        call("idle with another mode", 0, 4, context=decode if rank else None)
         modes = [key.mode for key, graph in wrapper.graphs.items() if graph.recording.replayed]  # type: ignore[attr-defined]
         seen["decode graphs replayed"] = modes.count(ForwardMode.DECODE)
         wrapper.capture(torch.zeros(3, 2))
@@ -112,7 +112,7 @@ def test_ranks_replay_the_same_size_or_none() -> None:
     assert second["another mode for one"] == (0, 0, "no_graph")
     assert first["another graph for each"] == second["another graph for each"] == (0, 0, "peer_has_none")
     assert first["decode graphs replayed"] == second["decode graphs replayed"] == 1
-    assert first["idle beside another mode"] == second["idle beside another mode"] == (1, 0, None)
+    assert first["idle with another mode"] == second["idle with another mode"] == (1, 0, None)
     assert all(
         "the ranks would capture different graphs; this one [(8, 'prefill'" in each["refused"]
         for each in (first, second)

@@ -110,7 +110,10 @@ def test_the_profiler_sees_its_calls(cache: Path) -> None:
 @needs_c
 @pytest.mark.parametrize(
     ("source", "reason"),
-    [("int answer(void) { return }", "the C compiler failed"), ("int f(void); int g(void) { return f(); }", "beside")],
+    [
+        ("int answer(void) { return }", "the C compiler failed"),
+        ("int f(void); int g(void) { return f(); }", "together with torch"),
+    ],
 )
 def test_what_cannot_be_compiled_or_loaded_says_so(cache: Path, source: str, reason: str) -> None:
     for _ in range(2):
@@ -224,7 +227,7 @@ def test_a_kernel_that_cannot_be_loaded_is_not_kept(cache: Path, monkeypatch: py
 
     with monkeypatch.context() as patch:
         patch.setattr(c_jit.ctypes, "CDLL", refuse)
-        with pytest.raises(ConfigError, match="cannot be loaded beside torch: damaged"):
+        with pytest.raises(ConfigError, match="cannot be loaded together with torch: damaged"):
             compile_c(SOURCE)
     assert not list(cache.iterdir())
     forget(monkeypatch)

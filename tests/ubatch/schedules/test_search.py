@@ -80,7 +80,7 @@ def test_what_splitting_costs_decides() -> None:
         return own if lanes == 1 else replace(own, attn_core=2 * own.attn_core, experts=2 * own.experts)
 
     found = search_schedules(doubled, LAYERS)[0]
-    # Half of the experts runs beside the dispatch, half beside the combine; the link is busy whenever they run.
+    # Half of the experts runs during the dispatch, half during the combine; the link is busy whenever they run.
     assert (found.schedule.lanes, found.schedule.chunks) == (1, 2)
     assert found.speedup == pytest.approx(2 / 1.5)
     alone = search_schedules(lambda n, *_: replace(scaled(times, 1 / n), dispatch=0.0, combine=0.0), LAYERS)[0]

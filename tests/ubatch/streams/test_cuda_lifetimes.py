@@ -277,7 +277,7 @@ def triton_cases() -> Any:
 
 
 def test_triton_kernels_are_seen(triton_cases: Any, lanes: Lanes) -> None:
-    """Interpreted ones run beside torch's dispatcher."""
+    """Interpreted ones run next to torch's dispatcher."""
 
     def body(wait: bool) -> Body:
         def run_kernel() -> None:

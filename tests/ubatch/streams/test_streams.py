@@ -29,9 +29,9 @@ from ubatch.ranks.transfer import Transfer
 from ubatch.schedules.schedule import Recv, Schedule, get_schedule
 
 OVERLAPS = {
-    "mlp_shared_overlap": {"dispatch beside attention", "combine beside experts"},
-    "two_batch_prefill": {"dispatch beside attention", "combine beside experts"},
-    "two_batch_decode": {"dispatch beside output", "combine beside attention"},
+    "mlp_shared_overlap": {"dispatch during attention", "combine during experts"},
+    "two_batch_prefill": {"dispatch during attention", "combine during experts"},
+    "two_batch_decode": {"dispatch during output", "combine during attention"},
 }
 PEER = Schedule("peer", points_off=get_schedule("mlp_shared_overlap").points_off, recv=Recv.PEER)
 
@@ -45,10 +45,10 @@ def fake() -> Iterator[Streams]:
 
 
 def overlapped(fake: Streams) -> set[str]:
-    """Pairs of a transfer and what another lane computes beside it, by what they are."""
+    """Pairs of a transfer and what another lane computes meanwhile, by what they are."""
     transfers = [each for each in fake.operations if each.stream is fake.comm]
     return {
-        f"{transfer.name.split()[0]} beside {other.name.split()[0]}"
+        f"{transfer.name.split()[0]} during {other.name.split()[0]}"
         for transfer in transfers
         for other in fake.operations
         if other.lane != transfer.lane and other not in transfer.waits and transfer not in other.waits
@@ -72,7 +72,7 @@ def test_peers_that_receive_wait_for_the_owners_communication(fake: Streams, lan
     """What a transfer's end unpacks in another lane must wait for the launcher's event, not for the runner's."""
     fake.run(*[model(fake)] * lanes, schedule=PEER)
     assert not fake.races
-    assert "dispatch beside attention" in overlapped(fake)
+    assert "dispatch during attention" in overlapped(fake)
 
 
 def test_the_order_of_one_exchange(fake: Streams) -> None:

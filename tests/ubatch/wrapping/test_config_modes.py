@@ -148,7 +148,7 @@ def test_a_signalled_schedule_is_read_and_ranks_compare_it() -> None:
 
 
 def voted(config: UBatchConfig, mode: ForwardMode) -> Decision:
-    """A rank with tokens under `config` beside one without."""
+    """A rank with tokens under `config` and one without."""
     schedule = config.for_mode(mode).schedule
     busy = Offer(
         Wish.YES, (2,) * schedule.lanes, schedule.lanes, None, fingerprint(schedule.describe()), fingerprint(mode)

@@ -40,10 +40,10 @@ def centred(x: Tensor) -> Tensor:
 
 
 COUPLED: dict[str, Callable[[Tensor], Tensor]] = {
-    "beside a large column": lambda x: torch.cat([x[:, :1] * 1e4, centred(x)], 1),
-    "beside five large columns": lambda x: torch.cat([x[:, :5] * 1e4, centred(x)[:, :5]], 1),
+    "next to a large column": lambda x: torch.cat([x[:, :1] * 1e4, centred(x)], 1),
+    "next to five large columns": lambda x: torch.cat([x[:, :5] * 1e4, centred(x)[:, :5]], 1),
     "in one column of many": lambda x: torch.cat([x.repeat(1, 9) * 1e4, centred(x)[:, :1]], 1),
-    "beside a large row": lambda x: centred(x) * torch.where(torch.arange(len(x)) == 0, 1e5, 1.0)[:, None],
+    "next to a large row": lambda x: centred(x) * torch.where(torch.arange(len(x)) == 0, 1e5, 1.0)[:, None],
     "in a vector": lambda x: torch.cat([x[:1, 0] * 1e6, centred(x)[1:, 0]]),
     "by a thousandth": lambda x: x - 1e-3 * x.mean(0),
 }

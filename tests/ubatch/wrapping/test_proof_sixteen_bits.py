@@ -50,7 +50,7 @@ def test_near_ties_retire_nothing() -> None:
 
 
 def test_a_coupling_beside_the_cut_is_found() -> None:
-    """One row in a thousand is off, and only beside the cut: few enough to be near-ties."""
+    """One row in a thousand is off, and only next to the cut: few enough to be near-ties."""
 
     class Shift(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -143,7 +143,7 @@ class Servers:
                 yield servers
             return
         if not wait_for_rest(self._sessions()):
-            print("idle servers still compute: what is measured beside them is too slow.", file=sys.stderr, flush=True)
+            print("idle servers still compute: what is measured meanwhile is too slow.", file=sys.stderr, flush=True)
         yield self._kept[arm.name]
 
     def _sessions(self) -> list[int]:

@@ -134,7 +134,7 @@ class _Report:
         """Before every visit: the engines of the visits before it come to rest."""
         if not wait_for_rest(sessions) and not self.restless:
             self.restless = True
-            print("idle engines still compute: what is measured beside them is too slow.", file=sys.stderr, flush=True)
+            print("idle engines still compute: what is measured meanwhile is too slow.", file=sys.stderr, flush=True)
 
 
 def _check(options: Options) -> None:

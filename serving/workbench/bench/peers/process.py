@@ -194,7 +194,7 @@ def cpu_seconds(sessions: Collection[int]) -> float:
 
 
 def _waits_for_a_core(sessions: Collection[int]) -> bool:
-    """Whether one of their threads could run: beside other work it may get no core for a while."""
+    """Whether one of their threads could run: next to other work it may get no core for a while."""
     threads = (thread for folder, _ in _processes(sessions) for thread in folder.glob("task/*/stat"))
     return any(fields[0] == "R" for fields in map(_fields, threads) if fields)
 

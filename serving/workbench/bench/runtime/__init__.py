@@ -1,7 +1,7 @@
 """Benchmarks of the runtime, the kernels and one step.
 
 handoff             time of one hand-off between lanes
-wrapper             what a wrapped call costs beside the module: guard, look-up, decline, cutting a cache
+wrapper             what a wrapped call costs in addition to the module: guard, look-up, decline, cutting a cache
 lanes               cost of lanes without anything to overlap
 overlap             how much communication is hidden, and how close to the bound
 schedules           named schedules, and the best of the search

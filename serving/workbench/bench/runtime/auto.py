@@ -287,7 +287,7 @@ def print_result(result: AutoResult) -> None:
     for kind, why in result.decided.items():
         print(f"  dbo, {kind:20} {why}")
     beside = {name: sum(result.seconds[name]) - sum(result.forwards[name]) for name in (SERIAL_ARM, _DBO)}
-    print(f"  beside the forwards: serial {beside[SERIAL_ARM]:.2f} s, dbo {beside[_DBO]:.2f} s")
+    print(f"  outside the forwards: serial {beside[SERIAL_ARM]:.2f} s, dbo {beside[_DBO]:.2f} s")
     print(f"  against serial {result.against_serial:.3f}, against the best {result.against_best:.3f}")
     print(f"  pooled         {result.pooled_serial:.3f}                   {result.pooled_best:.3f}", flush=True)
 

@@ -1,7 +1,7 @@
 """`ubatch bench handoff`: the time of one hand-off between lanes.
 
 Arms, interleaved in one run: the runtime's own hand-off (a full `dbo_yield` in real lanes), and bare rings of two
-threads over each wake-up primitive. Three settings: pinned to one core, not pinned, and not pinned beside another
+threads over each wake-up primitive. Three settings: pinned to one core, not pinned, and not pinned next to another
 Python thread that keeps the interpreter lock busy. Outside lanes, a `dbo_yield` is compared with an empty function.
 """
 
@@ -32,7 +32,7 @@ class Options(BlockOptions):
 
     measures = ("ubatch/lanes", "ubatch/schedules", "ubatch/streams")
 
-    handoffs: Annotated[int, Field(ge=10, description="hand-offs per measurement; fewer beside a busy thread")] = 4000
+    handoffs: Annotated[int, Field(ge=10, description="hand-offs per measurement; fewer next to a busy thread")] = 4000
 
 
 class _EventWakeUp:

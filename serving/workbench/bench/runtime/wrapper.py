@@ -1,4 +1,4 @@
-"""`ubatch bench wrapper`: what a wrapped call costs beside the module itself, part by part.
+"""`ubatch bench wrapper`: what a wrapped call costs in addition to the module itself, part by part.
 
     guard       of an overlapped call, by the number of the module's tensors: reading before the lanes, comparing after
     look-up     how to cut the call, and what its proof has told, by the number of argument tensors

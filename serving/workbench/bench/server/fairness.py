@@ -5,7 +5,7 @@ Every arm is a server of its own, with and without DBO: `off` has no limit, `aut
 arm of a sweep gets the same requests. A visit runs the same streams twice:
 
     alone    streams decode without other requests
-    mixed    long prompts arrive beside them, each with an answer of two tokens: a few at a time, the next when one ends
+    mixed    long prompts arrive meanwhile, each with an answer of two tokens: a few at a time, the next when one ends
 
     p99          99th percentile of the time between two tokens of a stream; mixed: only while prompts are served
     stretch      p99 mixed / p99 alone, of the same server and round
@@ -54,7 +54,8 @@ class Options(ReportOptions):
         tuple[float, float], Flag(metavar="US MB/S"), Field(description="latency and bandwidth between them")
     ] = (20.0, 50.0)
     limits: Annotated[
-        tuple[str, ...], Field(min_length=1, description="--max-prefill-tokens-per-mixed-step of the arms, beside off")
+        tuple[str, ...],
+        Field(min_length=1, description="--max-prefill-tokens-per-mixed-step of the arms, in addition to off"),
     ] = ("auto",)
     flags: Annotated[
         tuple[str, ...], Field(description="more flags of every server, as one word each: --flag=value")
@@ -62,7 +63,7 @@ class Options(ReportOptions):
     rounds: Annotated[int, Field(ge=2, description="A B B A rounds; each runs every arm twice")] = 3
     streams: Annotated[int, Field(ge=1, description="requests that decode")] = 8
     output_len: Annotated[int, Field(ge=8, description="their tokens")] = 200
-    prompts: Annotated[int, Field(ge=1, description="long prompts beside them")] = 12
+    prompts: Annotated[int, Field(ge=1, description="long prompts meanwhile")] = 12
     input_len: Annotated[int, Field(ge=1, description="their tokens")] = 900
     in_flight: Annotated[int, Field(ge=1, description="long prompts at a time")] = 2
 
@@ -198,7 +199,7 @@ def _row(arm: _Arm, off: _Arm) -> dict[str, Any]:
 def _print(options: Options, rows: Sequence[Mapping[str, Any]]) -> None:
     print(
         f"{options.streams} streams on {options.ranks} ranks, {options.prompts} prompts of {options.input_len} tokens "
-        f"beside them, {options.in_flight} at a time; {2 * options.rounds} visits of every arm"
+        f"meanwhile, {options.in_flight} at a time; {2 * options.rounds} visits of every arm"
     )
     table = [("limit", "p99 alone", "p99 mixed", "stretch", "throughput", "overlapped")]
     for row in rows:

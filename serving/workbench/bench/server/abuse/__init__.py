@@ -1,4 +1,4 @@
-"""`ubatch bench abuse`: a server under attack, beside a steady load.
+"""`ubatch bench abuse`: a server under attack, during a steady load.
 
 streams     fifty streams run all the time; none may get a wrong token
 attacks     one after the other, each with the statuses that the server may answer

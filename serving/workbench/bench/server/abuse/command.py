@@ -57,7 +57,7 @@ class Options(ReportOptions):
 
     model: Annotated[Checkpoint, Flag(positional=True), Field(description="folder of a checkpoint in safetensors")]
     only: Annotated[tuple[str, ...], Field(description="attacks whose names contain one of these; all if none")] = ()
-    streams: Annotated[int, Field(ge=1, description="streams beside the attacks")] = 50
+    streams: Annotated[int, Field(ge=1, description="streams during the attacks")] = 50
     alone_s: Annotated[float, Field(gt=0, description="seconds of the streams alone, before and after")] = 10.0
     arrivals_s: Annotated[float, Field(gt=0, description="seconds during which prompts of 900 tokens arrive")] = 20.0
     rounds: Annotated[int, Field(ge=0, description="loads of which a third is dropped midway")] = 5
@@ -136,7 +136,7 @@ class _Abuse:
         return 1 if self._faults else 0
 
     async def _attack(self, target: Target, attacks: Sequence[Attack]) -> list[Row]:
-        """Run the streams alone, then beside each attack, then alone again."""
+        """Run the streams alone, then during each attack, then alone again."""
         options = self._options
         answer_tokens = min(_ANSWER_TOKENS, target.max_model_len - 16)
         asked = [(target.prompt(16, seed), answer_tokens) for seed in range(options.streams)]
