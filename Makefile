@@ -64,7 +64,7 @@ $(VENV)/.installed-gpu: $(VENV)/.installed
 	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[gpu]'
 	@touch $@
 
-demo: setup ## what overlap gains, in half a minute: a step and a generation on two ranks; writes demo/trace.html
+demo: setup ## what overlap gains, in under a minute: a step and a generation on two ranks; writes demo/trace.html
 	$(BIN)/python examples/demo.py --out demo
 
 # One worker more than processors, because tests wait for the processes that they start. A file runs in one worker, which

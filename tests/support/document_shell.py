@@ -44,15 +44,18 @@ class Shell:
         folder: where they run.
         environment: their environment; `source` changes it.
         faster: part of a command -> flags that make it quick.
+        waits: wait until a server answers; else the next command comes at once, as if it was pasted.
     """
 
-    def __init__(self, folder: Path, environment: Mapping[str, str], faster: Mapping[str, str]) -> None:
-        self.folder, self.environment, self.faster = folder, dict(environment), faster
+    def __init__(
+        self, folder: Path, environment: Mapping[str, str], faster: Mapping[str, str], *, waits: bool = True
+    ) -> None:
+        self.folder, self.environment, self.faster, self.waits = folder, dict(environment), faster, waits
         self.port = str(free_port())
         self.server: subprocess.Popen[bytes] | None = None
 
     def run(self, command: Command) -> None:
-        """Run it to its end, but a server until it answers; compare what it prints with what is shown."""
+        """Run it to its end, but a server only until it answers; compare what it prints with what is shown."""
         text = command.text.replace(f"127.0.0.1:{PORT}", f"127.0.0.1:{self.port}")
         if text.startswith("source "):
             self.source(text)
@@ -86,7 +89,7 @@ class Shell:
         self.environment = dict(entry.split("=", 1) for entry in left.stdout.split("\0") if entry)
 
     def serve(self, text: str) -> None:
-        """Start a server, and wait until it answers."""
+        """Start a server, and wait until it answers, if this shell waits."""
         self.close()
         self.server = subprocess.Popen(
             shlex.split(f"ubatch {text.removeprefix('ubatch ')} --port {self.port}"),
@@ -94,6 +97,8 @@ class Shell:
             env=self.environment,
             executable=shutil.which("ubatch", path=self.environment["PATH"]),
         )
+        if not self.waits:
+            return
         deadline = time.monotonic() + 110
         while time.monotonic() < deadline and self.server.poll() is None:
             try:

@@ -122,8 +122,15 @@ def test_flags_that_a_document_names_exist(document: Path) -> None:
     assert not unknown, f"{document.name} names flags that no command takes: {unknown}"
 
 
-OTHERS = {"nproc-per-node", "enable-two-batch-overlap", "no-build-isolation"}
-"""Flags of torchrun, SGLang's, and pip's."""
+OTHERS = {
+    "nproc-per-node",
+    "enable-two-batch-overlap",
+    "no-build-isolation",
+    "retry",
+    "retry-delay",
+    "retry-connrefused",
+}
+"""Flags of torchrun, SGLang's, pip's, and curl's."""
 
 
 @functools.cache

@@ -49,7 +49,7 @@ def run(folder: Path, *words: str) -> None:
 @pytest.fixture(scope="module")
 def shell(clone: Path) -> Iterator[Shell]:
     """One shell for all commands of this file; it knows nothing of this environment."""
-    shell = Shell(clone, {"PATH": "/usr/bin:/bin", "HOME": str(clone.parent)}, {})
+    shell = Shell(clone, {"PATH": "/usr/bin:/bin", "HOME": str(clone.parent)}, {}, waits=False)
     yield shell
     shell.close()
 
@@ -64,8 +64,8 @@ def test_before_the_readme_says_how_there_is_no_such_command(shell: Shell) -> No
 @pytest.mark.timeout(140)
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.text[:40])
 def test_every_command_of_the_readme_runs_as_printed(command: Command, shell: Shell) -> None:
-    """From top to bottom: run the whole file, three minutes on 2 cores. Of `make test` only the plan is run, and the
-    server gets a free port."""
+    """From top to bottom: run the whole file, two to three minutes on 2 cores. Of `make test` only the plan is run, and
+    the server gets a free port."""
     shell.run(Command("make --dry-run test") if command.text == "make test" else command)
 
 
