@@ -41,7 +41,6 @@ class RunHost:
         self.socket = self._context.socket(zmq.ROUTER)
         self._gate: CurveGate | None = None
         self._store: Store | None = None
-        self._store: Store | None = None
         self._listener: Socket | None = None
         self._closed = False
 
