@@ -62,11 +62,13 @@ NEXT = """\
 How to go on:
   # once per shell; `ubatch` is a command from then on
   source .venv/bin/activate
-  # what overlap gains, step by step; from how many tokens on it pays; a server with OpenAI's API
+  # what overlap gains, step by step
   ubatch trace examples/models/tiny-moe --prompt "def main(" --max-tokens 5
+  # from how many tokens on it pays
   ubatch tune examples/models/tiny-moe --data-parallel-size 2 --emulated-link 20 50 --max-seconds 40
+  # a server with OpenAI's API
   ubatch serve examples/models/tiny-moe --data-parallel-size 2 --enable-expert-parallel --enable-dbo
-  # in a browser: the step above, of both ranks; trace.json next to it is for ui.perfetto.dev"""
+  # the step above, of both ranks, for a browser; trace.json next to it is for ui.perfetto.dev"""
 HINT = "hint       overlap needs a core per rank: end what else computes on this machine, and run it again"
 
 
@@ -94,7 +96,9 @@ def main() -> int:
     options = parser.parse_args()
     if options.blocks < 2 or options.max_tokens < 1:
         parser.error("--blocks must be at least 2 and --max-tokens at least 1.")
-    print("two ranks that share the experts, over gloo and an emulated link: starting ...", flush=True)
+    print(
+        "tiny-moe, its experts shared by two ranks, over an emulated link as slow as compute: starting ...", flush=True
+    )
     return 0 if run_ranks(rank_main, 2, options.blocks, options.max_tokens, options.out) else 1
 
 
@@ -118,7 +122,7 @@ def rank_main(rank: int, world_size: int, blocks: int, max_tokens: int, out: Pat
     dist.all_gather_object(traces, spans)
     if rank == 0:
         print_generation(generated, bool(equal))
-        print(f"\n--- {SHOWN[0]!r} goes on as\n{SHOWN[0]}{tokenizer.decode(first[0])}\n\n{NEXT}")
+        print(f"\n--- what it wrote after {SHOWN[0]!r}\n{SHOWN[0]}{tokenizer.decode(first[0])}\n\n{NEXT}")
         write_traces(measured, dict(enumerate(traces)), out)
     return bool(equal)
 
@@ -182,7 +186,7 @@ def print_step(measured: OverlapResult, spans: Sequence[Span], difference: float
     print(f"\nOne step, {STEP_TOKENS} tokens on each of two ranks. What rank 0 does:\n{KEY}\n")
     print(*compare_steps(last_step(spans, in_lanes=False), last_step(spans, in_lanes=True)), sep="\n")
     both = f"{serial:.1f} ms serial, {overlapped:.1f} ms overlapped"
-    print(f"\nmeasured   {both} (medians of {2 * blocks} steps, in turns)")
+    print(f"\nmeasured   {both} (medians of {2 * blocks} steps, in turns; the picture is two of them)")
     print_gain(lane.speedup)
     print(f"hidden     {max(lane.hidden.median, 0):.0%} of the {link:.1f} ms on the link")
     if lane.speedup.low > 1:
@@ -201,7 +205,8 @@ def print_generation(generated: Generated, equal: bool) -> None:
     count = sum(map(len, outputs))
     print(f"\nA generation: {len(outputs)} prompts and {count} new tokens on each rank, the same link\n")
     print(f"tokens     {'equal' if equal else 'DIFFERENT'} with overlap on and off")
-    print(f"measured   {off:.2f} s off, {on:.2f} s on (medians of {len(seconds['on'])} runs each, in turns)")
+    how = f"medians of {len(seconds['on'])} runs each; gains are medians of pairs"
+    print(f"measured   {off:.2f} s off, {on:.2f} s on ({how})")
     print_gain(paired(seconds["off"], seconds["on"]))
     overlapped = [number for number, step in enumerate(steps) if step.reason is None]
     print(f"steps      {len(overlapped)} of {len(steps)} overlapped")

@@ -194,9 +194,9 @@ FIRST_PAGE: Mapping[str, str] = {
     "Wrap": "| a 100 M Qwen3-MoE that transformers shards",
     "Generate": "| `--enable-dbo`, two ranks, link as slow as compute",
     "Serve": "| `--enable-dbo`, two servers with a real link of 600 Mbit/s and 0.5 ms",
-    "Run fast alone": "| generating with a 100 M Qwen3-MoE (64 prompts of 128 tokens, 64 new, 2 cores, one process)",
+    "Without ranks": "| generating with a 100 M Qwen3-MoE (64 prompts of 128 tokens, 64 new, 2 cores, one process)",
     "Guess ahead": "| speculation, tiny-moe",
-    "Stand firm": "| twenty attacks on a server",
+    "Under attack": "| twenty attacks on a server",
     "Tune": "of the other rows it was -2.0%",
 }
 """Row of the README's table -> begin of the line of that page which has its figure."""

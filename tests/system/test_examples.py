@@ -94,7 +94,7 @@ def test_the_demo_says_how_much_it_gained(capsys: pytest.CaptureFixture[str]) ->
     DEMO["print_generation"](generated(5.0), True)
     output = capsys.readouterr().out
     assert "tokens     equal with overlap on and off" in output
-    assert "measured   0.03 s off, 0.02 s on (medians of 4 runs each, in turns)" in output
+    assert "measured   0.03 s off, 0.02 s on (medians of 4 runs each; gains are medians of pairs)" in output
     assert "gain       1.50x [1.50, 1.50] faster" in output
     assert "hint" not in output
     assert "steps      2 of 3 overlapped" in output
@@ -140,7 +140,10 @@ def test_the_demo_says_of_a_step_what_it_measured(capsys: pytest.CaptureFixture[
         return capsys.readouterr().out
 
     faster = output(1.6, False)
-    assert "measured   100.0 ms serial, 62.5 ms overlapped (medians of 16 steps, in turns)" in faster
+    assert (
+        "measured   100.0 ms serial, 62.5 ms overlapped (medians of 16 steps, in turns; the picture is two of them)"
+        in faster
+    )
     assert "gain       1.60x [1.60, 1.60] faster\nhidden     70% of the 50.0 ms on the link\nwhy        while" in faster
     assert "void" not in faster
     slower = output(0.8, True)
