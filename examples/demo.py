@@ -186,7 +186,7 @@ def print_step(measured: OverlapResult, spans: Sequence[Span], difference: float
     print(f"\nOne step, {STEP_TOKENS} tokens on each of two ranks. What rank 0 does:\n{KEY}\n")
     print(*compare_steps(last_step(spans, in_lanes=False), last_step(spans, in_lanes=True)), sep="\n")
     both = f"{serial:.1f} ms serial, {overlapped:.1f} ms overlapped"
-    print(f"\nmeasured   {both} (medians of {2 * blocks} steps, in turns; the picture is two of them)")
+    print(f"\nmeasured   {both} (medians of {2 * blocks} steps; the picture shows two)")
     print_gain(lane.speedup)
     print(f"hidden     {max(lane.hidden.median, 0):.0%} of the {link:.1f} ms on the link")
     if lane.speedup.low > 1:

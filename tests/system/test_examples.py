@@ -140,10 +140,7 @@ def test_the_demo_says_of_a_step_what_it_measured(capsys: pytest.CaptureFixture[
         return capsys.readouterr().out
 
     faster = output(1.6, False)
-    assert (
-        "measured   100.0 ms serial, 62.5 ms overlapped (medians of 16 steps, in turns; the picture is two of them)"
-        in faster
-    )
+    assert "measured   100.0 ms serial, 62.5 ms overlapped (medians of 16 steps; the picture shows two)" in faster
     assert "gain       1.60x [1.60, 1.60] faster\nhidden     70% of the 50.0 ms on the link\nwhy        while" in faster
     assert "void" not in faster
     slower = output(0.8, True)
