@@ -1,17 +1,14 @@
-"""The cluster's secret: its file, the keys made of it, and what it keeps out."""
+"""The cluster's secret: its file, the keys made of it, and what they sign; `test_cluster_gate` has the socket."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import logging
 import os
 import pickle
 import secrets
-import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager, closing
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,18 +17,13 @@ import torch.distributed as dist
 import zmq
 import zmq.asyncio
 from repository import TINY_MOE
-from zmq.utils import z85
 
 from serving.engine import EngineOptions
-from serving.engine.wire.gate import CurveGate, Seldom
-from serving.engine.wire.link import EngineLink
-from serving.engine.wire.messages import Failed, FromEngine, NodeAlive, Outputs, Refused, decode_from_engine
 from serving.engine.wire.rendezvous import Run, announce_network, check_node, join_run, post_node
-from serving.engine.wire.secret import ClusterSecret, CurveKeys, read_secret
+from serving.engine.wire.secret import ClusterSecret, read_secret
 from serving.engine.wire.signed_store import SignedStore
 from serving.network import listening_store
 from serving.options import describe_settings, read_serve_command
-from serving.requests import EngineStatistics, RequestOutput
 from ubatch import ConfigError, ForgedValue, UBatchError
 from ubatch.process.job_store import JobStore
 
@@ -248,221 +240,3 @@ def test_one_line_says_what_protects_the_network(tmp_path: Path, caplog: pytest.
     (line,) = caplog.records
     assert line.levelno == logging.INFO
     assert "gloo and NCCL cannot authenticate, so the network of 127.0.0.1 must be private" in line.getMessage()
-
-
-# --------------------------------------------------------------------------------------------------------- the gate
-
-
-@asynccontextmanager
-async def guarded(keys: CurveKeys) -> AsyncIterator[tuple[zmq.asyncio.Socket, str]]:
-    """A socket as node 0 has it, and its address."""
-    context = zmq.asyncio.Context()
-    router = context.socket(zmq.ROUTER)
-    gate = CurveGate(context, router, keys)
-    try:
-        port = router.bind_to_random_port("tcp://127.0.0.1")
-        yield router, f"tcp://127.0.0.1:{port}"
-    finally:
-        gate.close()
-        router.close(linger=0)
-        context.term()
-
-
-def with_keys(server_public: bytes, secret: bytes) -> Callable[[zmq.Socket[bytes]], None]:
-    def dress(socket: zmq.Socket[bytes]) -> None:
-        socket.curve_serverkey = server_public
-        socket.curve_publickey, socket.curve_secretkey = zmq.curve_public(secret), secret
-
-    return dress
-
-
-def test_strangers_are_not_heard_and_stop_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    keys = ClusterSecret(b"s" * 32).curve("run")
-    strange = z85.encode(b"x" * 32)
-    strangers: list[Callable[[zmq.Socket[bytes]], object]] = [
-        lambda socket: None,  # plain
-        with_keys(zmq.curve_public(strange), strange),
-        with_keys(keys.server_public, strange),  # knows node 0's public key, and that alone is not enough
-    ]
-    caplog.set_level(logging.WARNING, "serving")
-
-    async def scenario() -> list[list[bytes]]:
-        async with guarded(keys) as (router, address):
-            context = ends.enter_context(zmq.Context())
-            for dress in strangers:
-                socket_ = ends.enter_context(context.socket(zmq.DEALER))
-                socket_.linger = 0
-                socket_.setsockopt(zmq.IDENTITY, b"node-1")  # somebody else's name
-                dress(socket_)
-                socket_.connect(address)
-                for _ in range(20):
-                    socket_.send(b"evil", zmq.NOBLOCK)
-            host, port = address.removeprefix("tcp://").split(":")
-            for garbage in (os.urandom(4096), b"\xff" + b"\0" * 63, b"GET / HTTP/1.1\r\n\r\n"):
-                with socket.create_connection((host, int(port))) as raw:
-                    raw.sendall(garbage)
-            await asyncio.sleep(1.0)
-            link = ends.enter_context(closing(EngineLink(address, "node-1", keys)))
-            link.send(NodeAlive(1))
-            came = [await asyncio.wait_for(router.recv_multipart(), 10)]
-            await router.send_multipart([b"node-1", b"back"])
-            assert await asyncio.to_thread(link._socket.poll, 5000)
-            assert link._socket.recv() == b"back"
-            with pytest.raises(TimeoutError):
-                came.append(await asyncio.wait_for(router.recv_multipart(), 0.5))
-        return came
-
-    with ExitStack() as ends:
-        came = asyncio.run(scenario())
-    ((name, message),) = came
-    assert (name, decode_from_engine(message)) == (b"node-1", NodeAlive(1))
-    refused = [each.getMessage() for each in caplog.records if "refused" in each.getMessage()]
-    assert len(refused) == 1, "now and then, not for each"
-
-
-def test_a_node_talks_to_no_stranger_that_took_node_0s_place() -> None:
-    """It sends nothing to who has not the key, and believes nothing."""
-    keys, strange = ClusterSecret(b"s" * 32).curve("run"), z85.encode(b"x" * 32)
-    context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    router.curve_server = True
-    router.curve_publickey, router.curve_secretkey = zmq.curve_public(strange), strange
-    port = router.bind_to_random_port("tcp://127.0.0.1")
-    link = EngineLink(f"tcp://127.0.0.1:{port}", "node-1", keys)
-    link._socket.linger = 0
-    link.send(NodeAlive(1))
-    assert not router.poll(700)
-    link.close()
-    router.close(linger=0)
-    context.term()
-
-
-def test_what_is_recorded_cannot_be_played_again() -> None:
-    """A stranger in the middle hands on what node 1 sends, and then sends the same bytes anew."""
-    keys = ClusterSecret(b"s" * 32).curve("run")
-
-    async def scenario() -> None:
-        recorded = bytearray()
-        async with guarded(keys) as (router, address):
-            host, port = address.removeprefix("tcp://").split(":")
-
-            async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, keep: bool) -> None:
-                while data := await reader.read(65536):
-                    if keep:
-                        recorded.extend(data)
-                    writer.write(data)
-                writer.close()
-
-            async def middle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                there = await asyncio.open_connection(host, int(port))
-                await asyncio.gather(pump(reader, there[1], True), pump(there[0], writer, False))
-
-            server = await asyncio.start_server(middle, "127.0.0.1", 0)
-            link = EngineLink(f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", "node-1", keys)
-            link.send(NodeAlive(1))
-            await asyncio.wait_for(router.recv_multipart(), 10)
-            await asyncio.to_thread(link.close)
-            assert b"NodeAlive" not in recorded, "it is encrypted"
-            _, writer = await asyncio.open_connection(host, int(port))
-            writer.write(bytes(recorded))
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(router.recv_multipart(), 1.0)
-            writer.close()
-            server.close()
-
-    asyncio.run(scenario())
-
-
-def test_of_a_message_that_node_0_would_not_take_the_longest_request_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And the engine goes on."""
-    monkeypatch.setattr("serving.engine.wire.link.MOST_BYTES", 600)
-    keys = ClusterSecret(b"s" * 32).curve("run")
-    outputs = [RequestOutput(name, (1,) * (900 if name == "c" else 30)) for name in "abcdefgh"]
-
-    async def scenario() -> list[FromEngine]:
-        async with guarded(keys) as (router, address):
-            with closing(EngineLink(address, "rank-1", keys)) as link:
-                link._socket.linger = 0
-                link.send(Outputs(1, 7, outputs, EngineStatistics(num_running=8)))
-                with pytest.raises(UBatchError, match=r"Failed, has .* bytes for node 0, which takes 600"):
-                    link.send(Failed(1, "", "", "x" * 900, "", False))
-                link.send(NodeAlive(1))
-                came: list[FromEngine] = []
-                while not came or came[-1] != NodeAlive(1):
-                    _, data = await asyncio.wait_for(router.recv_multipart(), 10)
-                    assert len(data) <= 600
-                    came.append(decode_from_engine(data))
-        return came
-
-    came = asyncio.run(scenario())
-    delivered = [each for message in came if isinstance(message, Outputs) for each in message.outputs]
-    assert [each.request_id for each in delivered] == list("abdefgh")
-    assert all(message.received == 7 for message in came if isinstance(message, Outputs))
-    (refused,) = [message for message in came if isinstance(message, Refused)]
-    assert (refused.rank, refused.request_id, refused.kind) == (1, "c", "RequestError")
-    assert "takes 600 from another machine: ask for fewer log-probabilities" in refused.text
-
-
-def test_a_longer_message_than_node_0_takes_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.engine.wire.gate.MOST_BYTES", 4096)
-    keys = ClusterSecret(b"s" * 32).curve("run")
-
-    async def scenario() -> None:
-        async with guarded(keys) as (router, address):
-            with closing(EngineLink(address, "rank-1", keys)) as link:
-                link._socket.linger = 0
-                link._socket.send(b"x" * 4096)  # as long as the link sends
-                assert await asyncio.wait_for(router.recv_multipart(), 10) == [b"rank-1", b"x" * 4096]
-                link._socket.send(b"x" * 8192)
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(router.recv_multipart(), 1.0)
-
-    asyncio.run(scenario())
-
-
-def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By itself zmq would wait for 30 s."""
-    monkeypatch.setattr("serving.engine.wire.gate._HANDSHAKE_MS", 300)
-
-    async def scenario() -> None:
-        async with guarded(ClusterSecret(b"s" * 32).curve("run")) as (_, address):
-            host, port = address.removeprefix("tcp://").split(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            await asyncio.wait_for(reader.read(), 10)  # until the other end closes
-            writer.close()
-
-    asyncio.run(scenario())
-
-
-def test_without_its_authenticator_node_0_lets_nobody_in() -> None:
-    keys = ClusterSecret(b"s" * 32).curve("run")
-
-    async def scenario() -> None:
-        context = zmq.asyncio.Context()
-        router = context.socket(zmq.ROUTER)
-        gate = CurveGate(context, router, keys)
-        gate._authenticator.stop()
-        port = router.bind_to_random_port("tcp://127.0.0.1")
-        link = EngineLink(f"tcp://127.0.0.1:{port}", "node-1", keys)
-        link._socket.linger = 0
-        link.send(NodeAlive(1))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(router.recv_multipart(), 1.0)
-        link.close()
-        gate.close()
-        router.close(linger=0)
-        context.term()
-
-    asyncio.run(scenario())
-
-
-def test_what_strangers_cause_is_logged_seldom(caplog: pytest.LogCaptureFixture) -> None:
-    seldom = Seldom(logging.getLogger("serving.test"), "it happened", every_s=0.2)
-    for _ in range(50):
-        seldom.happened(by="somebody")
-    assert [each.getMessage() for each in caplog.records] == ["it happened times=1 by=somebody"]
-    seldom._said -= 1
-    seldom.happened()
-    assert caplog.records[-1].getMessage() == "it happened times=50"

@@ -1,152 +1,25 @@
-"""Special methods, the class of a stand-in, and what it tells of methods that may change the module."""
+"""Special methods, and the class of a stand-in; `test_stand_in_watch` has what it tells of methods that change it."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import functools
-import gc
 import inspect
 import operator
 import pickle
-from collections.abc import AsyncIterator, Callable, Generator, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from special_methods import Special, Telling, X
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from wrapping import wrapped
 
-from ubatch import UBatchConfig, UBatchWrapper
-from ubatch.wrapping.stand_in import StandIn
+from ubatch import UBatchWrapper
 
 pytestmark = pytest.mark.long
-
-X = torch.arange(12.0).reshape(4, 3)
-
-
-class Telling(StandIn):
-    """A stand-in that runs the module unsplit, and notes what it is told."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self._ubatch_keep("_ubatch_told", [])
-
-    def forward(self, *args: Any) -> Any:
-        self._ubatch_told.append("call")
-        return self._ubatch_model(*args)
-
-    @contextmanager
-    def _ubatch_watching(self, how: str) -> Iterator[None]:
-        self._ubatch_told.append(f"{how} begins")
-        yield
-        self._ubatch_told.append(f"{how} ends")
-
-    def _ubatch_module_changed(self, how: str) -> None:
-        self._ubatch_told.append(how)
-
-    def told(self) -> list[str]:
-        """What it was told since it was asked last."""
-        told = list(self._ubatch_told)
-        self._ubatch_told.clear()
-        return told
-
-
-class Special(nn.Module):
-    """A module with special methods of all kinds. It is as big as its `size`."""
-
-    def __init__(self, size: int = 0) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.size = size
-        self.log: list[str] = []
-        self.kept = self.grow
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
-
-    def grow(self, by: int = 1) -> Any:
-        self.size += by
-        return self
-
-    def twice(self, x: Tensor) -> Tensor:
-        return self.grow()(x) + self(x)
-
-    def __bool__(self) -> bool:
-        return self.size > 0
-
-    def __int__(self) -> int:
-        return self.size
-
-    def __lt__(self, other: Any) -> bool:
-        return self.size < other.size if isinstance(other, Special) else NotImplemented
-
-    def __matmul__(self, x: Tensor) -> Tensor:
-        return self(x)
-
-    def __rmatmul__(self, x: Any) -> Any:
-        return self(torch.tensor(x))
-
-    def __add__(self, other: Any) -> Any:
-        return type(self)(self.size + other.size) if isinstance(other, type(self)) else NotImplemented
-
-    def __iadd__(self, other: int) -> Any:
-        return self.grow(other)
-
-    def __sub__(self, other: Any) -> Any:
-        return NotImplemented
-
-    @functools.singledispatchmethod
-    def __getitem__(self, key: Any) -> str:
-        return f"{key}?"
-
-    @__getitem__.register
-    def _(self, key: int) -> int:
-        return key + self.size
-
-    __rshift__ = functools.partialmethod(grow)
-
-    def __enter__(self) -> Any:
-        self.log.append("enter")
-        return self
-
-    def __exit__(self, kind: type | None, *rest: Any) -> bool:
-        self.log.append("exit" if kind is None else kind.__name__)
-        return kind is KeyError
-
-    def __format__(self, how: str) -> str:
-        return f"{how}{self.size}"
-
-    def __iter__(self) -> Iterator[int]:
-        yield from range(self.size)
-
-    async def __aenter__(self) -> Any:
-        return self
-
-    async def __aexit__(self, *failed: Any) -> None:
-        self.log.append("left")
-
-    def __await__(self) -> Generator[Any, None, int]:
-        yield from asyncio.sleep(0).__await__()
-        return self.size
-
-    async def __aiter__(self) -> AsyncIterator[int]:
-        for number in self:
-            yield number
-
-    def rows(self, x: Tensor) -> Iterator[Tensor]:
-        yield from self(x)
-
-    async def loaded(self) -> Any:
-        return self.grow()
-
-    async def stream(self) -> AsyncIterator[int]:
-        yield self.size
-
-    def stored(self) -> Iterator[Tensor]:
-        return self.rows(X)
 
 
 class Equal(nn.Module):
@@ -177,11 +50,6 @@ def model() -> Special:
 def wrapper(model: Special) -> Iterator[UBatchWrapper]:
     with torch.no_grad(), wrapped(model) as made:
         yield made
-
-
-@pytest.fixture
-def telling(model: Special) -> Telling:
-    return Telling(model)
 
 
 # ----------------------------------------------------------------------------------------------------- special methods
@@ -380,91 +248,3 @@ def test_copies(model: Special, wrapper: UBatchWrapper, duplicate: Callable[[Any
     assert type(duplicate(twin)) is type(wrapper)
     torch.testing.assert_close(twin @ X, model.linear(X))
     twin.close()
-
-
-# -------------------------------------------------------------------------------------- methods that change the module
-
-
-def test_own_methods_are_watched(model: Special, telling: Telling) -> None:
-    assert telling.grow() is telling
-    assert telling.told() == ["grow begins", "grow ends"]
-    telling.twice(X)
-    assert telling.told() == ["twice begins", "call", "call", "twice ends"], "the methods inside are the module's"
-    telling.kept()
-    assert telling.told() == ["kept begins", "kept ends"]
-    assert model.size == 5
-
-
-def test_special_methods_are_watched(telling: Telling) -> None:
-    int(telling)
-    telling += 1
-    assert telling.told() == ["__int__ begins", "__int__ ends", "__iadd__ begins", "__iadd__ ends"]
-    with telling:
-        assert telling.told() == ["__enter__ begins", "__enter__ ends"]
-    assert telling.told() == ["__exit__ begins", "__exit__ ends"]
-
-
-def test_torchs_methods_and_attributes_are_told(telling: Telling) -> None:
-    telling.eval().requires_grad_(False)
-    telling.state_dict()
-    telling.size = 3
-    assert telling.told() == ["eval", "requires_grad_", "attribute 'size' was set"]
-
-
-@pytest.mark.parametrize("name", ["rows", "loaded", "stream", "stored"])
-def test_code_that_runs_later_is_told_when_it_is_asked_for(telling: Telling, name: str) -> None:
-    later = getattr(telling, name)(*([X] if name == "rows" else []))
-    assert telling.told() == [f"{name} begins", f"{name} ends", name]
-    if name == "loaded":
-        assert asyncio.run(later) is telling
-    if name in ("rows", "stored"):
-        assert len(list(later)) == 4
-        assert telling.told() == ["call"]
-
-
-def test_iteration_is_no_change(telling: Telling) -> None:
-    assert list(telling) == [0, 1]
-    assert telling.told() == ["__iter__ begins", "__iter__ ends"]
-
-
-def test_an_error_goes_through_the_watch(model: Special) -> None:
-    seen: list[BaseException] = []
-
-    class Catching(Telling):
-        @contextmanager
-        def _ubatch_watching(self, how: str) -> Iterator[None]:
-            try:
-                yield
-            except AttributeError as error:
-                seen.append(error)
-                raise
-
-    model.size = None
-    with pytest.raises(TypeError):
-        Catching(model).grow()
-    del model.size
-    with pytest.raises(AttributeError):
-        Catching(model).grow()
-    assert len(seen) == 1
-
-
-def test_a_kept_method_is_watched_without_its_wrapper(model: Special) -> None:
-    told: list[str] = []
-
-    class Noting(Telling):
-        @contextmanager
-        def _ubatch_watching(self, how: str) -> Iterator[None]:
-            told.append(how)
-            yield
-
-    method = Noting(model).grow
-    gc.collect()
-    assert isinstance(method(), Noting)
-    assert told == ["grow"]
-
-
-def test_by_default_nothing_is_watched(model: Special) -> None:
-    wrapper = StandIn(model)
-    with wrapper._ubatch_watching("anything") as nothing:
-        assert nothing is None
-    assert int(UBatchWrapper(model, UBatchConfig())) == 2
