@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-import reprlib
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from serving.text.bad_words import bad_token_sequences
 from serving.text.detokenizer import TextStream
 from serving.text.tokenizer import load_tokenizer
 from ubatch import ConfigError, UBatchError
+from ubatch.errors import shown
 
 __all__ = ["LLM", "CompletionResult", "LLMOutput"]
 
@@ -291,7 +291,7 @@ class LLM:
             try:
                 return [operator.index(token) for token in prompt]
             except TypeError as error:
-                raise RequestError(f"a prompt is a text or a list of token ids, not {reprlib.repr(prompt)}.") from error
+                raise RequestError(f"a prompt is a text or a list of token ids, not {shown(prompt)}.") from error
         if self.tokenizer is None:
             raise ConfigError("give prompts as tokens: skip_tokenizer_init left the tokenizer out.")
         try:
@@ -383,7 +383,7 @@ def _strings(name: str, given: object) -> tuple[Any, ...]:
     if isinstance(given, str):
         return (given,)
     if isinstance(given, bytes) or not isinstance(given, Iterable):
-        raise RequestError(f"{name} must be a string or a list of strings, not {reprlib.repr(given)}.", param=name)
+        raise RequestError(f"{name} must be a string or a list of strings, not {shown(given)}.", param=name)
     return tuple(given)
 
 

@@ -33,13 +33,13 @@ _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 def listening_store(host: str, port: int, timeout: timedelta) -> tuple[dist.TCPStore, socket.socket]:
     """Start a rendezvous store that listens on one address; its `port` is the one to connect to.
 
-    Returns:
-        The store, and a copy of the socket that it listens on.
-
     Args:
         host: an address or host name of this machine.
         port: 0 picks a free one.
         timeout: how long its `get` waits.
+
+    Returns:
+        The store, and a copy of the socket that it listens on.
 
     Raises:
         ConfigError: the address or port cannot be listened on.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +15,7 @@ from torch import Tensor
 from model_runner.errors import RequestError
 from model_runner.sampling.bad_sequences import BadSequences
 from model_runner.sampling.token_ids import TokenIds
+from ubatch.errors import shown
 from ubatch.streams.small_copies import to_device
 
 __all__ = ["MAX_BAD_SEQUENCES", "MAX_BAD_TOKENS", "MAX_LOGIT_BIASES", "MAX_STOP_TOKEN_IDS", "SamplingParams"]
@@ -137,7 +137,7 @@ class SamplingParams:
         for entry in _entries("logit_bias", given, "pairs of a token and a number", MAX_LOGIT_BIASES):
             pair = _entries("an entry of logit_bias", entry, "a token and a number", 2)
             if len(pair) != 2:
-                raise RequestError(f"an entry of logit_bias must be a token and a number, not {_shown(entry)}.")
+                raise RequestError(f"an entry of logit_bias must be a token and a number, not {shown(entry)}.")
             token = _checked("a token of logit_bias", pair[0], _TOKEN)
             biases[token] = _checked(f"logit_bias of token {token}", pair[1], _BIAS)
         return biases
@@ -277,13 +277,13 @@ def _checked(name: str, value: object, rule: _Rule) -> Any:
     fits = isinstance(value, (int, float) if kind is float else kind)
     if not fits or isinstance(value, bool) is not (kind is bool):
         wanted = ", ".join(filter(None, (_TYPES[kind], allowed)))
-        raise RequestError(f"{name} must be {wanted}, not {_shown(value)} ({type(value).__name__}).")
+        raise RequestError(f"{name} must be {wanted}, not {shown(value)} ({type(value).__name__}).")
     try:
         number = kind(value)
     except OverflowError:  # an integer beyond all floats
         number = math.nan
     if not holds(number):
-        raise RequestError(f"{name} must be {allowed}, not {_shown(value)}.")
+        raise RequestError(f"{name} must be {allowed}, not {shown(value)}.")
     return number
 
 
@@ -323,19 +323,11 @@ def _checked_tokens(name: str, given: object) -> _Tokens:
 def _entries(name: str, given: object, what: str, most: int) -> tuple[Any, ...]:
     """The given entries as a tuple."""
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise RequestError(f"{name} must be {what}, not {_shown(given)}.")
+        raise RequestError(f"{name} must be {what}, not {shown(given)}.")
     try:
         entries = tuple(given)
     except TypeError as error:  # a tensor without dimensions
-        raise RequestError(f"{name} must be {what}, not {_shown(given)}.") from error
+        raise RequestError(f"{name} must be {what}, not {shown(given)}.") from error
     if len(entries) > most:
         raise RequestError(f"{name} has {len(entries)} entries; at most {most} are allowed.")
     return entries
-
-
-def _shown(value: object) -> str:
-    """The value as text for a message."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # thousands of digits
-        return "a number of thousands of digits"

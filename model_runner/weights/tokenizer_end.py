@@ -6,10 +6,12 @@ is read from the files alone, because every rank needs it, and ranks load no tok
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from model_runner.errors import CheckpointError
+from model_runner.weights.files import read_json
 
 __all__ = ["tokenizer_end_tokens"]
 
@@ -56,8 +58,8 @@ def _content(token: object) -> str | None:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        return _mapping(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError):
+        return read_json(path)
+    except CheckpointError:
         return {}
 
 

@@ -14,13 +14,13 @@ Clients send what OpenAI's API describes; templates differ in what they read of 
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from model_runner import RequestError
 from serving.text.template_forms import INSTRUCTING, TRIED, ContentForm, Message, TemplateForms
+from ubatch.errors import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -129,7 +129,7 @@ class ChatTemplate:
             which, remedy = " behind other messages", "the first message"
         if told is False:
             raise RequestError(
-                f"The model's chat template leaves out messages of the role {reprlib.repr(given['role'])}{which}: the "
+                f"The model's chat template leaves out messages of the role {shown(given['role'])}{which}: the "
                 f"model would not read all of them. Put the text into {remedy}.",
                 param=f"messages.{place}.role",
             )

@@ -93,7 +93,7 @@ class TemplateForms:
         """Find every form now; all trials take some milliseconds, which no request should wait for."""
         for role in TRIED:
             self.content(role)
-        self.calls_apart, self.null_beside_calls  # noqa: B018 - finds them
+        _ = self.calls_apart, self.null_beside_calls
         for role in INSTRUCTING:
             for instructed in (False, True):
                 self.told_later(role, instructed=instructed)

@@ -7,8 +7,8 @@ know (`use_job_store`), a value that they read was written by one of them under 
     with one         "hmac-sha256:" 64 hexadecimal digits ":" value       HMAC over name, a zero byte, value
 
 Give every job its own key, derived from a lasting one; otherwise values of an earlier job are valid in this one. The
-hash does not protect against replaying or removing earlier values of the same job. Values that torch, gloo and NCCL
-keep in the store are unsigned.
+hash does not protect against replaying or removing earlier values of the same job. What torch, gloo and NCCL
+keep in the store is not written here.
 """
 
 from __future__ import annotations

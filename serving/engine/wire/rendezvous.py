@@ -260,9 +260,7 @@ def init_ranks(run: Run, rank: int, options: EngineOptions) -> None:
         values = run.of_torch = dist.PrefixStore(group, store)
     key = run.key(group)
     use_job_store(key, values)
-    if (
-        key is not None and options.device == "cpu"
-    ):  # NCCL also uses its store in threads that have to go on by themselves
+    if key is not None and options.device == "cpu":  # NCCL reads it in threads, too, which no Python may hold up
         run.of_torch = SignedStore(JobStore(values, run.key(f"torch {group}")), PATIENCE)
     dist.init_process_group(
         "nccl" if options.device == "cuda" else "gloo",

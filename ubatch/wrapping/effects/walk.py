@@ -229,7 +229,7 @@ class Walk:
                 module._c.setattr(name, value)
 
         self._read(prefix, take, put)
-        tensors = [item for item in take().items() if isinstance(item[1], Tensor)]
+        tensors = [item for item in self.kept[-1].was.items() if isinstance(item[1], Tensor)]
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for name, child in (*tensors, *own, *module.named_children()):
             self._later(f"{prefix}{name}", child)
