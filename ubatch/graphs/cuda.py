@@ -13,7 +13,8 @@ Reasons for the design:
 - After a failed `capture_end`, PyTorch's allocators still think that a capture is under way. `_abort` resets the device
   allocator. The pinned-memory allocator cannot be reset and refuses another capture into the same pool, so the next
   capture gets a new pool; existing graphs keep theirs. It also gets a new stream, because a library's workspace must
-  not be in a pool that may be freed before the graphs that use it.
+  not be in a pool that may be freed before the graphs that use it. The random generator of the device believes so, too,
+  and refuses to draw a number outside a graph: only a capture that ends well tells it otherwise, so `_abort` makes one.
 """
 
 from __future__ import annotations
@@ -100,6 +101,15 @@ class CudaGraphs:
         self._pool = None
         self._capture_stream = torch.cuda.Stream(self._device)
 
+    def end_of_captures(self) -> None:
+        """Capture one small kernel and forget it: then random numbers can be drawn outside graphs again."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._capture_stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            torch.zeros(1, device=self._device)
+            graph.capture_end()
+        graph.reset()
+
     def take_turn(self) -> None:
         """See `Recording.take_turn`."""
         stream = torch.cuda.current_stream(self._device)
@@ -171,6 +181,7 @@ class _CudaCapture:
                 _log.debug("the allocator knows of no capture: %s", unknown)
             _broken.append(self._graph)
             self._graphs.start_over()
+            self._graphs.end_of_captures()
         else:
             self._graph.reset()
         self._graphs.count(0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from draft_cases import admitted, drafted_tokens, make_proposer, prefill
+from host_waits import no_host_waits
 from runner_graph_cases import TINY, make_captured, make_checkpoint, make_load, make_runner, serve, start
 
 from model_runner import SamplingParams, ScheduledRequest, generate
@@ -90,10 +91,7 @@ def test_a_launch_does_not_wait_for_the_device(checkpoint: Path) -> None:
         shares = [ScheduledRequest(request, 1) for request in requests]
         runner.execute(shares)  # compiles what fills the inputs
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_host_waits():
             step = runner.launch(shares)
             step.sample()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert step.result().decision.graph_mode

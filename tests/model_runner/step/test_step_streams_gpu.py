@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from dense_checkpoint import make_small
+from host_waits import no_host_waits
 
 from model_runner import (
     PENDING_TOKEN,
@@ -167,18 +168,14 @@ def test_inputs_arrive_while_a_step_runs_and_the_caller_waits_for_nobody(ahead: 
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("params", [MIXED, CONSTRAINED])
 def test_nothing_in_a_step_waits_for_the_device(checkpoint: Path, params: list[SamplingParams]) -> None:
     with make_runner(checkpoint, "cuda") as runner:
         ahead = Ahead(runner, params)
         ahead.warm_up()
         for _ in range(3):
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with no_host_waits():
                 step = ahead.launch()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
             ahead.read(step)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
+from host_waits import no_host_waits
 from moe_layers import Layer, Routed, make_layer, make_tokens
 
 from moe import dequantize_blocks, make_all2all, mask_padding, quantize_blocks
@@ -40,18 +39,6 @@ def _on_gpu() -> tuple[Layer, Routed]:
     return Layer(layer.w13.cuda(), layer.w2.cuda()), Routed(routed.x.cuda(), routed.ids.cuda(), routed.weights.cuda())
 
 
-@contextmanager
-def _no_implicit_wait() -> Iterator[None]:
-    """An operation that makes the host wait for the device fails."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("name", ["torch_dist", "allgather_reducescatter"])
 def test_results(name: str, group: CommGroup) -> None:
     layer, routed = _on_gpu()
@@ -74,7 +61,7 @@ def test_the_host_waits_for_counts_at_most(name: str, group: CommGroup) -> None:
 
     with set_forward_context(ForwardContext(tokens_across_ranks=(TOKENS - 2,))):
         there_and_back()  # makes the communicator
-        with _no_implicit_wait():
+        with no_host_waits():
             home = there_and_back()
     visited = (ids >= 0).any(1, keepdim=True) if name == "torch_dist" else torch.ones(TOKENS, 1, device="cuda")
     visited = visited * (torch.arange(TOKENS, device="cuda") < TOKENS - 2).unsqueeze(1)
