@@ -34,7 +34,7 @@ from serving.workbench.bench.statistics import Interval, bootstrap, overlap_figu
 from serving.workbench.gpu.bench import Bench
 from serving.workbench.gpu.model import LANES, QWEN3_235B_A22B, TINY, Model, Step
 from serving.workbench.gpu.report import Arms, Section
-from ubatch import Schedule, Transfer
+from ubatch import Schedule, Transfer, UBatchError
 from ubatch.schedules.layer_program import LayerTimes, layer_program
 from ubatch.schedules.simulate import simulate
 
@@ -52,6 +52,10 @@ class _StaysHere(HostLoopbackAll2All):
 
     def travel(self, name: str, rows: Tensor) -> Transfer[Tensor]:
         return Transfer.ready(rows, name)
+
+
+class _EndedEarly(UBatchError):
+    """What was to disturb a measurement ended before it."""
 
 
 @dataclass(frozen=True)
@@ -222,9 +226,14 @@ def _add_gemm_slowdown(bench: Bench, section: Section, setting: _Setting) -> Non
         alone, beside = _beside_copies(bench, products, copies)
     else:  # on a CPU nothing runs concurrently
         alone, beside = bench.timed(products), bench.timed(products)
-    arms = bench.interleave({"alone": alone, "beside_copies": beside}, "GEMM slow-down")
-    section.arms_ms["GEMM slow-down"] = arms
-    section.add("GEMM slow-down beside copies", paired(arms["beside_copies"], arms["alone"]), at_most=1.03)
+    figure, note = None, ""
+    try:
+        arms = bench.interleave({"alone": alone, "beside_copies": beside}, "GEMM slow-down")
+        section.arms_ms["GEMM slow-down"] = arms
+        figure = paired(arms["beside_copies"], arms["alone"])
+    except _EndedEarly as early:
+        note = str(early)
+    section.add("GEMM slow-down beside copies", figure, at_most=1.03, note=note)
 
 
 def _beside_copies(
@@ -251,7 +260,7 @@ def _beside_copies(
         bench.synchronize()
         # Tiny copies end before the host has launched the products.
         if busy and not bench.tiny and begin.elapsed_time(copied) < begin.elapsed_time(end):
-            raise RuntimeError("the copies ended before the products, so the slow-down would be understated")
+            raise _EndedEarly("the copies ended before the products, so the slow-down would be understated")
         return float(begin.elapsed_time(end)) / repeats
 
     return lambda: measure(False), lambda: measure(True)
