@@ -15,7 +15,7 @@ _MAX_BLOCK = 1024  # most elements that one program moves
 @jit()
 def quantize(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """`x / scale` as bytes of float8e4nv, saturated."""
-    return to_fp8(x.to(tl.float32) / scale).to(tl.uint8, bitcast=True)
+    return to_fp8(tl.div_rn(x.to(tl.float32), scale)).to(tl.uint8, bitcast=True)
 
 
 @jit("slots")

@@ -22,6 +22,8 @@ BLOCK = 128
 FP8 = torch.float8_e4m3fn
 
 _LARGEST = 448.0
+_SCALE = 1 / _LARGEST
+"""Multiplied by, because a GPU divides by a number of the host by multiplying by its inverse, and a CPU does not."""
 _SMALLEST_AMAX = 1e-4
 
 
@@ -41,7 +43,7 @@ def quantize_blocks(x: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
     if not x.is_floating_point() or x.dim() < 1 or x.shape[-1] % block:
         raise ConfigError(f"fp8 needs floating rows of a multiple of {block}, not {x.dtype} {list(x.shape)}.")
     blocks = x.unflatten(-1, (-1, block)).float()
-    scales = blocks.abs().amax(-1).clamp(min=_SMALLEST_AMAX) / _LARGEST
+    scales = blocks.abs().amax(-1).clamp(min=_SMALLEST_AMAX) * _SCALE
     # The quotient may round to slightly above the largest number, which would become NaN in this dtype.
     quantized = (blocks / scales.unsqueeze(-1)).clamp(-_LARGEST, _LARGEST).to(FP8)
     return quantized.flatten(-2), scales

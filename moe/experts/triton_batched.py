@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from moe.experts.base import FusedExperts
-from moe.experts.quantization import FP8
-from moe.kernels.align import Alignment, Tiles, tile_batches
+from moe.experts.quantization import FP8, dequantize_blocks
+from moe.kernels.align import Alignment, Tiles, some_rows, tile_batches
 from moe.kernels.gemm_configs import GemmConfig, RowTile, gemm_configs, row_tiles
 from moe.kernels.grouped_gemm import Rows, Weights, project_down, project_up
 from moe.kernels.quantize import BLOCK, quantize_rows, quantize_weights
@@ -33,6 +33,7 @@ from ubatch.kernels.triton_jit import INTERPRETED, power_of_2
 __all__ = ["TritonBatchedExperts"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_COMPARED_ROWS = 1024  # of what tile configurations compute
 _INTERPRETED_SMS = 2  # programs stride over tiles there, too
 _BATCH_FILL = 1 / 16  # expected share of used rows in a batch, if there are 16 times as many experts as a token visits
 
@@ -52,6 +53,23 @@ class Work:
     cut: Alignment | Tiles
     top_k: int = 1
     topk_weights: Tensor | None = None
+
+    def some_up(self, rows: Rows) -> Tensor:
+        """Some of the rows that `project_up` defines, in float32."""
+        x = rows.x[self._some_rows]
+        if rows.scales is None:
+            return x.float()
+        return dequantize_blocks(x, rows.scales[self._some_rows], torch.float32)
+
+    def some_down(self, rows: Tensor) -> Tensor:
+        """The same rows of what `project_down` returns."""
+        if isinstance(self.cut, Alignment) and self.topk_weights is not None:
+            return rows[self.cut.pair_of_row[self._some_rows].long()].float()
+        return rows[self._some_rows].float()
+
+    @cached_property
+    def _some_rows(self) -> Tensor:
+        return some_rows(self.cut.tiles if isinstance(self.cut, Alignment) else self.cut, _COMPARED_ROWS)
 
 
 @dataclass(frozen=True)
@@ -230,6 +248,9 @@ class TritonBatchedExperts(FusedExperts):
             cuts,
             lambda config: self._down(cuts.cut_alike(tile.rows), rows_alike(), config),
             lambda config: self._down(work, rows, config, compile_only=True),
+            lambda config: cuts.cut_alike(tile.rows).some_down(
+                self._down(cuts.cut_alike(tile.rows), rows_alike(), config)
+            ),
         )
         return self._down(work, rows, down_config)
 
@@ -242,6 +263,7 @@ class TritonBatchedExperts(FusedExperts):
             cuts,
             lambda config: self._up(cuts.cut_alike(tile.rows), config),
             lambda config: self._up(work, config, compile_only=True),
+            lambda config: cuts.cut_alike(tile.rows).some_up(self._up(cuts.cut_alike(tile.rows), config)),
         )
         return self._up(work, config), config
 
@@ -262,6 +284,7 @@ class TritonBatchedExperts(FusedExperts):
         cuts: Cuts,
         run: Callable[[GemmConfig], object],
         prepare: Callable[[GemmConfig], object],
+        answer: Callable[[GemmConfig], Tensor],
     ) -> GemmConfig:
         """The tiles of one of the GEMMs. `prepare` compiles in other threads and must launch nothing, so it uses this
         batch; the batch for timing may not exist yet."""
@@ -273,6 +296,7 @@ class TritonBatchedExperts(FusedExperts):
             ),
             run,
             prepare=prepare,
+            answer=answer,
             device=self.w13.device,
         )
 

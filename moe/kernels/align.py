@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ubatch.kernels.triton_jit import INTERPRETED, cdiv, jit, power_of_2
 
-__all__ = ["Alignment", "Tiles", "align_pairs", "reference_align_pairs", "tile_batches"]
+__all__ = ["Alignment", "Tiles", "align_pairs", "reference_align_pairs", "some_rows", "tile_batches"]
 
 _MAX_CHUNKS = 128
 _CHUNK = 32 if INTERPRETED else 256  # fewest pairs of a chunk; small in tests, so that they have several chunks
@@ -63,6 +63,13 @@ class Alignment:
 
     pair_of_row: Tensor
     tiles: Tiles
+
+
+def some_rows(tiles: Tiles, most: int) -> Tensor:
+    """Up to about `most` of the rows that the tiles cover, int64, evenly spread. Reads the tiles on the host."""
+    spans = tiles.table[: int(tiles.counters[0])].tolist()
+    rows = torch.cat([torch.arange(0), *(torch.arange(first, last) for _, first, last in spans)])
+    return rows[:: len(rows) // most | 1].to(tiles.table.device)  # an odd step meets every place in a tile
 
 
 @jit()

@@ -148,6 +148,7 @@ def multiply_fp8(x: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype) 
         linear_tiles(room),
         multiply,
         prepare=partial(multiply, compile_only=True),
+        answer=multiply,
         device=x.device,
     )
     return multiply(tile)

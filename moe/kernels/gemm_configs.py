@@ -9,9 +9,9 @@ few rows (decode)     The weights are read once and need little compute, so spee
 many rows (prefill)   128 x 256 results per program (gate and up are two of 128) keep the tensor cores fed from shared
                       memory; 64 rows waste less on the last tile of an expert.
 
-Some configs have one program per SM with deep buffers, others several with shallow ones. With one program, `flatten`
-lets it load the next tile while it finishes one; several programs overlap with each other. Which is faster is measured.
-With claimed tiles (`moe.kernels.grouped_gemm`) the next tile is unknown until it is claimed, so no loop is flattened.
+Some configs have one program per SM with deep buffers, others several with shallow ones, which overlap with each other.
+Which is faster is measured. No config merges the loop over tiles with its inner loop (`tl.range(flatten=True)`): what
+Triton 3.6 compiles of that for an H200 is wrong, in both projections and in every dtype.
 """
 
 from collections.abc import Iterable, Iterator
@@ -50,8 +50,7 @@ class GemmConfig:
         num_stages: iterations whose loads are in flight.
         per_sm: programs that share an SM.
         swap: multiply weights by rows, and transpose the result.
-        flatten: merge the loop over tiles and its inner loop into one.
-        claimed: programs claim tiles from a counter instead of taking every n-th; not with `flatten`.
+        claimed: programs claim tiles from a counter instead of taking every n-th.
         group: row tiles that are computed one after the other for each column tile, so that they find the weights in
             the L2 cache.
     """
@@ -62,7 +61,6 @@ class GemmConfig:
     num_warps: int = 4
     per_sm: int = 1
     swap: bool = False
-    flatten: bool = False
     claimed: bool = False
     group: int = 8
 
@@ -100,7 +98,7 @@ def gemm_configs(
     if one_per_sm:
         configs = (replace(config, per_sm=1) for config in configs)
     if claimed:
-        configs = (replace(config, flatten=False, claimed=True) for config in configs)
+        configs = (replace(config, claimed=True) for config in configs)
     return tuple(dict.fromkeys(configs))
 
 
@@ -125,9 +123,9 @@ def _few_rows_gated(rows: int) -> Iterator[GemmConfig]:
     else:
         yield GemmConfig(64, 64, 5, per_sm=2, swap=True, group=1)
         yield GemmConfig(64, 64, 3, per_sm=3, swap=True, group=1)
-    yield GemmConfig(64, 128, 4, swap=True, flatten=True, group=1)
+    yield GemmConfig(64, 128, 4, swap=True, group=1)
     yield GemmConfig(128, 64, 3, per_sm=2, swap=True, group=1)
-    yield GemmConfig(128, 64, 5, num_warps=8, swap=True, flatten=True, group=1)
+    yield GemmConfig(128, 64, 5, num_warps=8, swap=True, group=1)
     yield GemmConfig(64, 128, 3, per_sm=2, group=1)
     yield GemmConfig(32, 128, 5, per_sm=2, group=1)
     yield GemmConfig(32, 256, 3, per_sm=2, group=1)
@@ -140,10 +138,10 @@ def _few_rows_down(rows: int) -> Iterator[GemmConfig]:
     else:
         yield GemmConfig(128, 64, 5, per_sm=2, swap=True, group=1)
         yield GemmConfig(128, 64, 3, per_sm=3, swap=True, group=1)
-    yield GemmConfig(128, 128, 4, swap=True, flatten=True, group=1)
+    yield GemmConfig(128, 128, 4, swap=True, group=1)
     yield GemmConfig(64, 128, 4, per_sm=2, swap=True, group=1)
     yield GemmConfig(64, 128, 3, per_sm=3, swap=True, group=1)
-    yield GemmConfig(64, 256, 3, swap=True, flatten=True, group=1)
+    yield GemmConfig(64, 256, 3, swap=True, group=1)
     yield GemmConfig(64, 128, 5, per_sm=2, group=1)
     yield GemmConfig(64, 256, 3, per_sm=2, group=1)
 
@@ -151,17 +149,14 @@ def _few_rows_down(rows: int) -> Iterator[GemmConfig]:
 def _many_rows_gated(rows: int) -> Iterator[GemmConfig]:
     yield GemmConfig(128, 64, 4, num_warps=8)
     yield GemmConfig(128, 64, 3, num_warps=8)
-    yield GemmConfig(128, 64, 3, num_warps=8, flatten=True)
     yield GemmConfig(64, 64, 3, per_sm=2)
     if rows < _MOST_ROWS:
         yield GemmConfig(128, 64, 4, num_warps=8, swap=True)
-        yield GemmConfig(128, 64, 4, num_warps=8, swap=True, flatten=True)
 
 
 def _many_rows_down(rows: int) -> Iterator[GemmConfig]:
     yield GemmConfig(256, 64, 4, num_warps=8)
     yield GemmConfig(256, 64, 3, num_warps=8)
-    yield GemmConfig(256, 64, 3, num_warps=8, flatten=True)
     yield GemmConfig(128, 64, 3, per_sm=2)
     yield GemmConfig(128, 64, 3, num_warps=8, per_sm=2)
     if rows < _MOST_ROWS:
@@ -175,12 +170,9 @@ def _fp8(rows: int) -> Iterator[GemmConfig]:
         yield GemmConfig(128, 128, 5, num_warps=8, swap=True, group=1)
         yield GemmConfig(128, 128, 3, per_sm=2, group=1)
         if rows == _FEWEST_ROWS:
-            yield GemmConfig(128, 128, 5, swap=True, flatten=True, group=1)
+            yield GemmConfig(128, 128, 5, swap=True, group=1)
             yield GemmConfig(128, 128, 3, num_warps=8, per_sm=2, swap=True, group=1)
-        else:
-            yield GemmConfig(128, 128, 5, num_warps=8, swap=True, flatten=True, group=1)
     else:
         yield GemmConfig(128, 128, 4, num_warps=8)
         yield GemmConfig(128, 128, 3, num_warps=8)
-        yield GemmConfig(128, 128, 3, num_warps=8, flatten=True)
         yield GemmConfig(128, 128, 3, num_warps=16)

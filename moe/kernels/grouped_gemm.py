@@ -124,7 +124,6 @@ def _grouped_gemm_kernel(
     TMA_A: tl.constexpr,
     TMA_W: tl.constexpr,
     SWAP: tl.constexpr,
-    FLATTEN: tl.constexpr,
     CLAIMED: tl.constexpr,
     GROUP: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -173,7 +172,7 @@ def _grouped_gemm_kernel(
     else:
         program = tl.program_id(0)
         place = _load_tile(tiles, pair_of_row, program, row_tiles, COLUMN_TILES, GROUP, HAS_PAIRS, BLOCK_M)
-        for dealt in tl.range(program, num_tiles, programs, flatten=FLATTEN):
+        for dealt in tl.range(program, num_tiles, programs):
             next_place = _load_tile(
                 tiles, pair_of_row, dealt + programs, row_tiles, COLUMN_TILES, GROUP, HAS_PAIRS, BLOCK_M
             )
@@ -330,7 +329,6 @@ def _launch(
         TMA_A=a_desc is not None,
         TMA_W=w_desc is not None,
         SWAP=config.swap,
-        FLATTEN=config.flatten,
         CLAIMED=config.claimed,
         GROUP=config.group,
         UPCAST=INTERPRETED,

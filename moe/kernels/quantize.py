@@ -1,6 +1,7 @@
 """Rounds to fp8: activations with a scale for every 128 elements of a row, weights with one per block of 128 x 128.
 
-The torch reference for activations is `moe.experts.quantization`; weights are rounded once, in torch.
+The torch reference for activations is `moe.experts.quantization`: the same bits, since scales are products, and what is
+divided by them is divided exactly. Weights are rounded once, in torch.
 
 Source: DeepSeek-V3.
 """
@@ -19,7 +20,8 @@ __all__ = ["BLOCK", "block_scale", "quantize_rows", "quantize_weights"]
 
 BLOCK = 128
 _BLOCK = constant(BLOCK)
-_LARGEST = constant(448.0)
+SCALE = 1 / 448.0  # as in `moe.experts.quantization`, which must not import Triton
+_SCALE = constant(SCALE)
 _SMALLEST_AMAX = constant(1e-4)
 _MAX_BLOCKS = 16  # blocks of 128 that one program holds
 
@@ -27,7 +29,7 @@ _MAX_BLOCKS = 16  # blocks of 128 that one program holds
 @jit()
 def block_scale(x: tl.tensor) -> Any:
     """The scales of float32 rows `[rows, 128]`, one per row."""
-    return tl.maximum(tl.max(tl.abs(x), 1), _SMALLEST_AMAX) / _LARGEST
+    return tl.maximum(tl.max(tl.abs(x), 1), _SMALLEST_AMAX) * _SCALE
 
 
 @jit("rows_per_expert", "capacity")
@@ -51,7 +53,7 @@ def _quantize_kernel(
     numbers = tl.load(x + row * x_stride + places, mask=inside[:, None], other=0).to(tl.float32)
     scale = block_scale(numbers)
     tl.store(scales + row * NUM_BLOCKS + blocks, scale, mask=inside)
-    tl.store(out + row * NUM_BLOCKS * _BLOCK + places, to_fp8(numbers / scale[:, None]), mask=inside[:, None])
+    tl.store(out + row * NUM_BLOCKS * _BLOCK + places, to_fp8(tl.div_rn(numbers, scale[:, None])), mask=inside[:, None])
 
 
 def quantize_rows(x: Tensor, rows_per_expert: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -104,7 +106,7 @@ def quantize_weights(w: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty(w.shape[0], w.shape[1] // BLOCK, w.shape[2] // BLOCK, device=w.device)
     for expert in range(w.shape[0]):
         blocks = w[expert].float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-        scale = blocks.abs().amax((1, 3)).clamp(min=1e-4) / 448.0
+        scale = blocks.abs().amax((1, 3)).clamp(min=1e-4) * SCALE
         rounded = (blocks / scale[:, None, :, None]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
         out[expert], scales[expert] = rounded.flatten(2).flatten(0, 1), scale
     return out, scales

@@ -59,7 +59,7 @@ def wrapped(model: nn.Module, schedule: Any, mode: CUDAGraphMode) -> UBatchWrapp
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 @torch.inference_mode()
 def test_eager(schedule: Any) -> None:
-    model = Model("grouped").cuda()
+    model = Model("grouped").cuda().eval()
     x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
     expected = model(x)
     wrapper = wrapped(model, schedule, CUDAGraphMode.NONE)
@@ -79,7 +79,7 @@ def test_eager(schedule: Any) -> None:
 @torch.inference_mode()
 def test_captured(schedule: Any) -> None:
     pytest.importorskip("triton", reason="Triton is not installed, and other experts cannot be captured")
-    model = Model("triton").cuda()
+    model = Model("triton").cuda().eval()
     x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
     wrapper = wrapped(model, schedule, CUDAGraphMode.FULL)
     with wrapper.no_timeout():

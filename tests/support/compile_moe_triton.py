@@ -89,15 +89,15 @@ def rows_of(count: int, dtype: torch.dtype, depth: int, capacity: int = 0) -> Ro
 def shared_memory(config: GemmConfig, rows: int, dtype: torch.dtype, *, gated: bool) -> int:
     """The most bytes that a program may take: what is loaded, and what is stored.
 
-    Where the loop is flat, the next loads are in flight while a tile is stored. The tensor cores of Hopper still read
-    what they were given last, so that they need one buffer more than the older instruction for few rows.
+    The tensor cores of Hopper still read what they were given last, so that they need one buffer more than the older
+    instruction for few rows.
     """
     columns = config.columns * (2 if gated else 1)
     older = rows < 64 and not config.swap and dtype != torch.float32
     buffers = config.num_stages - older
     loads = buffers * config.depth * (rows + columns) * dtype.itemsize
     tile = rows * config.columns * 2
-    return (loads + tile if config.flatten else max(loads, tile)) + 256
+    return max(loads, tile) + 256
 
 
 def use(config: GemmConfig, *what: object) -> None:

@@ -22,10 +22,10 @@ DECODE_STEPS = 32
 def all_logits(runner: ModelRunner, scheduled: list[ScheduledRequest]) -> Tensor:
     """The logits of every token of one step, `[T, vocab]`."""
     with torch.inference_mode():
-        batch = build_input_batch(scheduled, runner.request_table, runner.kv_cache.spec)
+        batch = build_input_batch(scheduled, runner.request_table, runner.kv_cache.spec, runner.device)
         agreed = runner.coordinate(batch)
         runner._follow_states(batch)
-        return runner.forward(replace(batch, logits_rows=torch.arange(batch.num_tokens)), agreed)
+        return runner.forward(replace(batch, logits_rows=torch.arange(batch.num_tokens, device=runner.device)), agreed)
 
 
 def admitted(runner: ModelRunner, prompts: list[list[int]], num_tokens: int = 64) -> list[Request]:

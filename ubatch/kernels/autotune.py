@@ -43,6 +43,7 @@ _logger = logging.getLogger(__name__)
 
 _CACHE_VARIABLE = "UBATCH_AUTOTUNE_CACHE"
 _FLUSHED_L2_CAPACITIES = 4
+_MOST_OFF = 0.1  # of a row's norm: rounding to fp8 twice takes less, a wrong tile a hundred times as much
 _SAMPLED_S = 0.02  # of kernel time per config, within the numbers of samples below
 _MIN_SAMPLES, _MAX_SAMPLES = 5, 30
 
@@ -112,6 +113,7 @@ class Autotuner:
         device: torch.device,
         prepare: Callable[[C], object] | None = None,
         also: Sequence[Callable[[C], object]] = (),
+        answer: Callable[[C], torch.Tensor] | None = None,
     ) -> C:
         """The fastest of `configs`; see `autotune`."""
         chosen: C | None = self._chosen.get((device, key))  # taken at every launch: no lock
@@ -121,7 +123,7 @@ class Autotuner:
         if len(configs) == 1 or not self._timer.tunes(device):
             return configs[0]
         with self._lock:
-            return self._choose(key, configs, (run, *also), device, prepare)
+            return self._choose(key, configs, (run, *also), device, prepare, answer)
 
     def _choose(
         self,
@@ -130,6 +132,7 @@ class Autotuner:
         runs: Sequence[Callable[[C], object]],
         device: torch.device,
         prepare: Callable[[C], object] | None,
+        answer: Callable[[C], torch.Tensor] | None,
     ) -> C:
         fingerprint = self._timer.fingerprint(device)
         if self._stored is None:
@@ -143,20 +146,38 @@ class Autotuner:
             with taking_long("autotuning"):
                 if prepare is not None:
                     _prepare(configs, prepare, device)
-                chosen = self._fastest(key, configs, runs, device)
+                chosen = self._fastest(key, configs, runs, device, answer)
             self._store(fingerprint, key, _entry(chosen))
         self._chosen[device, key] = chosen
         return chosen
 
     def _fastest(
-        self, key: str, configs: Sequence[C], runs: Sequence[Callable[[C], object]], device: torch.device
+        self,
+        key: str,
+        configs: Sequence[C],
+        runs: Sequence[Callable[[C], object]],
+        device: torch.device,
+        answer: Callable[[C], torch.Tensor] | None,
     ) -> C:
         times: list[tuple[float, int]] = []
         failure: Exception | None = None
+        right: torch.Tensor | None = None
         for index, config in enumerate(configs):
             try:
                 for run in runs:
                     run(config)  # compiles
+                if answer is not None:
+                    found = answer(config).float()
+                    if right is None:
+                        right = found
+                    elif not _agree(found, right):
+                        _logger.warning(
+                            "autotune %s: %s is left out, because what it computes here is wrong: its compiler, or the "
+                            "kernel, has a fault.",
+                            key,
+                            config,
+                        )
+                        continue
                 taken = [self._timer.seconds(partial(run, config), device) for run in runs]
                 times.append((math.prod(taken) ** (1 / len(taken)), index))
             except UBatchError:
@@ -202,6 +223,7 @@ def autotune(
     device: torch.device,
     prepare: Callable[[C], object] | None = None,
     also: Sequence[Callable[[C], object]] = (),
+    answer: Callable[[C], torch.Tensor] | None = None,
 ) -> C:
     """The config of `configs` with which `run` is fastest.
 
@@ -216,12 +238,14 @@ def autotune(
         prepare: compiles the kernel without running it. Called before any timing, for several configs at once, each in
             its own thread.
         also: launches of other sizes; a config's time is then the geometric mean over all sizes.
+        answer: what `run` computes, rows of numbers that are all defined. A config whose answer is not the first one's,
+            within what rounding to fp8 explains, is left out with a warning. Called once per config that is timed.
 
     Raises:
         ConfigError: no configs, or ones that are no dataclasses; every config fails; the file cannot be read.
     """
     tuner = _process_wide(os.environ.get(_CACHE_VARIABLE))
-    return tuner.choose(key, configs, run, device=device, prepare=prepare, also=also)
+    return tuner.choose(key, configs, run, device=device, prepare=prepare, also=also, answer=answer)
 
 
 def autotune_path() -> Path:
@@ -260,6 +284,14 @@ def _prepare(configs: Sequence[C], prepare: Callable[[C], object], device: torch
 
     with ThreadPoolExecutor(min(len(configs), 1 + num_cores()), "ubatch-compile") as pool:
         list(pool.map(compile_one, configs))
+
+
+def _agree(found: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether every row, along the last dimension, differs by no more than a tenth of its norm. NaN agrees with
+    nothing; rows of `right` that are not finite are not compared."""
+    norm = right.norm(dim=-1)
+    same = (found - right).norm(dim=-1) <= _MOST_OFF * norm + torch.finfo(torch.float32).tiny
+    return bool((same | ~norm.isfinite()).all())
 
 
 def _sample(run: Callable[[], object], flush: torch.Tensor) -> float:

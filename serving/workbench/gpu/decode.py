@@ -120,7 +120,7 @@ def _launches(bench: Bench, run: Callable[[], object]) -> Counter[str] | None:
         return None
     bench.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         run()
         bench.synchronize()
     found = count_launches(event.name for event in profile.events())

@@ -81,7 +81,7 @@ def _products(bench: Bench, sms: int, *, claimed: bool) -> Callable[[], torch.Te
     scores = torch.rand(tokens, experts, generator=generator, device=bench.device)
     weights, ids = scores.topk(top_k)
     up, down = (
-        replace(gemm_configs(rows, bench.dtype, gated=gated, one_per_sm=True)[0], flatten=False, claimed=claimed)
+        replace(gemm_configs(rows, bench.dtype, gated=gated, one_per_sm=True)[0], claimed=claimed)
         for gated in (True, False)
     )
     work = align_pairs(ids, 0, experts, rows)

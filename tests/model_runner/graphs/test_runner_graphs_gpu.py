@@ -35,8 +35,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("gpu") / "small", SMALL)
 
 
-@pytest.mark.parametrize("lanes", [0, 2, 3])
-def test_tokens_are_those_of_eager_steps(checkpoint: Path, lanes: int) -> None:
+@pytest.mark.parametrize(("lanes", "room"), [(0, 7), (2, 2 * 4), (3, 3 * 3)])
+def test_tokens_are_those_of_eager_steps(checkpoint: Path, lanes: int, room: int) -> None:
     load = make_load(60, 250, 60)
     with make_runner(checkpoint, **ON_GPU) as eager:
         expected = serve(eager, load)
@@ -44,7 +44,7 @@ def test_tokens_are_those_of_eager_steps(checkpoint: Path, lanes: int) -> None:
         before = runner.statistics()
         assert serve(runner, load) == expected
         statistics = runner.statistics()
-    assert statistics.graph_replays == sum(size <= 7 for size in expected[1])
+    assert statistics.graph_replays == sum(size <= room for size in expected[1])
     assert statistics.lane_threads_started == before.lane_threads_started
 
 

@@ -52,7 +52,7 @@ def test_on_a_gpu_the_layer_is_right_and_the_copy_runs_beside_the_projection(
             assert difference.max() < 2e-2
             assert torch.equal(wrapper(x, is_token).float(), actual), "a race, or memory that was freed too early"
         torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiled:
             wrapper(x, torch.ones_like(is_token))
             torch.cuda.synchronize()
         at_once = kernels_at_once(profiled.events())

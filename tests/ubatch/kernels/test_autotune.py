@@ -82,6 +82,23 @@ def test_the_fastest_that_works_is_remembered_and_written(path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == [path.name]  # nothing half-written is left
 
 
+def test_the_fastest_is_left_out_if_what_it_computes_is_wrong(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    right = torch.tensor([[3.0, 4.0], [0.0, 0.0], [float("nan"), 1.0]])
+    wrong = {
+        "a row": right + torch.tensor([[0.0, 0.6], [0.0, 0.0], [0.0, 0.0]]),
+        "a row of zeros": right + torch.tensor([[0.0, 0.0], [1e-6, 0.0], [0.0, 0.0]]),
+        "nan": torch.full_like(right, float("nan")),
+    }
+    for name, answer in wrong.items():
+        timer, answers = FakeTimer(), {SLOW: right, FAST: answer}
+        chosen = Autotuner(timer, path).choose(name, (SLOW, FAST), timer.run, device=CPU, answer=answers.__getitem__)
+        assert chosen == SLOW, name
+        assert "is left out, because what it computes here is wrong" in caplog.text
+    timer, answers = FakeTimer(), {SLOW: right, FAST: (right * 1.05).bfloat16()}
+    tuner = Autotuner(timer, path)
+    assert tuner.choose("rounded", (SLOW, FAST), timer.run, device=CPU, answer=answers.__getitem__) == FAST
+
+
 def test_another_process_reads_the_file_and_another_gpu_does_not(path: Path) -> None:
     first = FakeTimer()
     choose(Autotuner(first, path), first)
