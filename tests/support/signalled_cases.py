@@ -48,8 +48,10 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor, is_token: Tensor) -> Tensor:
         """`x [T, H]`; `is_token [T, 1]` bool, False for padding, which goes to no expert."""
-        for kernel in self.kernels:
-            weights, ids = self.router(x[:, : self.all2all.num_experts].float())
+        # Routed by the input alone: other tiles round a layer differently, and a near tie is then another expert.
+        logits = x.float().split(self.all2all.num_experts, dim=1)
+        for layer, kernel in enumerate(self.kernels):
+            weights, ids = self.router(logits[layer])
             x = x + kernel(x, weights, ids.masked_fill(~is_token, NO_EXPERT))
         return x
 

@@ -10,6 +10,7 @@ After a failure nothing runs on the group until every rank calls `reset()`, whic
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -64,6 +65,7 @@ class CommGroup:
         self.timeout_s = timeout_s
         self._name = name
         self._parts: dict[tuple[int, ...], CommGroup] = {}
+        self._epochs_alone = itertools.count()  # several ranks agree on theirs when they meet
         self._connection = self._connect()
         _groups.add(self)
 
@@ -253,10 +255,8 @@ class CommGroup:
 
     def _connect(self) -> Connection:
         store = job_store()
-        epoch = 0
         try:
-            if self.size > 1:
-                epoch = self._meet(store.part(self._name))
+            epoch = self._meet(store.part(self._name)) if self.size > 1 else next(self._epochs_alone)
             return Connection(self.ranks, self.backend, self.timeout_s, f"{self._name}/{epoch}", store)
         except dist.DistNetworkError as error:
             raise GroupBroken("the rendezvous store is gone, and with it its host. Start the job anew.") from error

@@ -31,6 +31,17 @@ _LEAST_MS = 2.0
 _MOST_REPEATS = 50
 
 
+@dataclass(frozen=True)
+class Captured:
+    """A graph, and what it captured: `run` holds the tensors that the graph reads, wherever they were made."""
+
+    graph: torch.cuda.CUDAGraph
+    run: Callable[[], object]
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
 class OutOfTime(UBatchError):
     """A section has used up its time; its results so far are kept."""
 
@@ -127,14 +138,14 @@ class Bench:
 
         return arm
 
-    def captured(self, run: Callable[[], object], repeats: int = 1) -> torch.cuda.CUDAGraph:
+    def captured(self, run: Callable[[], object], repeats: int = 1) -> Captured:
         """`run`, `repeats` times, in a CUDA graph on one stream. Warm up first."""
         graph = torch.cuda.CUDAGraph()
         self.synchronize()
         with torch.cuda.graph(graph):
             for _ in range(repeats):
                 run()
-        return graph
+        return Captured(graph, run)
 
     def step(self, run: Callable[[], object]) -> Callable[[], object]:
         """On a GPU, a function that replays `run` as a graph on one stream; else `run` itself."""

@@ -21,6 +21,7 @@ from ubatch import (
     PeerFailed,
     UBatchConfig,
     UBatchWrapper,
+    all_reduce,
     launch_all_gather,
 )
 
@@ -294,3 +295,17 @@ def alone(rank: int, world_size: int) -> None:
 
 def test_without_other_ranks_nothing_needs_a_reset() -> None:
     run_ranks(alone, 1)
+
+
+def reset_alone(rank: int, ranks: int) -> None:
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    for _ in range(2):
+        group.usable_connection().fail("the test says so.")
+        with pytest.raises(GroupBroken, match="the test says so"):
+            all_reduce(torch.ones(2), group)
+        group.reset()
+        assert all_reduce(torch.ones(2), group).tolist() == [1.0, 1.0]
+
+
+def test_a_group_of_one_is_reset_as_often_as_needed() -> None:
+    run_ranks(reset_alone, 1)
