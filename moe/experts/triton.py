@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe.experts.quantization import FP8
-from moe.experts.triton_batched import Cuts, TritonBatchedExperts, Work
+from moe.experts.triton_batched import Cuts, TritonBatchedExperts, Work, share_of
 from moe.kernels.align import align_pairs
 from moe.kernels.grouped_gemm import Rows
 from moe.kernels.quantize import quantize_rows
@@ -57,6 +57,7 @@ class TritonExperts(TritonBatchedExperts):
             return Work(rows, align_pairs(ids, first, held, tile_rows), top_k, topk_weights)
 
         cuts = Cuts(
+            share_of(self.w13.device),
             f"{room} tokens x {top_k}",
             room * pairs_here / held,
             lambda tile_rows: cut(topk_ids, tile_rows),

@@ -10,10 +10,10 @@ The code that both layouts share is here too: weights in one of several dtypes, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +25,42 @@ from moe.kernels.gemm_configs import GemmConfig, RowTile, gemm_configs, row_tile
 from moe.kernels.grouped_gemm import Rows, Weights, project_down, project_up
 from moe.kernels.quantize import BLOCK, quantize_rows, quantize_weights
 from moe.kernels.signals import Signals, project_down_signalling
-from ubatch import ConfigError, GradientError, current_schedule
+from ubatch import ConfigError, GradientError, capturing, current_schedule
 from ubatch.dbo import current_sm_budget, report_sm_use
 from ubatch.kernels.autotune import autotune
 from ubatch.kernels.triton_jit import INTERPRETED, power_of_2
 
 __all__ = ["TritonBatchedExperts"]
 
+C = TypeVar("C", GemmConfig, RowTile)
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _COMPARED_ROWS = 1024  # of what tile configurations compute
 _INTERPRETED_SMS = 2  # programs stride over tiles there, too
 _BATCH_FILL = 1 / 16  # expected share of used rows in a batch, if there are 16 times as many experts as a token visits
+
+
+@dataclass(frozen=True)
+class Share:
+    """The GEMMs' share of the device.
+
+    Attributes:
+        sms: number of SMs for the GEMMs.
+        reserved: whether other SMs are reserved for communication.
+        overlapped: whether communication kernels may hold SMs at the same time, also some of these.
+    """
+
+    sms: int
+    reserved: bool
+    overlapped: bool
+
+
+def share_of(device: torch.device) -> Share:
+    """What the GEMMs of a call may use."""
+    budget, overlapped = current_sm_budget(), current_schedule().overlaps
+    if budget is not None:
+        return Share(budget.compute, True, overlapped)
+    return Share(_INTERPRETED_SMS if device.type != "cuda" else _sms_of(device), False, overlapped)
 
 
 @dataclass(frozen=True)
@@ -77,12 +102,14 @@ class Cuts:
     """How a batch can be cut into tiles, and the inputs of that choice.
 
     Attributes:
+        share: the GEMMs' share of the device.
         batch: the batch's part of the autotuner's key.
         rows_per_expert: expected rows per expert.
         cut: makes this batch's work for a given number of rows per tile.
         cut_alike: as `cut`, for an evenly routed batch that tiles are timed with; the batch is kept.
     """
 
+    share: Share
     batch: str
     rows_per_expert: float
     cut: Callable[[int], Work]
@@ -151,6 +178,8 @@ class TritonBatchedExperts(FusedExperts):
                 f"num_experts is {num_experts}, but experts {first_expert} to {self.expert_range.stop - 1} are here."
             )
         self.num_experts = num_experts
+        self._choices: dict[tuple[str, str, Share], Any] = {}
+        self._held: dict[str, tuple[int, Weights]] = {}
         self.register_buffer("w13_scale", self._checked_scale("w13", self.w13, w13_scale), persistent=False)
         self.register_buffer("w2_scale", self._checked_scale("w2", self.w2, w2_scale), persistent=False)
 
@@ -196,7 +225,7 @@ class TritonBatchedExperts(FusedExperts):
 
     def project_down_signalling(self, rows: Tensor, rows_per_expert: Tensor, signals: Signals) -> Tensor:
         """See `SignallingExperts`."""
-        return project_down_signalling(rows, self.w2, rows_per_expert, signals, _share(self.w2.device).sms)
+        return project_down_signalling(rows, self.w2, rows_per_expert, signals, share_of(self.w2.device).sms)
 
     def _batches(self, hidden_states: Tensor, rows_per_expert: Tensor, scales: Tensor | None) -> Cuts | None:
         """How these batches can be cut into tiles; None if there are no rows."""
@@ -219,6 +248,7 @@ class TritonBatchedExperts(FusedExperts):
             return Work(rows, tile_batches(counts, capacity, tile_rows))
 
         return Cuts(
+            share_of(self.w13.device),
             f"batches of {room}",
             expected,
             lambda tile_rows: cut(rows_per_expert, tile_rows),
@@ -231,28 +261,27 @@ class TritonBatchedExperts(FusedExperts):
         return self._multiply(cuts.cut(tile.rows), tile, cuts)
 
     def _row_tile(self, cuts: Cuts) -> RowTile:
-        return autotune(
-            self._key("rows", cuts.batch),
+        return self._settled(
+            ("rows", cuts.batch, cuts.share),
             row_tiles(cuts.rows_per_expert, self.weights_dtype),
             lambda tile: self._multiply(cuts.cut_alike(tile.rows), tile, cuts),
-            device=self.w13.device,
         )
 
     def _multiply(self, work: Work, tile: RowTile, cuts: Cuts) -> Tensor:
         """Run both GEMMs with row tiles of this size."""
         rows, up_config = self._multiply_up(work, tile, cuts)
-        rows_alike = cache(lambda: self._up(cuts.cut_alike(tile.rows), up_config))
+        share, rows_alike = cuts.share, cache(lambda: self._up(cuts.cut_alike(tile.rows), up_config, cuts.share))
         down_config = self._choose(
             "down",
             tile,
             cuts,
-            lambda config: self._down(cuts.cut_alike(tile.rows), rows_alike(), config),
-            lambda config: self._down(work, rows, config, compile_only=True),
+            lambda config: self._down(cuts.cut_alike(tile.rows), rows_alike(), config, share),
+            lambda config: self._down(work, rows, config, share, compile_only=True),
             lambda config: cuts.cut_alike(tile.rows).some_down(
-                self._down(cuts.cut_alike(tile.rows), rows_alike(), config)
+                self._down(cuts.cut_alike(tile.rows), rows_alike(), config, share)
             ),
         )
-        return self._down(work, rows, down_config)
+        return self._down(work, rows, down_config, share)
 
     def _multiply_up(self, work: Work, tile: RowTile, cuts: Cuts) -> tuple[Rows, GemmConfig]:
         """Run the first GEMM; also returns its tile configuration."""
@@ -261,21 +290,29 @@ class TritonBatchedExperts(FusedExperts):
             "up",
             tile,
             cuts,
-            lambda config: self._up(cuts.cut_alike(tile.rows), config),
-            lambda config: self._up(work, config, compile_only=True),
-            lambda config: cuts.cut_alike(tile.rows).some_up(self._up(cuts.cut_alike(tile.rows), config)),
+            lambda config: self._up(cuts.cut_alike(tile.rows), config, cuts.share),
+            lambda config: self._up(work, config, cuts.share, compile_only=True),
+            lambda config: cuts.cut_alike(tile.rows).some_up(self._up(cuts.cut_alike(tile.rows), config, cuts.share)),
         )
-        return self._up(work, config), config
+        return self._up(work, config, cuts.share), config
 
-    def _up(self, work: Work, config: GemmConfig, *, compile_only: bool = False) -> Rows:
-        weights, sms = Weights(self.w13, self.w13_scale), _share(self.w13.device).sms
-        return project_up(work.rows, weights, work.cut, work.top_k, config, sms, compile_only=compile_only)
+    def _up(self, work: Work, config: GemmConfig, share: Share, *, compile_only: bool = False) -> Rows:
+        weights = self._weights("w13", self.w13, self.w13_scale)
+        return project_up(work.rows, weights, work.cut, work.top_k, config, share.sms, compile_only=compile_only)
 
-    def _down(self, work: Work, rows: Rows, config: GemmConfig, *, compile_only: bool = False) -> Tensor:
-        weights, sms = Weights(self.w2, self.w2_scale), _share(self.w2.device).sms
+    def _down(self, work: Work, rows: Rows, config: GemmConfig, share: Share, *, compile_only: bool = False) -> Tensor:
+        weights = self._weights("w2", self.w2, self.w2_scale)
         return project_down(
-            rows, weights, work.cut, work.topk_weights, self.dtype, config, sms, compile_only=compile_only
+            rows, weights, work.cut, work.topk_weights, self.dtype, config, share.sms, compile_only=compile_only
         )
+
+    def _weights(self, name: str, w: Tensor, scales: Tensor | None) -> Weights:
+        """The weights with their descriptors; made again if they were moved or replaced."""
+        address, held = self._held.get(name, (0, None))
+        if held is None or held.w is not w or held.scales is not scales or w.data_ptr() != address:
+            held = Weights(w, scales)
+            self._held[name] = w.data_ptr(), held
+        return held
 
     def _choose(
         self,
@@ -288,21 +325,30 @@ class TritonBatchedExperts(FusedExperts):
     ) -> GemmConfig:
         """The tiles of one of the GEMMs. `prepare` compiles in other threads and must launch nothing, so it uses this
         batch; the batch for timing may not exist yet."""
-        share, gated = _share(self.w13.device), which == "up"
-        return autotune(
-            self._key(f"{which} by {tile.rows}", cuts.batch),
+        share, gated = cuts.share, which == "up"
+        return self._settled(
+            (f"{which} by {tile.rows}", cuts.batch, share),
             gemm_configs(
                 tile.rows, self.weights_dtype, gated=gated, one_per_sm=share.reserved, claimed=share.overlapped
             ),
             run,
             prepare=prepare,
             answer=answer,
-            device=self.w13.device,
         )
 
-    def _key(self, what: str, batch: str) -> str:
+    def _settled(
+        self, what: tuple[str, str, Share], configs: Sequence[C], run: Callable[[C], object], **options: Any
+    ) -> C:
+        """A choice of the autotuner, asked once, unless a capture kept it from measuring."""
+        chosen: C | None = self._choices.get(what)
+        if chosen is None:
+            chosen = autotune(self._key(*what), configs, run, device=self.w13.device, **options)
+            if not capturing():
+                self._choices[what] = chosen
+        return chosen
+
+    def _key(self, what: str, batch: str, share: Share) -> str:
         """Names a choice of the autotuner."""
-        share = _share(self.w13.device)
         tiles = " (others reserved)" * share.reserved + ", tiles claimed" * share.overlapped
         return (
             f"moe {what}, {batch}, E={len(self.expert_range)}/{self.num_experts} H={self.hidden_size} "
@@ -342,28 +388,6 @@ def _contiguous(w: Tensor) -> Tensor:
     if w.is_contiguous():
         return w
     return nn.Parameter(w.contiguous(), w.requires_grad) if isinstance(w, nn.Parameter) else w.contiguous()
-
-
-@dataclass(frozen=True)
-class _Share:
-    """The GEMMs' share of the device.
-
-    Attributes:
-        sms: number of SMs for the GEMMs.
-        reserved: whether other SMs are reserved for communication.
-        overlapped: whether communication kernels may hold SMs at the same time, also some of these.
-    """
-
-    sms: int
-    reserved: bool
-    overlapped: bool
-
-
-def _share(device: torch.device) -> _Share:
-    budget, overlapped = current_sm_budget(), current_schedule().overlaps
-    if budget is not None:
-        return _Share(budget.compute, True, overlapped)
-    return _Share(_INTERPRETED_SMS if device.type != "cuda" else _sms_of(device), False, overlapped)
 
 
 @cache

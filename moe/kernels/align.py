@@ -4,7 +4,7 @@
     row         a pair's place, sorted by expert, then by pair number; pairs of other ranks' experts have no row
     tile        up to ROWS rows of one expert: (expert, first row, one past its last row)
 
-    count       chunk of pairs -> number of pairs for each expert
+    count       chunk of pairs -> number of pairs for each expert; few pairs are counted by every program of `place`
     place       chunk of pairs -> each pair's row, from the counts of the chunks before it; and the tiles
 
 The kernels use no sort and no atomics, so rows are in the same order in every run. Only the device knows the number of
@@ -27,6 +27,7 @@ __all__ = ["Alignment", "Tiles", "align_pairs", "reference_align_pairs", "some_r
 
 _MAX_CHUNKS = 128
 _CHUNK = 32 if INTERPRETED else 256  # fewest pairs of a chunk; small in tests, so that they have several chunks
+_FEW_PAIRS = 64 if INTERPRETED else 2048  # most that every program counts: less time than a launch
 _ONE_HOT = 16384  # elements of [pairs, experts] that one program holds at once
 _MAX_PROGRAMS = 32  # most programs that write tiles of the low-latency layout
 
@@ -145,15 +146,25 @@ def _place_kernel(
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ROWS: tl.constexpr,
+    COUNTED: tl.constexpr,
 ) -> None:
     program, programs = tl.program_id(0), tl.num_programs(0)
     bins = tl.arange(0, BINS)
     totals, before = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
-    for start in range(0, programs, BLOCK_C):
-        chunks = start + tl.arange(0, BLOCK_C)
-        found = tl.load(counts + chunks[:, None] * BINS + bins[None, :], mask=(chunks < programs)[:, None], other=0)
-        totals += tl.sum(found, 0)
-        before += tl.sum(tl.where((chunks < program)[:, None], found, 0), 0)
+    if COUNTED:
+        for start in range(0, programs, BLOCK_C):
+            chunks = start + tl.arange(0, BLOCK_C)
+            found = tl.load(counts + chunks[:, None] * BINS + bins[None, :], mask=(chunks < programs)[:, None], other=0)
+            totals += tl.sum(found, 0)
+            before += tl.sum(tl.where((chunks < program)[:, None], found, 0), 0)
+    else:
+        for start in range(0, num_pairs, BLOCK):
+            pairs = start + tl.arange(0, BLOCK)
+            inside = pairs < num_pairs
+            one_hot = _one_hot(tl.load(ids + pairs, mask=inside, other=-1), first_expert, inside, E, BINS)
+            found = tl.sum(one_hot, 0)
+            totals += found
+            before += tl.where(start < program * chunk, found, 0)  # a chunk is a number of blocks
     starts = tl.cumsum(totals, 0) - totals
     _write_tiles(table, counters, starts, totals, ROWS, BINS)
 
@@ -199,7 +210,6 @@ def align_pairs(topk_ids: Tensor, first_expert: int, num_experts: int, rows_per_
     chunk = cdiv(max(_CHUNK, cdiv(num_pairs, _MAX_CHUNKS)), block) * block
     chunks = cdiv(num_pairs, chunk)
     device = ids.device
-    counts = torch.empty(chunks, bins, dtype=torch.int32, device=device)
     pair_of_row = torch.empty(num_pairs, dtype=torch.int32, device=device)
     most_tiles = num_pairs // rows_per_tile + min(num_experts, num_pairs)
     tiles = Tiles(
@@ -207,9 +217,12 @@ def align_pairs(topk_ids: Tensor, first_expert: int, num_experts: int, rows_per_
         torch.empty(3, dtype=torch.int32, device=device),
         rows_per_tile,
     )
-    _count_kernel[(chunks,)](
-        counts, ids, num_pairs, first_expert, chunk, E=num_experts, BINS=bins, BLOCK=block, num_warps=8
-    )
+    counts = None
+    if num_pairs > _FEW_PAIRS:
+        counts = torch.empty(chunks, bins, dtype=torch.int32, device=device)
+        _count_kernel[(chunks,)](
+            counts, ids, num_pairs, first_expert, chunk, E=num_experts, BINS=bins, BLOCK=block, num_warps=8
+        )
     _place_kernel[(chunks,)](
         pair_of_row,
         tiles.table,
@@ -224,6 +237,7 @@ def align_pairs(topk_ids: Tensor, first_expert: int, num_experts: int, rows_per_
         BLOCK=block,
         BLOCK_C=max(min(_ONE_HOT // 2 // bins, power_of_2(chunks)), 1),
         ROWS=rows_per_tile,
+        COUNTED=counts is not None,
         num_warps=8,
     )
     return Alignment(pair_of_row, tiles)

@@ -20,7 +20,7 @@ Source: persistent matmul and grouped ordering of Triton's tutorials; scales per
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -62,6 +62,17 @@ class Weights:
 
     w: Tensor
     scales: Tensor | None = None
+
+    def descriptor(self, columns: int, depth: int) -> Any:
+        """See `ubatch.kernels.triton_jit.descriptor`; of tiles of all experts' rows. Made once per size."""
+        found = self._descriptors.get((columns, depth), self)
+        if found is self:
+            found = self._descriptors[columns, depth] = descriptor(self.w.flatten(0, 1), (columns, depth))
+        return found
+
+    @cached_property
+    def _descriptors(self) -> dict[tuple[int, int], Any]:
+        return {}
 
 
 @jit()
@@ -296,7 +307,7 @@ def _launch(
     x, w, a_scales = rows.x, weights.w, rows.scales
     columns, depth = out.shape[1], x.shape[1]
     a_desc = None if gather else descriptor(x, (tiles.rows, config.depth))
-    w_desc = descriptor(w.flatten(0, 1), (config.columns, config.depth))
+    w_desc = weights.descriptor(config.columns, config.depth)
     scale_strides: tuple[int, ...] = (0, 0, 0)
     capacity = 0
     if a_scales is not None:

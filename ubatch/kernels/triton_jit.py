@@ -4,6 +4,7 @@ For the kernels of the packages above. Nothing in `ubatch` imports it, so wrappi
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol, cast
 
 import torch
@@ -13,6 +14,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ubatch.errors import ConfigError
+from ubatch.kernels.quick_launch import QuickFunction
 
 __all__ = [
     "INTERPRETED",
@@ -47,7 +49,8 @@ def jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Kernel]:
     """
 
     def decorate(function: Callable[..., Any]) -> Kernel:
-        return cast("Kernel", triton.jit(function, do_not_specialize=list(unspecialized)))
+        made = triton.jit(function, do_not_specialize=list(unspecialized))
+        return cast("Kernel", QuickFunction(function, unspecialized) if isinstance(made, JITFunction) else made)
 
     return decorate
 
@@ -105,12 +108,17 @@ def descriptor(x: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor | No
     Returns:
         None if the kernel must use pointers: on an older GPU, or if rows do not start at multiples of 16 bytes.
     """
-    if not INTERPRETED and x.is_cuda and torch.cuda.get_device_capability(x.device) < (9, 0):
+    if not INTERPRETED and x.is_cuda and not _has_tma(x.device):
         return None
     size = x.element_size()
     if not x.numel() or x.stride(1) != 1 or x.data_ptr() % 16 or x.stride(0) * size % 16 or block[1] * size < 16:
         return None
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
+
+
+@cache
+def _has_tma(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 _FP8_MAX = tl.constexpr(448.0)  # the largest float8_e4m3fn

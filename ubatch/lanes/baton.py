@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ubatch.errors import LaneAborted, UBatchError
+from ubatch.lanes.one_core import OneCore
 from ubatch.lanes.wakeup import WakeUp, make_wakeup
 from ubatch.schedules.ring import Ring
 
@@ -59,6 +60,7 @@ class Baton:
         self._wake: list[WakeUp] = [make_wakeup() for _ in range(lanes)]
         # A single lane runs in the caller's thread, and Ctrl-C may leave the lock held.
         self._lock = threading.Lock() if lanes > 1 else threading.RLock()
+        self._core: OneCore | None = None
         self._abandoned: set[int] = set()
         self.handoffs = 0
         self.since = time.monotonic()
@@ -67,9 +69,10 @@ class Baton:
         self.running = False
         _batons.add(self)
 
-    def prepare(self, lead: int) -> None:
-        """Prepare for a step in which lane 0 leads by `lead` points."""
+    def prepare(self, lead: int, core: OneCore | None = None) -> None:
+        """Prepare for a step in which lane 0 leads by `lead` points; parked lanes wait on `core`."""
         self._ring.reset(lead)
+        self._core = core
         self.aborted_by = None
 
     def start(self) -> None:
@@ -80,7 +83,7 @@ class Baton:
 
     def acquire(self, lane: int) -> None:
         """Park until the baton comes to `lane` for the first time."""
-        self._wake[lane].wait()
+        self._park(lane)
         self.check(lane)
 
     def pass_on(self, lane: int) -> bool:
@@ -98,8 +101,10 @@ class Baton:
             if following == lane:
                 return False
             self.handoffs += 1
-        woken = False
+        woken, core = False, self._core
         try:
+            if core is not None:  # before it can be woken
+                core.park()
             self._wake[following].set()
             woken = True
             self._wake[lane].wait()
@@ -108,6 +113,9 @@ class Baton:
                 self._wake[following].set()
             self.interrupted(lane)
             raise
+        finally:
+            if core is not None:
+                core.go_on()
         if self.aborted_by is not None or ring.holder != lane:
             self.check(lane)
         return True
@@ -179,6 +187,16 @@ class Baton:
         ring = self._ring
         held = time.monotonic() - self.since
         return BatonStatistics(ring.holder, self.handoffs, held, tuple(ring.alive), self.aborted_by is not None)
+
+    def _park(self, lane: int) -> None:
+        core = self._core
+        if core is not None:
+            core.park()
+        try:
+            self._wake[lane].wait()
+        finally:
+            if core is not None:
+                core.go_on()
 
     def interrupted(self, lane: int) -> None:
         """Ctrl-C arrived while the main thread was parked as a lane: it unwinds like any failed lane, on its turn."""

@@ -32,6 +32,7 @@ from ubatch.errors import LaneAborted, UBatchError, UBatchTimeout, describe, not
 from ubatch.lanes.ambient import Ambient
 from ubatch.lanes.context import current_lane, make_ubatch_contexts
 from ubatch.lanes.crew import UNWIND_S, Crew, Job, Worker, note_lane, report
+from ubatch.lanes.one_core import one_core
 from ubatch.lanes.wakeup import Gate
 from ubatch.process.heartbeat import beat
 from ubatch.schedules.forward_context import ForwardContext
@@ -79,6 +80,7 @@ class LanePool:
         self.lanes = lanes
         self.timeout_s = timeout_s
         self.failure: tuple[int, str] | None = None
+        self._gathers = device.type == "cuda"
         self._streams = streams if streams is not None else make_streams(device)
         self._comm_stream = self._streams.new_stream()
         self._crew: Crew | None = None
@@ -139,7 +141,7 @@ class LanePool:
         capture: Capture | None,
     ) -> list[Job]:
         """Prepare the crew for a step; returns one job per worker."""
-        crew.baton.prepare(schedule.lead)
+        crew.baton.prepare(schedule.lead, one_core() if self._gathers else None)
         ambient = Ambient.capture()
         compute_stream = self._streams.current()
         crew.ready.close_again()

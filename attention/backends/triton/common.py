@@ -20,7 +20,17 @@ from attention.spec_verify import SpecVerifyInput
 from ubatch import ConfigError
 from ubatch.kernels.triton_jit import INTERPRETED
 
-__all__ = ["DEVICES", "StaticTensors", "TritonBackend", "Workspace", "paged_batch", "refuse_other_batch", "tree_of"]
+__all__ = [
+    "DEVICES",
+    "PaddedOutput",
+    "StaticTensors",
+    "TritonBackend",
+    "Workspace",
+    "has_padding",
+    "paged_batch",
+    "refuse_other_batch",
+    "tree_of",
+]
 
 DEVICES = ("cuda", "cpu") if INTERPRETED else ("cuda",)
 """Device types that the kernels run on."""
@@ -72,6 +82,11 @@ def _processors(name: str, kv_cache: PagedKVCache | MLAKVCache) -> int:
             f"{properties.name} has {properties.major}.{properties.minor}. Use an unquantised cache."
         )
     return properties.multi_processor_count
+
+
+def has_padding(metadata: CommonAttentionMetadata) -> bool:
+    """Whether some tokens belong to no request."""
+    return metadata.slot_mapping.shape[0] > metadata.num_actual_tokens
 
 
 def paged_batch(metadata: CommonAttentionMetadata) -> PagedBatch:
@@ -136,15 +151,43 @@ class Workspace:
         return self._newest
 
 
+class PaddedOutput:
+    """Attention's output where some tokens belong to no request: one tensor for all layers of a lane, which reads a
+    layer's output before it writes the next one. No kernel writes the rows of those tokens, so they stay 0.
+
+    Args:
+        rows: how many tokens there can be.
+        heads, dim: of the output.
+
+    Attributes:
+        memory: `[rows, heads, dim]`, in the cache's dtype.
+    """
+
+    @torch.inference_mode(False)  # `clear` may run outside of it
+    def __init__(self, rows: int, heads: int, dim: int, cache: PagedKVCache | MLAKVCache) -> None:
+        self.memory = torch.zeros(rows, heads, dim, dtype=cache.spec.dtype, device=cache.device)
+
+    def clear(self, start: int, stop: int) -> None:
+        """Make rows of an earlier batch rows of padding."""
+        if start < stop:
+            self.memory[start:stop].zero_()
+
+
 class StaticTensors:
     """The tensors that captured plans read, at fixed addresses: the batch, the tiles, and a tree if one is captured."""
 
     def __init__(
-        self, limits: GraphLimits, cache: PagedKVCache | MLAKVCache, fill: int, tiles: Tensor | None = None
+        self,
+        limits: GraphLimits,
+        cache: PagedKVCache | MLAKVCache,
+        fill: int,
+        output: PaddedOutput,
+        tiles: Tensor | None = None,
     ) -> None:
         self.buffers = GraphBuffers(
             limits, cache.spec.block_size, cache.device, hidden_slot=cache.hidden_slot, seq_len_fill=fill
         )
+        self.output = output
         self.tiles = tiles
         self._tree: TreeMask | None = None
 
@@ -153,7 +196,7 @@ class StaticTensors:
         """Bytes of all tensors."""
         tree = () if self._tree is None else (self._tree.mask, self._tree.offsets, self._tree.positions)
         tiles = () if self.tiles is None else (self.tiles,)
-        return self.buffers.nbytes + sum(tensor.nbytes for tensor in (*tiles, *tree))
+        return self.buffers.nbytes + self.output.memory.nbytes + sum(tensor.nbytes for tensor in (*tiles, *tree))
 
     def batch(self, num_reqs: int, *, with_tree: bool) -> PagedBatch:
         """The batch that was copied in, in the form that kernels read."""
@@ -176,6 +219,7 @@ class StaticTensors:
     def fill(self, metadata: CommonAttentionMetadata, num_reqs: int, num_tokens: int) -> None:
         """Copy a batch in, and its tree if it has one; see `GraphBuffers.fill`."""
         self.buffers.fill(metadata, num_reqs, num_tokens)
+        self.output.clear(metadata.num_actual_tokens, num_tokens)
         tree = tree_of(metadata)
         if tree is not None:
             self._fill_tree(tree, num_reqs)

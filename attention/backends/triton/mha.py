@@ -24,8 +24,10 @@ from torch import Tensor
 
 from attention.backends.triton.common import (
     DEVICES,
+    PaddedOutput,
     StaticTensors,
     TritonBackend,
+    has_padding,
     paged_batch,
     refuse_other_batch,
     tree_of,
@@ -53,7 +55,7 @@ class TritonAttentionPlan:
 
     Attributes:
         slots: `[T]` int64, the slots of its tokens' keys and values.
-        has_padding: whether there are tokens that belong to no request.
+        output: where the output is written if there are tokens that belong to no request; else None.
         splits: how the keys of requests with few queries are split; None if there are no such requests.
         tiles: query tiles of the requests with more queries; None if there are no such requests.
     """
@@ -62,7 +64,7 @@ class TritonAttentionPlan:
     kv_cache: PagedKVCache
     batch: PagedBatch
     slots: Tensor
-    has_padding: bool
+    output: PaddedOutput | None
     splits: DecodeSplits | None
     workspace: Tensor
     tiles: Tensor | None
@@ -79,8 +81,10 @@ class TritonAttentionPlan:
             raise ConfigError(f"attention was planned for {self.slots.shape[0]} tokens and got {q.shape[0]}.")
         self.shape.check_sinks(sinks)
         write_kv(self.kv_cache, layer, k, v, self.slots)
-        make = torch.zeros if self.has_padding else torch.empty
-        out = make(*q.shape[:2], self.shape.value_dim, dtype=q.dtype, device=q.device)
+        if self.output is None:
+            out = q.new_empty(*q.shape[:2], self.shape.value_dim)
+        else:
+            out = self.output.memory[: q.shape[0]]
         where = (self.shape, self.kv_cache, layer, self.batch)
         if self.splits is not None:
             decode_attention(q, out, *where, self.splits, self.workspace, sinks)
@@ -140,7 +144,7 @@ class TritonAttentionBackend(TritonBackend):
             self.kv_cache,
             paged_batch(metadata),
             metadata.slot_mapping,
-            metadata.slot_mapping.shape[0] > metadata.num_actual_tokens,
+            self._output(metadata.slot_mapping.shape[0]) if has_padding(metadata) else None,
             splits,
             self._room(splits, metadata.num_reqs),
             self._new_tiles(metadata.num_reqs, metadata.num_actual_tokens) if any(n > limit for n in lens) else None,
@@ -153,7 +157,9 @@ class TritonAttentionBackend(TritonBackend):
     def init_graph_buffers(self, limits: GraphLimits) -> None:
         """See `AttentionBackend`. Plans captured earlier keep the buffers that they were captured with."""
         tiles = self._new_tiles(limits.max_reqs, limits.max_tokens)
-        self._static = StaticTensors(limits, self.kv_cache, self.traits.seq_len_fill, tiles)
+        self._static = StaticTensors(
+            limits, self.kv_cache, self.traits.seq_len_fill, self._output(limits.max_tokens), tiles
+        )
 
     def plan_for_graph(self, metadata: CommonAttentionMetadata) -> TritonGraphPlan:
         """See `AttentionBackend`. The graph of a decode or verify batch fixes the number of tokens per request."""
@@ -169,7 +175,7 @@ class TritonAttentionBackend(TritonBackend):
             self.kv_cache,
             static.batch(num_reqs, with_tree=tree_of(metadata) is not None),
             static.buffers.slot_mapping[:num_tokens],
-            True,
+            static.output,
             splits,
             self._room(splits, num_reqs),
             tiles,
@@ -197,6 +203,9 @@ class TritonAttentionBackend(TritonBackend):
 
     def _room(self, splits: DecodeSplits | None, num_reqs: int) -> Tensor:
         return self._workspace.room(0 if splits is None else splits.workspace_numbers(self.shape, num_reqs))
+
+    def _output(self, rows: int) -> PaddedOutput:
+        return PaddedOutput(rows, self.shape.num_heads, self.shape.value_dim, self.kv_cache)
 
     def _new_tiles(self, num_reqs: int, num_tokens: int) -> Tensor:
         places = num_tiles(num_reqs, num_tokens, self._tile_size.queries(self.shape))

@@ -23,8 +23,10 @@ from attention.backends.torch.groups import Workspace as GatherWorkspace
 from attention.backends.torch.mla import ExpandedGroup, LatentStep, expanded_groups
 from attention.backends.triton.common import (
     DEVICES,
+    PaddedOutput,
     StaticTensors,
     TritonBackend,
+    has_padding,
     paged_batch,
     refuse_other_batch,
     tree_of,
@@ -49,7 +51,7 @@ class _Absorbed:
     Attributes:
         rows: the rows of their tokens in the step.
         batch: these requests only, on the device.
-        has_padding: whether some of their rows belong to no request.
+        output: where the latents are written if some of their rows belong to no request; else None.
     """
 
     rows: slice | Tensor
@@ -57,7 +59,7 @@ class _Absorbed:
     splits: DecodeSplits
     tile: LatentTile
     workspace: Tensor
-    has_padding: bool
+    output: PaddedOutput | None
 
     def attend(self, shape: MLAShape, cache: MLAKVCache, inputs: MLAInputs, layer: int) -> Tensor:
         """`[n, num_heads, v_head_dim]`; rows of padding are 0."""
@@ -65,7 +67,7 @@ class _Absorbed:
         rope = inputs.rope
         if self.rows != slice(0, inputs.q_nope.shape[0]):
             rope = RopeTable(rope.cos_sin, rope.positions[self.rows], rope.interleaved)
-        latents = (torch.zeros if self.has_padding else torch.empty)(q.shape, dtype=q.dtype, device=q.device)
+        latents = q.new_empty(q.shape) if self.output is None else self.output.memory[: q.shape[0]]
         where = (shape, cache, layer, self.batch, self.splits, self.tile, self.workspace)
         latent_decode(q, inputs.q_rope[self.rows], rope, latents, *where)
         return project_latents(latents, inputs.w_uv)
@@ -170,7 +172,9 @@ class TritonMLABackend(TritonBackend):
     def init_graph_buffers(self, limits: GraphLimits) -> None:
         """See `AttentionBackend`. Plans captured earlier keep the buffers that they were captured with."""
         with torch.inference_mode(False):
-            self._static = StaticTensors(limits, self.kv_cache, self.traits.seq_len_fill)
+            self._static = StaticTensors(
+                limits, self.kv_cache, self.traits.seq_len_fill, self._output(limits.max_tokens)
+            )
 
     def plan_for_graph(self, metadata: CommonAttentionMetadata) -> TritonMLAGraphPlan:
         """See `AttentionBackend`. A graph fixes the largest number of tokens per request.
@@ -186,7 +190,7 @@ class TritonMLABackend(TritonBackend):
         static, num_reqs, num_tokens = self.checked_static(metadata), metadata.num_reqs, metadata.slot_mapping.shape[0]
         batch = static.batch(num_reqs, with_tree=tree_of(metadata) is not None)
         queries, longest = max(1, metadata.max_query_len), static.buffers.limits.max_seq_len
-        captured = self._cut(slice(0, num_tokens), batch, queries, longest, has_padding=True)
+        captured = self._cut(slice(0, num_tokens), batch, queries, longest, static.output)
         slots = static.buffers.slot_mapping[:num_tokens]
         plan = TritonMLAGraphPlan(self.shape, self.kv_cache, slots, captured, (), None, captured, static)
         plan.replan(metadata)
@@ -194,9 +198,9 @@ class TritonMLABackend(TritonBackend):
 
     def _absorb_all(self, metadata: CommonAttentionMetadata) -> _Absorbed:
         num_tokens = metadata.slot_mapping.shape[0]
-        padded = num_tokens > metadata.num_actual_tokens
         longest, rows = metadata.max_seq_len, slice(0, num_tokens)
-        return self._cut(rows, paged_batch(metadata), metadata.max_query_len, longest, has_padding=padded)
+        output = self._output(num_tokens) if has_padding(metadata) else None
+        return self._cut(rows, paged_batch(metadata), metadata.max_query_len, longest, output)
 
     def _absorb(self, metadata: CommonAttentionMetadata, requests: list[Request], few: list[Request]) -> _Absorbed:
         """Plan the absorbed part for some of the requests, none of which has a tree."""
@@ -205,16 +209,19 @@ class TritonMLABackend(TritonBackend):
         chosen = everyone.select(members)
         rows = rows_of(everyone.query_lens, members, metadata.slot_mapping.device)
         batch = PagedBatch(chosen.num_reqs, chosen.query_start_loc(), chosen.seq_lens, chosen.block_table)
-        return self._cut(rows, batch, max(chosen.query_lens), max(chosen.lens), has_padding=False)
+        return self._cut(rows, batch, max(chosen.query_lens), max(chosen.lens), None)
+
+    def _output(self, rows: int) -> PaddedOutput:
+        return PaddedOutput(rows, self.shape.num_heads, self.shape.kv_lora_rank, self.kv_cache)
 
     def _cut(
-        self, rows: slice | Tensor, batch: PagedBatch, max_queries: int, longest: int, *, has_padding: bool
+        self, rows: slice | Tensor, batch: PagedBatch, max_queries: int, longest: int, output: PaddedOutput | None
     ) -> _Absorbed:
         shape = as_attention(self.shape)
         choice = tune_latent_decode(self.shape, self.kv_cache, batch.num_reqs, max_queries, longest, self._processors)
         splits = choice.splits(self.shape, batch.num_reqs, max_queries, longest, self._processors)
         workspace = self._workspace.room(splits.workspace_numbers(shape, batch.num_reqs))
-        return _Absorbed(rows, batch, splits, choice, workspace, has_padding)
+        return _Absorbed(rows, batch, splits, choice, workspace, output)
 
 
 def _decodes(request: Request) -> bool:

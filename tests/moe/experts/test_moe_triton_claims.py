@@ -17,6 +17,7 @@ from interpreted_device import Device
 
 from moe import make_experts
 from moe.experts import triton_batched
+from moe.experts.triton_batched import share_of
 from moe.kernels.align import align_pairs, tile_batches
 from moe.kernels.gemm_configs import gemm_configs
 from moe.kernels.grouped_gemm import Rows, Weights, project_up
@@ -119,10 +120,10 @@ def test_what_is_tuned_is_named() -> None:
     """A choice for tiles that are claimed is not one for tiles that are dealt."""
     layer = make_layer(2, 40, 40)
     experts: Any = make_experts("triton", layer.w13, layer.w2)
-    keys: list[str] = [experts._key("up", "16 tokens")]
+    keys: list[str] = [experts._key("up", "16 tokens", share_of(experts.w13.device))]
 
     def note() -> Tensor:
-        keys.append(experts._key("up", "16 tokens"))
+        keys.append(experts._key("up", "16 tokens", share_of(experts.w13.device)))
         return torch.zeros(1)
 
     for schedule in (SINGLE, get_schedule("serial")):

@@ -1,0 +1,123 @@
+"""A launch is found by what Triton compiles by; everything else is an argument."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed; `make test` installs it")
+
+import triton.language as tl  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
+
+from ubatch.kernels import quick_launch  # noqa: E402
+from ubatch.kernels.quick_launch import QuickFunction  # noqa: E402
+
+
+def kernel(
+    x: tl.tensor, scales: tl.tensor, size: tl.tensor, most: tl.tensor, factor: tl.tensor, N: tl.constexpr
+) -> None:
+    pass
+
+
+class Recorder:
+    """Stands in for Triton: compiles nothing, and notes what is compiled and what is launched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.compiled: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+        self.device = 0
+        active = SimpleNamespace(get_current_device=lambda: self.device, get_current_stream=lambda _: "stream")
+        monkeypatch.setattr(quick_launch, "driver", SimpleNamespace(active=active))
+        monkeypatch.setattr(JITFunction, "run", self._compile)
+        self.function = QuickFunction(kernel, ["most"])
+
+    def _compile(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        self.compiled.append(args)
+        launch = lambda *values: self.launched.append(values)  # noqa: E731
+        return SimpleNamespace(run=launch, function="function", packed_metadata="metadata")
+
+    def launch(self, *args: Any, grid: Any = (2, 3), **kwargs: Any) -> bool:
+        """Launch; returns whether that compiled."""
+        before = len(self.compiled)
+        self.function[grid](*args, **kwargs)
+        return len(self.compiled) > before
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+MEMORY = torch.zeros(64)
+assert MEMORY.data_ptr() % 16 == 0
+
+
+def test_the_second_launch_passes_all_arguments_in_order(recorder: Recorder) -> None:
+    x, other = MEMORY[:8], MEMORY[8:]
+    assert recorder.launch(x, None, 32, 5, 0.5, N=4, num_warps=8)
+    assert not recorder.launch(other, None, 48, 6, factor=0.25, N=4, num_warps=8)
+    assert not recorder.launch(torch.nn.Parameter(x), None, 48, 2**20 + 1, 0.5, N=4, num_warps=8)
+    fixed = (2, 3, 1, "stream", "function", "metadata", None, None, None)
+    assert recorder.launched[0] == (*fixed, other, None, 48, 6, 0.25, 4)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"x": MEMORY[1:]},  # an address that is no multiple of 16
+        {"x": MEMORY.bfloat16()},
+        {"scales": MEMORY},
+        {"size": 1},
+        {"size": 33},
+        {"size": 2**31},
+        {"size": 2**63},
+        {"most": 2**31},
+        {"N": 8},
+        {"num_warps": 4},
+        {"x": TensorDescriptor(MEMORY.view(8, 8), [8, 8], [8, 1], [4, 4])},
+    ],
+    ids=str,
+)
+def test_what_triton_compiles_by_is_compiled_anew(recorder: Recorder, changed: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"x": MEMORY, "scales": None, "size": 32, "most": 5, "factor": 0.5, "N": 4, "num_warps": 8}
+    assert recorder.launch(**given)
+    assert recorder.launch(**{**given, **changed})
+    assert not recorder.launch(**given)
+    assert not recorder.launch(**{**given, **changed})
+
+
+def test_descriptors_count_by_their_block(recorder: Recorder) -> None:
+    def described(rows: int, block: int) -> TensorDescriptor:
+        return TensorDescriptor(MEMORY[: 8 * rows].view(rows, 8), [rows, 8], [8, 1], [block, 8])
+
+    rest = (None, 32, 5, 0.5, 4)
+    assert recorder.launch(described(8, 4), *rest)
+    assert not recorder.launch(described(4, 4), *rest)
+    assert recorder.launch(described(8, 2), *rest)
+
+
+def test_devices_are_apart(recorder: Recorder) -> None:
+    given = (MEMORY, None, 32, 5, 0.5, 4)
+    assert recorder.launch(*given)
+    recorder.device = 1
+    assert recorder.launch(*given)
+
+
+def test_a_profiler_sees_every_launch(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = (MEMORY, None, 32, 5, 0.5, 4)
+    recorder.launch(*given)
+    runtime = SimpleNamespace(debug=False, launch_enter_hook=print, launch_exit_hook=None)
+    monkeypatch.setattr(quick_launch, "knobs", SimpleNamespace(runtime=runtime))
+    assert recorder.launch(*given)
+    runtime.launch_enter_hook = SimpleNamespace(calls=[])
+    assert not recorder.launch(*given)
+
+
+def test_other_arguments_are_refused(recorder: Recorder) -> None:
+    with pytest.raises(TypeError, match="not dict"):
+        recorder.launch({}, None, 32, 5, 0.5, 4)

@@ -1,0 +1,113 @@
+"""Launches of compiled Triton kernels, found by a short key.
+
+Triton's own launch looks at every argument, writes the options as text, and prepares what profilers are told: ten times
+the time of the launch itself. Here the first launch with arguments of a kind is Triton's, and what it compiled is kept:
+
+    a constant      (`tl.constexpr`, or an option such as `num_warps`) counts by its value
+    a tensor        by its dtype, and by whether its address is a multiple of 16
+    an integer      by whether it is 1, a multiple of 16, or needs more than 32 bits
+    a descriptor    by its dtype and the sides of its block
+    the rest        None, by being None; other numbers, by their type
+
+That is what Triton compiles by. A constant of a kernel always has the same type, so that equal ones mean the same.
+While a profiler listens, or Triton is asked to debug, every launch is Triton's.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+__all__ = ["QuickFunction"]
+
+_WORD, _LONG = 1 << 31, 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    kernel: Any
+    launch: Callable[..., None]
+    function: Any
+    metadata: Any
+
+
+class QuickFunction(JITFunction):  # type: ignore[misc]  # Triton has no types
+    """A `triton.jit` function; see this module.
+
+    Args:
+        function: the kernel.
+        unspecialized: names of arguments that Triton compiles for no particular value or address.
+    """
+
+    def __init__(self, function: Callable[..., Any], unspecialized: Collection[str]) -> None:
+        super().__init__(function, do_not_specialize=list(unspecialized))
+        self._kept: dict[Any, _Compiled] = {}
+        self._bind = _binder(self.params)
+
+    def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        """See `JITFunction.run`."""
+        runtime = knobs.runtime
+        if warmup or callable(grid) or runtime.debug or _listens(runtime):
+            return super().run(*args, grid=grid, warmup=warmup, **kwargs)
+        kinds, values = self._bind(*args, **kwargs)
+        device = driver.active.get_current_device()
+        found = self._kept.get((device, kinds))
+        if found is None:
+            kernel = super().run(*args, grid=grid, warmup=False, **kwargs)
+            if kernel is not None:
+                self._kept[device, kinds] = _Compiled(kernel, kernel.run, kernel.function, kernel.packed_metadata)
+            return kernel
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = driver.active.get_current_stream(device)
+        found.launch(x, y, z, stream, found.function, found.metadata, None, None, None, *values)
+        return found.kernel
+
+
+def _listens(runtime: Any) -> bool:
+    """Whether a hook waits for launches: a chain of functions, or one function."""
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+
+
+def _binder(params: Any) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    """A function with the kernel's arguments, and options, that returns their kinds and the arguments in order.
+
+    Its code is written for the kernel: a loop over the arguments would take as long as what it is to replace.
+    """
+    names = [param.name for param in params]
+    heads = [param.name if not param.has_default else f"{param.name}=_defaults[{param.num}]" for param in params]
+    kinds = []
+    for param in params:
+        name = param.name
+        if param.is_constexpr:
+            kinds.append(name)
+        elif param.do_not_specialize:
+            kinds.append(f"{name}.dtype if isinstance({name}, _Tensor) else _kind({name}, False)")
+        else:
+            kinds += [
+                f"{name}.dtype if isinstance({name}, _Tensor) else _kind({name}, True)",
+                f"{name}.data_ptr() % 16 == 0 if isinstance({name}, _Tensor) else None",
+            ]
+    each_kind, each_value = (", ".join([*of, ""]) for of in (kinds, names))
+    source = f"def bind({', '.join([*heads, '**options'])}): return ({each_kind}*options.items(),), ({each_value})"
+    scope = {"_Tensor": torch.Tensor, "_kind": _kind, "_defaults": [param.default for param in params]}
+    exec(source, scope)
+    bind: Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]] = scope["bind"]  # type: ignore[assignment]
+    return bind
+
+
+def _kind(value: Any, specialized: bool) -> Any:
+    """The kind of an argument that is no plain tensor; see this module."""
+    if value is None or isinstance(value, bool | float):
+        return type(value)
+    if isinstance(value, int):
+        size = (-_WORD <= value < _WORD, value < _LONG)
+        return (*size, value == 1, value % 16 == 0) if specialized else size
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, tuple(value.block_shape), value.padding
+    raise TypeError(f"a kernel's argument is a tensor, a number, a descriptor or None, not {type(value).__name__}.")
