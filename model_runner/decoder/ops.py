@@ -90,6 +90,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def sigmoid_mul(gate: Tensor, x: Tensor) -> Tensor:
     """`sigmoid(gate) * x`, `[T, size]`, of gates `[T, size]` or `[T, 1]`."""
+    if _fuses(x):
+        from model_runner.kernels import activation
+
+        return activation.sigmoid_mul(gate, x)
     if runs_in_c(gate, x) and gate.stride(-1) == 1 and x.stride(-1) == 1:
         return small_ops.sigmoid_mul(gate, x)
     return torch.sigmoid(gate) * x

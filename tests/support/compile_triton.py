@@ -45,7 +45,7 @@ from attention.kernels.pages import list_pages
 from attention.kernels.ragged import pad_ragged, unpad_ragged
 from attention.linear.plan import LinearPlan
 from attention.linear.triton_plan import LinearRecords, TritonLinearPlan
-from model_runner.kernels.activation import silu_mul
+from model_runner.kernels.activation import sigmoid_mul, silu_mul
 from model_runner.kernels.norm import add_rms_norm, rms_norm
 from model_runner.kernels.place import place_lane
 from model_runner.kernels.resolve import resolve_tokens, store_tokens
@@ -161,6 +161,8 @@ def compile_models() -> None:
     route_topk(logits, 8, sigmoid=True, bias=bias, num_groups=8, top_groups=4, scale=2.5, num_tokens=real)
     x, weight = torch.zeros(3, 7168, dtype=BF16), torch.zeros(7168, dtype=BF16)
     silu_mul(x)
+    sigmoid_mul(x, x)
+    sigmoid_mul(x[:, :1], x)
     rms_norm(x, weight, 1e-6)
     add_rms_norm(x, x, weight, 1e-6)
     heads, angles = torch.zeros(3, 40, 128, dtype=BF16), torch.zeros(3, 1, 128, dtype=BF16)

@@ -57,10 +57,13 @@ def layer() -> tuple[Tensor, Tensor]:
 
 @launches("count", "place", "grouped_gemm", "sum")
 def experts_of_tokens() -> None:
+    from moe.kernels import align
+
     w13, w2 = layer()
-    x, ids = there(20, LAYER[1]), torch.randint(-1, LAYER[0], (20, 2), device=DEVICE)
-    weights = torch.rand(20, 2, device=DEVICE)
-    close(make_experts("triton", w13, w2)(x, ids, weights), make_experts("grouped", w13, w2)(x, ids, weights), 1e-2)
+    for tokens in (20, align._FEW_PAIRS // 2 + 1):  # pairs that every program counts, and more
+        x, ids = there(tokens, LAYER[1]), torch.randint(-1, LAYER[0], (tokens, 2), device=DEVICE)
+        weights = torch.rand(tokens, 2, device=DEVICE)
+        close(make_experts("triton", w13, w2)(x, ids, weights), make_experts("grouped", w13, w2)(x, ids, weights), 1e-2)
 
 
 @launches("tile_batches", "grouped_gemm")
@@ -238,12 +241,13 @@ def norms() -> None:
     close(normed, ops.rms_norm(x + residual, weight, 1e-6))
 
 
-@launches("silu_mul")
+@launches("silu_mul", "sigmoid_mul")
 def activation() -> None:
-    from model_runner.kernels.activation import silu_mul
+    from model_runner.kernels.activation import sigmoid_mul, silu_mul
 
     x = torch.randn(3, 20)
     close(silu_mul(x.to(DEVICE)), torch.nn.functional.silu(x[:, :10]) * x[:, 10:])
+    close(sigmoid_mul(x[:, :1].to(DEVICE), x.to(DEVICE)), torch.sigmoid(x[:, :1]) * x)
 
 
 @launches("rotate")

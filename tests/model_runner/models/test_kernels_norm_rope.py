@@ -14,7 +14,7 @@ from triton_batches import DEVICE
 from model_runner.decoder import ops
 from model_runner.decoder.rope import RotaryEmbedding, Rotation
 from model_runner.kernels import norm
-from model_runner.kernels.activation import silu_mul
+from model_runner.kernels.activation import sigmoid_mul, silu_mul
 from model_runner.kernels.rope import rotate_heads
 from model_runner.models import Rope
 from ubatch import ConfigError
@@ -138,6 +138,17 @@ def test_gates_and_ups_of_a_projection(size: int) -> None:
     assert silu_mul(torch.zeros(0, 8, device=DEVICE)).shape == (0, 4)
 
 
+@pytest.mark.parametrize("size", [1, 24, 1500])
+@pytest.mark.parametrize("gates", ["one", "all"])
+def test_a_gate_on_an_output(size: int, gates: str) -> None:
+    wide, x = 20 * torch.randn(3, size + 5), torch.randn(3, 2 * size)[:, size:]
+    gate = wide[:, 5:6] if gates == "one" else wide[:, 5:]
+    result = sigmoid_mul(gate.to(DEVICE), x.to(DEVICE))
+    assert result.is_contiguous()
+    torch.testing.assert_close(result.cpu(), torch.sigmoid(gate) * x, atol=1e-6, rtol=1e-5)
+    assert sigmoid_mul(torch.zeros(0, 1, device=DEVICE), torch.zeros(0, 8, device=DEVICE)).shape == (0, 8)
+
+
 def test_models_use_the_kernels_where_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """All operations, with the same results."""
     x, residual, weight = torch.randn(2, 16), torch.randn(2, 16), torch.rand(16)
@@ -147,6 +158,7 @@ def test_models_use_the_kernels_where_they_can(monkeypatch: pytest.MonkeyPatch) 
         *ops.add_rms_norm(x, residual, weight, 1e-6),
         ops.normalise_and_rotate(heads, turn, weights, 1e-6),
         ops.silu_mul(x),
+        ops.sigmoid_mul(x, residual),
     )
     there = [t.to(DEVICE) for t in (x, residual, weight, heads, weights)]
     turn_there = Rotation(*on_device(turn))
@@ -157,6 +169,7 @@ def test_models_use_the_kernels_where_they_can(monkeypatch: pytest.MonkeyPatch) 
         *ops.add_rms_norm(there[0], there[1], there[2], 1e-6),
         ops.normalise_and_rotate(kernel_heads, turn_there, there[4], 1e-6),
         ops.silu_mul(there[0]),
+        ops.sigmoid_mul(there[0], there[1]),
     )
     for result, wanted in zip(found, expected, strict=True):
         close(result, wanted)
@@ -190,6 +203,8 @@ def test_norms_compiled(dtype: torch.dtype, size: int) -> None:
 def test_activation_compiled(dtype: torch.dtype) -> None:
     here, there = rounded(300, 2 * 1536, dtype=dtype)
     close(ops.silu_mul(there), ops.silu_mul(here), dtype)
+    close(ops.sigmoid_mul(there[:, :1536], there[:, 1536:]), ops.sigmoid_mul(here[:, :1536], here[:, 1536:]), dtype)
+    close(ops.sigmoid_mul(there[:, :1], there), ops.sigmoid_mul(here[:, :1], here), dtype)
 
 
 @pytest.mark.gpu
