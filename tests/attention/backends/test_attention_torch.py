@@ -98,12 +98,13 @@ def test_any_batch_with_any_option(
 
 
 @pytest.mark.sample(5)
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", [name for name in OPTIONS if name != "narrow-values"])  # only a size
 @pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])
 def test_every_option_in_a_mixed_batch_and_none_is_ignored(option: str, fp8: bool) -> None:
     batch = make_batch(MIXED, shape=OPTIONS[option], fp8=fp8, num_layers=2, padding=2)
     check(batch)
-    plain = AttentionShape(batch.shape.num_heads, batch.shape.num_kv_heads, batch.shape.head_dim)
+    shape = batch.shape
+    plain = AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim, v_head_dim=shape.v_head_dim)
     without = replace(batch, shape=plain, sinks=None).expected()
     assert (batch.expected() - without).abs().max() > 1e-2  # the batch would notice
 
