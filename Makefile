@@ -17,7 +17,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c '$(SUPPORTED
 GPU_PYTHON ?= $$(.ci/gpu-python)
 GPU_DEVICE ?= cuda
 GPU_OPTIONS ?=
-GPU_RESULTS := $(if $(filter cpu,$(GPU_DEVICE)),.cache/rehearsal,$(RESULTS))
+GPU_RESULTS := $(if $(filter cpu-file,$(GPU_DEVICE)-$(origin RESULTS)),.cache/rehearsal,$(RESULTS))
 
 # One compute thread per process, and no cache outside the tree.
 export OMP_NUM_THREADS ?= 1
@@ -31,7 +31,7 @@ export UBATCH_C_CACHE := $(CURDIR)/.cache/c
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 export FLASHINFER_WORKSPACE_BASE := $(CURDIR)/.cache
 
-.PHONY: help setup setup-test setup-gpu demo test test-fast test-slow lint bench bench-link gpu test-gpu bench-gpu clean
+.PHONY: help setup setup-test setup-gpu demo test test-fast test-slow lint bench bench-link gpu gpu-first gpu-rest-1 gpu-rest-2 gpu-rest-3 test-gpu bench-gpu clean
 
 help: ## this list
 	@grep --extended-regexp '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -118,18 +118,22 @@ bench-link: setup ## the same over a real link between two servers, an hour; nee
 	$(BIN)/ubatch bench link --links 0:0 500:600 --change --live --repeats 3 --arms serial dbo two-lanes --loads prefill mixed --json $(RESULTS)/link-change.json
 
 # First what decides whether the rest makes sense, and the headline. What fails hides nothing that comes later.
-gpu: ## both of the next two, what matters most first: for whoever has a GPU for ten minutes
-	@python="$(GPU_PYTHON)"; status=0; \
-	for part in first rest; do for target in test-gpu bench-gpu; do \
-	    $(MAKE) --no-print-directory $$target GPU_PYTHON="$$python" GPU_OPTIONS="--only $$part" || status=1; \
-	done; done; exit $$status
+gpu: ## test-gpu and bench-gpu in parts of 8 minutes at most, one after the other: gpu-first, gpu-rest-1, -2, -3
+	@python="$(GPU_PYTHON)"; status=0; for part in first rest-1 rest-2 rest-3; do \
+	    $(MAKE) --no-print-directory gpu-$$part GPU_PYTHON="$$python" || status=1; \
+	done; exit $$status
+
+gpu-first gpu-rest-1 gpu-rest-2 gpu-rest-3: gpu-%:
+	@python="$(GPU_PYTHON)"; status=0; for target in test-gpu bench-gpu; do \
+	    $(MAKE) --no-print-directory $$target GPU_PYTHON="$$python" GPU_OPTIONS="--only $*" || status=1; \
+	done; exit $$status
 
 test-gpu: ## the tests that need a GPU, with this machine's own torch if it is a CUDA build; writes gpu-tests.json
 	@mkdir -p $(GPU_RESULTS)
 	python="$(GPU_PYTHON)"; \
 	PYTHONPATH=".:$${PYTHONPATH:-}" "$$python" -m serving.workbench.gpu.checks --device $(GPU_DEVICE) --json $(GPU_RESULTS)/gpu-tests.json $(GPU_OPTIONS)
 
-bench-gpu: ## the GPU benchmarks, made for 8 minutes at most; writes benchmarks/results/gpu.json and gpu.md
+bench-gpu: ## the GPU benchmarks, made for 10 minutes at most; writes benchmarks/results/gpu.json and gpu.md
 	@mkdir -p $(GPU_RESULTS)
 	python="$(GPU_PYTHON)"; \
 	PYTHONPATH=".:$${PYTHONPATH:-}" "$$python" -m serving.workbench.gpu --device $(GPU_DEVICE) $(if $(filter cpu,$(GPU_DEVICE)),--tiny --blocks 1) \

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from serving.workbench.gpu.parts import names_in, why_not_into
     from serving.workbench.gpu.run import Options, run
-    from serving.workbench.gpu.sections import HEADLINE, SECTIONS
+    from serving.workbench.gpu.sections import SECTIONS
     from ubatch import ConfigError
 
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         print(why_not, file=sys.stderr)
         return 1
     chosen = Options(
-        only=names_in(SECTIONS, HEADLINE, options.only),
+        only=names_in(SECTIONS, options.only),
         device=options.device,
         tiny=options.tiny,
         blocks=options.blocks,
@@ -69,11 +69,13 @@ def _fake_graphs() -> Any:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    from serving.workbench.gpu.parts import FIRST, REST
+    from serving.workbench.gpu.parts import PARTS
     from serving.workbench.gpu.sections import SECTIONS
 
     parser = argparse.ArgumentParser(prog="python -m serving.workbench.gpu", description="The GPU benchmarks.")
-    parser.add_argument("--only", nargs="+", choices=[FIRST, REST, *SECTIONS], help="these sections; all by default")
+    parser.add_argument(
+        "--only", nargs="+", choices=[*PARTS, *SECTIONS], help="these sections or parts; all by default"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="shapes for a smoke test, which measures nothing")
     parser.add_argument("--blocks", type=int, default=15, help="A B B A blocks; 15 or more for figures to quote")

@@ -5,13 +5,16 @@
     kernels       every Triton kernel once, against torch
     runner        a model in graphs, the overlap loop, weights
     transports    communication while lanes compute: host memory, NCCL with a group of one, signals
-    numbers       the kernels in every dtype and choice of tiles, tuned and captured
+    experts       the kernels of MoE layers in every dtype and choice of tiles, tuned and captured
+    attention     the kernels of attention, likewise
     benchmarks    every section of `make bench-gpu` on tiny shapes
     others        tests marked `gpu` in all other files
+    measured      what measures time, free memory, or kernels that run at once
 
-Every section has its own process and time budget, so that a crash or a hang in one does not affect the others. Each
-test's result is in the results file before the next test begins. `--device cpu` runs the same files without a GPU, with
-three times the budget: kernels are interpreted, fakes replace the device, and tests that need a GPU are skipped.
+Every section has its own process and time budget, so that a crash or a hang in one does not affect the others. Its
+results are written when it ends. With 8 processors or more, sections run side by side on the one GPU (`--jobs`), but
+for those that wait for a time or measure (`alone`). `--device cpu` runs the same files without a GPU, with three times
+the budget: kernels are interpreted, fakes replace the device, and tests that need a GPU are skipped.
 """
 
 from __future__ import annotations
@@ -24,49 +27,50 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from serving.workbench.gpu.parts import FIRST, REHEARSAL, REST, names_in, why_not_into, write_section
+from serving.workbench.gpu.parts import PARTS, REHEARSAL, names_in, why_not_into, write_section
 
 __all__ = ["SECTIONS", "Section", "main"]
 
 ROOT = Path(__file__).resolve().parents[3]
 LINES = "UBATCH_TEST_LINES"
 """Environment variable: the file into which `pytest_lines` writes a line per test."""
+_POLL_S = 0.05
+_PROCESSORS_FOR_JOBS = 8
 
 
 @dataclass(frozen=True)
 class Section:
-    """Test files under `tests/`, without `test_` and `.py`, and seconds until their process is ended, on a GPU."""
+    """Test files under `tests/`, without `test_` and `.py`; seconds until their process is ended, on a GPU; their part
+    of `make gpu`; and whether no other section may run meanwhile."""
 
     files: tuple[str, ...]
     budget_s: float
+    part: str
+    alone: bool = False
 
 
 SECTIONS: Mapping[str, Section] = {
-    "streams": Section(("cuda_device", "step_streams_gpu", "cuda_lifetimes"), 60),
-    "capture": Section(("graphs", "graphs_failures", "graphs_sizes", "graphs_triton"), 60),
-    "kernels": Section(("kernels_once",), 120),
-    "runner": Section(
-        ("runner_graphs_gpu", "runner_launch", "engine_loops", "weight_pass", "memory_profile", "step_settings_gpu"),
-        120,
+    "streams": Section(("cuda_device", "step_streams_gpu", "cuda_lifetimes"), 50, "first", alone=True),
+    "capture": Section(("graphs", "graphs_failures", "graphs_sizes", "graphs_triton"), 35, "first"),
+    "kernels": Section(("kernels_once",), 90, "first"),
+    "runner": Section(("runner_graphs_gpu", "engine_loops", "weight_pass"), 80, "rest-1"),
+    "transports": Section(("moe_transports_gpu", "moe_host_loopback", "moe_chunks_gpu", "moe_signals"), 90, "rest-2"),
+    "experts": Section(("moe_triton_gpu", "router_kernels"), 140, "rest-2"),
+    "attention": Section(("attention_triton", "attention_latent_kernel", "kernels_norm_rope"), 140, "rest-3"),
+    "benchmarks": Section(("bench_gpu",), 120, "rest-2"),
+    "others": Section((), 150, "rest-3"),
+    "measured": Section(
+        ("moe_signalled_gpu", "runner_launch", "memory_profile", "step_settings_gpu"), 120, "rest-1", alone=True
     ),
-    "transports": Section(
-        ("moe_transports_gpu", "moe_host_loopback", "moe_chunks_gpu", "moe_signals", "moe_signalled_gpu"), 120
-    ),
-    "numbers": Section(
-        ("moe_triton_gpu", "attention_triton", "attention_latent_kernel", "kernels_norm_rope", "router_kernels"), 240
-    ),
-    "benchmarks": Section(("bench_gpu",), 240),
-    "others": Section((), 240),
 }
-DECIDING = ("streams", "capture", "kernels")
-"""The sections that run first: if they fail, the others mean little."""
+"""The sections in the order in which they start; if the first ones fail, the others mean little."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,14 +87,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(why_not, file=sys.stderr)
         return 1
     failed = []
-    for name in names_in(SECTIONS, DECIDING, options.only):
-        print(f"\n==> {name}", flush=True)
-        found = {**_run(name, options.device), "environment": environment}
-        print(f"==> {name}: {found['outcome']} in {found['seconds']} s", flush=True)
+    for name, found in _run_all(names_in(SECTIONS, options.only), options.device, options.jobs):
         if found["status"] or "failed" in found["counts"] or "passed" not in found["counts"]:
             failed.append(name)  # a section whose tests were all skipped proves nothing
         if options.json is not None:
-            write_section(options.json, {"device": options.device}, SECTIONS, name, found)
+            write_section(
+                options.json, {"device": options.device}, SECTIONS, name, found | {"environment": environment}
+            )
     if failed:
         print(f"\nNot everything ran and passed: {', '.join(failed)}.", file=sys.stderr)
     return 1 if failed else 0
@@ -107,42 +110,78 @@ def files_of(name: str) -> list[Path]:
     ]
 
 
-def _run(name: str, device: str) -> dict[str, Any]:
-    """Run one section in a process of its own; returns how it ended, and every test's result."""
-    budget_s = SECTIONS[name].budget_s * (1 if device == "cuda" else REHEARSAL)
-    with tempfile.TemporaryDirectory() as folder:
-        lines = Path(folder) / "lines"
-        lines.touch()
+def _run_all(names: Sequence[str], device: str, jobs: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Run sections, at most `jobs` side by side; yields each one's name and results as soon as it ends."""
+    waiting, running = deque(names), list[_Running]()
+    try:
+        while waiting or running:
+            while waiting and (not running or (len(running) < jobs and not _alone(waiting[0], running[-1].name))):
+                print(f"\n==> {waiting[0]}", flush=True)
+                running.append(_Running(waiting.popleft(), device, shown=jobs == 1))
+            time.sleep(_POLL_S)
+            for each in [each for each in running if each.over]:
+                running.remove(each)
+                found = each.results()
+                print(f"==> {each.name}: {found['outcome']} in {found['seconds']} s", flush=True)
+                yield each.name, found
+    finally:
+        for each in running:
+            each.end()
+
+
+def _alone(*names: str) -> bool:
+    return any(SECTIONS[name].alone for name in names)
+
+
+class _Running:
+    """A section that runs in a process of its own; `shown` as it goes, or else when it has ended."""
+
+    def __init__(self, name: str, device: str, *, shown: bool) -> None:
+        self.name = name
+        self._budget_s = SECTIONS[name].budget_s * (1 if device == "cuda" else REHEARSAL)
+        self._folder = tempfile.TemporaryDirectory()
+        self._lines, self._output = (Path(self._folder.name) / file for file in ("lines", "output"))
+        self._lines.touch()
         selected = "gpu" if device == "cuda" else "not slow"
         command = [sys.executable, "-m", "pytest", "-p", "serving.workbench.gpu.pytest_lines", "-m", selected]
         command += ["-o", "faulthandler_exit_on_timeout=false"]  # the time budget ends a hanging test
         command += ["-W", "ignore::pytest.PytestConfigWarning", *map(str, files_of(name))]
-        begun = time.monotonic()
-        status = _end_in_time(command, budget_s, {**os.environ, LINES: str(lines)})
-        found = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
-    seconds = round(time.monotonic() - begun, 1)
-    counts = Counter(each["outcome"] for each in found)
-    ended = "done" if status in (0, 1) else f"its process ended with status {status}"
-    if status is None:
-        status, ended = 124, f"out of time ({budget_s:.0f} s)"
-    elif status == 5:  # pytest's status for: no test was selected
-        status, ended = 0, "no test here"
-    told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
-    outcome = f"{ended}: {told}" if told else ended
-    return {"outcome": outcome, "status": status, "seconds": seconds, "counts": dict(counts), "tests": found}
+        environment = {**os.environ, LINES: str(self._lines)}
+        environment["UBATCH_AUTOTUNE_CACHE"] = f"{self._folder.name}/autotune.json"  # not timed on an idle device
+        self._begun = time.monotonic()
+        with self._output.open("wb") as file:
+            to = None if shown else file
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, start_new_session=True, stdout=to, stderr=to
+            )
 
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, or used up its time."""
+        return self._process.poll() is not None or time.monotonic() - self._begun > self._budget_s
 
-def _end_in_time(command: list[str], budget_s: float, environment: Mapping[str, str]) -> int | None:
-    """Exit status of a process; None if it ran out of time, and was killed with all its children."""
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
-    try:
-        return process.wait(budget_s)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    def end(self) -> None:
+        """Kill it with all its children, if it still runs, and forget its files."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._folder.cleanup()
+
+    def results(self) -> dict[str, Any]:
+        """End it; returns how it ended, and every test's result."""
+        seconds, status = round(time.monotonic() - self._begun, 1), self._process.poll()
+        print(self._output.read_text(encoding="utf-8", errors="replace"), end="")
+        found = [json.loads(line) for line in self._lines.read_text(encoding="utf-8").splitlines()]
+        self.end()
+        counts = Counter(each["outcome"] for each in found)
+        ended = "done" if status in (0, 1) else f"its process ended with status {status}"
+        if status is None:
+            status, ended = 124, f"out of time ({self._budget_s:.0f} s)"
+        elif status == 5:  # pytest's status for: no test was selected
+            status, ended = 0, "no test here"
+        told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+        outcome = f"{ended}: {told}" if told else ended
+        return {"outcome": outcome, "status": status, "seconds": seconds, "counts": dict(counts), "tests": found}
 
 
 def _environment() -> dict[str, Any]:
@@ -160,10 +199,21 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m serving.workbench.gpu.checks", description="The tests that need a GPU."
     )
-    parser.add_argument("--only", nargs="+", choices=[FIRST, REST, *SECTIONS], help="these sections; all by default")
+    parser.add_argument(
+        "--only", nargs="+", choices=[*PARTS, *SECTIONS], help="these sections or parts; all by default"
+    )
+    parser.add_argument(
+        "--jobs", type=int, choices=range(1, 65), metavar="N", default=_default_jobs(), help="most side by side"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path, help="write every test's result here, section by section")
     return parser.parse_args(argv)
+
+
+def _default_jobs() -> int:
+    """One job per two processors, if there are 8 or more: tests wait for compilers, and their lanes are threads."""
+    processors = len(os.sched_getaffinity(0))
+    return processors // 2 if processors >= _PROCESSORS_FOR_JOBS else 1
 
 
 if __name__ == "__main__":

@@ -1,24 +1,31 @@
-"""Choose the sections of `make test-gpu` and `make bench-gpu`: by name, or the most important ones first."""
+"""The parts of `make gpu`, and how `make test-gpu` and `make bench-gpu` choose sections: by name, or by part."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["FIRST", "REHEARSAL", "REST", "names_in", "read_sections", "why_not_into", "write_section"]
+__all__ = ["PARTS", "REHEARSAL", "InPart", "names_in", "read_sections", "why_not_into", "write_section"]
 
-FIRST, REST = "first", "rest"
+PARTS = ("first", "rest-1", "rest-2", "rest-3")
+"""What `make gpu` runs one after the other, each as a command of at most eight minutes: the tests that decide whether
+the rest makes sense, and the headline; then what is left."""
 REHEARSAL = 3
 """Factor on a section's time budget without a GPU, because kernels are interpreted; nothing is measured then."""
 
 
-def names_in(sections: Iterable[str], first: Sequence[str], asked: Sequence[str] | None) -> tuple[str, ...]:
-    """Those of `sections` that were asked for by name, or as `FIRST`, which stands for `first`, or `REST`, which stands
-    for the others; all if none was."""
-    wanted = {FIRST, REST} if asked is None else set(asked)
-    return tuple(name for name in sections if {name, FIRST if name in first else REST} & wanted)
+class InPart(Protocol):
+    """A section of tests or of benchmarks, which knows its part."""
+
+    @property
+    def part(self) -> str: ...
+
+
+def names_in(sections: Mapping[str, InPart], asked: Sequence[str] | None) -> tuple[str, ...]:
+    """Those of `sections` that were asked for, by name or by part; all if `asked` is None."""
+    return tuple(name for name, section in sections.items() if asked is None or {name, section.part} & set(asked))
 
 
 def why_not_into(file: Path | None, *, rehearsal: bool) -> str | None:

@@ -26,9 +26,9 @@ from ubatch import ConfigError
 if TYPE_CHECKING:
     from ubatch import GraphBackend
 
-__all__ = ["Options", "run"]
+__all__ = ["SLACK_S", "Options", "run"]
 
-_SLACK_S = 60.0
+SLACK_S = 60.0
 """Seconds beyond its budget, for imports and a started table row, after which a section's process is ended."""
 
 
@@ -100,7 +100,7 @@ def _run_apart(options: Options, name: str) -> Section:
         command = [sys.executable, "-m", "serving.workbench.gpu", "--only", name, "--in-process", "--json", str(file)]
         command += ["--device", options.device, "--blocks", str(options.blocks), *(["--tiny"] if options.tiny else [])]
         try:
-            limit_s = _budget_s(options, name) + _SLACK_S
+            limit_s = _budget_s(options, name) + SLACK_S
             done = subprocess.run(command, timeout=limit_s, stdout=subprocess.DEVNULL, check=False)
             ended = f"its process ended with status {done.returncode}"
         except subprocess.TimeoutExpired as late:

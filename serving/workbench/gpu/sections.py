@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from serving.workbench.gpu.bench import Bench, OutOfTime, describe_machine
 from serving.workbench.gpu.report import Section
 
-__all__ = ["HEADLINE", "SECTIONS", "Plan", "run_section"]
+__all__ = ["SECTIONS", "Plan", "run_section"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One section: the title of its table; `"module:function"`, called with a `Bench` and the `Section` to fill; and
-    seconds it may take on one H200, without imports."""
+    """One section: the title of its table; `"module:function"`, called with a `Bench` and the `Section` to fill;
+    seconds it may take on one H200, without imports; and its part of `make gpu`."""
 
     title: str
     target: str
     budget_s: float
+    part: str
 
     def load(self) -> Callable[[Bench, Section], None]:
         module, _, name = self.target.partition(":")
@@ -29,17 +30,17 @@ class Plan:
         return function
 
 
+_HERE = "serving.workbench.gpu"
 SECTIONS: Mapping[str, Plan] = {
-    "prefill": Plan("Overlapped prefill over host memory, in graphs", "serving.workbench.gpu.prefill:measure", 152),
-    "moe-decode": Plan("Fused MoE, decode sizes", "serving.workbench.gpu.experts:decode", 85),
-    "decode": Plan("Decode steps as graphs", "serving.workbench.gpu.decode:measure", 45),
-    "sms": Plan("Grouped GEMM next to a transport on SMs", "serving.workbench.gpu.sms:measure", 20),
-    "moe-prefill": Plan("Fused MoE, prefill sizes", "serving.workbench.gpu.experts:prefill", 62),
-    "attention": Plan("Paged decode attention", "serving.workbench.gpu.attention:decode", 40),
-    "lanes": Plan("Eager lanes", "serving.workbench.gpu.lanes:measure", 20),
+    "prefill": Plan("Overlapped prefill over host memory, in graphs", f"{_HERE}.prefill:measure", 152, "first"),
+    "moe-decode": Plan("Fused MoE, decode sizes", f"{_HERE}.experts:decode", 85, "first"),
+    "decode": Plan("Decode steps as graphs", f"{_HERE}.decode:measure", 110, "rest-1"),
+    "sms": Plan("Grouped GEMM next to a transport on SMs", f"{_HERE}.sms:measure", 20, "rest-1"),
+    "moe-prefill": Plan("Fused MoE, prefill sizes", f"{_HERE}.experts:prefill", 62, "rest-3"),
+    "attention": Plan("Paged decode attention", f"{_HERE}.attention:decode", 40, "rest-3"),
+    "lanes": Plan("Eager lanes", f"{_HERE}.lanes:measure", 20, "rest-2"),
 }
 """The sections in the order in which they run: the most important figures first, in case time is short."""
-HEADLINE = ("prefill", "moe-decode")
 
 
 _LONGEST_ERROR = 600
