@@ -34,6 +34,7 @@ from forked import AsSpawned, fork_server
 from needs import leaves_out, mark_left_out, mark_needs
 from repository import ROOT, SUPPORT, TESTS
 from tqdm import tqdm
+from triton_numpy import looks_for_a_smaller_failure, skip_if_numpy_is_too_new, why_no_interpreter
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started us in the background
 _workers: list[int] = []
@@ -66,6 +67,7 @@ else:
 pytest.register_assert_rewrite("model_checks", "peer_failure_cases", "trtllm_cases")  # they assert for the tests
 
 SECONDS_FOR_THREADS_TO_END = 5.0
+_WHY_NO_INTERPRETER = why_no_interpreter()
 _COLLECTED_BEFORE: pytest.StashKey[Path] = pytest.StashKey()
 SECONDS = {"server": 4.0, "ranks": 1.2, "triton": 0.2, "long": 0.4}
 """What a test with that marker takes, roughly."""
@@ -95,6 +97,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         mark_needs(item)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(skip)
+        elif _WHY_NO_INTERPRETER and item.get_closest_marker("triton") and looks_for_a_smaller_failure(item):
+            item.add_marker(pytest.mark.skip(reason=_WHY_NO_INTERPRETER))
     weights: Counter[Path] = Counter()
     for item in items:
         weights[item.path] += sum(SECONDS.get(mark.name, 0.0) for mark in item.iter_markers())
@@ -207,6 +211,14 @@ def pytest_make_collect_report(
         if _is_foreign(package):
             report.outcome = "skipped"
             report.longrepr = (str(collector.path), 0, f"Skipped: needs {package}, which this Python lacks")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Skip tests that fail only because this numpy is too new for this Triton's interpreter."""
+    report = yield
+    skip_if_numpy_is_too_new(report, _WHY_NO_INTERPRETER)
     return report
 
 

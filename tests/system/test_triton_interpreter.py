@@ -1,9 +1,15 @@
-"""`quick_interpreter.py`: Triton's interpreter gives and refuses the same, and leaves the language as it was."""
+"""`quick_interpreter.py`: Triton's interpreter gives and refuses the same, and leaves the language as it was.
+
+`triton_numpy.py`: with a numpy that it cannot work with, tests say so.
+"""
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError
+
 import pytest
 import torch
+from triton_numpy import skip_if_numpy_is_too_new, why_no_interpreter
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test` installs it")
 import triton.language as tl
@@ -46,3 +52,51 @@ def test_functions_that_a_kernel_calls_compute_and_the_language_is_as_before(dty
     _double[(1,)](source, target, size=16)
     assert torch.equal(target, source * 3)
     assert [core.is_builtin(language.load) for language in (tl, core)] == before
+
+
+# --------------------------------------------------------------------------------------------- Triton without its numpy
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "works"),
+    [
+        ("3.6.0", "2.3.5", True),
+        ("3.6.0", "2.4.0", False),
+        ("3.6.0+git1234", "2.5.0rc1", False),
+        ("3.5.1", "3.0", False),
+        ("3.7.0", "2.5.0", True),
+        ("3.10.0", "2.10.0", True),
+    ],
+)
+def test_old_interpreters_need_an_old_numpy(triton: str, numpy: str, works: bool) -> None:
+    why = why_no_interpreter({"triton": triton, "numpy": numpy}.__getitem__)
+    assert (why is None) == works
+    if why is not None:
+        assert f"Triton {triton} needs a numpy below 2.4, and {numpy} is installed" in why
+
+
+def test_without_triton_nothing_is_said_of_it() -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    assert why_no_interpreter(missing) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "why", "outcome"),
+    [
+        (
+            "InterpreterError: TypeError('only 0-dimensional arrays can be converted to Python scalars')",
+            "old",
+            "skipped",
+        ),
+        ("InterpreterError: TypeError('only 0-dimensional arrays can be converted to Python scalars')", None, "failed"),
+        ("InterpreterError: TypeError('another one')", "old", "failed"),
+    ],
+)
+def test_only_what_fails_of_that_is_skipped(error: str, why: str | None, outcome: str) -> None:
+    place = ("test_it.py", 3, "test_it")
+    report = pytest.TestReport("test_it.py::test_it", place, {}, "failed", error, "call")
+    skip_if_numpy_is_too_new(report, why)
+    assert report.outcome == outcome
+    assert report.longrepr == (("test_it.py", 3, f"Skipped: {why}") if outcome == "skipped" else error)
