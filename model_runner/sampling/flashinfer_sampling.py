@@ -48,7 +48,8 @@ def keep_most_likely(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Ten
     Args:
         probabilities: `[R, vocab]`, each row sums to 1.
         top_k: `[R]` integer, number of most likely tokens to keep, 1 to vocab.
-        top_p: `[R]` floating point, above 0: keep the smallest set of most likely tokens with this sum. 1 keeps all.
+        top_p: `[R]` floating point, above 0: keep the smallest set of most likely tokens with this sum. 1 keeps all
+            but a tail that is too small for a sum of float32.
 
     Returns:
         `[R, vocab]` float32.

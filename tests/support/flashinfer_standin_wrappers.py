@@ -154,6 +154,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         self._mask = custom_mask_buf
         self._mask_indptr_buf = mask_indptr_buf
         self._max_rows = None
+        self._takes_masks = None
 
     def plan(
         self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
@@ -180,6 +181,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         self._keep("_last", paged_kv_last_page_len)
         self._keep("_indices", paged_kv_indices, len(paged_kv_indices))
         self._has_mask = packed_custom_mask is not None
+        self._takes_masks = self._has_mask if self._takes_masks is None else self._takes_masks
+        assert self._takes_masks or not self._has_mask, (
+            "on Hopper, the kernels of a first plan without a mask take none"
+        )
         if self._has_mask:
             lens = _lens_of(paged_kv_indptr, paged_kv_last_page_len, page_size)
             bits = [int(qo_indptr[i + 1] - qo_indptr[i]) * length for i, length in enumerate(lens)]

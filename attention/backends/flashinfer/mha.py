@@ -1,10 +1,12 @@
 """The `flashinfer` back end: flashinfer's own kernels over a paged cache, run through its wrapper classes.
 
     decode wrapper     one query per request
-    prefill wrapper    everything else: prefill, mixed, draft extend, and target verify with its tree of drafts
+    prefill wrapper    everything else: prefill, mixed, draft extend, target verify of a chain of drafts
+    tree wrapper       the same class, for target verify with a tree of drafts: a wrapper chooses its kernels when it is
+                       planned first, and those that are fastest without a mask on Hopper take none
 
 A wrapper is planned once per step and holds one plan: planning the next step makes the last one stale, and a stale plan
-refuses to run. Both wrappers use one workspace, as they never run at once.
+refuses to run. All wrappers use one workspace, as they never run at once.
 
 In a CUDA graph all requests have the same number of queries; a request with fewer (draft extend) is padded, see
 `FewQueries`. A wrapper's batch size is fixed, so each captured size has its own wrapper; all sizes share the buffers.
@@ -67,6 +69,7 @@ class FlashInferBackend(WrapperBackend):
         self._prefill_wrapper = find_kernel(FlashInferKernel.PREFILL_WRAPPER)
         self._decode: PlannedWrapper | None = None
         self._prefill: PlannedWrapper | None = None
+        self._tree: PlannedWrapper | None = None
 
     def plan(self, metadata: CommonAttentionMetadata) -> FlashInferPlan:
         """See `AttentionBackend`; makes this object's earlier plans of the same kind stale."""
@@ -80,10 +83,12 @@ class FlashInferBackend(WrapperBackend):
                 self._decode = self._new_decode_wrapper()
             version = self._plan_decode(self._decode, pages)
             return FlashInferPlan(self, self._decode, version, slots, num_tokens)
-        if self._prefill is None:
-            self._prefill = self._new_prefill_wrapper()
-        version = self._plan_prefill(self._prefill, pages, mask)
-        return FlashInferPlan(self, self._prefill, version, slots, num_tokens)
+        if mask is not None:
+            wrapper = self._tree = self._tree or self._new_prefill_wrapper()
+        else:
+            wrapper = self._prefill = self._prefill or self._new_prefill_wrapper()
+        version = self._plan_prefill(wrapper, pages, mask)
+        return FlashInferPlan(self, wrapper, version, slots, num_tokens)
 
     @torch.inference_mode(False)
     def plan_for_graph(self, metadata: CommonAttentionMetadata) -> FlashInferPlan:

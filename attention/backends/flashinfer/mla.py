@@ -37,11 +37,13 @@ from attention.backends.store import store_latents
 from attention.interface import BackendTraits, MLAInputs, MLAShape
 from attention.kv_cache import MLAKVCache
 from attention.metadata import CommonAttentionMetadata
+from ubatch import ConfigError
 
 __all__ = ["FlashInferMLABackend", "FlashInferMLAPlan"]
 
 WORKSPACE_BYTES = 128 << 20
 """Bytes of scratch per back end object, for partial results of keys that are split over thread blocks."""
+_TILE_ROWS = 128  # rows of a causal tile, a row being a head of a query: a tile must end where a query does
 
 
 class FlashInferMLABackend(WrapperBackend):
@@ -55,6 +57,11 @@ class FlashInferMLABackend(WrapperBackend):
     def __init__(self, shape: MLAShape, kv_cache: MLAKVCache) -> None:
         super().__init__(shape, kv_cache, WORKSPACE_BYTES)
         refuse_mla_shape(self.name, shape)
+        if _TILE_ROWS % shape.num_heads:
+            raise ConfigError(
+                f"attention back end {self.name!r} takes 1, 2, 4, 8, 16, 32, 64 or 128 heads, not {shape.num_heads}: "
+                "with others its kernels omit a key at some lengths. Choose 'triton' or 'torch'."
+            )
         self._wrapper_class = find_kernel(FlashInferKernel.MLA_WRAPPER)
         self._eager: PlannedWrapper | None = None
 

@@ -110,6 +110,14 @@ def test_a_stale_plan_is_refused(kernels: StandIns) -> None:
         run(stale, first)
 
 
+def test_trees_follow_prefills(kernels: StandIns) -> None:
+    """A wrapper keeps the kernels that its first plan chose; those for prefills may take no mask."""
+    prefill, tree = make([(8, 4), (9, 4)]), make([(8, 4), (9, 4)], drafts="tree")
+    backend = make_attention_backend("flashinfer", tree.shape, tree.new_cache())
+    for batch in (prefill, tree, prefill):
+        torch.testing.assert_close(run(backend.plan(batch.metadata), batch), batch.expected(0, batch.new_cache()))  # type: ignore[arg-type]
+
+
 def test_sinks_are_refused_not_dropped(kernels: StandIns) -> None:
     batch = make(DECODE)
     assert isinstance(batch, Batch)

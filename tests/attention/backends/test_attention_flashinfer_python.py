@@ -1,0 +1,196 @@
+"""flashinfer's own Python, as installed, takes what the back ends on its wrappers plan and run.
+
+Only what is compiled is replaced, by modules that note their arguments. The wrappers choose kernels, check shapes,
+dtypes and buffers, and keep plans as on a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from attention_batches import Batch, MLABatch
+from flashinfer_cases import BACKENDS, DECODE, EXTEND, LIMITS, MIXED, PREFIX, VERIFY, make, padded, run
+
+from attention import MLAKVCache, PagedKVCache, make_attention_backend
+from attention.backends.flashinfer import mla as flashinfer_mla
+from ubatch import ConfigError, ForwardMode
+
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+CUSTOM_MASK = 2
+"""`flashinfer.utils.MaskMode.CUSTOM`, which the kernels `fa3` refuse on the device."""
+HOPPER_SHARED_MEMORY = (233_472, 232_448)
+
+
+class Compiled:
+    """A compiled module: what it was asked, and an output of zeros."""
+
+    def __init__(self, kernels: str, calls: list[tuple[str, str, Any]]) -> None:
+        self._kernels = kernels
+        self._calls = calls
+
+    def plan(self, *args: Any) -> list[int]:
+        self._calls.append((self._kernels, "plan", None))
+        return [0]
+
+    def paged_run(self, *args: Any) -> None:
+        """Of prefills, and of decodes on tensor cores: the output, the LSE, then the kind of mask."""
+        self._calls.append((self._kernels, "run", args[12]))
+        args[10].zero_()
+
+    def run(self, *args: Any) -> None:
+        """Of decodes, whose output is the tenth argument, and of latent attention, where it is the ninth."""
+        self._calls.append((self._kernels, "run", None))
+        args[9 if self._kernels == "decode" else 8].zero_()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, Any]]:
+    """What compiled modules are asked for: kernels, call, kind of mask."""
+    flashinfer = pytest.importorskip(
+        "flashinfer", reason="flashinfer is not installed; `make test` installs it", exc_type=ImportError
+    )
+    if tuple(map(int, flashinfer.__version__.split(".")[:2])) < (0, 7):
+        pytest.skip("written for the Python of flashinfer 0.7")
+    from flashinfer import decode, prefill, utils
+    from flashinfer.mla._batch_mla import _wrapper
+    from flashinfer.mla._batch_mla._backends import _fa_common, fa2_backend, fa3_backend
+
+    found: list[tuple[str, str, Any]] = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+    for module in (prefill, decode):
+        monkeypatch.setattr(module, "get_batch_prefill_module", lambda kernels, *_: Compiled(kernels, found))
+    monkeypatch.setattr(decode, "get_batch_decode_module", lambda *_: Compiled("decode", found))
+    for module in (fa2_backend, fa3_backend):
+        monkeypatch.setattr(module, "get_batch_mla_module", lambda kernels, *_: Compiled(kernels, found))
+    for module in (prefill, decode, utils, _fa_common, _wrapper):
+        for name, value in {
+            "get_compute_capability": (9, 0),
+            "device_support_pdl": True,
+            "is_sm90a_supported": True,
+            "get_device_sm_count": 132,
+            "_get_fa_shared_memory_limits": HOPPER_SHARED_MEMORY,
+        }.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda *_, value=value: value)
+    for module, backend in BACKENDS.items():
+        monkeypatch.setattr(module, "WORKSPACE_BYTES", 1 << 20)
+        monkeypatch.setattr(backend, "traits", replace(backend.traits, devices=("cpu",)))
+    return found
+
+
+def half(batch: Batch | MLABatch) -> Any:
+    """The batch in bfloat16, as on a GPU."""
+    spec = replace(batch.spec, dtype=torch.bfloat16)
+    if isinstance(batch, Batch):
+        return replace(batch, spec=spec, q=batch.q.bfloat16(), k=batch.k.bfloat16(), v=batch.v.bfloat16())
+    names = ("q_nope", "q_rope", "latent", "k_rope", "w_uk", "w_uv")
+    halves = {name: getattr(batch.inputs, name).bfloat16() for name in names}
+    return replace(batch, spec=spec, inputs=replace(batch.inputs, **halves))
+
+
+BATCHES = {
+    "decode": lambda **options: make(DECODE, **options),
+    "prefill": lambda **options: make(PREFIX, **options),
+    "mixed": lambda **options: make(MIXED, **options),
+    "extend": lambda **options: make(EXTEND, mode=ForwardMode.DRAFT_EXTEND, **options),
+    "chain": lambda **options: make(VERIFY, drafts="chain", **options),
+    "tree": lambda **options: make(VERIFY, drafts="tree", **options),
+}
+
+
+@pytest.mark.parametrize("heads", [(8, 2, 64), (2, 2, 64)], ids=["tensor-cores", "cuda-cores"])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_one_back_end_takes_all_batches_in_any_order(
+    fp8: bool, heads: tuple[int, int, int], calls: list[tuple[str, str, Any]]
+) -> None:
+    """A wrapper keeps the kernels of its first plan: those of a prefill take no tree mask."""
+    batches = {name: half(make_one(heads=heads, fp8=fp8)) for name, make_one in BATCHES.items()}
+    first = batches["decode"]
+    backend = make_attention_backend("flashinfer", first.shape, big_cache(*batches.values()))
+    for name in [*batches, *reversed(batches)]:
+        calls.clear()
+        plan = backend.plan(batches[name].metadata)
+        assert run(plan, batches[name]).shape == batches[name].q.shape
+        [(kernels, _, _), (_, asked, mask)] = calls
+        assert asked == "run"
+        assert (mask == CUSTOM_MASK) == (name == "tree")
+        assert kernels != "fa3" or mask != CUSTOM_MASK
+
+
+@pytest.mark.parametrize("name", [name for name in BATCHES if name != "tree"])
+def test_latent_attention_takes_all_batches(name: str, calls: list[tuple[str, str, Any]]) -> None:
+    batch = half(BATCHES[name](mla=True))
+    backend = make_attention_backend("flashinfer", batch.shape, big_cache(batch))
+    for _ in range(2):
+        run(backend.plan(batch.metadata), batch)
+    assert [asked for _, asked, _ in calls] == ["plan", "run"] * 2
+
+
+@pytest.mark.parametrize("mla", [False, True], ids=["mha", "mla"])
+@pytest.mark.parametrize("kind", ["decode", "extend", "chain", "tree"])
+def test_graphs_are_planned_again(kind: str, mla: bool, calls: list[tuple[str, str, Any]]) -> None:
+    """Buffers have the sizes, dtypes and layouts that a wrapper wants, and do not overlap."""
+    if mla and kind == "tree":
+        pytest.skip("latent attention takes no tree")
+    options: dict[str, Any] = {
+        "decode": {"mode": ForwardMode.DECODE},
+        "extend": {"mode": ForwardMode.DRAFT_EXTEND},
+        "chain": {"drafts": "chain"},
+        "tree": {"drafts": "tree"},
+    }[kind]
+    queries = 1 if kind == "decode" else 3
+    small, large = (half(padded([(prefix, queries)] * 2, queries, mla=mla, **options)) for prefix in (5, 40))
+    backend = make_attention_backend("flashinfer", small.shape, big_cache(small, large))
+    backend.init_graph_buffers(LIMITS)
+    plan = backend.plan_for_graph(small.metadata)
+    for batch in (small, large):
+        backend.replan(plan, batch.metadata)
+        run(plan, batch)
+    assert [asked for _, asked, _ in calls] == ["plan", "plan", "run", "plan", "run"]
+
+
+def big_cache(*batches: Any) -> PagedKVCache | MLAKVCache:
+    """An empty cache for any of the batches."""
+    num_blocks = max(batch.num_blocks for batch in batches)
+    spec = batches[0].spec
+    return PagedKVCache(spec, num_blocks) if isinstance(batches[0], Batch) else MLAKVCache(spec, num_blocks)
+
+
+# --------------------------------------------------------------------------------------------------- heads of latents
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8, 16, 32, 64, 128])
+def test_with_these_heads_no_key_is_lost(heads: int, calls: list[tuple[str, str, Any]]) -> None:
+    """flashinfer refuses lengths at which its kernels would omit a key; with these heads there are none."""
+    from flashinfer.mla._batch_mla._backends import _fa_common
+
+    for queries in range(1, 200, 7):
+        for prefix in range(0, 200, 9):
+            _fa_common._validate_fa_causal_tile_bound(
+                [queries], [prefix + queries], heads, "fa3", torch.bfloat16, torch.device("cpu")
+            )
+
+
+@pytest.mark.parametrize("heads", [20, 24, 40, 96])
+def test_other_heads_are_refused(heads: int, calls: list[tuple[str, str, Any]]) -> None:
+    """Not at the first unlucky length, in the midst of serving."""
+    from flashinfer.mla._batch_mla._backends import _fa_common
+
+    def plan_any_prefix() -> None:
+        for prefix in range(64):
+            _fa_common._validate_fa_causal_tile_bound(
+                [64], [prefix + 64], heads, "fa3", torch.bfloat16, torch.device("cpu")
+            )
+
+    with pytest.raises(Exception, match="would omit a visible key"):
+        plan_any_prefix()
+    batch = half(make(PREFIX, mla=True))
+    shape: Any = replace(batch.shape, num_heads=heads)
+    with pytest.raises(ConfigError, match=f"1, 2, 4, 8, 16, 32, 64 or 128 heads, not {heads}.*Choose 'triton'"):
+        flashinfer_mla.FlashInferMLABackend(shape, SimpleNamespace(spec=batch.spec, device=torch.device("cpu")))  # type: ignore[arg-type]
