@@ -84,10 +84,11 @@ test-fast: setup-test ## for every commit: the tests that start nothing and comp
 test-slow: setup-test ## the tests that are long by nature: more of the zoo, of interrupts, of transports, of servers
 	$(PYTEST) -m slow
 
-lint: setup ## ruff, mypy, and the floors (import-linter)
+lint: setup ## ruff, mypy (of tests: those that only a GPU runs), and the floors (import-linter)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini $$(grep -rl --include='test_*.py' 'mark\.gpu' tests)
 	$(BIN)/lint-imports --cache-dir .cache/import_linter
 
 bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json

@@ -115,8 +115,8 @@ def test_any_chunks_and_lanes_equal_the_reference(seed: int) -> None:
         inputs = [torch.cat((each, each.new_full((padding, each.shape[1]), float("nan")))) for each in inputs]
         lanes = cut(whole, edges)
         for piece, metadata in zip(lanes, split_attn_metadata(lanes, whole), strict=True):
-            own = [each[piece.token_slice] for each in inputs]
-            got.append(make_linear_plan(pool, metadata).forward(*own, conv, LAYER))
+            qkv, g, beta = (each[piece.token_slice] for each in inputs)
+            got.append(make_linear_plan(pool, metadata).forward(qkv, g, beta, conv, LAYER))
         wanted = [requests[index].expected[done[index] : done[index] + tokens] for index, tokens in shares]
         out = torch.cat(got)
         torch.testing.assert_close(out[:count], torch.cat(wanted), atol=2e-5, rtol=1e-4)
@@ -137,9 +137,8 @@ def test_a_request_that_is_not_finite_leaves_the_others_alone() -> None:
     requests = [Layer(shape, conv, length) for length in lengths]
     requests[0].qkv[3] = float("nan")
     plan = make_linear_plan(pool, described([(slot, 0, length) for slot, length in enumerate(lengths)], 0))
-    out = plan.forward(
-        *(torch.cat([getattr(each, name) for each in requests]) for name in ("qkv", "g", "beta")), conv, LAYER
-    )
+    qkv, g, beta = (torch.cat([getattr(each, name) for each in requests]) for name in ("qkv", "g", "beta"))
+    out = plan.forward(qkv, g, beta, conv, LAYER)
     assert out[:70].isnan().any()
     torch.testing.assert_close(out[70:], torch.cat([each.expected for each in requests[1:]]), atol=2e-5, rtol=1e-4)
 
@@ -169,9 +168,9 @@ def test_states_see_accepted_drafts_only(seed: int) -> None:
             inputs.append(torch.cat(own))
         pool.follow(slots, done, counts, verify=verify)
         mode = ForwardMode.TARGET_VERIFY if verify else ForwardMode.MIXED
-        out = make_linear_plan(pool, described(list(zip(slots, done, counts, strict=True)), 0, mode)).forward(
-            *inputs, conv, 0
-        )
+        qkv, g, beta = inputs
+        plan = make_linear_plan(pool, described(list(zip(slots, done, counts, strict=True)), 0, mode))
+        out = plan.forward(qkv, g, beta, conv, 0)
         for number, got in enumerate(out.split(counts)):
             start, count = done[number], right[number]
             wanted = requests[number].expected[start : start + count]

@@ -234,9 +234,9 @@ def norms() -> None:
     from model_runner.kernels.norm import add_rms_norm, rms_norm
 
     x, residual, weight = torch.randn(3, 24), torch.randn(3, 24), torch.randn(24)
-    on_device = [each.to(DEVICE) for each in (x, residual, weight)]
-    close(rms_norm(on_device[0], on_device[2], 1e-6), ops.rms_norm(x, weight, 1e-6))
-    normed, summed = add_rms_norm(*on_device, 1e-6)
+    there, residual_there, weight_there = (each.to(DEVICE) for each in (x, residual, weight))
+    close(rms_norm(there, weight_there, 1e-6), ops.rms_norm(x, weight, 1e-6))
+    normed, summed = add_rms_norm(there, residual_there, weight_there, 1e-6)
     close(summed, x + residual)
     close(normed, ops.rms_norm(x + residual, weight, 1e-6))
 

@@ -120,8 +120,8 @@ def new_cache(batch: Batch | MLABatch, num_blocks: int) -> PagedKVCache | MLAKVC
 
 def refill(cache: PagedKVCache | MLAKVCache, batch: Batch | MLABatch) -> None:
     mla = isinstance(batch, MLABatch)
-    past = (batch.past_latent, batch.past_k_rope) if mla else (batch.past_k, batch.past_v)
-    cache.write(0, *(x.to("cuda", DTYPE) for x in past), batch.past_slots.cuda())
+    first, second = (batch.past_latent, batch.past_k_rope) if mla else (batch.past_k, batch.past_v)
+    cache.write(0, first.to("cuda", DTYPE), second.to("cuda", DTYPE), batch.past_slots.cuda())
 
 
 def inputs_of(batch: Batch | MLABatch) -> tuple[Any, ...]:

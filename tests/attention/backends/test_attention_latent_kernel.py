@@ -356,9 +356,8 @@ def test_new_tokens_are_stored_in_one_kernel_where_there_is_one(fused: bool, mon
     latents, keys = cache_of(mla), moved_cache(mha)
     expected_latents, expected_keys = mla.new_cache(), mha.new_cache()
     store.store_latents(latents, 0, inputs_of(mla), latents.write_slots(mla.metadata.slot_mapping.to(DEVICE)))
-    store.store_kv(
-        keys, 0, *(x.to(DEVICE) for x in (mha.k, mha.v)), keys.write_slots(mha.metadata.slot_mapping.to(DEVICE))
-    )
+    slots = keys.write_slots(mha.metadata.slot_mapping.to(DEVICE))
+    store.store_kv(keys, 0, mha.k.to(DEVICE), mha.v.to(DEVICE), slots)
     mla.expected(0, expected_latents)
     mha.expected(0, expected_keys)
     torch.testing.assert_close(latents.rows(0).cpu(), expected_latents.rows(0))

@@ -209,7 +209,8 @@ def test_lanes_that_cut_a_request_equal_the_whole_batch() -> None:
     outs = []
     for plan, piece in zip(plans, slices, strict=True):
         assert isinstance(plan, TritonAttentionPlan)
-        outs.append(plan.forward(*(x[piece.token_slice].to(DEVICE) for x in (batch.q, batch.k, batch.v)), 0))
+        q, k, v = (x[piece.token_slice].to(DEVICE) for x in (batch.q, batch.k, batch.v))
+        outs.append(plan.forward(q, k, v, 0))
     torch.testing.assert_close(torch.cat(outs).cpu(), batch.expected(), atol=1e-5, rtol=1e-5)
     memory = attention.memory()
     assert memory["lane 0/triton"] > 0
@@ -220,10 +221,11 @@ def test_lanes_that_cut_a_request_equal_the_whole_batch() -> None:
 def test_what_a_plan_is_given_must_fit_it() -> None:
     batch = make_batch(DECODE)
     plan = backend_of(batch, moved_cache(batch)).plan(moved(batch.metadata))
+    q, k, v = (x.to(DEVICE) for x in (batch.q, batch.k, batch.v))
     with pytest.raises(ConfigError, match="planned for 4 tokens and got 3"):
-        plan.forward(batch.q[1:].to(DEVICE), batch.k[1:].to(DEVICE), batch.v[1:].to(DEVICE), 0)
+        plan.forward(q[1:], k[1:], v[1:], 0)
     with pytest.raises(ConfigError, match=r"sinks is False, but sinks were given"):
-        plan.forward(*(x.to(DEVICE) for x in (batch.q, batch.k, batch.v)), 0, torch.zeros(4, device=DEVICE))
+        plan.forward(q, k, v, 0, torch.zeros(4, device=DEVICE))
 
 
 def test_a_cpu_is_served_by_the_interpreter_only() -> None:

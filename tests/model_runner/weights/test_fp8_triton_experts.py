@@ -47,8 +47,9 @@ def logits(runner: ModelRunner) -> Tensor:
     return all_logits(runner, [ScheduledRequest(request, request.num_tokens) for request in requests]).cpu()
 
 
-def layers(model: nn.Module) -> list[FusedMoEModularKernel]:
-    return [module for module in model.modules() if isinstance(module, FusedMoEModularKernel)]
+def experts_of(model: nn.Module) -> list[Any]:
+    """The experts of every MoE layer."""
+    return [module.experts for module in model.modules() if isinstance(module, FusedMoEModularKernel)]
 
 
 def plain_and_rounded(meant: Path, projections: list[str]) -> tuple[Tensor, Tensor]:
@@ -69,16 +70,16 @@ def test_logits_are_those_of_rounded_operands(
     kind = blockwise(128, 128, scales=scales)
     path, meant = write_fp8(make_checkpoint(tmp_path / "plain", family, **sizes), tmp_path, kind)
     with ModelRunner(path, num_kv_blocks=16, device=DEVICE, experts_backend="triton") as runner:
-        held = layers(runner.model)
-        assert {(k.experts.w13.dtype, k.experts.w2.dtype, k.experts.dtype) for k in held} == {(FP8, FP8, torch.float32)}
+        held = experts_of(runner.model)
+        assert {(each.w13.dtype, each.w2.dtype, each.dtype) for each in held} == {(FP8, FP8, torch.float32)}
         found = logits(runner)
         stored = load_file(path / "model.safetensors")
         name = "model.layers.1.mlp.experts.3.{}_proj.weight{}"
         w13 = [stored[name.format(half, "")] for half in ("gate", "up")]
-        assert torch.equal(held[-1].experts.w13[3].cpu().view(torch.uint8), torch.cat(w13).view(torch.uint8))
+        assert torch.equal(held[-1].w13[3].cpu().view(torch.uint8), torch.cat(w13).view(torch.uint8))
         w13_scale = [stored[name.format(half, "_scale_inv")].float() for half in ("gate", "up")]
-        assert torch.equal(held[-1].experts.w13_scale[3].cpu(), torch.cat(w13_scale))
-        assert torch.equal(held[-1].experts.w2_scale[3].cpu(), stored[name.format("down", "_scale_inv")].float())
+        assert torch.equal(held[-1].w13_scale[3].cpu(), torch.cat(w13_scale))
+        assert torch.equal(held[-1].w2_scale[3].cpu(), stored[name.format("down", "_scale_inv")].float())
         projections = kept_projections(runner.model)
     plain, expected = plain_and_rounded(meant, projections)
     assert expected.abs().max() > 0.5
@@ -88,7 +89,7 @@ def test_logits_are_those_of_rounded_operands(
 
 def dtypes(path: Path, **options: Any) -> set[torch.dtype]:
     with ModelRunner(path, num_kv_blocks=4, device=DEVICE, experts_backend="triton", **options) as runner:
-        return {kernel.experts.w13.dtype for kernel in layers(runner.model)}
+        return {each.w13.dtype for each in experts_of(runner.model)}
 
 
 @pytest.mark.parametrize(
@@ -136,11 +137,11 @@ def test_random_weights_and_drafts_are_in_fp8_too(tmp_path: Path) -> None:
     with_config(path, quantization_config=kind.config, num_hidden_layers=3, num_nextn_predict_layers=1)
     (path / "model.safetensors").unlink()
     with ModelRunner(path, num_kv_blocks=16, device=DEVICE, experts_backend="triton", load_format="dummy") as runner:
-        assert [kernel.experts.w13.dtype for kernel in layers(runner.model)] == [torch.float32, FP8]
+        assert [each.w13.dtype for each in experts_of(runner.model)] == [torch.float32, FP8]
         assert logits(runner).isfinite().all()
         draft: Any = load_draft("mtp", None, runner)
-        assert [kernel.experts.w13.dtype for kernel in layers(draft)] == [FP8]
-        w13 = layers(draft)[0].experts.w13.float() * layers(draft)[0].experts.w13_scale[0, 0, 0]
+        assert [each.w13.dtype for each in experts_of(draft)] == [FP8]
+        w13 = experts_of(draft)[0].w13.float() * experts_of(draft)[0].w13_scale[0, 0, 0]
         assert w13.std() == pytest.approx(128**-0.5, rel=0.05)
 
 
@@ -161,7 +162,7 @@ def test_auto_keeps_them_in_fp8_on_a_gpu(tmp_path: Path) -> None:
     )
     with ModelRunner(path, num_kv_blocks=16, device="cuda", dtype=torch.bfloat16) as runner:
         in_fp8 = torch.cuda.get_device_capability() >= (8, 9)
-        assert {kernel.experts.w13.dtype for kernel in layers(runner.model)} == {FP8 if in_fp8 else torch.bfloat16}
+        assert {each.w13.dtype for each in experts_of(runner.model)} == {FP8 if in_fp8 else torch.bfloat16}
         found, projections = logits(runner), kept_projections(runner.model)
     _, expected = plain_and_rounded(meant, projections)
     assert (found - expected).norm() < 9e-2 * expected.norm()
