@@ -1,11 +1,12 @@
-"""flashinfer's own Python, as installed, takes what the back ends on its wrappers plan and run.
+"""flashinfer's own Python, as installed, takes what the back ends on its kernels plan and run.
 
-Only what is compiled is replaced, by modules that note their arguments. The wrappers choose kernels, check shapes,
-dtypes and buffers, and keep plans as on a Hopper GPU.
+Only what is compiled is replaced, by modules that note their arguments. The rest chooses kernels, checks shapes, dtypes
+and buffers, and keeps plans as on a Hopper GPU, or for TensorRT-LLM's kernels on Blackwell.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +82,35 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, Any]]:
     for module, backend in BACKENDS.items():
         monkeypatch.setattr(module, "WORKSPACE_BYTES", 1 << 20)
         monkeypatch.setattr(backend, "traits", replace(backend.traits, devices=("cpu",)))
+    return found
+
+
+@pytest.fixture
+def blackwell(calls: list[tuple[str, str, Any]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls of TensorRT-LLM's kernels, and of the one that rotates and quantises, on that GPU."""
+    from flashinfer import decode, prefill, rope
+    from flashinfer.mla import _core
+
+    found: list[str] = []
+
+    def noting(name: str) -> Callable[..., None]:
+        def note(out: torch.Tensor, *rest: Any) -> None:
+            found.append(name)
+            out.zero_()
+
+        return note
+
+    names = ("trtllm_paged_attention_decode", "trtllm_paged_attention_context", "trtllm_ragged_attention")
+    kernels = SimpleNamespace(**{name: noting(name.removeprefix("trtllm_")) for name in names})
+    for module in (decode, prefill, _core):
+        monkeypatch.setattr(module, "get_trtllm_gen_fmha_module", lambda: kernels)
+        for name, value in {
+            "get_compute_capability": (10, 0),
+            "device_support_pdl": True,
+            "get_device_sm_count": 148,
+        }.items():
+            monkeypatch.setattr(module, name, lambda *_, value=value: value, raising=False)
+    monkeypatch.setattr(rope, "_rope_quantize", lambda *_: found.append("rope_quantize"))
     return found
 
 
@@ -160,6 +190,27 @@ def big_cache(*batches: Any) -> PagedKVCache | MLAKVCache:
     num_blocks = max(batch.num_blocks for batch in batches)
     spec = batches[0].spec
     return PagedKVCache(spec, num_blocks) if isinstance(batches[0], Batch) else MLAKVCache(spec, num_blocks)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("name", [name for name in BATCHES if name != "tree"])
+def test_tensorrt_llm_over_keys_and_values(name: str, fp8: bool, blackwell: list[str]) -> None:
+    batch = half(BATCHES[name](heads=(8, 2, 64), fp8=fp8))
+    backend = make_attention_backend("trtllm_mha", batch.shape, big_cache(batch))
+    assert run(backend.plan(batch.metadata), batch).dtype == torch.bfloat16
+    kind = "decode" if name in ("decode", "chain") else "context"
+    assert blackwell == [f"paged_attention_{kind}"]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("name", [name for name in BATCHES if name != "tree"])
+def test_tensorrt_llm_over_latents(name: str, fp8: bool, blackwell: list[str]) -> None:
+    batch = half(BATCHES[name](mla=True, fp8=fp8, block_size=32))
+    backend = make_attention_backend("trtllm_mla", batch.shape, big_cache(batch))
+    run(backend.plan(batch.metadata), batch)
+    absorbed = ["rope_quantize"] * fp8 + ["paged_attention_decode"]
+    expected = {"prefill": ["ragged_attention"] * 2, "mixed": [*absorbed, *["ragged_attention"] * 2]}
+    assert sorted(blackwell) == sorted(expected.get(name, absorbed))
 
 
 # --------------------------------------------------------------------------------------------------- heads of latents
