@@ -93,9 +93,7 @@ class TritonLinearPlan(LinearPlan):
             mixed = mix(inputs=kept, chunks=None, rows=power_of_2(pool.num_kept), of_kept=True, write=True)
             step(mixed=mixed, g=accepted_g, beta=accepted_beta, out=None, write=True)
         chunks = None if self._prompts is None else self._prompts[0]
-        mixed = mix(
-            inputs=qkv, chunks=chunks, rows=self._chunk, kept=kept if self._verifies else None, write=write
-        )
+        mixed = mix(inputs=qkv, chunks=chunks, rows=self._chunk, kept=kept if self._verifies else None, write=write)
         if self._has_few:
             step(mixed=mixed, g=g, beta=beta, out=out, kept=kept_gates if self._verifies else None, write=write)
         if self._prompts is not None:

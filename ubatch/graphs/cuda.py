@@ -101,13 +101,16 @@ class CudaGraphs:
         self._pool = None
         self._capture_stream = torch.cuda.Stream(self._device)
 
-    def end_of_captures(self) -> None:
+    def _end_captures(self) -> None:
         """Capture one small kernel and forget it: then random numbers can be drawn outside graphs again."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._capture_stream):
-            graph.capture_begin(capture_error_mode="thread_local")
-            torch.zeros(1, device=self._device)
-            graph.capture_end()
+        try:
+            with torch.cuda.stream(self._capture_stream):
+                graph.capture_begin(capture_error_mode="thread_local")
+                torch.zeros(1, device=self._device)
+                graph.capture_end()
+        except RuntimeError as error:  # the error that ended the first capture is the one to raise
+            _log.warning("random numbers cannot be drawn on %s until a graph is captured: %s", self._device, error)
         graph.reset()
 
     def take_turn(self) -> None:
@@ -181,7 +184,7 @@ class _CudaCapture:
                 _log.debug("the allocator knows of no capture: %s", unknown)
             _broken.append(self._graph)
             self._graphs.start_over()
-            self._graphs.end_of_captures()
+            self._graphs._end_captures()
         else:
             self._graph.reset()
         self._graphs.count(0)

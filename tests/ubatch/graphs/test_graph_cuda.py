@@ -31,21 +31,23 @@ class Graph:
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
 
-    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        """Without a pool: one of its own, and a capture that does not fail."""
         assert not gc.isenabled()
+        self._fails = None if pool is None else self._cuda.fails
         self._cuda.log.append(f"begin on {self._cuda.current.name} in {pool}, {capture_error_mode}")
         if pool in self._cuda.host_underway:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         self._cuda.underway.append(pool)
         self._cuda.host_underway.append(pool)
-        if self._cuda.fails == "begin":
+        if self._fails == "begin":
             raise RuntimeError("cannot begin")
         self._cuda.reserved += 100
 
     def capture_end(self) -> None:
         assert not gc.isenabled()
         self._cuda.log.append(f"end on {self._cuda.current.name}")
-        if self._cuda.fails is not None:
+        if self._fails is not None:
             raise RuntimeError("cannot end")
         self._cuda.host_underway.remove(self._cuda.underway.pop())
 
@@ -88,6 +90,7 @@ class Cuda:
             "CUDAGraph": lambda: Graph(self),
         }.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(torch, "zeros", lambda *_, device: note(f"a kernel on {self.current.name}"))
         monkeypatch.setattr(module, "make_streams", lambda device: None)
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocate, raising=False)
         monkeypatch.setattr(
@@ -195,11 +198,15 @@ def test_after_a_failure_the_allocator_knows_that_nothing_is_captured(cuda: Cuda
     assert not cuda.underway
     assert gc.isenabled()
     log = cuda.logged()
-    assert log[-5:] == [
+    assert log[-9:] == [
         "end on capture",
         "reset",
         "end allocating to pool 1 on 0",
         "release pool 1 on 0",
+        "begin on capture 2 in None, thread_local",  # for the generator of random numbers
+        "a kernel on capture 2",
+        "end on capture 2",
+        "reset",
         "synchronize",
     ]
     cuda.fails = None
