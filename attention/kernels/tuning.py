@@ -2,7 +2,8 @@
 
 The fastest tile depends on the GPU and on the shapes, so it is measured on the GPU (`ubatch.kernels.autotune`), with
 synthetic batches: as many requests as the step has, all of one length, in pages scattered over the pool. They read the
-cache with any contents, and write only scratch memory. If measuring is not possible, the first choice is used.
+cache with any contents, and write only scratch memory. If measuring is not possible, the first choice is used. Tiles
+that spill registers come last; `kernels_sm90.json` among the tests has what every tile takes.
 
 In a tuning key, sizes that change from step to step are rounded to a few values, so that measuring ends soon.
 """
@@ -92,16 +93,14 @@ def decode_choices(
     if INTERPRETED or dtype == torch.float32:
         return (default,)
     keys = tile.keys * 2 if fp8 else tile.keys  # half the bytes per key, so twice the keys
-    tiles = (
-        (tile.keys, tile.num_warps, 3),
-        (keys, tile.num_warps, 4),
-        (2 * keys, tile.num_warps, 3),
-        (max(16, keys // 2), tile.num_warps, 5),
-        (max(16, keys // 2), max(2, tile.num_warps // 2), 5),
-        (keys, max(2, tile.num_warps // 2), 4),
-        (2 * keys, 8, 3),
-    )
-    tried = [DecodeChoice(*each, waves) for waves in (2, 1, 4) for each in tiles]
+    warps, fewer = tile.num_warps, max(16, keys // 2)
+    tiles = [(tile.keys, warps, 3), (fewer, warps, 5)]
+    if tile.rows == 16 and not (fp8 and tile.dims > 128):  # more does not fit the registers of two warps
+        tiles += [(fewer, 2, 5), (tile.keys, 2, 4)]
+    if not fp8:  # converting so many keys at once takes all registers of four warps
+        tiles += [(2 * keys, warps, 3)]
+    tiles += [(2 * keys, 8, 3), (keys, warps, 4)]
+    tried = [DecodeChoice(*each, waves) for each in tiles for waves in (2, 1, 4)]
     return tuple(dict.fromkeys([default, *tried]))
 
 
@@ -112,24 +111,27 @@ def prefill_choices(shape: AttentionShape, dtype: torch.dtype) -> tuple[TileSize
     if INTERPRETED or dtype == torch.float32:
         return (default,)
     group, dims = power_of_2(shape.group_size, 16), default.dims
-    tiles = [(128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3), (64, 128, 4, 2)]
+    tiles = [(128, 64, 8, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 128, 8, 2)]
     if dims > 128:
-        tiles = [(128, 32, 8, 2), (128, 64, 8, 2), (64, 32, 4, 2)]
+        tiles = [(128, 32, 8, 2), (64, 32, 4, 2), (128, 64, 8, 2)]
     tried = [TileSize(max(group, rows), keys, dims, warps, stages) for rows, keys, warps, stages in tiles]
     return tuple(dict.fromkeys([default, *tried]))
 
 
 @cache
-def latent_choices(shape: MLAShape, max_queries: int, dtype: torch.dtype) -> tuple[LatentChoice, ...]:
+def latent_choices(
+    shape: MLAShape, max_queries: int, dtype: torch.dtype, *, fp8: bool
+) -> tuple[LatentChoice, ...]:
     """The choices that are timed for requests of at most `max_queries` queries; the default first."""
-    tile = LatentTile.default(shape, max_queries, dtype)
+    tile = LatentTile.default(shape, max_queries, dtype, fp8=fp8)
     default = LatentChoice(tile.rows, tile.keys, tile.num_warps, tile.num_stages, waves=1)
     if INTERPRETED or dtype == torch.float32:
         return (default,)
-    tiles = [(16, 32, 8, 3), (16, 16, 4, 4), (64, 32, 8, 3), (64, 16, 8, 4)]
+    tiles = [(16, 32, 8, 3), (16, 16, 4, 4)]
     if max_queries * shape.num_heads > 16:
         tiles += [(32, 32, 8, 3)]
-    return tuple(dict.fromkeys([default, *(LatentChoice(*each, waves) for waves in (1, 2, 4) for each in tiles)]))
+    tiles += [(64, 32, 8, 3), (64, 16, 8, 4)]
+    return tuple(dict.fromkeys([default, *(LatentChoice(*each, waves) for each in tiles for waves in (1, 2, 4))]))
 
 
 def _length_class(max_seq_len: int) -> int:
@@ -210,7 +212,7 @@ def tune_latent_decode(
 ) -> LatentChoice:
     """The fastest way to decode batches like this over latents; arguments as for `tune_decode`."""
     spec, device = cache.spec, cache.device
-    choices = latent_choices(shape, max_queries, spec.dtype)
+    choices = latent_choices(shape, max_queries, spec.dtype, fp8=spec.fp8)
     if len(choices) == 1:
         return choices[0]
     num_reqs, seq_len = power_of_2(num_reqs), max(max_queries, _length_class(max_seq_len))

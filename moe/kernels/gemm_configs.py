@@ -109,7 +109,7 @@ def _candidates(rows: int, dtype: torch.dtype, gated: bool) -> Iterator[GemmConf
     elif dtype == torch.float32:
         yield GemmConfig(64, 32, 2)
     elif fp8:
-        yield from _fp8(rows)
+        yield from _fp8(rows, gated)
     elif rows <= _FEW_ROWS:
         yield from _few_rows_gated(rows) if gated else _few_rows_down(rows)
     else:
@@ -128,7 +128,8 @@ def _few_rows_gated(rows: int) -> Iterator[GemmConfig]:
     yield GemmConfig(128, 64, 5, num_warps=8, swap=True, group=1)
     yield GemmConfig(64, 128, 3, per_sm=2, group=1)
     yield GemmConfig(32, 128, 5, per_sm=2, group=1)
-    yield GemmConfig(32, 256, 3, per_sm=2, group=1)
+    if rows == _FEWEST_ROWS:  # with more, it spills
+        yield GemmConfig(32, 256, 3, per_sm=2, group=1)
 
 
 def _few_rows_down(rows: int) -> Iterator[GemmConfig]:
@@ -163,7 +164,7 @@ def _many_rows_down(rows: int) -> Iterator[GemmConfig]:
         yield GemmConfig(256, 64, 4, num_warps=8, swap=True)
 
 
-def _fp8(rows: int) -> Iterator[GemmConfig]:
+def _fp8(rows: int, gated: bool) -> Iterator[GemmConfig]:
     """Columns and depth are 128, a block of the scales; many warps, because unscaled sums also take registers."""
     if rows <= _FEW_ROWS:
         yield GemmConfig(128, 128, 3, per_sm=2, swap=True, group=1)
@@ -173,6 +174,7 @@ def _fp8(rows: int) -> Iterator[GemmConfig]:
             yield GemmConfig(128, 128, 5, swap=True, group=1)
             yield GemmConfig(128, 128, 3, num_warps=8, per_sm=2, swap=True, group=1)
     else:
-        yield GemmConfig(128, 128, 4, num_warps=8)
-        yield GemmConfig(128, 128, 3, num_warps=8)
-        yield GemmConfig(128, 128, 3, num_warps=16)
+        configs = [GemmConfig(128, 128, stages, num_warps=warps) for stages, warps in ((4, 8), (3, 8), (3, 16))]
+        if gated and rows == _MOST_ROWS:  # sums of gate and up, unscaled and scaled, spill in 8 warps
+            configs.reverse()
+        yield from configs

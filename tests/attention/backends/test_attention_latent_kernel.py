@@ -163,7 +163,7 @@ def test_verify(prefixes: list[int], number: int, drafts: Any, padding_requests:
 def test_splits_give_the_same(waves: int, num_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One, some, and more than a request has keys; more rows than a tile has."""
     choice = tuning.LatentChoice(16, 16, 4, 1, waves)
-    monkeypatch.setattr(tuning, "latent_choices", lambda *args: [choice])
+    monkeypatch.setattr(tuning, "latent_choices", lambda *args, **options: [choice])
     batch = make_mla_batch([(50, 6), (3, 2), (17, 1)], mode=ForwardMode.DRAFT_EXTEND)
     plan = check(batch)
     assert plan.absorbed is not None
@@ -172,7 +172,7 @@ def test_splits_give_the_same(waves: int, num_splits: int, monkeypatch: pytest.M
 
 def test_a_tile_of_many_rows_reads_latents_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And uses them as keys and as values."""
-    monkeypatch.setattr(tuning, "latent_choices", lambda *args: [tuning.LatentChoice(64, 16, 4, 1, 2)])
+    monkeypatch.setattr(tuning, "latent_choices", lambda *args, **options: [tuning.LatentChoice(64, 16, 4, 1, 2)])
     check(make_mla_batch([(50, 6), (3, 2), (17, 1)], mode=ForwardMode.DRAFT_EXTEND))
     check(make_mla_batch([(20, 4), (9, 4)], drafts="tree"))
 
@@ -301,9 +301,9 @@ def test_every_tile_compiled() -> None:
     batch = make_mla_batch([(700, 2), (33, 2)], shape=replace(DEEPSEEK, num_heads=64), block_size=64, drafts="chain")
     batch = batch.to(torch.bfloat16).to(torch.float32)
     expected = batch.expected()
-    for choice in tuning.latent_choices(batch.shape, 2, torch.bfloat16):
+    for choice in tuning.latent_choices(batch.shape, 2, torch.bfloat16, fp8=False):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tuning, "latent_choices", lambda *args, choice=choice: [choice])
+            patch.setattr(tuning, "latent_choices", lambda *args, choice=choice, **options: [choice])
             plan = backend_of(batch, cache_of(batch, torch.bfloat16)).plan(moved(batch.metadata))
         out = plan.forward(inputs_of(batch, torch.bfloat16), 0)
         torch.testing.assert_close(out.cpu().float(), expected, atol=4e-2, rtol=4e-2)
@@ -337,7 +337,7 @@ def test_tiles_hold_whole_rows_of_queries_and_heads() -> None:
     for heads, queries in ((1, 1), (16, 1), (128, 1), (3, 7)):
         shape = replace(DEEPSEEK, num_heads=heads)
         for dtype in (torch.float32, torch.bfloat16):
-            tile = LatentTile.default(shape, queries, dtype)
+            tile = LatentTile.default(shape, queries, dtype, fp8=False)
             assert (
                 tile.blocks(shape, queries) * tile.rows
                 >= heads * queries

@@ -62,7 +62,7 @@ class Tuner:
 @pytest.mark.usefixtures("compiled")
 def test_the_default_comes_first_and_nothing_comes_twice() -> None:
     decode = tuning.decode_choices(QWEN, 1, BF16, fp8=False)
-    prefill, latent = tuning.prefill_choices(QWEN, BF16), tuning.latent_choices(DEEPSEEK, 1, BF16)
+    prefill, latent = tuning.prefill_choices(QWEN, BF16), tuning.latent_choices(DEEPSEEK, 1, BF16, fp8=False)
     assert decode[0] == tuning.DecodeChoice(keys=64, num_warps=4, num_stages=3, waves=2)
     assert prefill[0] == tuning.TileSize.prefill(QWEN, BF16)
     assert latent[0] == tuning.LatentChoice(rows=64, keys=32, num_warps=8, num_stages=3, waves=1)
@@ -114,7 +114,7 @@ def test_every_choice_is_run_on_the_cache_and_leaves_it_alone(monkeypatch: pytes
     latent = [tuning.LatentChoice(16, keys, 4, 1, 1) for keys in (16, 32)]
     monkeypatch.setattr(tuning, "decode_choices", lambda *args, **options: tiles)
     monkeypatch.setattr(tuning, "prefill_choices", lambda *args: sizes)
-    monkeypatch.setattr(tuning, "latent_choices", lambda *args: latent)
+    monkeypatch.setattr(tuning, "latent_choices", lambda *args, **options: latent)
 
     batch = make_batch([(40, 1), (0, 9), (3, 1)])
     cache = moved_cache(batch)
