@@ -13,7 +13,10 @@ the interpreter, so in a process of its own.
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import triton
-from compile_triton import Nobody, resources
+from compile_triton import Nobody
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
@@ -37,9 +40,20 @@ from ubatch.kernels.triton_jit import power_of_2
 
 FP8 = torch.float8_e4m3fn
 TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 8, 4, 2048, 768
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 per_sm, how = 1, ""
 """What `compile_instead` prints of a GEMM."""
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes that it spills."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(re.search(rf"{name}:(\d+)", told)[1]) for name in ("REG", "STACK", "LOCAL"))  # type: ignore[index]
+    return registers, stack + local
 
 
 def compile_instead(kernel: JITFunction, grid: Any) -> Any:

@@ -1,8 +1,7 @@
 """Compiles the kernels of attention, routing and models for a GPU that need not be there, as a step would launch them.
 
     python compile_triton.py 90         prints a line per kernel: its name, the bytes of shared memory it takes, the
-                                        tiles' loads that stay in flight while it waits for one, how it was tuned, and
-                                        the bytes of registers that a thread spills
+                                        tiles' loads that stay in flight while it waits for one, and how it was tuned
     python compile_triton.py 90 all     with every tile that tuning may choose; minutes
 
 The launchers run as always; only the launch is replaced, by Triton's `warmup`, which compiles and does not run. Not in
@@ -12,13 +11,11 @@ the interpreter, so in a process of its own.
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -46,7 +43,6 @@ from attention.kernels import tuning
 from attention.kernels.fill import fill_batch
 from attention.kernels.pages import list_pages
 from attention.kernels.ragged import pad_ragged, unpad_ragged
-from attention.linear import triton_plan
 from attention.linear.plan import LinearPlan
 from attention.linear.triton_plan import LinearRecords, TritonLinearPlan
 from model_runner.kernels.activation import sigmoid_mul, silu_mul
@@ -60,10 +56,9 @@ from ubatch import ForwardMode
 BF16 = torch.bfloat16
 DEEPSEEK = MLAShape(16, 512, 128, 64, 128)
 QWEN3_NEXT = GatedDeltaShape(16, 32, 128, 128, 4)
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 how = "-"
-"""How the kernels that `compile_instead` prints were tuned, without spaces."""
+"""What `compile_instead` prints last, without spaces."""
 
 
 class Nobody:
@@ -82,30 +77,13 @@ class Nobody:
         return GPUTarget("cuda", self.capability, 32)
 
 
-def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes that it spills."""
-    with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        told = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack, local = (int(re.search(rf"{name}:(\d+)", told)[1]) for name in ("REG", "STACK", "LOCAL"))  # type: ignore[index]
-    return registers, stack + local
-
-
 def compile_instead(kernel: JITFunction, grid: Any) -> Any:
     """`kernel[grid]`, which does not launch."""
 
     def launch(*args: Any, **kwargs: Any) -> None:
         compiled = kernel.warmup(*args, grid=grid, **kwargs)
         in_flight = max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", compiled.asm["ptx"])), default=0)
-        print(
-            kernel.fn.__name__,
-            compiled.metadata.shared,
-            in_flight,
-            how,
-            resources(compiled.asm["cubin"])[1],
-            flush=True,
-        )
+        print(kernel.fn.__name__, compiled.metadata.shared, in_flight, how, flush=True)
 
     return launch
 
@@ -155,21 +133,21 @@ def compile_choices(*, fp8: bool) -> None:
                 compile_latent_step(latent, [(400, 1)], fp8=fp8)
 
 
-def compile_linear(shape: GatedDeltaShape, dtype: torch.dtype = BF16, prompts: tuple[int, ...] = (100, 25)) -> None:
-    """Linear attention of prompts with decodes, and of a verify step behind another one, as in a graph."""
-    pool = StatePool(shape, 1, 4, dtype, torch.device("cpu"), num_drafts=3)
+def compile_linear(shape: GatedDeltaShape) -> None:
+    """Linear attention of a prompt with decodes, and of a verify step behind another one, as in a graph."""
+    pool = StatePool(shape, 1, 4, BF16, torch.device("cpu"), num_drafts=3)
     conv, heads = torch.zeros(shape.conv_kernel, shape.conv_dim), torch.zeros(shape.num_v_heads)
 
     def run(plan: LinearPlan, tokens: int) -> None:
         sizes = shape.conv_dim, shape.value_size, shape.num_v_heads, shape.num_v_heads
-        qkv, _, b, a = torch.zeros(tokens, sum(sizes), dtype=dtype).split(sizes, dim=-1)
+        qkv, _, b, a = torch.zeros(tokens, sum(sizes), dtype=BF16).split(sizes, dim=-1)
         plan.forward(qkv, *plan.gates(a, b, heads, heads), conv, 0)
 
     def batch(lens: list[int], mode: ForwardMode) -> CommonAttentionMetadata:
         table, slots = torch.zeros(len(lens), 1, dtype=torch.int32), torch.zeros(sum(lens), dtype=torch.int64)
         return CommonAttentionMetadata.build(lens, lens, table, slots, mode, state_slots=range(len(lens)))
 
-    for length in prompts:
+    for length in (100, 25):  # chunks of 64, and of 32, which GPUs with less shared memory have
         run(TritonLinearPlan(pool, batch([length, 1, 5], ForwardMode.MIXED)), length + 6)
     for lens, mode in (([1, 1], ForwardMode.DECODE), ([4, 4], ForwardMode.TARGET_VERIFY)):
         run(LinearRecords(pool, 2).plan_for_graph(batch(lens, mode)), sum(lens))
@@ -234,9 +212,7 @@ def main(capability: int, *, every_choice: bool) -> None:
     if every_choice:
         for stored in (False, True)[: 1 + fp8]:
             compile_choices(fp8=stored)
-    compile_linear(QWEN3_NEXT)  # chunks of 64, and of 32, which GPUs with less shared memory have
-    triton_plan._largest_chunk = lambda *args: 16  # as a GPU has it
-    compile_linear(QWEN3_NEXT, torch.float32, (100,))
+    compile_linear(QWEN3_NEXT)
     compile_models()
     compile_steps()
     starts = torch.tensor([0, 3, 8], dtype=torch.int32)

@@ -5,9 +5,9 @@
 
 Requests with few tokens are left to `recur`.
 
-Products with bfloat16 queries and keys take states and values in two bfloat16 parts, which hold 16 bits. They are as
-fast as TF32 and closer, and tensor cores read queries and keys from shared memory as they are. All other products are
-as `precision` says.
+Products with bfloat16 queries and keys are of bfloat16 numbers: a state, or values, in two parts, which hold 16 bits. That
+is as fast as TF32 and nearer, and tensor cores read queries and keys from shared memory as they are. All other products
+are as `precision` says.
 """
 
 from dataclasses import dataclass

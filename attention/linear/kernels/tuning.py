@@ -1,8 +1,7 @@
 """The ways to run prompts that are timed on a GPU, and the batches that they are timed on.
 
-A batch has 4,096 random tokens, in as many prompts as the step has, rounded: a few prompts need their states in many
-parts, and many prompts do not, so that a chunk is read fewer times. States are not written. Where nothing can be timed,
-the first choice is used.
+A batch has 4,096 random tokens, in as many prompts as the step has, rounded: few prompts need states in many parts, and
+many read every chunk fewer times with few. States are not written. Where nothing can be timed, the first choice is used.
 """
 
 from functools import cache
@@ -18,7 +17,6 @@ from ubatch.kernels.triton_jit import INTERPRETED, power_of_2
 __all__ = ["scan_choices", "tune_scan"]
 
 _TOKENS, _MOST_PROMPTS = 4096, 8
-_Batch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @cache
@@ -30,11 +28,7 @@ def scan_choices(shape: GatedDeltaShape, dtype: torch.dtype) -> tuple[ScanChoice
     if dtype == torch.float32:
         return (ScanChoice(min(most, 32), 4, 1),)
     sizes = [(32, 4, 2), (32, 8, 2), (32, 8, 1), (16, 4, 1), (16, 8, 1), (64, 8, 2)]  # columns, warps, stages
-    tried = [
-        ScanChoice(min(most, columns), warps, stages, prepare_warps)
-        for prepare_warps in (4, 8)
-        for columns, warps, stages in sizes
-    ]
+    tried = [ScanChoice(min(most, columns), *rest, warps) for warps in (4, 8) for columns, *rest in sizes]
     return tuple(dict.fromkeys(tried))
 
 
@@ -49,15 +43,14 @@ def tune_scan(
         chunk: tokens of a chunk.
     """
     prompts = min(power_of_2(num_prompts), _MOST_PROMPTS)
-    made: list[_Batch] = []
+    made: list[tuple[Tensor, ...]] = []
 
     def answer(choice: ScanChoice) -> Tensor:
         if not made:  # allocated only if something is measured
             made.append(_random_batch(shape, dtype, prompts, chunk, device))
-        mixed, g, beta, states, records, chunks = made[0]
+        *inputs, states, records, chunks = made[0]
         out = torch.empty(_TOKENS, shape.num_v_heads, shape.v_dim, device=device)
-        inputs = mixed, g, beta, states, out, records, chunks
-        scan_chunks(*inputs, choice, shape, chunk=chunk, most=0, write=False)
+        scan_chunks(*inputs, states, out, records, chunks, choice, shape, chunk=chunk, most=0, write=False)
         return out
 
     heads = f"{shape.num_k_heads} / {shape.num_v_heads} heads of {shape.k_dim} and {shape.v_dim}"
@@ -65,7 +58,9 @@ def tune_scan(
     return autotune(key, scan_choices(shape, dtype), answer, device=device, answer=answer)
 
 
-def _random_batch(shape: GatedDeltaShape, dtype: torch.dtype, prompts: int, chunk: int, device: torch.device) -> _Batch:
+def _random_batch(
+    shape: GatedDeltaShape, dtype: torch.dtype, prompts: int, chunk: int, device: torch.device
+) -> tuple[Tensor, ...]:
     """Inputs, gates, states, records and chunks of equally long prompts."""
     random, each = torch.Generator(device).manual_seed(0), _TOKENS // prompts
     mixed = torch.randn(_TOKENS, shape.conv_dim, dtype=dtype, device=device, generator=random)

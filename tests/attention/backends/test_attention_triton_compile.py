@@ -21,7 +21,6 @@ SOURCES = [
 ]
 HOPPER, SHARED_MEMORY = "90", 227 << 10
 READS_KEYS = {"_attention_kernel", "_latent_split_kernel"}
-OF_PROMPTS, MOST_SPILLED = {"_prepare_kernel", "_scan_kernel"}, 64
 
 
 def launched_kernels() -> set[str]:
@@ -38,8 +37,7 @@ def launched_kernels() -> set[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(140)
 def test_every_kernel_compiles_for_a_gpu_and_fits_its_shared_memory(tmp_path: Path) -> None:
-    """And those that read keys have further tiles on the way while they wait for one, and those of linear attention's
-    prompts keep what they compute in registers."""
+    """And those that read keys have further tiles on the way while they wait for one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(SUPPORT / "compile_triton.py"), HOPPER],
@@ -51,7 +49,6 @@ def test_every_kernel_compiles_for_a_gpu_and_fits_its_shared_memory(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     compiled = [line.split() for line in done.stdout.splitlines()]
     assert {name for name, *_ in compiled} == launched_kernels()
-    for name, shared, in_flight, _, spilled in compiled:
+    for name, shared, in_flight, _ in compiled:
         assert int(shared) <= SHARED_MEMORY
-        assert int(spilled) <= MOST_SPILLED or name not in OF_PROMPTS, name
         assert int(in_flight) >= 2 or name not in READS_KEYS, name
