@@ -42,6 +42,11 @@ cudaError_t invalidate(Capture &capture, cudaError_t error, const std::string &w
     return refuse(error, what);
 }
 
+cudaError_t invalidate_all(cudaError_t error, const std::string &what) {
+    for (auto &capture : under_way()) capture->invalid = true;
+    return refuse(error, what);
+}
+
 cudaError_t unsafe(const std::string &what) {
     for (auto &capture : under_way())
         if (forbids_unsafe_calls(*capture)) return invalidate(*capture, cudaErrorStreamCaptureUnsupported, what);

@@ -1,4 +1,4 @@
-"""What the stub counted: launches, copies, waits of the host, captures, refusals; empty where it is not loaded."""
+"""What the stub counted: launches, copies, waits of the host, captures, refusals; nothing where it is not loaded."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["counted", "counts", "is_loaded", "launches", "of", "reset"]
+__all__ = ["counted", "counts", "is_loaded", "launches", "of", "summary"]
 
-LAUNCHED = ("kernel", "triton", "cublas", "nccl", "memcpy", "memset", "graph launch")
+LAUNCHED = ("kernel", "triton", "cublas", "nccl ", "memcpy", "memset", "graph launch")
+KINDS = (*LAUNCHED, "captured", "capture begin", "capture end", "module load", "tensor map", "malloc", "wait", "refused")
 
 _library = ctypes.CDLL(None)
 
@@ -20,7 +21,7 @@ def is_loaded() -> bool:
 
 
 def counts() -> Counter[str]:
-    """How often each thing happened since the last reset: `kernel NAME`, `captured memcpy D2D`, `wait stream`, ..."""
+    """How often each thing happened in this process: `kernel NAME`, `captured memcpy D2D`, `wait stream`, ..."""
     found: Counter[str] = Counter()
     if is_loaded():
         report = _library.stub_cuda_report
@@ -31,20 +32,12 @@ def counts() -> Counter[str]:
     return found
 
 
-def reset() -> None:
-    """Count from zero."""
-    _library.stub_cuda_reset()
-
-
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Count what happens inside; the counter is filled when it ends."""
+    """Count what happens inside; the counter is filled when it ends, and has no zeros."""
     before, found = counts(), Counter[str]()
     yield found
-    found.update(counts())
-    found.subtract(before)
-    for what in [what for what, number in found.items() if not number]:
-        del found[what]
+    found.update({what: number - before[what] for what, number in counts().items() if number != before[what]})
 
 
 def of(found: Counter[str], *kinds: str) -> int:
@@ -55,3 +48,8 @@ def of(found: Counter[str], *kinds: str) -> int:
 def launches(found: Counter[str]) -> int:
     """Launches outside captures: kernels, products, collectives, copies, fillings, graphs."""
     return of(found, *LAUNCHED)
+
+
+def summary(found: Counter[str]) -> dict[str, int]:
+    """The same by kind."""
+    return {kind.strip(): number for kind in KINDS if (number := of(found, kind))}

@@ -76,7 +76,7 @@ bool empty(dim3 grid) { return !grid.x || !grid.y || !grid.z; }
 
 }  // namespace
 
-// ---------------------------------------------------------------------------------------------------- for the tests
+// ------------------------------------------------------------------------------------------------------ for the tests
 
 // Lines `number TAB what`. Valid until this thread's next call.
 EXPORT const char *stub_cuda_report() {
@@ -86,11 +86,6 @@ EXPORT const char *stub_cuda_report() {
     for (auto &[what, number] : counts()) text += std::to_string(number) + "\t" + what + "\n";
     text += std::to_string(bytes_in_use()) + "\tbytes in use\n";
     return text.c_str();
-}
-
-EXPORT void stub_cuda_reset() {
-    Locked locked;
-    counts().clear();
 }
 
 // ------------------------------------------------------------------------------------------------------------- errors

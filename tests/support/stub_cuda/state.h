@@ -116,6 +116,7 @@ cudaError_t unsafe(const std::string &what);
 cudaError_t uses(Stream &stream, const std::string &what);
 
 cudaError_t invalidate(Capture &capture, cudaError_t error, const std::string &what);
+cudaError_t invalidate_all(cudaError_t error, const std::string &what);
 
 // Adds a node to a capture that is under way in this stream.
 void add_node(Stream &stream, const std::string &what, std::function<cudaError_t()> again);

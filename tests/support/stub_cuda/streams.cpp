@@ -188,7 +188,7 @@ EXPORT cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_
 
 EXPORT cudaError_t cudaDeviceSynchronize() {
     Locked locked;
-    if (any_capture()) return unsafe("wait device"), refuse(cudaErrorStreamCaptureUnsupported, "wait device");
+    if (any_capture()) return invalidate_all(cudaErrorStreamCaptureUnsupported, "wait device");
     count("wait device");
     return cudaSuccess;
 }
