@@ -31,7 +31,7 @@ export UBATCH_C_CACHE := $(CURDIR)/.cache/c
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 export FLASHINFER_WORKSPACE_BASE := $(CURDIR)/.cache
 
-.PHONY: help setup setup-test setup-gpu demo test test-fast test-slow lint bench bench-link gpu gpu-first gpu-rest-1 gpu-rest-2 gpu-rest-3 test-gpu bench-gpu clean
+.PHONY: help setup setup-test setup-gpu demo test test-fast test-slow lint bench bench-link gpu gpu-first gpu-rest-1 gpu-rest-2 gpu-rest-3 test-gpu bench-gpu stub test-stub clean
 
 help: ## this list
 	@grep --extended-regexp '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -140,6 +140,24 @@ bench-gpu: ## the GPU benchmarks, made for 10 minutes at most; writes benchmarks
 	PYTHONPATH=".:$${PYTHONPATH:-}" "$$python" -m serving.workbench.gpu --device $(GPU_DEVICE) $(if $(filter cpu,$(GPU_DEVICE)),--tiny --blocks 1) \
 	    --json $(GPU_RESULTS)/gpu.json --markdown $(GPU_RESULTS)/gpu.md $(GPU_OPTIONS)
 
+# A CUDA that computes nothing, below the CUDA build of torch: 2.7 GB of packages in an environment of their own, or in the
+# Python that STUB_PYTHON names.
+STUB_VENV := .venv-stub
+STUB_PYTHON ?= $(STUB_VENV)/bin/python
+STUB := PYTHONPATH=.:tests/support $(STUB_PYTHON) -m stub_cuda
+
+stub: $(if $(filter $(STUB_VENV)/%,$(STUB_PYTHON)),$(STUB_VENV)/.installed) ## a CUDA that computes nothing, compiled; see docs/gpu.md
+	$(STUB).build
+
+$(STUB_VENV)/.installed: constraints-stub.txt
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or 3.12 found. Name one that has a CUDA build of torch: make stub STUB_PYTHON=..." >&2; exit 1; }
+	test -x $(STUB_VENV)/bin/python || $(PYTHON) -m venv $(STUB_VENV)
+	$(STUB_VENV)/bin/python -m pip install --requirement constraints-stub.txt
+	@touch $@
+
+test-stub: stub ## the GPU tests and benchmarks over it: no numbers, no speed; writes benchmarks/results/stub-cuda.json
+	$(STUB).run $(if $(STUB_OPTIONS),$(STUB_OPTIONS),--json $(RESULTS)/stub-cuda.json)
+
 clean: ## remove the virtual environment, caches and what `make demo` wrote
-	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build demo *.egg-info
+	rm -rf $(VENV) $(STUB_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build demo *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +

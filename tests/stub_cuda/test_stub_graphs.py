@@ -115,9 +115,8 @@ def test_lanes_launch_from_their_own_threads_into_one_capture() -> None:
                 threads.add(threading.get_ident())
             return super().forward(x, residual, double)
 
-    with graphed(Watched(), device="cuda", num_ubatches=3) as case:
-        with counted() as found:
-            case.wrapper.capture(case.x(6))
+    with graphed(Watched(), device="cuda", num_ubatches=3) as case, counted() as found:
+        case.wrapper.capture(case.x(6))
     assert len(threads) == 3
     assert (found["capture begin"], found["capture end"], of(found, "refused")) == (1, 1, 0)
     assert found["captured memcpy D2D"] >= 3 * 2, "every lane's copies of both layers"

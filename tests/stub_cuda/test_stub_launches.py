@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from stub_cuda.build import FIGURES
 from stub_cuda.counts import counted, launches
-from stub_cuda.run import FIGURES
 
 from moe import All2All, make_all2all
 from moe.all2all.host_loopback import HostLoopbackAll2All

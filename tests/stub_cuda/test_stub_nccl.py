@@ -58,7 +58,7 @@ class Collectives(nn.Module):
 
 def test_what_a_rank_sends_to_itself_arrives(world: CommGroup) -> None:
     rows = torch.arange(8.0).view(4, 2)
-    for collective in (all_reduce, all_gather, reduce_scatter, all_to_all_single):
+    for collective in (all_reduce, all_gather, all_to_all_single):  # `reduce_scatter` sums by a kernel
         assert cast(Tensor, collective(rows.cuda(), world)).tolist() == rows.tolist()
 
 
@@ -70,7 +70,8 @@ def test_lanes_launch_each_collective_once(world: CommGroup) -> None:
     with counted() as found:
         wrapper(x)
     assert wrapper.statistics().engaged == 2
-    assert (found["nccl AllReduce"], found["nccl AllGather"], found["nccl ReduceScatter"]) == (2, 2, 2)
+    assert (found["nccl AllReduce"], found["nccl AllGather"]) == (2, 2)
+    assert found["nccl SendRecv"] == 4, "of `reduce_scatter` and `all_to_all_single`, in either lane"
     wrapper.close()
 
 
@@ -139,7 +140,7 @@ def test_the_layer_of_a_transport_is_captured(world: CommGroup) -> None:
         torch.cuda.synchronize()
         with counted() as found, torch.cuda.graph(graph, capture_error_mode="thread_local"):
             there_and_back()
-    assert found["captured nccl ReduceScatter"] == 1
+    assert of(found, "captured nccl") >= 2, "there, and back"
     assert not of(found, "refused")
     graph.replay()
 

@@ -10,7 +10,6 @@ import torch
 from stub_cuda.counts import counted, launches, of
 from torch import Tensor
 
-
 _broken: list[torch.cuda.CUDAGraph] = []
 
 
@@ -74,7 +73,7 @@ def test_a_capture_counts_apart() -> None:
 )
 def test_what_the_host_may_not_do_in_a_capture(work: Callable[[Tensor], object], refused: str) -> None:
     x = torch.ones(8, device="cuda")
-    with counted() as found, pytest.raises(RuntimeError, match="capturing|previous error during capture"):
+    with counted() as found, pytest.raises(RuntimeError, match=r"capturing|previous error during capture"):
         captured(lambda: work(x))
     assert found[refused] == 1
     assert found["refused 901 end capture"] == 1
@@ -100,7 +99,7 @@ def test_a_capture_may_not_wait_for_what_is_outside() -> None:
         outside.wait()
         x.add_(1)
 
-    with pytest.raises(RuntimeError, match="previous error during capture|uncaptured work"):
+    with pytest.raises(RuntimeError, match=r"previous error during capture|uncaptured work"):
         captured(waits)
 
 
@@ -118,7 +117,7 @@ def test_another_threads_allocation_spoils_a_global_capture_alone(mode: str) -> 
 
     def allocates() -> None:
         try:
-            torch.empty(1 << 26, device="cuda")  # from the device: nothing so large is cached
+            torch.empty(1 << 34, dtype=torch.uint8, device="cuda")  # from the device: nothing so large is cached
         except RuntimeError as error:
             failed.append(error)
 
@@ -141,13 +140,18 @@ def test_another_threads_allocation_spoils_a_global_capture_alone(mode: str) -> 
 # -- a graph's copies, and memory that is gone ------------------------------------------------------------------------
 
 
+def on_device() -> Tensor:
+    """A tensor that has memory of the device by itself."""
+    torch.cuda.empty_cache()
+    return torch.ones(1 << 22, device="cuda")
+
+
 def test_a_graph_whose_copy_reads_freed_memory_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     """On a GPU such a launch crashed within the driver. Memory in the allocator's cache is still there."""
-    torch.cuda.empty_cache()  # so that each has memory of the device by itself
-    source, target = torch.ones(1 << 22, device="cuda"), torch.empty(1 << 22, device="cuda")
-    graph = captured(lambda: target.copy_(source))
+    sources, target = [on_device()], on_device()
+    graph = captured(lambda: target.copy_(sources[0]))
     graph.replay()
-    del source
+    sources.clear()
     graph.replay()
     torch.cuda.empty_cache()
     with pytest.raises(RuntimeError, match="illegal memory access"):
@@ -157,10 +161,11 @@ def test_a_graph_whose_copy_reads_freed_memory_is_refused(capfd: pytest.CaptureF
 
 def test_a_graph_whose_kernel_reads_freed_memory_is_not_noticed() -> None:
     """A kernel's arguments have no types here, so that no address among them is known. A limit, told in docs/gpu.md."""
-    source = torch.ones(1 << 22, device="cuda")
-    graph = captured(lambda: source + 1)
-    del source
-    torch.cuda.empty_cache()
+    sources = [on_device()]
+    graph = captured(lambda: sources[0] + 1)
+    sources.clear()
     with counted() as found:
+        torch.cuda.empty_cache()
         graph.replay()
+    assert found["free device"] == 1
     assert not of(found, "refused")

@@ -39,5 +39,5 @@ def run(options: Options) -> int:
         except ConfigError:
             continue
         if found.stale:
-            print(f"again: {found.command} --json {file}")
+            print(f"again: {found.command}{f' --json {file}' if found.command.startswith('ubatch') else ''}")
     return 0

@@ -8,16 +8,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["BUILT", "ROOT", "WrongPython", "build", "environment"]
+__all__ = ["COUNTS", "FIGURES", "ROOT", "WrongPython", "build", "environment", "headers"]
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 BUILT = ROOT / ".cache" / "stub-cuda"
 LIBRARY = BUILT / "libstub_cuda.so"
 TORCH, TRITON = "2.11.", "3.6."
+COUNTS, FIGURES = "STUB_CUDA_COUNTS", "STUB_CUDA_FIGURES"
+"""Environment variables: the files for what the stub counted, and for launches per layer."""
 
 
 class WrongPython(RuntimeError):
@@ -30,7 +33,7 @@ def build() -> Path:
     Raises:
         WrongPython: it has no CUDA build of torch, or another version.
     """
-    includes = [f"-I{folder}" for folder in _headers()]
+    includes = [f"-I{folder}" for folder in headers()]
     objects = BUILT / "objects"
     objects.mkdir(parents=True, exist_ok=True)
     (BUILT / "lib").mkdir(exist_ok=True)
@@ -64,23 +67,28 @@ def environment() -> dict[str, str]:
     }
 
 
-def _headers() -> list[Path]:
-    for name, version in (("torch", TORCH), ("triton", TRITON)):
+def headers() -> list[Path]:
+    """Folders of the headers that this Python's packages bring.
+
+    Raises:
+        WrongPython: see `build`.
+    """
+    for name, wanted in (("torch", TORCH), ("triton", TRITON)):
         found = _version(name)
-        if not found.startswith(version) or "+cpu" in found:
+        if not found.startswith(wanted) or "+cpu" in found:
             raise WrongPython(
                 f"{sys.executable} has {name} {found or 'not at all'}, and the stub stands below the CUDA build of "
-                f"{version}x. `make stub` makes an environment that has it; STUB_PYTHON names another one."
+                f"{wanted}x. `make stub` makes an environment that has it; STUB_PYTHON names another one."
             )
-    nvidia = find_spec("nvidia")
-    triton = find_spec("triton")
-    assert nvidia is not None and triton is not None and triton.origin is not None  # torch and Triton need them
-    packages = Path(next(iter(nvidia.submodule_search_locations or ())))
-    return [
-        packages / "cu13" / "include",
-        packages / "nccl" / "include",
-        Path(triton.origin).parent / "backends" / "nvidia" / "include",
-    ]
+    nvidia, triton = _folder("nvidia"), _folder("triton")
+    return [nvidia / "cu13" / "include", nvidia / "nccl" / "include", triton / "backends" / "nvidia" / "include"]
+
+
+def _folder(package: str) -> Path:
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise WrongPython(f"{sys.executable} lacks the package {package}, which torch's CUDA build brings.")
+    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def _version(name: str) -> str:
@@ -93,8 +101,6 @@ def _version(name: str) -> str:
         values: dict[str, str] = {}
         exec(own.read_text(encoding="utf-8"), values)
         return str(values["__version__"])
-    from importlib.metadata import version
-
     return version(name)
 
 

@@ -10,7 +10,17 @@ from contextlib import contextmanager
 __all__ = ["counted", "counts", "is_loaded", "launches", "of", "summary"]
 
 LAUNCHED = ("kernel", "triton", "cublas", "nccl ", "memcpy", "memset", "graph launch")
-KINDS = (*LAUNCHED, "captured", "capture begin", "capture end", "module load", "tensor map", "malloc", "wait", "refused")
+KINDS = (
+    *LAUNCHED,
+    "captured",
+    "capture begin",
+    "capture end",
+    "module load",
+    "tensor map",
+    "malloc",
+    "wait",
+    "refused",
+)
 
 _library = ctypes.CDLL(None)
 

@@ -20,13 +20,11 @@ from typing import Any
 
 import pytest
 import torch
+from stub_cuda.build import COUNTS
 from stub_cuda.counts import counts, summary
 from torch import Tensor
 
-__all__ = ["COUNTS", "LEFT_OUT", "UNTIL_NUMBERS", "mute"]
-
-COUNTS = "STUB_CUDA_COUNTS"
-"""Environment variable: the file for what the stub counted."""
+__all__ = ["LEFT_OUT", "UNTIL_NUMBERS", "mute"]
 
 _SLEEPS = "needs a device that is busy for a while"
 _NUMBERS = "reads numbers that a kernel wrote, and asserts them at once"

@@ -1,7 +1,7 @@
 """`make test-stub`: the tests and benchmarks that need a GPU, over a CUDA that computes nothing.
 
     tests         sections of `make test-gpu`, those that mean something without numbers; `own`: tests/stub_cuda
-    benchmarks    every section of `make bench-gpu`, tiny, and in full size with one block: whether it runs, not how fast
+    benchmarks    every section of `make bench-gpu`, tiny, and in full size with one block: does it run, not how fast
 
 Each has a process and a time limit of its own, as code that loops over numbers of the device may loop for ever here.
 With `-- COMMAND...` it runs that over the stub instead, with this Python if the command is `python`.
@@ -20,9 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from stub_cuda.build import ROOT, WrongPython, build, environment
+from stub_cuda.build import COUNTS, FIGURES, ROOT, WrongPython, build, environment
 
-COUNTS, FIGURES = "STUB_CUDA_COUNTS", "STUB_CUDA_FIGURES"
 TESTS = ("streams", "capture", "kernels", "runner", "transports")
 OWN = "own"
 TESTS_S = 420.0
