@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from stub_cuda.build import FIGURES
-from stub_cuda.counts import counted, launches
+from stub_cuda.counts import counted, launches, of
 
 from moe import All2All, make_all2all
 from moe.all2all.host_loopback import HostLoopbackAll2All
@@ -58,6 +58,7 @@ def test_a_layer_launches_no_more_than_the_table_says(name: str) -> None:
         known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         known[name] = {"launches": total, "at most": arm.at_most, "processor_us": host_us}
         file.write_text(json.dumps(known), encoding="utf-8")
+    assert not of(many, "module load", "malloc", "wait", "refused"), "warm, it only launches"
     assert total <= arm.at_most, "\n".join(f"{number:6.2f} {what}" for what, number in sorted(per_layer.items()))
 
 

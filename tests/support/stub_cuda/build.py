@@ -14,8 +14,8 @@ from pathlib import Path
 
 __all__ = ["COUNTS", "FIGURES", "ROOT", "WrongPython", "build", "environment", "headers"]
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
+CODE = Path(__file__).resolve().parent / "cuda"
+ROOT = CODE.parents[3]
 BUILT = ROOT / ".cache" / "stub-cuda"
 LIBRARY = BUILT / "libstub_cuda.so"
 TORCH, TRITON = "2.11.", "3.6."
@@ -37,9 +37,9 @@ def build() -> Path:
     objects = BUILT / "objects"
     objects.mkdir(parents=True, exist_ok=True)
     (BUILT / "lib").mkdir(exist_ok=True)
-    shared = (HERE / "state.h").stat().st_mtime
+    shared = (CODE / "state.h").stat().st_mtime
     made = []
-    for source in sorted(HERE.glob("*.cpp")):
+    for source in sorted(CODE.glob("*.cpp")):
         made.append(objects / f"{source.stem}.o")
         if not made[-1].exists() or made[-1].stat().st_mtime < max(shared, source.stat().st_mtime):
             options = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]
