@@ -33,9 +33,9 @@ class Arm:
 
 
 ARMS = {
-    "whole, local": Arm(15, False, lambda experts: make_all2all("local", group=None, num_experts=experts)),
-    "whole, host_loopback": Arm(25, False, lambda experts: HostLoopbackAll2All(num_experts=experts)),
-    "two lanes, host_loopback": Arm(52, True, lambda experts: HostLoopbackAll2All(num_experts=experts)),
+    "whole, local": Arm(13, False, lambda experts: make_all2all("local", group=None, num_experts=experts)),
+    "whole, host_loopback": Arm(23, False, lambda experts: HostLoopbackAll2All(num_experts=experts)),
+    "two lanes, host_loopback": Arm(48, True, lambda experts: HostLoopbackAll2All(num_experts=experts)),
 }
 FEW, MANY = 2, 6
 """Layers of the two models whose difference is what a layer takes."""

@@ -12,22 +12,33 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from stub_cuda.build import COUNTS, FIGURES, ROOT, WrongPython, build, environment
 
-TESTS = ("streams", "capture", "kernels", "runner", "transports")
+TESTS = ("streams", "capture", "kernels", "runner", "transports", "measured")
 OWN = "own"
 TESTS_S = 420.0
 BENCHMARK_S = 300.0
 SOURCES = ("ubatch", "moe", "attention", "model_runner", "serving/workbench/gpu", "tests/support/stub_cuda")
-PLUGIN = ("-p", "stub_cuda.mute", "--assert=plain", "-p", "no:cacheprovider")
+PLUGIN = (
+    "-p",
+    "stub_cuda.mute",
+    "--assert=plain",
+    "-p",
+    "no:cacheprovider",
+    "-o",
+    "faulthandler_exit_on_timeout=false",
+)
 """pytest's own asserts print what they compare, which takes for ever where a tensor's text depends on its numbers."""
 
 
@@ -69,18 +80,28 @@ def _sections(only: Sequence[str] | None) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def _tests(name: str) -> dict[str, Any]:
-    from serving.workbench.gpu.checks import files_of, run_files
+    """Run a section of the tests; it is well if something passed, and nothing failed."""
+    from serving.workbench.gpu.checks import LINES, files_of
 
     files = [ROOT / "tests" / "stub_cuda"] if name == OWN else files_of(name)
     with tempfile.TemporaryDirectory() as folder:
-        counted, figures = Path(folder) / "counts", Path(folder) / "figures"
-        given = {**environment(), COUNTS: str(counted), FIGURES: str(figures)}
-        ran = run_files(files, "not slow" if name == OWN else "gpu", TESTS_S, options=PLUGIN, environment=given)
-        found = {"outcome": ran["outcome"], "seconds": ran["seconds"], "counted": _read(counted)}
+        lines, counted, figures = (Path(folder) / file for file in ("lines", "counts", "figures"))
+        lines.touch()
+        command = [sys.executable, "-m", "pytest", "-p", "serving.workbench.gpu.pytest_lines", *PLUGIN]
+        command += ["-m", "not slow" if name == OWN else "gpu", *map(str, files)]
+        given = {**environment(), LINES: str(lines), COUNTS: str(counted), FIGURES: str(figures)}
+        status, seconds = _run(command, TESTS_S, given)
+        outcomes = Counter(json.loads(line)["outcome"] for line in lines.read_text(encoding="utf-8").splitlines())
+        told = ", ".join(f"{number} {outcome}" for outcome, number in sorted(outcomes.items()))
+        found = {
+            "ok": status == 0 and outcomes["passed"] > 0,
+            "outcome": told if status in (0, 1) else f"{_ended(status)}: {told}",
+            "seconds": seconds,
+            "counted": _read(counted),
+        }
         if figures.exists():
             found["launches per layer"] = _read(figures)
-    found["ok"] = not ran["status"] and "failed" not in ran["counts"] and "passed" in ran["counts"]
-    return found
+        return found
 
 
 def _benchmark(name: str, options: Sequence[str]) -> dict[str, Any]:
@@ -89,15 +110,33 @@ def _benchmark(name: str, options: Sequence[str]) -> dict[str, Any]:
         results, counted = Path(folder) / "results", Path(folder) / "counts"
         command = [sys.executable, "-W", "ignore", "-m", "stub_cuda.mute", "serving.workbench.gpu", "--in-process"]
         command += ["--only", name, "--blocks", "1", "--json", str(results), *options]
-        try:
-            given = {**environment(), COUNTS: str(counted)}
-            subprocess.run(command, cwd=ROOT, env=given, timeout=BENCHMARK_S, stdout=subprocess.DEVNULL, check=False)
-        except subprocess.TimeoutExpired:
-            return {"ok": False, "outcome": f"out of time ({BENCHMARK_S:.0f} s)", "seconds": BENCHMARK_S}
-        section = _read(results).get("sections", {}).get(name, {"error": "it left no results", "seconds": 0.0})
-        outcome = section["error"] or f"done: {len(section['figures'])} figures"
-        ok = section["error"] is None
-        return {"ok": ok, "outcome": outcome, "seconds": section["seconds"], "counted": _read(counted)}
+        status, seconds = _run(command, BENCHMARK_S, {**environment(), COUNTS: str(counted)}, shown=False)
+        section = _read(results).get("sections", {}).get(name, {"error": f"no results: {_ended(status)}"})
+        error = section["error"]
+        outcome = error or f"{len(section['figures'])} figures"
+        return {"ok": error is None, "outcome": outcome, "seconds": seconds, "counted": _read(counted)}
+
+
+def _run(
+    command: Sequence[str], limit_s: float, environment: Mapping[str, str], *, shown: bool = True
+) -> tuple[int | None, float]:
+    """Exit status and seconds of a process, which is killed with its children at the limit; its status is None then."""
+    begun = time.monotonic()
+    to = None if shown else subprocess.DEVNULL
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, stdout=to, stderr=to)
+    try:
+        status: int | None = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return status, round(time.monotonic() - begun, 1)
+
+
+def _ended(status: int | None) -> str:
+    return "out of time" if status is None else f"its process ended with status {status}"
 
 
 def _read(file: Path) -> dict[str, Any]:
