@@ -54,6 +54,7 @@ LEFT_OUT = {
 }
 """Test, as `file::test` or `file::test[parameters]`, and why it says nothing here."""
 UNTIL_NUMBERS = {
+    "test_moe_chunks_gpu.py::test_captured": "captures and replays a layer, then looks at the norm of what it computed",
     "test_kernels_once.py::test_once": "compiles, loads and launches a kernel, then looks at numbers by itself",
 }
 """Tests that run until their first assertion; every other error is one."""
