@@ -1,7 +1,7 @@
 // Captures and graphs: which calls a capture refuses, how it ends, and the launch of what it gave.
 //
-// A capture is of streams, not of threads: any thread may launch into a stream that is captured. What a *thread* may not
-// do meanwhile ("potentially unsafe" calls, such as cudaMalloc) depends on the modes of the capture and of the thread.
+// A capture is of streams, not of threads: any thread may launch into a stream that is captured. What a *thread* may
+// not do meanwhile ("potentially unsafe" calls, such as cudaMalloc) depends on the modes of capture and thread.
 #include "state.h"
 
 #include <pthread.h>
@@ -29,6 +29,15 @@ bool forbids_unsafe_calls(const Capture &capture) {
     return mode_of_thread == cudaStreamCaptureModeGlobal && capture.mode == cudaStreamCaptureModeGlobal;
 }
 
+// The capture of a blocking stream, if this is the legacy stream, which would depend on it.
+Capture *capture_against(const Stream &stream) {
+    if (&stream == &legacy_stream())
+        for (auto &capture : under_way())
+            for (Stream *captured : capture->streams)
+                if (captured->blocking) return capture.get();
+    return nullptr;
+}
+
 }  // namespace
 
 Capture *capture_of(const Stream &stream) {
@@ -54,11 +63,8 @@ cudaError_t unsafe(const std::string &what) {
 }
 
 cudaError_t uses(Stream &stream, const std::string &what) {
-    if (&stream != &legacy_stream()) return cudaSuccess;
-    for (auto &capture : under_way())
-        for (Stream *captured : capture->streams)
-            if (captured->blocking) return invalidate(*capture, cudaErrorStreamCaptureImplicit, what);
-    return cudaSuccess;
+    Capture *capture = capture_against(stream);
+    return capture ? invalidate(*capture, cudaErrorStreamCaptureImplicit, what) : cudaSuccess;
 }
 
 void add_node(Stream &stream, const std::string &what, std::function<cudaError_t()> again) {
@@ -136,7 +142,7 @@ EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t *graph)
 EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus *status) {
     Locked locked;
     Stream &stream = stream_of(handle);
-    if (auto error = uses(stream, "is capturing")) return error;
+    if (capture_against(stream)) return refuse(cudaErrorStreamCaptureImplicit, "is capturing");  // still valid
     Capture *capture = capture_of(stream);
     *status = !capture            ? cudaStreamCaptureStatusNone
               : capture->invalid ? cudaStreamCaptureStatusInvalidated
@@ -178,8 +184,8 @@ EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *made, cudaGrap
     return cudaSuccess;
 }
 
-// Runs the nodes in the order of their capture. Copies are checked and done; a kernel's arguments have no types here, so
-// that a kernel node whose memory is gone cannot be told from any other.
+// Runs the nodes in the order of their capture. Copies are checked and done; a kernel's arguments have no types here,
+// so that a kernel node whose memory is gone cannot be told from any other.
 EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
     Locked locked;
     std::shared_ptr<Graph> nodes = handle_of(graph).graph;
@@ -214,8 +220,8 @@ EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, 
     return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t node, cudaGraphNode_t *nodes, cudaGraphEdgeData *edges,
-                                                size_t *number) {
+EXPORT cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t node, cudaGraphNode_t *nodes,
+                                                cudaGraphEdgeData *edges, size_t *number) {
     Locked locked;
     auto &after = reinterpret_cast<Node *>(node)->after;
     size_t at = 0;

@@ -183,8 +183,8 @@ EXPORT cudaError_t cudaHostRegister(void *start, size_t bytes, unsigned) {
 EXPORT cudaError_t cudaHostUnregister(void *start) {
     Locked locked;
     if (auto error = unsafe("unregister pinned")) return error;
-    return arena().registered.erase(static_cast<char *>(start)) ? cudaSuccess
-                                                                : refuse(cudaErrorHostMemoryNotRegistered, "unregister");
+    bool known = arena().registered.erase(static_cast<char *>(start));
+    return known ? cudaSuccess : refuse(cudaErrorHostMemoryNotRegistered, "unregister pinned");
 }
 
 EXPORT cudaError_t cudaMemGetInfo(size_t *unused, size_t *total) {

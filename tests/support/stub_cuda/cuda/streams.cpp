@@ -1,6 +1,7 @@
 // Streams, events, and waits of the host. Nothing is ever under way, so that a wait ends at once; it is counted.
 //
-// Within a capture an event carries the nodes after which it was recorded. A stream that waits for it joins the capture.
+// Within a capture an event carries the nodes after which it was recorded. A stream that waits for it joins the
+// capture.
 #include "state.h"
 
 using namespace stub;
@@ -39,7 +40,8 @@ cudaError_t look_at(Stream &stream, const std::string &what) {
 
 cudaError_t join(Stream &stream, Event &event) {
     Capture *own = capture_of(stream);
-    if (&stream == &legacy_stream()) return invalidate(*event.capture, cudaErrorStreamCaptureImplicit, "stream wait event");
+    if (&stream == &legacy_stream())
+        return invalidate(*event.capture, cudaErrorStreamCaptureImplicit, "stream wait event");
     if (own && own != event.capture.get()) {
         own->invalid = true;
         return invalidate(*event.capture, cudaErrorStreamCaptureMerge, "stream wait event");
