@@ -119,9 +119,7 @@ def prefill_choices(shape: AttentionShape, dtype: torch.dtype) -> tuple[TileSize
 
 
 @cache
-def latent_choices(
-    shape: MLAShape, max_queries: int, dtype: torch.dtype, *, fp8: bool
-) -> tuple[LatentChoice, ...]:
+def latent_choices(shape: MLAShape, max_queries: int, dtype: torch.dtype, *, fp8: bool) -> tuple[LatentChoice, ...]:
     """The choices that are timed for requests of at most `max_queries` queries; the default first."""
     tile = LatentTile.default(shape, max_queries, dtype, fp8=fp8)
     default = LatentChoice(tile.rows, tile.keys, tile.num_warps, tile.num_stages, waves=1)

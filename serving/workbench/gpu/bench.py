@@ -165,7 +165,8 @@ class Bench:
         """Bandwidth of a copy on the device, reads plus writes: the ceiling of memory-bound kernels."""
         source = self._noise(1 << (14 if self.tiny else 31))
         target = torch.empty_like(source)
-        return 2 * source.nbytes / self._fastest_s(lambda: target.copy_(source))
+        # Not in a graph: captured, it moved fewer bytes than kernels that only read.
+        return 2 * source.nbytes / self._fastest_s(lambda: target.copy_(source), capture=False)
 
     @cached_property
     def matrix_flops_per_s(self) -> float:
@@ -193,9 +194,9 @@ class Bench:
     def _noise(self, num_bytes: int) -> torch.Tensor:
         return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=self.device)
 
-    def _fastest_s(self, run: Callable[[], object]) -> float:
+    def _fastest_s(self, run: Callable[[], object], *, capture: bool = True) -> float:
         """Seconds of `run`, the median of a few calls; a ceiling is not interleaved with other arms."""
-        arm = self.kernel(run)
+        arm = self.kernel(run, capture=capture)
         return bootstrap([arm() for _ in range(7)]).median / 1e3
 
 
