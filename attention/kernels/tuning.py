@@ -128,7 +128,7 @@ def latent_choices(shape: MLAShape, max_queries: int, dtype: torch.dtype, *, fp8
     tiles = [(16, 32, 8, 3), (16, 16, 4, 4)]
     if max_queries * shape.num_heads > 16:
         tiles += [(32, 32, 8, 3)]
-    tiles += [(64, 32, 8, 3), (64, 16, 8, 4)]
+    tiles += [(64, 16, 8, 4), (64, 32, 8, 3)]
     return tuple(dict.fromkeys([default, *(LatentChoice(*each, waves) for each in tiles for waves in (1, 2, 4))]))
 
 

@@ -38,7 +38,7 @@ _FEW = 16
 """Most tokens of a request that run one after another; a chunk costs about as much as so many. Not measured."""
 _SMALLEST_CHUNK = 16
 _SHARED_MEMORY = 128 << 10
-"""Bytes that a whole chunk of heads of 128 takes; see `compile_triton.py` among the tests."""
+"""Bytes that a whole chunk of heads of 128 takes; see `kernels_sm90.json` among the tests."""
 _COUNT, _ACCEPTED, _FIRST_CHUNK, _FIELDS = 3, 4, 5, 6
 
 

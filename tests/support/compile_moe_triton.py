@@ -1,72 +1,50 @@
-"""Compiles the kernels of the MoE layer for a GPU that need not be there, in every way the autotuner may try them.
-
-    python compile_moe_triton.py 90         with the default of every choice of tiles
-    python compile_moe_triton.py 90 --all   with all
-
-prints a line per kernel: its name, the bytes of shared memory it takes, how many of its programs are to share an SM,
-their threads, registers of a thread, bytes it spills; and of a GEMM the shared memory that was expected at most, and
-how it was tuned.
-
-The launchers run as always; only the launch is replaced, by Triton's `warmup`, which compiles and does not run. Not in
-the interpreter, so in a process of its own.
-"""
+"""The launches of the MoE layer that are compiled for a GPU that need not be there; for `kernels_sm90.py`."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import torch
-import triton
-from compile_triton import Nobody
 from torch import Tensor
-from triton.runtime.jit import JITFunction
+from triton_compiler import Label, Launches
 
 from moe.kernels.align import align_pairs, tile_batches
 from moe.kernels.copy import copy_on_sms
-from moe.kernels.fp8_linear import _launch, linear_tiles
+from moe.kernels.fp8_linear import LinearTile, _launch, linear_tiles
 from moe.kernels.gemm_configs import GemmConfig, gemm_configs
 from moe.kernels.grouped_gemm import Rows, Weights, project_down, project_up
 from moe.kernels.quantize import quantize_rows
 from moe.kernels.reduce import sum_choices
 from moe.kernels.signals import copy_signalled, make_signals, project_down_signalling
-from ubatch.kernels.triton_jit import power_of_2
 
-FP8 = torch.float8_e4m3fn
-TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 8, 4, 2048, 768
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-
-per_sm, how = 1, ""
-"""What `compile_instead` prints of a GEMM."""
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+LOCAL_EXPERTS, TOKENS, CAPACITY = 2, 16, 64
+SMS = 132
 
 
-def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes that it spills."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        told = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack, local = (int(re.search(rf"{name}:(\d+)", told)[1]) for name in ("REG", "STACK", "LOCAL"))  # type: ignore[index]
-    return registers, stack + local
+@dataclass(frozen=True)
+class Experts:
+    """The routed experts of a model."""
+
+    hidden: int
+    intermediate: int
+    num: int
+    top_k: int
+    dtype: torch.dtype = BF16
 
 
-def compile_instead(kernel: JITFunction, grid: Any) -> Any:
-    """`kernel[grid]`, which does not launch."""
-
-    def launch(*args: Any, **kwargs: Any) -> None:
-        compiled = kernel.warmup(*args, grid=grid, **kwargs)
-        registers, spilled = resources(compiled.asm["cubin"])
-        threads = 32 * compiled.metadata.num_warps
-        told = (per_sm, threads, registers, spilled, how)
-        print(kernel.fn.__name__, compiled.metadata.shared, *told, flush=True)
-
-    return launch
+EXPERTS = {
+    "Qwen3-30B-A3B": Experts(2048, 768, 128, 8),
+    "DeepSeek-V3": Experts(7168, 2048, 256, 8, FP8),
+    "Qwen3-Next": Experts(2048, 512, 512, 10),
+    "GLM-4.5": Experts(5120, 1536, 160, 8),
+}
+"""Not gpt-oss: its experts have biases, which the grouped GEMM has not (`check_takes_biases`)."""
+BATCHED = ("Qwen3-30B-A3B", "DeepSeek-V3")
+PROJECTIONS = {"output": (7168, 16384), "latents": (2112, 7168)}
+"""Columns and inner size of DeepSeek-V3's largest projection, and of one whose last block of columns is smaller."""
 
 
 def numbers(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -74,114 +52,107 @@ def numbers(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def weights(dtype: torch.dtype, columns: int, depth: int) -> Weights:
-    scales = numbers(EXPERTS, columns // 128, depth // 128, dtype=torch.float32) if dtype == FP8 else None
-    return Weights(numbers(EXPERTS, columns, depth, dtype=dtype), scales)
+    scales = numbers(LOCAL_EXPERTS, columns // 128, depth // 128, dtype=torch.float32) if dtype == FP8 else None
+    return Weights(numbers(LOCAL_EXPERTS, columns, depth, dtype=dtype), scales)
 
 
 def rows_of(count: int, dtype: torch.dtype, depth: int, capacity: int = 0) -> Rows:
     scales = None
     if dtype == FP8:
         scales = numbers(count, depth // 128, dtype=torch.float32)
-        scales = scales.view(EXPERTS, capacity, -1) if capacity else scales
+        scales = scales.view(LOCAL_EXPERTS, capacity, -1) if capacity else scales
     return Rows(numbers(count, depth, dtype=dtype), scales)
 
 
-def shared_memory(config: GemmConfig, rows: int, dtype: torch.dtype, *, gated: bool) -> int:
-    """The most bytes that a program may take: what is loaded, and what is stored.
-
-    The tensor cores of Hopper still read what they were given last, so that they need one buffer more than the older
-    instruction for few rows.
-    """
-    columns = config.columns * (2 if gated else 1)
-    older = rows < 64 and not config.swap and dtype != torch.float32
-    buffers = config.num_stages - older
-    loads = buffers * config.depth * (rows + columns) * dtype.itemsize
-    tile = rows * config.columns * 2
-    return max(loads, tile) + 256
-
-
-def use(config: GemmConfig, *what: object) -> None:
-    global how, per_sm
-    how, per_sm = " ".join(map(str, (*what, config))), config.per_sm
-
-
-def forget() -> None:
-    global how, per_sm
-    how, per_sm = "", 1
-
-
-def compile_gemms(rows: int, dtype: torch.dtype, *, batched: bool, few: bool) -> None:
-    """Both GEMMs with every config for tiles of `rows`, dealt and claimed, or only the first ones."""
-    tokens, capacity = 16, 64
-    up, down = weights(dtype, 2 * INTERMEDIATE, HIDDEN), weights(dtype, HIDDEN, INTERMEDIATE)
-    result = torch.bfloat16 if dtype == FP8 else dtype
+def compile_gemms(launches: Launches, model: str, experts: Experts, rows: int, *, batched: bool = False) -> None:
+    """Both GEMMs with every config for tiles of `rows`, dealt and claimed."""
+    dtype, top_k = experts.dtype, experts.top_k
+    up, down = (
+        weights(dtype, 2 * experts.intermediate, experts.hidden),
+        weights(dtype, experts.hidden, experts.intermediate),
+    )
+    result = BF16 if dtype == FP8 else dtype
     if batched:
-        work: Any = tile_batches(torch.zeros(EXPERTS, dtype=torch.int32), capacity, rows)
-        x, h = (rows_of(EXPERTS * capacity, dtype, depth, capacity) for depth in (HIDDEN, INTERMEDIATE))
+        with launches.named(Label("routing", model)):
+            work: Any = tile_batches(torch.zeros(LOCAL_EXPERTS, dtype=torch.int32), CAPACITY, rows)
+        sizes = experts.hidden, experts.intermediate
+        x, h = (rows_of(LOCAL_EXPERTS * CAPACITY, dtype, depth, CAPACITY) for depth in sizes)
         h = Rows(h.x, None if h.scales is None else h.scales.flatten(0, 1))
         routed = None
     else:
-        work = align_pairs(torch.zeros(tokens, TOP_K, dtype=torch.int64), 0, EXPERTS, rows)
-        x, h = rows_of(tokens, dtype, HIDDEN), rows_of(tokens * TOP_K, dtype, INTERMEDIATE)
-        routed = torch.zeros(tokens, TOP_K)
+        with launches.named(Label("routing", model)):
+            work = align_pairs(torch.zeros(TOKENS, top_k, dtype=torch.int64), 0, LOCAL_EXPERTS, rows)
+        x, h = rows_of(TOKENS, dtype, experts.hidden), rows_of(TOKENS * top_k, dtype, experts.intermediate)
+        routed = torch.zeros(TOKENS, top_k)
+    name = str(dtype).removeprefix("torch.")
     for gated in (True, False):
-        dealt, claimed = (gemm_configs(rows, dtype, gated=gated, claimed=claimed) for claimed in (False, True))
-        for config in (dealt[0], claimed[0]) if few else (*dealt, *claimed):
-            use(
-                config,
-                shared_memory(config, rows, dtype, gated=gated),
-                "up" if gated else "down",
-                "batched" if batched else "contiguous",
-                dtype,
-                rows,
-            )
-            if gated:
-                project_up(x, up, work, TOP_K, config, 132)
-            else:
-                project_down(h, down, work, routed, result, config, 132)
-            forget()
+        for claimed in (False, True):
+            for place, config in enumerate(gemm_configs(rows, dtype, gated=gated, claimed=claimed)):
+                case = f"{'up' if gated else 'down'} {name} {rows} rows{' batched' * batched}{' claimed' * claimed}"
+                label = Label("experts", model, case, _tile(config), default=not place, per_sm=config.per_sm)
+                with launches.named(label):
+                    if gated:
+                        project_up(x, up, work, top_k, config, SMS)
+                    else:
+                        project_down(h, down, work, routed, result, config, SMS)
 
 
-def compile_signals() -> None:
+def compile_experts(launches: Launches) -> None:
+    """The models' experts, the kernels around them, and the other dtypes in the sizes of the first."""
+    for model, experts in EXPERTS.items():
+        with launches.named(Label("routing", model)):
+            align_pairs(torch.zeros(1000, experts.top_k, dtype=torch.int32), 0, experts.num, 16)
+            tile_batches(torch.zeros(experts.num, dtype=torch.int32), CAPACITY, 16)
+            quantize_rows(numbers(4, experts.hidden, dtype=BF16))
+            chosen = torch.zeros(4, experts.top_k, dtype=torch.int64)
+            sum_choices(numbers(4, experts.top_k, experts.hidden, dtype=BF16), chosen, 0, 4)
+        for rows in (16, 32, 64, 128):
+            compile_gemms(launches, model, experts, rows)
+            if model in BATCHED:
+                compile_gemms(launches, model, experts, rows, batched=True)
+    for dtype in (torch.float16, torch.float32):
+        model = "Qwen3-30B-A3B"
+        compile_gemms(launches, model, replace(EXPERTS[model], dtype=dtype), 16)
+
+
+def compile_signals(launches: Launches) -> None:
     """The projection that signals, the copy that waits, in order or to other places, and the sum of what it brought."""
-    capacity, counts = 200, torch.zeros(EXPERTS, dtype=torch.int32)
-    signals = make_signals(EXPERTS, capacity, HIDDEN, "cpu")
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        x, w2 = (numbers(EXPERTS, rows, INTERMEDIATE, dtype=dtype) for rows in (capacity, HIDDEN))
-        y = project_down_signalling(x, w2, counts, signals, 116)
-        for places in (None, torch.zeros(EXPERTS * capacity, dtype=torch.int32)):
-            copy_signalled(y, counts, signals, torch.empty_like(y), 16, places)
-    rows, ids = numbers(4, TOP_K, HIDDEN, dtype=torch.bfloat16), torch.zeros(4, TOP_K, dtype=torch.int64)
-    sum_choices(rows, ids, 0, EXPERTS, torch.zeros(4, TOP_K), signals.alarm.gave_up)
+    model, capacity = "Qwen3-30B-A3B", 200
+    experts, counts = EXPERTS[model], torch.zeros(LOCAL_EXPERTS, dtype=torch.int32)
+    signals = make_signals(LOCAL_EXPERTS, capacity, experts.hidden, "cpu")
+    with launches.named(Label("signals", model)):
+        for dtype in (BF16, torch.float16, torch.float32):
+            x = numbers(LOCAL_EXPERTS, capacity, experts.intermediate, dtype=dtype)
+            w2 = numbers(LOCAL_EXPERTS, experts.hidden, experts.intermediate, dtype=dtype)
+            y = project_down_signalling(x, w2, counts, signals, 116)
+            for places in (None, torch.zeros(LOCAL_EXPERTS * capacity, dtype=torch.int32)):
+                copy_signalled(y, counts, signals, torch.empty_like(y), 16, places)
+        rows = numbers(4, experts.top_k, experts.hidden, dtype=BF16)
+        ids, routed = torch.zeros(4, experts.top_k, dtype=torch.int64), torch.zeros(4, experts.top_k)
+        sum_choices(rows, ids, 0, LOCAL_EXPERTS, routed, signals.alarm.gave_up)
+        copy_on_sms(*torch.empty(2, 1 << 20, dtype=torch.uint8), 16)
 
 
-def compile_linear(*, few: bool) -> None:
-    """The linear layer in fp8, in bfloat16 and with sums for a bias; its last block of columns is smaller."""
-    weight, scales = numbers(2112, HIDDEN, dtype=FP8), numbers(17, HIDDEN // 128, dtype=torch.float32)
-    for rows in (1, 32, 64, 500):
-        x, x_scales = numbers(rows, HIDDEN, dtype=FP8), numbers(rows, HIDDEN // 128, dtype=torch.float32)
-        for tile in linear_tiles(power_of_2(rows))[: 1 if few else None]:
-            _launch(x, x_scales, weight, scales, torch.float32 if rows == 1 else torch.bfloat16, tile)
+def compile_projections(launches: Launches) -> None:
+    """The linear layer in fp8 with every tile, in bfloat16; and with sums for a bias."""
+    for name, (columns, depth) in PROJECTIONS.items():
+        weight = numbers(columns, depth, dtype=FP8)
+        scales = numbers(-(-columns // 128), depth // 128, dtype=torch.float32)
+        for rows, tile, label in _projected(name):
+            x, x_scales = numbers(rows, depth, dtype=FP8), numbers(rows, depth // 128, dtype=torch.float32)
+            with launches.named(label):
+                _launch(x, x_scales, weight, scales, BF16, tile)
+                if rows == 16 and label.default:
+                    _launch(x, x_scales, weight, scales, torch.float32, tile)
 
 
-def main(capability: int, thorough: bool) -> None:
-    triton.runtime.driver.set_active(Nobody(capability))
-    JITFunction.__getitem__ = compile_instead
-    align_pairs(torch.zeros(1000, TOP_K, dtype=torch.int32), 0, 128, 16)
-    tile_batches(torch.zeros(32, dtype=torch.int32), 64, 16)
-    quantize_rows(numbers(4, HIDDEN, dtype=torch.bfloat16))
-    sum_choices(numbers(4, TOP_K, HIDDEN, dtype=torch.bfloat16), torch.zeros(4, TOP_K, dtype=torch.int64), 0, 4)
-    compile_signals()
-    compile_linear(few=not thorough)
-    copy_on_sms(*torch.empty(2, 1 << 20, dtype=torch.uint8), 16)
-    for dtype in (torch.bfloat16, FP8):
-        for rows in (16, 128) if not thorough else (16, 32, 64, 128):
-            compile_gemms(rows, dtype, batched=False, few=not thorough)
-        compile_gemms(16, dtype, batched=True, few=True)
-    if thorough:
-        compile_gemms(16, torch.float16, batched=False, few=False)
-        compile_gemms(16, torch.float32, batched=False, few=False)
+def _projected(name: str) -> Iterator[tuple[int, LinearTile, Label]]:
+    for rows in (16, 32, 64, 128):
+        for place, tile in enumerate(linear_tiles(rows)):
+            text = f"{tile.rows}/{tile.columns}/{tile.num_warps}/{tile.num_stages}{' swap' * tile.swap}"
+            yield rows, tile, Label("projections", "DeepSeek-V3", f"{name} {rows} rows", text, default=not place)
 
 
-if __name__ == "__main__":
-    main(int(sys.argv[1]), "--all" in sys.argv)
+def _tile(config: GemmConfig) -> str:
+    numbers = (config.columns, config.depth, config.num_warps, config.num_stages)
+    return "/".join(map(str, numbers)) + f" x{config.per_sm}" + " swap" * config.swap

@@ -1,30 +1,19 @@
-"""Compiles the kernels of attention, routing and models for a GPU that need not be there, as a step would launch them.
+"""The launches of attention, routing and models that are compiled for a GPU that need not be there.
 
-    python compile_triton.py 90         prints a line per kernel: its name, the bytes of shared memory it takes, the
-                                        tiles' loads that stay in flight while it waits for one, and how it was tuned
-    python compile_triton.py 90 all     with every tile that tuning may choose; minutes
-
-The launchers run as always; only the launch is replaced, by Triton's `warmup`, which compiles and does not run. Not in
-the interpreter, so in a process of its own.
+For `kernels_sm90.py`, with the sizes of published models; and of options that no model there has.
 """
 
 from __future__ import annotations
 
-import re
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import torch
-import triton
 from attention_batches import make_batch, make_mla_batch
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
+from triton_compiler import Label, Launches
 
 from attention import (
     AttentionShape,
@@ -54,51 +43,36 @@ from moe.kernels.router import route_topk
 from ubatch import ForwardMode
 
 BF16 = torch.bfloat16
-DEEPSEEK = MLAShape(16, 512, 128, 64, 128)
+SHAPES = {
+    "Qwen3-30B-A3B": AttentionShape(32, 4, 128),
+    "Qwen3-Next": AttentionShape(16, 2, 256),
+    "gpt-oss": AttentionShape(64, 8, 64, sinks=True, sliding_window=128),
+    "GLM-4.5": AttentionShape(96, 8, 128),
+}
+DEEPSEEK = MLAShape(128, 512, 128, 64, 128)
+LATENT_HEADS = (128, 16)
+"""DeepSeek's heads on a rank: all of them, with data-parallel attention, and an eighth."""
+MOST_QUERIES = (1, 4)
+"""Queries of a request that decodes: its token, or drafts as well."""
 QWEN3_NEXT = GatedDeltaShape(16, 32, 128, 128, 4)
-
-how = "-"
-"""What `compile_instead` prints last, without spaces."""
-
-
-class Nobody:
-    """What Triton asks its driver for before it compiles."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-
-def compile_instead(kernel: JITFunction, grid: Any) -> Any:
-    """`kernel[grid]`, which does not launch."""
-
-    def launch(*args: Any, **kwargs: Any) -> None:
-        compiled = kernel.warmup(*args, grid=grid, **kwargs)
-        in_flight = max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", compiled.asm["ptx"])), default=0)
-        print(kernel.fn.__name__, compiled.metadata.shared, in_flight, how, flush=True)
-
-    return launch
+LINEAR_CHUNKS = {64: 100, 32: 25}
+"""Tokens of a chunk, on a Hopper and on a GPU with less shared memory; and of a prompt that has such chunks."""
 
 
 @contextmanager
-def chosen(function: str, choice: Any, *numbers: int) -> Iterator[None]:
-    """Tuning, whose `function` has but one choice, `numbers` for short."""
-    global how
-    before, how = getattr(tuning, function), "/".join(map(str, numbers))
-    setattr(tuning, function, lambda *args, **options: [choice])
+def replaced(module: ModuleType, function: str, result: object) -> Iterator[None]:
+    """A module's `function` returns this."""
+    before = getattr(module, function)
+    setattr(module, function, lambda *args, **options: result)
     try:
         yield
     finally:
-        setattr(tuning, function, before)
-        how = "-"
+        setattr(module, function, before)
+
+
+def chosen(function: str, choice: object) -> AbstractContextManager[None]:
+    """Tuning, whose `function` has but one choice."""
+    return replaced(tuning, function, [choice])
 
 
 def compile_step(shape: AttentionShape, requests: list[tuple[int, int]], **options: Any) -> None:
@@ -114,28 +88,72 @@ def compile_latent_step(shape: MLAShape, requests: list[tuple[int, int]], **opti
     TritonMLABackend(shape, cache).plan(batch.metadata).forward(batch.inputs, 0)
 
 
-def compile_choices(*, fp8: bool) -> None:
-    """Every tile that tuning may choose for Qwen3's and DeepSeek's attention."""
-    for head_dim in (128, 256):
-        shape = AttentionShape(32, 4, head_dim)
-        for choice in tuning.decode_choices(shape, 1, BF16, fp8=fp8):
-            if choice.waves == 2:
-                with chosen("decode_choices", choice, choice.keys, choice.num_warps, choice.num_stages):
-                    compile_step(shape, [(400, 1)], fp8=fp8)
-        for size in tuning.prefill_choices(shape, BF16):
-            with chosen("prefill_choices", size, size.rows, size.keys, size.num_warps, size.num_stages):
-                compile_step(shape, [(20, 40)], fp8=fp8)
-    latent = replace(DEEPSEEK, num_heads=64)
-    for choice in tuning.latent_choices(latent, 1, BF16):
-        if choice.waves == 1:
-            numbers = (choice.rows, choice.keys, choice.num_warps, choice.num_stages)
-            with chosen("latent_choices", choice, *numbers):
-                compile_latent_step(latent, [(400, 1)], fp8=fp8)
+def compile_attention(launches: Launches) -> None:
+    """Every tile that tuning may choose for the models' decodes and prompts, over both kinds of cache."""
+    for model, shape in SHAPES.items():
+        for fp8 in (False, True):
+            stored = "fp8" if fp8 else "bf16"
+            for queries in MOST_QUERIES:
+                decodes = tuning.decode_choices(shape, queries, BF16, fp8=fp8)
+                for place, choice in enumerate(_tiles(decodes)):
+                    tile = f"{choice.keys}/{choice.num_warps}/{choice.num_stages}"
+                    label = Label("attention", model, f"decode {queries} over {stored}", tile, default=not place)
+                    with launches.named(label), chosen("decode_choices", choice):
+                        compile_step(shape, [(400, queries)], fp8=fp8, drafts="chain" if queries > 1 else None)
+            for place, size in enumerate(tuning.prefill_choices(shape, BF16)):
+                tile = f"{size.rows}/{size.keys}/{size.num_warps}/{size.num_stages}"
+                label = Label("attention", model, f"prefill over {stored}", tile, default=not place)
+                with launches.named(label), chosen("prefill_choices", size):
+                    compile_step(shape, [(20, 40)], fp8=fp8)
+    _compile_options(launches)
 
 
-def compile_linear(shape: GatedDeltaShape) -> None:
-    """Linear attention of a prompt with decodes, and of a verify step behind another one, as in a graph."""
-    pool = StatePool(shape, 1, 4, BF16, torch.device("cpu"), num_drafts=3)
+def _compile_options(launches: Launches) -> None:
+    """The default tiles with what the models above do not have: few keys, a tree, a cap, values of another size."""
+    every_option = {"scale": 0.2, "sliding_window": 100, "soft_cap": 5.0, "sinks": True}
+    mimo = AttentionShape(64, 8, 192, v_head_dim=128, sliding_window=129, sinks=True)
+    for model, shape in SHAPES.items():
+        with launches.named(Label("attention", model, "few keys")):
+            compile_step(shape, [(100, 1)])
+    with launches.named(Label("attention", "options", "tree over fp8")):
+        compile_step(AttentionShape(16, 2, 64, **every_option), [(300, 6), (20, 6)], drafts="tree", fp8=True)
+    with launches.named(Label("attention", "MiMo-V2", "decode and prefill over fp8")):
+        compile_step(mimo, [(300, 1), (20, 40)], fp8=True)
+
+
+def compile_latents(launches: Launches) -> None:
+    """The same for multi-head latent attention."""
+    for heads in LATENT_HEADS:
+        shape, model = replace(DEEPSEEK, num_heads=heads), "DeepSeek-V3"
+        for fp8 in (False, True):
+            stored = "fp8" if fp8 else "bf16"
+            for queries in MOST_QUERIES:
+                choices = tuning.latent_choices(shape, queries, BF16, fp8=fp8)
+                for place, choice in enumerate(_tiles(choices)):
+                    tile = f"{choice.rows}/{choice.keys}/{choice.num_warps}/{choice.num_stages}"
+                    case = f"{heads} heads, {queries} over {stored}"
+                    with (
+                        launches.named(Label("latents", model, case, tile, default=not place)),
+                        chosen("latent_choices", choice),
+                    ):
+                        compile_latent_step(shape, [(400, queries)], fp8=fp8, drafts="chain" if queries > 1 else None)
+        with launches.named(Label("latents", "DeepSeek-V3", f"{heads} heads, few keys")):
+            compile_latent_step(shape, [(100, 1)])
+    with launches.named(Label("latents", "options", "tree over fp8")):
+        compile_latent_step(replace(DEEPSEEK, num_heads=16), [(300, 6), (20, 6)], drafts="tree", fp8=True)
+
+
+def _tiles(choices: Iterable[Any]) -> list[Any]:
+    """Of choices that differ in how keys are split only, the first."""
+    first: dict[Any, Any] = {}
+    for choice in choices:
+        first.setdefault(replace(choice, waves=0), choice)
+    return list(first.values())
+
+
+def compile_linear(launches: Launches) -> None:
+    """Linear attention of prompts with every tile, and of a verify step behind another one, as in a graph."""
+    model, shape = "Qwen3-Next", QWEN3_NEXT
     conv, heads = torch.zeros(shape.conv_kernel, shape.conv_dim), torch.zeros(shape.num_v_heads)
 
     def run(plan: LinearPlan, tokens: int) -> None:
@@ -147,10 +165,13 @@ def compile_linear(shape: GatedDeltaShape) -> None:
         table, slots = torch.zeros(len(lens), 1, dtype=torch.int32), torch.zeros(sum(lens), dtype=torch.int64)
         return CommonAttentionMetadata.build(lens, lens, table, slots, mode, state_slots=range(len(lens)))
 
-    for length in (100, 25):  # chunks of 64, and of 32, which GPUs with less shared memory have
-        run(TritonLinearPlan(pool, batch([length, 1, 5], ForwardMode.MIXED)), length + 6)
+    pool = StatePool(shape, 1, 4, BF16, torch.device("cpu"), num_drafts=3)
+    for chunk, length in LINEAR_CHUNKS.items():
+        with launches.named(Label("linear", model, f"bf16 by {chunk}")):
+            run(TritonLinearPlan(pool, batch([length, 1, 5], ForwardMode.MIXED)), length + 6)
     for lens, mode in (([1, 1], ForwardMode.DECODE), ([4, 4], ForwardMode.TARGET_VERIFY)):
-        run(LinearRecords(pool, 2).plan_for_graph(batch(lens, mode)), sum(lens))
+        with launches.named(Label("linear", model)):
+            run(LinearRecords(pool, 2).plan_for_graph(batch(lens, mode)), sum(lens))
 
 
 def compile_models() -> None:
@@ -198,27 +219,11 @@ def compile_steps() -> None:
         list_pages(pages, *tensors, block_size=16, most_pages=19, padded_queries=padded)
 
 
-def main(capability: int, *, every_choice: bool) -> None:
-    triton.runtime.driver.set_active(Nobody(capability))
-    JITFunction.__getitem__ = compile_instead
-    fp8 = capability >= 89
-    every_option = {"scale": 0.2, "sliding_window": 100, "soft_cap": 5.0, "sinks": True}
-    compile_step(AttentionShape(16, 4, 128), [(300, 1), (20, 40)])
-    compile_step(AttentionShape(16, 2, 64, **every_option), [(300, 6), (20, 6)], drafts="tree", fp8=fp8)
-    mimo = AttentionShape(64, 8, 192, v_head_dim=128, sliding_window=129, sinks=True)
-    compile_step(mimo, [(300, 1), (20, 40)], fp8=fp8)
-    compile_latent_step(DEEPSEEK, [(300, 1)])
-    compile_latent_step(DEEPSEEK, [(300, 6), (20, 6)], drafts="tree", fp8=fp8)
-    if every_choice:
-        for stored in (False, True)[: 1 + fp8]:
-            compile_choices(fp8=stored)
-    compile_linear(QWEN3_NEXT)
-    compile_models()
-    compile_steps()
-    starts = torch.tensor([0, 3, 8], dtype=torch.int32)
-    x = torch.zeros(8, 4, 64, dtype=BF16)
-    unpad_ragged(pad_ragged(x, starts, 5), starts, 8)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), every_choice="all" in sys.argv[2:])
+def compile_small_kernels(launches: Launches) -> None:
+    """Of models, steps and ragged batches."""
+    with launches.named(Label("models", "any")):
+        compile_models()
+        compile_steps()
+        starts = torch.tensor([0, 3, 8], dtype=torch.int32)
+        x = torch.zeros(8, 4, 64, dtype=BF16)
+        unpad_ragged(pad_ragged(x, starts, 5), starts, 8)
