@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from serving.workbench.gpu import prefill
 from serving.workbench.gpu.bench import Bench, OutOfTime
 from serving.workbench.gpu.decode import count_launches
 from serving.workbench.gpu.experts import _kernel_or_eager
+from serving.workbench.gpu.report import Section
 
 
 @dataclass
@@ -134,8 +137,23 @@ def test_products_beside_copies_and_copies_that_end_too_early(device: Device) ->
     assert (alone(), beside()) == pytest.approx((1.0, 1.0))
 
     _, beside = prefill._beside_copies(bench(), device.work(10.0), device.work(4.0))
-    with pytest.raises(RuntimeError, match="the copies ended before the products"):
+    with pytest.raises(prefill._EndedEarly, match="the copies ended before the products"):
         beside()
+
+
+def test_a_slow_down_that_cannot_be_measured_is_missing_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends_early(*_: object) -> Any:
+        raise prefill._EndedEarly("the copies ended early")
+
+    section, here, setting = Section("prefill", "Prefill"), Bench(torch.device("cpu"), tiny=True), SimpleNamespace()
+    setting.model = setting.step = None
+    for name in ("_experts_of_a_half", "_copies"):
+        monkeypatch.setattr(prefill, name, lambda *_: list)
+    monkeypatch.setattr(here, "interleave", ends_early)
+    prefill._add_gemm_slowdown(here, section, setting)  # type: ignore[arg-type]
+    (figure,) = section.figures
+    assert (figure.value, figure.note) == (None, "the copies ended early")
+    assert not section.complete
 
 
 def test_a_section_stops_between_rows(monkeypatch: pytest.MonkeyPatch) -> None:
