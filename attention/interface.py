@@ -269,7 +269,8 @@ class AttentionPlan(Protocol):
             sinks: `[num_heads]`, the layer's terms for the softmax's denominator (logits), where the shape has sinks.
 
         Returns:
-            `[T, num_heads, value_dim]`; rows of padding are 0.
+            `[T, num_heads, value_dim]`; rows of padding are 0. Valid until the plan's next `forward`; not to be written
+            to.
         """
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -182,6 +182,15 @@ class TritonBatchedExperts(FusedExperts):
         self._held: dict[str, tuple[int, Weights]] = {}
         self.register_buffer("w13_scale", self._checked_scale("w13", self.w13, w13_scale), persistent=False)
         self.register_buffer("w2_scale", self._checked_scale("w2", self.w2, w2_scale), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What was kept is of the old device and weights."""
+        self._choices, self._held = {}, {}
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies keep neither: descriptors would hold, or store, the weights a second time."""
+        return {**self.__dict__, "_choices": {}, "_held": {}}
 
     def forward(
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, scales: Tensor | None = None

@@ -22,6 +22,7 @@ from ubatch.kernels.triton_jit import INTERPRETED, cdiv, constant, descriptor, j
 
 __all__ = ["LinearTile", "linear_tiles", "multiply_fp8"]
 
+_COMPARED_ROWS = 1024  # of what tiles compute
 _SCALED = constant(BLOCK)
 _GROUP = constant(8)  # row tiles that follow each other, so that they find the weights in the L2 cache
 _FEWEST_ROWS, _MOST_ROWS = 16, 128
@@ -148,7 +149,7 @@ def multiply_fp8(x: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype) 
         linear_tiles(room),
         multiply,
         prepare=partial(multiply, compile_only=True),
-        answer=multiply,
+        answer=lambda tile: multiply(tile)[:: rows // _COMPARED_ROWS | 1],
         device=x.device,
     )
     return multiply(tile)

@@ -65,10 +65,10 @@ class Weights:
 
     def descriptor(self, columns: int, depth: int) -> Any:
         """See `ubatch.kernels.triton_jit.descriptor`; of tiles of all experts' rows. Made once per size."""
-        found = self._descriptors.get((columns, depth), self)
-        if found is self:
-            found = self._descriptors[columns, depth] = descriptor(self.w.flatten(0, 1), (columns, depth))
-        return found
+        made, tile = self._descriptors, (columns, depth)
+        if tile not in made:
+            made[tile] = descriptor(self.w.flatten(0, 1), tile)
+        return made[tile]
 
     @cached_property
     def _descriptors(self) -> dict[tuple[int, int], Any]:

@@ -20,8 +20,8 @@ __all__ = ["BLOCK", "block_scale", "quantize_rows", "quantize_weights"]
 
 BLOCK = 128
 _BLOCK = constant(BLOCK)
-SCALE = 1 / 448.0  # as in `moe.experts.quantization`, which must not import Triton
-_SCALE = constant(SCALE)
+_INVERSE = 1 / 448.0  # as in `moe.experts.quantization`, which must not import Triton
+_SCALE = constant(_INVERSE)
 _SMALLEST_AMAX = constant(1e-4)
 _MAX_BLOCKS = 16  # blocks of 128 that one program holds
 
@@ -106,7 +106,7 @@ def quantize_weights(w: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty(w.shape[0], w.shape[1] // BLOCK, w.shape[2] // BLOCK, device=w.device)
     for expert in range(w.shape[0]):
         blocks = w[expert].float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-        scale = blocks.abs().amax((1, 3)).clamp(min=1e-4) * SCALE
+        scale = blocks.abs().amax((1, 3)).clamp(min=1e-4) * _INVERSE
         rounded = (blocks / scale[:, None, :, None]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
         out[expert], scales[expert] = rounded.flatten(2).flatten(0, 1), scale
     return out, scales

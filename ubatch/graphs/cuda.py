@@ -109,9 +109,10 @@ class CudaGraphs:
                 graph.capture_begin(capture_error_mode="thread_local")
                 torch.zeros(1, device=self._device)
                 graph.capture_end()
+            graph.reset()
         except RuntimeError as error:  # the error that ended the first capture is the one to raise
+            _broken.append(graph)
             _log.warning("random numbers cannot be drawn on %s until a graph is captured: %s", self._device, error)
-        graph.reset()
 
     def take_turn(self) -> None:
         """See `Recording.take_turn`."""

@@ -172,15 +172,16 @@ class Autotuner:
                         right = found
                     elif not _agree(found, right):
                         _logger.warning(
-                            "autotune %s: %s is left out, because what it computes here is wrong: its compiler, or the "
-                            "kernel, has a fault.",
+                            "autotune %s: %s is left out, because it computes something else here than %s: one of the "
+                            "two is wrong, by a fault of its compiler or of the kernel.",
                             key,
                             config,
+                            configs[0],
                         )
                         continue
                 taken = [self._timer.seconds(partial(run, config), device) for run in runs]
                 times.append((math.prod(taken) ** (1 / len(taken)), index))
-            except UBatchError:
+            except (UBatchError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # does not compile, or needs more shared memory than there is
                 _logger.debug("autotune %s: skipped %s: %s", key, config, error)
@@ -243,6 +244,7 @@ def autotune(
 
     Raises:
         ConfigError: no configs, or ones that are no dataclasses; every config fails; the file cannot be read.
+        torch.OutOfMemoryError: there is no room to measure.
     """
     tuner = _process_wide(os.environ.get(_CACHE_VARIABLE))
     return tuner.choose(key, configs, run, device=device, prepare=prepare, also=also, answer=answer)

@@ -6,11 +6,12 @@ the time of the launch itself. Here the first launch with arguments of a kind is
     a constant      (`tl.constexpr`, or an option such as `num_warps`) counts by its value
     a tensor        by its dtype, and by whether its address is a multiple of 16
     an integer      by whether it is 1, a multiple of 16, or needs more than 32 bits
-    a descriptor    by its dtype and the sides of its block
+    a descriptor    by its dtype, the sides of its block and its padding
     the rest        None, by being None; other numbers, by their type
 
 That is what Triton compiles by. A constant of a kernel always has the same type, so that equal ones mean the same.
-While a profiler listens, or Triton is asked to debug, every launch is Triton's.
+While a profiler or another hook listens, or Triton is asked to debug, every launch is Triton's. Launches that are found
+do not notice that a global constant was changed, which Triton's refuse.
 """
 
 from collections.abc import Callable, Collection
@@ -52,7 +53,7 @@ class QuickFunction(JITFunction):  # type: ignore[misc]  # Triton has no types
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         """See `JITFunction.run`."""
         runtime = knobs.runtime
-        if warmup or callable(grid) or runtime.debug or _listens(runtime):
+        if warmup or callable(grid) or runtime.debug or self.pre_run_hooks or _listens(runtime):
             return super().run(*args, grid=grid, warmup=warmup, **kwargs)
         kinds, values = self._bind(*args, **kwargs)
         device = driver.active.get_current_device()
@@ -69,8 +70,8 @@ class QuickFunction(JITFunction):  # type: ignore[misc]  # Triton has no types
 
 
 def _listens(runtime: Any) -> bool:
-    """Whether a hook waits for launches: a chain of functions, or one function."""
-    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+    """Whether a hook waits for launches or compilations: a chain of functions, or one function."""
+    hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook, getattr(runtime, "add_stages_inspection_hook", None))
     return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
 
 

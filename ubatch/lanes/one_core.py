@@ -2,12 +2,12 @@
 
 To wake a thread on another core costs tens of microseconds, on the same core a few. A lane that runs may use every core
 it could use before, because the threads that it starts (of OpenMP, of NCCL, of compilers) inherit its cores. So only a
-lane that is parked is bound, to the core on which the lane that wakes it runs:
+lane that is parked is bound, to the core on which the step began:
 
-    park        bound to the caller's core
-    wake up     on that core, which the other lane leaves; then free again, and the scheduler has no reason to move it
+    park        bound to that core
+    wake up     on that core, which the other lane leaves; then free again, and seldom moved by the scheduler
 
-Two system calls per hand-off, a microsecond together. On a CPU the rank has one core from the beginning.
+That takes two system calls per hand-off, a few microseconds. On a CPU the rank has one core from the beginning.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from functools import cache
 
 __all__ = ["OneCore", "one_core"]
 
-_SET = "sched_setaffinity"
-
 
 class OneCore:
-    """The masks of one step: of the caller's core, and of all that its threads may use.
+    """Two masks: of the caller's core, and of all cores that its threads may use.
 
     Args:
         core: number of the core that parked lanes wait on.
@@ -46,12 +44,12 @@ class OneCore:
         self._set(0, self._size, self._free)
 
     def _mask(self, cores: frozenset[int]) -> bytes:
-        return sum(1 << core for core in cores).to_bytes(self._size, sys.byteorder)
+        return sum(1 << core for core in cores).to_bytes(self._size, "little")
 
 
 def one_core() -> OneCore | None:
     """Masks for the core that this thread runs on; None where threads have no masks, or only one core."""
-    if not hasattr(os, _SET) or sys.byteorder != "little":
+    if not hasattr(os, "sched_setaffinity") or sys.byteorder != "little":
         return None
     free = frozenset(os.sched_getaffinity(0))
     core = _libc().sched_getcpu()

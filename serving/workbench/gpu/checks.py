@@ -120,8 +120,8 @@ def _run_all(names: Sequence[str], device: str, jobs: int) -> Iterator[tuple[str
                 running.append(_Running(waiting.popleft(), device, shown=jobs == 1))
             time.sleep(_POLL_S)
             for each in [each for each in running if each.over]:
-                running.remove(each)
                 found = each.results()
+                running.remove(each)
                 print(f"==> {each.name}: {found['outcome']} in {found['seconds']} s", flush=True)
                 yield each.name, found
     finally:
@@ -162,16 +162,21 @@ class _Running:
 
     def end(self) -> None:
         """Kill it with all its children, if it still runs, and forget its files."""
+        self._kill()
+        self._folder.cleanup()
+
+    def _kill(self) -> None:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._folder.cleanup()
 
     def results(self) -> dict[str, Any]:
         """End it; returns how it ended, and every test's result."""
         seconds, status = round(time.monotonic() - self._begun, 1), self._process.poll()
+        self._kill()
         print(self._output.read_text(encoding="utf-8", errors="replace"), end="")
-        found = [json.loads(line) for line in self._lines.read_text(encoding="utf-8").splitlines()]
+        lines = self._lines.read_text(encoding="utf-8").splitlines(keepends=True)
+        found = [json.loads(line) for line in lines if line.endswith("\n")]  # one may be cut off
         self.end()
         counts = Counter(each["outcome"] for each in found)
         ended = "done" if status in (0, 1) else f"its process ended with status {status}"

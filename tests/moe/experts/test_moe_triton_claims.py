@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Collection
 from contextlib import closing
 from typing import Any
@@ -114,6 +116,26 @@ def test_the_counter_is_ready_for_the_next_launch(empty: bool) -> None:
         assert sum(len(claims) for claims in launch.atomics.values()) == launch.count + (0 if empty else 6)
         alone = project_up(Rows(x), Weights(layer.w13), tiles, 1, gemm_configs(16, torch.float32, gated=True)[0], 2).x
         assert torch.equal(found, alone)
+
+
+def test_copies_and_moves_keep_no_descriptors_of_weights() -> None:
+    layer, routed = make_layer(2, 40, 40), make_tokens(make_layer(2, 40, 40), 5)
+    experts: Any = make_experts("triton", layer.w13, layer.w2)
+
+    def run() -> None:
+        experts(routed.x, routed.ids, routed.weights)
+        assert set(experts._held) == {"w13", "w2"}
+        assert experts._choices
+
+    run()
+    for copied in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
+        assert not copied._held
+        assert not copied._choices
+        assert torch.equal(copied(routed.x, routed.ids, routed.weights), experts(routed.x, routed.ids, routed.weights))
+    experts.to("cpu")
+    assert not experts._held
+    assert not experts._choices
+    run()
 
 
 def test_what_is_tuned_is_named() -> None:

@@ -93,7 +93,7 @@ def test_the_fastest_is_left_out_if_what_it_computes_is_wrong(path: Path, caplog
         timer, answers = FakeTimer(), {SLOW: right, FAST: answer}
         chosen = Autotuner(timer, path).choose(name, (SLOW, FAST), timer.run, device=CPU, answer=answers.__getitem__)
         assert chosen == SLOW, name
-        assert "is left out, because what it computes here is wrong" in caplog.text
+        assert "is left out, because it computes something else here than" in caplog.text
     timer, answers = FakeTimer(), {SLOW: right, FAST: (right * 1.05).bfloat16()}
     tuner = Autotuner(timer, path)
     assert tuner.choose("rounded", (SLOW, FAST), timer.run, device=CPU, answer=answers.__getitem__) == FAST
