@@ -66,23 +66,22 @@ def test_the_second_launch_passes_all_arguments_in_order(recorder: Recorder) -> 
     assert recorder.launched[0] == (*fixed, other, None, 48, 6, 0.25, 4)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"x": MEMORY[1:]},  # an address that is no multiple of 16
-        {"x": MEMORY.bfloat16()},
-        {"scales": MEMORY},
-        {"size": 1},
-        {"size": 33},
-        {"size": 2**31},
-        {"size": 2**63},
-        {"most": 2**31},
-        {"N": 8},
-        {"num_warps": 4},
-        {"x": TensorDescriptor(MEMORY.view(8, 8), [8, 8], [8, 1], [4, 4])},
-    ],
-    ids=str,
-)
+CHANGES: dict[str, dict[str, Any]] = {
+    "an address that is no multiple of 16": {"x": MEMORY[1:]},
+    "another dtype": {"x": MEMORY.bfloat16()},
+    "a tensor instead of none": {"scales": MEMORY},
+    "one": {"size": 1},
+    "no multiple of 16": {"size": 33},
+    "64 bits": {"size": 2**31},
+    "64 bits, unsigned": {"size": 2**63},
+    "64 bits, unspecialized": {"most": 2**31},
+    "a constant": {"N": 8},
+    "an option": {"num_warps": 4},
+    "a descriptor": {"x": TensorDescriptor(MEMORY.view(8, 8), [8, 8], [8, 1], [4, 4])},
+}
+
+
+@pytest.mark.parametrize("changed", CHANGES.values(), ids=CHANGES)
 def test_what_triton_compiles_by_is_compiled_anew(recorder: Recorder, changed: dict[str, Any]) -> None:
     given: dict[str, Any] = {"x": MEMORY, "scales": None, "size": 32, "most": 5, "factor": 0.5, "N": 4, "num_warps": 8}
     assert recorder.launch(**given)
