@@ -65,6 +65,11 @@ class CommonAttentionMetadata:
     spec_verify: SpecVerifyInput | None = None
     state_slots: tuple[int, ...] | None = None
 
+    @property
+    def has_padding(self) -> bool:
+        """Whether some tokens belong to no request."""
+        return self.slot_mapping.shape[0] > self.num_actual_tokens
+
     @classmethod
     def build(
         cls,

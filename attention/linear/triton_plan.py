@@ -55,7 +55,7 @@ class TritonLinearPlan(LinearPlan):
         self._chunk = min(
             _largest_chunk(self._pool.device), power_of_2(longest, 1 if longest <= self._most else _SMALLEST_CHUNK)
         )
-        self._has_padding = metadata.slot_mapping.shape[0] > metadata.num_actual_tokens
+        self._has_padding = metadata.has_padding
         self._has_accepted = any(record[_ACCEPTED] for record in records)
         self._has_few = any(0 < record[_COUNT] <= self._most for record in records)
         chunks: list[tuple[int, int]] = []

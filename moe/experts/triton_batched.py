@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -279,31 +279,31 @@ class TritonBatchedExperts(FusedExperts):
     def _multiply(self, work: Work, tile: RowTile, cuts: Cuts) -> Tensor:
         """Run both GEMMs with row tiles of this size."""
         rows, up_config = self._multiply_up(work, tile, cuts)
-        share, rows_alike = cuts.share, cache(lambda: self._up(cuts.cut_alike(tile.rows), up_config, cuts.share))
+        share, alike = cuts.share, partial(cuts.cut_alike, tile.rows)
+        rows_alike = cache(lambda: self._up(alike(), up_config, share))
         down_config = self._choose(
             "down",
             tile,
             cuts,
-            lambda config: self._down(cuts.cut_alike(tile.rows), rows_alike(), config, share),
+            lambda config: self._down(alike(), rows_alike(), config, share),
             lambda config: self._down(work, rows, config, share, compile_only=True),
-            lambda config: cuts.cut_alike(tile.rows).some_down(
-                self._down(cuts.cut_alike(tile.rows), rows_alike(), config, share)
-            ),
+            lambda config: alike().some_down(self._down(alike(), rows_alike(), config, share)),
         )
         return self._down(work, rows, down_config, share)
 
     def _multiply_up(self, work: Work, tile: RowTile, cuts: Cuts) -> tuple[Rows, GemmConfig]:
         """Run the first GEMM; also returns its tile configuration."""
         report_sm_use("triton experts", obeys=self.obeys_sms)
+        share, alike = cuts.share, partial(cuts.cut_alike, tile.rows)
         config = self._choose(
             "up",
             tile,
             cuts,
-            lambda config: self._up(cuts.cut_alike(tile.rows), config, cuts.share),
-            lambda config: self._up(work, config, cuts.share, compile_only=True),
-            lambda config: cuts.cut_alike(tile.rows).some_up(self._up(cuts.cut_alike(tile.rows), config, cuts.share)),
+            lambda config: self._up(alike(), config, share),
+            lambda config: self._up(work, config, share, compile_only=True),
+            lambda config: alike().some_up(self._up(alike(), config, share)),
         )
-        return self._up(work, config, cuts.share), config
+        return self._up(work, config, share), config
 
     def _up(self, work: Work, config: GemmConfig, share: Share, *, compile_only: bool = False) -> Rows:
         weights = self._weights("w13", self.w13, self.w13_scale)

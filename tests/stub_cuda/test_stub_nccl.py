@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from moe_layers import Layer, make_layer, make_tokens
+from nccl_alone import nccl_alone
 from stub_cuda.counts import counted, of
 from torch import Tensor, nn
 
 from moe import make_all2all
-from ranks import free_port
 from ubatch import (
     CommGroup,
     ForwardContext,
@@ -35,14 +35,8 @@ WATCHED_S = 3.0
 
 @pytest.fixture
 def world() -> Iterator[CommGroup]:
-    address = f"tcp://127.0.0.1:{free_port()}"
-    dist.init_process_group("nccl", init_method=address, rank=0, world_size=1, device_id=CUDA)
-    try:
-        with torch.inference_mode():
-            yield CommGroup.from_process_group(timeout_s=20.0)
-    finally:
-        torch.cuda.synchronize()
-        dist.destroy_process_group()
+    with nccl_alone() as alone:
+        yield alone
 
 
 class Collectives(nn.Module):

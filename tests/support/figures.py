@@ -10,11 +10,12 @@ from typing import Any
 
 from repository import ROOT
 
-__all__ = ["MEASURED", "README", "RESULTS", "as_table", "interval", "results", "table_below"]
+__all__ = ["GPU", "MEASURED", "README", "RESULTS", "as_table", "interval", "results", "table_below"]
 
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "measured.md"
+GPU = ROOT / "docs" / "gpu.md"
 
 
 def results(name: str) -> Any:

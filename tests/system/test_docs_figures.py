@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from documents import DOCUMENTS
-from figures import MEASURED, README, RESULTS, as_table, interval, results, table_below
+from figures import GPU, MEASURED, README, RESULTS, as_table, interval, results, table_below
 from repository import ROOT
 
 from serving.workbench.bench.provenance import read_provenance
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.long
 
 SIMULATE = ROOT / "docs" / "simulate.md"
 SPECULATION = ROOT / "docs" / "speculation.md"
-GPU = ROOT / "docs" / "gpu.md"
 CPU_KERNELS = ROOT / "docs" / "cpu-kernels.md"
 
 
@@ -444,37 +443,3 @@ def test_make_bench_runs_the_commands_that_wrote_the_files() -> None:
     assert {name: command for command, name in runs.items()} == {
         file.name: read_provenance(file).command for file in MEASUREMENTS
     }
-
-
-# -- a GPU ------------------------------------------------------------------------------------------------------------
-
-
-def gpu() -> Iterator[tuple[str, str]]:
-    sections = results("gpu")["sections"]
-    found = {(name, each["what"]): each["value"] for name, of in sections.items() for each in of["figures"]}
-
-    def prefill(what: str) -> Any:
-        return found["prefill", f"communication 1x compute: {what}"]
-
-    def medians(section: str, whats: list[str], unit: str = "") -> str:
-        return ", ".join(f"{found[section, what]['median']:.2f}{unit}" for what in whats)
-
-    yield "overlapped prefill", f"{interval(prefill('speed-up'))} faster"
-    yield "communication hidden", interval(prefill("hidden"), ".3f", "")
-    yield "of the most that is possible", interval(prefill("efficiency"), ".3f", "")
-    yield "experts' products next to copies", interval(found["prefill", "GEMM slow-down beside copies"], ".3f")
-    decode = [f"{tokens} tokens: speed against torch._grouped_mm" for tokens in (64, 128, 256)]
-    yield "fused MoE of Qwen3-30B-A3B", f"{medians('moe-decode', decode, 'x')} faster"
-    peak = [f"{tokens} tokens: share of the matrix peak" for tokens in (4096, 8192, 16384)]
-    yield "the same, 4k", medians("moe-prefill", peak)
-    held = [f"{tiles} beside: slow-down" for tiles in ("dealt", "claimed", "reserved")]
-    yield "products next to a transport", medians("sms", held, "x")
-    cost = found["lanes", "lanes' cost per layer, step"]
-    yield "eager lanes", f"{cost['median']:.0f} us"
-
-
-def test_the_figures_of_a_gpu_are_those_of_its_file() -> None:
-    rows = table_below("| what | measured | goal |", GPU)
-    for begins, figure in gpu():
-        (row,) = [row for row in rows if row[0].startswith(begins)]
-        assert row[1] == figure, begins

@@ -26,7 +26,6 @@ __all__ = [
     "StaticTensors",
     "TritonBackend",
     "Workspace",
-    "has_padding",
     "paged_batch",
     "refuse_other_batch",
     "tree_of",
@@ -82,11 +81,6 @@ def _processors(name: str, kv_cache: PagedKVCache | MLAKVCache) -> int:
             f"{properties.name} has {properties.major}.{properties.minor}. Use an unquantised cache."
         )
     return properties.multi_processor_count
-
-
-def has_padding(metadata: CommonAttentionMetadata) -> bool:
-    """Whether some tokens belong to no request."""
-    return metadata.slot_mapping.shape[0] > metadata.num_actual_tokens
 
 
 def paged_batch(metadata: CommonAttentionMetadata) -> PagedBatch:

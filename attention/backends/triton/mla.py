@@ -26,7 +26,6 @@ from attention.backends.triton.common import (
     PaddedOutput,
     StaticTensors,
     TritonBackend,
-    has_padding,
     paged_batch,
     refuse_other_batch,
     tree_of,
@@ -199,7 +198,7 @@ class TritonMLABackend(TritonBackend):
     def _absorb_all(self, metadata: CommonAttentionMetadata) -> _Absorbed:
         num_tokens = metadata.slot_mapping.shape[0]
         longest, rows = metadata.max_seq_len, slice(0, num_tokens)
-        output = self._output(num_tokens) if has_padding(metadata) else None
+        output = self._output(num_tokens) if metadata.has_padding else None
         return self._cut(rows, paged_batch(metadata), metadata.max_query_len, longest, output)
 
     def _absorb(self, metadata: CommonAttentionMetadata, requests: list[Request], few: list[Request]) -> _Absorbed:

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from host_waits import no_host_waits
 from moe_layers import Layer, Routed, make_layer, make_tokens
+from nccl_alone import nccl_alone
 
 from moe import dequantize_blocks, make_all2all, mask_padding, quantize_blocks
-from ranks import free_port
 from ubatch import CommGroup, ForwardContext, set_forward_context
 
 pytestmark = pytest.mark.gpu
@@ -21,16 +20,8 @@ EXPERTS, HIDDEN, TOKENS = 8, 128, 12
 
 @pytest.fixture
 def group() -> Iterator[CommGroup]:
-    device = torch.device("cuda", torch.cuda.current_device())
-    dist.init_process_group(
-        "nccl", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1, device_id=device
-    )
-    try:
-        with torch.inference_mode():
-            yield CommGroup.from_process_group(timeout_s=20.0)
-    finally:
-        torch.cuda.synchronize()
-        dist.destroy_process_group()
+    with nccl_alone() as alone:
+        yield alone
 
 
 def _on_gpu() -> tuple[Layer, Routed]:
