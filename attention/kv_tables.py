@@ -184,6 +184,17 @@ class RequestToTokenTable:
         """The row's blocks, in token order."""
         return tuple(self._held(row))
 
+    def room(self, rows: Sequence[int]) -> list[int]:
+        """Tokens that each row's blocks hold.
+
+        Raises:
+            KVCacheError: a row is not in use.
+        """
+        try:
+            return [len(self._blocks[row]) * self.block_size for row in rows]
+        except KeyError as error:
+            raise KVCacheError(f"row {error.args[0]} of the request-to-token table is not in use.") from None
+
     def remove_row(self, row: int) -> list[int]:
         """Release a row and return its blocks, which the caller frees or keeps."""
         held = self._held(row)
@@ -203,8 +214,7 @@ class RequestToTokenTable:
 
     def page_table(self, rows: Sequence[int]) -> Tensor:
         """The blocks of a batch, `[len(rows), longest row]` int32, a copy: rows may change while the step runs."""
-        widest = max((len(self._held(row)) for row in rows), default=0)
-        first_slots = self._slots[:, : widest * self.block_size : self.block_size]
+        first_slots = self._slots[:, : max(self.room(rows), default=0) : self.block_size]
         return first_slots.index_select(0, torch.tensor(rows, dtype=torch.int64)) // self.block_size
 
     def _write(self, row: int, start: int, blocks: Sequence[int]) -> None:

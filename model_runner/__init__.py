@@ -73,12 +73,13 @@ from model_runner.sampling.sampler import sample
 from model_runner.sampling.sampling_params import MAX_BAD_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, SamplingParams
 from model_runner.sampling.token_ids import TokenIds
 from model_runner.speculation import Acceptance, Draft, Proposer, StepObserver
-from model_runner.step.dp import BatchShape, Coordination, coordinate_batch_across_dp, make_offer
+from model_runner.step.batch import build_input_batch
+from model_runner.step.dp import coordinate_batch_across_dp, make_offer
 from model_runner.step.future_map import FutureMap
 from model_runner.step.graph_sizes import GraphShape, capture_sizes
-from model_runner.step.input_batch import InputBatch, build_input_batch
 from model_runner.step.logprobs import TokenLogprobs
 from model_runner.step.request import PENDING_TOKEN, Request, ScheduledRequest
+from model_runner.step.step import Step
 from model_runner.weights.weights import Checkpoint
 
 __all__ = [
@@ -89,19 +90,16 @@ __all__ = [
     "MAX_STOP_TOKEN_IDS",
     "PENDING_TOKEN",
     "Acceptance",
-    "BatchShape",
     "CausalLM",
     "Checkpoint",
     "CheckpointError",
     "CheckpointFileMissing",
-    "Coordination",
     "Draft",
     "ExpertParallel",
     "FinishReason",
     "FutureMap",
     "GenerationOutput",
     "GraphShape",
-    "InputBatch",
     "ModelConfig",
     "ModelRunner",
     "PendingStep",
@@ -113,6 +111,7 @@ __all__ = [
     "SamplingParams",
     "SamplingRow",
     "ScheduledRequest",
+    "Step",
     "StepObserver",
     "StepOrderError",
     "StepOutput",

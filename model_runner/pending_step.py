@@ -27,7 +27,6 @@ from model_runner.speculation.accept import Acceptance, DraftRows, accepted_node
 from model_runner.speculation.proposer import StepObserver
 from model_runner.step.draft_trees import path_to
 from model_runner.step.future_map import FutureMap
-from model_runner.step.input_batch import InputBatch
 from model_runner.step.logprobs import (
     PromptCarry,
     PromptScores,
@@ -37,6 +36,7 @@ from model_runner.step.logprobs import (
     score_tokens,
 )
 from model_runner.step.request import PENDING_TOKEN, ScheduledRequest
+from model_runner.step.step import Step
 from model_runner.step.streams import StepStreams
 from ubatch import Decision, ForwardMode
 from ubatch.streams.small_copies import HostCopy, to_device, to_host
@@ -121,31 +121,24 @@ class PendingStep:
 
     Args:
         context: the runner's parts.
-        batch: the step's batch.
-        decision: whether it overlaps.
-        logits: `[S, vocab]` of the batch's `logits_rows`; None if nothing is sampled.
-        prompt_hidden: hidden states of the rows of the batch's prompt spans; None if there are none.
+        step: the step, agreed.
+        logits: `[S, vocab]` of the step's `logits_rows`; None if nothing is sampled.
+        prompt_hidden: hidden states of the rows of the step's prompt spans; None if there are none.
         hidden: hidden states of all rows, for the observer.
         row_sums: `[T]` float32, sums of the hidden states; None if all rows are sampled.
-        all_idle: no rank has a token; nothing runs.
     """
 
     def __init__(
         self,
         context: SamplingContext,
-        batch: InputBatch,
-        decision: Decision,
+        step: Step,
         logits: Tensor | None,
         prompt_hidden: Tensor | None = None,
         hidden: Tensor | None = None,
         row_sums: Tensor | None = None,
-        *,
-        all_idle: bool = False,
     ) -> None:
-        self.decision = decision
-        self.all_idle = all_idle
+        self.step = step
         self._context = context
-        self._batch = batch
         self._logits = logits
         self._prompt_hidden = prompt_hidden
         self._hidden = hidden if context.observer is not None else None
@@ -169,12 +162,12 @@ class PendingStep:
         with self._context.together(), streams.forward():
             if self._sampled is not None:
                 raise StepOrderError("sample() was called twice on a step; its tokens are drawn once.")
-            streams.keep(self._batch.future_places)  # uploaded for the block of the launch
+            streams.keep(self.step.future_places)  # uploaded for the block of the launch
             self._sampled = self._sample()
             self._logits = self._prompt_hidden = self._row_sums = None
 
     def _sample(self) -> _Sampled:
-        batch, logits = self._batch, self._logits
+        step, logits = self.step, self._logits
         prompt = self._score_prompts()
         rows, scored = self._special_rows()
         told = [] if logits is None else [self._choose(logits, rows)]
@@ -185,9 +178,9 @@ class PendingStep:
         both = told[0] if len(told) == 1 else torch.cat(told)
         if self._context.tensor_parallel is not None:
             both = self._context.tensor_parallel.of_first_rank(both)
-        tokens = both[: len(batch.logits_rows)].clamp_min(0)  # the next step needs valid token ids
-        if batch.future_owners:
-            self._context.future_map.store(batch.future_places, tokens, batch.future_owners)
+        tokens = both[: len(step.logits_rows)].clamp_min(0)  # the next step needs valid token ids
+        if step.future_owners:
+            self._context.future_map.store(step.future_places, tokens, step.future_owners)
         if logits is None or not scored:
             return _Sampled(to_host(both), prompt=prompt)
         (where,) = to_device([torch.tensor(list(scored))], logits.device)
@@ -209,9 +202,7 @@ class PendingStep:
         rows: dict[int, SamplingRow] = {}
         scored: dict[int, int] = {}
         next_row = 0
-        for share, length, count in zip(
-            self._batch.scheduled, self._batch.lengths, self._batch.rows_per_share, strict=True
-        ):
+        for share, length, count in zip(self.step.shares, self.step.lengths, self.step.rows_per_share, strict=True):
             params = share.request.params
             if not params.plain:
                 for node in range(count):
@@ -224,12 +215,12 @@ class PendingStep:
 
     def _drafts_to_reject(self, rows: dict[int, SamplingRow]) -> list[DraftRows]:
         """The requests whose drafts are accepted by rejection sampling; removes their rows from `rows`."""
-        batch = self._batch
-        if batch.mode is not ForwardMode.TARGET_VERIFY or self._context.acceptance is Acceptance.MATCH:
+        step = self.step
+        if step.mode is not ForwardMode.TARGET_VERIFY or self._context.acceptance is Acceptance.MATCH:
             return []
         drafted = []
-        firsts = accumulate(batch.rows_per_share, initial=0)
-        for share, length, first in zip(batch.scheduled, batch.lengths, firsts, strict=False):
+        firsts = accumulate(step.rows_per_share, initial=0)
+        for share, length, first in zip(step.shares, step.lengths, firsts, strict=False):
             if not share.request.params.greedy:
                 drafted.append(DraftRows.of(share, first, rows, length - share.request.num_prompt_tokens))
         for request in drafted:
@@ -262,7 +253,7 @@ class PendingStep:
         return SamplingRow(params, request.draw(index), request.prompt_vocabulary, output, forbidden)
 
     def _score_prompts(self) -> PromptScores | None:
-        spans, hidden = self._batch.prompt_spans, self._prompt_hidden
+        spans, hidden = self.step.prompt_spans, self._prompt_hidden
         if hidden is None:
             return None
         targets = torch.tensor([token for span in spans for token in span.targets], dtype=torch.int64)
@@ -294,21 +285,21 @@ class PendingStep:
     def _read(self, sampled: _Sampled) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], StepOutput]:
         """For each share the indices (within it) of the rows that give its new tokens, and these tokens, with any token
         in place of a missing one; and the step's output."""
-        batch = self._batch
+        step = self.step
         told = sampled.told.wait().tolist()
-        tokens, bad_rows = iter(told), told[len(batch.logits_rows) :]
+        tokens, bad_rows = iter(told), told[len(step.logits_rows) :]
         if self._context.listen is not None:
             self._context.listen()
-        says = [tuple(islice(tokens, count)) for count in batch.rows_per_share]
-        paths = [tuple(range(count)) for count in batch.rows_per_share]
-        if batch.mode is ForwardMode.TARGET_VERIFY:
-            shares = zip(batch.scheduled, says, strict=True)
+        says = [tuple(islice(tokens, count)) for count in step.rows_per_share]
+        paths = [tuple(range(count)) for count in step.rows_per_share]
+        if step.mode is ForwardMode.TARGET_VERIFY:
+            shares = zip(step.shares, says, strict=True)
             paths = [accepted_nodes(share.drafts, share.parents, own) for share, own in shares]
         says = [tuple(own[node] for node in path) for own, path in zip(says, paths, strict=True)]
         # A missing token is always the last one: no draft equals it.
         corrupted = {index for index, own in enumerate(says) if NO_TOKEN in own}
         if any(bad_rows):
-            starts = batch.metadata.query_start_loc_cpu
+            starts = step.metadata.query_start_loc_cpu
             corrupted |= {index for index in range(len(says)) if any(bad_rows[starts[index] : starts[index + 1]])}
         stuck = {index for index, own in enumerate(says) if OUT_OF_TOKENS in own} - corrupted
         new = tuple(own[:-1] if index in corrupted | stuck else own for index, own in enumerate(says))
@@ -324,8 +315,8 @@ class PendingStep:
             new,
             tuple(logprobs),
             tuple(prompt),
-            self.decision,
-            self.all_idle,
+            step.decision,
+            step.all_idle,
             frozenset(corrupted),
             frozenset(stuck),
         )
@@ -340,8 +331,8 @@ class PendingStep:
     ) -> list[tuple[TokenLogprobs, ...]]:
         by_row = dict(zip(rows, scores, strict=True))
         read: list[tuple[TokenLogprobs, ...]] = []
-        firsts = accumulate(self._batch.rows_per_share, initial=0)
-        for share, tokens, path, first in zip(self._batch.scheduled, new, paths, firsts, strict=False):
+        firsts = accumulate(self.step.rows_per_share, initial=0)
+        for share, tokens, path, first in zip(self.step.shares, new, paths, firsts, strict=False):
             wanted = share.request.params.logprobs
             path = path[: len(tokens)]
             own = () if wanted is None else read_logprobs(tokens, [by_row[first + node] for node in path], wanted)
@@ -351,21 +342,21 @@ class PendingStep:
     @torch.inference_mode()
     def _settle(self, paths: Sequence[tuple[int, ...]], new: Sequence[tuple[int, ...]]) -> None:
         """Move the keys and values of accepted drafts to their final slots, then call the observer."""
-        context, batch, hidden, self._hidden = self._context, self._batch, self._hidden, None
+        context, step, hidden, self._hidden = self._context, self.step, self._hidden, None
         accepted: list[tuple[int, ...]] = [()] * len(paths)
         moves: list[tuple[int, int]] = []
-        if batch.mode is ForwardMode.TARGET_VERIFY:
-            firsts = accumulate(batch.rows_per_share, initial=0)
+        if step.mode is ForwardMode.TARGET_VERIFY:
+            firsts = accumulate(step.rows_per_share, initial=0)
             accepted = [tuple(first + node for node in path) for first, path in zip(firsts, paths, strict=False)]
             moves = [(row, rows[0] + place) for rows in accepted for place, row in enumerate(rows)]
             moves = [(source, target) for source, target in moves if source != target]
         if not moves and hidden is None:
             return
         with context.streams.forward():
-            context.streams.keep(batch)  # uploaded for the block of the launch
+            context.streams.keep(step)  # uploaded for the block of the launch
             if moves:
-                (rows,) = to_device([torch.tensor(moves, dtype=torch.int64).T.contiguous()], batch.input_ids.device)
-                sources, targets = batch.metadata.slot_mapping[rows]
+                (rows,) = to_device([torch.tensor(moves, dtype=torch.int64).T.contiguous()], step.input_ids.device)
+                sources, targets = step.metadata.slot_mapping[rows]
                 context.kv_cache.move(sources, targets)
-            if hidden is not None and context.observer is not None and batch.num_tokens:
-                context.observer.observe(batch, hidden, new, accepted)
+            if hidden is not None and context.observer is not None and step.num_tokens:
+                context.observer.observe(step, hidden, new, accepted)

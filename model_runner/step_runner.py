@@ -1,9 +1,9 @@
-"""One step of a runner at a time.
+"""One step of a runner at a time: a `Step` gets its batch, the ranks' decision, and runs.
 
-    launch     build        the requests' next tokens, flattened (`input_batch`)
-               coordinate   vote with the other ranks whether to overlap (`dp`)
-               plan         attention for the whole batch, or one plan per lane
-               forward      the wrapped model, in lanes or not; hidden states come back merged
+    launch     batch        the requests' next tokens, flattened (`step.batch`)
+               agree        vote with the other ranks whether to overlap (`step.dp`)
+               run          plan attention for the whole batch, or for each lane (`step.context`); then the wrapped
+                            model, in lanes or not; hidden states come back merged
                             (or plan and forward as a captured graph: `model_runner.graphs`)
                (the last layer's MLP runs only for the rows that are sampled, or whose hidden states are read)
     sample     logits of the last token of each request only, then its next token (`pending_step`)
@@ -24,28 +24,22 @@ import torch
 from torch import Tensor
 
 from attention import KVCache, RequestToTokenTable, StatePool, UBatchAttention
-from model_runner.auto.step_settings import StepSettings
+from model_runner.auto.step_settings import Proposal, StepSettings
 from model_runner.decoder.base import CausalLM
 from model_runner.graphs.steps import GraphSteps
 from model_runner.parallel.tensor_parallel import WHOLE, TensorParallel
 from model_runner.pending_step import PendingStep, SamplingContext, StepOutput
 from model_runner.speculation.accept import check_acceptance
 from model_runner.speculation.proposer import StepObserver
-from model_runner.step.context import step_context
-from model_runner.step.dp import Coordination, content_of, coordinate_batch_across_dp
-from model_runner.step.input_batch import InputBatch, build_input_batch
+from model_runner.step.batch import build_input_batch
+from model_runner.step.context import plan_step
+from model_runner.step.dp import content_of, coordinate_batch_across_dp
 from model_runner.step.request import ScheduledRequest
+from model_runner.step.step import Step
 from model_runner.step.streams import StepStreams
-from ubatch import (
-    CommGroup,
-    ForwardContext,
-    ForwardMode,
-    SplitCost,
-    UBatchConfig,
-    UBatchWrapper,
-    set_forward_context,
-)
+from ubatch import CommGroup, ForwardMode, SplitCost, UBatchConfig, UBatchWrapper
 from ubatch.streams.small_copies import to_device
+from ubatch.wrapper import run_decided
 
 __all__ = ["StepRunner"]
 
@@ -99,57 +93,112 @@ class StepRunner:
             return step.result()
 
     @torch.inference_mode()
-    def launch(self, scheduled: Sequence[ScheduledRequest]) -> PendingStep:
+    def launch(self, scheduled: Step | Sequence[ScheduledRequest]) -> PendingStep:
         """Start a step with the requests as they are now. On a CPU its forward has run when this returns; on a GPU it
         is queued on the forward stream.
 
         Args:
-            scheduled: see `execute`. The last token of a request may be `PENDING_TOKEN`, if its step was sampled.
+            scheduled: a step of `Step.of`, or its shares; see `execute`. The last token of a request may be
+                `PENDING_TOKEN`, if its step was sampled.
 
         Raises:
             StepOrderError: a pending token was not sampled yet.
             Others: see `execute`.
         """
         with self.together(), self.streams.forward():
-            check_acceptance(scheduled, self._sampling.acceptance)
-            masked = self.graphs is not None and self.graphs.takes_trees
-            table, spec = self.request_table, self.kv_cache.spec
-            batch = build_input_batch(scheduled, table, spec, self.device, mask_chains=masked)
-            batch = replace(batch, input_ids=self._sampling.future_map.resolve(batch.input_ids, batch.pending))
-            self._follow_states(batch)
-            for span in batch.prompt_spans:
-                self._sampling.prompt_carry.launch(span)
-            agreed = self.coordinate(batch, *self.step_settings.settings(batch.shape))
-            if agreed.all_idle:
-                return PendingStep(self._sampling, batch, agreed.decision, None, all_idle=True)
+            step = self.agree(self.batch(scheduled))
+            if step.all_idle:
+                return PendingStep(self._sampling, step, None)
             logits = prompt_hidden = row_sums = None
-            with self.step_settings.timed(agreed.decision):
-                needed = None if self._sampling.observer is not None else batch.needed_rows
-                hidden = self._hidden_states(batch, agreed, needed)
-                if batch.logits_rows.shape[0]:
-                    logits = self.model.compute_logits(hidden.index_select(0, batch.logits_rows))
-            if batch.prompt_spans:
-                prompt_hidden = hidden.index_select(0, self._prompt_rows(batch))
-            self._keep_states(batch)
-            if batch.num_tokens > batch.logits_rows.shape[0]:  # to check rows without logits for nan and infinity
-                row_sums = hidden[: batch.num_tokens].sum(dim=-1, dtype=torch.float32)
-            return PendingStep(self._sampling, batch, agreed.decision, logits, prompt_hidden, hidden, row_sums)
+            needed = None if self._sampling.observer is not None else step.needed_rows
+            with self.step_settings.timed(step.decision):
+                hidden = self.run(step, needed_rows=needed)
+                if step.logits_rows_cpu:
+                    logits = self.model.compute_logits(hidden.index_select(0, step.logits_rows))
+            if step.prompt_spans:
+                prompt_hidden = hidden.index_select(0, self._prompt_rows(step))
+            self._keep_states(step)
+            if step.num_tokens > len(step.logits_rows_cpu):  # to check rows without logits for nan and infinity
+                row_sums = hidden[: step.num_tokens].sum(dim=-1, dtype=torch.float32)
+            return PendingStep(self._sampling, step, logits, prompt_hidden, hidden, row_sums)
 
-    def _follow_states(self, batch: InputBatch) -> None:
+    def batch(self, scheduled: Step | Sequence[ScheduledRequest]) -> Step:
+        """The step with its batch, whose pending tokens are looked up; and what begins with a batch, begun.
+
+        Raises:
+            StepOrderError, RequestError, KVCacheExhausted: see `launch`.
+        """
+        step = scheduled if isinstance(scheduled, Step) else Step.of(scheduled)
+        check_acceptance(step.shares, self._sampling.acceptance)
+        masked = self.graphs is not None and self.graphs.takes_trees
+        step = build_input_batch(step, self.request_table, self.kv_cache.spec, self.device, mask_chains=masked)
+        if step.pending:
+            step = replace(step, input_ids=self._sampling.future_map.resolve(step.input_ids, step.pending))
+        self._follow_states(step)
+        for span in step.prompt_spans:
+            self._sampling.prompt_carry.launch(span)
+        return step
+
+    def agree(self, step: Step, proposal: Proposal | None = None) -> Step:
+        """The step after the vote of all ranks.
+
+        Args:
+            proposal: what this rank votes with; by default, what `step_settings` proposes.
+        """
+        dbo, no_gain, told = self.step_settings.settings(step) if proposal is None else proposal
+        size, graphs, now = self.tensor_parallel_size, self.graphs, time.perf_counter()
+        voted_at, self._voted_at = self._voted_at, now
+        step = coordinate_batch_across_dp(
+            self.dbo if dbo is None else dbo,
+            step,
+            self.group,
+            size,
+            self.split_cost,
+            no_gain=no_gain,
+            told=told,
+            graph_mode=0 if graphs is None else graphs.offer(step),
+            content=content_of(step.shares) if size > 1 else 0,
+            period_us=0 if voted_at is None else int((now - voted_at) * 1e6),
+        )
+        return step if graphs is None else graphs.agree(step)
+
+    def run(
+        self, step: Step, wrapper: UBatchWrapper | None = None, *, needed_rows: Sequence[int] | None = None
+    ) -> Tensor:
+        """Run an agreed step; returns its hidden states, `[T, hidden_size]`, on the current stream.
+
+        Args:
+            wrapper: runs the model in place of the runner's own; then no graph is replayed.
+            needed_rows: rows that are read, ascending; None for all.
+        """
+        if wrapper is None and step.graph is not None and self.graphs is not None:
+            return self.graphs.replay(step, step.graph)
+        shard = WHOLE if self.tensor_parallel is None else self.tensor_parallel.shard
+        with self.streams.planning():
+            step = plan_step(step, self.attention, shard, needed_rows=needed_rows)
+        outputs = run_decided(self.wrapper if wrapper is None else wrapper, step)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def forward(self, step: Step) -> Tensor:
+        """The logits of an agreed step's sampled rows, `[S, vocab_size]`; the caller's stream waits for them."""
+        with self.streams.forward(join=True):
+            return self.model.compute_logits(self.run(step).index_select(0, step.logits_rows))
+
+    def _follow_states(self, step: Step) -> None:
         """Restore the recurrent states, if there are some, and tell them which tokens the step runs; once per step."""
         if self.states is not None:
-            verify = batch.mode is ForwardMode.TARGET_VERIFY
-            slots = batch.metadata.state_slots or ()
-            found = [(share.restore, slot) for share, slot in zip(batch.scheduled, slots, strict=True)]
+            verify = step.mode is ForwardMode.TARGET_VERIFY
+            slots = step.metadata.state_slots or ()
+            found = [(share.restore, slot) for share, slot in zip(step.shares, slots, strict=True)]
             if pairs := [(number, slot) for number, slot in found if number is not None]:
                 self.states.restore(*zip(*pairs, strict=True))
-            self.states.follow(slots, batch.shape.prefix_lens, batch.shape.query_lens, verify=verify)
+            self.states.follow(slots, step.prefix_lens, step.query_lens, verify=verify)
 
-    def _keep_states(self, batch: InputBatch) -> None:
+    def _keep_states(self, step: Step) -> None:
         """Copy the recurrent states that the step's shares keep; on its stream, so before the next step's changes."""
         if self.states is not None:
-            slots = batch.metadata.state_slots or ()
-            found = [(slot, share.keep) for share, slot in zip(batch.scheduled, slots, strict=True)]
+            slots = step.metadata.state_slots or ()
+            found = [(slot, share.keep) for share, slot in zip(step.shares, slots, strict=True)]
             if pairs := [(slot, number) for slot, number in found if number is not None]:
                 self.states.keep(*zip(*pairs, strict=True))
 
@@ -157,70 +206,10 @@ class StepRunner:
         """Reset the step clock after an idle time, so that the next vote does not count it as the step's period."""
         self._voted_at = None
 
-    def coordinate(
-        self, batch: InputBatch, dbo: UBatchConfig | None = None, no_gain: bool = False, told: tuple[int, ...] = ()
-    ) -> Coordination:
-        """Vote with the other ranks on a step.
-
-        Args:
-            dbo: replaces the runner's own settings, if given.
-            no_gain: vote against overlap, because no gain is expected.
-            told: numbers for the other ranks, `Offer.told`.
-        """
-        could_replay = 0
-        if self.graphs is not None:
-            metadata = batch.metadata
-            could_replay = self.graphs.offer(batch.shape, metadata.max_seq_len, tree=metadata.has_tree)
-        size = self.tensor_parallel_size
-        content = content_of(batch.scheduled) if size > 1 else 0
-        now = time.perf_counter()
-        voted_at, self._voted_at = self._voted_at, now
-        shape = replace(
-            batch.shape,
-            cost=self.split_cost,
-            graph_mode=could_replay,
-            content=content,
-            period_us=0 if voted_at is None else int((now - voted_at) * 1e6),
-            no_gain=no_gain,
-            told=told,
-        )
-        agreed = coordinate_batch_across_dp(self.dbo if dbo is None else dbo, shape, self.group, size)
-        return agreed if self.graphs is None else self.graphs.agree(agreed)
-
-    def forward(self, batch: InputBatch, agreed: Coordination) -> Tensor:
-        """The logits of the sampled rows, `[S, vocab_size]`; the step overlaps if the vote says so.
-
-        The caller's stream waits for the logits.
-        """
-        with self.streams.forward(join=True):
-            return self.model.compute_logits(self._hidden_states(batch, agreed).index_select(0, batch.logits_rows))
-
-    def _hidden_states(
-        self, batch: InputBatch, agreed: Coordination, needed_rows: Sequence[int] | None = None
-    ) -> Tensor:
-        if self.graphs is not None and agreed.graph is not None:
-            return self.graphs.replay(batch, agreed, agreed.graph)
-        with self.streams.planning():
-            context = self.forward_context(batch, agreed, needed_rows)
-        with set_forward_context(context):
-            hidden: Tensor = self.wrapper(batch.input_ids, batch.positions)
-        return hidden
-
-    def _prompt_rows(self, batch: InputBatch) -> Tensor:
-        rows = [torch.arange(span.first_row, span.first_row + len(span.targets)) for span in batch.prompt_spans]
+    def _prompt_rows(self, step: Step) -> Tensor:
+        rows = [torch.arange(span.first_row, span.first_row + len(span.targets)) for span in step.prompt_spans]
         (placed,) = to_device([torch.cat(rows)], self.device)
         return placed
-
-    def forward_context(
-        self, batch: InputBatch, agreed: Coordination, needed_rows: Sequence[int] | None = None
-    ) -> ForwardContext:
-        """The step's context: one attention plan, or if it overlaps, one context and plan per lane.
-
-        Args:
-            needed_rows: rows of the batch whose output is read, ascending; None for all.
-        """
-        shard = WHOLE if self.tensor_parallel is None else self.tensor_parallel.shard
-        return step_context(batch, agreed, self.attention, shard, needed_rows=needed_rows)
 
     def together(self) -> AbstractContextManager[None]:
         """Context for collective work: an error in the `with` block fails the other ranks at once, naming this one.

@@ -64,6 +64,7 @@ from ubatch.wrapping.intent import CutCall, Intent
 from ubatch.wrapping.proof import Proof
 from ubatch.wrapping.stand_in import refuse_tracing, uncompiled
 from ubatch.wrapping.statistics import Tally, UBatchStatistics
+from ubatch.wrapping.step import DecidedStep
 
 __all__ = ["WrappedModule"]
 
@@ -107,6 +108,33 @@ class WrappedModule:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module; see `UBatchWrapper.forward`."""
         return self._alone(self._beside, self._traced, args, kwargs)
+
+    def run(self, step: DecidedStep) -> list[Any]:
+        """The runner's door: run a step that it has voted on and cut. Returns one output per call of the step.
+
+        There is no proof and no guard: tests prove the runner's models. The runner makes one call at a time, and all
+        ranks make it together.
+
+        Raises:
+            OverlapDeclined: `require_overlap` is set, and the step does not overlap.
+            Others: see `UBatchWrapper.forward`.
+        """
+        if current_trace() is None:
+            return self._run(step)
+        with traced_step():
+            return self._run(step)
+
+    def _run(self, step: DecidedStep) -> list[Any]:
+        self.tally.calls += 1
+        tokens = tuple([context.num_tokens for context in step.contexts])
+        schedule = step.schedule or self.config.for_mode(step.mode).schedule
+        note_step(step.mode, sum(tokens), schedule.name)
+        if step.schedule is None:
+            self._count_declined(step.decision, None)
+            return self.execution.run(step)
+        outputs = self.execution.run(step)
+        self.tally.overlapped(tokens, schedule)
+        return outputs
 
     def _beside(self, other: Claim | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call unsplit while another one runs: in the thread of claim `other`, or, if None, in the lanes that

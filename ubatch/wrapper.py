@@ -20,8 +20,9 @@ from ubatch.wrapped import WrappedModule
 from ubatch.wrapping.config import CUDAGraphMode, UBatchConfig
 from ubatch.wrapping.stand_in import StandIn
 from ubatch.wrapping.statistics import UBatchStatistics
+from ubatch.wrapping.step import DecidedStep
 
-__all__ = ["UBatchWrapper"]
+__all__ = ["UBatchWrapper", "run_decided"]
 
 
 class UBatchWrapper(StandIn):
@@ -191,3 +192,8 @@ class UBatchWrapper(StandIn):
 
     def _ubatch_module_changed(self, how: str) -> None:
         self._ubatch_wrapped.module_changed(how)
+
+
+def run_decided(wrapper: UBatchWrapper, step: DecidedStep) -> list[Any]:
+    """The runner's door to a wrapper's lanes; see `WrappedModule.run`."""
+    return wrapper._ubatch_wrapped.run(step)

@@ -23,7 +23,7 @@ import torch
 
 from model_runner.auto.dbo_policy import Policy, Seen
 from model_runner.auto.step_stages import Stages, row
-from model_runner.step.dp import BatchShape
+from model_runner.step.step import Step
 from ubatch import CommGroup, Decision, ForwardMode, UBatchConfig, fingerprint
 from ubatch.ranks.connection import Connection
 from ubatch.ranks.transfer_times import record_transfers
@@ -83,7 +83,7 @@ class StepSettings:
         free = [kind for kind in kinds if may and config.modes.get(kind, ModeSettings()).token_threshold is None]
         schedules = {kind: config.for_mode(_MODES[kind]).schedule for kind in free}
         self._schedules = {kind: each for kind, each in schedules.items() if each.overlaps}
-        self._prints = {kind: fingerprint(each.describe()) for kind, each in self._schedules.items()}
+        self._prints = {kind: each.fingerprint for kind, each in self._schedules.items()}
         own = {
             kind: ModeSettings(each, each.lanes if each.lanes > 1 else None, token_threshold=each.lanes)
             for kind, each in self._schedules.items()
@@ -98,7 +98,7 @@ class StepSettings:
         kept = 1 + (_IN_FLIGHT if self._device.type == "cuda" else 0)
         self._taken: deque[_Taken | None] = deque([None] * kept, kept)
 
-    def settings(self, batch: BatchShape) -> Proposal:
+    def settings(self, step: Step) -> Proposal:
         """What this rank votes with for a step.
 
         Raises:
@@ -108,7 +108,7 @@ class StepSettings:
             return Proposal()
         self._follow_group()
         due = self._taken[0]
-        tokens, kind = sum(batch.query_lens), mode_key(batch.mode)
+        tokens, kind = step.num_tokens, mode_key(step.mode)
         declined = bool(tokens) and kind in self._schedules and not self.policy.overlaps(kind, tokens)
         return Proposal(self._settings, declined, () if due is None else due[1]())
 

@@ -36,8 +36,8 @@ from model_runner.drafting.tree import draft_trees
 from model_runner.errors import RequestError
 from model_runner.speculation.extend import draft_extend_batch
 from model_runner.speculation.proposer import Draft
-from model_runner.step.input_batch import InputBatch
 from model_runner.step.request import Request
+from model_runner.step.step import Step
 from ubatch import ConfigError, ForwardMode
 from ubatch.streams.small_copies import to_device
 
@@ -83,27 +83,27 @@ class DraftProposer:
 
     def observe(
         self,
-        batch: InputBatch,
+        step: Step,
         hidden: Tensor,
         tokens: Sequence[tuple[int, ...]],
         accepted_rows: Sequence[tuple[int, ...]],
     ) -> None:
         """Run the step's rows through the draft network; see `StepObserver`."""
-        verifies = batch.mode is ForwardMode.TARGET_VERIFY
+        verifies = step.mode is ForwardMode.TARGET_VERIFY
         if verifies and not self._reads_hidden:
             return  # the accepted tokens are run when the next ones are drafted
-        extend = draft_extend_batch(batch, accepted_rows)
-        ids = batch.input_ids
+        extend = draft_extend_batch(step, accepted_rows)
+        ids = step.input_ids
         if verifies:
             # Root and accepted drafts; each reads the token after it, which is one of the step's output tokens.
             (ids,) = to_device([torch.tensor([token for own in tokens for token in own])], self._draft.device)
             hidden = hidden.index_select(0, extend.rows)
         elif self._reads_hidden:
             # Each row reads the next row's token; a share's last row the sampled token, or the next chunk's first.
-            (follows,) = to_device([torch.tensor(_following(batch, tokens))], self._draft.device)
+            (follows,) = to_device([torch.tensor(_following(step, tokens))], self._draft.device)
             ids = ids.roll(-1).index_copy_(0, extend.last_rows, follows)
         result = self._draft.extend(extend.metadata, ids, extend.positions, hidden)
-        requests = [share.request for share in batch.scheduled]
+        requests = [share.request for share in step.shares]
         self._keep(requests, extend.metadata, result.index_select(0, extend.last_rows))
 
     def _keep(self, requests: Sequence[Request], extended: CommonAttentionMetadata, last: Tensor) -> None:
@@ -178,10 +178,10 @@ class DraftProposer:
         return made
 
 
-def _following(batch: InputBatch, tokens: Sequence[tuple[int, ...]]) -> list[int]:
+def _following(step: Step, tokens: Sequence[tuple[int, ...]]) -> list[int]:
     """The token after each share: the sampled token, or for an unfinished prompt its next token."""
-    ends = batch.metadata.seq_lens_cpu
+    ends = step.metadata.seq_lens_cpu
     return [
         own[0] if own else share.request.token_ids[end]
-        for share, own, end in zip(batch.scheduled, tokens, ends, strict=True)
+        for share, own, end in zip(step.shares, tokens, ends, strict=True)
     ]

@@ -25,9 +25,8 @@ from torch import Tensor
 from attention import GraphLimits, UBatchAttention, split_attn_metadata
 from model_runner.graphs.batches import GraphSetting, batch_to_capture
 from model_runner.parallel.tensor_parallel import padded_len
-from model_runner.step.dp import BatchShape, Coordination
 from model_runner.step.graph_sizes import GraphFamily, GraphShape, tokens_needed
-from model_runner.step.input_batch import InputBatch
+from model_runner.step.step import Step
 from ubatch import (
     CapturedGraph,
     ConfigError,
@@ -222,17 +221,18 @@ class GraphSteps:
 
     # -- a step -------------------------------------------------------------------------------------------------
 
-    def offer(self, batch: BatchShape, max_seq_len: int, *, tree: bool = False) -> int:
+    def offer(self, step: Step) -> int:
         """This rank's offer in the vote: 0 if the step must run eagerly here; see `Offer.graph_mode`."""
         if not self._captured:
             return 0
-        if not batch.query_lens:
+        requests, metadata = len(step.query_lens), step.metadata
+        if not requests:
             return _ANY_GRAPH
-        family = self._by_kind.get((batch.mode, batch.query_lens[0]))
-        if family is None or family.tree is not tree or max_seq_len > self._max_seq_len:
+        family = self._by_kind.get((step.mode, step.query_lens[0]))
+        if family is None or family.tree is not metadata.has_tree or metadata.max_seq_len > self._max_seq_len:
             return 0
-        if len(batch.query_lens) > family.max_requests():
-            self._say_once(family, len(batch.query_lens), "", family.max_requests())
+        if requests > family.max_requests():
+            self._say_once(family, requests, "", family.max_requests())
             return 0
         return family.fingerprint
 
@@ -248,15 +248,15 @@ class GraphSteps:
                 room,
             )
 
-    def agree(self, agreed: Coordination) -> Coordination:
+    def agree(self, step: Step) -> Step:
         """Add the shape that all ranks replay in this step; if none fits, all run eagerly, with a warning.
 
         Raises:
             ConfigError: other ranks replay graphs that this rank has not captured.
         """
-        decision = agreed.decision
+        decision = step.decision
         if not decision.graph_mode:
-            return agreed
+            return step
         family = self._by_fingerprint.get(decision.graph_mode)
         if family is None:
             raise ConfigError(
@@ -267,31 +267,28 @@ class GraphSteps:
         if shape is None and not decision.engaged:
             requests = tokens_needed(decision)[1] // family.tokens_per_request
             self._say_once(family, requests, " without overlap", family.max_requests(plain=True))
-        return replace(agreed, graph=shape, decision=decision if shape is not None else replace(decision, graph_mode=0))
+        return replace(step, graph=shape, decision=decision if shape is not None else replace(decision, graph_mode=0))
 
-    def replay(self, batch: InputBatch, agreed: Coordination, shape: GraphShape) -> Tensor:
-        """Run a step as the graph of `shape`.
-
-        Args:
-            batch: this rank's batch; without requests, the whole graph is padding.
+    def replay(self, step: Step, shape: GraphShape) -> Tensor:
+        """Run a step as its graph, which has `shape`; without requests, the whole graph is padding.
 
         Returns:
             `[T, hidden_size]`, as of an eager step: in the batch's order, without padding.
         """
         captured, rows = self._captured[shape], shape.num_tokens
-        pieces = _pieces(batch, agreed, shape)
+        pieces = _pieces(step, shape)
         for lane, (start, tokens) in enumerate(pieces):
-            self._place(self._static, (batch.input_ids, batch.positions), tokens, start, shape.lane_tokens, lane)
+            self._place(self._static, (step.input_ids, step.positions), tokens, start, shape.lane_tokens, lane)
         with self._planning():
-            if agreed.slices is None:
-                self._attention.replan(captured.plans[0], batch.metadata)
+            if step.slices is None:
+                self._attention.replan(captured.plans[0], step.metadata)
             else:
-                self._attention.replan_lanes(captured.plans, split_attn_metadata(agreed.slices, batch.metadata))
-        context = replace(captured.context, decision=_padded(agreed.decision, captured.context.decision))
+                self._attention.replan_lanes(captured.plans, split_attn_metadata(step.slices, step.metadata))
+        context = replace(captured.context, decision=_padded(step.decision, captured.context.decision))
         with set_forward_context(context):
             hidden: Tensor = self._wrapper(self._ids[:rows], self._positions[:rows])
         if shape.lanes == 1:
-            return hidden[: batch.num_tokens]
+            return hidden[: step.num_tokens]
         return torch.cat([hidden[start : start + tokens.stop - tokens.start] for start, tokens in pieces])
 
 
@@ -315,11 +312,11 @@ def _placement(device: torch.device) -> Callable[..., None]:
     return place_in_torch
 
 
-def _pieces(batch: InputBatch, agreed: Coordination, shape: GraphShape) -> list[tuple[int, slice]]:
-    """For each lane: its first row in the graph, and its tokens in the batch."""
-    if agreed.slices is None:
-        return [(0, slice(0, batch.num_tokens))]
-    return [(lane * shape.lane_tokens, piece.token_slice) for lane, piece in enumerate(agreed.slices)]
+def _pieces(step: Step, shape: GraphShape) -> list[tuple[int, slice]]:
+    """For each lane: its first row in the graph, and its tokens in the step."""
+    if step.slices is None:
+        return [(0, slice(0, step.num_tokens))]
+    return [(lane * shape.lane_tokens, piece.token_slice) for lane, piece in enumerate(step.slices)]
 
 
 def _padded(decided: Decision, captured: Decision | None) -> Decision:

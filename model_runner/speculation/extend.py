@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from attention import CommonAttentionMetadata
-from model_runner.step.input_batch import InputBatch
+from model_runner.step.step import Step
 from ubatch import ConfigError, ForwardMode
 from ubatch.streams.small_copies import to_device
 
@@ -45,7 +45,7 @@ class DraftExtendBatch:
     last_rows: Tensor
 
 
-def draft_extend_batch(batch: InputBatch, accepted_rows: Sequence[Sequence[int]]) -> DraftExtendBatch:
+def draft_extend_batch(step: Step, accepted_rows: Sequence[Sequence[int]]) -> DraftExtendBatch:
     """Build the draft-extend batch of a step.
 
     Args:
@@ -54,11 +54,11 @@ def draft_extend_batch(batch: InputBatch, accepted_rows: Sequence[Sequence[int]]
     Raises:
         ConfigError: in a verify step, `accepted_rows` lacks a share's root and accepted drafts.
     """
-    metadata, device = batch.metadata, batch.input_ids.device
-    if batch.mode is not ForwardMode.TARGET_VERIFY:
-        rows, ends = torch.arange(batch.num_tokens), torch.tensor(metadata.query_start_loc_cpu[1:], dtype=torch.int64)
+    metadata, device = step.metadata, step.input_ids.device
+    if step.mode is not ForwardMode.TARGET_VERIFY:
+        rows, ends = torch.arange(step.num_tokens), torch.tensor(metadata.query_start_loc_cpu[1:], dtype=torch.int64)
         rows, last = to_device((rows, ends - 1), device)
-        return DraftExtendBatch(rows, batch.positions, metadata, last)
+        return DraftExtendBatch(rows, step.positions, metadata, last)
 
     firsts = list(metadata.query_start_loc_cpu[:-1])
     if [rows[0] if rows else None for rows in accepted_rows] != firsts:

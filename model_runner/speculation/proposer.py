@@ -16,8 +16,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from model_runner.step.input_batch import InputBatch
 from model_runner.step.request import Request
+from model_runner.step.step import Step
 
 __all__ = ["Draft", "Proposer", "StepObserver"]
 
@@ -61,7 +61,7 @@ class StepObserver(Protocol):
 
     def observe(
         self,
-        batch: InputBatch,
+        step: Step,
         hidden: Tensor,
         tokens: Sequence[tuple[int, ...]],
         accepted_rows: Sequence[tuple[int, ...]],
@@ -69,7 +69,7 @@ class StepObserver(Protocol):
         """Called once per step with tokens when its result is read, in the order of the steps.
 
         Args:
-            batch: the step's batch.
+            step: the step.
             hidden: `[T, hidden_size]` of all its rows, normalised: the input of `compute_logits`.
             tokens: the new tokens of each share; none for a prompt chunk that does not end its prompt.
             accepted_rows: in a verify step, for each share the rows of its root and its accepted drafts, in order;

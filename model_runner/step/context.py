@@ -1,4 +1,4 @@
-"""The forward context of a step after its vote: attention plans, and every rank's number of tokens."""
+"""What a step needs after its vote: attention plans, forward contexts, and the model's arguments."""
 
 from __future__ import annotations
 
@@ -11,61 +11,54 @@ from torch import Tensor
 
 from attention import UBatchAttention, split_attn_metadata
 from model_runner.parallel.tensor_parallel import WHOLE, Shard, padded_len, share_rows, share_tokens
-from model_runner.step.dp import Coordination
-from model_runner.step.input_batch import InputBatch
+from model_runner.step.step import Step
 from ubatch import Decision, ForwardContext, ForwardMode, fingerprint
 from ubatch.streams.small_copies import to_device
+from ubatch.wrapping.step import Call
 
-__all__ = ["common_mode", "step_context"]
+__all__ = ["common_mode", "plan_step"]
 
 _MODES = {fingerprint(mode): mode for mode in ForwardMode}
 
 
-def step_context(
-    batch: InputBatch,
-    agreed: Coordination,
-    attention: UBatchAttention,
-    shard: Shard = WHOLE,
-    *,
-    needed_rows: Sequence[int] | None = None,
-) -> ForwardContext:
-    """One context and attention plan for the batch, or if it overlaps in lanes, one of each per lane.
+def plan_step(
+    step: Step, attention: UBatchAttention, shard: Shard = WHOLE, *, needed_rows: Sequence[int] | None = None
+) -> Step:
+    """The step with an attention plan and a forward context for its batch, or if it overlaps in lanes, for each lane.
 
     Args:
         shard: this rank's place among those that share a replica, and have the same batch.
         needed_rows: rows of the batch whose output is read, ascending; None for all.
     """
-    decision = agreed.decision
-    mode = common_mode(decision)
-    around = slice(0, batch.num_tokens)
-    slices = None if agreed.slices is None else [lane.token_slice for lane in agreed.slices]
-    needed = iter(_needed(needed_rows, slices or [around], shard, batch.input_ids.device))
-
-    def context(plan: object | None, own: slice, tokens: Sequence[int]) -> ForwardContext:
-        """A context for this rank's tokens `own`; `tokens` are those of every rank's replica."""
-        replicas, count = tokens[:: shard.size], own.stop - own.start
-        return ForwardContext(
-            attn_metadata=plan,
-            num_tokens=count,
-            mode=batch.mode,
-            tokens_across_ranks=share_tokens(tokens, shard.size),
-            decision=decision,
-            local_dp_buffer_len=padded_len(count, shard.size),
-            global_dp_buffer_len=sum(padded_len(count, shard.size) for count in replicas),
-            global_mode=mode,
-            needed_rows=next(needed, None),
+    ids, positions, decision, size = step.input_ids, step.positions, step.decision, shard.size
+    calls: list[Call]
+    if step.slices is None:
+        pieces, plans = [slice(0, step.num_tokens)], [attention.plan(step.metadata)]
+        calls = [((ids, positions), {})]
+    else:
+        pieces = [lane.token_slice for lane in step.slices]
+        plans = attention.plan_lanes(split_attn_metadata(step.slices, step.metadata))
+        calls = [((ids[own], positions[own]), {}) for own in pieces]
+    needed = _needed(needed_rows, pieces, shard, ids.device)
+    global_mode = common_mode(decision)
+    contexts = []
+    for lane, (own, plan, rows) in enumerate(zip(pieces, plans, needed, strict=True)):
+        tokens, count = decision.lane_tokens(lane), own.stop - own.start
+        contexts.append(
+            ForwardContext(
+                attn_metadata=plan,
+                num_tokens=count,
+                mode=step.mode,
+                tokens_across_ranks=share_tokens(tokens, size),
+                decision=decision,
+                schedule=step.schedule,
+                local_dp_buffer_len=padded_len(count, size),
+                global_dp_buffer_len=sum([padded_len(each, size) for each in tokens[::size]]),
+                global_mode=global_mode,
+                needed_rows=rows,
+            )
         )
-
-    if agreed.slices is None or slices is None:
-        whole = context(attention.plan(batch.metadata), around, decision.lane_tokens(0))
-        return replace(whole, schedule=agreed.schedule)
-    plans = attention.plan_lanes(split_attn_metadata(agreed.slices, batch.metadata))
-    lanes = tuple(
-        context(plan, own, decision.lane_tokens(lane))
-        for lane, (own, plan) in enumerate(zip(slices, plans, strict=True))
-    )
-    everything = context(None, around, tuple(map(sum, decision.tokens)))
-    return replace(everything, ubatch_slices=agreed.slices, lane_contexts=lanes, schedule=agreed.schedule)
+    return replace(step, calls=calls, contexts=contexts)
 
 
 def _needed(
@@ -85,5 +78,5 @@ def _needed(
 
 def common_mode(decision: Decision) -> ForwardMode | None:
     """The mode of all ranks with tokens; None if modes differ or no rank has tokens. Mixed counts as prefill."""
-    busy = {mode for mode, row in zip(decision.modes, decision.tokens, strict=False) if any(row)}
+    busy = {mode for mode, row in zip(decision.modes, decision.tokens, strict=False) if sum(row)}
     return _MODES.get(busy.pop()) if len(busy) == 1 else None

@@ -14,7 +14,7 @@ mixed_steps    the limit of prefill tokens in a step that also decodes
 from serving.scheduler.config import SchedulerConfig, SchedulingPolicy
 from serving.scheduler.kv_manager import KVManager
 from serving.scheduler.radix_cache import Insertion, PrefixMatch, RadixCache, RadixNode
-from serving.scheduler.request import ScheduledStep, TrackedRequest
+from serving.scheduler.request import TrackedRequest, TrackedShare
 from serving.scheduler.scheduler import Scheduler
 
 __all__ = [
@@ -23,9 +23,9 @@ __all__ = [
     "PrefixMatch",
     "RadixCache",
     "RadixNode",
-    "ScheduledStep",
     "Scheduler",
     "SchedulerConfig",
     "SchedulingPolicy",
     "TrackedRequest",
+    "TrackedShare",
 ]

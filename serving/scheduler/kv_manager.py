@@ -19,8 +19,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from attention import BlockAllocator, KVCacheError, KVCacheExhausted, RequestToTokenTable
+from model_runner import Step
 from serving.scheduler.radix_cache import PrefixMatch, RadixCache
-from serving.scheduler.request import ScheduledStep, TrackedRequest
+from serving.scheduler.request import TrackedRequest, TrackedShare, shares_of
 from serving.scheduler.snapshots import SNAPSHOT_INTERVAL, SNAPSHOT_WORTH
 
 __all__ = ["KVManager"]
@@ -181,7 +182,7 @@ class KVManager:
                 last = place
         return tuple(found)
 
-    def plan_snapshots(self, step: ScheduledStep) -> ScheduledStep:
+    def plan_snapshots(self, step: Step) -> Step:
         """The same step, with the snapshots that its shares begin with, and those that they keep.
 
         One is kept at checkpoints, and at page borders when `SNAPSHOT_INTERVAL` tokens came since the last one. Not for
@@ -190,7 +191,8 @@ class KVManager:
         if not self.tree.snapshots.count:
             return step
         shares = []
-        for request, share, start in zip(step.requests, step.shares, step.starts, strict=True):
+        for share, start in zip(shares_of(step), step.prefix_lens, strict=True):
+            request = share.request
             restore, request.snapshot = request.snapshot, None
             keep = self._take_snapshot(request, start + share.num_tokens)
             changed = restore is not None or keep is not None
@@ -206,20 +208,20 @@ class KVManager:
             request.num_kept_tokens = end
         return number
 
-    def settle(self, step: ScheduledStep, index: int, *, good: bool) -> None:
+    def settle(self, share: TrackedShare, end: int, *, good: bool) -> None:
         """A share's result was processed: the snapshot that it kept, if any, goes to the node that ends there.
 
         Args:
+            end: where the share ended, in tokens from the request's begin.
             good: the step's values are finite, and the request is alive or ended with this step. Else the snapshot
                 becomes free.
         """
-        request, share = step.requests[index], step.shares[index]
+        request = share.request
         if share.keep is None:
             return
         if good:
             if request.row is not None:
                 self.cache_written(request)
-            end = step.starts[index] + share.num_tokens
             match = self.tree.match(request.token_ids, end)
             if len(match.blocks) * self.block_size == end:
                 self.tree.snapshots.give(share.keep, match.node)

@@ -1,16 +1,16 @@
-"""The scheduler's state of a request, and a planned step."""
+"""The scheduler's state of a request, and its share of a planned step."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
-from model_runner import PENDING_TOKEN, Draft, FinishReason, Request, ScheduledRequest, TokenLogprobs
+from model_runner import PENDING_TOKEN, Draft, FinishReason, Request, ScheduledRequest, Step, TokenLogprobs
 from serving.requests import DraftCounts, RequestInput
 from serving.scheduler.radix_cache import RadixNode
 
-__all__ = ["ScheduledStep", "TrackedRequest"]
+__all__ = ["TrackedRequest", "TrackedShare", "plan_step", "plan_verify", "shares_of"]
 
 
 @dataclass(eq=False)
@@ -113,84 +113,67 @@ class TrackedRequest(Request):
 
 
 @dataclass(frozen=True)
-class ScheduledStep:
-    """A planned step, with the state of its requests at that time; they may have changed when its result arrives.
+class TrackedShare(ScheduledRequest):
+    """A request's share of a step, with the request's state when it was planned; it may have changed when the result
+    arrives.
 
     Attributes:
-        shares: what the executor runs: one share per request.
-        samples: whether each share reaches the end of its request's tokens, so that a token is sampled.
-        starts: tokens of each request that were in the KV cache before the step.
-        prefills: whether each share computes prompt tokens, or tokens generated before a retraction.
-        num_drafted: proposed drafts of each share, without padding.
-        reach: most drafts of each share that can be accepted: all of a chain, the longest path of a tree.
-        delay_sampling: the sampling of some request depends on tokens that may still be pending.
-        verify: the shares carry drafts.
+        request: see `ScheduledRequest`.
+        prefill: it computes prompt tokens, or tokens generated before a retraction.
+        ends: it reaches the end of its request's tokens, so that a token is sampled.
+        incarnation: the request's, at that time.
+        num_drafted: proposed drafts, without padding.
+        reach: most drafts that can be accepted: all of a chain, the longest path of a tree.
     """
 
-    shares: tuple[ScheduledRequest, ...] = ()
-    requests: tuple[TrackedRequest, ...] = ()
-    samples: tuple[bool, ...] = ()
-    starts: tuple[int, ...] = ()
-    incarnations: tuple[int, ...] = ()
-    prefills: tuple[bool, ...] = ()
-    num_drafted: tuple[int, ...] = ()
-    reach: tuple[int, ...] = ()
-    delay_sampling: bool = False
-    verify: bool = False
+    request: TrackedRequest
+    prefill: bool = False
+    ends: bool = True
+    incarnation: int = 0
+    num_drafted: int = 0
+    reach: int = 0
 
-    @classmethod
-    def plain(cls, decodes: Sequence[TrackedRequest], prefills: Sequence[tuple[TrackedRequest, int]]) -> ScheduledStep:
-        """A step that runs one token of each request in `decodes`; `prefills` has (request, number of tokens)."""
-        requests = (*decodes, *(request for request, _ in prefills))
-        samples = [True] * len(decodes) + [count == request.num_uncomputed_tokens for request, count in prefills]
-        shares = [ScheduledRequest(request, 1) for request in decodes]
-        shares += [ScheduledRequest(request, count) for request, count in prefills]
-        return cls._of(
-            requests,
-            shares=tuple(shares),
-            samples=tuple(samples),
-            prefills=(False,) * len(decodes) + (True,) * len(prefills),
-            # Only a share that samples needs the tokens before it.
-            delay_sampling=any(
-                request.params.needs_history for request, own in zip(requests, samples, strict=True) if own
-            ),
-        )
-
-    @classmethod
-    def verifying(
-        cls,
-        decodes: Sequence[TrackedRequest],
-        drafts: Sequence[Draft],
-        num_drafted: Sequence[int],
-        reach: Sequence[int],
-    ) -> ScheduledStep:
-        """A step that verifies one draft per request in `decodes`; `num_drafted` and `reach` as in the attributes."""
-        return cls._of(
-            tuple(decodes),
-            shares=tuple(
-                ScheduledRequest(request, 1, draft.tokens, draft.parents, draft.probs)
-                for request, draft in zip(decodes, drafts, strict=True)
-            ),
-            samples=(True,) * len(decodes),
-            prefills=(False,) * len(decodes),
-            num_drafted=tuple(num_drafted),
-            reach=tuple(reach),
-            delay_sampling=any(request.params.needs_history for request in decodes),
-            verify=True,
-        )
-
-    @classmethod
-    def _of(cls, requests: tuple[TrackedRequest, ...], **what: Any) -> ScheduledStep:
-        starts = tuple(request.num_computed_tokens for request in requests)
-        return cls(requests=requests, starts=starts, incarnations=tuple(r.incarnation for r in requests), **what)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the step runs, drafts included."""
-        return sum(share.num_tokens + len(share.drafts) for share in self.shares)
-
-    def drafts_right(self, index: int, accepted: int) -> DraftCounts:
-        """Draft counts of a share without padding; `accepted` counts all accepted drafts, padding included."""
-        if not self.verify or not self.num_drafted[index]:
+    def drafts_right(self, accepted: int) -> DraftCounts:
+        """Draft counts without padding; `accepted` counts all accepted drafts, padding included."""
+        if not self.num_drafted:
             return DraftCounts()
-        return DraftCounts(1, self.num_drafted[index], min(accepted, self.reach[index]))
+        return DraftCounts(1, self.num_drafted, min(accepted, self.reach))
+
+
+def plan_step(decodes: Sequence[TrackedRequest], prefills: Sequence[tuple[TrackedRequest, int]]) -> Step:
+    """A step that runs one token of each request in `decodes`; `prefills` has (request, number of tokens)."""
+    shares = [TrackedShare(request, 1, incarnation=request.incarnation) for request in decodes]
+    for request, count in prefills:
+        ends = count == request.num_uncomputed_tokens
+        shares.append(TrackedShare(request, count, prefill=True, ends=ends, incarnation=request.incarnation))
+    # Only a share that samples needs the tokens before it.
+    return Step.of(shares, delay_sampling=_needs_history([share.request for share in shares if share.ends]))
+
+
+def plan_verify(
+    decodes: Sequence[TrackedRequest], drafts: Sequence[Draft], num_drafted: Sequence[int], reach: Sequence[int]
+) -> Step:
+    """A step that verifies one draft per request in `decodes`; `num_drafted` and `reach` as in `TrackedShare`."""
+    shares = [
+        TrackedShare(
+            request,
+            1,
+            draft.tokens,
+            draft.parents,
+            draft.probs,
+            incarnation=request.incarnation,
+            num_drafted=real,
+            reach=most,
+        )
+        for request, draft, real, most in zip(decodes, drafts, num_drafted, reach, strict=True)
+    ]
+    return Step.of(shares, delay_sampling=_needs_history(decodes))
+
+
+def _needs_history(requests: Sequence[TrackedRequest]) -> bool:
+    return True in [request.params.needs_history for request in requests]
+
+
+def shares_of(step: Step) -> tuple[TrackedShare, ...]:
+    """The shares of a step that this scheduler has planned."""
+    return cast("tuple[TrackedShare, ...]", step.shares)

@@ -22,7 +22,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attention import BlockAllocator, KVCacheError, RequestToTokenTable
-from model_runner import FAULTS, PENDING_TOKEN, FinishReason, Proposer, RequestError, StepOutput
+from model_runner import (
+    FAULTS,
+    PENDING_TOKEN,
+    FinishReason,
+    Proposer,
+    RequestError,
+    Step,
+    StepOutput,
+    TokenLogprobs,
+)
 from serving.requests import EngineStatistics, RequestInput, RequestOutput, SchedulerTotals
 from serving.scheduler.admission.budget import NewTokenRatio, choose_victim
 from serving.scheduler.admission.checks import check_input
@@ -32,9 +41,9 @@ from serving.scheduler.config import SchedulerConfig, SchedulingPolicy
 from serving.scheduler.kv_manager import KVManager
 from serving.scheduler.mixed_steps import MixedSteps
 from serving.scheduler.radix_cache import PrefixMatch
-from serving.scheduler.request import ScheduledStep, TrackedRequest
+from serving.scheduler.request import TrackedRequest, TrackedShare, plan_step, plan_verify, shares_of
 from serving.scheduler.speculation import Speculation
-from ubatch import UBatchError
+from ubatch import ForwardMode, UBatchError
 
 __all__ = ["Scheduler"]
 
@@ -139,11 +148,11 @@ class Scheduler:
 
     # -- a step -------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> ScheduledStep:
+    def schedule(self) -> Step:
         """Plan a step; it has no shares if nothing can run now."""
         if not self._requests:
             self._ratio.reset()
-            return ScheduledStep()
+            return Step.of(())
         budget = self._config.max_num_batched_tokens
         prefills: list[tuple[TrackedRequest, int]] = []
         decodes: list[TrackedRequest] = []
@@ -159,24 +168,25 @@ class Scheduler:
             self._ratio.decay()
         plain = bool(prefills) or any(request.suspect for request in decodes)
         if decodes and not plain and (found := self._speculation.draft(decodes)) is not None:
-            return ScheduledStep.verifying(decodes, found.drafts, found.num_real, found.reach)
-        return self.kv.plan_snapshots(ScheduledStep.plain(decodes, prefills))
+            return plan_verify(decodes, found.drafts, found.num_real, found.reach)
+        return self.kv.plan_snapshots(plan_step(decodes, prefills))
 
-    def advance(self, step: ScheduledStep) -> None:
+    def advance(self, step: Step) -> None:
         """The step was launched: count its tokens as computed, for the planning of later steps."""
         self._mixed_steps.launched()
-        if step.verify:
-            for request in step.requests:
+        verifies = step.mode is ForwardMode.TARGET_VERIFY
+        for share in shares_of(step):
+            request = share.request
+            if verifies:
                 request.verifying = True
-            return
-        for request, share, samples in zip(step.requests, step.shares, step.samples, strict=True):
+                continue
             request.num_computed_tokens += share.num_tokens
-            if samples:
+            if share.ends:
                 request.token_ids.append(PENDING_TOKEN)
                 request.prefilling = False
 
-    def process(self, step: ScheduledStep, output: StepOutput) -> list[RequestOutput]:
-        """Process a step's result; must be called in the order of the steps.
+    def process(self, step: Step, output: StepOutput) -> list[RequestOutput]:
+        """Process a launched step's result; must be called in the order of the steps.
 
         Returns:
             One output for every request that got a token or ended.
@@ -185,18 +195,16 @@ class Scheduler:
             raise UBatchError(f"a step of {len(step.shares)} shares gave tokens for {len(output.tokens)}.")
         self._mixed_steps.processed(output.decision)
         outputs = []
-        for index, request in enumerate(step.requests):
-            corrupted = index in output.corrupted
-            if request.finished:
-                self.kv.settle(step, index, good=False)
-                continue
-            if step.prefills[index] and not corrupted:
-                self._take_prefill(step, index, output)
-            if step.samples[index] or corrupted:
-                got = self._take_tokens(step, index, output)
+        for index, share in enumerate(shares_of(step)):
+            corrupted, finished = index in output.corrupted, share.request.finished
+            if share.prefill and not corrupted and not finished:
+                self._take_prefill(share, step.prefix_lens[index], output.prompt_logprobs[index])
+            if (share.ends or corrupted) and not finished:
+                got = self._take_tokens(step, index, share, output)
                 if got.token_ids or got.finish_reason is not None:
                     outputs.append(got)
-            self.kv.settle(step, index, good=not corrupted)
+            if share.keep is not None:
+                self.kv.settle(share, step.prefix_lens[index] + share.num_tokens, good=not corrupted and not finished)
         return outputs
 
     def statistics(self) -> EngineStatistics:
@@ -375,41 +383,42 @@ class Scheduler:
 
     # -- results ------------------------------------------------------------------------------------------------
 
-    def _take_prefill(self, step: ScheduledStep, index: int, output: StepOutput) -> None:
-        """Part of a prompt was computed: put its written pages into the prefix cache."""
-        request = step.requests[index]
+    def _take_prefill(self, share: TrackedShare, start: int, prompt_logprobs: Sequence[TokenLogprobs | None]) -> None:
+        """Part of a prompt was computed, from index `start`: put its written pages into the prefix cache."""
+        request = share.request
         if request.prompt_logprobs is not None:
-            request.prompt_logprobs += output.prompt_logprobs[index]
-        if step.incarnations[index] == request.incarnation:
-            request.num_written_tokens = step.starts[index] + step.shares[index].num_tokens
+            request.prompt_logprobs += prompt_logprobs
+        if share.incarnation == request.incarnation:
+            request.num_written_tokens = start + share.num_tokens
             self.kv.cache_written(request)
             self._sharing.wrote(request)
 
-    def _take_tokens(self, step: ScheduledStep, index: int, output: StepOutput) -> RequestOutput:
+    def _take_tokens(self, step: Step, index: int, share: TrackedShare, output: StepOutput) -> RequestOutput:
         """Add the tokens of a step to its request: they replace the pending one, or are appended after a verify step.
 
         A request with values that are not finite ends with an error. In a verify step a draft may be the cause (masked
         attention multiplies a NaN by 0), so the request first runs a step without drafts. A request whose parameters
         leave no token ends in either kind of step, as that does not depend on drafts.
         """
-        request, tokens, corrupted = step.requests[index], output.tokens[index], index in output.corrupted
-        place = step.starts[index] + step.shares[index].num_tokens
+        request, tokens, corrupted = share.request, output.tokens[index], index in output.corrupted
+        verified = step.mode is ForwardMode.TARGET_VERIFY
+        place = step.prefix_lens[index] + share.num_tokens
         count, reason = request.ending(tokens, place)
-        request.suspect = corrupted and step.verify
+        request.suspect = corrupted and verified
         stuck = index in output.out_of_tokens
-        if reason is None and (stuck or (corrupted and not step.verify)):
+        if reason is None and (stuck or (corrupted and not verified)):
             reason = FinishReason.NO_TOKEN_LEFT if stuck else FinishReason.ERROR
             self._counts.corrupted_requests += corrupted
-        drafts = step.drafts_right(index, min(len(tokens) - (not corrupted and not stuck), count))
-        if step.verify:
+        drafts = share.drafts_right(min(len(tokens) - (not corrupted and not stuck), count))
+        if verified:
             request.verifying = False
             request.token_ids += tokens[:count]
             self._counts.verified(drafts)
         elif tokens:
             request.token_ids[place] = tokens[0]
-        if step.incarnations[index] == request.incarnation and reason not in FAULTS:
+        if share.incarnation == request.incarnation and reason not in FAULTS:
             request.num_written_tokens = place + count - 1
-            if step.verify:
+            if verified:
                 request.num_computed_tokens = request.num_written_tokens
         self._counts.generation_tokens += count
         if place == request.num_prompt_tokens:

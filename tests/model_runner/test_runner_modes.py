@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from dense_checkpoint import make_small
 
-from model_runner import BatchShape, ModelRunner, SamplingParams, coordinate_batch_across_dp, generate, make_offer
+from model_runner import ModelRunner, SamplingParams, coordinate_batch_across_dp, generate, make_offer
 from ranks import run_ranks
+from tests.support.shaped_steps import shaped_step
 from ubatch import SCHEDULES, CommGroup, DeclineReason, ForwardMode, UBatchConfig, Wish, decide
 
 DECODE, PREFILL, MIXED, IDLE = ForwardMode.DECODE, ForwardMode.PREFILL, ForwardMode.MIXED, ForwardMode.IDLE
@@ -42,13 +43,13 @@ def test_each_mode_votes_with_its_own_schedule_and_threshold() -> None:
             "verify": {"schedule": "serial"},
         }
     )
-    single = coordinate_batch_across_dp(config, BatchShape([1] * 8, DECODE), None)
+    single = coordinate_batch_across_dp(config, shaped_step([1] * 8, DECODE), None)
     assert (single.decision.engaged, single.decision.tokens, single.slices) == (True, ((8,),), None)
     assert single.schedule == config.for_mode(DECODE).schedule
     signalled = UBatchConfig.from_mapping({"schedule": "single_batch_signalled", "dbo_decode_token_threshold": 4})
-    whole = coordinate_batch_across_dp(signalled, BatchShape([1] * 8, DECODE), None)
+    whole = coordinate_batch_across_dp(signalled, shaped_step([1] * 8, DECODE), None)
     assert (whole.decision.engaged, whole.slices, whole.schedule) == (True, None, SCHEDULES["single_batch_signalled"])
-    lanes = coordinate_batch_across_dp(config, BatchShape([1, 50, 50, 50], MIXED), None)
+    lanes = coordinate_batch_across_dp(config, shaped_step([1, 50, 50, 50], MIXED), None)
     assert lanes.slices is not None
     assert (len(lanes.slices), lanes.schedule) == (3, config.for_mode(PREFILL).schedule)
     for lens, mode, reason in (
@@ -56,17 +57,17 @@ def test_each_mode_votes_with_its_own_schedule_and_threshold() -> None:
         ([99], PREFILL, DeclineReason.BELOW_PREFILL_THRESHOLD),
         ([4] * 99, ForwardMode.TARGET_VERIFY, DeclineReason.SERIAL_SCHEDULE),
     ):
-        declined = coordinate_batch_across_dp(config, BatchShape(lens, mode), None)
+        declined = coordinate_batch_across_dp(config, shaped_step(lens, mode), None)
         assert (declined.decision.reason, declined.slices, declined.schedule) == (reason, None, None)
 
 
 @pytest.mark.parametrize("quiet", ["decode", "prefill"])
 def test_an_idle_rank_votes_yes_whatever_its_guess_would_be(quiet: str) -> None:
     config = UBatchConfig.from_mapping({quiet: {"schedule": "serial"}})
-    idle, _ = make_offer(config, BatchShape([], IDLE))
+    idle, _ = make_offer(config, shaped_step([], IDLE))
     assert idle.wish is Wish.IDLE
     mode, lens = (PREFILL, [600, 600]) if quiet == "decode" else (DECODE, [1] * 40)
-    busy, _ = make_offer(config, BatchShape(lens, mode))
+    busy, _ = make_offer(config, shaped_step(lens, mode))
     assert decide([idle, busy]).engaged
 
 

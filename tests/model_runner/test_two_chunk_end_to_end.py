@@ -13,8 +13,7 @@ import pytest
 from dense_checkpoint import make_small
 from fake_device import run
 
-from model_runner import InputBatch, ModelRunner, SamplingParams
-from model_runner.step.dp import Coordination
+from model_runner import ModelRunner, SamplingParams, Step
 from serving.engine import EngineCore
 from serving.requests import RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
@@ -38,18 +37,18 @@ class Watched:
     """A runner whose agreements are noted."""
 
     def __init__(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.agreed: list[tuple[InputBatch, Coordination]] = []
-        coordinate = runner.coordinate
+        self.agreed: list[Step] = []
+        agree = runner.agree
 
-        def noted(batch: InputBatch, *args: Any, **kwargs: Any) -> Coordination:
-            self.agreed.append((batch, coordinate(batch, *args, **kwargs)))
-            return self.agreed[-1][1]
+        def noted(step: Step, *args: Any, **kwargs: Any) -> Step:
+            self.agreed.append(agree(step, *args, **kwargs))
+            return self.agreed[-1]
 
-        monkeypatch.setattr(runner, "coordinate", noted)
+        monkeypatch.setattr(runner, "agree", noted)
 
     def torn(self) -> Iterator[tuple[UBatchSlice, UBatchSlice]]:
         """The lanes of every step that cut a request."""
-        for _, agreed in self.agreed:
+        for agreed in self.agreed:
             if agreed.slices is not None:
                 first, second = agreed.slices
                 if second.request_slice.start < first.request_slice.stop:
@@ -115,7 +114,7 @@ def test_a_very_long_prompt_is_cut_and_gives_the_same_tokens(
         assert len(torn) >= 2, "the long prompt of either batch"
         if split_by == "tokens":
             assert all(abs(first.num_tokens - second.num_tokens) <= 1 for first, second in torn)
-        cached = [max(batch.shape.prefix_lens, default=0) for batch, _ in watched.agreed if len(batch.shape.query_lens)]
+        cached = [max(step.prefix_lens) for step in watched.agreed if step.shares]
         assert 60 // BLOCK * BLOCK in cached, "the second long prompt starts behind what the first one left"
         assert runner.statistics().engaged >= 2 * NEW
 
@@ -129,9 +128,9 @@ def test_a_lane_of_decodes_beside_a_lane_of_prefills_gives_the_same_tokens(
         runner.split_cost = SplitCost(1.0, 0.01, per_expanded=10.0)
         watched = Watched(runner, monkeypatch)
         assert serve(runner, 24) == expected
-        mixed = [(batch, agreed) for batch, agreed in watched.agreed if batch.mode is ForwardMode.MIXED]
+        mixed = [step for step in watched.agreed if step.mode is ForwardMode.MIXED]
         apart = 0
-        for batch, agreed in mixed:
-            decodes = sum(length == 1 for length in batch.shape.query_lens)
-            apart += agreed.slices is not None and agreed.slices[0].request_slice == slice(0, decodes)
+        for step in mixed:
+            decodes = sum(length == 1 for length in step.query_lens)
+            apart += step.slices is not None and step.slices[0].request_slice == slice(0, decodes)
         assert apart >= 2

@@ -28,9 +28,10 @@ from serving.engine.rank.core import EngineCore
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.requests import DraftCounts, EngineStatistics, RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
+from serving.scheduler.request import shares_of
 from serving.scheduler.speculation import depth_of
 from serving.workbench.bench.runtime.speculation_census import census_of
-from ubatch import ConfigError, UBatchConfig
+from ubatch import ConfigError, ForwardMode, UBatchConfig
 
 pytestmark = pytest.mark.long
 
@@ -189,11 +190,11 @@ def test_trees_are_filled_up_behind_their_last_node() -> None:
     loop.add("chain", [3, 4], max_tokens=20, ignore_eos=True)
     loop.step()
     step = loop.step()
-    assert step.verify
+    assert step.mode is ForwardMode.TARGET_VERIFY
     first, second = step.shares
     assert (first.drafts, first.parents) == ((7, 8, 9, 9), (0, 0, 1, 3))
     assert (second.drafts, second.parents) == ((5,) * 4, None)
-    assert (step.num_drafted, step.reach) == ((3, 4), (2, 4))
+    assert [(share.num_drafted, share.reach) for share in shares_of(step)] == [(3, 2), (4, 4)]
     loop.run()
 
 

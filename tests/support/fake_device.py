@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from attention import BlockAllocator, RequestToTokenTable
-from model_runner import PENDING_TOKEN, SamplingParams, ScheduledRequest, StepOutput
+from model_runner import PENDING_TOKEN, SamplingParams, ScheduledRequest, Step, StepOutput
 from serving.engine import EngineCore
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
-from serving.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from serving.scheduler import Scheduler, SchedulerConfig
 from ubatch import Decision, DeclineReason
 
 EOS = 0
@@ -67,14 +67,14 @@ class FakeDevice:
         self._free_at = 0.0
         self._steps = 0
 
-    def launch(self, scheduled: Sequence[ScheduledRequest], /) -> FakeStep:
+    def launch(self, step: Step, /) -> FakeStep:
         number = self._steps
         self._steps += 1
         self.clock.log.append(f"launch {number}")
         self.on_launch()
-        if scheduled:
+        if step.shares:
             self._free_at = max(self.clock.now, self._free_at) + self.step_s
-        return FakeStep(self, number, tuple(scheduled), self._free_at)
+        return FakeStep(self, number, step, self._free_at)
 
     def restart_clock(self) -> None:
         """Its votes tell no times."""
@@ -83,9 +83,10 @@ class FakeDevice:
 class FakeStep:
     """A step on the device, from its launch on."""
 
-    def __init__(self, device: FakeDevice, number: int, shares: tuple[ScheduledRequest, ...], done_at: float) -> None:
-        self._device, self._number, self._shares, self._done_at = device, number, shares, done_at
-        self._lengths = [len(share.request.token_ids) if share.samples else 0 for share in shares]
+    def __init__(self, device: FakeDevice, number: int, step: Step, done_at: float) -> None:
+        self.step, self._shares = step, step.shares
+        self._device, self._number, self._done_at = device, number, done_at
+        self._lengths = [len(share.request.token_ids) if share.samples else 0 for share in step.shares]
         self._decision = device.decide()
         self._tokens: list[tuple[int, ...]] | None = None
 
@@ -130,15 +131,15 @@ class TimedScheduler:
     def abort(self, request_id: str) -> bool:
         return self._scheduler.abort(request_id)
 
-    def schedule(self) -> ScheduledStep:
+    def schedule(self) -> Step:
         step = self._scheduler.schedule()
         self._work(step)
         return step
 
-    def advance(self, step: ScheduledStep) -> None:
+    def advance(self, step: Step) -> None:
         self._scheduler.advance(step)
 
-    def process(self, step: ScheduledStep, output: StepOutput) -> list[RequestOutput]:
+    def process(self, step: Step, output: StepOutput) -> list[RequestOutput]:
         self._work(step)
         return self._scheduler.process(step, output)
 
@@ -152,7 +153,7 @@ class TimedScheduler:
     def has_work(self) -> bool:
         return self._scheduler.has_work
 
-    def _work(self, step: ScheduledStep) -> None:
+    def _work(self, step: Step) -> None:
         if step.shares:
             self._clock.now += self._step_s / 2
 

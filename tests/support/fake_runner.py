@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from attention import BlockAllocator, RequestToTokenTable
-from model_runner import PENDING_TOKEN, Proposer, SamplingParams, ScheduledRequest, StepOutput, TokenLogprobs
+from model_runner import PENDING_TOKEN, Proposer, SamplingParams, ScheduledRequest, Step, StepOutput, TokenLogprobs
 from model_runner.speculation.ngram import NgramProposer
 from serving.requests import RequestInput, RequestOutput
-from serving.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from serving.scheduler import Scheduler, SchedulerConfig
 from ubatch import Decision
 
 EOS = 0
@@ -249,9 +249,9 @@ class Loop:
     runner: FakeRunner
     overlapped: bool = False
     outputs: dict[str, list[RequestOutput]] = field(default_factory=dict)
-    _flight: tuple[ScheduledStep, FakePending] | None = None
+    _flight: tuple[Step, FakePending] | None = None
 
-    def step(self) -> ScheduledStep:
+    def step(self) -> Step:
         step = self.scheduler.schedule()
         assert step.shares or self._flight or not self.scheduler.has_work, "nothing runs although somebody waits"
         pending = self.runner.launch(step.shares)

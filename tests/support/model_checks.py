@@ -23,9 +23,9 @@ def all_logits(runner: ModelRunner, scheduled: list[ScheduledRequest]) -> Tensor
     """The logits of every token of one step, `[T, vocab]`."""
     with torch.inference_mode():
         batch = build_input_batch(scheduled, runner.request_table, runner.kv_cache.spec, runner.device)
-        agreed = runner.coordinate(batch)
-        runner._follow_states(batch)
-        return runner.forward(replace(batch, logits_rows=torch.arange(batch.num_tokens, device=runner.device)), agreed)
+        step = runner.agree(batch)
+        runner._follow_states(step)
+        return runner.forward(replace(step, logits_rows=torch.arange(step.num_tokens, device=runner.device)))
 
 
 def admitted(runner: ModelRunner, prompts: list[list[int]], num_tokens: int = 64) -> list[Request]:

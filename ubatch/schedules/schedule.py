@@ -15,9 +15,11 @@ This module imports neither torch nor threads; `ring` and `simulate` read it too
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 
 from ubatch.errors import ConfigError, named_values, nearest, shown
 
@@ -174,6 +176,11 @@ class Schedule:
             + (f", {self.comm_sms} SMs for communication" if self.comm_sms else "")
             + (", combine signalled" if self.signalled else "")
         )
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """`ubatch.fingerprint` of the line: what a vote carries."""
+        return zlib.crc32(self.describe().encode())
 
     def with_lanes(self, lanes: int) -> Schedule:
         """This schedule for another number of lanes."""

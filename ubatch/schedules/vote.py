@@ -24,6 +24,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
+from functools import lru_cache
 
 from ubatch.errors import ConfigError, SplitError
 
@@ -202,6 +203,7 @@ class Decision:
         return tuple(row[lane] for row in self.tokens)
 
 
+@lru_cache(256)
 def fingerprint(text: str) -> int:
     """A 32-bit hash of `text`, equal on every rank."""
     return zlib.crc32(text.encode())

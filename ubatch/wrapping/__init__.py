@@ -8,6 +8,7 @@ signature     which calls share a proof
 proof         runs a call unsplit and in lanes, and compares
 proof_table   the result of the proofs per signature
 guard         around a call in lanes: what changed unlike in its proof, and putting it back
-execution     runs a call in lanes, as one lane, or unsplit
+step          a step that is decided: what both doors to the lanes hand in
+execution     runs a step in lanes, as one lane, or unsplit
 statistics    a wrapper's counters
 """

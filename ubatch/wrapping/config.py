@@ -219,19 +219,28 @@ class UBatchConfig:
         Raises:
             ConfigError: the others run a schedule that this rank does not have.
         """
-        modes = [each for each in ForwardMode if fingerprint(each) == decision.common_mode] or [mode]
-        known = [*(self.for_mode(each).schedule for each in modes), *self.schedules.values(), *SCHEDULES.values()]
+        key = decision.schedule, decision.num_lanes, decision.common_mode, mode
+        if key not in self._agreed:
+            self._agreed[key] = self._find_agreed(*key)
+        return self._agreed[key]
+
+    @cached_property
+    def _agreed(self) -> dict[tuple[int, int, int | None, ForwardMode], Schedule]:
+        return {}
+
+    def _find_agreed(self, agreed: int, lanes: int, common_mode: int | None, own_mode: ForwardMode) -> Schedule:
+        mode = next((each for each in ForwardMode if fingerprint(each) == common_mode), own_mode)
+        known = [self.for_mode(mode).schedule, *self.schedules.values(), *SCHEDULES.values()]
         for schedule in known:
             if self.comm_sms is not None:
                 schedule = replace(schedule, comm_sms=self.comm_sms)
             if schedule.lanes > 1:
-                schedule = schedule.with_lanes(decision.num_lanes)
-            known_here = decision.schedule in (0, fingerprint(schedule.describe()))
-            if known_here and schedule.lanes == decision.num_lanes:
+                schedule = schedule.with_lanes(lanes)
+            if agreed in (0, schedule.fingerprint) and schedule.lanes == lanes:
                 return schedule
         raise ConfigError(
-            f"the other ranks overlap {modes[0]} steps with a schedule of {decision.num_lanes} lanes that this rank "
-            f"does not have; its own is {known[0].describe()!r}. Give all ranks the same schedules."
+            f"the other ranks overlap {mode} steps with a schedule of {lanes} lanes that this rank does not have; its "
+            f"own is {known[0].describe()!r}. Give all ranks the same schedules."
         )
 
     @cached_property

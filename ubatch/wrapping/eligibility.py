@@ -358,7 +358,7 @@ def _offer(
 ) -> Offer:
     """A no where there is a `reason`; else a yes, or idle if there are no tokens."""
     wish = Wish.NO if reason is not None else Wish.YES if any(tokens) else Wish.IDLE
-    prints = fingerprint(schedule.describe()), fingerprint(mode)
+    prints = schedule.fingerprint, fingerprint(mode)
     return Offer(wish, tokens, schedule.lanes, reason, *prints, unproved=unproved)
 
 

@@ -1,6 +1,7 @@
 """Running a call after the decision, eagerly or inside a capture.
 
-There are three ways:
+`Execution.run` is the room; a runner's step (`ubatch.wrapping.step`) enters it as it is. A call of the wrapper comes in
+one of three ways:
 
     lanes      one body per lane, one forward context per lane, the outputs merged
     single     the module itself as the only lane: its chunks of experts overlap (single-batch overlap)
@@ -31,7 +32,6 @@ from ubatch.process.interrupts import Marks
 from ubatch.ranks.fsdp import sharing_weights
 from ubatch.ranks.long_calls import taking_long
 from ubatch.schedules.forward_context import ForwardContext, set_forward_context
-from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.vote import Decision
 from ubatch.streams.graph_protocols import Capture
 from ubatch.streams.streams import make_streams
@@ -40,13 +40,14 @@ from ubatch.trace.spans import UNSPLIT, SpanKind, Trace, current_trace
 from ubatch.wrapping.config import UBatchConfig
 from ubatch.wrapping.guard import Guard
 from ubatch.wrapping.intent import CutCall, Intent
+from ubatch.wrapping.step import Call, DecidedStep
 
 __all__ = ["Execution", "Step", "checked_device", "device_of", "span"]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One call after the decision."""
+    """One call of the wrapper after the decision."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -75,6 +76,7 @@ class Execution:
         self._device = device
         self._intercept = intercept
         self.pools: dict[tuple[int, torch.device], LanePool | SingleLane] = {}
+        self._voted = frozenset(() if config.group is None else config.group.ranks)
         self._patient = Marks()
         self.failure: tuple[int, str] | None = None
 
@@ -105,7 +107,7 @@ class Execution:
     ) -> list[Any]:
         """Run a call in lanes; returns one output per lane. Each lane runs `at_handover` before it hands over and when
         it has its output. Errors as in `lanes`."""
-        return self._run(cut.calls, step.intent.schedule, _lane_contexts(step), capture, at_handover)
+        return self.run(_decided(step, cut.calls, _lane_contexts(step)), capture, at_handover)
 
     def single(self, step: Step, capture: Capture | None = None) -> Any:
         """Run a call unsplit, as the only lane of the schedule.
@@ -113,31 +115,42 @@ class Execution:
         Raises:
             Exception: the module's own error; see `SingleLane.run`.
         """
-        call = step.args, step.kwargs
-        (output,) = self._run([call], step.intent.schedule, [self._whole_context(step)], capture)
+        (output,) = self.run(_decided(step, [(step.args, step.kwargs)], [self._whole_context(step)]), capture)
         return output
 
-    def _run(
-        self,
-        calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
-        schedule: Schedule,
-        contexts: Sequence[ForwardContext],
-        capture: Capture | None,
-        at_handover: Callable[[], None] | None = None,
+    def run(
+        self, step: DecidedStep, capture: Capture | None = None, at_handover: Callable[[], None] | None = None
     ) -> list[Any]:
-        bodies = [functools.partial(_call, self._model, at_handover, *call) for call in calls]
-        group = self._config.group
-        voted = frozenset(group.ranks) if group is not None else frozenset()
-        pool = self._pool(len(calls))
+        """Run a step: in lanes, as the only lane, or unsplit. Returns one output per call of the step; the other
+        arguments, and errors, are those of `outputs`."""
         self.failure = None
+        if step.schedule is None:
+            return [self._whole(step, capture)]
+        model = self._model if at_handover is None else functools.partial(_watched, self._model, at_handover)
+        bodies = [functools.partial(model, *args, **kwargs) for args, kwargs in step.calls]
+        pool = self._pool(len(bodies))
         try:  # keeps a lane's context variables out of the caller's, also if the lane runs in this thread
-            return contextvars.copy_context().run(self._run_in, pool, bodies, schedule, contexts, voted, capture)
+            return contextvars.copy_context().run(
+                self._run_in, pool, bodies, step.schedule, step.contexts, self._voted, capture
+            )
         finally:
             self.failure = pool.failure
 
     def _run_in(self, pool: LanePool | SingleLane, *step: Any) -> list[Any]:
         with profile_ranges(self._config.profile_ranges), self._intercepting(), sharing_weights():
             return pool.run(*step, patient=bool(self._patient))
+
+    def _whole(self, step: DecidedStep, capture: Capture | None) -> Any:
+        """Run a step's only call without lanes, under its context if it has one."""
+        ((args, kwargs),) = step.calls
+        around = set_forward_context(step.contexts[0]) if step.contexts else _NO_SPAN
+        patient = bool(self._patient) or capture is not None
+        with around, transfers_end_within(None if patient else self._config.timeout_s), span("unsplit"):
+            if capture is None:
+                return self._model(*args, **kwargs)
+            capture.begin()
+            with capture.part():
+                return self._model(*args, **kwargs)
 
     def _intercepting(self) -> AbstractContextManager[None]:
         if not self._intercept:
@@ -150,17 +163,9 @@ class Execution:
 
     def unsplit(self, step: Step, capture: Capture | None = None) -> Any:
         """Run a call unsplit. If the ranks voted, its forward context has their decision."""
-        self.failure = None
-        around: AbstractContextManager[Any] = _NO_SPAN
-        if self._config.group is not None and (step.context is None or step.context.decision is None):
-            around = set_forward_context(self._whole_context(step))
-        patient = bool(self._patient) or capture is not None
-        with around, transfers_end_within(None if patient else self._config.timeout_s), span("unsplit"):
-            if capture is None:
-                return self._model(*step.args, **step.kwargs)
-            capture.begin()
-            with capture.part():
-                return self._model(*step.args, **step.kwargs)
+        voted = self._config.group is not None and (step.context is None or step.context.decision is None)
+        contexts = [self._whole_context(step)] if voted else []
+        return self.run(replace(_decided(step, [(step.args, step.kwargs)], contexts), schedule=None), capture)[0]
 
     def _whole_context(self, step: Step) -> ForwardContext:
         """The forward context of an unsplit call: the caller's, with the ranks' decision."""
@@ -214,16 +219,21 @@ def checked_device(device: torch.device | str) -> torch.device:
     return checked
 
 
-def _call(
-    model: nn.Module, at_handover: Callable[[], None] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _watched(model: nn.Module, at_handover: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
     lane = current_lane()
-    if lane is None or at_handover is None:
+    if lane is None:
         return model(*args, **kwargs)
     lane.at_handover = at_handover
     result = model(*args, **kwargs)
     at_handover()
     return result
+
+
+def _decided(step: Step, calls: Sequence[Call], contexts: Sequence[ForwardContext]) -> DecidedStep:
+    intent = step.intent
+    return DecidedStep(
+        mode=intent.mode, decision=step.decision, schedule=intent.schedule, calls=calls, contexts=contexts
+    )
 
 
 def _lane_contexts(step: Step) -> list[ForwardContext]:

@@ -14,24 +14,30 @@ still in step N+1; its result there is dropped. `model_runner.step.streams` says
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
-from model_runner import ScheduledRequest, StepOutput
+from model_runner import Step, StepOutput
 from serving.engine.rank.tracing import StepTracer
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
-from serving.scheduler import ScheduledStep, Scheduler
-from ubatch import ForwardMode, Trace, UBatchError
+from serving.scheduler import Scheduler
+from ubatch import Trace, UBatchError
 
-__all__ = ["EngineCore", "Executor", "LaunchedStep", "forward_mode"]
+__all__ = ["EngineCore", "Executor", "LaunchedStep"]
 
 _EMPTY_STEPS = 1000
 """This many steps in a row without tokens, though requests wait and no step is in flight, are a scheduler's fault."""
 
 
 class LaunchedStep(Protocol):
-    """A step that the device works on (`model_runner.PendingStep` is one)."""
+    """A step that the device works on (`model_runner.PendingStep` is one).
+
+    Attributes:
+        step: what was launched, with the ranks' decision.
+    """
+
+    step: Step
 
     def sample(self) -> None:
         """Sample the step's tokens; called once."""
@@ -43,21 +49,11 @@ class LaunchedStep(Protocol):
 class Executor(Protocol):
     """What runs steps (`model_runner.ModelRunner` is one)."""
 
-    def launch(self, scheduled: Sequence[ScheduledRequest], /) -> LaunchedStep:
+    def launch(self, step: Step, /) -> LaunchedStep:
         """Start the forward of a step."""
 
     def restart_clock(self) -> None:
         """Start the step timer again: the time since the last launch was idle time, not a step's."""
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """A step between its launch and its processing."""
-
-    step: ScheduledStep
-    launched: LaunchedStep
-    mode: ForwardMode
-    trace: Trace | None
 
 
 class EngineCore:
@@ -85,7 +81,7 @@ class EngineCore:
         self.overlap_schedule = overlap_schedule
         self.tracer = StepTracer(measures=measure_overlap)
         self._decided = decided
-        self._in_flight: _InFlight | None = None
+        self._in_flight: tuple[LaunchedStep, Trace | None] | None = None
         self._steps: Counter[str] = Counter()
         self._graph_replays = 0
         self.idle = False
@@ -127,69 +123,66 @@ class EngineCore:
         return self._overlapped() if self.overlap_schedule else self._plain()
 
     def _plain(self) -> list[RequestOutput]:
-        current = self._launch()
-        current.launched.sample()
-        return self._process(current)
+        launched, trace = self._launch()
+        launched.sample()
+        return self._process(launched, trace)
 
     def _overlapped(self) -> list[RequestOutput]:
         previous, self._in_flight = self._in_flight, None
 
         # Step N+1: launch.
-        current = self._launch()
-        if not current.step.delay_sampling:
-            current.launched.sample()
+        launched, trace = self._launch()
+        if not launched.step.delay_sampling:
+            launched.sample()
 
         # Step N: its tokens, while the device works on step N+1.
-        outputs = self._process(previous) if previous is not None else []
+        outputs = self._process(*previous) if previous is not None else []
 
         # Step N+1: what had to wait for those tokens.
-        if current.step.delay_sampling:
-            current.launched.sample()
+        if launched.step.delay_sampling:
+            launched.sample()
 
         # Process an empty step at once: it has nothing to overlap with, and all ranks learn now whether all are idle.
-        if current.step.shares:
-            self._in_flight = current
+        if launched.step.shares:
+            self._in_flight = launched, trace
         else:
-            outputs += self._process(current)
+            outputs += self._process(launched, trace)
         return outputs
 
     def drain(self) -> list[RequestOutput]:
         """Finish the step in flight without starting another. With several ranks all must call it."""
         previous, self._in_flight = self._in_flight, None
-        return self._process(previous) if previous is not None else []
+        return self._process(*previous) if previous is not None else []
 
-    def _launch(self) -> _InFlight:
+    def _launch(self) -> tuple[LaunchedStep, Trace | None]:
+        """Launch the next step; returns it, and the trace that records it."""
         self.idle = False  # until this turn has processed an empty step
         step = self.scheduler.schedule()
-        mode = forward_mode(step)
         with self.tracer.step() as trace:
-            launched = self.executor.launch(step.shares)
+            launched = self.executor.launch(step)
         self.scheduler.advance(step)
-        return _InFlight(step, launched, mode, trace)
+        return launched, trace
 
-    def _process(self, flight: _InFlight) -> list[RequestOutput]:
-        output = flight.launched.result()
-        outputs = self.scheduler.process(flight.step, output)
-        self._count(flight, output)
-        return outputs
-
-    def _count(self, flight: _InFlight, output: StepOutput) -> None:
+    def _process(self, launched: LaunchedStep, trace: Trace | None) -> list[RequestOutput]:
+        output = launched.result()
+        outputs = self.scheduler.process(launched.step, output)
         self.idle = output.all_idle
         if not output.all_idle:
             decision = output.decision
             overlapped = "engaged" if decision.num_lanes > 1 else "engaged_single"
             outcome = overlapped if decision.engaged else str(decision.reason)
-            self._steps[f"{flight.mode}/{outcome}"] += 1
+            self._steps[f"{launched.step.mode}/{outcome}"] += 1
             self._graph_replays += bool(decision.graph_mode)
             if decision.engaged:
-                self.tracer.engaged(flight.trace)
-        stuck = not flight.step.shares and self._in_flight is None and self.scheduler.has_work
+                self.tracer.engaged(trace)
+        stuck = not launched.step.shares and self._in_flight is None and self.scheduler.has_work
         self._empty_steps = self._empty_steps + 1 if stuck else 0
         if self._empty_steps >= _EMPTY_STEPS:
             raise UBatchError(
                 f"requests wait, but {_EMPTY_STEPS} steps in a row had nothing to run: {self.statistics()}. "
                 f"This is a fault in the scheduler."
             )
+        return outputs
 
     # -- what is seen -------------------------------------------------------------------------------------------
 
@@ -203,15 +196,3 @@ class EngineCore:
             dbo_auto=self._decided(),
             **totals,
         )
-
-
-def forward_mode(step: ScheduledStep) -> ForwardMode:
-    """The kind of a step before its launch: decode, prefill, mixed, verify or idle."""
-    if step.verify:
-        return ForwardMode.TARGET_VERIFY
-    decodes = [share.num_tokens == 1 and share.request.num_computed_tokens > 0 for share in step.shares]
-    if not decodes:
-        return ForwardMode.IDLE
-    if all(decodes):
-        return ForwardMode.DECODE
-    return ForwardMode.MIXED if any(decodes) else ForwardMode.PREFILL

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 import torch
 
-from model_runner import InputBatch, ModelRunner, Request, SamplingParams, ScheduledRequest, build_input_batch
+from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, Step, build_input_batch
 from serving.workbench.arms.cells import Cell, Grid
 
 __all__ = ["kv_blocks_needed", "make_batch", "request_shapes", "requests_needed"]
 
 
 @contextmanager
-def make_batch(runner: ModelRunner, cell: Cell, grid: Grid, seed: int) -> Iterator[InputBatch]:
+def make_batch(runner: ModelRunner, cell: Cell, grid: Grid, seed: int) -> Iterator[Step]:
     """A batch of this cell, random by `seed`; its KV blocks are released at the end of the `with` block."""
     generator = torch.Generator().manual_seed(seed)
     shares: list[ScheduledRequest] = []

@@ -7,13 +7,14 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from model_runner import InputBatch, ModelRunner
+from model_runner import ModelRunner, Step
+from model_runner.auto.step_settings import Proposal
 from model_runner.parallel.transport import most_lanes, traits_in_lanes
 from moe import EmulatedLink
 from serving.workbench.arms.cells import Arm, arm_config
 from serving.workbench.arms.programs import gather_steps, gather_texts, traced_step
 from serving.workbench.arms.stages import LayerStages, StageModel, slowest_layer_times
-from ubatch import SCHEDULES, ConfigError, UBatchWrapper, set_forward_context
+from ubatch import SCHEDULES, ConfigError, UBatchWrapper
 
 __all__ = ["ArmSteps", "NoStageTimes"]
 
@@ -45,14 +46,13 @@ class ArmSteps:
         for wrapper in self._wrappers.values():
             wrapper.close()
 
-    def run(self, arm: Arm, batch: InputBatch) -> bool:
+    def run(self, arm: Arm, batch: Step) -> bool:
         """Vote, plan and run a step; returns whether it ran in this arm, the same on every rank."""
         wrapper = self._wrapper(arm)
-        agreed = self._runner.coordinate(batch, wrapper.ubatch_config)
-        if agreed.decision.engaged == arm.is_serial:
+        step = self._runner.agree(batch, Proposal(wrapper.ubatch_config))
+        if step.decision.engaged == arm.is_serial:
             return False
-        with set_forward_context(self._runner.forward_context(batch, agreed)):
-            wrapper(batch.input_ids, batch.positions)
+        self._runner.run(step, wrapper)
         return True
 
     def serves(self, lanes: int) -> bool:
@@ -60,14 +60,14 @@ class ArmSteps:
         most = most_lanes(self._runner.all2all)
         return most is None or lanes <= most
 
-    def search(self, batch: InputBatch, find: Callable[[StageModel], list[Arm]]) -> list[Arm]:
+    def search(self, batch: Step, find: Callable[[StageModel], list[Arm]]) -> list[Arm]:
         """Run `find` on the stage model on rank 0, and send its arms to all ranks. Errors as in `stage_model`."""
         model, group = self.stage_model(batch), self._runner.group
         found = msgspec.json.encode(find(model)).decode() if group is None or group.rank == 0 else ""
         return msgspec.json.decode(gather_texts(found, group)[0], type=list[Arm])
 
     @torch.inference_mode()
-    def stage_model(self, batch: InputBatch) -> StageModel:
+    def stage_model(self, batch: Step) -> StageModel:
         """Measure the model of stage times for steps like this batch, the same on every rank.
 
         Raises:
@@ -89,7 +89,7 @@ class ArmSteps:
             if stages is None:
                 raise NoStageTimes(
                     f"stages are measured with {lanes} lanes, and a step of {batch.num_tokens} tokens in "
-                    f"{len(batch.scheduled)} requests is not split into as many. Make the step larger."
+                    f"{len(batch.shares)} requests is not split into as many. Make the step larger."
                 )
             measured.append((lanes, stages))
         at_few, at_many = measured
@@ -102,7 +102,7 @@ class ArmSteps:
             traits_in_lanes(self._runner.all2all, batch.mode, tokens, at_few[0]),
         )
 
-    def _stages(self, batch: InputBatch, lanes: int) -> LayerStages | None:
+    def _stages(self, batch: Step, lanes: int) -> LayerStages | None:
         """Stage times of one lane, the mean over the lanes; None if the batch cannot be split into `lanes` lanes."""
         arm = Arm(f"one by one x{lanes}", SCHEDULES["mlp_shared_overlap"].with_lanes(lanes).one_by_one())
         if not self.run(arm, batch):

@@ -18,16 +18,17 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from model_runner import (
-    InputBatch,
     ModelRunner,
     RandomDeepseekV3,
     RandomQwen3Moe,
     Request,
     SamplingParams,
     ScheduledRequest,
+    Step,
     build_input_batch,
     make_random_checkpoint,
 )
+from model_runner.auto.step_settings import Proposal
 from model_runner.decoder.config import DecoderConfig
 from moe import EmulatedLink, all2all_backends
 from serving.hub import fetch_weights, find_checkpoint
@@ -43,7 +44,6 @@ from ubatch import (
     UBatchConfig,
     UBatchError,
     UBatchWrapper,
-    set_forward_context,
 )
 from ubatch.schedules.schedule import SERIAL
 
@@ -171,7 +171,7 @@ class Setting(ABC):
 class StepSetting(Setting):
     """A batch for the model of this project's runner, over the emulated link `link`."""
 
-    def __init__(self, runner: ModelRunner, batch: InputBatch, link: EmulatedLink) -> None:
+    def __init__(self, runner: ModelRunner, batch: Step, link: EmulatedLink) -> None:
         super().__init__(runner.model, runner.dbo, runner.group, link)
         self.runner, self.batch = runner, batch
 
@@ -184,12 +184,10 @@ class StepSetting(Setting):
     def step(self, schedule: Schedule) -> Tensor:
         """Vote, plan and run one step; hidden states `[tokens, hidden]`."""
         wrapper = self.wrapper(schedule)
-        agreed = self.runner.coordinate(self.batch, wrapper.ubatch_config)
-        if agreed.decision.engaged != schedule.overlaps:
-            raise UBatchError(f"{schedule.describe()}: the ranks decided otherwise: {agreed.decision.reason}.")
-        with set_forward_context(self.runner.forward_context(self.batch, agreed)):
-            hidden: Tensor = wrapper(self.batch.input_ids, self.batch.positions)
-        return hidden
+        step = self.runner.agree(self.batch, Proposal(wrapper.ubatch_config))
+        if step.decision.engaged != schedule.overlaps:
+            raise UBatchError(f"{schedule.describe()}: the ranks decided otherwise: {step.decision.reason}.")
+        return self.runner.run(step, wrapper)
 
 
 @contextmanager
@@ -229,7 +227,7 @@ def open_setting(rank: int, options: StepOptions, model: Path) -> Iterator[StepS
         setting.close()
 
 
-def prefill_batch(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> InputBatch:
+def prefill_batch(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> Step:
     """The batch of a step that prefills all prompts; its KV blocks stay allocated."""
     shares = []
     for index, prompt in enumerate(prompts):

@@ -20,7 +20,7 @@ from statistics import median
 
 import torch
 
-from model_runner import InputBatch, ModelRunner
+from model_runner import ModelRunner, Step
 from model_runner.parallel.transport import most_chunks
 from serving.progress import progress
 from serving.workbench.arms.batches import make_batch
@@ -161,11 +161,11 @@ class Tuner:
 
     # -- a step, and what the ranks exchange ----------------------------------------------------------------------
 
-    def _run(self, arm: Arm, batch: InputBatch) -> bool:
+    def _run(self, arm: Arm, batch: Step) -> bool:
         self._check()
         return self._steps.run(arm, batch)
 
-    def _timed(self, arm: Arm, batch: InputBatch) -> float:
+    def _timed(self, arm: Arm, batch: Step) -> float:
         """Seconds of a step, from when all ranks are ready; on a GPU, until its work is done."""
         self._check()
         self._wait_for_device()

@@ -17,16 +17,16 @@ from model_runner.auto import step_settings
 from model_runner.auto.dbo_policy import Policy, Seen
 from model_runner.auto.step_settings import Proposal, StepSettings
 from model_runner.auto.step_stages import Stages
-from model_runner.step.dp import BatchShape
 from ranks import run_ranks
 from serving.engine import EngineOptions
 from serving.engine.rank.build import make_core, make_runner
 from serving.options import read_serve_command
 from serving.scheduler import SchedulerConfig
+from tests.support.shaped_steps import shaped_step
 from ubatch import SCHEDULES, CommGroup, Decision, DeclineReason, ForwardMode, UBatchConfig, fingerprint
 from ubatch.schedules.modes import ModeSettings
 
-DECODES, PREFILL = BatchShape([1] * 64, ForwardMode.DECODE), BatchShape([128], ForwardMode.PREFILL)
+DECODES, PREFILL = shaped_step([1] * 64, ForwardMode.DECODE), shaped_step([128], ForwardMode.PREFILL)
 
 
 def decided(*rows: int, told: tuple[int, ...] = ()) -> Decision:
@@ -100,7 +100,7 @@ def test_a_kind_with_a_threshold_keeps_it() -> None:
 def test_an_idle_rank_knows_the_schedules_of_the_others() -> None:
     own = replace(SCHEDULES["two_batch_decode"].with_lanes(3), name="mine")
     auto = StepSettings(UBatchConfig(modes={"decode": ModeSettings(own)}), None, torch.device("cpu"))
-    config, declined, _ = auto.settings(BatchShape([], ForwardMode.IDLE))
+    config, declined, _ = auto.settings(shaped_step([], ForwardMode.IDLE))
     assert not declined
     assert config is not None
     agreed = replace(decided(64, 0), engaged=True, schedule=fingerprint(own.describe()), tokens=((1,) * 3,) * 2)

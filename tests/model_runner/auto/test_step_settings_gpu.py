@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from model_runner.auto.step_settings import StepSettings
-from model_runner.step.dp import BatchShape
+from tests.support.shaped_steps import shaped_step
 from ubatch import Decision, ForwardMode, UBatchConfig, fingerprint
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,7 @@ PRODUCTS = 200
 def test_times_are_the_devices_own() -> None:
     device = torch.device("cuda")
     matrix = torch.randn(2048, 2048, device=device)
-    shape = BatchShape([1] * 64, ForwardMode.DECODE)
+    shape = shaped_step([1] * 64, ForwardMode.DECODE)
     auto = StepSettings(UBatchConfig(), None, device)
 
     def forward() -> None:

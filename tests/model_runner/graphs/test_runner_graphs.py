@@ -23,7 +23,7 @@ from runner_graph_cases import (
 )
 
 from model_runner import ModelRunner, SamplingParams, ScheduledRequest, build_input_batch
-from model_runner.step.dp import Coordination
+from tests.support.shaped_steps import decided_step
 from ubatch import CapturedGraph, ConfigError, Decision, ForwardMode, UBatchConfig
 
 pytestmark = pytest.mark.long
@@ -118,7 +118,7 @@ def test_hidden_states_are_the_eager_ones(checkpoint: Path, eager: ModelRunner) 
             with torch.inference_mode():
                 shares = [ScheduledRequest(request, 1) for request in requests]
                 batch = build_input_batch(shares, runner.request_table, runner.kv_cache.spec)
-                hidden.append(runner._hidden_states(batch, runner.coordinate(batch)).clone())
+                hidden.append(runner.run(runner.agree(batch)).clone())
             for request in requests:
                 runner.release(request)
         assert graphs.statistics().graph_replays == 1
@@ -153,7 +153,7 @@ def test_a_plain_step_beyond_the_largest_plain_graph_says_so(
             assert not caplog.records
             assert runner.graphs is not None
             declined = Decision(False, None, None, ((8,),), graph_mode=runner.graphs.families[0].fingerprint)
-            assert runner.graphs.agree(Coordination(declined, None)).graph is None
+            assert runner.graphs.agree(decided_step(declined)).graph is None
         (record,) = caplog.records
         assert "8 requests runs eagerly: the largest CUDA graph without overlap has room for 7" in record.getMessage()
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runner_graph_cases import EXPERTS, TINY, Job, make_captured, make_checkpoint, make_load, make_runner, serve, start
 
+from attention import CommonAttentionMetadata
 from model_runner import (
     PENDING_TOKEN,
     ModelRunner,
@@ -21,11 +22,12 @@ from model_runner import (
     Request,
     SamplingParams,
     ScheduledRequest,
+    Step,
     build_input_batch,
 )
 from model_runner.graphs.steps import place_in_torch
 from model_runner.kernels.place import place_lane
-from model_runner.step.dp import BatchShape, Coordination
+from tests.support.shaped_steps import decided_step, shaped_step
 from ubatch import ConfigError, Decision, DeclineReason, ForwardMode, Offer, Wish, decide, split_fixed
 
 pytestmark = pytest.mark.long
@@ -197,21 +199,27 @@ def captured(checkpoint: Path) -> Any:
         yield runner
 
 
-def agreed(runner: ModelRunner, ranks: Sequence[tuple[int, int]], *, lanes: int = 1) -> Coordination:
+def of_length(longest: int, query_lens: Sequence[int], mode: ForwardMode) -> Step:
+    """A step whose longest request has so many tokens."""
+    table, slots = torch.zeros(len(query_lens), 1, dtype=torch.int32), torch.zeros(sum(query_lens), dtype=torch.int64)
+    metadata = CommonAttentionMetadata.build(query_lens, [longest] * len(query_lens), table, slots, mode)
+    return shaped_step(query_lens, mode, metadata=metadata)
+
+
+def agreed(runner: ModelRunner, ranks: Sequence[tuple[int, int]], *, lanes: int = 1) -> Step:
     """What ranks agree on that have (requests, tokens of each) and captured what `runner` did."""
     assert runner.graphs is not None
     offers = []
     for requests, each in ranks:
         mode = ForwardMode.DECODE if each == 1 else ForwardMode.TARGET_VERIFY if each == 2 else ForwardMode.PREFILL
-        shape = BatchShape([each] * requests, mode if requests else ForwardMode.IDLE)
-        could = runner.graphs.offer(shape, 5)
+        could = runner.graphs.offer(of_length(5, [each] * requests, mode if requests else ForwardMode.IDLE))
         if lanes == 1:
             offer = Offer(Wish.NO, (requests * each,), 2, DeclineReason.DISABLED, graph_mode=could)
         else:
             parts = tuple(part.num_tokens for part in split_fixed(requests, each, lanes))
             offer = Offer(Wish.YES if requests else Wish.IDLE, parts, lanes, graph_mode=could)
         offers.append(offer)
-    return runner.graphs.agree(Coordination(decide(offers), None))
+    return runner.graphs.agree(decided_step(decide(offers)))
 
 
 @pytest.mark.parametrize(
@@ -242,15 +250,14 @@ def test_all_ranks_replay_one_shape_or_none(
 def test_ranks_that_captured_other_graphs_are_refused(captured: ModelRunner) -> None:
     assert captured.graphs is not None
     with pytest.raises(ConfigError, match="has not captured"):
-        captured.graphs.agree(Coordination(Decision(False, None, None, ((0,), (3,)), graph_mode=12345), None))
+        captured.graphs.agree(decided_step(Decision(False, None, None, ((0,), (3,)), graph_mode=12345)))
 
 
 def test_sequences_longer_than_the_graphs_allow_run_eagerly(captured: ModelRunner) -> None:
     assert captured.graphs is not None
     longest = captured.request_table.max_blocks * 4
-    shape = BatchShape([1, 1], ForwardMode.DECODE)
-    assert captured.graphs.offer(shape, longest)
-    assert not captured.graphs.offer(shape, longest + 1)
+    assert captured.graphs.offer(of_length(longest, [1, 1], ForwardMode.DECODE))
+    assert not captured.graphs.offer(of_length(longest + 1, [1, 1], ForwardMode.DECODE))
 
 
 def test_an_idle_rank_replays_padding_alone(captured: ModelRunner) -> None:
@@ -263,9 +270,9 @@ def test_an_idle_rank_replays_padding_alone(captured: ModelRunner) -> None:
         slices = split_fixed(0, 1, 2) if lanes == 2 else None
         batch = build_input_batch((), captured.request_table, cache.spec)
         assert agreement.graph is not None
-        step = Coordination(agreement.decision, slices, agreement.graph)
+        step = replace(batch, decision=agreement.decision, slices=slices, graph=agreement.graph)
         replays = captured.statistics().graph_replays
         with torch.inference_mode():
-            assert captured._hidden_states(batch, step).shape == (0, TINY.hidden_size)
+            assert captured.run(step).shape == (0, TINY.hidden_size)
         assert captured.statistics().graph_replays == replays + 1
     assert all(torch.equal(cache.keys(layer), keys) for layer, keys in enumerate(before))

@@ -25,8 +25,7 @@ from model_runner import Acceptance, GraphShape, ModelRunner, Request, SamplingP
 from model_runner import runner as runner_module
 from model_runner.memory.kv_memory import blocks_beside
 from model_runner.memory.memory_profile import graphs_in_all, largest_step
-from model_runner.step.dp import Coordination
-from model_runner.step.input_batch import InputBatch
+from model_runner.step.step import Step
 from ranks import run_ranks
 from serving.engine.speculation import Algorithm, SpeculationConfig, runner_options
 from ubatch import CommGroup, ConfigError, ForwardMode
@@ -146,13 +145,13 @@ def test_and_for_the_widest_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_every_kind_of_step_runs_before_the_cache_is_sized(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A transport may make other buffers for decode steps."""
     ran: list[tuple[ForwardMode, int]] = []
-    coordinate = ModelRunner.coordinate
+    agree = ModelRunner.agree
 
-    def noted(runner: ModelRunner, batch: InputBatch, *args: Any) -> Coordination:
-        ran.append((batch.mode, len(batch.scheduled)))
-        return coordinate(runner, batch, *args)
+    def noted(runner: ModelRunner, batch: Step, *args: Any) -> Step:
+        ran.append((batch.mode, len(batch.shares)))
+        return agree(runner, batch, *args)
 
-    monkeypatch.setattr(ModelRunner, "coordinate", noted)
+    monkeypatch.setattr(ModelRunner, "agree", noted)
     prefill, decode = (ForwardMode.PREFILL, 9), (ForwardMode.DECODE, 9)
     with measured(checkpoint, monkeypatch):
         assert ran == 2 * [prefill, decode]

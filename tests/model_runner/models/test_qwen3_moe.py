@@ -103,12 +103,12 @@ def test_padding_rows_reach_no_expert_and_no_cache(checkpoint: Path) -> None:
         (request,) = admitted(runner, [PROMPTS[0]])
         with torch.inference_mode():
             batch = build_input_batch([ScheduledRequest(request, 7)], runner.request_table, runner.kv_cache.spec)
-            agreed = runner.coordinate(batch)
-            plain = runner.forward(batch, agreed)
+            agreed = runner.agree(batch)
+            plain = runner.forward(agreed)
             before = runner.kv_cache.keys(0).clone()
             pad = torch.nn.functional.pad
             padded = replace(
-                batch,
+                agreed,
                 input_ids=pad(batch.input_ids, (0, 3), value=77),
                 positions=pad(batch.positions, (0, 3)),
                 metadata=replace(batch.metadata, slot_mapping=pad(batch.metadata.slot_mapping, (0, 3), value=-1)),
@@ -116,7 +116,7 @@ def test_padding_rows_reach_no_expert_and_no_cache(checkpoint: Path) -> None:
             routed: list[Tensor] = []
             kernel = runner.model.get_submodule("layers.0.mlp.kernel")
             kernel.register_forward_pre_hook(lambda module, args: routed.append(args[2]))
-            torch.testing.assert_close(runner.forward(padded, agreed), plain, atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(runner.forward(padded), plain, atol=1e-6, rtol=1e-5)
             assert routed[0][:7].min() >= 0
             assert routed[0][7:].tolist() == [[-1] * 3] * 3
             assert torch.equal(runner.kv_cache.keys(0), before)

@@ -18,7 +18,6 @@ from repository import ROOT
 from attention import AttentionShape, MLAShape
 from model_runner import (
     Checkpoint,
-    Coordination,
     ModelConfig,
     ModelRunner,
     Request,
@@ -43,12 +42,13 @@ from model_runner.parallel.tensor_parallel import (
     share_tokens,
     valid_rows,
 )
-from model_runner.step.context import step_context
-from model_runner.step.dp import BatchShape, check_same_requests, content_of, coordinate_batch_across_dp
-from model_runner.step.input_batch import build_input_batch
+from model_runner.step.batch import build_input_batch
+from model_runner.step.context import plan_step
+from model_runner.step.dp import check_same_requests, content_of, coordinate_batch_across_dp
 from model_runner.weights.weights import Part
 from serving.cli import main
 from serving.workbench.arms.stages import layer_times
+from tests.support.shaped_steps import shaped_step
 from ubatch import (
     SCHEDULES,
     ConfigError,
@@ -189,26 +189,25 @@ def test_every_lane_knows_the_buffers(path: Path) -> None:
         )
         slices = (UBatchSlice(slice(0, 1), slice(0, 4)), UBatchSlice(slice(1, 2), slice(4, 7)))
         decision = Decision(True, None, None, ((1, 1), (1, 1), (4, 3), (4, 3)), modes=(PREFILL,) * 4)
-        context = step_context(batch, Coordination(decision, slices), runner.attention, Shard(0, 2))
-        assert context.lane_contexts is not None
+        step = plan_step(replace(batch, decision=decision, slices=slices), runner.attention, Shard(0, 2))
         known = [
             (c.num_tokens, c.local_dp_buffer_len, c.global_dp_buffer_len, c.tokens_across_ranks, c.global_mode)
-            for c in (*context.lane_contexts, context)
+            for c in step.contexts
         ]
         assert known == [
             (4, 4, 6, (1, 0, 2, 2), ForwardMode.PREFILL),
             (3, 4, 6, (1, 0, 2, 1), ForwardMode.PREFILL),
-            (7, 8, 10, (1, 1, 4, 3), ForwardMode.PREFILL),
         ]
 
         idle = build_input_batch([], runner.request_table, runner.kv_cache.spec)
         decode = Decision(False, None, None, ((3,), (3,), (0,), (0,)), modes=(DECODE, DECODE, PREFILL, PREFILL))
-        context = step_context(idle, Coordination(decode, None), runner.attention, Shard(0, 2))
+        (context,) = plan_step(replace(idle, decision=decode), runner.attention, Shard(0, 2)).contexts
         assert (context.mode, context.global_mode) == (ForwardMode.IDLE, ForwardMode.DECODE)
         assert (context.num_tokens, context.local_dp_buffer_len, context.global_dp_buffer_len) == (0, 0, 4)
         assert context.tokens_across_ranks == (2, 1, 0, 0)
         mixed = replace(decode, tokens=((3,), (3,), (1,), (1,)))
-        assert step_context(idle, Coordination(mixed, None), runner.attention, Shard(0, 2)).global_mode is None
+        (context,) = plan_step(replace(idle, decision=mixed), runner.attention, Shard(0, 2)).contexts
+        assert context.global_mode is None
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------
@@ -271,7 +270,7 @@ def test_refusals(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_vote_of_one_rank_has_no_content() -> None:
-    agreed = coordinate_batch_across_dp(UBatchConfig(), BatchShape((4, 4), ForwardMode.PREFILL), None)
+    agreed = coordinate_batch_across_dp(UBatchConfig(), shaped_step((4, 4), ForwardMode.PREFILL), None)
     assert agreed.decision.contents == ()
 
 

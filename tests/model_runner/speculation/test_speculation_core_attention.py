@@ -25,8 +25,9 @@ from attention.backends.trtllm import mha as trtllm_mha
 from attention.backends.trtllm import mla as trtllm_mla
 from attention.backends.trtllm.mha import TRTLLMMHABackend
 from attention.backends.trtllm.mla import TRTLLMMLABackend
-from model_runner import BatchShape, InputBatch
+from model_runner import Step
 from model_runner.speculation.extend import draft_extend_batch
+from tests.support.shaped_steps import shaped_step
 from ubatch import ConfigError, ForwardMode
 
 MHA = AttentionShape(4, 2, 16)
@@ -75,11 +76,11 @@ def forward(plan: Any, batch: Batch | MLABatch) -> Tensor:
     return out
 
 
-def step_of(metadata: CommonAttentionMetadata, positions: Tensor) -> InputBatch:
+def step_of(metadata: CommonAttentionMetadata, positions: Tensor) -> Step:
     """A target's step, as far as a draft model looks at it."""
     rows = torch.arange(metadata.num_actual_tokens)
-    shape = BatchShape(metadata.query_lens_cpu, metadata.mode)
-    return InputBatch((), rows, positions, metadata, shape, rows, rows[:0], (), ())
+    step = shaped_step(metadata.query_lens_cpu, metadata.mode)
+    return replace(step, input_ids=rows, positions=positions, metadata=metadata)
 
 
 # -- draft extend ------------------------------------------------------------------------------------------------------

@@ -24,12 +24,12 @@ from attention.backends.trtllm.mha import TRTLLMMHABackend
 from model_runner import (
     Acceptance,
     Draft,
-    InputBatch,
     ModelRunner,
     Request,
     RequestError,
     SamplingParams,
     ScheduledRequest,
+    Step,
     build_input_batch,
     generate,
 )
@@ -47,7 +47,7 @@ class Recorder:
 
     def observe(
         self,
-        batch: InputBatch,
+        batch: Step,
         hidden: Tensor,
         tokens: Sequence[tuple[int, ...]],
         accepted_rows: Sequence[tuple[int, ...]],
@@ -56,7 +56,7 @@ class Recorder:
         assert hidden.shape == (batch.num_tokens, self.runner.config.hidden_size)
         says = self.runner.model.compute_logits(hidden).argmax(-1).tolist()
         starts = batch.metadata.query_start_loc_cpu
-        for number, (share, own, rows) in enumerate(zip(batch.scheduled, tokens, accepted_rows, strict=True)):
+        for number, (share, own, rows) in enumerate(zip(batch.shares, tokens, accepted_rows, strict=True)):
             if batch.mode is ForwardMode.TARGET_VERIFY:
                 assert rows[0] == starts[number]
                 assert batch.input_ids[list(rows)].tolist()[1:] == list(own[:-1])
@@ -154,9 +154,7 @@ def test_trees_beside_graphs(tmp_path: Path, trees: bool) -> None:
             assert (runner.statistics().graph_replays > before) is replayed
         share = ScheduledRequest(request, 1, (1, 2, 3))
         batch = build_input_batch([share], runner.request_table, runner.kv_cache.spec)
-        assert (runner.coordinate(batch).graph is not None) is not trees, (
-            "a batch without a mask fits no graph with one"
-        )
+        assert (runner.agree(batch).graph is not None) is not trees, "a batch without a mask fits no graph with one"
 
 
 def test_trees_are_refused_where_attention_takes_no_mask(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +240,7 @@ def test_trees_and_rejection_on_streams(tmp_path: Path, monkeypatch: pytest.Monk
 
         probs: Tensor
 
-        def observe(self, batch: InputBatch, hidden: Tensor, *_: Any) -> None:
+        def observe(self, batch: Step, hidden: Tensor, *_: Any) -> None:
             self.modes.append(batch.mode)
             self.probs = self.runner.model.compute_logits(hidden[-1:]).softmax(-1).expand(3, -1)
 

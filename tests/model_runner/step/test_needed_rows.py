@@ -61,7 +61,7 @@ def test_last_mlp_runs_for_sampled_rows(tmp_path: Path, family: str, lanes: bool
     with ModelRunner(path, num_kv_blocks=64, block_size=4, dbo=dbo) as runner:
         (*before, last), step = first_step(runner)
         assert (set(before), last) == ({7 + 1 + CHUNK + 3}, 3)
-        assert step.decision.engaged is lanes
+        assert step.step.decision.engaged is lanes
         reference, logits = load_reference(path), step._logits
         assert logits is not None
         close(logits, torch.stack([reference_logits(reference, PROMPTS[index])[-1] for index in (0, 1, 3)]))
@@ -94,7 +94,7 @@ def step_of_rank(rank: int, world_size: int, path: str, size: int, transport: st
     settings: dict[str, Any] = {"group": group, "tensor_parallel_size": size, "all2all_backend": transport}
     with ModelRunner(path, num_kv_blocks=64, block_size=4, dbo=UBatchConfig(**LANES), **settings) as runner:
         counts, step = first_step(runner)
-        assert step.decision.engaged
+        assert step.step.decision.engaged
         assert step._logits is not None
         return counts, step._logits.numpy()
 

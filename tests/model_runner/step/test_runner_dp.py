@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from attention import MODES
-from model_runner import BatchShape, coordinate_batch_across_dp, make_offer
+from model_runner import coordinate_batch_across_dp, make_offer
+from tests.support.shaped_steps import shaped_step
 from ubatch import DeclineReason, ForwardMode, UBatchConfig, Wish, decide
 
 DECODE, PREFILL, MIXED, IDLE = ForwardMode.DECODE, ForwardMode.PREFILL, ForwardMode.MIXED, ForwardMode.IDLE
@@ -26,9 +27,9 @@ DECODE, PREFILL, MIXED, IDLE = ForwardMode.DECODE, ForwardMode.PREFILL, ForwardM
 def test_a_rank_that_votes_no(
     config: UBatchConfig, query_lens: list[int], mode: ForwardMode, reason: DeclineReason
 ) -> None:
-    offer, slices = make_offer(config, BatchShape(query_lens, mode))
+    offer, slices = make_offer(config, shaped_step(query_lens, mode))
     assert (offer.wish, offer.reason, offer.tokens, slices) == (Wish.NO, reason, (sum(query_lens),), None)
-    alone = coordinate_batch_across_dp(config, BatchShape(query_lens, mode), None)
+    alone = coordinate_batch_across_dp(config, shaped_step(query_lens, mode), None)
     assert (alone.decision.engaged, alone.decision.reason, alone.slices) == (False, reason, None)
     assert not alone.all_idle
 
@@ -47,7 +48,7 @@ def test_a_rank_that_votes_no(
 def test_a_rank_that_votes_yes(
     config: UBatchConfig, query_lens: list[int], mode: ForwardMode, tokens: tuple[int, ...]
 ) -> None:
-    agreed = coordinate_batch_across_dp(config, BatchShape(query_lens, mode), None)
+    agreed = coordinate_batch_across_dp(config, shaped_step(query_lens, mode), None)
     assert agreed.decision.engaged
     assert agreed.decision.tokens == (tokens,)
     assert agreed.slices is not None
@@ -55,41 +56,41 @@ def test_a_rank_that_votes_yes(
 
 
 def test_idle_ranks_go_along() -> None:
-    idle, slices = make_offer(UBatchConfig(), BatchShape([], IDLE))
+    idle, slices = make_offer(UBatchConfig(), shaped_step([], IDLE))
     assert (idle.wish, idle.tokens) == (Wish.IDLE, (0, 0))
     assert slices is not None
     assert all(piece.is_empty() for piece in slices)
     for mode, lens in ((DECODE, [1] * 40), (MIXED, [1, 600]), (PREFILL, [512, 512])):
-        busy, _ = make_offer(UBatchConfig(), BatchShape(lens, mode))
+        busy, _ = make_offer(UBatchConfig(), shaped_step(lens, mode))
         assert decide([busy, idle]).engaged
         assert decide([idle, busy], 1).engaged
     for config in (UBatchConfig(), UBatchConfig(enable_dbo=False), UBatchConfig(schedule="serial")):
-        assert coordinate_batch_across_dp(config, BatchShape([], IDLE), None).all_idle
+        assert coordinate_batch_across_dp(config, shaped_step([], IDLE), None).all_idle
 
 
 def test_decode_beside_prefill_declines_and_mixed_beside_prefill_does_not() -> None:
-    decode, _ = make_offer(UBatchConfig(), BatchShape([1] * 40, DECODE))
-    prefill, _ = make_offer(UBatchConfig(), BatchShape([600, 600], PREFILL))
-    mixed, _ = make_offer(UBatchConfig(), BatchShape([1, 600, 600], MIXED))
+    decode, _ = make_offer(UBatchConfig(), shaped_step([1] * 40, DECODE))
+    prefill, _ = make_offer(UBatchConfig(), shaped_step([600, 600], PREFILL))
+    mixed, _ = make_offer(UBatchConfig(), shaped_step([1, 600, 600], MIXED))
     assert decide([decode, prefill]).reason is DeclineReason.MODES_DIFFER
     assert decide([mixed, prefill]).engaged
 
 
 def test_schedules_are_told_apart() -> None:
     names = ("mlp_shared_overlap", "two_batch_decode", "two_batch_prefill")
-    offers = [make_offer(UBatchConfig(schedule=name), BatchShape([1] * 40, DECODE))[0] for name in names]
+    offers = [make_offer(UBatchConfig(schedule=name), shaped_step([1] * 40, DECODE))[0] for name in names]
     assert len({offer.schedule for offer in offers}) == 3
     assert decide(offers[:2]).reason is DeclineReason.SCHEDULES_DIFFER
 
 
 def test_verify_splits_by_requests_and_draft_extend_never() -> None:
     drafts = [4] * 9
-    verify, slices = make_offer(UBatchConfig(), BatchShape(drafts, ForwardMode.TARGET_VERIFY))
+    verify, slices = make_offer(UBatchConfig(), shaped_step(drafts, ForwardMode.TARGET_VERIFY))
     assert verify.tokens == (16, 20)  # counts as decode: 36 tokens are above its threshold
     assert slices is not None
-    few, _ = make_offer(UBatchConfig(), BatchShape(drafts[:7], ForwardMode.TARGET_VERIFY))
+    few, _ = make_offer(UBatchConfig(), shaped_step(drafts[:7], ForwardMode.TARGET_VERIFY))
     assert few.reason is DeclineReason.BELOW_DECODE_THRESHOLD
-    extend, slices = make_offer(UBatchConfig(), BatchShape([3, 1, 4] * 200, ForwardMode.DRAFT_EXTEND))
+    extend, slices = make_offer(UBatchConfig(), shaped_step([3, 1, 4] * 200, ForwardMode.DRAFT_EXTEND))
     assert (extend.reason, slices) == (DeclineReason.MODE_NOT_SPLIT, None)
 
 

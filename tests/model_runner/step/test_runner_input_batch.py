@@ -48,7 +48,7 @@ def test_against_a_plain_loop(lengths: list[tuple[int, int, int]]) -> None:
     assert batch.metadata.query_start_loc.tolist() == starts
     assert batch.metadata.seq_lens.tolist() == [computed + now for computed, now, _ in lengths]
     assert batch.logits_rows.tolist() == rows
-    assert len(batch.sampled) == len(rows)
+    assert sum(batch.rows_per_share) == len(rows)
     assert batch.num_tokens == len(ids)
 
 

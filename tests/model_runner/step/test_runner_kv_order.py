@@ -20,8 +20,8 @@ from attention import (
     reads_of_later_writes,
     split_attn_metadata,
 )
-from model_runner import InputBatch, ModelRunner, Request, SamplingParams, ScheduledRequest, build_input_batch
-from model_runner.step.dp import BatchShape, Coordination, make_offer
+from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, Step, build_input_batch, make_offer
+from tests.support.shaped_steps import shaped_step
 from ubatch import Decision, DeclineReason, ForwardMode, SplitCost, UBatchConfig, UBatchSlice
 
 pytestmark = pytest.mark.long
@@ -39,7 +39,7 @@ def make_runner(checkpoint: Path) -> ModelRunner:
     return ModelRunner(checkpoint, dbo=config, block_size=4, num_kv_blocks=64)
 
 
-def make_step(runner: ModelRunner, late_writer: int) -> InputBatch:
+def make_step(runner: ModelRunner, late_writer: int) -> Step:
     """Four requests; request 0 has the blocks of request `late_writer` as its prefix, which computes them only now."""
     prompts = [[*PREFIX, 10, 11, 12], [5, 6, 7, 8], [21, 22, 23], [31, 32, 33, 34, 35]]
     prompts[late_writer] = [*PREFIX, 41, 42]
@@ -58,22 +58,22 @@ def make_step(runner: ModelRunner, late_writer: int) -> InputBatch:
 
 
 @torch.inference_mode()
-def logits_of(runner: ModelRunner, batch: InputBatch, agreed: Coordination) -> Tensor:
+def logits_of(runner: ModelRunner, step: Step) -> Tensor:
     runner.kv_cache.key_pool.memory.zero_()
     runner.kv_cache.value_pool.memory.zero_()
-    return runner.forward(batch, agreed)
+    return runner.forward(step)
 
 
-def unsplit(batch: InputBatch) -> Coordination:
-    return Coordination(Decision(False, DeclineReason.DISABLED, 0, ((batch.num_tokens,),)), None)
+def unsplit(batch: Step) -> Step:
+    return replace(batch, decision=Decision(False, DeclineReason.DISABLED, 0, ((batch.num_tokens,),)))
 
 
 @pytest.mark.parametrize("late_writer", [1, 3])
 def test_the_split_moves_until_no_lane_reads_what_a_later_one_writes(checkpoint: Path, late_writer: int) -> None:
     with make_runner(checkpoint) as runner:
         batch = make_step(runner, late_writer)
-        assert batch.shape.late_reads() == ((0, late_writer),)
-        expected = logits_of(runner, batch, unsplit(batch))
+        assert batch.late_reads() == ((0, late_writer),)
+        expected = logits_of(runner, unsplit(batch))
 
         # As if nobody had looked: lane 0 is request 0 alone, and attends to keys that lane 1 has not written yet.
         naive = (
@@ -81,23 +81,24 @@ def test_the_split_moves_until_no_lane_reads_what_a_later_one_writes(checkpoint:
             UBatchSlice(slice(1, 4), slice(3, batch.num_tokens)),
         )
         decision = Decision(True, None, None, (tuple(piece.num_tokens for piece in naive),))
-        wrong = logits_of(runner, batch, Coordination(decision, naive))
+        schedule = runner.dbo.for_mode(batch.mode).schedule
+        wrong = logits_of(runner, replace(batch, decision=decision, slices=naive, schedule=schedule))
         assert not torch.allclose(wrong[0], expected[0], atol=1e-2)
         assert wrong[0].argmax() != expected[0].argmax()
 
-        agreed = runner.coordinate(batch)
+        agreed = runner.agree(batch)
         if late_writer == 3:  # the pair spans the whole batch: no place to cut
             assert agreed.decision.reason is DeclineReason.KV_ORDER
             assert agreed.slices is None
         else:
             assert agreed.slices is not None
             assert agreed.slices[0].num_requests >= 2
-        torch.testing.assert_close(logits_of(runner, batch, agreed), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logits_of(runner, agreed), expected, atol=1e-4, rtol=1e-4)
         assert runner.statistics().engaged == 1 + (late_writer == 1)
 
 
 def test_a_long_request_with_a_late_reader_is_not_torn() -> None:
-    shape = BatchShape([8, 1000, 8], ForwardMode.PREFILL, late_reads=lambda: ((1, 2),))
+    shape = shaped_step([8, 1000, 8], ForwardMode.PREFILL, late_reads=lambda: ((1, 2),))
     free, _ = make_offer(UBatchConfig(), replace(shape, late_reads=tuple))
     assert free.tokens == (508, 508)
     bound, slices = make_offer(UBatchConfig(), shape)
@@ -107,14 +108,14 @@ def test_a_long_request_with_a_late_reader_is_not_torn() -> None:
 
 def test_split_by_cost_is_used_when_asked_for() -> None:
     """The model's own cost: a chunk behind a long prefix weighs more than fresh prompts."""
-    shape = BatchShape([128] * 8, ForwardMode.PREFILL, prefix_lens=[50_000] + [0] * 7)
+    shape = shaped_step([128] * 8, ForwardMode.PREFILL, prefix_lens=[50_000] + [0] * 7)
     config = UBatchConfig(tbo_token_distribution_threshold=0.0)
     by_tokens, _ = make_offer(config, shape)
     assert by_tokens.tokens == (512, 512)
-    dear = replace(shape, cost=SplitCost(1.0, 0.001))
-    by_cost, _ = make_offer(replace(config, split_by="cost"), dear)
+    dear = SplitCost(1.0, 0.001)
+    by_cost, _ = make_offer(replace(config, split_by="cost"), shape, dear)
     assert by_cost.tokens == (128, 896)
-    cut, slices = make_offer(replace(config, split_by="cost", tbo_token_distribution_threshold=0.48), dear)
+    cut, slices = make_offer(replace(config, split_by="cost", tbo_token_distribution_threshold=0.48), shape, dear)
     assert slices is not None
     assert slices[0].token_slice.stop < 128  # inside the dear one
     assert sum(cut.tokens) == 1024
@@ -163,13 +164,13 @@ def test_whatever_is_shared_lanes_equal_the_whole_batch() -> None:
             split_by=rng.choice(["tokens", "cost"]),
             tbo_token_distribution_threshold=rng.choice([0.0, 0.3, 0.5]) if lanes == 2 else 0.0,
         )
-        batch = BatchShape(query_lens, ForwardMode.PREFILL, prefixes, partial(tuple, late), SplitCost(1.0, 0.1))
-        offer, slices = make_offer(config, batch)
+        step, cost = shaped_step(query_lens, ForwardMode.PREFILL, prefixes), SplitCost(1.0, 0.1)
+        offer, slices = make_offer(config, replace(step, late_reads=partial(tuple, late)), cost)
         refused += offer.reason is DeclineReason.KV_ORDER
         if slices is None:
             continue
         engaged += 1
-        moved += slices != make_offer(config, replace(batch, late_reads=tuple))[1]
+        moved += slices != make_offer(config, step, cost)[1]
         torch.manual_seed(seed)
         q, k, v = torch.randn(sum(query_lens), 4, 8).split([2, 1, 1], dim=1)
         cached = torch.randn(2, (num_blocks + 1) * block, 1, 8)

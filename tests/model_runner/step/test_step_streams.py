@@ -222,7 +222,7 @@ def test_logits_for_the_caller(steps: Steps) -> None:
         runner.admit(request, 10)
         with runner.streams.forward():
             batch = runner_batch(runner, request)
-        logits = runner.forward(batch, runner.coordinate(batch))
+        logits = runner.forward(runner.agree(batch))
         assert recorder.memory(logits).place is Place.DEVICE
         logits.argmax()
         runner.release(request)

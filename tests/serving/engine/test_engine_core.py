@@ -9,10 +9,10 @@ from fake_device import DECLINED, ENGAGED, VOCAB, expected_output, make_core, ru
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_runner import FinishReason, RequestError, SamplingParams, StepOutput
+from model_runner import FinishReason, RequestError, SamplingParams, Step, StepOutput
 from serving.engine import EngineCore
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
-from serving.scheduler import ScheduledStep, SchedulerConfig
+from serving.scheduler import SchedulerConfig
 from ubatch import UBatchError
 
 pytestmark = pytest.mark.long
@@ -198,11 +198,11 @@ class Stuck:
     def abort(self, request_id: str) -> bool:
         return False
 
-    def schedule(self) -> ScheduledStep:
-        return ScheduledStep()
+    def schedule(self) -> Step:
+        return Step.of(())
 
-    def advance(self, step: ScheduledStep) -> None: ...
-    def process(self, step: ScheduledStep, output: StepOutput) -> list[RequestOutput]:
+    def advance(self, step: Step) -> None: ...
+    def process(self, step: Step, output: StepOutput) -> list[RequestOutput]:
         return []
 
     def statistics(self) -> EngineStatistics:

@@ -9,10 +9,10 @@ import pytest
 from dense_checkpoint import make_small
 from fake_device import run
 
-from model_runner import ModelRunner, SamplingParams, StepOutput, step_runner
+from model_runner import ModelRunner, SamplingParams, Step, StepOutput, step_runner
 from serving.engine import EngineCore
 from serving.requests import RequestInput, RequestOutput
-from serving.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from serving.scheduler import Scheduler, SchedulerConfig
 from ubatch import UBatchConfig
 
 pytestmark = pytest.mark.long
@@ -83,7 +83,7 @@ def test_a_pause_is_not_told_as_the_time_of_a_step(
         core = EngineCore(runner, scheduler, overlap_schedule=overlap)
         process, periods = scheduler.process, []
 
-        def recorded(step: ScheduledStep, output: StepOutput) -> list[RequestOutput]:
+        def recorded(step: Step, output: StepOutput) -> list[RequestOutput]:
             periods.append(output.decision.period_us)
             return process(step, output)
 

@@ -10,11 +10,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from repository import TINY_MOE
 
-from model_runner import SamplingParams
-from model_runner.step.dp import BatchShape, make_offer
+from model_runner import SamplingParams, Step
+from model_runner.step.dp import make_offer
 from serving.options import resolve_keywords
-from serving.scheduler import ScheduledStep
 from serving.scheduler.mixed_steps import MeasuredLimit, MixedSteps
+from serving.scheduler.request import shares_of
+from tests.support.shaped_steps import shaped_step
 from ubatch import ConfigError, Decision, ForwardMode, UBatchConfig
 from ubatch.schedules.vote import decide
 
@@ -27,9 +28,9 @@ def prompt(length: int, start: int = 1) -> list[int]:
     return [(start + 7 * place) % 49 + 1 for place in range(length)]
 
 
-def counts(step: ScheduledStep) -> tuple[int, int]:
+def counts(step: Step) -> tuple[int, int]:
     """Decodes and prompt tokens."""
-    prefills = [share.num_tokens for share, fills in zip(step.shares, step.prefills, strict=True) if fills]
+    prefills = [share.num_tokens for share in shares_of(step) if share.prefill]
     return len(step.shares) - len(prefills), sum(prefills)
 
 
@@ -115,8 +116,8 @@ def vote(*ranks: tuple[int, int], period_us: int = 0) -> Decision:
         }
         mode = kinds.get((bool(decodes), bool(prefills)), ForwardMode.MIXED)
         lens = [1] * decodes + ([prefills] if prefills else [])
-        shape = BatchShape(lens, mode, [5] * decodes + [0] * bool(prefills), period_us=period_us)
-        offers.append(make_offer(UBatchConfig(enable_dbo=False), shape)[0])
+        step = shaped_step(lens, mode, [5] * decodes + [0] * bool(prefills))
+        offers.append(make_offer(UBatchConfig(enable_dbo=False), step, period_us=period_us)[0])
     return decide(offers)
 
 
@@ -125,7 +126,7 @@ def test_the_vote_tells_what_of_each_rank_is_of_prompts_and_how_long_the_slowest
     assert decision.prefill_tokens == (0, 100, 64, 0)
     assert decision.tokens == ((4,), (102,), (64,), (0,))
     assert decision.period_us == 7
-    drafts = BatchShape([4] * 3, ForwardMode.TARGET_VERIFY, [9] * 3)
+    drafts = shaped_step([4] * 3, ForwardMode.TARGET_VERIFY, [9] * 3)
     assert make_offer(UBatchConfig(), drafts)[0].prefill_tokens == 0
 
 

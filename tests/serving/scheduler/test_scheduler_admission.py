@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from fake_runner import Loop, expected, make_loop
 
-from model_runner import SamplingParams
-from serving.scheduler import ScheduledStep, SchedulingPolicy
+from model_runner import SamplingParams, Step
+from serving.scheduler import SchedulingPolicy
+from serving.scheduler.request import shares_of
 
 
-def admitted(step: ScheduledStep) -> list[str]:
-    return [request.name for request, prefill in zip(step.requests, step.prefills, strict=True) if prefill]
+def admitted(step: Step) -> list[str]:
+    return [share.request.name for share in shares_of(step) if share.prefill]
 
 
 def one_at_a_time(policy: SchedulingPolicy) -> Loop:
@@ -149,7 +150,7 @@ def test_a_prefix_is_not_matched_before_it_is_written(overlapped: bool) -> None:
     loop.add("a", [5] * 20, max_tokens=2, ignore_eos=True)
     loop.add("b", [5] * 20, max_tokens=2, ignore_eos=True)
     step = loop.step()
-    assert [(r.name, s.num_tokens) for r, s in zip(step.requests, step.shares, strict=True)] == [("a", 20), ("b", 20)]
+    assert [(s.request.request_id, s.num_tokens) for s in step.shares] == [("a", 20), ("b", 20)]
     loop.run()
     assert loop.outputs["b"][0].num_cached_tokens == 0
     assert loop.scheduler.kv.tree.num_cached == 1

@@ -10,6 +10,7 @@ from fake_runner import Loop, expected, make_loop
 from model_runner import FinishReason, SamplingParams
 from serving.scheduler import SchedulingPolicy
 from serving.scheduler.admission.budget import NewTokenRatio, choose_victim
+from serving.scheduler.request import shares_of
 
 
 def optimistic(loop: Loop) -> Loop:
@@ -36,7 +37,7 @@ def test_a_retracted_request_comes_back_and_gives_the_same_tokens(overlapped: bo
         step = loop.step()
         loop.scheduler.check()
         if loop.scheduler.statistics().preemptions > preemptions:
-            assert not any(step.prefills)  # else it would be admitted again at once
+            assert not any(share.prefill for share in shares_of(step))  # else it would be admitted again at once
         preemptions = loop.scheduler.statistics().preemptions
     loop.run()
     assert preemptions >= 3
@@ -124,10 +125,10 @@ def test_a_late_result_of_an_earlier_life_brings_no_kv() -> None:
     pending = runner.launch(late.shares)
     scheduler.advance(late)
     pending.sample()
-    (request,) = late.requests
+    request = shares_of(late)[0].request
     scheduler._retract(request)
     again = scheduler.schedule()
-    assert again.starts == (0,)
+    assert again.prefix_lens == [0]
     scheduler.process(late, pending.result())
     assert request.num_written_tokens == 0
     assert scheduler.kv.tree.num_cached == 0
@@ -147,7 +148,7 @@ def test_a_request_whose_last_token_is_pending_is_not_admitted() -> None:
     pending = runner.launch(step.shares)
     scheduler.advance(step)
     pending.sample()
-    scheduler._retract(step.requests[0])
+    scheduler._retract(shares_of(step)[0].request)
     assert scheduler.schedule().shares == ()
     (output,) = scheduler.process(step, pending.result())
     assert output.token_ids
@@ -163,7 +164,7 @@ def test_one_that_was_retracted_may_turn_out_to_have_ended() -> None:
     pending = runner.launch(step.shares)
     scheduler.advance(step)
     pending.sample()
-    scheduler._retract(step.requests[0])
+    scheduler._retract(shares_of(step)[0].request)
     (output,) = scheduler.process(step, pending.result())
     assert output.finish_reason is not None
     scheduler.check(idle=True)

@@ -6,14 +6,14 @@ import pytest
 from fake_runner import expected, make_loop, repeating
 from repository import TINY_MOE
 
-from model_runner import SamplingParams
+from model_runner import SamplingParams, Step
 from serving.options import resolve_keywords
-from serving.scheduler import ScheduledStep
-from ubatch import ConfigError
+from serving.scheduler.request import shares_of
+from ubatch import ConfigError, ForwardMode
 
 
-def shares(step: ScheduledStep) -> list[tuple[str, int]]:
-    return [(request.name, share.num_tokens) for request, share in zip(step.requests, step.shares, strict=True)]
+def shares(step: Step) -> list[tuple[str, int]]:
+    return [(str(share.request.request_id), share.num_tokens) for share in step.shares]
 
 
 def prompt(length: int, start: int = 1) -> list[int]:
@@ -140,10 +140,10 @@ def test_all_shares_of_a_verify_step_have_equally_many_drafts() -> None:
     verified = 0
     while loop.scheduler.has_work:
         step = loop.step()
-        if step.verify:
+        if step.mode is ForwardMode.TARGET_VERIFY:
             verified += 1
             (count,) = {len(share.drafts) for share in step.shares}
-            assert count == max(step.num_drafted) <= 3
+            assert count == max(share.num_drafted for share in shares_of(step)) <= 3
             assert [share.num_tokens for share in step.shares] == [1] * len(step.shares)
     assert verified
     for name, given in (("a", [5, 6] * 8), ("b", [7, 8, 9])):
@@ -160,15 +160,15 @@ def test_drafts_that_only_fill_up_are_not_counted() -> None:
     loop.add("unknown", [9], max_tokens=3)
     loop.step()
     step = loop.step()
-    assert not step.verify  # 9 does not repeat anything, and the last of the other's neither
+    assert step.mode is not ForwardMode.TARGET_VERIFY  # 9 does not repeat anything, and the last of the other's neither
     loop.run()
     again = make_loop(num_speculative_tokens=2, prompt_lookup_min=1, next_token=lambda tokens: 3)
     again.add("guessed", [3, 4] * 4, max_tokens=4)
     again.add("unknown", [9], max_tokens=4)
     again.step()
     step = again.step()
-    assert step.verify
-    assert step.num_drafted == (2, 0)
+    assert step.mode is ForwardMode.TARGET_VERIFY
+    assert [share.num_drafted for share in shares_of(step)] == [2, 0]
     assert step.shares[1].drafts == (3, 3)
     again.run()
     assert again.scheduler.statistics().drafted_tokens < 2 * again.scheduler.statistics().generation_tokens
@@ -190,7 +190,7 @@ def test_a_prefill_in_the_step_means_no_drafts() -> None:
     loop.add("a", [5, 6] * 8, max_tokens=40)
     loop.step()
     loop.add("b", [7, 8, 9], max_tokens=2)
-    assert not loop.step().verify
+    assert loop.step().mode is not ForwardMode.TARGET_VERIFY
     loop.run()
 
 
@@ -211,9 +211,9 @@ def test_one_near_its_end_limits_the_drafts_of_all() -> None:
     loop.add("far", [3] * 4, max_tokens=100)
     loop.step()
     step = loop.step()
-    assert step.verify
+    assert step.mode is ForwardMode.TARGET_VERIFY
     assert [len(share.drafts) for share in step.shares] == [2, 2]  # 18 tokens, and 20 places
-    assert step.num_drafted == (1, 2)
+    assert [share.num_drafted for share in shares_of(step)] == [1, 2]
     loop.run()
     assert (len(loop.tokens("near")), len(loop.tokens("far"))) == (3, 16)
 

@@ -11,17 +11,18 @@ from fake_runner import Loop, expected, make_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_runner import SamplingParams
-from serving.scheduler import ScheduledStep, SchedulingPolicy, TrackedRequest
+from model_runner import SamplingParams, Step
+from serving.scheduler import SchedulingPolicy, TrackedRequest
 from serving.scheduler.admission.waiting import WaitingQueue
 from serving.scheduler.kv_manager import KVManager
 from serving.scheduler.radix_cache import PrefixMatch
+from serving.scheduler.request import shares_of
 
 pytestmark = pytest.mark.long
 
 
-def admitted(step: ScheduledStep) -> list[str]:
-    return [request.name for request, prefill in zip(step.requests, step.prefills, strict=True) if prefill]
+def admitted(step: Step) -> list[str]:
+    return [share.request.name for share in shares_of(step) if share.prefill]
 
 
 def add_body(loop: Loop, name: str, count: int, length: int = 3, **params: object) -> None:
@@ -79,7 +80,7 @@ def test_a_short_request_behind_200_long_prompts_runs_beside_the_one_that_is_cut
     assert admitted(loop.step()) == ["long0"]
     loop.add("short", [5, 6], max_tokens=1)
     step = loop.step()
-    assert [(request.name, share.num_tokens) for request, share in zip(step.requests, step.shares, strict=True)] == [
+    assert [(str(share.request.request_id), share.num_tokens) for share in step.shares] == [
         ("long0", 252),  # 254, up to the end of a page
         ("short", 2),
     ]
@@ -132,7 +133,7 @@ def test_the_prompt_that_is_cut_and_others_both_get_on(budget: int) -> None:
     for _ in range(12):
         step = loop.step()
         assert sum(share.num_tokens for share in step.shares) <= budget
-        steps.append(("long" in admitted(step), any(request.name != "long" for request in step.requests)))
+        steps.append(("long" in admitted(step), any(share.request.request_id != "long" for share in step.shares)))
     every = 1 if budget >= 16 else 2
     for kind in (0, 1):
         got = [step[kind] for step in steps]
@@ -200,11 +201,7 @@ def test_half_of_each_step_stays_with_the_prompt_that_is_cut() -> None:
     steps = 0
     while "long1" not in admitted(step := loop.step()):
         steps += 1
-        of_long = [
-            share.num_tokens
-            for request, share in zip(step.requests, step.shares, strict=True)
-            if request.name == "long0"
-        ]
+        of_long = [share.num_tokens for share in step.shares if share.request.request_id == "long0"]
         assert (of_long and of_long[0] >= 32) or loop.scheduler._chunked is None
     assert steps <= 1000 / 32
     loop.run()

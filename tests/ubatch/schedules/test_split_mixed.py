@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from model_runner import BatchShape, make_offer
+from model_runner import make_offer
+from tests.support.shaped_steps import shaped_step
 from ubatch import ForwardMode, SplitCost, UBatchConfig, UBatchSlice, get_schedule, split_by_cost
 from ubatch.schedules.split_mixed import predicted_cost, split_mixed
 
@@ -108,10 +109,10 @@ def test_the_faster_one_is_taken_and_every_token_is_in_one_lane(lanes: int) -> N
 
 def test_the_vote_splits_mixed_batches_so_when_asked_to() -> None:
     query_lens, prefix_lens = batch(256, 2000, 512, 16000)
-    shape = BatchShape(query_lens, ForwardMode.MIXED, prefix_lens, cost=DEEPSEEK_V3)
+    shape = shaped_step(query_lens, ForwardMode.MIXED, prefix_lens)
     by_cost = UBatchConfig(split_by="cost")
-    assert make_offer(by_cost, shape)[0].tokens == (256, 512)
+    assert make_offer(by_cost, shape, DEEPSEEK_V3)[0].tokens == (256, 512)
     assert make_offer(UBatchConfig(), shape)[0].tokens == (384, 384)
     query_lens, prefix_lens = batch(8, 2000, 512, 0)
-    few = BatchShape(query_lens, ForwardMode.MIXED, prefix_lens, cost=DEEPSEEK_V3)
-    assert make_offer(by_cost, few)[0].tokens[0] > 200
+    few = shaped_step(query_lens, ForwardMode.MIXED, prefix_lens)
+    assert make_offer(by_cost, few, DEEPSEEK_V3)[0].tokens[0] > 200

@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 
-from model_runner import InputBatch, ModelRunner
-from model_runner.auto.step_settings import StepSettings
+from model_runner import ModelRunner, Step
+from model_runner.auto.step_settings import Proposal, StepSettings
 from model_runner.parallel.transport import most_chunks
 from moe import EmulatedLink
 from serving.arguments.fields import Flag
@@ -247,15 +247,15 @@ def _measure(runner: ModelRunner, link: EmulatedLink, ratio: float, options: Opt
     )
 
 
-def _run(runner: ModelRunner, how: UBatchConfig | StepSettings, batch: InputBatch) -> tuple[float, float, str]:
+def _run(runner: ModelRunner, how: UBatchConfig | StepSettings, batch: Step) -> tuple[float, float, str]:
     """Run a step; its seconds on this rank, vote and decision included, its forward's part, its schedule."""
     start = time.perf_counter()
-    agreed = runner.coordinate(batch, *(how.settings(batch.shape) if isinstance(how, StepSettings) else (how,)))
-    with how.timed(agreed.decision) if isinstance(how, StepSettings) else nullcontext():
+    step = runner.agree(batch, how.settings(batch) if isinstance(how, StepSettings) else Proposal(how))
+    with how.timed(step.decision) if isinstance(how, StepSettings) else nullcontext():
         begun = time.perf_counter()
-        runner.forward(batch, agreed)
+        runner.forward(step)
         ended = time.perf_counter()
-    schedule = "" if agreed.schedule is None else agreed.schedule.describe()
+    schedule = "" if step.schedule is None else step.schedule.describe()
     return time.perf_counter() - start, ended - begun, schedule
 
 

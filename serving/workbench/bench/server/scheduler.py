@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from attention import BlockAllocator, RequestToTokenTable
-from model_runner import SamplingParams, ScheduledRequest, StepOutput
+from model_runner import SamplingParams, Step, StepOutput
 from serving.engine.rank.core import EngineCore
 from serving.requests import RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
@@ -59,17 +59,17 @@ class _Device:
         self.seconds = seconds
         self._free_at = 0.0
 
-    def launch(self, scheduled: Sequence[ScheduledRequest], /) -> _Step:
+    def launch(self, step: Step, /) -> _Launched:
         self._free_at = max(time.perf_counter(), self._free_at) + self.seconds
-        return _Step(len(scheduled), self._free_at)
+        return _Launched(step, self._free_at)
 
     def restart_clock(self) -> None:
         """Does nothing: this device's steps have no vote."""
 
 
-@dataclass(frozen=True)
-class _Step:
-    shares: int
+@dataclass
+class _Launched:
+    step: Step
     done_at: float
 
     def sample(self) -> None:
@@ -79,9 +79,10 @@ class _Step:
         """Sleep until the device is done."""
         if (left := self.done_at - time.perf_counter()) > 0:
             time.sleep(left)
-        decision = Decision(False, DeclineReason.DISABLED, None, ((self.shares,),))
-        nothing = ((),) * self.shares
-        return StepOutput(((7,),) * self.shares, nothing, nothing, decision, all_idle=not self.shares)
+        shares = len(self.step.shares)
+        decision = Decision(False, DeclineReason.DISABLED, None, ((shares,),))
+        nothing = ((),) * shares
+        return StepOutput(((7,),) * shares, nothing, nothing, decision, all_idle=not shares)
 
 
 def measure_scheduler(blocks: int, running: int = 64) -> SchedulerResult:

@@ -62,8 +62,8 @@ _BOUNDARIES: tuple[tuple[Kind, Any, tuple[str, ...]], ...] = (
     (Kind.SMALL, latent_attention, ("rms_norm",)),
     (Kind.LOGITS, decoder.DecoderLM, ("compute_logits",)),
     (Kind.SAMPLING, PendingStep, ("sample", "result")),
-    (Kind.BATCH, step_runner, ("build_input_batch",)),
-    (Kind.BATCH, step_runner.StepRunner, ("coordinate", "forward_context")),
+    (Kind.BATCH, step_runner, ("build_input_batch", "plan_step")),
+    (Kind.BATCH, step_runner.StepRunner, ("agree",)),
     (Kind.SCHEDULING, Scheduler, ("schedule", "advance", "process")),
 )
 

@@ -1,12 +1,9 @@
-"""The flattened batch of one step, built from the requests' state at that moment.
-
-It stores everything that is needed after the launch, because the requests may change while the step runs.
-"""
+"""A step's tokens, flattened, on the host and on the device: built from the requests' state at that moment."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
@@ -22,87 +19,28 @@ from attention import (
     reads_of_later_writes,
 )
 from model_runner.errors import RequestError
-from model_runner.step.dp import BatchShape
 from model_runner.step.draft_trees import DraftTrees, chain_of_drafts, drafts_per_request
 from model_runner.step.logprobs import PromptSpan
 from model_runner.step.request import PENDING_TOKEN, Request, ScheduledRequest
+from model_runner.step.step import Step
 from ubatch import ForwardMode
 from ubatch.streams.small_copies import to_device
 
-__all__ = ["InputBatch", "build_input_batch"]
-
-
-@dataclass(frozen=True)
-class InputBatch:
-    """The batch of one step, on the device.
-
-    Attributes:
-        scheduled: the requests' shares, in order.
-        input_ids: `[T]` int64; `-(row + 1)` for a pending token, see `FutureMap`.
-        positions: `[T]` int64, each token's position in its request; in a tree of drafts, the position if its path is
-            accepted.
-        metadata: for attention.
-        shape: for the vote.
-        logits_rows: `[S]` int64, indices of the sampled rows: the last token of every share that reaches the end of its
-            request's tokens; in a verify batch all rows.
-        future_places: `[S]` int64, row + 1 of the sampled requests; empty in a verify batch, whose tokens the host must
-            read before the next step.
-        lengths: tokens of every request when the batch was built.
-        rows_per_share: number of `logits_rows` of each share.
-        logits_rows_cpu: `logits_rows` on the host.
-        future_owners: (request, index of the new token in it, row) of `future_places`.
-        pending: (request, index of the token in it, row) of every pending token.
-        prompt_spans: the parts of prompts in this step that need prompt log-probabilities.
-    """
-
-    scheduled: tuple[ScheduledRequest, ...]
-    input_ids: Tensor
-    positions: Tensor
-    metadata: CommonAttentionMetadata
-    shape: BatchShape
-    logits_rows: Tensor
-    future_places: Tensor
-    lengths: tuple[int, ...]
-    rows_per_share: tuple[int, ...]
-    logits_rows_cpu: tuple[int, ...] = ()
-    future_owners: tuple[tuple[Request, int, int], ...] = ()
-    pending: tuple[tuple[Request, int, int], ...] = ()
-    prompt_spans: tuple[PromptSpan, ...] = ()
-
-    @property
-    def mode(self) -> ForwardMode:
-        """Decode, prefill, mixed, target-verify or idle."""
-        return self.shape.mode
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of this step."""
-        return self.metadata.num_actual_tokens
-
-    @property
-    def needed_rows(self) -> tuple[int, ...] | None:
-        """Rows whose hidden states are read, if these are few; None for all. Prompts that are scored read theirs."""
-        few = self.mode is not ForwardMode.DECODE and len(self.logits_rows_cpu) < self.num_tokens
-        return self.logits_rows_cpu if few and not self.prompt_spans else None
-
-    @property
-    def sampled(self) -> tuple[Request, ...]:
-        """The requests that get a token."""
-        return tuple(share.request for share, rows in zip(self.scheduled, self.rows_per_share, strict=True) if rows)
+__all__ = ["build_input_batch"]
 
 
 def build_input_batch(
-    scheduled: Sequence[ScheduledRequest],
+    scheduled: Step | Sequence[ScheduledRequest],
     table: RequestToTokenTable,
     spec: CacheSpec,
     device: torch.device | str = "cpu",
     *,
     mask_chains: bool = False,
-) -> InputBatch:
-    """Flatten the requests' next tokens, and their drafts.
+) -> Step:
+    """Flatten the requests' next tokens, and their drafts; returns the step with its batch.
 
     Args:
-        scheduled: the shares of this step; empty for an idle step.
+        scheduled: a step, or its shares; without shares it is idle.
         table: block table of every request.
         spec: spec of the KV cache.
         device: device of the tensors.
@@ -113,14 +51,12 @@ def build_input_batch(
             different numbers of drafts; drafts are no tree, or follow a pending token.
         KVCacheExhausted: a request has too few blocks for its share.
     """
-    shares, device = tuple(scheduled), torch.device(device)
-    num_drafts = drafts_per_request(shares)
-    rows = [_checked_row(share, table, spec) for share in shares]
-    computed = [share.request.num_computed_tokens for share in shares]
-    query_lens = [share.num_tokens + num_drafts for share in shares]
+    step, device = scheduled if isinstance(scheduled, Step) else Step.of(scheduled), torch.device(device)
+    shares, query_lens, computed = step.shares, step.query_lens, step.prefix_lens
+    num_drafts = 0 if step.mode is not ForwardMode.TARGET_VERIFY else drafts_per_request(shares)
     seq_lens = list(map(int.__add__, computed, query_lens))
+    rows = _checked_rows(step, seq_lens, table)
     starts = [0, *accumulate(query_lens)]
-    mode = ForwardMode.TARGET_VERIFY if num_drafts else _mode(query_lens, computed)
 
     positions, slots = _places(table, rows, query_lens, computed)
     trees = None
@@ -130,7 +66,7 @@ def build_input_batch(
         positions = trees.positions(computed)
     pages = table.page_table(rows)
     ids, pending = _input_ids(shares, computed)
-    lengths = [share.request.num_tokens for share in shares]
+    lengths = [len(share.request.token_ids) for share in shares]
     owners: list[tuple[Request, int, int]] = []
     if num_drafts:
         rows_per_share = [num_drafts + 1] * len(shares)
@@ -152,16 +88,13 @@ def build_input_batch(
             drafts = chain_of_drafts(num_drafts, computed, input_ids, positions)
         else:
             drafts = trees.verify_input(computed, input_ids, positions)
-    metadata = CommonAttentionMetadata.build(
-        query_lens, seq_lens, table_on_device, slots, mode, drafts, (query_start_loc, lens), rows
-    )
-    late_reads = partial(reads_of_later_writes, query_lens, seq_lens, pages, spec.block_size)
-    return InputBatch(
-        scheduled=shares,
+    return replace(
+        step,
         input_ids=input_ids,
         positions=positions,
-        metadata=metadata,
-        shape=BatchShape(query_lens, mode, computed, late_reads),
+        metadata=CommonAttentionMetadata.build(
+            query_lens, seq_lens, table_on_device, slots, step.mode, drafts, (query_start_loc, lens), rows
+        ),
         logits_rows=logits_rows,
         future_places=places,
         lengths=tuple(lengths),
@@ -170,6 +103,7 @@ def build_input_batch(
         future_owners=tuple(owners),
         pending=pending,
         prompt_spans=_prompt_spans(shares, starts),
+        late_reads=partial(reads_of_later_writes, query_lens, seq_lens, pages, spec.block_size),
     )
 
 
@@ -223,29 +157,23 @@ def _prompt_spans(shares: Sequence[ScheduledRequest], starts: Sequence[int]) -> 
     return tuple(spans)
 
 
-def _checked_row(share: ScheduledRequest, table: RequestToTokenTable, spec: CacheSpec) -> int:
-    request = share.request
-    if not 1 <= share.num_tokens <= request.num_uncomputed_tokens:
-        raise RequestError(
-            f"request {request.request_id!r}: {share.num_tokens} tokens were scheduled, "
-            f"it has {request.num_uncomputed_tokens} to run."
-        )
-    if request.row is None:
-        raise RequestError(f"request {request.request_id!r} has no row in the block table; admit it first.")
-    needed = request.num_computed_tokens + share.num_tokens + len(share.drafts)
-    held = len(table.blocks(request.row)) * spec.block_size
-    if needed > held:
-        raise KVCacheExhausted(
-            f"request {request.request_id!r} has KV blocks for {held} tokens and needs {needed}; reserve them first."
-        )
-    return request.row
-
-
-def _mode(query_lens: Sequence[int], computed: Sequence[int]) -> ForwardMode:
-    """Decode: every request runs one token and has cached ones. Such a batch is split by request count."""
-    decodes = [length == 1 and done > 0 for length, done in zip(query_lens, computed, strict=True)]
-    if not decodes:
-        return ForwardMode.IDLE
-    if all(decodes):
-        return ForwardMode.DECODE
-    return ForwardMode.MIXED if any(decodes) else ForwardMode.PREFILL
+def _checked_rows(step: Step, seq_lens: Sequence[int], table: RequestToTokenTable) -> list[int]:
+    """The row of each request, which has blocks for its share."""
+    rows = []
+    for share, computed in zip(step.shares, step.prefix_lens, strict=True):
+        request = share.request
+        if not 1 <= share.num_tokens <= len(request.token_ids) - computed:
+            raise RequestError(
+                f"request {request.request_id!r}: {share.num_tokens} tokens were scheduled, "
+                f"it has {request.num_uncomputed_tokens} to run."
+            )
+        if request.row is None:
+            raise RequestError(f"request {request.request_id!r} has no row in the block table; admit it first.")
+        rows.append(request.row)
+    for share, needed, room in zip(step.shares, seq_lens, table.room(rows), strict=True):
+        if needed > room:
+            raise KVCacheExhausted(
+                f"request {share.request.request_id!r} has KV blocks for {room} tokens and needs {needed}; reserve "
+                "them first."
+            )
+    return rows
