@@ -14,6 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -310,6 +311,11 @@ class PagedKVCache(_Cache):
     def scales(self, layer: int) -> tuple[float, float]:
         """The scales of the layer's keys and values; 1 unless it is fp8."""
         return self.key_pool.scales[layer], self.value_pool.scales[layer]
+
+    @cached_property
+    def addresses(self) -> list[tuple[int, int]]:
+        """Where the keys and values of each layer begin in memory."""
+        return [(self.keys(layer).data_ptr(), self.values(layer).data_ptr()) for layer in range(self.spec.num_layers)]
 
     def keys(self, layer: int) -> Tensor:
         """The layer's keys, `[num_blocks, block_size, num_kv_heads, head_dim]`, a view; fp8 as bytes."""

@@ -13,8 +13,7 @@ so lane `i` must write its keys and values before lane `i + 1` reads them, in ev
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -157,7 +156,7 @@ def _check_sizes(query_lens: Sequence[int], seq_lens: Sequence[int], block_table
 
 @dataclass(frozen=True)
 class _Lane:
-    """One lane's lengths on the host, computed once and read by the rules below."""
+    """One lane's lengths on the host, computed once."""
 
     requests: slice
     tokens: slice
@@ -168,27 +167,26 @@ class _Lane:
     straddles: bool = False
     """whether its first or last request is cut"""
 
-    @property
-    def num_tokens(self) -> int:
-        return self.starts[-1]
 
-
-# One rule per field. A field without a rule is an error, so that a new field cannot be forgotten.
-_RULES: dict[str, Callable[[CommonAttentionMetadata, _Lane], Any]] = {
-    "query_start_loc": lambda whole, lane: _lane_starts(whole, lane),
-    "seq_lens": lambda whole, lane: _lane_seq_lens(whole, lane),
-    "block_table": lambda whole, lane: whole.block_table[lane.requests],
-    "slot_mapping": lambda whole, lane: whole.slot_mapping[lane.tokens],
-    "query_start_loc_cpu": lambda whole, lane: lane.starts,
-    "seq_lens_cpu": lambda whole, lane: lane.seq_lens,
-    "num_reqs": lambda whole, lane: len(lane.seq_lens),
-    "num_actual_tokens": lambda whole, lane: lane.num_tokens,
-    "max_query_len": lambda whole, lane: max(map(int.__sub__, lane.starts[1:], lane.starts), default=0),
-    "max_seq_len": lambda whole, lane: max(lane.seq_lens, default=0),
-    "mode": lambda whole, lane: whole.mode if lane.num_tokens else ForwardMode.IDLE,
-    "spec_verify": lambda whole, lane: _lane_spec_verify(whole, lane),
-    "state_slots": lambda whole, lane: None if whole.state_slots is None else whole.state_slots[lane.requests],
-}
+def _fields_of(whole: CommonAttentionMetadata, lane: _Lane) -> dict[str, Any]:
+    """A lane's metadata, field by field. A field that is not here is an error, so that a new one cannot be
+    forgotten."""
+    requests, starts, seq_lens = lane.requests, lane.starts, lane.seq_lens
+    return {
+        "query_start_loc": _lane_starts(whole, lane),
+        "seq_lens": _lane_seq_lens(whole, lane),
+        "block_table": whole.block_table[requests],
+        "slot_mapping": whole.slot_mapping[lane.tokens],
+        "query_start_loc_cpu": starts,
+        "seq_lens_cpu": seq_lens,
+        "num_reqs": len(seq_lens),
+        "num_actual_tokens": starts[-1],
+        "max_query_len": max(map(int.__sub__, starts[1:], starts), default=0),
+        "max_seq_len": max(seq_lens, default=0),
+        "mode": whole.mode if starts[-1] else ForwardMode.IDLE,
+        "spec_verify": None if whole.spec_verify is None else _lane_spec_verify(whole.spec_verify, lane),
+        "state_slots": None if whole.state_slots is None else whole.state_slots[requests],
+    }
 
 
 def split_attn_metadata(
@@ -204,15 +202,14 @@ def split_attn_metadata(
     Raises:
         SplitError: the slices do not fit the batch or each other, or the metadata has a field without a rule.
     """
-    fields = [field.name for field in dataclasses.fields(metadata)]
-    unknown = [name for name in fields if name not in _RULES]
+    lanes = [_fields_of(metadata, lane) for lane in _lanes(slices, metadata)]
+    unknown = type(metadata).__dataclass_fields__.keys() - lanes[0].keys() if lanes else ()
     if unknown:
         raise SplitError(
-            f"{type(metadata).__name__} has the field {unknown[0]!r}, and split_attn_metadata has no rule to split it; "
-            f"add one, or keep the field out of the metadata."
+            f"{type(metadata).__name__} has the field {min(unknown)!r}, and split_attn_metadata does not know how to "
+            f"split it; add it there, or keep the field out of the metadata."
         )
-    lanes = _lanes(slices, metadata)
-    return [type(metadata)(**{name: _RULES[name](metadata, lane) for name in fields}) for lane in lanes]
+    return [type(metadata)(**fields) for fields in lanes]
 
 
 def _lanes(slices: Sequence[UBatchSlice], whole: CommonAttentionMetadata) -> list[_Lane]:
@@ -236,7 +233,7 @@ def _lane(index: int, piece: UBatchSlice, whole: CommonAttentionMetadata) -> _La
     requests = slice(piece.request_slice.start, piece.request_slice.stop)
     tokens = slice(piece.token_slice.start, piece.token_slice.stop)
     # Padding at the end of the batch belongs to no request: the last lane's slots include it, its starts do not.
-    start, stop = (min(edge, whole.num_actual_tokens) for edge in (tokens.start, tokens.stop))
+    start, stop = min(tokens.start, whole.num_actual_tokens), min(tokens.stop, whole.num_actual_tokens)
     edges = whole.query_start_loc_cpu[requests.start : requests.stop + 1]
     if requests.stop <= requests.start or not edges:
         if stop > start:
@@ -252,7 +249,7 @@ def _lane(index: int, piece: UBatchSlice, whole: CommonAttentionMetadata) -> _La
             f"lane {index} names requests {requests.start} to {requests.stop}, but its tokens {start} to {stop} lie "
             f"outside of some of them."
         )
-    starts = (0, *(edge - start for edge in edges[1:-1]), stop - start)
+    starts = (0, *[edge - start for edge in edges[1:-1]], stop - start)
     seq_lens = whole.seq_lens_cpu[requests]
     cut = edges[-1] - stop
     if cut:
@@ -266,7 +263,7 @@ def _lane_starts(whole: CommonAttentionMetadata, lane: _Lane) -> Tensor:
     # Computed on the device: copying the host's values would wait for the device.
     first = min(lane.tokens.start, whole.num_actual_tokens)
     edges = whole.query_start_loc[lane.requests.start : lane.requests.stop + 1]
-    return (edges - first).clamp_(0, lane.num_tokens)
+    return (edges - first).clamp_(0, lane.starts[-1])
 
 
 def _lane_seq_lens(whole: CommonAttentionMetadata, lane: _Lane) -> Tensor:
@@ -277,10 +274,10 @@ def _lane_seq_lens(whole: CommonAttentionMetadata, lane: _Lane) -> Tensor:
     return seq_lens
 
 
-def _lane_spec_verify(whole: CommonAttentionMetadata, lane: _Lane) -> SpecVerifyInput | None:
-    if whole.spec_verify is None or not lane.num_tokens:
+def _lane_spec_verify(drafts: SpecVerifyInput, lane: _Lane) -> SpecVerifyInput | None:
+    if not lane.starts[-1]:
         return None
     if lane.straddles:
         raise SplitError("a verify batch cannot be cut inside a request: its tree would be torn. Cut between requests.")
-    last = min(lane.requests.stop, whole.spec_verify.num_reqs)  # the requests after these are padding
-    return whole.spec_verify.split(slice(lane.requests.start, last))
+    last = min(lane.requests.stop, drafts.num_reqs)  # the requests after these are padding
+    return drafts.split(slice(lane.requests.start, last))

@@ -287,7 +287,7 @@ class PendingStep:
         in place of a missing one; and the step's output."""
         step = self.step
         told = sampled.told.wait().tolist()
-        tokens, bad_rows = iter(told), told[len(step.logits_rows) :]
+        tokens, bad_rows = iter(told), told[len(step.logits_rows_cpu) :]
         if self._context.listen is not None:
             self._context.listen()
         says = [tuple(islice(tokens, count)) for count in step.rows_per_share]
@@ -295,14 +295,15 @@ class PendingStep:
         if step.mode is ForwardMode.TARGET_VERIFY:
             shares = zip(step.shares, says, strict=True)
             paths = [accepted_nodes(share.drafts, share.parents, own) for share, own in shares]
-        says = [tuple(own[node] for node in path) for own, path in zip(says, paths, strict=True)]
+            says = [tuple(own[node] for node in path) for own, path in zip(says, paths, strict=True)]
         # A missing token is always the last one: no draft equals it.
         corrupted = {index for index, own in enumerate(says) if NO_TOKEN in own}
         if any(bad_rows):
             starts = step.metadata.query_start_loc_cpu
             corrupted |= {index for index in range(len(says)) if any(bad_rows[starts[index] : starts[index + 1]])}
         stuck = {index for index, own in enumerate(says) if OUT_OF_TOKENS in own} - corrupted
-        new = tuple(own[:-1] if index in corrupted | stuck else own for index, own in enumerate(says))
+        faulty = corrupted | stuck
+        new = tuple(own[:-1] if index in faulty else own for index, own in enumerate(says)) if faulty else tuple(says)
         nothing: tuple[tuple[()], ...] = ((),) * len(new)
         logprobs: Sequence[tuple[TokenLogprobs, ...]] = nothing
         if sampled.scores is not None:
@@ -320,7 +321,9 @@ class PendingStep:
             frozenset(corrupted),
             frozenset(stuck),
         )
-        return paths, [tuple(max(token, 0) for token in own) for own in says], output
+        if faulty:  # a missing token may be any
+            says = [tuple(max(token, 0) for token in own) for own in says]
+        return paths, says, output
 
     def _read_logprobs(
         self,

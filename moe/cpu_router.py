@@ -37,7 +37,7 @@ def route_topk(
         logits: `[T, E]` float32 or bfloat16, E up to `MOST_EXPERTS`.
     """
     rows, experts = logits.shape
-    logits = rows_contiguous(logits)
+    logits = logits if logits.stride(1) == 1 else rows_contiguous(logits)
     if bias is not None:
         bias = bias.float().contiguous()
     weights = torch.empty(rows, top_k, dtype=torch.float32, device="cpu")

@@ -14,7 +14,7 @@ import threading
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ubatch import ConfigError
 from ubatch.kernels.c_jit import TILES_SOURCE, compile_c, kernel_of, why_not_c
-from ubatch.kernels.recording import keep
+from ubatch.kernels.recording import this_thread
 from ubatch.kernels.tensors import rows_contiguous
 
 __all__ = ["GroupedLinear", "NativeLinear", "add_rows", "run_layer"]
@@ -63,6 +63,7 @@ class GroupedLinear:
         self._kernel = kernel = _kernel(weight.dtype)
         self._gated = gated
         self._inputs = weight.shape[2]
+        self._row_bytes = 0 if kernel.copied_row_bytes is None else kernel.copied_row_bytes(self._inputs)
         halves = weight.detach().chunk(2, dim=1) if gated else (weight.detach(),)
         self.outputs = halves[0].shape[1]
         # A panel has one vector of the gate and one of the other half; without a gate, two consecutive vectors.
@@ -90,7 +91,8 @@ class GroupedLinear:
         """
         rows = x.shape[0] if source is None else source.shape[0]
         out = x.new_empty(rows, self._packed.shape[3] // (2 if self._gated else 1) * self._panels)
-        keep(first_row, source)
+        if this_thread.recording is not None:
+            this_thread.recording.keep(first_row, source)
         experts = first_row.data_ptr(), first_row.shape[0] - 1, first_expert
         return self._multiply(x, None if source is None else source.data_ptr(), *experts, out, int(self._gated))
 
@@ -102,7 +104,8 @@ class GroupedLinear:
             sums: the result is the sums in float32, not rounded; not if gated.
         """
         rows = array("q", (0, x.shape[0]))
-        keep(rows)
+        if this_thread.recording is not None:
+            this_thread.recording.keep(rows)
         columns = self._packed.shape[3] // (2 if self._gated else 1) * self._panels
         out = torch.empty(x.shape[0], columns, dtype=torch.float32 if sums else x.dtype, device="cpu")
         return self._multiply(x, None, rows.buffer_info()[0], 1, 0, out, _SUMS if sums else int(self._gated))
@@ -126,8 +129,10 @@ class GroupedLinear:
         self, x: Tensor, source: int | None, first_row: int, experts: int, first_expert: int, out: Tensor, form: int
     ) -> Tensor:
         threads = torch.get_num_threads()  # in a new thread OpenMP's own default would apply, not torch's
-        copied_rows, row_bytes = self._kernel.copied(out.shape[0], self._inputs)
-        scratch = _scratch(threads * copied_rows * row_bytes)
+        own_rows: tuple[int, ...] = ()
+        if self._row_bytes:
+            copied_rows, row_bytes = _copied(out.shape[0], self._row_bytes)
+            own_rows = _scratch(threads * copied_rows * row_bytes).data_ptr(), copied_rows
         self._kernel.run(
             x.data_ptr(),
             x.stride(0),
@@ -138,7 +143,7 @@ class GroupedLinear:
             self._inputs,
             self._packed.data_ptr() + first_expert * self._packed.stride(0) * self._packed.itemsize,
             out.data_ptr(),
-            *((scratch.data_ptr(), copied_rows) if copied_rows else ()),
+            *own_rows,
             form,
             threads,
         )
@@ -165,18 +170,18 @@ def run_layer(
     kernel, (tokens, top_k), experts = up._kernel, topk_ids.shape, up._packed.shape[0]
     pairs, threads = tokens * top_k, torch.get_num_threads()
     ids, weights = topk_ids.long().contiguous(), topk_weights.float().contiguous()
-    up_rows, up_bytes = kernel.copied(pairs, up._inputs)
-    down_rows, down_bytes = kernel.copied(pairs, down._inputs)
-    scratch_bytes = max(up_rows * up_bytes, down_rows * down_bytes)
-    sizes = (
+    up_rows = down_rows = scratch_bytes = 0
+    if up._row_bytes:
+        up_rows, up_bytes = _copied(pairs, up._row_bytes)
+        down_rows, down_bytes = _copied(pairs, down._row_bytes)
+        scratch_bytes = max(up_rows * up_bytes, down_rows * down_bytes)
+    of_numbers, of_inner, of_rows, end = _places(
         threads * scratch_bytes,
         8 * (experts + 1 + 2 * pairs),  # numbers
         pairs * up._panels * kernel.lanes * x.itemsize,  # inner
         pairs * down._panels * 2 * kernel.lanes * x.itemsize,  # rows
     )
-    starts = list(accumulate((-(-size // 64) * 64 for size in sizes), initial=0))
-    scratch = _scratch(starts[-1])
-    own, numbers, inner, rows, _ = (scratch.data_ptr() + start for start in starts)
+    own = _scratch(end).data_ptr()
     out = x.new_empty(x.shape)
     kernel.run_layer(
         x.data_ptr(),
@@ -193,9 +198,9 @@ def run_layer(
         down._inputs,
         down._panels,
         down._packed.data_ptr(),
-        numbers,
-        inner,
-        rows,
+        own + of_numbers,
+        own + of_inner,
+        own + of_rows,
         out.data_ptr(),
         own,
         scratch_bytes,
@@ -204,6 +209,12 @@ def run_layer(
         threads,
     )
     return out
+
+
+@lru_cache(1024)
+def _places(*sizes: int) -> tuple[int, ...]:
+    """Where each of several arrays ends, and the next begins, in one memory; in bytes, aligned."""
+    return tuple(accumulate(-(-size // 64) * 64 for size in sizes))
 
 
 def add_rows(rows: Tensor, row_of_pair: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
@@ -236,17 +247,26 @@ class NativeLinear:
         self.dtype = weight.dtype
         self._in_features = weight.shape[1]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """`x` `[..., in]` to `[..., out]`, of the weight's dtype.
+    def __call__(self, x: Tensor, *, sums: bool = False) -> Tensor:
+        """`x` `[..., in]` to `[..., out]`, of the weight's dtype; see also `sums`.
 
         Raises:
             ConfigError: another dtype, device or width; or the call needs a gradient, which is not supported.
         """
-        return self._linear.all_rows(self._rows(x)).view(*x.shape[:-1], self._linear.outputs)
+        if x.dtype is not self.dtype or not x.is_cpu or x.shape[-1] != self._in_features:
+            raise ConfigError(
+                f"this repacked linear layer takes {self.dtype} [..., {self._in_features}] on the CPU, not {x.dtype} "
+                f"{list(x.shape)} on {x.device}."
+            )
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ConfigError("repacked weights have no gradients. Use torch.inference_mode(), or unpacked weights.")
+        rows = x if x.dim() == 2 else x.reshape(-1, self._in_features)
+        out = self._linear.all_rows(rows if rows.stride(1) == 1 else rows_contiguous(rows), sums=sums)
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], self._linear.outputs)
 
     def sums(self, x: Tensor) -> Tensor:
         """The same in float32, not rounded to the weight's dtype; errors as `__call__`."""
-        return self._linear.all_rows(self._rows(x), sums=True).view(*x.shape[:-1], self._linear.outputs)
+        return self(x, sums=True)
 
     def weight_rows(self, indices: Tensor) -> Tensor:
         """Rows `indices` `[N]` int64 of the weight, `[N, in]`.
@@ -255,17 +275,6 @@ class NativeLinear:
             IndexError: an index is out of range.
         """
         return self._linear.weight_rows(indices)
-
-    def _rows(self, x: Tensor) -> Tensor:
-        """`[N, in]`; refuses what this layer does not take."""
-        if x.dtype is not self.dtype or x.device.type != "cpu" or x.shape[-1] != self._in_features:
-            raise ConfigError(
-                f"this repacked linear layer takes {self.dtype} [..., {self._in_features}] on the CPU, not {x.dtype} "
-                f"{list(x.shape)} on {x.device}."
-            )
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise ConfigError("repacked weights have no gradients. Use torch.inference_mode(), or unpacked weights.")
-        return rows_contiguous(x if x.dim() == 2 else x.reshape(-1, self._in_features))
 
 
 _of_thread = threading.local()
@@ -278,7 +287,8 @@ def _scratch(num_bytes: int) -> Tensor:
     scratch: Tensor | None = getattr(_of_thread, "scratch", None)
     if scratch is None or scratch.shape[0] < num_bytes:
         scratch = _of_thread.scratch = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-    keep(scratch)
+    if this_thread.recording is not None:
+        this_thread.recording.keep(scratch)
     return scratch
 
 
@@ -303,13 +313,12 @@ class _Kernel:
     depth: int = 1
     copied_row_bytes: Callable[[int], int] | None = None
 
-    def copied(self, rows: int, inputs: int) -> tuple[int, int]:
-        """How many of the rows a thread copies at once, and the bytes of each; zeros if it copies none."""
-        if self.copied_row_bytes is None:
-            return 0, 0
-        row_bytes = self.copied_row_bytes(inputs)
-        tiles = max(1, min(-(-rows // _SCRATCH_ROWS), _SCRATCH_BYTES // row_bytes // _SCRATCH_ROWS))
-        return tiles * _SCRATCH_ROWS, row_bytes
+
+@lru_cache(1024)
+def _copied(rows: int, row_bytes: int) -> tuple[int, int]:
+    """How many of the rows a thread copies at once, and the bytes of each."""
+    tiles = max(1, min(-(-rows // _SCRATCH_ROWS), _SCRATCH_BYTES // row_bytes // _SCRATCH_ROWS))
+    return tiles * _SCRATCH_ROWS, row_bytes
 
 
 @cache

@@ -47,15 +47,23 @@ are registered only after everything that should overlap with the transfer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from moe.all2all.base import All2All, BatchedDispatch, Dispatched, MarksInputs, SendsBlocks, SignalsCombine
+from moe.all2all.base import (
+    All2All,
+    All2AllTraits,
+    BatchedDispatch,
+    Dispatched,
+    MarksInputs,
+    SendsBlocks,
+    SignalsCombine,
+)
 from moe.all2all.chunks import blocks_of, dispatch_chunks, dispatch_cut
 from moe.experts.base import BatchedExperts, BlockwiseExperts, Experts, SignallingExperts
 from moe.schedule_checks import check_schedule, check_signalled_experts
@@ -73,7 +81,6 @@ from ubatch import (
     get_forward_context,
 )
 from ubatch.kernels.sums import add
-from ubatch.lanes.handover import Handover, Left
 
 __all__ = ["FusedMoEModularKernel"]
 
@@ -108,6 +115,7 @@ class FusedMoEModularKernel(nn.Module):
         self.all2all = all2all
         self.experts = experts
         self.shared_experts = shared_experts
+        self._usable: tuple[Schedule | None, All2AllTraits | None] = (None, None)  # checked last
         self._marks_inputs = all2all if isinstance(all2all, MarksInputs) else None
 
     def forward(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
@@ -126,11 +134,10 @@ class FusedMoEModularKernel(nn.Module):
                 than the transport supports; a signalled schedule that the transport or the experts do not support; a
                 graph capture that the transport or the experts do not support.
         """
-        schedule = current_schedule()
+        schedule, shared = current_schedule(), self.shared_experts
         self._check(hidden_states, topk_weights, topk_ids, schedule)
         if capturing():
             self._check_capturable()
-        layer = _Layer()
         first, *others = self._pieces(hidden_states, topk_weights, topk_ids)
 
         # --- prepare: tokens travel to their experts ---
@@ -140,35 +147,39 @@ class FusedMoEModularKernel(nn.Module):
         dbo_yield(Point.SELECT)
         dbo_maybe_run_recv_hook()
         arrivals = self._dispatch(*first, schedule)
-        self._run_shared(hidden_states, SharedExpert.DISPATCH, schedule, layer)
-        dbo_register_recv_hook(arrivals.first.wait, joins=False)  # only the first: the other chunks travel on
-        layer.arrivals.leave(arrivals)
-        del arrivals
+        shared_out: Tensor | None = None
+        if shared is not None and schedule.shared_expert is SharedExpert.DISPATCH:
+            shared_out = shared(hidden_states)
+        dbo_register_recv_hook(arrivals.transfers[0].wait, joins=False)  # only the first: the other chunks travel on
         dbo_yield(Point.DISPATCH)
 
         # --- experts: when a chunk's experts are done, its partial sums travel home ---
         combines: list[_Combine] = []
-        for received in layer.arrivals.take().drain():
-            combines.append(self._results_of(received, schedule))
-            del received  # meanwhile only the transfers keep the tensors they need
+        while arrivals.transfers:
+            for received in arrivals.next():
+                results_of = self._results_of if schedule.signalled else self._computed
+                combines.append(results_of(received))
+                del received  # meanwhile only the transfers keep the tensors they need
         for piece in others:
             dbo_maybe_run_recv_hook()
-            combines += [self._computed(received) for received in self._dispatch(*piece, schedule).drain()]
+            arrivals = self._dispatch(*piece, schedule)
+            while arrivals.transfers:
+                combines += [self._computed(received) for received in arrivals.next()]
 
         # --- finalize: the sums arrive ---
         if schedule.shared_expert is not SharedExpert.COMBINE_RETURN:  # else no hook: the wait comes later
-            self._run_shared(hidden_states, SharedExpert.COMBINE, schedule, layer)
-            dbo_register_recv_hook(partial(_wait_for_all, combines))
-        layer.combines.leave(combines)
-        del combines
+            if shared is not None and schedule.shared_expert is SharedExpert.COMBINE:
+                shared_out = shared(hidden_states)
+            dbo_register_recv_hook(combines[0].wait if len(combines) == 1 else partial(_wait_for_all, combines))
         dbo_yield(Point.COMBINE)
-        self._run_shared(hidden_states, SharedExpert.COMBINE_RETURN, schedule, layer)
-        output = _put_together(_wait_for_all(layer.combines.take()), schedule.chunks)
+        if shared is not None and schedule.shared_expert is SharedExpert.COMBINE_RETURN:
+            shared_out = shared(hidden_states)
+        parts = [transfer.wait() for transfer in combines]
+        del combines
+        output = parts[0] if len(parts) == 1 else _put_together(parts, schedule.chunks)
+        del parts
         dbo_yield(Point.OUTPUT)
-        if self.shared_experts is not None:
-            output = add(output, layer.shared.take())
-        layer.end()
-        return output
+        return output if shared_out is None else add(output, shared_out)
 
     def _pieces(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """The arguments of as many dispatches as the rank with most tokens needs, one after the other.
@@ -176,9 +187,12 @@ class FusedMoEModularKernel(nn.Module):
         If the ranks did not vote they cannot know the number, so there is one piece; a transport refuses it if it is
         too large.
         """
-        room, context = self.all2all.traits.max_tokens, get_forward_context()
+        room = self.all2all.traits.max_tokens
+        if room is None:
+            return [(x, topk_weights, topk_ids)]
+        context = get_forward_context()
         voted = context.tokens_across_ranks if context is not None else None
-        count = -(-max(voted) // room) if room is not None and voted else 1
+        count = -(-max(voted) // room) if voted else 1
         if count <= 1:
             return [(x, topk_weights, topk_ids)]
         tokens = x.shape[0]
@@ -189,17 +203,15 @@ class FusedMoEModularKernel(nn.Module):
         """Launch the dispatches of all chunks."""
         if schedule.signalled and self.all2all.traits.sends_blocks:
             whole = cast(SendsBlocks, self.all2all).dispatch_blocks(x, topk_ids, topk_weights)
-            return _Arrivals([whole.map(lambda arrived: (arrived,))])
+            return _Arrivals([whole])
         blocks = blocks_of(len(self.all2all.experts), schedule.chunks)
         if schedule.chunk_dispatch or len(blocks) == 1:
             chunks = dispatch_chunks(self.all2all, x, topk_ids, topk_weights, blocks)
-            return _Arrivals([chunk.map(lambda arrived: (arrived,)) for chunk in chunks])
-        return _Arrivals([dispatch_cut(self.all2all, x, topk_ids, topk_weights, blocks)])
+            return _Arrivals(list(chunks))
+        return _Arrivals([dispatch_cut(self.all2all, x, topk_ids, topk_weights, blocks)], cut=True)
 
-    def _results_of(self, received: _Received, schedule: Schedule) -> _Combine:
-        """Run the experts of a chunk, and launch its combine."""
-        if not schedule.signalled:
-            return self._computed(received)
+    def _results_of(self, received: _Received) -> _Combine:
+        """Run the experts of a chunk, and launch its combine, which begins before they are done."""
         return self._in_blocks(received) if self.all2all.traits.sends_blocks else self._signalled(received)
 
     def _computed(self, received: _Received) -> Transfer[Tensor]:
@@ -236,11 +248,6 @@ class FusedMoEModularKernel(nn.Module):
         rows = (received.hidden_states, received.topk_ids, received.topk_weights)
         return self.experts(*rows) if received.scales is None else self.experts(*rows, received.scales)
 
-    def _run_shared(self, x: Tensor, place: SharedExpert, schedule: Schedule, layer: _Layer) -> None:
-        """Run the shared expert, if there is one and the schedule puts it at this place."""
-        if self.shared_experts is not None and schedule.shared_expert is place:
-            layer.shared.leave(self.shared_experts(x))
-
     def _check_capturable(self) -> None:
         if not self.all2all.traits.capturable:
             raise ConfigError(
@@ -271,9 +278,12 @@ class FusedMoEModularKernel(nn.Module):
             )
         if not 1 <= topk_ids.shape[1] <= num_experts:
             raise ConfigError(f"top_k = {topk_ids.shape[1]} must be between 1 and the {num_experts} experts there are.")
-        check_schedule(schedule, self.all2all, self.all2all.traits)
-        if schedule.signalled:
-            self._check_signals(schedule, hidden_states.device)
+        traits = self.all2all.traits
+        if schedule is not self._usable[0] or traits is not self._usable[1]:
+            check_schedule(schedule, self.all2all, traits)
+            if schedule.signalled:
+                self._check_signals(schedule, hidden_states.device)
+            self._usable = schedule, traits
 
     def _check_signals(self, schedule: Schedule, device: torch.device) -> None:
         check_signalled_experts(schedule, self.all2all.traits, type(self.experts), device)
@@ -307,40 +317,21 @@ class _InBlocks:
 _Combine = Transfer[Tensor] | _InBlocks
 
 
+@dataclass(frozen=True, slots=True)
 class _Arrivals:
     """The chunks of one layer that are being dispatched to this rank.
 
-    Args:
-        transfers: each delivers one chunk or more, in order.
-    """
-
-    def __init__(self, transfers: Sequence[Transfer[Sequence[_Received]]]) -> None:
-        self._transfers = list(transfers)
-
-    @property
-    def first(self) -> Transfer[Sequence[_Received]]:
-        """The transfer that delivers the first chunk."""
-        return self._transfers[0]
-
-    def drain(self) -> Iterator[_Received]:
-        """Wait for each chunk in turn, and drop the references to those before it."""
-        while self._transfers:
-            yield from self._transfers.pop(0).wait()
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer(Handover):
-    """The values that one call of the layer passes from stage to stage.
-
     Attributes:
-        arrivals: the dispatches; set in the stage of `SELECT`, used in the stage after `DISPATCH`.
-        combines: the combines of all chunks; used in the stage after `COMBINE`.
-        shared: the shared expert's output, used in the last stage.
+        transfers: in order; each delivers one chunk, or with `cut` several.
     """
 
-    arrivals: Left[_Arrivals] = field(default_factory=partial(Left, "arrivals"))
-    combines: Left[list[_Combine]] = field(default_factory=partial(Left, "combines"))
-    shared: Left[Tensor] = field(default_factory=partial(Left, "shared"))
+    transfers: list[Transfer[Any]]
+    cut: bool = False
+
+    def next(self) -> Sequence[_Received]:
+        """Wait for the next transfer, and drop it; returns its chunks."""
+        arrived: Any = self.transfers.pop(0).wait()
+        return cast("Sequence[_Received]", arrived if self.cut else (arrived,))
 
 
 def _wait_for_all(transfers: Sequence[_Combine]) -> list[Tensor]:

@@ -246,6 +246,8 @@ def route(router: Router, router_logits: Tensor, num_tokens: int | Tensor) -> tu
     """
     if isinstance(router, SoftmaxTopKRouter | GroupLimitedRouter | SigmoidTopKRouter) and _fuses(router_logits):
         router._check(router_logits)
+        if isinstance(num_tokens, int) and num_tokens == router_logits.shape[0]:
+            return _fused(router, router_logits)
         padded = _check_num_tokens(num_tokens, router_logits.shape[0])
         return _fused(router, router_logits, num_tokens if padded else None)
     topk_weights, topk_ids = router(router_logits)
@@ -307,16 +309,12 @@ def _fused(
     router_logits: Tensor,
     num_tokens: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    settings: dict[str, Any] = vars(router)
+    if isinstance(router, SigmoidTopKRouter):
+        settings = {**settings, "sigmoid": True, "bias": router.correction_bias}
+        del settings["correction_bias"]
     if not router_logits.is_cuda:
-        return cpu_router.route_topk(router_logits, **_settings(router), num_tokens=num_tokens)
+        return cpu_router.route_topk(router_logits, **settings, num_tokens=num_tokens)
     from moe.kernels.router import route_topk
 
-    return route_topk(router_logits, **_settings(router), num_tokens=num_tokens)
-
-
-def _settings(router: SoftmaxTopKRouter | GroupLimitedRouter | SigmoidTopKRouter) -> dict[str, Any]:
-    """The router's fields as arguments of `moe.kernels.router.route_topk`."""
-    settings = dict(vars(router))
-    if isinstance(router, SigmoidTopKRouter):
-        settings |= {"sigmoid": True, "bias": settings.pop("correction_bias")}
-    return settings
+    return route_topk(router_logits, **settings, num_tokens=num_tokens)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attention.interface import AttentionBackend, AttentionPlan, GraphLimits
 from attention.metadata import CommonAttentionMetadata
-from ubatch.kernels.recording import mark_rebound
+from ubatch.kernels.recording import this_thread
 
 __all__ = ["LayersBackend", "LayersPlan"]
 
@@ -38,8 +38,8 @@ class LayersPlan:
         """See `AttentionPlan.forward`."""
         plan, place = self._of_layer[layer]
         out = plan.forward(q, k, v, place, sinks)
-        if place != layer:  # the plan noted its own number of the layer
-            mark_rebound(layer)
+        if place != layer and this_thread.recording is not None:  # the plan noted its own number of the layer
+            this_thread.recording.mark_rebound(layer)
         return out
 
     @property

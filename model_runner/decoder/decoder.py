@@ -42,7 +42,6 @@ from model_runner.decoder.scatter import (
     comm_prepare_attn,
     comm_prepare_mlp,
     current_layout,
-    postprocess,
 )
 from model_runner.decoder.sparse_mlp import SparseMLP
 from model_runner.weights.weights import Checkpoint
@@ -189,15 +188,17 @@ class DecoderLayer(nn.Module):
         x, hidden = comm_prepare_attn(update, hidden, self.input_norm, self.eps, layout)
         update = self.attention(x, rotary, plan)
         x, hidden = comm_prepare_mlp(update, hidden, self.post_attention_norm, self.eps, self.mlp_mode, layout)
-        if rows is not None and (layout is None or self.mlp_mode is ScatterMode.SCATTERED):
-            some = self._run_mlp(x.index_select(0, rows), rows.shape[0])
-            return hidden, torch.zeros_like(x).index_copy_(0, rows, some)
-        update = self._run_mlp(x, num_tokens if layout is None else layout.share_tokens)
-        return hidden, postprocess(update, self.mlp_mode, layout)
-
-    def _run_mlp(self, x: Tensor, num_tokens: int | Tensor) -> Tensor:
-        update: Tensor = self.mlp(x, num_tokens) if isinstance(self.mlp, SparseMLP) else self.mlp(x)
-        return update
+        whole = x
+        if rows is not None and layout is not None and self.mlp_mode is not ScatterMode.SCATTERED:
+            rows = None
+        if rows is not None:
+            x, num_tokens = x.index_select(0, rows), rows.shape[0]
+        elif layout is not None:
+            num_tokens = layout.share_tokens
+        update = self.mlp(x, num_tokens) if isinstance(self.mlp, SparseMLP) else self.mlp(x)
+        if rows is not None:
+            return hidden, torch.zeros_like(whole).index_copy_(0, rows, update)
+        return hidden, update if layout is None else layout.scatter(update, self.mlp_mode, Point.MLP_SCATTER)
 
 
 def _rotary(config: DecoderConfig, rope: Rope, checkpoint: Checkpoint) -> RotaryEmbedding | RotaryTable:

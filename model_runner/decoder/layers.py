@@ -84,13 +84,12 @@ class Projection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` to `[..., out]`; raises the errors of `NativeLinear` if packed, of `moe.fp8_linear` in fp8."""
-        if self.weight is not None and self.scales is not None:
-            return fp8_linear(x, self.weight, self.scales, self.bias)
-        if self.weight is not None:
-            return linear(x, self.weight, self.bias)
-        if self.bias is None:
-            return self._native(x)
-        return add_bias(self._native.sums(x), self.bias)
+        packed, bias = self._packed, self.bias
+        if packed is not None:
+            return packed(x) if bias is None else add_bias(packed.sums(x), bias)
+        if self.weight is None:
+            raise ConfigError("this projection has no weight: it was neither loaded nor packed.")
+        return linear(x, self.weight, bias) if self.scales is None else fp8_linear(x, self.weight, self.scales, bias)
 
     def scores(self, x: Tensor) -> Tensor:
         """The same for logits: if packed, they are float32 and not rounded."""
@@ -100,13 +99,11 @@ class Projection(nn.Module):
         """Rows `indices` `[N]` of the weight, `[N, in]`: an embedding."""
         if self.scales is not None:
             raise ConfigError("a projection in fp8 is no embedding; load the embedding's weight by `Checkpoint.load`.")
-        return self._native.weight_rows(indices) if self.weight is None else F.embedding(indices, self.weight)
-
-    @property
-    def _native(self) -> NativeLinear:
-        if self._packed is None:
+        if self._packed is not None:
+            return self._packed.weight_rows(indices)
+        if self.weight is None:
             raise ConfigError("this projection has no weight: it was neither loaded nor packed.")
-        return self._packed
+        return F.embedding(indices, self.weight)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Called by `to`, `cuda`, `half` and the like."""

@@ -20,9 +20,13 @@ from ubatch.kernels.tensors import runs_in_c
 __all__ = ["add_rms_norm", "normalise_and_rotate", "rms_norm", "sigmoid_mul", "silu_mul"]
 
 
+_KERNELS_ON = "cuda"
+"""Where Triton's kernels run; tests run them on a CPU, interpreted."""
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square normalisation over the last dimension, computed in fp32; shape and dtype of `x`."""
-    if _fuses(x):
+    if x.device.type == _KERNELS_ON and _fuses(x):
         from model_runner.kernels import norm
 
         return norm.rms_norm(x, weight, eps)
@@ -42,7 +46,7 @@ def add_rms_norm(update: Tensor, residual: Tensor, weight: Tensor, eps: float) -
     Returns:
         The normalised sum, and the sum.
     """
-    if _fuses(residual):
+    if residual.device.type == _KERNELS_ON and _fuses(residual):
         from model_runner.kernels import norm
 
         return norm.add_rms_norm(update, residual, weight, eps)
@@ -60,7 +64,7 @@ def normalise_and_rotate(heads: Tensor, rotation: Rotation, weight: Tensor | Non
         weight: `[heads, head_dim]`, weights of the heads' norms; None for a family without them.
         eps: epsilon of the norms; None for a family without them.
     """
-    if _fuses(heads):
+    if heads.device.type == _KERNELS_ON and _fuses(heads):
         from model_runner.kernels.rope import rotate_heads
 
         rotate_heads(heads, rotation.cos, rotation.sin, weight, eps)
@@ -78,7 +82,7 @@ def normalise_and_rotate(heads: Tensor, rotation: Rotation, weight: Tensor | Non
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up`, `[T, size]`, of `[T, 2 * size]`: the gates, then the ups."""
-    if _fuses(gate_up):
+    if gate_up.device.type == _KERNELS_ON and _fuses(gate_up):
         from model_runner.kernels import activation
 
         return activation.silu_mul(gate_up)
@@ -90,7 +94,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def sigmoid_mul(gate: Tensor, x: Tensor) -> Tensor:
     """`sigmoid(gate) * x`, `[T, size]`, of gates `[T, size]` or `[T, 1]`."""
-    if _fuses(x):
+    if x.device.type == _KERNELS_ON and _fuses(x):
         from model_runner.kernels import activation
 
         return activation.sigmoid_mul(gate, x)
@@ -107,8 +111,8 @@ def _torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _fuses(x: Tensor) -> bool:
-    """Whether the Triton kernel is used for `x`."""
-    return x.is_cuda and _has_triton() and not (x.requires_grad and torch.is_grad_enabled())
+    """Whether the Triton kernel is used for `x`, on its device."""
+    return _has_triton() and not (x.requires_grad and torch.is_grad_enabled())
 
 
 @cache

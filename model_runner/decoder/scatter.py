@@ -13,7 +13,7 @@
     comm_prepare_mlp                +-- reduce-scatter  ATTN_SCATTER, add, norm               |
     MoE         SCATTERED                                      +-- dispatch, experts, combine +
     dense MLP   TP_ATTN_FULL                                   +-- all-gather  MLP_GATHER     |
-    postprocess                                                    reduce-scatter  MLP_SCATTER +
+    decoder layer                                                  reduce-scatter  MLP_SCATTER +
 
 Each point is passed while its transfer is under way: another lane computes meanwhile. All-gathers carry normalised
 states, reduce-scatters carry partial sums, and each row's addition to the residual is done by one rank only. With one
@@ -47,7 +47,6 @@ __all__ = [
     "comm_prepare_attn",
     "comm_prepare_mlp",
     "current_layout",
-    "postprocess",
 ]
 
 
@@ -182,11 +181,6 @@ def comm_prepare_mlp(
     update = layout.scatter(update, ScatterMode.TP_ATTN_FULL, Point.ATTN_SCATTER)
     x, hidden = add_norm(update, hidden, weight, eps)
     return layout.gather(x, mode, Point.MLP_GATHER), hidden
-
-
-def postprocess(update: Tensor, mode: ScatterMode, layout: Layout | None) -> Tensor:
-    """Scatter the MLP's output, to be added to the residual: `SCATTERED`."""
-    return update if layout is None else layout.scatter(update, mode, Point.MLP_SCATTER)
 
 
 def comm_final(update: Tensor | None, hidden: Tensor, weight: Tensor, eps: float, layout: Layout | None) -> Tensor:

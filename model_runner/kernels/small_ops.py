@@ -28,8 +28,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x: float32 or bfloat16; rows may be strided, as in a slice of a fused projection.
         weight: `[size]`, of the same dtype.
     """
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _add_norm(None, x, weight, eps, None, out)
+    out, size = torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
+    rows = rows_contiguous(x.reshape(-1, size))
+    addresses = rows.data_ptr(), rows.stride(0), weight.data_ptr()
+    threads = torch.get_num_threads()
+    _kernels(x.dtype).add_norm(None, 0, *addresses, eps, rows.shape[0], size, None, out.data_ptr(), threads)
     return out
 
 
@@ -41,8 +44,26 @@ def add_rms_norm(update: Tensor, residual: Tensor, weight: Tensor, eps: float) -
         residual: the same shape and dtype.
         weight: `[size]`, of the same dtype.
     """
-    out, summed = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
-    _add_norm(update, residual, weight, eps, summed, out)
+    size = residual.shape[-1]
+    out = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    summed = torch.empty_like(out)
+    strides = size, size
+    if not (update.is_contiguous() and residual.is_contiguous()):
+        update, residual = (rows_contiguous(each.reshape(-1, size)) for each in (update, residual))
+        strides = update.stride(0), residual.stride(0)
+    _kernels(residual.dtype).add_norm(
+        update.data_ptr(),
+        strides[0],
+        residual.data_ptr(),
+        strides[1],
+        weight.data_ptr(),
+        eps,
+        residual.numel() // size,
+        size,
+        summed.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
     return out, summed
 
 
@@ -100,34 +121,13 @@ def find_highest(x: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         The indices `[N]` int64, and the numbers `[N]` of the dtype of `x`.
     """
-    x = rows_contiguous(x)
+    x = x if x.stride(1) == 1 else rows_contiguous(x)
     rows, size = x.shape
     place, highest = torch.empty(rows, dtype=torch.int64, device="cpu"), x.new_empty(rows)
     _kernels(x.dtype).find_highest(
         x.data_ptr(), x.stride(0), rows, size, place.data_ptr(), highest.data_ptr(), torch.get_num_threads()
     )
     return place, highest
-
-
-def _add_norm(
-    update: Tensor | None, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None, out: Tensor
-) -> None:
-    size = residual.shape[-1]
-    update = None if update is None else rows_contiguous(update.reshape(-1, size))
-    residual = rows_contiguous(residual.reshape(-1, size))
-    _kernels(residual.dtype).add_norm(
-        None if update is None else update.data_ptr(),
-        0 if update is None else update.stride(0),
-        residual.data_ptr(),
-        residual.stride(0),
-        weight.data_ptr(),
-        eps,
-        residual.shape[0],
-        size,
-        None if summed is None else summed.data_ptr(),
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ class SamplingParams:
         """Whether a penalty is in use."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
-    @property
+    @cached_property
     def needs_history(self) -> bool:
         """Whether sampling depends on earlier tokens, beyond the logits; the overlap loop then delays it."""
         return self.penalised or self.min_tokens > 0 or self.bad_sequences.reach > 0

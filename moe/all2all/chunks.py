@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
@@ -42,7 +42,8 @@ class ServesChunks(Protocol):
         """Launch one dispatch, which arrives as one `Dispatched` per block, each with a handle of its own."""
 
 
-def blocks_of(num_local: int, chunks: int) -> list[range]:
+@lru_cache(64)
+def blocks_of(num_local: int, chunks: int) -> tuple[range, ...]:
     """`num_local` experts in `chunks` blocks, as equal as can be.
 
     Raises:
@@ -51,7 +52,7 @@ def blocks_of(num_local: int, chunks: int) -> list[range]:
     if not 1 <= chunks <= num_local:
         raise ConfigError(f"{num_local} experts of a rank cannot be cut into {chunks} chunks. Choose 1 to {num_local}.")
     bounds = [block * num_local // chunks for block in range(chunks + 1)]
-    return [range(start, stop) for start, stop in pairwise(bounds)]
+    return tuple(range(start, stop) for start, stop in pairwise(bounds))
 
 
 def only_block(topk_ids: Tensor, block: range, num_local: int) -> Tensor:

@@ -175,7 +175,8 @@ class FusedExperts(nn.Module):
                 f"hidden_states must be [tokens, {self.hidden_size}] for these experts, not "
                 f"{list(hidden_states.shape)}."
             )
-        self._check_dtype(hidden_states, scales)
+        if scales is not None or hidden_states.dtype is not self.dtype:
+            self._check_dtype(hidden_states, scales)
         if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.is_floating_point():
             raise ConfigError(f"topk_ids must be int32 or int64, not {topk_ids.dtype}.")
         if topk_ids.shape != topk_weights.shape or topk_ids.dim() != 2 or topk_ids.shape[0] != hidden_states.shape[0]:

@@ -32,7 +32,7 @@ from model_runner import (
     StepOutput,
     TokenLogprobs,
 )
-from serving.requests import EngineStatistics, RequestInput, RequestOutput, SchedulerTotals
+from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput, SchedulerTotals
 from serving.scheduler.admission.budget import NewTokenRatio, choose_victim
 from serving.scheduler.admission.checks import check_input
 from serving.scheduler.admission.sharing import PrefixWaits
@@ -47,6 +47,7 @@ from ubatch import ForwardMode, UBatchError
 
 __all__ = ["Scheduler"]
 
+_NO_DRAFTS = DraftCounts()
 # Limits of the requests that one step looks at in a long queue; the next step looks further.
 _MAX_OWN = 128  # requests skipped because they are in the split prompt's group: as many as `lpm` sorts
 _MAX_TOLD = 256  # requests newly found to wait for a prefix that another request computes
@@ -166,8 +167,8 @@ class Scheduler:
                 prefills = self._plan_prefills(self._mixed_steps.room(budget - len(decodes), len(decodes)))
         if decodes:
             self._ratio.decay()
-        plain = bool(prefills) or any(request.suspect for request in decodes)
-        if decodes and not plain and (found := self._speculation.draft(decodes)) is not None:
+        suspects = [request for request in decodes if request.suspect]
+        if decodes and not prefills and not suspects and (found := self._speculation.draft(decodes)) is not None:
             return plan_verify(decodes, found.drafts, found.num_real, found.reach)
         return self.kv.plan_snapshots(plan_step(decodes, prefills))
 
@@ -409,7 +410,9 @@ class Scheduler:
         if reason is None and (stuck or (corrupted and not verified)):
             reason = FinishReason.NO_TOKEN_LEFT if stuck else FinishReason.ERROR
             self._counts.corrupted_requests += corrupted
-        drafts = share.drafts_right(min(len(tokens) - (not corrupted and not stuck), count))
+        drafts = _NO_DRAFTS
+        if verified:
+            drafts = share.drafts_right(min(len(tokens) - (not corrupted and not stuck), count))
         if verified:
             request.verifying = False
             request.token_ids += tokens[:count]

@@ -51,7 +51,9 @@ of_each_kernel = pytest.mark.usefixtures("kernel")
 
 def fused(router: Any, logits: Tensor, num_tokens: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
     """What the router gives where it is one kernel, on the CPU."""
-    settings = routers._settings(router)
+    settings = dict(vars(router))
+    if isinstance(router, SigmoidTopKRouter):
+        settings |= {"sigmoid": True, "bias": settings.pop("correction_bias")}
     if settings.get("bias") is not None:
         settings["bias"] = settings["bias"].to(DEVICE)
     if isinstance(num_tokens, Tensor):

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from ubatch.errors import ConfigError
-from ubatch.kernels.recording import note_call
+from ubatch.kernels.recording import this_thread
 from ubatch.ranks.long_calls import taking_long
 
 __all__ = ["CACHE_VARIABLE", "OFF_VARIABLE", "TILES_SOURCE", "compile_c", "kernel_of", "why_not_c"]
@@ -95,7 +95,9 @@ def kernel_of(library: ctypes.CDLL, name: str, *types: Any) -> Callable[..., Non
                 function(*args)
         else:
             function(*args)
-        note_call(function, args)
+        recording = this_thread.recording
+        if recording is not None:
+            recording.note(function, args)
 
     return call
 

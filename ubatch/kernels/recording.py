@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Call", "Rebinds", "Recording", "keep", "mark_rebound", "note_call", "recording"]
+__all__ = ["Call", "Rebinds", "Recording", "this_thread"]
 
 _aten = torch.ops.aten
 _READ_BY_HOST = {_aten.lift, _aten.lift_fresh, _aten.resolve_conj, _aten.resolve_neg}
@@ -83,11 +83,11 @@ class Recording(TorchDispatchMode):
 
     def __enter__(self) -> Recording:
         super().__enter__()  # type: ignore[no-untyped-call]
-        _thread.recording = self
+        this_thread.recording = self
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _thread.recording = None
+        this_thread.recording = None
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
@@ -119,7 +119,7 @@ class Recording(TorchDispatchMode):
             self.calls.append(Call(function, arguments))
 
     def mark_rebound(self, layer: int) -> None:
-        """See the function of that name."""
+        """Mark the last call: its arguments change from step to step; see `Call.layer`."""
         if self.refused is None:
             self.calls[-1].layer = layer
 
@@ -142,33 +142,13 @@ def _only_views(result: Any, arguments: Any) -> bool:
 
 
 class _Thread(threading.local):
+    """The recording of the calling thread, or None. Kernels look at it after each call.
+
+    Memory whose address a kernel gets, but which torch did not allocate within the block, such as scratch, must be
+    given to `keep`, or live as long as the model.
+    """
+
     recording: Recording | None = None
 
 
-_thread = _Thread()
-
-
-def recording() -> bool:
-    """Whether this thread records."""
-    return _thread.recording is not None
-
-
-def note_call(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """Called after every kernel."""
-    if _thread.recording is not None:
-        _thread.recording.note(function, arguments)
-
-
-def mark_rebound(layer: int) -> None:
-    """Mark the last call: its arguments change from step to step; see `Call.layer`."""
-    if _thread.recording is not None:
-        _thread.recording.mark_rebound(layer)
-
-
-def keep(*memory: object) -> None:
-    """Keep memory whose address a kernel gets, but which torch did not allocate within the block, such as scratch.
-
-    What a kernel's caller does not keep so must live as long as the model.
-    """
-    if _thread.recording is not None:
-        _thread.recording.keep(*memory)
+this_thread = _Thread()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ubatch.kernels.c_jit import why_not_c
-from ubatch.kernels.recording import recording
+from ubatch.kernels.recording import this_thread
 
 __all__ = ["rows_contiguous", "runs_in_c"]
 
@@ -23,11 +23,13 @@ def runs_in_c(x: Tensor, *others: Tensor) -> bool:
     They must be on the CPU, of one dtype, float32 or bfloat16. Torch computes if a gradient is wanted, if
     `torch.compile` traces, or if a `TorchDispatchMode` is active, which wants to see every operator.
     """
-    dtype = x.dtype
-    if not x.is_cpu or not (dtype is torch.bfloat16 or dtype is torch.float32) or why_not_c() is not None:
+    dtype, wants_gradients = x.dtype, torch.is_grad_enabled()
+    if not (dtype is torch.bfloat16 or dtype is torch.float32) or why_not_c() is not None:
         return False
-    if torch._C._len_torch_dispatch_stack() > recording() or torch.compiler.is_compiling():
+    own_modes = 0 if this_thread.recording is None else 1
+    if torch._C._len_torch_dispatch_stack() > own_modes or torch.compiler.is_compiling():
         return False
-    if torch.is_grad_enabled() and (x.requires_grad or any(other.requires_grad for other in others)):
-        return False
-    return all(other.dtype is dtype and other.is_cpu for other in others)
+    for each in (x, *others):
+        if not each.is_cpu or each.dtype is not dtype or (wants_gradients and each.requires_grad):
+            return False
+    return True

@@ -107,7 +107,7 @@ class Ambient:
             autocast_cache=torch.is_autocast_cache_enabled(),
             default_device=torch.get_default_device(),
             saved_tensors=_SavedTensorHooks.current(),
-            flags=tuple(get() for get, _ in _FLAGS),
+            flags=tuple([get() for get, _ in _FLAGS]),
             threads=torch.get_num_threads(),
         )
 

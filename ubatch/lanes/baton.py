@@ -66,6 +66,7 @@ class Baton:
         self.since = time.monotonic()
         self.aborted_by: int | None = None
         self.forked = False
+        self.in_trouble = False  # aborted or forked: what lanes look at first
         self.running = False
         _batons.add(self)
 
@@ -74,6 +75,7 @@ class Baton:
         self._ring.reset(lead)
         self._core = core
         self.aborted_by = None
+        self.in_trouble = self.forked
 
     def start(self) -> None:
         """Give the baton to lane 0. Every lane must be parked in `acquire` or on its way there."""
@@ -132,6 +134,7 @@ class Baton:
         """`lane` failed: every other lane raises `LaneAborted` when the baton reaches it."""
         if self.aborted_by is None:
             self.aborted_by = lane
+            self.in_trouble = True
 
     def abandon(self, lane: int) -> None:
         """Take the baton from a lane that hangs. Its thread must never run for this baton again."""
@@ -220,6 +223,7 @@ _batons: weakref.WeakSet[Baton] = weakref.WeakSet()
 def _after_fork_in_child() -> None:
     for baton in list(_batons):
         baton.forked = baton.running
+        baton.in_trouble |= baton.running
 
 
 if hasattr(os, "register_at_fork"):

@@ -8,8 +8,8 @@ Contract:
                                  leaves the ring and hands on; on an error it first marks the baton aborted
     meanwhile                its ledger keeps alive what the communication stream uses (`ubatch.streams.lifetimes`)
 
-What a lane does with its streams is in `ubatch.streams.lane_streams`, what it records in `ubatch.trace.recorder`, how
-its receive hook runs in `ubatch.lanes.hooks`. This module holds the lane's state and calls the others in order.
+What a lane does with its streams is in `ubatch.streams.lane_streams`, what it records in `ubatch.trace.recorder`.
+This module holds the lane's state and calls the others in order.
 
 A point, in pseudo-code:
     note the point (for traces and hang reports)
@@ -38,7 +38,6 @@ from ubatch.errors import (
     note,
 )
 from ubatch.lanes.baton import Baton
-from ubatch.lanes.hooks import Hook, ReceiveHook
 from ubatch.schedules.forward_context import ForwardContext, _forward_context
 from ubatch.schedules.schedule import SERIAL, Recv, Schedule, get_schedule
 from ubatch.streams.lane_streams import LaneStreams
@@ -56,6 +55,9 @@ __all__ = [
     "current_schedule",
     "make_ubatch_contexts",
 ]
+
+
+Hook = Callable[[], object]
 
 
 class ReadyBarrier(Protocol):
@@ -115,7 +117,7 @@ class UBatchContext(LaneStreams):
         self.waiting: str | None = None
         self.waits_until = 0.0
         self.at_handover: Callable[[], None] | None = None
-        self._hook: ReceiveHook | None = None
+        self._hook: tuple[Hook, bool] | None = None
         self._recorder: LaneRecorder | None = None
         self._launches = 0
         self.begin_streams()
@@ -214,7 +216,8 @@ class UBatchContext(LaneStreams):
 
     def pass_point(self, point: str, layer: str = "") -> None:
         """Pass `point`; see the module's pseudo-code. `layer` is only recorded."""
-        if get_ident() != self.thread or self.baton.forked:
+        baton = self.baton
+        if baton.in_trouble or get_ident() != self.thread:
             self._check_alive()
         self.last_point = point
         self.points_passed += 1
@@ -224,10 +227,9 @@ class UBatchContext(LaneStreams):
         if active:
             if self.at_handover is not None:
                 self.at_handover()
-            self.baton.pass_on(self.id)
+            baton.pass_on(self.id)
         else:
-            self.baton.check(self.id)
-            self.baton.since = time.monotonic()
+            baton.since = time.monotonic()
         if recorder is not None:
             recorder.go_on(point, active=active, layer=layer)
         if self._hook is not None:
@@ -235,24 +237,43 @@ class UBatchContext(LaneStreams):
 
     def register_hook(self, hook: Hook, *, joins: bool = True) -> None:
         """Register `hook`, to run when the transfer's result is needed; see `Recv` and `dbo_register_recv_hook`."""
-        self._check_alive()
+        if self.baton.in_trouble or get_ident() != self.thread:
+            self._check_alive()
         if self._hook is not None:
             raise UBatchError(
                 f"lane {self.id} registered a receive hook while its previous one is pending. "
                 "Pass a point between two launches."
             )
-        self._hook = ReceiveHook(self.id, self, hook, joins)
+        self._hook = hook, joins or self._on_comm
 
     def maybe_run_hook(self) -> None:
         """Run the hook that is due before this lane's next launch."""
-        self._check_alive()
-        owner = self.baton.previous(self.id) if self.schedule.recv is Recv.PEER else self.id
-        self._run_hook_of(self.peers[owner])
+        if self.baton.in_trouble or get_ident() != self.thread:
+            self._check_alive()
+        owner = self if self.schedule.recv is Recv.OWNER else self.peers[self.baton.previous(self.id)]
+        if owner._hook is not None:
+            self._run_hook_of(owner)
 
     def _run_hook_of(self, owner: UBatchContext) -> None:
-        hook, owner._hook = owner._hook, None
-        if hook is not None:
-            hook.run(self.id, self)
+        """Run the receive hook of lane `owner`, which is pending, on this lane's compute stream. A hook that joins
+        first makes that stream wait for all of the owner's work on the communication stream."""
+        if owner._hook is None:
+            return
+        (hook, joins), owner._hook = owner._hook, None
+        was_on_comm = self._on_comm
+        if was_on_comm:
+            self.leave_comm()
+        if joins:
+            if owner._on_comm:
+                owner.mark_comm()
+            owner.join_comm()
+        try:
+            hook()
+        except Exception as error:
+            note(error, f"in the receive hook of lane {owner.id}, run by lane {self.id}")
+            raise
+        if was_on_comm:
+            self.enter_comm()
 
     def mark_compute(self) -> bool:
         """Record an event on the compute stream, *before* a hand-off, so that it does not cover the next lane's work.

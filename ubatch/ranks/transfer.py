@@ -30,7 +30,7 @@ from ubatch.ranks.connection import Connection, Work
 from ubatch.ranks.transfer_times import Arrival, arrivals_now
 from ubatch.streams.graph_protocols import capturing
 from ubatch.streams.lifetimes import abandon_transfers
-from ubatch.trace.spans import UNSPLIT, LinkTime, SpanKind, current_trace
+from ubatch.trace.spans import UNSPLIT, LinkTime, SpanKind, Trace, current_trace
 
 __all__ = ["Queued", "Transfer"]
 
@@ -60,6 +60,22 @@ class Transfer(Generic[T]):
         bytes_sent, bytes_received: see above.
     """
 
+    bytes_sent = bytes_received = 0
+    _works: tuple[Work, ...] = ()
+    _finish: Callable[[], object] | None = None
+    _is_ready = False  # complete from the start, and neither waited for nor delayed yet
+    _error: BaseException | None = None
+    _connection: Connection | None = None
+    _stream_ordered = _wait_launches = False
+    _keep: tuple[object, ...] = ()
+    _launched = _started = _deadline = 0.0
+    _link: LinkTime | None = None
+    _on_link = True
+    _lane: UBatchContext | None = None
+    _trace: Trace | None = None
+    _arrivals: list[Arrival] | None = None
+    _mark: int | None = None
+
     def __init__(
         self,
         name: str,
@@ -77,36 +93,35 @@ class Transfer(Generic[T]):
         self.bytes_sent = bytes_sent
         self.bytes_received = bytes_received
         self._works = tuple(works)
-        self._finish: Callable[[], object] | None = finish
+        self._finish = finish
         self._value: object = None
-        self._error: BaseException | None = None
         self._connection = connection
         self._stream_ordered = stream_ordered
         self._wait_launches = wait_launches
         self._keep = tuple(keep)
-        self._launched = time.monotonic()
-        self._started = self._launched
-        self._deadline = 0.0
-        self._link: LinkTime | None = None
-        self._on_link = True
-        self._lane: UBatchContext | None = current_lane()
+        self._launched = self._started = time.monotonic()
+        lane = self._lane = current_lane()
         self._trace = current_trace()
-        self._arrivals = arrivals_now() if self._works else None  # who wants to know when it arrived
         self._key = name
-        # The mark after it on the communication stream; None while the lane is still on that stream.
-        self._mark = None if self._lane is None or self._lane.on_comm else self._lane.marked
-        if self._lane is not None and self._works:
-            self._lane.ledger.launched.add(self)
-            self._key = self._lane.note_launch(name)
+        if lane is not None:
+            # The mark after it on the communication stream; None while the lane is still on that stream.
+            self._mark = None if lane.on_comm else lane.marked
+        if self._works:
+            self._arrivals = arrivals_now()  # who wants to know when it arrived
+            if lane is not None:
+                lane.ledger.launched.add(self)
+                self._key = lane.note_launch(name)
 
     @staticmethod
     def ready(value: U, name: str = "local") -> Transfer[U]:
         """A transfer that is complete from the start, because nothing had to be sent."""
-        transfer: Transfer[U] = Transfer(name, (), lambda: value)
+        transfer: Transfer[U] = object.__new__(Transfer)  # neither lane nor trace has to know of it
+        transfer.name, transfer._value, transfer._is_ready = name, value, True
         return transfer
 
     def map(self, then: Callable[[T], U]) -> Transfer[U]:
         """Let `wait` return `then(result)`. `then` runs once, in the thread that waits. Returns this transfer."""
+        self._reopen()
         finish = cast("Callable[[], T] | None", self._finish)
         if finish is None:
             raise RuntimeError(f"transfer {self.name!r} was already waited for.")
@@ -121,9 +136,17 @@ class Transfer(Generic[T]):
             started: when the first byte left, for the trace; the launch by default.
             link: how long each direction of the link was occupied; by default both from `started` to `deadline`.
         """
+        self._reopen()
         self._deadline = deadline
         self._started = self._launched if started is None else started
         self._link = link
+
+    def _reopen(self) -> None:
+        """Treat a transfer that is complete from the start as any other: something has to happen when it is waited
+        for."""
+        if self._is_ready:
+            value, self._is_ready = self._value, False
+            self._finish = lambda: value
 
     def off_link(self) -> Transfer[T]:
         """Mark this as a few bytes for the host, such as counts: they do not queue behind payloads, so traces draw only
@@ -153,6 +176,7 @@ class Transfer(Generic[T]):
             TransferTimeout: it did not arrive within the time-out of the group or of `transfers_end_within`.
         """
         if self._finish is None:
+            self._is_ready = False
             if self._error is not None:
                 raise self._error
             return cast("T", self._value)

@@ -190,8 +190,8 @@ class Decision:
     @property
     def common_mode(self) -> int | None:
         """Mode fingerprint of the first rank with tokens; in an engaged step all ranks with tokens have the same."""
-        busy = (mode for mode, row in zip(self.modes, self.tokens, strict=False) if any(row))
-        return next(busy, None)
+        busy = [mode for mode, row in zip(self.modes, self.tokens, strict=False) if any(row)]
+        return busy[0] if busy else None
 
     def whole(self) -> Decision:
         """This decision, changed so that every rank runs the step unsplit."""
@@ -200,7 +200,7 @@ class Decision:
 
     def lane_tokens(self, lane: int) -> tuple[int, ...]:
         """Tokens of every rank in `lane`."""
-        return tuple(row[lane] for row in self.tokens)
+        return tuple([row[lane] for row in self.tokens])
 
 
 @lru_cache(256)
@@ -227,33 +227,37 @@ def decide(offers: Sequence[Offer], rank: int = 0) -> Decision:
             "is the reason, or set enable_dbo=False."
         )
     reason, declined_by = _common_reason(offers)
-    contents = tuple(offer.content for offer in offers)
-    decline = Decision(
-        engaged=False,
+    contents = tuple([offer.content for offer in offers])
+    prove, schedule = False, 0
+    tokens: tuple[tuple[int, ...], ...] = tuple([(sum(offer.tokens),) for offer in offers])
+    if reason is None:
+        busy = [offer for offer in offers if offer.wish is Wish.YES]
+        schedule, nothing = busy[0].schedule, (0,) * busy[0].lanes
+        tokens = tuple([nothing if offer.wish is Wish.IDLE else offer.tokens for offer in offers])
+        prove = True in [offer.unproved for offer in offers]
+    elif declined_by is not None:
+        reason = offers[rank].reason or DeclineReason.PEER_DECLINED
+    return Decision(
+        engaged=reason is None,
         reason=reason,
         declined_by=declined_by,
-        tokens=tuple((sum(offer.tokens),) for offer in offers),
+        tokens=tokens,
         graph_mode=_common_graph_mode(offers),
-        modes=tuple(offer.mode for offer in offers),
+        modes=tuple([offer.mode for offer in offers]),
+        schedule=schedule,
         contents=contents if any(contents) else (),
-        prefill_tokens=tuple(offer.prefill_tokens for offer in offers),
-        period_us=max(offer.period_us for offer in offers),
-        told=tuple(offer.told for offer in offers),
+        prove=prove,
+        prefill_tokens=tuple([offer.prefill_tokens for offer in offers]),
+        period_us=max([offer.period_us for offer in offers]),
+        told=tuple([offer.told for offer in offers]),
     )
-    if reason is None:
-        busy = next(offer for offer in offers if offer.wish is Wish.YES)
-        nothing = (0,) * busy.lanes
-        tokens = tuple(nothing if offer.wish is Wish.IDLE else offer.tokens for offer in offers)
-        prove = any(offer.unproved for offer in offers)
-        return replace(decline, engaged=True, tokens=tokens, schedule=busy.schedule, prove=prove)
-    if declined_by is None:
-        return decline
-    return replace(decline, reason=offers[rank].reason or DeclineReason.PEER_DECLINED)
 
 
 def _common_graph_mode(offers: Sequence[Offer]) -> int:
+    if 0 in [offer.graph_mode for offer in offers]:
+        return 0
     busy = {offer.graph_mode for offer in offers if any(offer.tokens)}
-    return busy.pop() if len(busy) == 1 and all(offer.graph_mode for offer in offers) else 0
+    return busy.pop() if len(busy) == 1 else 0
 
 
 def _common_reason(offers: Sequence[Offer]) -> tuple[DeclineReason | None, int | None]:
@@ -263,13 +267,12 @@ def _common_reason(offers: Sequence[Offer]) -> tuple[DeclineReason | None, int |
     busy = [offer for offer in offers if offer.wish is Wish.YES]
     if not busy:
         return DeclineReason.ALL_IDLE, None
-    for name, reason in (
-        ("mode", DeclineReason.MODES_DIFFER),  # checked first, because modes may have different schedules
-        ("lanes", DeclineReason.LANES_DIFFER),
-        ("schedule", DeclineReason.SCHEDULES_DIFFER),
-    ):
-        if len({getattr(offer, name) for offer in busy}) > 1:
-            return reason, None
+    if len({offer.mode for offer in busy}) > 1:  # checked first, because modes may have different schedules
+        return DeclineReason.MODES_DIFFER, None
+    if len({offer.lanes for offer in busy}) > 1:
+        return DeclineReason.LANES_DIFFER, None
+    if len({offer.schedule for offer in busy}) > 1:
+        return DeclineReason.SCHEDULES_DIFFER, None
     return None, None
 
 
@@ -283,7 +286,7 @@ def encode_offer(offer: Offer) -> list[int]:
 
 def decode_offer(row: Sequence[int]) -> Offer:
     """The inverse of `encode_offer`."""
-    wish, lanes, reason, schedule, mode, graph_mode, again, content, unproved, *others = (int(value) for value in row)
+    wish, lanes, reason, schedule, mode, graph_mode, again, content, unproved, *others = map(int, row)
     prefill_tokens, period_us, told_width, *counts = others
     tokens = tuple(counts[: 1 if wish == Wish.NO else lanes])
     why = _REASONS[reason - 1] if reason else None

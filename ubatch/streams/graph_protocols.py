@@ -203,7 +203,7 @@ def capturing() -> bool:
 
     Code that cannot be captured (it reads from the device, or allocates memory that outlives the step) checks this.
     """
-    return current_capture() is not None
+    return _capture.get() is not None or (torch.cuda.is_initialized() and current_capture() is not None)
 
 
 def current_capture() -> object | None:

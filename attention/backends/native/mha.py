@@ -28,7 +28,7 @@ from attention.kv_cache import PagedKVCache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
 from ubatch.kernels.c_jit import kernel_of
-from ubatch.kernels.recording import mark_rebound
+from ubatch.kernels.recording import this_thread
 
 __all__ = ["NativeAttentionBackend", "NativeAttentionPlan"]
 
@@ -96,8 +96,7 @@ class NativeAttentionPlan:
         num_rows = check_slots(kernel.functions, slots, kv_cache)
         self._q_shape, self._out_shape = (num_rows, heads, dim), (num_rows, heads, value_dim)
         self._k_shape, self._v_shape = (num_rows, kv_heads, dim), (num_rows, kv_heads, value_dim)
-        layers = range(spec.num_layers)
-        self._layers = [(kv_cache.keys(layer).data_ptr(), kv_cache.values(layer).data_ptr()) for layer in layers]
+        self._layers = kv_cache.addresses
         self._kernel, self._workspace = kernel.attention, workspace
         self._first_arguments = (
             None if self._decodes is None else self._decodes.address,
@@ -126,9 +125,14 @@ class NativeAttentionPlan:
             ConfigError: a tensor does not fit the shape, or does not have the cache's dtype; sinks are given to a shape
                 that has none, or are missing.
         """
-        self._shape.check_sinks(sinks)
-        q = self._checked("queries", q, self._q_shape)
-        k, v = self._checked("keys", k, self._k_shape), self._checked("values", v, self._v_shape)
+        if sinks is not None or self._shape.sinks:
+            self._shape.check_sinks(sinks)
+        dtype = self._dtype
+        if not (q.dtype is k.dtype is v.dtype is dtype and q.stride(2) == k.stride(2) == v.stride(2) == 1) or (
+            q.shape != self._q_shape or k.shape != self._k_shape or v.shape != self._v_shape
+        ):
+            q = self._checked("queries", q, self._q_shape)
+            k, v = self._checked("keys", k, self._k_shape), self._checked("values", v, self._v_shape)
         if sinks is not None:
             if sinks.shape != (self._shape.num_heads,):
                 raise ConfigError(f"{self._shape} needs a sink for each of its heads, not {[*sinks.shape]}.")
@@ -149,7 +153,8 @@ class NativeAttentionPlan:
             self._prompt_bytes,
             threads,
         )
-        mark_rebound(layer)
+        if this_thread.recording is not None:
+            this_thread.recording.mark_rebound(layer)
         return out
 
     def rebound(self, layer: int, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

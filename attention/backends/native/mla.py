@@ -33,7 +33,7 @@ from attention.kv_cache import MLAKVCache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
 from ubatch.kernels.c_jit import kernel_of
-from ubatch.kernels.recording import mark_rebound
+from ubatch.kernels.recording import this_thread
 
 __all__ = ["NativeMLABackend", "NativeMLAPlan"]
 
@@ -150,7 +150,8 @@ class NativeMLAPlan:
                 *(heads, nope, rope, rank, value),
                 *(self._scratch.data_ptr(), self._thread_bytes, threads),
             )
-            mark_rebound(layer)
+            if this_thread.recording is not None:
+                this_thread.recording.mark_rebound(layer)
             prompts, tokens = None, (0, 0)
         return out
 

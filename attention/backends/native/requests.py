@@ -128,10 +128,8 @@ class Queries:
     def of(cls, metadata: CommonAttentionMetadata, requests: Sequence[int]) -> Queries:
         """All queries of these requests."""
         starts, seq_lens = metadata.query_start_loc_cpu, metadata.seq_lens_cpu
-        lengths, rows = (
-            array(kind, [values[index] for index in requests]) for kind, values in (("i", seq_lens), ("q", starts))
-        )
-        return cls(requests, lengths, rows)
+        lengths = array("i", [seq_lens[index] for index in requests])
+        return cls(requests, lengths, array("q", [starts[index] for index in requests]))
 
 
 class Requests:
@@ -165,7 +163,7 @@ class Requests:
         table = _tables(requests, metadata, spec.blocks_for(max(lengths)))
         window = _ANY_LENGTH if sizes.window is None else sizes.window
         if item_tokens is None:
-            num_items = sum(-(-min(length, window) // CHUNK_KEYS) for length in lengths)
+            num_items = sum([-(-min(length, window) // CHUNK_KEYS) for length in lengths])
         else:
             num_items = sum(-(-number // item_tokens) for number in numbers)
         items, merges = array("i", bytes(16 * num_items)), array("i", bytes(8 * len(lengths)))
@@ -178,7 +176,7 @@ class Requests:
             lengths.buffer_info()[0],
             None if item_tokens is None else numbers.buffer_info()[0],
             table.data_ptr(),
-            *(values.buffer_info()[0] for values in (rows, items, merges)),
+            *(rows.buffer_info()[0], items.buffer_info()[0], merges.buffer_info()[0]),
         )
         self.address = ctypes.addressof(plan)
         bad = library.prepare(self.address)

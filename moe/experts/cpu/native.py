@@ -33,9 +33,10 @@ class NativeExperts(RepackedExperts):
         if self.dtype is torch.float32 and torch.is_grad_enabled() and topk_weights.requires_grad:
             return super().forward(hidden_states, topk_ids, topk_weights, scales)
         self.check_input(hidden_states, topk_ids, topk_weights, scales)
-        x = self.dequantized(hidden_states, scales)
+        x = hidden_states if scales is None else self.dequantized(hidden_states, scales)
         self.check_usable(x, topk_ids, topk_weights)
-        return run_layer(self._up, self._down, rows_contiguous(x), topk_ids, topk_weights, self.expert_range.start)
+        x = x if x.stride(1) == 1 else rows_contiguous(x)
+        return run_layer(self._up, self._down, x, topk_ids, topk_weights, self.expert_range.start)
 
     def _run_experts(self, hidden_states: Tensor, plan: RowPlan, slots: range) -> Tensor:
         self.check_usable(hidden_states)

@@ -162,6 +162,7 @@ def test_models_use_the_kernels_where_they_can(monkeypatch: pytest.MonkeyPatch) 
     )
     there = [t.to(DEVICE) for t in (x, residual, weight, heads, weights)]
     turn_there = Rotation(*on_device(turn))
+    monkeypatch.setattr(ops, "_KERNELS_ON", "cpu")
     monkeypatch.setattr(ops, "_fuses", lambda x: True)
     kernel_heads = there[3].clone()
     found = (

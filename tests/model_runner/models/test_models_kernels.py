@@ -65,6 +65,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr("attention.backends.triton.mha.decode_attention", decode.decode_attention)
     monkeypatch.setattr("attention.backends.triton.mla.write_latent", latent.write_latent)
     monkeypatch.setattr("attention.backends.triton.mla.latent_decode", latent.latent_decode)
+    monkeypatch.setattr(ops, "_KERNELS_ON", "cpu")
     monkeypatch.setattr(ops, "_fuses", lambda x: True)
     monkeypatch.setattr(router, "_fuses", lambda logits: True)
     monkeypatch.setattr(router, "_fused", _route_in_triton)
