@@ -8,6 +8,7 @@ A prefix cache sits between the two: it keeps blocks allocated after their reque
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -110,6 +111,7 @@ class RequestToTokenTable:
         self._slots = torch.zeros(max_num_reqs, max_blocks * block_size, dtype=torch.int32)
         self._offsets = torch.arange(block_size, dtype=torch.int32)
         self._blocks: dict[int, list[int]] = {}
+        self._owners = Counter[int]()  # rows that hold a block
         self._free_rows = list(range(max_num_reqs - 1, -1, -1))
 
     @property
@@ -150,6 +152,7 @@ class RequestToTokenTable:
             )
         self._write(row, len(held), blocks)
         held.extend(blocks)
+        self._owners.update(blocks)
 
     def append_each(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
         """Give each of several requests one more block: `append` for a whole batch, in one write.
@@ -166,6 +169,7 @@ class RequestToTokenTable:
             self._slots[torch.tensor(rows)[:, None], starts + self._offsets] = self._slots_of(blocks)
         for own, block in zip(held, blocks, strict=True):
             own.append(block)
+        self._owners.update(blocks)
 
     def replace(self, row: int, start: int, blocks: Sequence[int]) -> None:
         """Replace a row's blocks from `start` on by other blocks with the same contents.
@@ -178,6 +182,8 @@ class RequestToTokenTable:
         if start < 0 or stop > len(held):
             raise KVCacheError(f"cannot replace blocks {start} to {stop} of row {row}: it has {len(held)}.")
         self._write(row, start, blocks)
+        self._owners.subtract(held[start:stop])
+        self._owners.update(blocks)
         held[start:stop] = blocks
 
     def blocks(self, row: int) -> tuple[int, ...]:
@@ -195,10 +201,20 @@ class RequestToTokenTable:
         except KeyError as error:
             raise KVCacheError(f"row {error.args[0]} of the request-to-token table is not in use.") from None
 
+    def writes_shared(self, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> bool:
+        """Whether the tokens from `starts` to `stops` of the rows' requests lie in a block that several rows hold."""
+        size, owners = self.block_size, self._owners
+        for row, start, stop in zip(rows, starts, stops, strict=True):
+            for block in self._blocks[row][start // size : -(-stop // size)]:
+                if owners[block] > 1:
+                    return True
+        return False
+
     def remove_row(self, row: int) -> list[int]:
         """Release a row and return its blocks, which the caller frees or keeps."""
         held = self._held(row)
         del self._blocks[row]
+        self._owners.subtract(held)
         self._slots[row, : len(held) * self.block_size] = 0
         self._free_rows.append(row)
         return held

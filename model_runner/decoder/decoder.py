@@ -87,7 +87,7 @@ class DecoderLM(CausalLM):
         self.norm = _norm(config, checkpoint, f"{config.tensor_prefix}.norm.weight")
         self._all2all = parallel.all2all
         self._repeated: RepeatedLayers | None = None
-        if parallel.experts == "native" and not parallel.all2all.traits.other_ranks:  # transfers are no kernels
+        if parallel.experts == "native":
             self._repeated = RepeatedLayers(self._run_layers, self.modules)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:

@@ -4,8 +4,11 @@ A step of one token per request calls the same kernels as every other step with 
 recording keeps. Only the attention plan's arguments, the embeddings and the rotation are new. So the third such step is
 recorded, and later ones are repeated: for one request the layers take less than half of the time.
 
-Steps run as always in a lane, with tensor parallelism, under a trace, torch's profiler or a `TorchDispatchMode`, if a
-module has forward hooks, if experts are on other ranks, or if torch computes anything in a layer.
+A lane has recordings of its own, and passes its points between the kernels. Where experts are on other ranks, dispatch,
+experts and combine of a layer run as always between what is repeated.
+
+Steps run as always with tensor parallelism, under a trace, torch's profiler or a `TorchDispatchMode`, if a module has
+forward hooks, or if torch computes anything else in a layer.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torch import Tensor, nn
 
 from attention import RopeTable
 from model_runner.decoder.rope import Rotation
-from ubatch import dbo_enabled
+from ubatch import current_schedule
 from ubatch.kernels.recording import Rebinds, Recording
 from ubatch.process.heartbeat import beat
 from ubatch.trace.spans import current_trace
@@ -36,7 +39,7 @@ _RECORDED_AT = 3
 MOST_BYTES = 1 << 27
 """Most memory that the recordings of a model keep; the least recently used ones go."""
 
-_Key = tuple[int, int, int]
+_Key = tuple[int, int, int, int]
 
 _Rotary = Sequence[Rotation | RopeTable]
 """A step's rotations: one, or one for each kind of layer."""
@@ -97,7 +100,8 @@ class RepeatedLayers:
 
     def __init__(self, layers: Layers, modules: Callable[[], Iterable[nn.Module]]) -> None:
         self._layers, self._modules = layers, modules
-        # By rows, compute threads, and thread: scratch memory belongs to the thread that recorded. In the order of use.
+        # By rows, compute threads, thread (scratch memory belongs to the one that recorded) and schedule, in the order
+        # of use.
         self._recorded: dict[_Key, _Recorded] = {}
         self._seen: Counter[_Key] = Counter()
         self._least_bytes = 0.0  # of a row, as far as known
@@ -108,7 +112,7 @@ class RepeatedLayers:
         """See `Layers`."""
         rows = hidden.shape[0]
         if isinstance(num_tokens, int) and num_tokens == rows:
-            key = (rows, torch.get_num_threads(), threading.get_ident())
+            key = (rows, torch.get_num_threads(), threading.get_ident(), current_schedule().fingerprint)
             if not self._refused and _repeats(plan, rotary, rows):
                 recorded = self._recorded.pop(key, None)
                 if recorded is not None and recorded.valid(rotary):
@@ -164,7 +168,7 @@ def _copied(rotary: Rotation | RopeTable) -> Rotation | RopeTable:
 
 def _repeats(plan: Any, rotary: Sequence[Any], rows: int) -> bool:
     """Whether this step may be recorded or repeated."""
-    if getattr(plan, "repeats", None) != rows or dbo_enabled():
+    if getattr(plan, "repeats", None) != rows:
         return False
     for each in rotary:
         if not isinstance(each, Rotation | RopeTable):

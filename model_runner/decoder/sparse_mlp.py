@@ -19,6 +19,7 @@ from model_runner.decoder.ops import sigmoid_mul
 from model_runner.weights.fp8_experts import load_fp8_experts
 from model_runner.weights.weights import Checkpoint, Part
 from moe import ClampedSwiGLU, FusedMoEModularKernel, SigmoidTopKRouter, make_experts, route
+from ubatch.kernels.recording import this_thread
 from ubatch.kernels.sums import to_float
 
 __all__ = ["SharedExperts", "SparseMLP"]
@@ -103,6 +104,8 @@ class SparseMLP(nn.Module):
         """`[T, hidden_size]` to the same shape; rows from `num_tokens` on are padding and visit no routed expert."""
         logits = self.gate.scores(to_float(x) if self.gate_dtype is torch.float32 else x)
         topk_weights, topk_ids = route(self.router, logits, num_tokens)
+        if this_thread.recording is not None and self.kernel.all2all.traits.other_ranks:
+            return this_thread.recording.live(self.kernel, x, topk_weights, topk_ids)
         out: Tensor = self.kernel(x, topk_weights, topk_ids)
         return out
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -88,6 +87,12 @@ def build_input_batch(
             drafts = chain_of_drafts(num_drafts, computed, input_ids, positions)
         else:
             drafts = trees.verify_input(computed, input_ids, positions)
+
+    def late_reads() -> Sequence[tuple[int, int]]:
+        if not table.writes_shared(rows, computed, seq_lens):
+            return ()
+        return reads_of_later_writes(query_lens, seq_lens, pages, spec.block_size)
+
     return replace(
         step,
         input_ids=input_ids,
@@ -103,7 +108,7 @@ def build_input_batch(
         future_owners=tuple(owners),
         pending=pending,
         prompt_spans=_prompt_spans(shares, starts),
-        late_reads=partial(reads_of_later_writes, query_lens, seq_lens, pages, spec.block_size),
+        late_reads=late_reads,
     )
 
 

@@ -88,7 +88,7 @@ class Recording(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         this_thread.recording = None
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*(error or (None,) * 3))  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -118,6 +118,18 @@ class Recording(TorchDispatchMode):
         if self.refused is None:
             self.calls.append(Call(function, arguments))
 
+    def live(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """The result of `function(*inputs)`, which is not recorded: every repetition calls it again, on what its inputs
+        hold then. For what cannot be recorded, such as transfers between ranks."""
+        self.__exit__()
+        try:
+            result = function(*inputs).clone()
+        finally:
+            self.__enter__()
+        self.keep(result, *[each for each in inputs if isinstance(each, Tensor)])
+        self.note(_call_live, (function, inputs, result))
+        return result
+
     def mark_rebound(self, layer: int) -> None:
         """Mark the last call: its arguments change from step to step; see `Call.layer`."""
         if self.refused is None:
@@ -127,6 +139,10 @@ class Recording(TorchDispatchMode):
         self.refused = self.refused or reason
         self.calls.clear()
         self.kept.clear()
+
+
+def _call_live(function: Callable[..., Tensor], inputs: tuple[Any, ...], result: Tensor) -> None:
+    result.copy_(function(*inputs))
 
 
 def _only_views(result: Any, arguments: Any) -> bool:
