@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
-from ubatch.kernels.recording import this_thread
 from ubatch.lanes.context import _lane
 from ubatch.streams.sm_budget import SMBudget, merge_sm_use
 from ubatch.streams.streams import Event
@@ -64,8 +63,6 @@ def dbo_yield(point: str = "user", layer: str = "") -> None:
     lane = _current_lane()
     if lane is not None:
         lane.pass_point(point, layer)
-        if this_thread.recording is not None:  # a repetition passes it, too
-            this_thread.recording.note(dbo_yield, (point, layer))
 
 
 def dbo_register_recv_hook(hook: Callable[[], object], *, joins: bool = True) -> None:

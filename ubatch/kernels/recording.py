@@ -23,6 +23,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ubatch.dbo import dbo_yield
+from ubatch.lanes.context import current_lane
+
 __all__ = ["Call", "Rebinds", "Recording", "this_thread"]
 
 _aten = torch.ops.aten
@@ -84,10 +87,16 @@ class Recording(TorchDispatchMode):
     def __enter__(self) -> Recording:
         super().__enter__()  # type: ignore[no-untyped-call]
         this_thread.recording = self
+        lane = current_lane()
+        if lane is not None:
+            lane.at_point = self._note_point
         return self
 
     def __exit__(self, *error: Any) -> None:
         this_thread.recording = None
+        lane = current_lane()
+        if lane is not None:
+            lane.at_point = None
         super().__exit__(*(error or (None,) * 3))  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
@@ -117,6 +126,9 @@ class Recording(TorchDispatchMode):
         """Add a call."""
         if self.refused is None:
             self.calls.append(Call(function, arguments))
+
+    def _note_point(self, point: str, layer: str) -> None:
+        self.note(dbo_yield, (point, layer))
 
     def live(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
         """The result of `function(*inputs)`, which is not recorded: every repetition calls it again, on what its inputs

@@ -80,6 +80,7 @@ class UBatchContext(LaneStreams):
         waiting: name of what the lane waits for now, such as a transfer; None if it does not wait.
         waits_until: latest end of that wait (`time.monotonic`); until then the hang check leaves the lane alone. 0 if
             the wait has no time-out of its own.
+        at_point: gets every point that the lane has passed, and its layer; None if nobody listens.
         at_handover: runs before the lane hands over at an active point, or None. Set by the lane's body.
         ledger: transfers not yet waited for, and what the communication stream still uses.
         sm_budget: how the device's SMs are shared out, or None. Set per step.
@@ -116,6 +117,7 @@ class UBatchContext(LaneStreams):
         self.points_passed = 0
         self.waiting: str | None = None
         self.waits_until = 0.0
+        self.at_point: Callable[[str, str], None] | None = None
         self.at_handover: Callable[[], None] | None = None
         self._hook: tuple[Hook, bool] | None = None
         self._recorder: LaneRecorder | None = None
@@ -234,6 +236,8 @@ class UBatchContext(LaneStreams):
             recorder.go_on(point, active=active, layer=layer)
         if self._hook is not None:
             self._run_hook_of(self)
+        if self.at_point is not None:
+            self.at_point(point, layer)
 
     def register_hook(self, hook: Hook, *, joins: bool = True) -> None:
         """Register `hook`, to run when the transfer's result is needed; see `Recv` and `dbo_register_recv_hook`."""
