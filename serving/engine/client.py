@@ -48,6 +48,7 @@ from serving.engine.wire.messages import (
     ToEngine,
     Wake,
     decode_from_engine,
+    decode_to_engine,
     encode,
     make_error,
 )
@@ -175,9 +176,10 @@ class EngineClient:
             raise RequestError(f"request {request_id!r} is being served already; give each its own request_id.")
         try:
             add = encode(Add(request, self._epoch + 1))
+            decode_to_engine(add)  # its rank would fail with what cannot be decoded
         except OverflowError as error:
             raise RequestError(f"request {request_id!r} has a number of more than 64 bits ({error}).") from error
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, msgspec.DecodeError) as error:
             raise RequestError(f"request {request_id!r} has a value of a wrong type: {error}.") from error
         self._epoch += 1
         stream = self._router.add(request)

@@ -63,7 +63,6 @@ from serving.engine.wire.messages import (
     StartProfile,
     StopProfile,
     ToEngine,
-    Unreadable,
     Wake,
     error_kind,
 )
@@ -363,11 +362,6 @@ class Engine:
                     param = error.param if isinstance(error, RequestError) else None
                     refused = Refused(self.dp_rank, request.request_id, error_kind(error), str(error), param)
                     self._link.send(refused)
-            case Unreadable(request_id, epoch, why):
-                self._epoch = epoch
-                self._received += 1
-                text = f"request {request_id!r} has a value of a wrong type: {why}."
-                self._link.send(Refused(self.dp_rank, request_id, RequestError.__name__, text))
             case Abort(request_id):
                 self._received += 1
                 self.core.abort(request_id)

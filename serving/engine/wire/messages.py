@@ -1,6 +1,6 @@
 """The messages between the API process and the engines: tagged msgspec structs, in MessagePack.
 
-    to an engine      Add, Abort, Wake, StartProfile, StopProfile, Shutdown; Unreadable is an Add that it cannot decode
+    to an engine      Add, Abort, Wake, StartProfile, StopProfile, Shutdown
     from an engine    Ready, Alive, Outputs, Refused, Failed, ProfileWritten; Finished at the end of a job
     from a node       NodeAlive, and Failed for an engine of it that died
     to a follower     Turn, from the leader of its tensor-parallel group (see `lockstep`)
@@ -13,7 +13,7 @@ client's count of all requests: engines that step together pause only when all h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -40,7 +40,6 @@ __all__ = [
     "StopProfile",
     "ToEngine",
     "Turn",
-    "Unreadable",
     "Wake",
     "decode_from_engine",
     "decode_to_engine",
@@ -56,14 +55,6 @@ class Add(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
     request: RequestInput
     epoch: int
-
-
-class Unreadable(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """An `Add` of a request with a value of a wrong type. Only this request is refused; the engine continues."""
-
-    request_id: str
-    epoch: int
-    why: str
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -196,7 +187,7 @@ class NodeAlive(msgspec.Struct, tag=True, array_like=True, frozen=True):
     node_rank: int
 
 
-ToEngine: TypeAlias = Add | Unreadable | Abort | Wake | StartProfile | StopProfile | Shutdown | NodeHeard
+ToEngine: TypeAlias = Add | Abort | Wake | StartProfile | StopProfile | Shutdown | NodeHeard
 FromEngine: TypeAlias = Ready | Alive | Outputs | Refused | Failed | Finished | ProfileWritten | NodeAlive
 
 
@@ -213,12 +204,6 @@ class Turn(msgspec.Struct, tag=True, array_like=True, frozen=True):
     messages: Sequence[ToEngine]
 
 
-class _Named(msgspec.Struct):
-    """The part of a request that can be decoded even if another value has a wrong type."""
-
-    request_id: str
-
-
 def _pack(value: object) -> bytes:
     if isinstance(value, TokenIds):
         return value.packed
@@ -232,8 +217,6 @@ def _unpack(kind: type, value: Any) -> TokenIds:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine, dec_hook=_unpack)
-_loose_add = msgspec.msgpack.Decoder(tuple[Literal["Add"], _Named, int])
 
 
 def encode(message: ToEngine | FromEngine | Turn) -> bytes:
@@ -241,25 +224,11 @@ def encode(message: ToEngine | FromEngine | Turn) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_to_engine(data: bytes) -> ToEngine:
-    """Decode a message to an engine.
-
-    Raises:
-        msgspec.ValidationError: it is not a valid message.
-    """
-    try:
-        return _to_engine.decode(data)
-    except msgspec.ValidationError as error:
-        try:
-            _, named, epoch = _loose_add.decode(data)
-        except msgspec.ValidationError:
-            raise error from None
-        return Unreadable(named.request_id, epoch, str(error))
-
-
+decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine, dec_hook=_unpack).decode
 decode_from_engine: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode
 decode_turn: Callable[[bytes], Turn] = msgspec.msgpack.Decoder(Turn, dec_hook=_unpack).decode
-"""Decode a message from an engine or a node, or a turn from a leader; errors as `decode_to_engine`."""
+"""Decode a message to an engine, from an engine or a node, or a turn from a leader. What is none raises
+`msgspec.DecodeError`, and one with a value of a wrong type `msgspec.ValidationError`, which is a `DecodeError`."""
 
 
 _ERRORS: dict[str, type[UBatchError]] = {

@@ -28,7 +28,6 @@ from serving.engine.wire.messages import (
     Shutdown,
     StartProfile,
     StopProfile,
-    Unreadable,
     Wake,
     decode_from_engine,
     decode_to_engine,
@@ -104,12 +103,7 @@ def test_what_is_no_message_is_refused() -> None:
         decode_to_engine(encode(NodeAlive(1)))
     fields = msgspec.msgpack.decode(encode(Add(RequestInput("a", [1], SamplingParams()), 1)))
     fields[1]["params"]["top_p"] = 7.0
-    refused = decode_to_engine(msgspec.msgpack.encode(fields))
-    assert isinstance(refused, Unreadable)
-    assert (refused.request_id, refused.epoch) == ("a", 1)
-    assert "top_p must be above 0 and at most 1, not 7.0" in refused.why
-    del fields[1]["request_id"]
-    with pytest.raises(msgspec.ValidationError):
+    with pytest.raises(msgspec.ValidationError, match=r"top_p must be above 0 and at most 1, not 7\.0"):
         decode_to_engine(msgspec.msgpack.encode(fields))
 
 

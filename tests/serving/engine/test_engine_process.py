@@ -130,7 +130,7 @@ def test_abort_ends_a_stream(served: Served) -> None:
         ([5000], LONG, RequestError),
         ([1] * 600, LONG, RequestError),
         ([2**70], LONG, RequestError),
-        ([1.5], LONG, RequestError),  # only the rank sees it
+        ([1.5], LONG, RequestError),
         ([1], None, RequestError),
         ([object()], LONG, RequestError),
     ],
