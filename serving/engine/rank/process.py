@@ -143,18 +143,8 @@ def _serve(options: EngineOptions, rank: int, place: Place, run: Run, client: En
         for way in describe_transport(runner):
             log_event(_logger, "transport", way=way)
         log_event(_logger, "engine ready", memory=memory, overlap_schedule=options.overlaps_schedule)
-        ready = Ready(rank, options.scheduler.max_model_len, runner.config.vocab_size, memory)
-        engine = Engine(
-            ready,
-            core,
-            runner.group,
-            link,
-            parent,
-            options.dp_rank(rank),
-            options.dbo.timeout_s,
-            options.profile_folder,
-        )
-        engine.serve()
+        link.send(Ready(rank, options.scheduler.max_model_len, runner.config.vocab_size, memory))
+        Engine(options, rank, core, runner.group, link, parent).serve()
     link.close()
 
 
@@ -274,32 +264,25 @@ class Engine:
     Args:
         core: the loop; its steps are collective if there is a group.
         parent: id of the process that started it; if that ends, this one ends within a step or a second.
-        dp_rank: the data-parallel rank whose requests it serves; its own rank by default.
-        timeout_s: seconds without a heartbeat after which the client considers the rank hung.
-        profile_folder: where it writes profiles; a new temporary folder for each by default.
     """
 
     def __init__(
         self,
-        ready: Ready,
+        options: EngineOptions,
+        rank: int,
         core: EngineCore,
         group: CommGroup | None,
         link: Link,
         parent: int | None,
-        dp_rank: int | None = None,
-        timeout_s: float = 60.0,
-        profile_folder: Path | None = None,
     ) -> None:
-        self.rank = ready.rank
-        self.dp_rank = ready.rank if dp_rank is None else dp_rank
+        self.rank, self.dp_rank = rank, options.dp_rank(rank)
         self.core = core
-        self._ready = ready
         self._group = group
         self._link = link
         self._parent = parent
-        self._profile_folder = profile_folder
-        self._beat_s = min(_LOOK_OUT_S, timeout_s / _BEATS_PER_TIMEOUT)
-        self._heart = Heart(lambda silence_s: link.send(Alive(ready.rank, silence_s)), self._beat_s)
+        self._profile_folder = options.profile_folder
+        self._beat_s = min(_LOOK_OUT_S, options.dbo.timeout_s / _BEATS_PER_TIMEOUT)
+        self._heart = Heart(lambda silence_s: link.send(Alive(rank, silence_s)), self._beat_s)
         self._epoch = 0
         self._received = 0
         self._reported = (0, 0.0)
@@ -307,7 +290,6 @@ class Engine:
 
     def serve(self) -> None:
         """Serve requests until `Shutdown` arrives."""
-        self._link.send(self._ready)
         self._pause()  # a step without requests could keep one rank while the other gets its first ones
         while self._take_in(wait_s=0):
             if self._group is not None:

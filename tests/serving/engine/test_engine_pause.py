@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from fake_device import FakeDevice, FakeStep, expected_output, make_core
 
 from model_runner import SamplingParams, ScheduledRequest
 from ranks import run_ranks
+from serving.engine.options import EngineOptions
 from serving.engine.rank.process import Engine
-from serving.engine.wire.messages import Add, FromEngine, Outputs, Ready, Shutdown, ToEngine, Wake
+from serving.engine.wire.messages import Add, FromEngine, Outputs, Shutdown, ToEngine, Wake
 from serving.requests import RequestInput
 from ubatch import CommGroup
 
@@ -71,7 +73,8 @@ def serve(rank: int, world_size: int, overlap: bool, scripts: Sequence[Script]) 
     group = CommGroup.from_process_group(timeout_s=20)
     link = ScriptedLink(scripts[rank])
     dist.barrier()
-    Engine(Ready(rank, 1, 1, ""), core, group, link, os.getppid()).serve()
+    options = EngineOptions(Path("model"), data_parallel_size=2)
+    Engine(options, rank, core, group, link, os.getppid()).serve()
     tokens: dict[str, list[int]] = {}
     for message in link.sent:
         if isinstance(message, Outputs):

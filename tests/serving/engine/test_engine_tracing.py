@@ -13,12 +13,12 @@ import pytest
 from fake_device import DECLINED, ENGAGED, make_core
 
 from model_runner import SamplingParams
+from serving.engine.options import EngineOptions
 from serving.engine.rank.process import Engine
 from serving.engine.rank.tracing import StepTracer, profile_name
 from serving.engine.wire.messages import (
     FromEngine,
     ProfileWritten,
-    Ready,
     Shutdown,
     StartProfile,
     StopProfile,
@@ -224,8 +224,8 @@ def test_no_message_leads_a_profile_out_of_its_folder(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     link = ProfileLink([str(elsewhere / "x"), "../elsewhere/y", ".."])
     core, _, _ = make_core(overlap=False)
-    engine = Engine(Ready(0, 1, 1, ""), core, None, link, os.getppid(), profile_folder=folder if configured else None)
-    engine.serve()
+    options = EngineOptions(Path("model"), profile_folder=folder if configured else None)
+    Engine(options, 0, core, None, link, os.getppid()).serve()
     assert [each.error for each in link.written] == [None] * 3
     assert not elsewhere.exists()
     for each in link.written:

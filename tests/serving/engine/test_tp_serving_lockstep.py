@@ -259,7 +259,7 @@ def staying(load: Sequence[ToEngine]) -> set[str]:
 
 
 def serve(core: EngineCore, link: Client | LeaderLink | FollowerLink, rank: int) -> None:
-    Engine(Ready(rank, 1, 1, ""), core, None, link, os.getppid(), dp_rank=0).serve()
+    Engine(EngineOptions(Path("model"), tensor_parallel_size=3), rank, core, None, link, os.getppid()).serve()
 
 
 @pytest.mark.sample(5)
@@ -294,7 +294,7 @@ def test_followers_run_the_same_steps(tmp_path: Path, seed: int, overlap: bool) 
     assert cores[1].statistics() == cores[2].statistics() == cores[0].statistics()
     check_tokens(live.heard, load)
     for client in group.clients[1:]:
-        assert {type(message) for message in client.heard} == {Ready, Alive}
+        assert {type(message) for message in client.heard} == {Alive}
 
 
 def check_tokens(heard: Sequence[FromEngine], load: Sequence[ToEngine]) -> None:
