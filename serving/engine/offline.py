@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, wait
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -151,30 +150,21 @@ class RankEngines:
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the event loop's thread. An interrupt here cancels it, and waits until it has ended."""
-        result: Future[T] = Future()
+        ended = threading.Event()
         tasks: list[asyncio.Task[T]] = []
 
         def begin() -> None:
             tasks.append(self._loop.create_task(work))
-            tasks[0].add_done_callback(end)
-
-        def end(task: asyncio.Task[T]) -> None:
-            if task.cancelled():
-                result.cancel()
-                result.set_running_or_notify_cancel()  # `cancel` alone does not wake `wait`
-            elif (error := task.exception()) is not None:
-                result.set_exception(error)
-            else:
-                result.set_result(task.result())
+            tasks[0].add_done_callback(lambda _: ended.set())
 
         self._loop.call_soon_threadsafe(begin)
         try:
-            return result.result()
+            ended.wait()
         except BaseException:
-            if not result.done():
-                self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
-                wait([result])
+            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            ended.wait()
             raise
+        return tasks[0].result()
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
