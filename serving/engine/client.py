@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from model_runner import FinishReason, RequestError
-from serving.engine.failures import FirstCause, again, dead_error, start_error
+from serving.engine.failures import FirstCause, dead_error, start_error
 from serving.engine.launch import EngineMain, LocalEngines, require_descriptors
 from serving.engine.options import EngineOptions
 from serving.engine.profiles import Profiles
@@ -380,8 +381,9 @@ class EngineClient:
             return
         self.dead = dead_error(failed, name)
         log_event(_logger, "engine dead", level=logging.ERROR, rank=failed.rank, error=self.dead)
-        self._router.fail_all(partial(again, self.dead))
-        self._profiles.fail(partial(again, self.dead))
+        again = partial(deepcopy, self.dead)  # for each waiting call: an error raised twice would have both tracebacks
+        self._router.fail_all(again)
+        self._profiles.fail(again)
         self._died.set_result(self.dead)
         for node_rank in range(1, self.options.nnodes):  # before their ranks are told to end, which is no failure
             self._answer(node_identity(node_rank), encode(NodeHeard(str(self.dead))))
@@ -391,7 +393,7 @@ class EngineClient:
 
     def _check_alive(self) -> None:
         if self.dead is not None:
-            raise again(self.dead)
+            raise deepcopy(self.dead)
         if self._closing:
             raise EngineDead("the engines were closed.")
 

@@ -18,7 +18,7 @@ from serving.engine.wire.messages import Failed, make_error
 from serving.requests import EngineDead
 from ubatch import ConfigError, UBatchError
 
-__all__ = ["FirstCause", "again", "dead_error", "start_error"]
+__all__ = ["FirstCause", "dead_error", "start_error"]
 
 _GRACE_S = 0.5
 """How long to wait for the report of a process that has ended, in seconds."""
@@ -84,12 +84,4 @@ def dead_error(failed: Failed, name: str, what: str = "failed") -> EngineDead:
     first_line = failed.text.partition("\n")[0]  # a time-out, for example, goes on with the stack of every lane
     error = EngineDead(f"{name} {what}: {failed.name}: {first_line}")
     error.add_note(f"on {name}:\n{failed.traceback}")
-    return error
-
-
-def again(dead: EngineDead) -> EngineDead:
-    """A copy of the error, one for each waiting call: an error raised twice would have both tracebacks."""
-    error = EngineDead(str(dead))
-    for note in getattr(dead, "__notes__", ()):
-        error.add_note(note)
     return error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -27,17 +26,16 @@ class RequestStream:
         outstanding: most tokens that the rank still has to compute for it.
     """
 
-    __slots__ = ("_error", "_outputs", "_prompt_left", "_waiter", "number", "outstanding", "rank", "request_id")
+    __slots__ = ("_changed", "_error", "_outputs", "_prompt_left", "number", "outstanding", "rank")
 
     def __init__(self, request: RequestInput, rank: int, number: int) -> None:
-        self.request_id = request.request_id
         self.rank = rank
         self.number = number
         self._prompt_left = len(request.token_ids)
         self.outstanding = self._prompt_left + request.params.max_tokens
-        self._outputs: deque[RequestOutput] = deque()
+        self._outputs: list[RequestOutput] = []
         self._error: Callable[[], UBatchError] | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._changed = asyncio.Event()
 
     def put(self, output: RequestOutput) -> None:
         """Add an output."""
@@ -45,12 +43,12 @@ class RequestStream:
             self.outstanding -= self._prompt_left + len(output.token_ids)
             self._prompt_left = 0
         self._outputs.append(output)
-        self._wake()
+        self._changed.set()
 
     def fail(self, error: Callable[[], UBatchError]) -> None:
         """No more outputs follow; `get` raises the error that `error()` returns."""
         self._error = error
-        self._wake()
+        self._changed.set()
 
     async def get(self) -> RequestOutput:
         """All outputs since the last call, merged into one; waits for the first.
@@ -61,29 +59,19 @@ class RequestStream:
         while not self._outputs:
             if self._error is not None:
                 raise self._error()
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        output = self._outputs.popleft()
-        return output if not self._outputs else self._merged(output)
-
-    def _merged(self, first: RequestOutput) -> RequestOutput:
-        parts = (first, *self._outputs)
-        self._outputs.clear()
+            self._changed.clear()
+            await self._changed.wait()
+        parts, self._outputs = self._outputs, []
+        if len(parts) == 1:
+            return parts[0]
         return replace(
             parts[-1],
             token_ids=[token for part in parts for token in part.token_ids],
             logprobs=[logprob for part in parts for logprob in part.logprobs],
-            prompt_logprobs=first.prompt_logprobs,
+            prompt_logprobs=parts[0].prompt_logprobs,
             num_cached_tokens=max(part.num_cached_tokens for part in parts),
             drafts=sum((part.drafts for part in parts), DraftCounts()),
         )
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class Router:
@@ -171,13 +159,9 @@ class Router:
             if output.finish_reason is not None:
                 self.drop(output.request_id)
 
-    def refuse(self, request_id: str, error: Callable[[], UBatchError]) -> None:
-        """Fail a request that its rank cannot serve."""
-        stream = self.drop(request_id)
-        if stream is not None:
-            stream.fail(error)
-
     def fail_all(self, error: Callable[[], UBatchError]) -> None:
         """Fail all requests."""
-        for request_id in list(self._streams):
-            self.refuse(request_id, error)
+        streams, self._streams = self._streams, {}
+        self.outstanding = [0] * len(self.outstanding)
+        for stream in streams.values():
+            stream.fail(error)

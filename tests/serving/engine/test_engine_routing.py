@@ -242,8 +242,8 @@ def test_a_refusal_concerns_one_request() -> None:
     async def scenario() -> None:
         router = Router(1, max_num_seqs=4)
         refused, served = router.add(request("a")), router.add(request("b"))
-        router.refuse("a", lambda: RequestError("too long"))
-        router.refuse("unknown", lambda: RequestError("too long"))
+        assert router.drop("a") is refused
+        refused.fail(lambda: RequestError("too long"))
         router.deliver(outputs(0, 2, end("b")))
         with pytest.raises(RequestError, match="too long"):
             await refused.get()
