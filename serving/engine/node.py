@@ -13,11 +13,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from concurrent import futures
 from multiprocessing.connection import wait
-from queue import Empty, SimpleQueue
 from threading import current_thread, main_thread
-from typing import Self, TypeVar
+from typing import Self
 
 from serving.engine.launch import EngineMain, LocalEngines, require_descriptors
 from serving.engine.options import EngineOptions
@@ -35,7 +34,6 @@ from ubatch import ConfigError, UBatchError
 __all__ = ["run_node"]
 
 _logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 _GRACE_S = 10.0
 """How long the other ranks may take to end after the first one has ended, in seconds."""
@@ -72,7 +70,7 @@ def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) ->
         folder = RunFolder()
         place = Place(folder.path, options.master_addr, options.master_port)
         try:
-            run, options = _in_time(lambda: _join(place, options), options)
+            run, options = _join(place, options)
             link = EngineLink(run.address, node_identity(options.node_rank).decode(), run.curve)
             told.listen()
             engines = LocalEngines(options, place, engine_main)
@@ -119,41 +117,32 @@ def _await_node_0(options: EngineOptions) -> None:
 
 
 def _join(place: Place, options: EngineOptions) -> tuple[Run, EngineOptions]:
-    store = connect_store(place)
-    post_node(store, options)
-    run, options = join_run(store, options)
-    claim_node(run, options.node_rank)
-    return run, options
-
-
-def _in_time(work: Callable[[], _T], options: EngineOptions) -> _T:
-    """The result of `work`, which asks node 0, in a thread: on a dead link it waits for ever.
+    """Join node 0's run, in a thread: on a dead link it waits for ever.
 
     Raises:
-        UBatchError: node 0 does not answer in time.
-        BaseException: an error of `work`.
+        ConfigError, UBatchError: as in `join_run` and `claim_node`; or node 0 does not answer in time.
     """
-    results: SimpleQueue[tuple[_T | None, BaseException | None]] = SimpleQueue()
+    joined: futures.Future[tuple[Run, EngineOptions]] = futures.Future()
 
-    def run() -> None:
+    def join() -> None:
         try:
-            results.put((work(), None))
+            store = connect_store(place)
+            post_node(store, options)
+            run, settled = join_run(store, options)
+            claim_node(run, options.node_rank)
+            joined.set_result((run, settled))
         except BaseException as error:
-            results.put((None, error))
+            joined.set_exception(error)
 
-    threading.Thread(target=run, name="join node 0", daemon=True).start()
+    threading.Thread(target=join, name="join node 0", daemon=True).start()
     patience_s = node_silent_s(options.dbo.timeout_s)
-    try:
-        result, error = results.get(timeout=patience_s)
-    except Empty:
+    if not futures.wait([joined], patience_s).done:
         raise UBatchError(
             f"node 0 at {options.master_addr} cannot be reached: it has accepted a connection, and then has said "
             f"nothing for {patience_s:g} s. Does the same command with --node-rank 0 run there, and does the network "
             f"deliver packets both ways?"
-        ) from None
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]  # there is one where there is no error
+        )
+    return joined.result()
 
 
 class _Told:
