@@ -37,12 +37,10 @@ class FirstCause:
 
     def report(self, failed: Failed) -> None:
         """Take a report: a rank failed, a rank noticed a failed peer, or a process ended without a report."""
-        known = self._reports.get(failed.rank)
-        if self._over or (known is not None and _weight(failed) == _SILENT):
+        if self._over or (failed.rank in self._reports and not failed.traceback):
             return
         self._reports[failed.rank] = failed
-        delay = {_OWN: 0.0, _SILENT: _GRACE_S, _ECHO: _ECHO_GRACE_S}[_weight(failed)]
-        until = asyncio.get_running_loop().time() + delay
+        until = asyncio.get_running_loop().time() + _grace_s(failed)
         if self._timer is None or until < self._timer.when():
             if self._timer is not None:
                 self._timer.cancel()
@@ -56,16 +54,14 @@ class FirstCause:
 
     def _decide(self) -> None:
         self.close()
-        self._decided(min(self._reports.values(), key=_weight))
+        self._decided(min(self._reports.values(), key=_grace_s))
 
 
-_OWN, _SILENT, _ECHO = 1, 2, 3
-
-
-def _weight(failed: Failed) -> int:
+def _grace_s(failed: Failed) -> float:
+    """How long to wait for a better report, in seconds: the better this one is, the shorter."""
     if failed.echo:
-        return _ECHO
-    return _OWN if failed.traceback else _SILENT
+        return _ECHO_GRACE_S
+    return 0.0 if failed.traceback else _GRACE_S
 
 
 def start_error(failed: Failed, name: str) -> UBatchError:
