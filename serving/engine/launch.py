@@ -98,9 +98,8 @@ class LocalEngines:
     def kill(self) -> None:
         """Kill the processes that still run, and wait for them."""
         atexit.unregister(self.kill)
-        for process in self._processes.values():
-            if process.pid is not None and process.is_alive():
-                process.kill()
-        for process in self._processes.values():
-            if process.pid is not None:
-                process.join()
+        started = [process for process in self._processes.values() if process.pid is not None]
+        for process in started:
+            process.kill()
+        for process in started:
+            process.join()
