@@ -71,11 +71,11 @@ class FolderStore:
         """Write `wanted` if the value is `expected`, or if there is none and `expected` is empty. Returns the value
         after that."""
         with self._locked():
-            before = self._read(name)
-            if (before or b"").decode(errors="replace") == expected:
-                self._write(name, wanted)
-                return wanted.encode()
-            return b"" if before is None else before
+            before = self._read(name) or b""
+            if before.decode(errors="replace") != expected:
+                return before
+            self._write(name, wanted)
+            return wanted.encode()
 
     def add(self, name: str, amount: int) -> int:
         """Add to a counter; returns its new value."""
@@ -87,14 +87,11 @@ class FolderStore:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         try:
-            lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with (self.folder / _LOCK).open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                yield
         except OSError as error:
             raise self._gone(error) from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(lock)
 
     def _read(self, name: str) -> bytes | None:
         try:
@@ -105,11 +102,9 @@ class FolderStore:
             raise self._gone(error) from error
 
     def _write(self, name: str, value: str) -> None:
-        try:
-            (self.folder / _NEW).write_text(value)
-            os.replace(self.folder / _NEW, self.folder / _file(name))
-        except OSError as error:
-            raise self._gone(error) from error
+        """Write a value, under the lock."""
+        (self.folder / _NEW).write_text(value)
+        os.replace(self.folder / _NEW, self.folder / _file(name))
 
     def _gone(self, error: OSError) -> dist.DistStoreError:
         return dist.DistStoreError(f"the store {self.folder} cannot be used ({error.strerror}).")
