@@ -85,14 +85,10 @@ def _remove_left() -> None:
 
 def _is_left(path: Path) -> bool:
     try:
-        lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        with path.open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return True
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    else:
-        return True
-    finally:
-        os.close(lock)
+    return True
