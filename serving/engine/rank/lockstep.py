@@ -48,7 +48,6 @@ from serving.engine.wire.messages import (
 from serving.requests import RequestInput
 from ubatch import TransferTimeout, UBatchError
 from ubatch.process.heartbeat import beat
-from ubatch.process.job_store import JobStore
 from ubatch.process.lateness import Patience
 
 __all__ = ["FollowerLink", "LeaderLink", "Link", "OutOfStep", "join_turns"]
@@ -75,14 +74,11 @@ class Link(Protocol):
         """Send queued messages, and disconnect."""
 
 
-def join_turns(
-    link: Link, folder: Path, options: EngineOptions, rank: int, said: JobStore, look_out: Callable[[], None]
-) -> Link:
+def join_turns(link: Link, folder: Path, options: EngineOptions, rank: int, look_out: Callable[[], None]) -> Link:
     """The link from which a rank gets its messages: `link` without tensor parallelism, else a leader's or follower's.
 
     Args:
-        folder: private to the run on this machine; a follower's socket lies there.
-        said: the run's store, in which followers post their addresses.
+        folder: private to the run on this machine, which has all ranks of the group; followers' sockets lie there.
         look_out: called now and then while a follower waits for its leader; raises if the parent process is gone.
     """
     if options.tensor_parallel_size == 1:
@@ -90,11 +86,13 @@ def join_turns(
     leader = options.leader(options.dp_rank(rank))
     if rank == leader:
         followers = range(leader + 1, leader + options.tensor_parallel_size)
-        return LeaderLink(link, [said.get(f"turns/{follower}") for follower in followers])
+        return LeaderLink(link, [_address(folder, follower) for follower in followers])
     names = options.describe_rank(rank), options.describe_rank(leader)
-    follower = FollowerLink(link, f"ipc://{folder}/turns-{rank}", names, options.dbo.timeout_s, look_out)
-    said.set(f"turns/{rank}", follower.address)
-    return follower
+    return FollowerLink(link, _address(folder, rank), names, options.dbo.timeout_s, look_out)
+
+
+def _address(folder: Path, follower: int) -> str:
+    return f"ipc://{folder}/turns-{follower}"
 
 
 class LeaderLink:
@@ -106,25 +104,25 @@ class LeaderLink:
         self._sockets = [_socket(self._context, zmq.PUSH) for _ in addresses]
         for socket, address in zip(self._sockets, addresses, strict=True):
             socket.connect(address)
-        self._told = _Told()
+        self._told = 0
         self._number = 0
 
     def send(self, message: FromEngine) -> None:
-        self._told.note(message)
+        self._told = _with_outputs(self._told, message)
         self._link.send(message)
 
     def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
         """See `Link`. Followers get the same messages; during a pause an empty batch is not sent."""
         messages = [_with_seed(message) for message in self._link.receive(wait_s)]
         if messages or not wait_s:
-            turn = encode(Turn(self._number, self._told.checksum, messages))
+            turn = encode(Turn(self._number, self._told, messages))
             self._number += 1
             for socket in self._sockets:
                 socket.send(turn)
         yield from messages
 
     def close(self) -> None:
-        _close(self._context, self._sockets)
+        self._context.destroy()
         self._link.close()
 
 
@@ -135,9 +133,6 @@ class FollowerLink:
         listen_on: a zmq address.
         names: names of this rank and of its leader in errors.
         timeout_s: most seconds between two turns while steps run.
-
-    Attributes:
-        address: where the leader connects.
     """
 
     def __init__(
@@ -155,13 +150,12 @@ class FollowerLink:
         self._context = zmq.Context()
         self._socket = _socket(self._context, zmq.PULL)
         self._socket.bind(listen_on)
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._told = _Told()
+        self._told = 0
         self._number = 0
 
     def send(self, message: FromEngine) -> None:
         """See `Link`. Messages about requests are dropped: the leader sends them."""
-        self._told.note(message)
+        self._told = _with_outputs(self._told, message)
         if isinstance(message, Ready | Alive | Failed | ProfileWritten):
             self._link.send(message)
 
@@ -190,14 +184,14 @@ class FollowerLink:
         yield from self._next()
 
     def close(self) -> None:
-        _close(self._context, [self._socket])
+        self._context.destroy()
         self._link.close()
 
     def _next(self) -> Sequence[ToEngine]:
         turn = decode_turn(self._socket.recv())
         if turn.number != self._number:
             raise OutOfStep(f"{self._name} missed a turn of {self._leader}: {turn.number} arrived, not {self._number}.")
-        if turn.told != self._told.checksum:
+        if turn.told != self._told:
             raise OutOfStep(
                 f"{self._name} generated other tokens than {self._leader} before turn {turn.number}. They must have "
                 f"the same checkpoint, settings, kind of device and libraries."
@@ -206,22 +200,16 @@ class FollowerLink:
         return turn.messages
 
 
-class _Told:
-    """A checksum of a rank's outputs: the same on ranks with the same outputs in the same order."""
-
-    def __init__(self) -> None:
-        self.checksum = 0
-
-    def note(self, message: FromEngine) -> None:
-        """Add a message to the checksum, if it is about requests."""
-        if isinstance(message, Outputs):
-            for each in message.outputs:
-                self._add(f"{each.request_id} {list(each.token_ids)} {each.finish_reason}")
-        elif isinstance(message, Refused):
-            self._add(f"{message.request_id} {message.kind}")
-
-    def _add(self, text: str) -> None:
-        self.checksum = zlib.crc32(text.encode(), self.checksum)
+def _with_outputs(checksum: int, message: FromEngine) -> int:
+    """A rank's checksum after a message: the same on ranks with the same outputs in the same order."""
+    match message:
+        case Outputs():
+            parts = [f"{each.request_id} {list(each.token_ids)} {each.finish_reason}" for each in message.outputs]
+            return zlib.crc32("".join(parts).encode(), checksum)
+        case Refused():
+            return zlib.crc32(f"{message.request_id} {message.kind}".encode(), checksum)
+        case _:
+            return checksum
 
 
 def _with_seed(message: ToEngine) -> ToEngine:
@@ -235,13 +223,6 @@ def _with_seed(message: ToEngine) -> ToEngine:
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
-    for option in (zmq.SNDHWM, zmq.RCVHWM):
-        socket.setsockopt(option, 0)  # a follower is a step behind at most
-    socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    socket.set_hwm(0)  # a follower is a step behind at most
+    socket.linger = _LINGER_MS
     return socket
-
-
-def _close(context: zmq.Context[zmq.Socket[bytes]], sockets: Sequence[zmq.Socket[bytes]]) -> None:
-    for socket in sockets:
-        socket.close()
-    context.term()

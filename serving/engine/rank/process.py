@@ -136,8 +136,7 @@ def run_rank(options: EngineOptions, rank: int, place: Place, work: RankWork) ->
 
 
 def _serve(options: EngineOptions, rank: int, place: Place, run: Run, client: EngineLink, parent: int | None) -> None:
-    with beating(client, rank, parent):
-        link = join_turns(client, place.folder, options, rank, run.said, partial(check_parent, parent))
+    link = join_turns(client, place.folder, options, rank, partial(check_parent, parent))
     with _loaded(options, rank, run, client, parent) as (runner, core):
         memory = describe_memory(runner)
         for way in describe_transport(runner):

@@ -5,7 +5,6 @@ several, node 0's launching process listens.
     "nodes/N"       settings of node N, posted when it starts
     "joined/N"      a counter: how many nodes have joined as node N
     "misfit"        error of a node that ended because its settings differ from node 0's
-    "turns/RANK"    zmq address at which a tensor-parallel follower listens for its leader
     "ranks/N/..."   a torch.distributed group of ranks that step together: 0 if all share experts, otherwise one per
                     data-parallel rank
 

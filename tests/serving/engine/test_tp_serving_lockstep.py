@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from fake_device import FakeDevice, FakeStep, expected_output, make_core
 
 from model_runner import SamplingParams, ScheduledRequest
@@ -36,7 +35,6 @@ from serving.engine.wire.messages import (
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
 from serving.scheduler import SchedulerConfig
 from ubatch import TransferTimeout
-from ubatch.process.job_store import JobStore
 
 pytestmark = pytest.mark.long
 
@@ -69,13 +67,12 @@ class Group:
     def __init__(self, folder: Path, followers: int = 2, timeout_s: float = 30.0) -> None:
         self.look_out: Callable[[], None] = lambda: None
         self.clients = [Client() for _ in range(1 + followers)]
+        addresses = [f"ipc://{folder}/turns-{rank}" for rank in range(1, 1 + followers)]
         self.followers = [
-            FollowerLink(
-                client, f"ipc://{folder}/turns-{rank}", (f"rank {rank}", "rank 0"), timeout_s, lambda: self.look_out()
-            )
-            for rank, client in enumerate(self.clients[1:], start=1)
+            FollowerLink(client, address, (f"rank {rank}", "rank 0"), timeout_s, lambda: self.look_out())
+            for rank, (client, address) in enumerate(zip(self.clients[1:], addresses, strict=True), start=1)
         ]
-        self.leader = LeaderLink(self.clients[0], [each.address for each in self.followers])
+        self.leader = LeaderLink(self.clients[0], addresses)
 
     def close(self) -> None:
         for link in (self.leader, *self.followers):
@@ -135,16 +132,15 @@ def test_a_follower_says_nothing_of_requests(group: Group) -> None:
 
 def test_where_followers_listen(tmp_path: Path) -> None:
     """In the run's private folder on their own machine, however many machines there are."""
-    said = JobStore(dist.HashStore())
     options = EngineOptions(Path("model"), data_parallel_size=2, tensor_parallel_size=2, nnodes=2, master_port=1)
     clients = Client(), Client(Abort("a"))
-    follower = join_turns(clients[0], tmp_path, options, 3, said, lambda: None)
-    leader = join_turns(clients[1], tmp_path, options, 2, said, lambda: None)
+    follower = join_turns(clients[0], tmp_path, options, 3, lambda: None)
+    leader = join_turns(clients[1], tmp_path, options, 2, lambda: None)
     with closing(follower), closing(leader):
-        assert said.get("turns/3") == f"ipc://{tmp_path}/turns-3"
+        assert (tmp_path / "turns-3").is_socket()
         assert list(leader.receive()) == list(follower.receive()) == [Abort("a")]
     alone = Client()
-    assert join_turns(alone, tmp_path, EngineOptions(Path("model")), 0, said, lambda: None) is alone
+    assert join_turns(alone, tmp_path, EngineOptions(Path("model")), 0, lambda: None) is alone
 
 
 # ------------------------------------------------------------------------------------------------------------ faults
