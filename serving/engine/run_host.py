@@ -60,8 +60,7 @@ class RunHost:
         store, place, self._listener = host_store(options, self._folder.path)
         self._store = store  # it listens as long as it is kept
         run = Run.open(store, secret)
-        self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.set_hwm(0)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         run.post_client_address(self._bind(run.curve), options)
@@ -86,8 +85,7 @@ class RunHost:
         self._closed = True
         if self._gate is not None:
             self._gate.close()
-        self.socket.close(linger=1000)
-        self._context.term()
+        self._context.destroy(linger=1000)
         if self._listener is not None:
             self._listener.close()
         self._folder.remove()

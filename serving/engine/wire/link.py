@@ -42,8 +42,7 @@ class EngineLink:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IPV6, "[" in address)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # no limit needed: the client's requests bound the queue
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.set_hwm(0)  # no limit needed: the client's requests bound the queue
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._most_bytes = None if curve is None else MOST_BYTES
         self._monitor = self._socket.get_monitor_socket(zmq.Event.CONNECTED | zmq.Event.DISCONNECTED)
@@ -108,9 +107,7 @@ class EngineLink:
     def close(self) -> None:
         """Send queued messages, and disconnect."""
         self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close()
-        self._context.term()
+        self._context.destroy()
 
 
 def _smaller(message: FromEngine, num_bytes: int, most_bytes: int) -> Sequence[FromEngine]:
