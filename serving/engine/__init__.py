@@ -20,10 +20,4 @@ from serving.engine.node import run_node
 from serving.engine.options import EngineOptions
 from serving.engine.rank.core import EngineCore
 
-__all__ = [
-    "EngineClient",
-    "EngineCore",
-    "EngineInfo",
-    "EngineOptions",
-    "run_node",
-]
+__all__ = ["EngineClient", "EngineCore", "EngineInfo", "EngineOptions", "run_node"]

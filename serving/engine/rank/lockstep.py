@@ -136,12 +136,7 @@ class FollowerLink:
     """
 
     def __init__(
-        self,
-        link: Link,
-        listen_on: str,
-        names: tuple[str, str],
-        timeout_s: float,
-        look_out: Callable[[], None],
+        self, link: Link, listen_on: str, names: tuple[str, str], timeout_s: float, look_out: Callable[[], None]
     ) -> None:
         self._link = link
         self._name, self._leader = names

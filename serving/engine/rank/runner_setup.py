@@ -12,14 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from model_runner import (
-    Checkpoint,
-    CheckpointError,
-    ModelConfig,
-    ModelRunner,
-    check_tensor_parallel,
-    fastest_cpu_dtype,
-)
+from model_runner import Checkpoint, CheckpointError, ModelConfig, ModelRunner, check_tensor_parallel, fastest_cpu_dtype
 from model_runner.models.registry import read_sizes
 from model_runner.weights.dummy_weights import open_checkpoint
 from moe import All2AllTraits, EmulatedLink, traits_in

@@ -233,14 +233,7 @@ decode_turn: Callable[[bytes], Turn] = msgspec.msgpack.Decoder(Turn, dec_hook=_u
 
 _ERRORS: dict[str, type[UBatchError]] = {
     kind.__name__: kind
-    for kind in (
-        CheckpointError,
-        CheckpointFileMissing,
-        ConfigError,
-        KVCacheExhausted,
-        RequestError,
-        UBatchError,
-    )
+    for kind in (CheckpointError, CheckpointFileMissing, ConfigError, KVCacheExhausted, RequestError, UBatchError)
 }
 
 
