@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Set
-from dataclasses import dataclass
 
 from serving.engine.options import EngineOptions
 from serving.engine.wire.messages import Alive, Failed
@@ -39,14 +38,6 @@ def node_beat_s(timeout_s: float) -> float:
     return min(node_silent_s(timeout_s) / _BEATS_PER_SILENCE, _NODE_BEAT_S)
 
 
-@dataclass
-class _Pulse:
-    """A rank's last heartbeat: when it arrived, and the silence that it announced, in seconds."""
-
-    heard: float
-    silence_s: float = 0.0
-
-
 class VitalSigns:
     """Records the heartbeats, and reports ranks and nodes that are silent for too long.
 
@@ -60,28 +51,28 @@ class VitalSigns:
         self._start_s = max(_START_SILENCES * self._timeout_s, _LEAST_START_S)
         self._now = 0.0  # seconds that this process has watched
         self._nodes = dict.fromkeys(range(1, options.nnodes), _NODE_JOINS_S)
-        self._pulses = {rank: _Pulse(0.0) for rank in options.local_ranks}
+        self._heard = dict.fromkeys(options.local_ranks, 0.0)  # when the last heartbeat of a rank arrived
+        self._silence_s: dict[int, float] = {}  # the silence that it announced
         self._begun = False
 
     def begin(self) -> None:
         """All ranks are ready: check their heartbeats from now on."""
         self._begun = True
-        for rank in range(self._options.world_size):
-            self._pulses.setdefault(rank, _Pulse(self._now)).heard = self._now
+        self._heard = dict.fromkeys(range(self._options.world_size), self._now)
 
     def heard(self, alive: Alive) -> None:
         """Record a heartbeat. If an announced silence ends, the time-outs of ranks that step together start again."""
-        before = self._pulses.get(alive.rank, _Pulse(0.0)).silence_s
-        self._pulses[alive.rank] = _Pulse(self._now, alive.silence_s)
+        before = self._silence_s.get(alive.rank, 0.0)
+        self._heard[alive.rank], self._silence_s[alive.rank] = self._now, alive.silence_s
         if alive.silence_s < before:
-            for rank in self._together(alive.rank) & self._pulses.keys():
-                self._pulses[rank].heard = self._now
+            for rank in self._together(alive.rank) & self._heard.keys():
+                self._heard[rank] = self._now
 
     def heard_node(self, node_rank: int) -> None:
         """Record a `NodeAlive` message. The first one tells that the node's ranks are starting."""
         first = node_rank * self._options.local_size
         for rank in range(first, first + self._options.local_size):
-            self._pulses.setdefault(rank, _Pulse(self._now))
+            self._heard.setdefault(rank, self._now)
         self._nodes[node_rank] = self._now + node_silent_s(self._timeout_s)
 
     async def watch(self) -> None:
@@ -99,16 +90,16 @@ class VitalSigns:
         for node, until in self._nodes.items():
             if self._now > until:
                 rank = node * self._options.local_size
-                joined = rank in self._pulses
+                joined = rank in self._heard
                 what = "cannot be reached" if joined else f"has not joined within {_NODE_JOINS_S:g} s"
                 self._report(Failed(rank, "", "", f"is lost: node {node} {what}", "", echo=False))
         silent = [
             rank
-            for rank, pulse in self._pulses.items()
-            if self._now - pulse.heard > self._patience_s(rank) and not self._is_unreachable(rank)
+            for rank, heard in self._heard.items()
+            if self._now - heard > self._patience_s(rank) and not self._is_unreachable(rank)
         ]
         if silent:  # ranks that wait for a hung one on a device also go silent, but later: report the first
-            first = min(silent, key=lambda rank: self._pulses[rank].heard)
+            first = min(silent, key=self._heard.__getitem__)
             what = f"hangs: it has given no sign of life for {self._timeout_s:g} s (timeout_s)"
             if not self._begun:
                 what = f"hangs while it starts: it has given no sign of life for {self._start_s:g} s"
@@ -125,7 +116,7 @@ class VitalSigns:
         them on a device, where it cannot send heartbeats."""
         if not self._begun:
             return self._start_s
-        return self._timeout_s + max(self._pulses[each].silence_s for each in self._together(rank))
+        return self._timeout_s + max(self._silence_s.get(each, 0.0) for each in self._together(rank))
 
     def _together(self, rank: int) -> Set[int]:
         """The ranks that step with it, itself included."""
