@@ -39,15 +39,11 @@ class Profiles:
             raise UBatchError(f"not every rank has written its profile within {_WITHIN_S:.0f} s.") from error
         finally:
             self._answers = {}
-        wrong = [
-            f"{self._options.describe_rank(each.rank)}: {each.error}" for each in answers if each.error is not None
-        ]
-        written = [each.path for each in answers if each.error is None]
+        wrong = [f"{self._options.describe_rank(each.rank)}: {each.error}" for each in answers if each.error]
+        written = [Path(each.path) for each in answers if not each.error]
         if wrong:
             raise UBatchError(" ".join([*wrong, *(f"{path} is written." for path in written)]))
-        if folder is None:
-            return [Path(path) for path in written]
-        return await asyncio.to_thread(_moved, map(Path, written), folder)
+        return written if folder is None else await asyncio.to_thread(_moved, written, folder)
 
     def written(self, message: ProfileWritten) -> None:
         """A rank has answered."""
