@@ -9,6 +9,7 @@ import asyncio
 import hmac
 import logging
 import time
+from types import SimpleNamespace
 
 import zmq
 import zmq.asyncio
@@ -60,7 +61,8 @@ class CurveGate:
         self._socket = socket
         self._authenticator = AsyncioAuthenticator(context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(_DOMAIN, _Only(keys.client_public))
+        self._admitted = keys.client_public
+        self._authenticator.configure_curve_callback(_DOMAIN, SimpleNamespace(callback=self._admits))
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = keys.server_public, keys.server_secret
         socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
@@ -78,17 +80,10 @@ class CurveGate:
         self._monitor.close(linger=0)
         self._authenticator.stop()
 
+    def _admits(self, domain: str, key: bytes) -> bool:
+        return hmac.compare_digest(key, self._admitted)
+
     async def _count_refused(self) -> None:
         while True:
             await recv_monitor_message(self._monitor)
             self._refused.happened()
-
-
-class _Only:
-    """Accepts a single public key."""
-
-    def __init__(self, public_key: bytes) -> None:
-        self._public_key = public_key
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return hmac.compare_digest(key, self._public_key)
