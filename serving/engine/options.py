@@ -119,15 +119,10 @@ class EngineOptions:
         return range(self.node_rank * self.local_size, (self.node_rank + 1) * self.local_size)
 
     @property
-    def speculates(self) -> bool:
-        """Whether speculation is on."""
-        return self.speculation is not None
-
-    @property
     def overlaps_schedule(self) -> bool:
         """Whether the overlapped loop runs: if requested, by default on a GPU; never with speculation.
 
         The next drafts depend on the tokens of a verify step, so the next step cannot be scheduled ahead.
         """
         wanted = self.device != "cpu" if self.overlap_schedule is None else self.overlap_schedule
-        return wanted and not self.speculates
+        return wanted and self.speculation is None

@@ -68,11 +68,6 @@ class SpeculationConfig:
     ngram_max: int = 4
     ngram_min: int = 2
 
-    @property
-    def makes_trees(self) -> bool:
-        """Whether drafts are trees, which need an attention mask."""
-        return self.topk > 1
-
 
 def runner_options(config: SpeculationConfig | None) -> dict[str, Any]:
     """Arguments of `ModelRunner` for speculation: acceptance, drafts per step, trees or chains, the draft network."""
@@ -86,7 +81,7 @@ def runner_options(config: SpeculationConfig | None) -> dict[str, Any]:
     return {
         "acceptance": config.acceptance,
         "num_speculative_tokens": config.num_draft_tokens,
-        "speculative_trees": config.makes_trees,
+        "speculative_trees": config.topk > 1,
         "draft": draft,
     }
 

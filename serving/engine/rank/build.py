@@ -13,7 +13,7 @@ from serving.engine.rank.core import EngineCore
 from serving.engine.rank.runner_setup import WeightsBar, make_link
 from serving.engine.speculation import make_scheduler, runner_options
 from serving.logs import log_event
-from ubatch import CapturedGraph, CommGroup, ConfigError
+from ubatch import CapturedGraph, CommGroup
 
 __all__ = ["capture_graphs", "make_core", "make_runner", "warm_up", "warm_up_lengths"]
 
@@ -61,7 +61,7 @@ def make_runner(
         cudagraph_mode=options.cudagraph_mode,
         cudagraph_capture_sizes=options.cudagraph_capture_sizes,
         **runner_options(options.speculation),
-        dtype=_dtype(options.dtype),
+        dtype=getattr(torch, options.dtype),
         device=f"cuda:{device_index}" if options.device == "cuda" else options.device,
         on_weights=WeightsBar(show=group is None or group.rank == 0),
     )
@@ -69,7 +69,7 @@ def make_runner(
 
 def make_core(options: EngineOptions, runner: ModelRunner) -> EngineCore:
     """Make the scheduler over the runner's KV cache, with its proposer, and the loop."""
-    if options.speculates and options.overlap_schedule:
+    if options.speculation is not None and options.overlap_schedule:
         log_event(_logger, "plain loop", reason="speculation needs a step's tokens before it can draft the next")
     return EngineCore(
         runner,
@@ -141,10 +141,3 @@ def warm_up_lengths(options: EngineOptions) -> list[int]:
         while lengths[-1] < longest:
             lengths.append(min(2 * lengths[-1], longest))
     return lengths[::-1]
-
-
-def _dtype(name: str) -> torch.dtype:
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in known:
-        raise ConfigError(f"unknown dtype {name!r}. Known: {', '.join(known)}")
-    return known[name]
