@@ -150,9 +150,7 @@ class EngineClient:
         if self._engines is not None:
             for sentinel in self._engines.sentinels.values():
                 self._loop.remove_reader(sentinel)
-            if timeout_s:
-                await asyncio.to_thread(self._engines.join, timeout_s)
-            self._engines.kill()
+            await _end(self._engines, timeout_s)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -389,7 +387,7 @@ class EngineClient:
             self._answer(node_identity(node_rank), encode(NodeHeard(str(self.dead))))
         self._shut_down()
         if self._engines is not None:
-            self._tasks.append(asyncio.create_task(_end(self._engines)))
+            self._tasks.append(asyncio.create_task(_end(self._engines, 3.0)))
 
     def _check_alive(self) -> None:
         if self.dead is not None:
@@ -398,6 +396,7 @@ class EngineClient:
             raise EngineDead("the engines were closed.")
 
 
-async def _end(engines: LocalEngines) -> None:
-    await asyncio.to_thread(engines.join, 3.0)
+async def _end(engines: LocalEngines, timeout_s: float) -> None:
+    if timeout_s:
+        await asyncio.to_thread(engines.join, timeout_s)
     engines.kill()
