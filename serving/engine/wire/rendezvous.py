@@ -136,7 +136,7 @@ class Run:
 
     Args:
         name: the run's random name, made by node 0.
-        address: the client's zmq address; on node 0 empty until the client listens.
+        address: the client's zmq address; empty on node 0.
 
     Attributes:
         curve: keys of zmq connections to other machines; None without a secret.
@@ -162,7 +162,6 @@ class Run:
 
     def post_client_address(self, address: str, options: EngineOptions) -> None:
         """Post the run's name, the client's address and node 0's settings for the ranks and nodes."""
-        self.address = address
         _lasting(self.store, self._secret).set(_CLIENT, f"{self._name} {address} {describe_shape(options)}")
 
 
