@@ -224,7 +224,7 @@ class LLM:
     @property
     def memory(self) -> str:
         """Memory of the KV caches and attention back ends, one line per process."""
-        return "" if self._engine is None else self._engine.memory
+        return "" if self._engine is None else self._engine.info.memory
 
     def start_profile(self) -> None:
         """Start recording every rank's steps.
@@ -279,7 +279,7 @@ class LLM:
             return params
         if self.tokenizer is None:
             raise ConfigError("bad words need the tokenizer, which skip_tokenizer_init left out.")
-        bad = bad_token_sequences(self.tokenizer, words, engine.vocab_size)
+        bad = bad_token_sequences(self.tokenizer, words, engine.info.vocab_size)
         try:
             changed = {id(own): replace(own, bad_token_sequences=own.bad_token_sequences + bad) for own in params}
         except RequestError as error:

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from serving.engine.client import EngineClient
+from serving.engine.client import EngineClient, EngineInfo
 from serving.engine.options import EngineOptions
 from serving.engine.rank.build import make_core, make_runner, warm_up
 from serving.engine.rank.runner_setup import describe_memory
@@ -26,13 +26,19 @@ OnOutput: TypeAlias = Callable[[RequestOutput], bool]
 
 
 class InProcessEngine:
-    """Runs one rank in this process."""
+    """Runs one rank in this process.
+
+    Attributes:
+        info: what it serves.
+    """
 
     def __init__(self, options: EngineOptions) -> None:
         self._runner = make_runner(options)
         try:
             warm_up(options, self._runner)
             self._core = make_core(options, self._runner)
+            memory = f"rank 0: {describe_memory(self._runner)}"
+            self.info = EngineInfo(options.scheduler.max_model_len, self._runner.config.vocab_size, memory)
         except BaseException:
             self._runner.close()
             raise
@@ -66,11 +72,6 @@ class InProcessEngine:
         """Rank -> its statistics after the last `run`."""
         return {0: self._core.statistics()}
 
-    @property
-    def memory(self) -> str:
-        """Memory held by each process, as text, one line per process."""
-        return f"rank 0: {describe_memory(self._runner)}"
-
     def start_profile(self) -> None:
         """Start to record the steps."""
         self._core.tracer.start_profile()
@@ -82,11 +83,6 @@ class InProcessEngine:
         if wrong is not None:
             raise UBatchError(wrong)
         return [path]
-
-    @property
-    def vocab_size(self) -> int:
-        """The model's vocabulary size; token ids are below it."""
-        return self._runner.config.vocab_size
 
     def close(self) -> None:
         """End the engines, and free the model."""
@@ -102,6 +98,7 @@ class RankEngines:
         self._thread.start()
         try:
             self._client = self._call(EngineClient.start(options))
+            self.info = self._client.info
         except BaseException:
             self._stop_loop()
             raise
@@ -113,19 +110,11 @@ class RankEngines:
     def statistics(self) -> Mapping[int, EngineStatistics]:
         return dict(self._client.statistics)
 
-    @property
-    def memory(self) -> str:
-        return self._client.info.memory
-
     def start_profile(self) -> None:
         self._call(self._client.start_profile())
 
     def stop_profile(self, folder: Path) -> list[Path]:
         return self._call(self._client.stop_profile(folder))
-
-    @property
-    def vocab_size(self) -> int:
-        return self._client.info.vocab_size
 
     def close(self) -> None:
         if not self._loop.is_closed():
