@@ -176,10 +176,8 @@ class EngineClient:
         try:
             add = encode(Add(request, self._epoch + 1))
             decode_to_engine(add)  # its rank would fail with what cannot be decoded
-        except OverflowError as error:
-            raise RequestError(f"request {request_id!r} has a number of more than 64 bits ({error}).") from error
-        except (TypeError, ValueError, msgspec.DecodeError) as error:
-            raise RequestError(f"request {request_id!r} has a value of a wrong type: {error}.") from error
+        except (OverflowError, TypeError, ValueError, msgspec.DecodeError) as error:
+            raise RequestError(f"request {request_id!r} has a value of a wrong type or size: {error}.") from error
         self._epoch += 1
         stream = self._router.add(request)
         self._send(stream.rank, add)
