@@ -28,7 +28,6 @@ __all__ = [
     "describe_transport",
     "make_link",
     "read_checkpoint",
-    "read_config",
     "tensor_parallel_faults",
 ]
 
@@ -82,20 +81,16 @@ def make_link(emulated_link: tuple[float, float] | None) -> EmulatedLink | None:
     return EmulatedLink(latency_us * 1e-6, megabytes_per_s * 1e6)
 
 
-def read_config(model: Path, load_format: str = "auto") -> tuple[ModelConfig, tuple[str, ...]]:
-    """Read a checkpoint's settings and `Checkpoint.stored_dtypes`, without its weights.
+def read_checkpoint(
+    model: Path, load_format: str = "auto"
+) -> tuple[ModelConfig, tuple[str, ...], CheckpointError | None]:
+    """Read a checkpoint's settings and `Checkpoint.stored_dtypes`, without its weights; the third is the error for a
+    tensor that is missing or not read, see `read_sizes`.
 
     Raises:
         CheckpointError: there is no checkpoint, its model is not supported, or its config has sizes that its files have
             not; see `model_runner.errors`.
     """
-    return read_checkpoint(model, load_format)[:2]
-
-
-def read_checkpoint(
-    model: Path, load_format: str = "auto"
-) -> tuple[ModelConfig, tuple[str, ...], CheckpointError | None]:
-    """As `read_config`; the third is the error for a tensor that is missing or not read, see `read_sizes`."""
     with closing(open_checkpoint(model, load_format)) as checkpoint:
         _, config, fault = read_sizes(checkpoint)
     with closing(Checkpoint(model)) as checkpoint:
@@ -153,13 +148,11 @@ def describe_transport(runner: ModelRunner) -> list[str]:
     if not runner.config.num_experts:
         return []
     name = type(runner.all2all).__name__
-    decode, prefill = (
-        _describe_traits(traits_in(runner.all2all, mode, 1), runner)
-        for mode in (ForwardMode.DECODE, ForwardMode.PREFILL)
-    )
-    if decode == prefill:
-        return [f"{name}: {decode}"]
-    return [f"{name}, {mode}: {way}" for mode, way in (("decode", decode), ("prefill", prefill))]
+    modes = (ForwardMode.DECODE, ForwardMode.PREFILL)
+    ways = [_describe_traits(traits_in(runner.all2all, mode, 1), runner) for mode in modes]
+    if len(set(ways)) == 1:
+        return [f"{name}: {ways[0]}"]
+    return [f"{name}, {mode}: {way}" for mode, way in zip(modes, ways, strict=True)]
 
 
 def _describe_traits(traits: All2AllTraits, runner: ModelRunner) -> str:

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from model_runner import ModelConfig, SamplingParams
-from serving.engine.rank.runner_setup import count_gpus, read_config
+from serving.engine.rank.runner_setup import count_gpus, read_checkpoint
 from serving.generate import GenerateCommand, print_generated, resolve_offline
 from serving.llm import LLM
 from serving.options import TRACE, Layer, Settings, Source, merge
@@ -110,7 +110,7 @@ def _choices(s: Settings) -> Iterator[tuple[str, Any, str]]:
 
 
 def _model_of(s: Settings) -> ModelConfig:
-    return read_config(locate(s).folders["model"], s["load_format"])[0]
+    return read_checkpoint(locate(s).folders["model"], s["load_format"])[0]
 
 
 def _room_for_ranks(s: Settings) -> bool:

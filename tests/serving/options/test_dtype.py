@@ -18,7 +18,7 @@ import serving.engine.rank.runner_setup as runner_setup
 from model_runner import Checkpoint
 from serving.cli import main
 from serving.engine import EngineOptions
-from serving.engine.rank.runner_setup import choose_dtype, read_config
+from serving.engine.rank.runner_setup import choose_dtype, read_checkpoint
 from serving.engine.wire.agreement import describe_shape
 from serving.engine.wire.rendezvous import Run, check_node, join_run, post_node
 from serving.options import chosen_dtype, notes, resolve_keywords, to_engine_options
@@ -55,7 +55,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_cpu_is_never_less_precise_than_the_checkpoint(
     stored: tuple[str, ...], chosen: str, measured: list[str]
 ) -> None:
-    model, _ = read_config(TINY_MOE)
+    model = read_checkpoint(TINY_MOE)[0]
     name, why = choose_dtype("cpu", stored, model, "packed")
     assert name == chosen
     assert measured == ([] if chosen == "float32" else ["packed"])
@@ -65,7 +65,7 @@ def test_a_cpu_is_never_less_precise_than_the_checkpoint(
 
 @pytest.mark.parametrize(("stored", "chosen"), [(("float16", "float32"), "float16"), ((), "bfloat16")])
 def test_a_gpu_takes_what_the_config_says(stored: tuple[str, ...], chosen: str, measured: list[str]) -> None:
-    assert choose_dtype("cuda", stored, read_config(TINY_MOE)[0])[0] == chosen
+    assert choose_dtype("cuda", stored, read_checkpoint(TINY_MOE)[0])[0] == chosen
     assert not measured
 
 
