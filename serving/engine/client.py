@@ -29,30 +29,9 @@ from serving.engine.rank.process import run_engine
 from serving.engine.routing import RequestStream, Router
 from serving.engine.run_host import RunHost
 from serving.engine.vital_signs import VitalSigns
+from serving.engine.wire import messages as wire
 from serving.engine.wire.agreement import is_of_this_run, node_identity, rank_identity
 from serving.engine.wire.gate import Seldom
-from serving.engine.wire.messages import (
-    Abort,
-    Add,
-    Alive,
-    Failed,
-    Finished,
-    FromEngine,
-    NodeAlive,
-    NodeHeard,
-    Outputs,
-    ProfileWritten,
-    Ready,
-    Refused,
-    Shutdown,
-    StartProfile,
-    ToEngine,
-    Wake,
-    decode_from_engine,
-    decode_to_engine,
-    encode,
-    make_error,
-)
 from serving.logs import log_event
 from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
 from ubatch import UBatchError
@@ -95,7 +74,7 @@ class EngineClient:
         self._loop = asyncio.get_running_loop()
         self._router = Router(options.data_parallel_size, options.scheduler.max_num_seqs)
         self._epoch = 0
-        self._ready: dict[int, Ready] = {}
+        self._ready: dict[int, wire.Ready] = {}
         self._all_ready: asyncio.Future[None] = self._loop.create_future()
         self._died: asyncio.Future[EngineDead] = self._loop.create_future()
         self._finished: asyncio.Future[str] = self._loop.create_future()
@@ -174,15 +153,15 @@ class EngineClient:
         if request_id in self._router:
             raise RequestError(f"request {request_id!r} is being served already; give each its own request_id.")
         try:
-            add = encode(Add(request, self._epoch + 1))
-            decode_to_engine(add)  # its rank would fail with what cannot be decoded
+            add = wire.encode(wire.Add(request, self._epoch + 1))
+            wire.decode_to_engine(add)  # its rank would fail with what cannot be decoded
         except (OverflowError, TypeError, ValueError, msgspec.DecodeError) as error:
             raise RequestError(f"request {request_id!r} has a value of a wrong type or size: {error}.") from error
         self._epoch += 1
         stream = self._router.add(request)
         self._send(stream.rank, add)
         if self.options.enable_expert_parallel:
-            self._send_each(Wake(self._epoch), but=stream.rank)
+            self._send_each(wire.Wake(self._epoch), but=stream.rank)
         finished = False
         try:
             while not finished:
@@ -206,7 +185,7 @@ class EngineClient:
         stream = self._router.drop(request_id)
         if stream is not None and self.dead is None and not self._closing:
             self._router.aborted(stream.rank)
-            self._send(stream.rank, encode(Abort(request_id)))
+            self._send(stream.rank, wire.encode(wire.Abort(request_id)))
         return stream
 
     async def settle(self) -> None:
@@ -218,7 +197,7 @@ class EngineClient:
         """
         for dp_rank in range(self.options.data_parallel_size):
             self._router.aborted(dp_rank)
-            self._send(dp_rank, encode(Abort("")))  # aborts nothing; a rank without work answers with its statistics
+        self._send_each(wire.Abort(""))  # aborts nothing; a rank without work answers with its statistics
         while not self._router.all_received:
             self._check_alive()
             await asyncio.sleep(_SETTLE_S)
@@ -262,7 +241,7 @@ class EngineClient:
     async def start_profile(self) -> None:
         """Make every rank record its steps."""
         self._check_alive()
-        self._send_each(StartProfile())
+        self._send_each(wire.StartProfile())
 
     async def stop_profile(self, folder: Path | None = None) -> list[Path]:
         """Stop recording; every rank writes a Chrome trace.
@@ -287,16 +266,16 @@ class EngineClient:
         """Send to the leader process of a data-parallel rank."""
         self._post(self.options.leader(dp_rank), message)
 
-    def _send_each(self, message: ToEngine, but: int | None = None) -> None:
+    def _send_each(self, message: wire.ToEngine, but: int | None = None) -> None:
         """Send to every data-parallel rank."""
         for dp_rank in range(self.options.data_parallel_size):
             if dp_rank != but:
-                self._send(dp_rank, encode(message))
+                self._send(dp_rank, wire.encode(message))
 
     def _shut_down(self) -> None:
         """Send `Shutdown` to every process, not only to leaders: a follower's leader may be dead."""
         for rank in self._ready:
-            self._post(rank, encode(Shutdown()))
+            self._post(rank, wire.encode(wire.Shutdown()))
         self._send_posted()
 
     def _post(self, rank: int, message: bytes) -> None:
@@ -319,7 +298,7 @@ class EngineClient:
         while True:
             frames = await self._socket.recv_multipart()
             try:
-                message = decode_from_engine(frames[-1])
+                message = wire.decode_from_engine(frames[-1])
             except msgspec.DecodeError as error:
                 self._unread.happened(error=error)
                 continue
@@ -329,32 +308,32 @@ class EngineClient:
                 kind = type(message).__name__
                 self._strange.happened(sender=frames[0].decode(errors="replace"), kind=kind)
 
-    def _handle(self, message: FromEngine) -> None:
+    def _handle(self, message: wire.FromEngine) -> None:
         match message:
-            case Alive():
+            case wire.Alive():
                 self._signs.heard(message)
-            case Outputs():
+            case wire.Outputs():
                 self._router.deliver(message)
-            case Refused(_, request_id, kind, text, param):
+            case wire.Refused(_, request_id, kind, text, param):
                 stream = self._abort(request_id)  # it may run: only its output was too long
                 if stream is not None:
-                    stream.fail(lambda: make_error(kind, text, param) or UBatchError(text))
-            case Ready(rank):
+                    stream.fail(lambda: wire.make_error(kind, text, param) or UBatchError(text))
+            case wire.Ready(rank):
                 self._ready[rank] = message
                 if self._ready.keys() == set(range(self.options.world_size)) and not self._all_ready.done():
                     self.info = self._make_info()
                     self._signs.begin()
                     self._host.admit_no_more()
                     self._all_ready.set_result(None)
-            case ProfileWritten():
+            case wire.ProfileWritten():
                 self._profiles.written(message)
-            case Finished(_, result):
+            case wire.Finished(_, result):
                 if not self._finished.done():
                     self._finished.set_result(result)
-            case NodeAlive(node_rank):
+            case wire.NodeAlive(node_rank):
                 self._signs.heard_node(node_rank)
-                self._answer(node_identity(node_rank), encode(NodeHeard()))
-            case Failed():
+                self._answer(node_identity(node_rank), wire.encode(wire.NodeHeard()))
+            case wire.Failed():
                 self._cause.report(message)
 
     def _make_info(self) -> EngineInfo:
@@ -367,9 +346,9 @@ class EngineClient:
     def _exited(self, engines: LocalEngines, rank: int, sentinel: int) -> None:
         """The process of a rank ended."""
         self._loop.remove_reader(sentinel)
-        self._cause.report(Failed(rank, "", "", engines.describe_exit(rank), "", echo=False))
+        self._cause.report(wire.Failed(rank, "", "", engines.describe_exit(rank), "", echo=False))
 
-    def _failed(self, failed: Failed) -> None:
+    def _failed(self, failed: wire.Failed) -> None:
         """The cause of a failure is known: fail all waiting calls, and end the other engines."""
         name = self.options.describe_rank(failed.rank)
         if not self._all_ready.done():
@@ -382,7 +361,7 @@ class EngineClient:
         self._profiles.fail(again)
         self._died.set_result(self.dead)
         for node_rank in range(1, self.options.nnodes):  # before their ranks are told to end, which is no failure
-            self._answer(node_identity(node_rank), encode(NodeHeard(str(self.dead))))
+            self._answer(node_identity(node_rank), wire.encode(wire.NodeHeard(str(self.dead))))
         self._shut_down()
         if self._engines is not None:
             self._tasks.append(asyncio.create_task(_end(self._engines, 3.0)))

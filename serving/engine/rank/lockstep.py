@@ -30,21 +30,7 @@ import zmq
 
 from model_runner import fresh_seed
 from serving.engine.options import EngineOptions
-from serving.engine.wire.messages import (
-    Add,
-    Alive,
-    Failed,
-    FromEngine,
-    Outputs,
-    ProfileWritten,
-    Ready,
-    Refused,
-    Shutdown,
-    ToEngine,
-    Turn,
-    decode_turn,
-    encode,
-)
+from serving.engine.wire import messages as wire
 from serving.requests import RequestInput
 from ubatch import TransferTimeout, UBatchError
 from ubatch.process.heartbeat import beat
@@ -64,10 +50,10 @@ class OutOfStep(UBatchError):
 class Link(Protocol):
     """A connection that carries messages (`EngineLink` is one)."""
 
-    def send(self, message: FromEngine) -> None:
+    def send(self, message: wire.FromEngine) -> None:
         """Send a message without waiting."""
 
-    def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
+    def receive(self, wait_s: float = 0.0) -> Iterator[wire.ToEngine]:
         """The received messages; waits up to `wait_s` for the first. Callers give 0 before a step, more in a pause."""
 
     def close(self) -> None:
@@ -107,15 +93,15 @@ class LeaderLink:
         self._told = 0
         self._number = 0
 
-    def send(self, message: FromEngine) -> None:
+    def send(self, message: wire.FromEngine) -> None:
         self._told = _with_outputs(self._told, message)
         self._link.send(message)
 
-    def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
+    def receive(self, wait_s: float = 0.0) -> Iterator[wire.ToEngine]:
         """See `Link`. Followers get the same messages; during a pause an empty batch is not sent."""
         messages = [_with_seed(message) for message in self._link.receive(wait_s)]
         if messages or not wait_s:
-            turn = encode(Turn(self._number, self._told, messages))
+            turn = wire.encode(wire.Turn(self._number, self._told, messages))
             self._number += 1
             for socket in self._sockets:
                 socket.send(turn)
@@ -148,13 +134,13 @@ class FollowerLink:
         self._told = 0
         self._number = 0
 
-    def send(self, message: FromEngine) -> None:
+    def send(self, message: wire.FromEngine) -> None:
         """See `Link`. Messages about requests are dropped: the leader sends them."""
         self._told = _with_outputs(self._told, message)
-        if isinstance(message, Ready | Alive | Failed | ProfileWritten):
+        if isinstance(message, wire.Ready | wire.Alive | wire.Failed | wire.ProfileWritten):
             self._link.send(message)
 
-    def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
+    def receive(self, wait_s: float = 0.0) -> Iterator[wire.ToEngine]:
         """The messages of the next turn. With `wait_s` 0 (before a step) waits until it arrives, else up to `wait_s`.
 
         Raises:
@@ -164,8 +150,8 @@ class FollowerLink:
         """
         patience = Patience(self._timeout_s)
         while not self._socket.poll(int((wait_s or _LOOK_OUT_S) * 1000)):
-            if any(isinstance(message, Shutdown) for message in self._link.receive()):
-                yield Shutdown()
+            if any(isinstance(message, wire.Shutdown) for message in self._link.receive()):
+                yield wire.Shutdown()
                 return
             if wait_s:
                 return
@@ -182,8 +168,8 @@ class FollowerLink:
         self._context.destroy()
         self._link.close()
 
-    def _next(self) -> Sequence[ToEngine]:
-        turn = decode_turn(self._socket.recv())
+    def _next(self) -> Sequence[wire.ToEngine]:
+        turn = wire.decode_turn(self._socket.recv())
         if turn.number != self._number:
             raise OutOfStep(f"{self._name} missed a turn of {self._leader}: {turn.number} arrived, not {self._number}.")
         if turn.told != self._told:
@@ -195,21 +181,21 @@ class FollowerLink:
         return turn.messages
 
 
-def _with_outputs(checksum: int, message: FromEngine) -> int:
+def _with_outputs(checksum: int, message: wire.FromEngine) -> int:
     """A rank's checksum after a message: the same on ranks with the same outputs in the same order."""
     match message:
-        case Outputs():
+        case wire.Outputs():
             parts = [f"{each.request_id} {list(each.token_ids)} {each.finish_reason}" for each in message.outputs]
             return zlib.crc32("".join(parts).encode(), checksum)
-        case Refused():
+        case wire.Refused():
             return zlib.crc32(f"{message.request_id} {message.kind}".encode(), checksum)
         case _:
             return checksum
 
 
-def _with_seed(message: ToEngine) -> ToEngine:
+def _with_seed(message: wire.ToEngine) -> wire.ToEngine:
     """The message, with a seed added to a sampled request without one."""
-    if not isinstance(message, Add) or message.request.params.greedy or message.request.params.seed is not None:
+    if not isinstance(message, wire.Add) or message.request.params.greedy or message.request.params.seed is not None:
         return message
     request: RequestInput = message.request
     seeded = replace(request, params=replace(request.params, seed=fresh_seed()))

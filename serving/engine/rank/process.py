@@ -49,23 +49,8 @@ from serving.engine.rank.listeners import refuse_strangers
 from serving.engine.rank.lockstep import Link, join_turns
 from serving.engine.rank.runner_setup import describe_memory, describe_transport
 from serving.engine.rank.tracing import TEMPORARY, profile_file
+from serving.engine.wire import messages as wire
 from serving.engine.wire.link import EngineLink
-from serving.engine.wire.messages import (
-    Abort,
-    Add,
-    Alive,
-    Failed,
-    Outputs,
-    ProfileWritten,
-    Ready,
-    Refused,
-    Shutdown,
-    StartProfile,
-    StopProfile,
-    ToEngine,
-    Wake,
-    error_kind,
-)
 from serving.engine.wire.rendezvous import Place, Run, connect_store, init_ranks, join_run
 from serving.logs import configure_logging, log_event
 from serving.pinning import pin_rank
@@ -142,7 +127,7 @@ def _serve(options: EngineOptions, rank: int, place: Place, run: Run, client: En
         for way in describe_transport(runner):
             log_event(_logger, "transport", way=way)
         log_event(_logger, "engine ready", memory=memory, overlap_schedule=options.overlaps_schedule)
-        link.send(Ready(rank, options.scheduler.max_model_len, runner.config.vocab_size, memory))
+        link.send(wire.Ready(rank, options.scheduler.max_model_len, runner.config.vocab_size, memory))
         Engine(options, rank, core, runner.group, link, parent).serve()
     link.close()
 
@@ -216,7 +201,7 @@ def beating(client: EngineLink, rank: int, parent: int | None) -> Iterator[None]
             except Orphaned as error:
                 log_event(_logger, "engine failed", level=logging.ERROR, error=error)
                 os._exit(1)
-            client.send(Alive(rank, 0.0))
+            client.send(wire.Alive(rank, 0.0))
 
     thread = threading.Thread(target=beat, name="heart", daemon=True)
     thread.start()
@@ -254,7 +239,7 @@ def _report_failure(link: EngineLink, rank: int, error: BaseException) -> None:
     if _logger.hasHandlers():
         told = isinstance(error, ConfigError | CheckpointError | Orphaned)  # the message is enough: no traceback
         _logger.error("engine failed\n%s" if not told else "engine failed: %s", error if told else text)
-    link.send(Failed(rank, error_kind(error), type(error).__name__, str(error), text, echo))
+    link.send(wire.Failed(rank, wire.error_kind(error), type(error).__name__, str(error), text, echo))
 
 
 class Engine:
@@ -281,7 +266,7 @@ class Engine:
         self._parent = parent
         self._profile_folder = options.profile_folder
         self._beat_s = min(_LOOK_OUT_S, options.dbo.timeout_s / _BEATS_PER_TIMEOUT)
-        self._heart = Heart(lambda silence_s: link.send(Alive(rank, silence_s)), self._beat_s)
+        self._heart = Heart(lambda silence_s: link.send(wire.Alive(rank, silence_s)), self._beat_s)
         self._epoch = 0
         self._received = 0
         self._reported = (0, 0.0)
@@ -332,31 +317,31 @@ class Engine:
             self._report((), at_once=True)
         return not self._shutdown
 
-    def _handle(self, message: ToEngine) -> None:
+    def _handle(self, message: wire.ToEngine) -> None:
         match message:
-            case Add(request, epoch):
+            case wire.Add(request, epoch):
                 self._epoch = epoch
                 self._received += 1
                 try:
                     self.core.add(request)
                 except (RequestError, KVCacheExhausted) as error:
                     param = error.param if isinstance(error, RequestError) else None
-                    refused = Refused(self.dp_rank, request.request_id, error_kind(error), str(error), param)
+                    refused = wire.Refused(self.dp_rank, request.request_id, wire.error_kind(error), str(error), param)
                     self._link.send(refused)
-            case Abort(request_id):
+            case wire.Abort(request_id):
                 self._received += 1
                 self.core.abort(request_id)
-            case Wake(epoch):
+            case wire.Wake(epoch):
                 self._epoch = epoch
-            case StartProfile():
+            case wire.StartProfile():
                 self.core.tracer.start_profile()
-            case StopProfile(name):
+            case wire.StopProfile(name):
                 folder = self._profile_folder or Path(tempfile.mkdtemp(prefix=TEMPORARY))
                 path = folder / profile_file(name, self.rank)
                 with taking_long("writing a profile"):
                     wrong = self.core.tracer.stop_profile(path, self.rank)
-                self._link.send(ProfileWritten(self.rank, str(path), wrong))
-            case Shutdown():
+                self._link.send(wire.ProfileWritten(self.rank, str(path), wrong))
+            case wire.Shutdown():
                 self._shutdown = True
 
     def _report(self, outputs: Sequence[RequestOutput], *, at_once: bool = False) -> None:
@@ -366,4 +351,4 @@ class Engine:
         if not (outputs or at_once or received != self._received or now - at > _REPORT_S):
             return
         self._reported = (self._received, now)
-        self._link.send(Outputs(self.dp_rank, self._received, outputs, self.core.statistics()))
+        self._link.send(wire.Outputs(self.dp_rank, self._received, outputs, self.core.statistics()))

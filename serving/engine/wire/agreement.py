@@ -13,17 +13,7 @@ from dataclasses import fields, replace
 import msgspec
 
 from serving.engine.options import AUTO_DTYPE, EngineOptions
-from serving.engine.wire.messages import (
-    Alive,
-    Failed,
-    Finished,
-    FromEngine,
-    NodeAlive,
-    Outputs,
-    ProfileWritten,
-    Ready,
-    Refused,
-)
+from serving.engine.wire import messages as wire
 from ubatch import ConfigError
 
 __all__ = ["describe_shape", "is_of_this_run", "node_identity", "rank_identity", "require_same_shape", "settle_dtype"]
@@ -109,18 +99,18 @@ def node_identity(node_rank: int) -> bytes:
     return f"node-{node_rank}".encode()
 
 
-def is_of_this_run(options: EngineOptions, sender: bytes, message: FromEngine) -> bool:
+def is_of_this_run(options: EngineOptions, sender: bytes, message: wire.FromEngine) -> bool:
     """Whether a message comes from a rank or node of this run. `Failed` may come from a rank or from its node."""
     match message:
-        case Outputs(rank) | Refused(rank):
+        case wire.Outputs(rank) | wire.Refused(rank):
             return rank in range(options.data_parallel_size)
-        case NodeAlive(node_rank):
+        case wire.NodeAlive(node_rank):
             return node_rank in range(1, options.nnodes) and sender == node_identity(node_rank)
-        case Failed(rank):
+        case wire.Failed(rank):
             return rank in range(options.world_size)
-        case Finished(rank):
+        case wire.Finished(rank):
             return rank == 0 and sender == rank_identity(rank)
-        case Ready(rank) | Alive(rank) | ProfileWritten(rank):
+        case wire.Ready(rank) | wire.Alive(rank) | wire.ProfileWritten(rank):
             return rank in range(options.world_size) and sender == rank_identity(rank)
 
 
