@@ -96,7 +96,7 @@ def test_an_engine_pins_by_its_device(monkeypatch: pytest.MonkeyPatch, device: s
     options = SimpleNamespace(local_ranks=range(local_size), device=device, local_size=local_size, step_size=1)
     rank = local_size - 1
     loaded: Any = process._loaded
-    with pytest.raises(Stop), loaded(options, rank, None, None, None):
+    with pytest.raises(Stop), loaded(options, rank, None, None):
         pass
     if device == "cuda":
         assert pinned == [(rank, local_size, torch.device("cuda", rank))]

@@ -80,9 +80,9 @@ _REPORT_S = 0.2
 """How often a rank whose steps give no output sends its statistics, in seconds."""
 
 
-RankWork: TypeAlias = Callable[[Run, EngineLink, int | None], None]
-"""What a rank's process does once it has joined the run: called with the run, its connection to the client, which it
-closes at the end, and the id of the process that started it."""
+RankWork: TypeAlias = Callable[[Run, EngineLink], None]
+"""What a rank's process does once it has joined the run: called with the run, and its connection to the client, which
+it closes at the end."""
 
 
 def run_engine(options: EngineOptions, rank: int, place: Place) -> None:
@@ -95,19 +95,17 @@ def run_rank(options: EngineOptions, rank: int, place: Place, work: RankWork) ->
 
     A `Shutdown` explains an error: then the client is not told, and an engine that served exits with status 0.
     """
-    started_by = multiprocessing.parent_process()
-    parent = os.getppid() if started_by is None else started_by.pid
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if options.log_level is not None:
         configure_logging(options.log_level, f"rank {rank}")
     tqdm.set_lock(threading.RLock())  # its default lock is a system semaphore, which a killed process leaves behind
-    check_parent(parent)  # if it is gone, so is the store, and connecting would be tried for minutes
+    check_parent()  # if it is gone, so is the store, and connecting would be tried for minutes
     store = connect_store(place)
     run, _ = join_run(store, options)
     client = EngineLink(run.address, f"rank-{rank}", run.curve)
     try:
-        work(run, client, parent)
+        work(run, client)
     except BaseException as error:
         stop_hearts()  # a lane that still runs must not send heartbeats while this thread sends
         # other ranks may have ended on `Shutdown` before this rank read it
@@ -120,15 +118,15 @@ def run_rank(options: EngineOptions, rank: int, place: Place, work: RankWork) ->
         os._exit(0 if served else 1)  # skips the destructors of process groups, which would wait for stuck operations
 
 
-def _serve(options: EngineOptions, rank: int, place: Place, run: Run, client: EngineLink, parent: int | None) -> None:
-    link = join_turns(client, place.folder, options, rank, partial(check_parent, parent))
-    with _loaded(options, rank, run, client, parent) as (runner, core):
+def _serve(options: EngineOptions, rank: int, place: Place, run: Run, client: EngineLink) -> None:
+    link = join_turns(client, place.folder, options, rank, check_parent)
+    with _loaded(options, rank, run, client) as (runner, core):
         memory = describe_memory(runner)
         for way in describe_transport(runner):
             log_event(_logger, "transport", way=way)
         log_event(_logger, "engine ready", memory=memory, overlap_schedule=options.overlaps_schedule)
         link.send(wire.Ready(rank, options.scheduler.max_model_len, runner.config.vocab_size, memory))
-        Engine(options, rank, core, runner.group, link, parent).serve()
+        Engine(options, rank, core, runner.group, link).serve()
     link.close()
 
 
@@ -140,19 +138,20 @@ class ToldToEnd(UBatchError):
     """The client sent `Shutdown` before this rank had done its job."""
 
 
-def check_parent(parent: int | None) -> None:
-    """Check that the process that started this one still runs.
+def check_parent() -> None:
+    """Check that the process that started this one, as a rank's, still runs.
 
     Raises:
         Orphaned: it is gone.
     """
-    if os.getppid() != parent:
-        raise Orphaned(f"the process that started it ({parent}) is gone.")
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:
+        raise Orphaned(f"the process that started it ({parent.pid}) is gone.")
 
 
 @contextmanager
 def _loaded(
-    options: EngineOptions, rank: int, run: Run, client: EngineLink, parent: int | None
+    options: EngineOptions, rank: int, run: Run, client: EngineLink
 ) -> Iterator[tuple[ModelRunner, EngineCore]]:
     """Join the other ranks, load the model, warm it up and make its loop; all is released at the end."""
     local_rank = place_rank(options, rank)
@@ -161,7 +160,7 @@ def _loaded(
         tqdm(total=3, desc="engine", unit="stage", disable=None if rank == 0 else True, leave=False) as bar,
         ExitStack() as starting,
     ):
-        starting.enter_context(beating(client, rank, parent))
+        starting.enter_context(beating(client, rank))
         bar.set_postfix_str("meet the other ranks")
         group = None
         if collective:
@@ -189,15 +188,15 @@ def _loaded(
 
 
 @contextmanager
-def beating(client: EngineLink, rank: int, parent: int | None) -> Iterator[None]:
+def beating(client: EngineLink, rank: int) -> Iterator[None]:
     """Send heartbeats in the `with` block, in which the rank starts: from a thread, as nothing else could. If the
-    process that started this one (`parent`) ends, so does this one: it may wait for a rank that is gone, too."""
+    process that started this one ends, so does this one: it may wait for a rank that is gone, too."""
     over = threading.Event()
 
     def beat() -> None:
         while not over.wait(_LOOK_OUT_S):
             try:
-                check_parent(parent)
+                check_parent()
             except Orphaned as error:
                 log_event(_logger, "engine failed", level=logging.ERROR, error=error)
                 os._exit(1)
@@ -243,27 +242,19 @@ def _report_failure(link: EngineLink, rank: int, error: BaseException) -> None:
 
 
 class Engine:
-    """Serves the requests of one rank.
+    """Serves the requests of one rank. If the process that started it ends, it ends within a step or a second.
 
     Args:
         core: the loop; its steps are collective if there is a group.
-        parent: id of the process that started it; if that ends, this one ends within a step or a second.
     """
 
     def __init__(
-        self,
-        options: EngineOptions,
-        rank: int,
-        core: EngineCore,
-        group: CommGroup | None,
-        link: Link,
-        parent: int | None,
+        self, options: EngineOptions, rank: int, core: EngineCore, group: CommGroup | None, link: Link
     ) -> None:
         self.rank, self.dp_rank = rank, options.dp_rank(rank)
         self.core = core
         self._group = group
         self._link = link
-        self._parent = parent
         self._profile_folder = options.profile_folder
         self._beat_s = min(_LOOK_OUT_S, options.dbo.timeout_s / _BEATS_PER_TIMEOUT)
         self._heart = Heart(lambda silence_s: link.send(wire.Alive(rank, silence_s)), self._beat_s)
@@ -308,7 +299,7 @@ class Engine:
 
     def _take_in(self, wait_s: float) -> bool:
         """Handle received messages; wait up to `wait_s` for the first. Returns False after `Shutdown`."""
-        check_parent(self._parent)
+        check_parent()
         self._heart.beat()
         received = self._received
         for message in self._link.receive(wait_s):

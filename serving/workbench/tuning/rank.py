@@ -61,18 +61,11 @@ def tune_rank(plan: Plan, state: State, path: Path, options: EngineOptions, rank
 
 
 def _measure(
-    plan: Plan,
-    state: State,
-    path: Path,
-    options: EngineOptions,
-    rank: int,
-    run: Run,
-    link: EngineLink,
-    parent: int | None,
+    plan: Plan, state: State, path: Path, options: EngineOptions, rank: int, run: Run, link: EngineLink
 ) -> None:
     local_rank = place_rank(options, rank)
     with ExitStack() as held:
-        with beating(link, rank, parent):
+        with beating(link, rank):
             init_ranks(run, rank, options)
             with taking_long("starting"):  # ranks load and compile at different speeds
                 group = CommGroup.from_process_group(timeout_s=options.dbo.timeout_s)
@@ -81,7 +74,7 @@ def _measure(
                 runner = held.enter_context(made)
         if options.device == "cpu":
             refuse_strangers()
-        client = _Client(rank, link, parent)
+        client = _Client(rank, link)
         link.send(Ready(rank, runner.max_model_len, runner.config.vocab_size, describe_memory(runner)))
         with ArmSteps(runner, runner.link) as steps, runner.together():
             of_rank_0 = gather_texts(msgspec.json.encode(state).decode() if rank == 0 else "", group)[0]
@@ -100,8 +93,8 @@ def _measure(
 class _Client:
     """The client, as this rank sees it."""
 
-    def __init__(self, rank: int, link: EngineLink, parent: int | None) -> None:
-        self._link, self._parent = link, parent
+    def __init__(self, rank: int, link: EngineLink) -> None:
+        self._link = link
         self._heart = Heart(lambda silence_s: link.send(Alive(rank, silence_s)), _BEAT_S)
 
     def check(self) -> None:
@@ -120,6 +113,6 @@ class _Client:
             pass
 
     def _shutdown_came(self, wait_s: float) -> bool:
-        check_parent(self._parent)
+        check_parent()
         self._heart.beat()
         return any(isinstance(message, Shutdown) for message in list(self._link.receive(wait_s)))

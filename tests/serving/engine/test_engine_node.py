@@ -83,7 +83,7 @@ def engine_of_rank(rank: int) -> int:
     return next(p.pid for p in multiprocessing.active_children() if p.name == f"rank {rank}" and p.pid is not None)
 
 
-def add_up(options: EngineOptions, rank: int, run: Run, link: EngineLink, parent: int | None) -> None:
+def add_up(options: EngineOptions, rank: int, run: Run, link: EngineLink) -> None:
     init_ranks(run, rank, options)
     group = CommGroup.from_process_group()
     link.send(Ready(rank, 1, 1, ""))

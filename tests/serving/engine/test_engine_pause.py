@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -74,7 +73,7 @@ def serve(rank: int, world_size: int, overlap: bool, scripts: Sequence[Script]) 
     link = ScriptedLink(scripts[rank])
     dist.barrier()
     options = EngineOptions(Path("model"), data_parallel_size=2)
-    Engine(options, rank, core, group, link, os.getppid()).serve()
+    Engine(options, rank, core, group, link).serve()
     tokens: dict[str, list[int]] = {}
     for message in link.sent:
         if isinstance(message, Outputs):

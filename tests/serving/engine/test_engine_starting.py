@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
+import multiprocessing
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,8 @@ def test_a_rank_whose_parent_ends_while_it_starts_ends(monkeypatch: pytest.Monke
 
     def body() -> None:
         monkeypatch.setattr(process, "_LOOK_OUT_S", 0.1)
-        with process.beating(Deaf(), 0, -1):  # type: ignore[arg-type]
+        monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=-1))
+        with process.beating(Deaf(), 0):  # type: ignore[arg-type]
             time.sleep(20)
 
     begun = time.monotonic()
@@ -60,7 +62,7 @@ def test_peers_wait_for_a_rank_that_makes_its_proposer(monkeypatch: pytest.Monke
         kv_cache_memory=1 << 20,
     )
     monkeypatch.setattr(gc, "freeze", lambda: late.setdefault("freeze", lateness._own.depth))
-    with process._loaded(options, 0, Run.open(dist.HashStore(), None), Deaf(), os.getppid()):
+    with process._loaded(options, 0, Run.open(dist.HashStore(), None), Deaf()):
         assert late == {"make_core": 1, "freeze": 1}
         assert list(late)[-1] == "freeze", "the collector need not walk through the draft network, either"
         assert lateness._own.depth == 0

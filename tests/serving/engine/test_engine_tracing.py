@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -225,7 +224,7 @@ def test_no_message_leads_a_profile_out_of_its_folder(
     link = ProfileLink([str(elsewhere / "x"), "../elsewhere/y", ".."])
     core, _, _ = make_core(overlap=False)
     options = EngineOptions(Path("model"), profile_folder=folder if configured else None)
-    Engine(options, 0, core, None, link, os.getppid()).serve()
+    Engine(options, 0, core, None, link).serve()
     assert [each.error for each in link.written] == [None] * 3
     assert not elsewhere.exists()
     for each in link.written:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -255,7 +254,7 @@ def staying(load: Sequence[ToEngine]) -> set[str]:
 
 
 def serve(core: EngineCore, link: Client | LeaderLink | FollowerLink, rank: int) -> None:
-    Engine(EngineOptions(Path("model"), tensor_parallel_size=3), rank, core, None, link, os.getppid()).serve()
+    Engine(EngineOptions(Path("model"), tensor_parallel_size=3), rank, core, None, link).serve()
 
 
 @pytest.mark.sample(5)
