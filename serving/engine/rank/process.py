@@ -218,18 +218,15 @@ def place_rank(options: EngineOptions, rank: int) -> int:
         ConfigError: this node has too few GPUs.
     """
     local_rank = rank - options.local_ranks.start
+    size = options.local_size
     if options.device == "cuda":
-        _choose_gpu(local_rank, options.local_size)
-        pin_rank(local_rank, options.local_size, torch.device("cuda", local_rank))
-    elif options.local_size > 1:
-        pin_rank(local_rank, options.local_size)
+        if (gpus := torch.cuda.device_count()) < size:
+            raise ConfigError(f"{size} ranks on this node need as many GPUs; it has {gpus}.")
+        torch.cuda.set_device(local_rank)
+        pin_rank(local_rank, size, torch.device("cuda", local_rank))
+    elif size > 1:
+        pin_rank(local_rank, size)
     return local_rank
-
-
-def _choose_gpu(local_rank: int, local_size: int) -> None:
-    if torch.cuda.device_count() < local_size:
-        raise ConfigError(f"{local_size} ranks on this node need as many GPUs; it has {torch.cuda.device_count()}.")
-    torch.cuda.set_device(local_rank)
 
 
 def _report_failure(link: EngineLink, rank: int, error: BaseException) -> None:
