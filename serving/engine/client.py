@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -124,7 +124,7 @@ class EngineClient:
     async def _end(self, timeout_s: float) -> None:
         self._closing = True
         self._cause.close()
-        self._router.fail_all(lambda: EngineDead("the engines were closed."))
+        self._fail_all(partial(EngineDead, "the engines were closed."))
         self._shut_down()
         if self._engines is not None:
             for sentinel in self._engines.sentinels.values():
@@ -136,7 +136,6 @@ class EngineClient:
         self._all_ready.cancel()
         self._died.cancel()
         self._finished.cancel()
-        self._profiles.cancel()
         self._host.close()
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -356,15 +355,18 @@ class EngineClient:
             return
         self.dead = dead_error(failed, name)
         log_event(_logger, "engine dead", level=logging.ERROR, rank=failed.rank, error=self.dead)
-        again = partial(deepcopy, self.dead)  # for each waiting call: an error raised twice would have both tracebacks
-        self._router.fail_all(again)
-        self._profiles.fail(again)
+        self._fail_all(partial(deepcopy, self.dead))  # an error raised twice would have both tracebacks
         self._died.set_result(self.dead)
         for node_rank in range(1, self.options.nnodes):  # before their ranks are told to end, which is no failure
             self._answer(node_identity(node_rank), wire.encode(wire.NodeHeard(str(self.dead))))
         self._shut_down()
         if self._engines is not None:
             self._tasks.append(asyncio.create_task(_end(self._engines, 3.0)))
+
+    def _fail_all(self, error: Callable[[], EngineDead]) -> None:
+        """Raise an error in every call that waits, of its own."""
+        self._router.fail_all(error)
+        self._profiles.fail(error)
 
     def _check_alive(self) -> None:
         if self.dead is not None:

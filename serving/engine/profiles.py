@@ -57,11 +57,6 @@ class Profiles:
             if not answer.done():
                 answer.set_exception(make_error())
 
-    def cancel(self) -> None:
-        """Cancel the call that waits."""
-        for answer in self._answers.values():
-            answer.cancel()
-
 
 def _moved(paths: Iterable[Path], folder: Path) -> list[Path]:
     """The files of this machine, moved to a folder; those of other machines stay."""
