@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from socket import socket as Socket
 
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from serving.engine.run_folder import RunFolder
 from serving.engine.wire.gate import CurveGate
 from serving.engine.wire.messages import Failed, error_kind
 from serving.engine.wire.rendezvous import Place, Run, Store, announce_network, check_node, host_store
-from serving.engine.wire.secret import ClusterSecret, CurveKeys, read_secret
+from serving.engine.wire.secret import CurveKeys, read_secret
 from serving.network import admit_no_more, numeric_address
 from ubatch import ConfigError
 
@@ -70,7 +71,7 @@ class RunHost:
                 loop.call_soon_threadsafe(work, *args)
 
         if options.nnodes > 1:
-            args = (store, secret, lambda node: tell(joined, node), lambda why: tell(failed, why))
+            args = (partial(check_node, store, secret, options), partial(tell, joined), partial(tell, failed))
             threading.Thread(target=self._check_nodes, args=args, name="nodes", daemon=True).start()
         return place
 
@@ -103,11 +104,7 @@ class RunHost:
         return f"{host}:{self.socket.bind_to_random_port(host)}"
 
     def _check_nodes(
-        self,
-        store: Store,
-        secret: ClusterSecret | None,
-        joined: Callable[[int], object],
-        failed: Callable[[Failed], object],
+        self, check: Callable[[int], bool], joined: Callable[[int], object], failed: Callable[[Failed], object]
     ) -> None:
         """Wait for the other nodes, and check that each has this node's secret and settings. A thread's main function:
         the store answers over the network's interface, which may go down."""
@@ -115,7 +112,7 @@ class RunHost:
         while missing and not self._closed:
             for node in sorted(missing):
                 try:
-                    if check_node(store, secret, self._options, node):
+                    if check(node):
                         missing.remove(node)
                         joined(node)
                 except dist.DistError:  # this process ends
