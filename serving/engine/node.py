@@ -200,16 +200,16 @@ class _Supervisor:
 
     def run(self) -> int:
         alive = dict(self._engines.sentinels)
-        deadline: float | None = None
+        deadline = float("inf")
         beat_s, last = node_beat_s(self._options.dbo.timeout_s), time.monotonic()
-        while alive and (deadline is None or time.monotonic() < deadline):
+        while alive and time.monotonic() < deadline:
             ended = wait([*alive.values(), self._told.pipe], beat_s)
             if self._told.number:
                 return self._end_as_told(next(iter(alive)))
             for rank in [rank for rank, sentinel in alive.items() if sentinel in ended]:
                 del alive[rank]
                 self._ended(rank)
-                deadline = deadline or time.monotonic() + _GRACE_S
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
             now = time.monotonic()
             self._silent_s += min(now - last, 2 * beat_s)  # not the time in which this process was stopped
             last = now
@@ -225,9 +225,8 @@ class _Supervisor:
     def _end_as_told(self, rank: int) -> int:
         name = signal.Signals(self._told.number).name
         log_event(_logger, "told to end", node_rank=self._node_rank, signal=name)
-        self._link.send(
-            Failed(rank, "", "", f"is lost: node {self._node_rank} was told to end ({name})", "", echo=False)
-        )
+        what = f"is lost: node {self._node_rank} was told to end ({name})"
+        self._link.send(Failed(rank, "", "", what, "", echo=False))
         return 128 + self._told.number
 
     def _ended(self, rank: int) -> None:
