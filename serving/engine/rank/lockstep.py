@@ -31,7 +31,6 @@ import zmq
 from model_runner import fresh_seed
 from serving.engine.options import EngineOptions
 from serving.engine.wire import messages as wire
-from serving.requests import RequestInput
 from ubatch import TransferTimeout, UBatchError
 from ubatch.process.heartbeat import beat
 from ubatch.process.lateness import Patience
@@ -197,9 +196,8 @@ def _with_seed(message: wire.ToEngine) -> wire.ToEngine:
     """The message, with a seed added to a sampled request without one."""
     if not isinstance(message, wire.Add) or message.request.params.greedy or message.request.params.seed is not None:
         return message
-    request: RequestInput = message.request
-    seeded = replace(request, params=replace(request.params, seed=fresh_seed()))
-    return msgspec.structs.replace(message, request=seeded)
+    seeded = replace(message.request.params, seed=fresh_seed())
+    return msgspec.structs.replace(message, request=replace(message.request, params=seeded))
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
