@@ -133,9 +133,8 @@ class EngineClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._all_ready.cancel()
-        self._died.cancel()
-        self._finished.cancel()
+        for future in (self._all_ready, self._died, self._finished):
+            future.cancel()
         self._host.close()
 
     # -- requests -----------------------------------------------------------------------------------------------
