@@ -134,23 +134,23 @@ class Schedule:
     def __post_init__(self) -> None:
         if len(self.name) > _LONGEST_NAME:
             raise ConfigError(f"schedule {shown(self.name)}: its name has more than {_LONGEST_NAME} characters.")
-        if self.lanes < 1:
-            raise ConfigError(f"schedule {self.name!r}: lanes must be at least 1, not {self.lanes}.")
-        if self.chunks < 1:
-            raise ConfigError(f"schedule {self.name!r}: chunks must be at least 1, not {self.chunks}.")
-        if self.lead < 0:
-            raise ConfigError(f"schedule {self.name!r}: lead must be at least 0, not {self.lead}.")
-        if self.comm_sms < 0:
-            raise ConfigError(f"schedule {self.name!r}: comm_sms must be at least 0, not {self.comm_sms}.")
-        unknown = sorted(self.points_off - KNOWN_POINTS)
+        for field, least in (("lanes", 1), ("chunks", 1), ("lead", 0), ("comm_sms", 0)):
+            value = getattr(self, field)
+            if value < least:
+                raise ConfigError(f"schedule {self.name!r}: {field} must be at least {least}, not {value}.")
+        points_off = frozenset(map(str, self.points_off))
+        unknown = sorted(points_off - KNOWN_POINTS)
         if unknown:
             raise ConfigError(
                 f"schedule {self.name!r}: points_off has unknown point {shown(unknown[0])}"
                 f"{nearest(unknown[0], KNOWN_POINTS)}"
             )
-        object.__setattr__(self, "points_off", frozenset(str(point) for point in self.points_off))
-        object.__setattr__(self, "shared_expert", SharedExpert(self.shared_expert))
-        object.__setattr__(self, "recv", Recv(self.recv))
+        object.__setattr__(self, "points_off", points_off)
+        for field, kind in (("shared_expert", SharedExpert), ("recv", Recv)):
+            value, known = getattr(self, field), tuple(kind)
+            if value not in known:
+                raise ConfigError(f"schedule {self.name!r}: unknown {field} {shown(value)}{nearest(str(value), known)}")
+            object.__setattr__(self, field, kind(value))
 
     @property
     def single_batch(self) -> bool:
@@ -200,12 +200,8 @@ class Schedule:
     def to_mapping(self) -> dict[str, object]:
         """All fields except the name, as plain values: the form of a user's own schedule in a YAML file."""
         values = {field: getattr(self, field) for field in _FIELDS}
-        plain = {
-            "points_off": sorted(self.points_off),
-            "shared_expert": str(self.shared_expert),
-            "recv": str(self.recv),
-        }
-        return values | plain
+        enums = {"shared_expert": str(self.shared_expert), "recv": str(self.recv)}
+        return values | enums | {"points_off": sorted(self.points_off)}
 
     @classmethod
     def from_mapping(cls, name: str, values: Mapping[str, object]) -> Schedule:
@@ -220,15 +216,6 @@ class Schedule:
                 expected = " or ".join(kind.__name__ for kind in _FIELDS[field])
                 raise ConfigError(
                     f"schedule {shown(name)}: {key} must be {expected}, not {shown(value)} ({type(value).__name__})."
-                )
-        if "points_off" in arguments:
-            arguments["points_off"] = frozenset(map(str, arguments["points_off"]))
-        for field, kind in (("shared_expert", SharedExpert), ("recv", Recv)):
-            known = tuple(kind)
-            if field in arguments and arguments[field] not in known:
-                raise ConfigError(
-                    f"schedule {shown(name)}: unknown {field} {shown(arguments[field])}"
-                    f"{nearest(arguments[field], known)}"
                 )
         return cls(name, **arguments)
 
