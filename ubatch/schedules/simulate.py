@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 from ubatch.errors import ConfigError
 from ubatch.schedules.ring import Ring
@@ -133,11 +134,6 @@ class _Machine:
         self.order: list[tuple[int, str]] = []
         self.spans: list[Span] = []
 
-    def run(self) -> None:
-        lane = 0
-        while lane >= 0:
-            lane = self.run_lane(lane)
-
     def run_lane(self, lane: int) -> int:
         """Run `lane` until it hands on; returns the next lane, -1 at the end."""
         program = self.programs[lane]
@@ -221,8 +217,18 @@ def simulate(
         ConfigError: a program waits for a transfer that it did not launch.
     """
     machine = _Machine(programs, schedule, handoff_s, peers or {})
-    machine.run()
-    return _timeline(machine)
+    lane = 0
+    while lane >= 0:
+        lane = machine.run_lane(lane)
+    return Timeline(
+        seconds=machine.now,
+        compute_s=machine.compute_s,
+        communication_s=max(machine.link_busy),
+        exposed_s=machine.exposed_s,
+        order=tuple(machine.order),
+        spans=tuple(machine.spans),
+        launched=machine.launched,
+    )
 
 
 def simulate_ranks(
@@ -256,18 +262,6 @@ def simulate_ranks(
 
 def _launches(programs: Sequence[Sequence[Op]]) -> int:
     return sum(isinstance(op, Launch) for program in programs for op in program)
-
-
-def _timeline(machine: _Machine) -> Timeline:
-    return Timeline(
-        seconds=machine.now,
-        compute_s=machine.compute_s,
-        communication_s=max(machine.link_busy),
-        exposed_s=machine.exposed_s,
-        order=tuple(machine.order),
-        spans=tuple(machine.spans),
-        launched=machine.launched,
-    )
 
 
 def programs_of(trace: Trace, step: int) -> list[list[Op]]:
@@ -314,22 +308,16 @@ def _compute_s(programs: Sequence[Sequence[Op]]) -> float:
 
 
 def _median_op(ops: Sequence[Op]) -> Op:
+    """The first of these ops, with the median of each time. Ops of one place of a step differ in nothing else."""
     first = ops[0]
-    if any(_untimed(op) != _untimed(first) for op in ops):
+    given = ((name, getattr(first, name, None)) for name in ("seconds", "receive_s"))
+    times: dict[str, Any] = {name: seconds for name, seconds in given if seconds is not None}
+    if any(type(op) is not type(first) or replace(op, **times) != first for op in ops):
         raise ConfigError(
             f"the measured steps differ: {sorted(set(map(str, ops)))[:2]}. Measure one and the same step."
         )
-    if isinstance(first, Compute | Launch):
-        first = replace(first, seconds=median(op.seconds for op in ops if isinstance(op, Compute | Launch)))
-    if isinstance(first, Launch) and first.receive_s is not None:
-        first = replace(first, receive_s=median(op.receive_s or 0.0 for op in ops if isinstance(op, Launch)))
-    return first
-
-
-def _untimed(op: Op) -> Op:
-    if isinstance(op, Launch):
-        return replace(op, seconds=0.0, receive_s=None)
-    return Compute(0.0) if isinstance(op, Compute) else op
+    times = {name: median(getattr(op, name) or 0.0 for op in ops) for name in times}
+    return replace(first, **times)
 
 
 def _program_of(events: Sequence[Event]) -> list[Op]:
@@ -355,8 +343,6 @@ def _waited_behind_a_point(events: Sequence[Event]) -> set[str]:
     for event in events:
         if event.kind is EventKind.WAIT and behind:
             found.add(event.name)
-        elif event.kind is EventKind.POINT:
-            behind = True
-        elif event.kind is EventKind.LAUNCH:
-            behind = False
+        elif event.kind in (EventKind.POINT, EventKind.LAUNCH):
+            behind = event.kind is EventKind.POINT
     return found
