@@ -92,7 +92,6 @@ def split_requests(
         ConfigError: `num_ubatches` or `two_chunk_threshold` is out of range, or two-chunk is asked of 3 lanes or more.
         SplitError: a negative length, or `decode` with requests of different length.
     """
-    _check_lanes(num_ubatches)
     check_threshold(two_chunk_threshold, num_ubatches)
     if not decode:
         if two_chunk_threshold > 0:
@@ -233,7 +232,6 @@ def split_two_chunk(query_lens: Sequence[int], threshold: float, num_ubatches: i
 
     Source: SGLang's two-batch overlap, two-chunk split.
     """
-    _check_lanes(num_ubatches)
     check_threshold(threshold, num_ubatches)
     balanced = split_balanced(query_lens, num_ubatches)
     if threshold == 0:
@@ -303,15 +301,8 @@ def _smallest_largest_lane(offsets: Sequence[int], lanes: int) -> int:
             start = bisect_right(offsets, offsets[start] + limit) - 1
         return start == len(offsets) - 1
 
-    low = max(stop - start for start, stop in pairwise(offsets))
-    high = offsets[-1]
-    while low < high:
-        middle = (low + high) // 2
-        if fits(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return high
+    longest = max(stop - start for start, stop in pairwise(offsets))
+    return longest + bisect_left(range(longest, offsets[-1]), True, key=fits)
 
 
 def _nearest(offsets: Sequence[int], share: float, first: int, last: int) -> int:

@@ -14,6 +14,7 @@ Lanes of equal cost overlap best: compute beyond the other lane's transfer hides
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -144,13 +145,7 @@ def _cut_inside(
 
 def _tokens_costing(target: float, query_len: int, prefix_len: int, cost: SplitCost) -> int:
     """Number of tokens of a request whose cost is nearest to `target`; later tokens cost more than earlier ones."""
-    low, high = 0, query_len
-    while low < high:
-        middle = (low + high) // 2
-        if cost.of(middle, prefix_len) < target:
-            low = middle + 1
-        else:
-            high = middle
-    if low and target - cost.of(low - 1, prefix_len) <= cost.of(low, prefix_len) - target:
-        return low - 1
-    return low
+    above = bisect_left(range(query_len), target, key=lambda count: cost.of(count, prefix_len))
+    if above and target - cost.of(above - 1, prefix_len) <= cost.of(above, prefix_len) - target:
+        return above - 1
+    return above

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import accumulate, takewhile
 
 from ubatch.schedules.layer_program import LayerTimes, layer_program
 from ubatch.schedules.schedule import Schedule
@@ -60,9 +60,7 @@ def predicted_cost(
     """Simulated duration of a few layers for this split, in the cost's unit."""
     plain = replace(schedule, signalled=False)  # the best split does not depend on when a combine starts
     programs = []
-    starts = [0]
-    for length in query_lens:
-        starts.append(starts[-1] + length)
+    starts = list(accumulate(query_lens, initial=0))
     for piece in slices:
         attention = 0.0
         for request in range(piece.request_slice.start, piece.request_slice.stop):
