@@ -9,7 +9,7 @@ This module imports neither torch nor threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -101,22 +101,17 @@ class CostTable:
 
     def best(self, tokens: int) -> float:
         """The fastest arm's time."""
-        return self._best[tokens]
+        return min(self.seconds[tokens].values())
 
     def regret(self, setting: Setting) -> float:
         """How much slower than the best arm at every size, on average: 0.02 is 2%."""
-        best = self._best
-        return sum(share * self.time(setting, n) / best[n] for n, share in self._shares.items()) - 1.0
+        return sum(share * self.time(setting, n) / self.best(n) for n, share in self._shares.items()) - 1.0
 
     def gain(self, setting: Setting) -> float:
         """How much faster than serial, on average."""
         return 1.0 / sum(
             share * self.time(setting, n) / self.seconds[n][SERIAL_ARM] for n, share in self._shares.items()
         )
-
-    @cached_property
-    def _best(self) -> Mapping[int, float]:
-        return {tokens: min(arms.values()) for tokens, arms in self.seconds.items()}
 
     @cached_property
     def _shares(self) -> Mapping[int, float]:
@@ -132,7 +127,8 @@ def choose(table: CostTable, simplest_first: Sequence[str] = ()) -> Choice:
         simplest_first: arms, simplest first; the table's order by default.
     """
     order = {arm: place for place, arm in enumerate(simplest_first or table.arms)}
-    settings = [(table.regret(setting), setting) for setting in _settings(table)]
+    possible = [Setting(arm, tokens) for arm in table.arms for tokens in table.sizes if arm in table.seconds[tokens]]
+    settings = [(table.regret(setting), setting) for setting in (Setting(), *possible)]
     limit = min(regret for regret, _ in settings) + _TIE
 
     as_good = [(regret, setting) for regret, setting in settings if regret <= limit]
@@ -141,11 +137,3 @@ def choose(table: CostTable, simplest_first: Sequence[str] = ()) -> Choice:
     limit = min(regret for regret, _ in own) + _THRESHOLD_TIE
     regret, setting = max((item for item in own if item[0] <= limit), key=lambda item: item[1].threshold or 0)
     return Choice(setting, regret, table.gain(setting))
-
-
-def _settings(table: CostTable) -> Iterator[Setting]:
-    yield Setting()
-    for arm in table.arms:
-        for tokens in table.sizes:
-            if arm in table.seconds[tokens]:
-                yield Setting(arm, tokens)

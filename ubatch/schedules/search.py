@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, product
 
 from ubatch.errors import ConfigError
 from ubatch.schedules.layer_program import LayerTimes, layer_program, times_of_layers
@@ -97,10 +97,11 @@ def search_schedules(
             seconds = _estimate(schedule, group, handoff_s)
             best.append(Candidate(schedule, seconds, group.bound_s, serial_s))
         best = _sorted(best)[:keep]
-    exact = [
-        replace(found, seconds=_seconds(found.schedule, _times_of(times, found.schedule), layers, handoff_s))
-        for found in best
-    ]
+    exact = []
+    for found in best:
+        own = found.schedule
+        of_lane = times(own.lanes, own.chunks, own.chunk_dispatch)
+        exact.append(replace(found, seconds=_seconds(own, of_lane, layers, handoff_s)))
     return _sorted(exact)
 
 
@@ -144,24 +145,14 @@ def _variants(base: Schedule, times: Sequence[LayerTimes]) -> Iterator[Schedule]
     """Variants with a different time line: with one lane the points do not matter, without a shared expert its place
     does not."""
     places = tuple(SharedExpert) if any(each.shared for each in times) else (base.shared_expert,)
-    active: list[tuple[Point, ...]] = [()]
-    leads = range(1)
     optional = (
         *_OPTIONAL_POINTS,
         *(point for point in _SHARED_ATTENTION if any(getattr(each, point) for each in times)),
     )
-    if base.lanes > 1:
-        leads = range(_MAX_LEAD + 1)
-        active = [some for count in range(len(optional) + 1) for some in combinations(optional, count)]
-    for points in active:
-        off = frozenset(optional) - frozenset(points)
-        for lead in leads:
-            for place in places:
-                yield replace(base, points_off=frozenset(map(str, off)), lead=lead, shared_expert=place)
-
-
-def _times_of(times: TimesOf, schedule: Schedule) -> LayerTimes | Sequence[LayerTimes]:
-    return times(schedule.lanes, schedule.chunks, schedule.chunk_dispatch)
+    most_active, most_lead = (len(optional), _MAX_LEAD) if base.lanes > 1 else (0, 0)
+    active = [points for count in range(most_active + 1) for points in combinations(optional, count)]
+    for points, lead, place in product(active, range(most_lead + 1), places):
+        yield replace(base, points_off=frozenset(optional) - frozenset(points), lead=lead, shared_expert=place)
 
 
 def _seconds(schedule: Schedule, times: LayerTimes | Sequence[LayerTimes], layers: int, handoff_s: float) -> float:
