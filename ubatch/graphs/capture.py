@@ -235,7 +235,6 @@ class Capturer:
         key = table.key(step.intent, engaged=step.intent.engages(step.decision))
         with self._rehearsing():
             graph, output = record(table.backend, key, leaves.tensors, run, lambda: self._execution.failure)
-        padded = output_rows is not None and plan is not None
         rows, row_dims = 0, {}
         if output_rows is not None and plan is not None:
             rows = plan.rows
@@ -246,7 +245,7 @@ class Capturer:
                 graph.recording.release()
                 raise
         inputs = GraphInputs(leaves.tensors, leaves.others, row_dims, rows)
-        table.add(Entry(graph, inputs, output, setting), padded=padded)
+        table.add(Entry(graph, inputs, output, setting))
         return graph
 
     @contextmanager

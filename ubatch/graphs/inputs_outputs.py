@@ -91,7 +91,7 @@ class GraphInputs:
         tensors: path -> static input.
         others: path -> frozen argument.
         row_dims: path -> dimension of the rows, if the graph also takes fewer rows; else empty.
-        rows: number of rows at capture.
+        rows: number of rows at capture; 0 if the graph takes no fewer.
     """
 
     tensors: Mapping[str, Tensor]

@@ -146,31 +146,36 @@ class GraphTable:
             return GraphKey(intent.offer.tokens, intent.schedule.name, intent.mode)
         return GraphKey((intent.num_tokens,), PLAIN, intent.mode)
 
-    def add(self, entry: Entry, *, padded: bool) -> None:
-        """Add a graph; it replaces an older one with the same key.
-
-        Args:
-            padded: whether smaller calls may be padded to it.
-        """
-        key = entry.graph.key
-        self._remove(key)
+    def add(self, entry: Entry) -> None:
+        """Add a graph; it replaces an older one with the same key."""
+        replaced = self._entries.pop(entry.graph.key, None)
         if not self._entries:
             self._addresses = _addresses(self._model)
-        self._entries[key] = entry
-        plans = _plans(entry.setting.contexts)
-        if plans is not None:
-            self._by_plans[plans] = entry
-        if padded:
-            family = self._families.setdefault(key.mode, _Family(key.mode))
-            (family.overlapped if key.overlapped else family.plain)[key.num_tokens] = entry
+        self._entries[entry.graph.key] = entry
+        self._index()
+        if replaced is not None:
+            replaced.graph.recording.release()
 
     def drop(self, why: str | None = None) -> None:
         """Release all graphs and static inputs. `why` is logged; None if the user asked for it."""
         if self._entries and why is not None:
             _log.warning("%s: %d captured graphs are dropped. Capture again.", why, len(self._entries))
-        for key in list(self._entries):
-            self._remove(key)
+        dropped, self._entries = self._entries, {}
+        self._index()
         self.buffers.clear()
+        for entry in dropped.values():
+            entry.graph.recording.release()
+
+    def _index(self) -> None:
+        """Note how the graphs are found: by plans, and by mode those to which smaller calls may be padded."""
+        self._by_plans, self._families = {}, {}
+        for key, entry in self._entries.items():
+            plans = _plans(entry.setting.contexts)
+            if plans is not None:
+                self._by_plans[plans] = entry
+            if entry.inputs.rows:
+                family = self._families.setdefault(key.mode, _Family(key.mode))
+                (family.overlapped if key.overlapped else family.plain)[key.num_tokens] = entry
 
     def module_changed(self, how: str, *, certainly: bool) -> None:
         """The module may have changed: drop the graphs if it has.
@@ -181,22 +186,6 @@ class GraphTable:
         """
         if self._entries and (certainly or _addresses(self._model) != self._addresses):
             self.drop(how)
-
-    def _remove(self, key: GraphKey) -> None:
-        entry = self._entries.pop(key, None)
-        if entry is None:
-            return
-        plans = _plans(entry.setting.contexts)
-        if plans is not None and self._by_plans.get(plans) is entry:
-            del self._by_plans[plans]
-        family = self._families.get(key.mode)
-        if family is not None:
-            sizes = family.overlapped if key.overlapped else family.plain
-            if sizes.get(key.num_tokens) is entry:
-                del sizes[key.num_tokens]
-            if not family.plain and not family.overlapped:
-                del self._families[key.mode]
-        entry.graph.recording.release()
 
     def planned(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext, *, several_ranks: bool
