@@ -147,7 +147,6 @@ class FakeCapture:
     """See `ubatch.streams.graph_protocols.Capture`."""
 
     graphs: FakeGraphs
-    last_op: str | None = None
     steps: list[_Step] = field(default_factory=list)
     _begun: bool = False
     _over: bool = False
@@ -198,7 +197,7 @@ class FakeCapture:
 
     def spoil(self, what: str, why: str) -> NotPermittedError:
         """What to raise: an operation is refused, and the capture with it."""
-        self.last_op = self._spoilt = what
+        self._spoilt = what
         return NotPermittedError(f"operation not permitted when stream is capturing: {what} {why}")
 
     def is_the_devices(self, value: Any) -> bool:
@@ -208,7 +207,6 @@ class FakeCapture:
         """Run an operation and remember it."""
         if not self._begun or self._over:
             raise AssertionError(f"{name} ran in a part of a capture that had not begun, or was over")
-        self.last_op = name
         for tensor in written:
             if (key := _storage(tensor)) not in self._made and key not in self._before:
                 whole = _whole(tensor)

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -294,41 +294,30 @@ def record(
                 "forward context, or make it a buffer of the module, and the graph writes to it where it is."
             )
     attempt = _attempt(backend, run)
-    if isinstance(attempt, _Failure):
-        error = attempt.error
-        traceback.clear_frames(error.__traceback__)  # frames hold tensors of the pool while the error lives
+    if isinstance(attempt, Exception):
+        traceback.clear_frames(attempt.__traceback__)  # frames hold tensors of the pool while the error lives
         lane, point = where() or (None, None)
-        op = _operation(error.__traceback__, attempt.last_op)
-        raise CaptureFailed(key, lane, point, op, f"{type(error).__name__}: {describe(error, str)}") from error
+        why = f"{type(attempt).__name__}: {describe(attempt, str)}"
+        raise CaptureFailed(key, lane, point, _operation(attempt.__traceback__), why) from attempt
     recording, output = attempt
     return CapturedGraph(key, recording.nbytes, time.monotonic() - started, recording), output
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """How a capture failed: the error, and the last operation that the back end saw."""
-
-    error: Exception
-    last_op: str | None
-
-
-def _attempt(backend: GraphBackend, run: _Run) -> tuple[Recording, GraphOutput] | _Failure:
+def _attempt(backend: GraphBackend, run: _Run) -> tuple[Recording, GraphOutput] | Exception:
     """Capture. When this returns, all frames in an error's traceback have ended, so the caller can clear them."""
-    capture: Capture | None = None
     try:
         with backend.capture() as capture, mark_capturing():
             output = GraphOutput(run(capture))
             return capture.end(), output
     except Exception as error:
-        return _Failure(error, None if capture is None else capture.last_op)
+        return error
 
 
-def _operation(trace: TracebackType | None, last_op: str | None) -> str:
-    """Where a capture failed: the operation, and the innermost line of code outside torch that led to it."""
+def _operation(trace: TracebackType | None) -> str:
+    """Where a capture failed: the innermost line of code outside torch."""
     frames = traceback.extract_tb(trace)
     own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_MODELS) and frame.name not in _MODES]
     if not own:
-        return last_op or "an unknown operation"
+        return "an unknown operation"
     frame = own[-1]
-    line = f"`{frame.line}` ({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
-    return line if last_op is None else f"{last_op}, {line}"
+    return f"`{frame.line}` ({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"

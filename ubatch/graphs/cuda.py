@@ -132,9 +132,6 @@ class CudaGraphs:
 class _CudaCapture:
     """See `ubatch.streams.graph_protocols.Capture`."""
 
-    last_op: str | None = None
-    """Always None: CUDA does not report which operation failed."""
-
     def __init__(self, graphs: CudaGraphs) -> None:
         self._graphs = graphs
         self._graph = torch.cuda.CUDAGraph()

@@ -98,10 +98,6 @@ class Capture(Protocol):
     """One running capture, in the thread that called `GraphBackend.capture`. At the end of that `with` block, a capture
     that was not ended is aborted, and the device is usable again."""
 
-    @property
-    def last_op(self) -> str | None:
-        """The operation that was last recorded or refused; None if the back end does not see single operations."""
-
     def begin(self) -> None:
         """Record from here on."""
 
@@ -183,7 +179,7 @@ class CaptureFailed(UBatchError):
         key: key of the graph.
         lane: the lane that failed; None if the call was unsplit or its lanes had ended.
         point: the last point that this lane had passed.
-        op: the failed operation: its name if known, or the line of code that launched it.
+        op: the line of code that launched the failed operation.
     """
 
     def __init__(self, key: GraphKey, lane: int | None, point: str | None, op: str, why: str) -> None:

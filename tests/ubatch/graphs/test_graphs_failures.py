@@ -89,7 +89,6 @@ def test_a_failure_in_a_lane_names_it_and_leaves_everything_usable(device: str) 
         assert (seen.graph_replays, seen.lane_threads_started) == (1, 2)
         if case.fake is not None:
             assert (case.fake.captures, case.fake.aborted, case.fake.alive) == (3, 1, 1)
-            assert failure.op.startswith("Tensor.item, ")
 
 
 @pytest.mark.gpu
@@ -136,7 +135,7 @@ def test_the_fake_refuses_what_cuda_would_and_names_it(at_fault: Callable[[Tenso
         pytest.raises(CaptureFailed, match="operation not permitted when stream is capturing") as caught,
     ):
         case.wrapper.capture(case.x(4))
-    assert operation in caught.value.op
+    assert operation in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize("device", DEVICES)
