@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -50,31 +50,22 @@ _NOT_THE_MODELS = (str(Path(torch.__file__).parent), contextlib.__file__)
 _MODES = frozenset({"__torch_dispatch__", "__torch_function__"})
 
 
+@dataclass(frozen=True, eq=False)
 class Capturer:
     """Captures calls of one module into a table.
 
-    Args:
+    Attributes:
+        decide: the ranks' decision on a call.
         prove: proves a call after the decision.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: UBatchConfig,
-        eligibility: Eligibility,
-        execution: Execution,
-        table: GraphTable,
-        *,
-        decide: Callable[[Intent], Decision],
-        prove: Callable[[Step], object],
-    ) -> None:
-        self._model = model
-        self._config = config
-        self._eligibility = eligibility
-        self._execution = execution
-        self._table = table
-        self._decide = decide
-        self._prove = prove
+    model: nn.Module
+    config: UBatchConfig
+    eligibility: Eligibility
+    execution: Execution
+    table: GraphTable
+    decide: Callable[[Intent], Decision]
+    prove: Callable[[Step], object]
 
     def one(self, call: _Call, context: ForwardContext | None) -> CapturedGraph:
         """Prove a call, then capture it as it would run now.
@@ -83,20 +74,20 @@ class Capturer:
             CaptureFailed, ConfigError: see `record`.
         """
         leaves, static = self._static(call)
-        intent = self._eligibility.intent(*static, context)
+        intent = self.eligibility.intent(*static, context)
         if not intent.num_tokens:
             raise ConfigError(f"the call has no tokens that could be counted. {intent.why or ''}".strip())
         return self._capture(leaves, self._proved(static, intent, context))
 
     def _proved(self, static: _Call, intent: Intent, context: ForwardContext | None) -> Step:
         """The ranks' decision on a call, after every rank has proved it or failed to."""
-        step = Step(*static, intent, self._decide(intent), context)
+        step = Step(*static, intent, self.decide(intent), context)
         with self._rehearsing():
             while step.decision.prove:
-                self._prove(step)
-                intent = self._eligibility.intent(*static, context)
-                step = Step(*static, intent, self._decide(intent), context)
-                if self._config.verify == Verify.ALWAYS:
+                self.prove(step)
+                intent = self.eligibility.intent(*static, context)
+                step = Step(*static, intent, self.decide(intent), context)
+                if self.config.verify == Verify.ALWAYS:
                     break
         return step
 
@@ -114,9 +105,9 @@ class Capturer:
                 "the forward context has a plan for one batch, but capture_sizes() captures many. Capture each size "
                 "by itself, with capture()."
             )
-        self._check(leaves_of(self._eligibility.names, *call))
+        self._check(leaves_of(self.eligibility.names, *call))
         try:
-            plan = self._eligibility.plan(*call)
+            plan = self.eligibility.plan(*call)
             parts = {size: plan.cut([slice(0, rows)])[0][0] for size, rows in self._rows_of_sizes(plan).items()}
         except CannotSplit as cannot:
             raise ConfigError(f"the call cannot be cut to cudagraph_capture_sizes: {cannot}") from cannot
@@ -131,7 +122,7 @@ class Capturer:
         return captured
 
     def _rows_of_sizes(self, plan: CallPlan) -> dict[int, int]:
-        sizes = sorted(self._config.cudagraph_capture_sizes, reverse=True)
+        sizes = sorted(self.config.cudagraph_capture_sizes, reverse=True)
         if not sizes:
             raise ConfigError("no sizes to capture: set UBatchConfig.cudagraph_capture_sizes.")
         if plan.num_tokens < sizes[0]:
@@ -146,10 +137,10 @@ class Capturer:
 
     def _agree(self, parts: Mapping[int, _Call], context: ForwardContext | None) -> None:
         """Check that all ranks capture the same graphs; otherwise their collectives would dead-lock."""
-        group = self._config.group
+        group = self.config.group
         if group is None or group.size == 1:
             return
-        intents = {size: self._eligibility.intent(*part, context) for size, part in parts.items()}
+        intents = {size: self.eligibility.intent(*part, context) for size, part in parts.items()}
         plan = [(size, str(intent.mode), intent.offer.tokens) for size, intent in intents.items()]
         offer = Offer(Wish.NO, (max(parts),), 1, DeclineReason.NOT_REQUESTED, graph_mode=fingerprint(str(plan)) or 1)
         if not group.vote(offer).graph_mode:
@@ -163,15 +154,15 @@ class Capturer:
 
         None if the call has one row: no smaller call can be padded to it.
         """
-        plan = self._eligibility.plan(*call)
+        plan = self.eligibility.plan(*call)
         if plan.rows == 1:
             return None
         shapes, plain = [], []
-        with self._rehearsing(), self._table.backend.warming_up():
+        with self._rehearsing(), self.table.backend.warming_up():
             for rows in (plan.rows, plan.rows - 1):
                 part = plan.cut([slice(0, rows)])[0][0]
-                intent = replace(self._eligibility.intent(*part, context), cut=None, single=False)
-                output = self._execution.unsplit(Step(*part, intent, self._unsplit_decision(intent), context))
+                intent = replace(self.eligibility.intent(*part, context), cut=None, single=False)
+                output = self.execution.unsplit(Step(*part, intent, self._unsplit_decision(intent), context))
                 shapes.append(GraphOutput(output).shapes())
                 plain.append(GraphOutput(output).plain())
         for path in plain[0]:
@@ -181,13 +172,13 @@ class Capturer:
                     f"{path} is {more!r} for {plan.rows} rows and {fewer!r} for {plan.rows - 1}, which a graph cannot "
                     "give back. Return a tensor."
                 )
-        return find_row_dims(shapes[0], shapes[1], (plan.rows, plan.rows - 1), self._config.output_dims)
+        return find_row_dims(shapes[0], shapes[1], (plan.rows, plan.rows - 1), self.config.output_dims)
 
     def _one_size(
         self, part: _Call, context: ForwardContext | None, row_dims: RowDims | None
     ) -> Iterable[CapturedGraph]:
         leaves, static = self._static(part)
-        step = self._proved(static, self._eligibility.intent(*static, context), context)
+        step = self._proved(static, self.eligibility.intent(*static, context), context)
         if step.intent.engages(step.decision):
             yield self._capture(leaves, step, row_dims)
         whole = replace(step.intent, cut=None, single=False)
@@ -196,7 +187,7 @@ class Capturer:
 
     def _unsplit_decision(self, intent: Intent) -> Decision:
         """The decision to run unsplit, without a vote: all ranks capture the same graphs."""
-        group = self._config.group
+        group = self.config.group
         ranks = 1 if group is None else group.size
         offer = replace(intent.offer, wish=Wish.YES, tokens=(intent.num_tokens,), reason=None, lanes=1)
         return replace(decide([offer] * ranks), engaged=False, reason=DeclineReason.NOT_REQUESTED)
@@ -204,7 +195,7 @@ class Capturer:
     def _check(self, call: CallLeaves) -> None:
         """Refuse calls that no graph can capture: training, gradients, tensors on another device, objects as
         arguments."""
-        model, device = self._model, self._table.backend.device
+        model, device = self.model, self.table.backend.device
         if model.training:
             raise ConfigError("the module is in training mode, and graphs are for inference. Call eval() first.")
         if wants_gradients(model, call):
@@ -221,20 +212,20 @@ class Capturer:
 
     def _static(self, call: _Call) -> tuple[CallLeaves, _Call]:
         """The call's leaves with static inputs, and the call on them."""
-        names = self._eligibility.names
+        names = self.eligibility.names
         leaves = leaves_of(names, *call)
         self._check(leaves)
-        statics = self._table.buffers.static(leaves.tensors)
+        statics = self.table.buffers.static(leaves.tensors)
         return CallLeaves(statics, leaves.others), replace_tensors(names, *call, statics)
 
     def _capture(self, leaves: CallLeaves, step: Step, output_rows: RowDims | None = None) -> CapturedGraph:
         """Record a call, and put it into the table. `output_rows`: given if smaller calls may be padded to this one."""
-        table, plan = self._table, step.intent.plan
-        setting = Setting.current(self._model, table.backend.device, step.context)
+        table, plan = self.table, step.intent.plan
+        setting = Setting.current(self.model, table.backend.device, step.context)
         run = functools.partial(self._run, step)  # a closure would outlive a failure
         key = table.key(step.intent, engaged=step.intent.engages(step.decision))
         with self._rehearsing():
-            graph, output = record(table.backend, key, leaves.tensors, run, lambda: self._execution.failure)
+            graph, output = record(table.backend, key, leaves.tensors, run, lambda: self.execution.failure)
         rows, row_dims = 0, {}
         if output_rows is not None and plan is not None:
             rows = plan.rows
@@ -251,15 +242,15 @@ class Capturer:
     @contextmanager
     def _rehearsing(self) -> Iterator[None]:
         """Mark runs as rehearsals: they have no time limit and are not recorded in the caller's trace."""
-        with self._execution.no_timeout(), nullcontext() if current_trace() is None else tracing():
+        with self.execution.no_timeout(), nullcontext() if current_trace() is None else tracing():
             yield
 
     def _run(self, step: Step, capture: Capture | None) -> Any:
         if step.decision.engaged and step.intent.single:
-            return self._execution.single(step, capture)
+            return self.execution.single(step, capture)
         if step.decision.engaged and step.intent.cut is not None:
-            return self._execution.lanes(step, step.intent.cut, capture)
-        return self._execution.unsplit(step, capture)
+            return self.execution.lanes(step, step.intent.cut, capture)
+        return self.execution.unsplit(step, capture)
 
 
 def record(
