@@ -84,10 +84,11 @@ def to_host(tensor: Tensor) -> HostCopy:
     return HostCopy(host, mark_now(tensor.device))
 
 
+@dataclass(eq=False)
 class HostCopy:
     """A copy of a device tensor to the host, in progress.
 
-    Args:
+    Attributes:
         host: destination of the copy.
         arrived: event after the copy; None if the copy is complete.
         source: tensor that is copied, kept alive until the copy is done.
@@ -95,19 +96,11 @@ class HostCopy:
         over: called once the host has read `host`, which can then be reused.
     """
 
-    def __init__(
-        self,
-        host: Tensor,
-        arrived: Event | None = None,
-        source: Tensor | None = None,
-        wait_for: Callable[[Event], None] = lambda event: event.synchronize(),
-        over: Callable[[Tensor, Event], None] | None = None,
-    ) -> None:
-        self._host = host
-        self._arrived = arrived
-        self._source = source
-        self._wait_for = wait_for
-        self._over = over
+    host: Tensor
+    arrived: Event | None = None
+    source: Tensor | None = None
+    wait_for: Callable[[Event], None] = lambda event: event.synchronize()
+    over: Callable[[Tensor, Event], None] | None = None
 
     def wait(self) -> Tensor:
         """The tensor on the host; waits for the copy, but not for work queued after it.
@@ -115,18 +108,18 @@ class HostCopy:
         Raises:
             PeerFailed, GroupBroken, TransferTimeout: if the copy waits for other ranks; see `Transfer.wait`.
         """
-        arrived, over = self._arrived, self._over
+        arrived, over = self.arrived, self.over
         if arrived is not None:
-            self._wait_for(arrived)
+            self.wait_for(arrived)
             if over is not None:
-                buffer, self._host = self._host, self._host.clone()
+                buffer, self.host = self.host, self.host.clone()
                 over(buffer, arrived)
-            self._arrived = self._source = self._over = None
-        return self._host
+            self.arrived = self.source = self.over = None
+        return self.host
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._arrived is None or self._arrived.query()
+        return self.arrived is None or self.arrived.query()
 
 
 @dataclass(frozen=True)
