@@ -12,6 +12,7 @@ of few rows are timed, other memory is read in their place; or they run once, if
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -123,8 +124,8 @@ class _Sizes:
 
 _Pair = Sequence[Callable[[], Tensor]]
 """One product in both dtypes."""
-_Part = tuple[float, _Pair]
-"""How many times what is measured a layer has of it, and both ways to run it."""
+_Part = tuple[int, float, _Pair]
+"""Tokens of a product, how many times what is measured a layer has of it, and both ways to run it."""
 
 
 @cache
@@ -134,22 +135,13 @@ def _measure(sizes: _Sizes, experts_backend: str, threads: int) -> tuple[list[fl
         backends = [fastest_cpu_experts(dtype, torch.device("cpu")) for dtype in _DTYPES]
         if experts_backend != "auto":
             backends = [experts_backend] * len(_DTYPES)
-        few, many = list[_Part](), list[_Part]()
-        for first, *others in _products(sizes, backends):
-            few.append(first)
-            many += others
-        found = [_layer_seconds(few, _fits(sizes)), _layer_seconds(many, None)]
-    of_bfloat16, of_float32 = zip(*found, strict=True)
-    return list(of_bfloat16), list(of_float32)
-
-
-def _layer_seconds(parts: Sequence[_Part], fits: Sequence[bool] | None) -> list[float]:
-    """Seconds of a layer's products in each dtype; `fits` as of `_best_times`."""
-    best = _best_times([pair for _, pair in parts], fits)
-    return [
-        sum(share * each for (share, _), each in zip(parts, of_dtype, strict=True))
-        for of_dtype in zip(*best, strict=True)
-    ]
+        parts = list(_products(sizes, backends))
+        found: tuple[list[float], list[float]] = [], []
+        for tokens, fits in zip(_TOKENS, (_fits(sizes), None), strict=True):
+            shares, pairs = zip(*((share, pair) for of, share, pair in parts if of == tokens), strict=True)
+            for seconds, best in zip(found, zip(*_best_times(pairs, fits), strict=True), strict=True):
+                seconds.append(sum(map(operator.mul, shares, best)))
+    return found
 
 
 def _fits(sizes: _Sizes) -> list[bool]:
@@ -167,32 +159,29 @@ def _cache_bytes() -> int:
     return min(largest or _USUAL_CACHE, _LARGEST_CACHE)
 
 
-def _products(sizes: _Sizes, backends: Sequence[str]) -> Iterator[list[_Part]]:
-    """The parts of each product, by number of tokens."""
+def _products(sizes: _Sizes, backends: Sequence[str]) -> Iterator[_Part]:
+    """All products of a layer, and its share of the logits."""
     for inputs, outputs in sizes.projections:
-        yield _linear(inputs, outputs, backends, _TOKENS)
-    ((share, pair),) = _linear(*sizes.logits, backends, _TOKENS[:1])  # a prefill needs one row of a prompt
-    yield [(share / sizes.layers, pair)]
+        yield from _linear(inputs, outputs, backends, _TOKENS)
+    for tokens, share, pair in _linear(*sizes.logits, backends, _TOKENS[:1]):  # a prefill needs one row of a prompt
+        yield tokens, share / sizes.layers, pair
     if sizes.experts is not None:
-        yield [(share / sizes.ranks, pair) for share, pair in _experts(*sizes.experts, backends)]
+        for tokens, share, pair in _experts(*sizes.experts, backends):
+            yield tokens, share / sizes.ranks, pair
 
 
-def _linear(inputs: int, outputs: int, backends: Sequence[str], all_tokens: Sequence[int]) -> list[_Part]:
+def _linear(inputs: int, outputs: int, backends: Sequence[str], all_tokens: Sequence[int]) -> Iterator[_Part]:
     measured = min(outputs, max(64, _MOST_WEIGHTS // inputs))
     ways: list[Callable[[Tensor], Tensor]] = []
     for dtype, backend in zip(_DTYPES, backends, strict=True):
         weight = _ones(dtype, measured, inputs)
         ways.append(NativeLinear(weight) if backend == "native" else partial(linear, weight=weight))
-    return [
-        (
-            outputs / measured,
-            [partial(way, _ones(dtype, tokens, inputs)) for dtype, way in zip(_DTYPES, ways, strict=True)],
-        )
-        for tokens in all_tokens
-    ]
+    for tokens in all_tokens:
+        pair = [partial(way, _ones(dtype, tokens, inputs)) for dtype, way in zip(_DTYPES, ways, strict=True)]
+        yield tokens, outputs / measured, pair
 
 
-def _experts(number: int, top_k: int, hidden: int, width: int, backends: Sequence[str]) -> list[_Part]:
+def _experts(number: int, top_k: int, hidden: int, width: int, backends: Sequence[str]) -> Iterator[_Part]:
     """Some experts, each with as many rows as it has on average; at least one."""
     held = min(number, max(2, _MOST_WEIGHTS // (3 * hidden * width)))
     part = width
@@ -202,15 +191,13 @@ def _experts(number: int, top_k: int, hidden: int, width: int, backends: Sequenc
         make_experts(name, _ones(dtype, held, 2 * part, hidden), _ones(dtype, held, hidden, part), num_experts=held)
         for dtype, name in zip(_DTYPES, backends, strict=True)
     ]
-    found: list[_Part] = []
     for tokens in _TOKENS:
         rows = held * max(1, tokens * top_k // number)
         routed = (torch.arange(rows, device="cpu")[:, None] % held, torch.ones(rows, 1, device="cpu"))
         pair = [
             partial(layer, _ones(dtype, rows, hidden), *routed) for dtype, layer in zip(_DTYPES, layers, strict=True)
         ]
-        found.append((min(number, tokens * top_k) * width / (held * part), pair))
-    return found
+        yield tokens, min(number, tokens * top_k) * width / (held * part), pair
 
 
 def _ones(dtype: torch.dtype, *size: int) -> Tensor:
