@@ -15,7 +15,7 @@ With several ranks all of them must measure together: steps and captures are col
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -191,13 +191,9 @@ def graphs_in_all(shapes: Iterable[GraphShape], sampled: Sequence[tuple[GraphSha
     Args:
         sampled: in order of capture, largest first: a shape, and the bytes of its graph.
     """
-    left: defaultdict[object, int] = defaultdict(int)
-    for shape in shapes:
-        left[_kind(shape)] += 1
-    total, last = 0, dict.fromkeys(left, 0)
-    for shape, nbytes in sampled:
-        total, left[_kind(shape)], last[_kind(shape)] = total + nbytes, left[_kind(shape)] - 1, nbytes
-    return total + sum(count * last[kind] for kind, count in left.items())
+    smallest = {_kind(shape): nbytes for shape, nbytes in sampled}
+    left = Counter(map(_kind, shapes)) - Counter(_kind(shape) for shape, _ in sampled)
+    return sum(nbytes for _, nbytes in sampled) + sum(count * smallest.get(kind, 0) for kind, count in left.items())
 
 
 def _kind(shape: GraphShape) -> object:
@@ -251,10 +247,5 @@ def _graphs(runner: MeasuredRunner, memory: DeviceMemory) -> int:
 
 def _samples(shapes: Sequence[GraphShape]) -> list[GraphShape]:
     """The two largest shapes of each kind."""
-    seen: defaultdict[object, int] = defaultdict(int)
-    samples = []
-    for shape in shapes:
-        seen[_kind(shape)] += 1
-        if seen[_kind(shape)] <= 2:
-            samples.append(shape)
-    return samples
+    kinds = [_kind(shape) for shape in shapes]
+    return [shape for place, shape in enumerate(shapes) if kinds[:place].count(_kind(shape)) < 2]
