@@ -29,7 +29,7 @@ import torch
 
 from ubatch.errors import ConfigError
 from ubatch.streams.graph_protocols import Capture, Recording
-from ubatch.streams.streams import make_streams
+from ubatch.streams.streams import CudaStreams
 
 __all__ = ["CudaGraphs"]
 
@@ -57,9 +57,7 @@ class CudaGraphs:
                 f"CUDA graphs need a CUDA device, not {str(chosen)!r}. Move the module there, or use "
                 "cudagraph_mode none."
             )
-        make_streams(chosen)  # refuses a device that does not exist
-        index: int | None = chosen.index
-        self._device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self._device = CudaStreams(chosen).device
         self._warm_up_stream = torch.cuda.Stream(self._device)
         self._capture_stream = torch.cuda.Stream(self._device)
         self._pool: Any = None

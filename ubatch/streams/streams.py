@@ -115,6 +115,9 @@ class NullStreams:
 class CudaStreams:
     """Streams of one CUDA device; without an index in `device`, the calling thread's current one.
 
+    Attributes:
+        device: with its index.
+
     Raises:
         ConfigError: there is no CUDA device, or not one with this index.
     """
@@ -129,25 +132,25 @@ class CudaStreams:
                 f"device {device} asked for, but this torch sees {count} CUDA devices. Use 'cuda:0' to "
                 f"'cuda:{count - 1}', or 'cuda' for the current one."
             )
-        self._device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
     def current(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device)
+        return torch.cuda.current_stream(self.device)
 
     def set_current(self, stream: Any) -> None:
         torch.cuda.set_stream(stream)
 
     def new_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self._device)
+        return torch.cuda.Stream(self.device)
 
     def new_event(self) -> torch.cuda.Event:
         return torch.cuda.Event()
 
     def warm_up(self) -> None:
-        torch.cuda.set_device(self._device)
+        torch.cuda.set_device(self.device)
 
     def sm_count(self) -> int:
-        return int(torch.cuda.get_device_properties(self._device).multi_processor_count)
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
 
 def mark_now(device: torch.device) -> Event:

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,7 +92,7 @@ class Cuda:
         }.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
         monkeypatch.setattr(torch, "zeros", lambda *_, device: note(f"a kernel on {self.current.name}"))
-        monkeypatch.setattr(module, "make_streams", lambda device: None)
+        monkeypatch.setattr(module, "CudaStreams", lambda device: SimpleNamespace(device=torch.device("cuda:0")))
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocate, raising=False)
         monkeypatch.setattr(
             torch._C, "_cuda_releasePool", lambda device, pool: note(f"release {pool} on {device}"), raising=False
