@@ -101,29 +101,25 @@ class GraphInputs:
 
     def mismatch(self, call: CallLeaves, rows: int | None = None) -> str | None:
         """Why a call of `rows` rows (None: as many as captured) cannot be replayed; None if it can."""
-        if call.tensors.keys() != self.tensors.keys():
-            path = min(call.tensors.keys() ^ self.tensors.keys())
-            return f"tensor argument {path!r} is {'missing' if path in self.tensors else 'new'}"
+        for what, own, captured in (("tensor ", call.tensors, self.tensors), ("", call.others, self.others)):
+            if own.keys() != captured.keys():
+                path = min(own.keys() ^ captured.keys())
+                return f"{what}argument {path!r} is {'missing' if path in captured else 'new'}"
         for path, value in call.tensors.items():
             static = self.tensors[path]
             if value.dtype != static.dtype or not self._fits(path, value, static, rows):
                 was = f"{static.dtype} {list(static.shape)}"
                 return f"argument {path!r} is {value.dtype} {list(value.shape)}, was captured as {was}"
-        if call.others.keys() != self.others.keys():
-            path = min(call.others.keys() ^ self.others.keys())
-            return f"argument {path!r} is {'missing' if path in self.others else 'new'}"
-        for path, own in call.others.items():
-            if not _same(own, self.others[path]):
-                return f"argument {path!r} is {own!r:.80}, was captured as {self.others[path]!r:.80}"
+        for path, value in call.others.items():
+            if not _same(value, self.others[path]):
+                return f"argument {path!r} is {value!r:.80}, was captured as {self.others[path]!r:.80}"
         return None
 
     def _fits(self, path: str, value: Tensor, static: Tensor, rows: int | None) -> bool:
         dim = self.row_dims.get(path)
         if rows is None or dim is None:
             return value.shape == static.shape
-        if value.dim() != static.dim() or value.shape[dim] != rows:
-            return False
-        return value.shape[:dim] == static.shape[:dim] and value.shape[dim + 1 :] == static.shape[dim + 1 :]
+        return value.shape == (*static.shape[:dim], rows, *static.shape[dim + 1 :])
 
     def fill(self, call: CallLeaves, rows: int | None = None) -> None:
         """Copy a call's tensors into the static inputs. If `rows` is given, the call has that many; the rest become
