@@ -9,6 +9,7 @@ used. All plans that a step makes on the host, including attention's, are copied
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -140,7 +141,8 @@ class Packing:
         places, start = [], 0
         for tensor in tensors:
             dtype, shape = tensor.dtype, tensor.shape
-            places.append((dtype, shape, (1,) if len(shape) == 1 else _dense(shape), start // dtype.itemsize))
+            strides = (1,) if len(shape) == 1 else tuple(math.prod(shape[dim:]) for dim in range(1, len(shape) + 1))
+            places.append((dtype, shape, strides, start // dtype.itemsize))
             start += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         return cls(tuple(places), start)
 
@@ -153,14 +155,6 @@ class Packing:
         """Views of the buffer, with the tensors' shapes and dtypes."""
         whole = {dtype: buffer[: self.nbytes].view(dtype) for dtype in {place[0] for place in self.places}}
         return [whole[dtype].as_strided(shape, strides, first) for dtype, shape, strides, first in self.places]
-
-
-def _dense(shape: Sequence[int]) -> tuple[int, ...]:
-    """Contiguous strides for `shape`."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(1, size))
-    return tuple(reversed(strides)) if shape else ()
 
 
 def carried_by(carrier: Carrier) -> AbstractContextManager[object]:
