@@ -94,9 +94,7 @@ def split_requests(
     """
     check_threshold(two_chunk_threshold, num_ubatches)
     if not decode:
-        if two_chunk_threshold > 0:
-            return split_two_chunk(query_lens, two_chunk_threshold)
-        return split_balanced(query_lens, num_ubatches)
+        return split_two_chunk(query_lens, two_chunk_threshold, num_ubatches)
     tokens_per_request = query_lens[0] if query_lens else 1
     for request, length in enumerate(query_lens):
         if length != tokens_per_request:
