@@ -44,12 +44,7 @@ def split_cost(model: CausalLM, *, several_ranks: bool = False, tensor_parallel_
     dense = sum(w.numel() for w in model.parameters() if w.dim() > 1 and id(w) not in left_out)
     layers = [module for module in model.modules() if isinstance(module, Projection) and module not in output]
     dense += sum(module.num_weights for module in layers if module.weight is None)  # packed
-    chosen = sum(_chosen_numbers(module, model.config.num_experts_per_tok) for module in experts)
+    chosen = sum(3 * each.hidden_size * each.intermediate_size * model.config.num_experts_per_tok for each in experts)
     per_token = 2.0 * (dense + chosen / tensor_parallel_size)
     per_sent = per_token if experts and several_ranks else 0.0
     return SplitCost(per_token, float(per_pair * model.config.num_kv_layers), window, per_sent=per_sent, **latent)
-
-
-def _chosen_numbers(experts: FusedExperts, top_k: int) -> int:
-    """Number of expert weights that one token uses in a MoE layer, over all ranks."""
-    return 3 * experts.hidden_size * experts.intermediate_size * top_k
