@@ -54,17 +54,18 @@ class DraftProposer:
         num_places: positions after a request's last known token that need KV slots while drafts are made or verified.
 
     Raises:
-        ConfigError: the attention back end has no tree masks.
+        ConfigError: drafts are trees, but the target's or the draft network's attention back end has no tree masks.
     """
 
     def __init__(self, runner: TargetRunner, draft: DraftNetwork, shape: DraftShape) -> None:
         self._runner = runner
         self._draft = DraftRunner(runner, draft, shape)
-        if shape.topk > 1 and not self._draft.attention.takes_trees:
-            raise ConfigError(
-                f"attention back end {self._draft.attention.decode_name!r} has no tree masks, so the draft network "
-                f"cannot draft trees (topk {shape.topk}) on it. Choose another decode attention back end, or topk 1."
-            )
+        for attention in (runner.attention, self._draft.attention):
+            if shape.topk > 1 and not attention.takes_trees:
+                raise ConfigError(
+                    f"attention back end {attention.decode_name!r} has no tree masks, so drafts cannot be trees (topk "
+                    f"{shape.topk}). Choose another decode attention back end, or topk 1."
+                )
         self._num_steps, self._topk = shape.num_steps, shape.topk
         self._reads_hidden = draft.reads_hidden
         self._shift = int(draft.reads_hidden)  # from a position to the index of the token read there

@@ -13,7 +13,6 @@ from model_runner.drafting.network import DraftNetwork, load_draft
 from model_runner.drafting.proposer import DraftProposer
 from model_runner.drafting.runner import draft_cache_spec
 from model_runner.drafting.target import TargetRunner
-from ubatch import ConfigError
 
 __all__ = ["DraftSetting", "LoadedDraft"]
 
@@ -48,15 +47,5 @@ class LoadedDraft:
         return draft_cache_spec(self.network, spec).bytes_per_block
 
     def proposer(self, runner: TargetRunner) -> DraftProposer:
-        """A proposer whose cache has as many blocks as the runner's cache has now.
-
-        Raises:
-            ConfigError: the model's attention cannot verify trees; or as `DraftProposer`.
-        """
-        shape = self.shape
-        if shape.topk > 1 and not runner.attention.takes_trees:
-            raise ConfigError(
-                f"attention back end {runner.attention.decode_name!r} has no tree masks, so it cannot verify drafts of "
-                f"topk {shape.topk}. Choose another decode attention back end, or topk 1."
-            )
-        return DraftProposer(runner, self.network, shape)
+        """A proposer whose cache has as many blocks as the runner's cache has now; errors as of `DraftProposer`."""
+        return DraftProposer(runner, self.network, self.shape)

@@ -222,7 +222,7 @@ def test_trees_need_a_back_end_with_masks(
     """The draft network's, which is another one than the target's where their kinds of attention differ."""
     head = load_draft("eagle", made.head, runner)
     monkeypatch.setattr(UBatchAttention, "takes_trees", False)
-    with pytest.raises(ConfigError, match=r"back end '\w+' has no tree masks, so the draft network cannot draft trees"):
+    with pytest.raises(ConfigError, match=r"back end '\w+' has no tree masks, so drafts cannot be trees"):
         make_proposer(runner, head, num_steps=3, topk=2)
 
 

@@ -169,7 +169,7 @@ def test_draft_networks_that_do_not_fit(algorithm: str, change: dict[str, int], 
 def test_attention_without_tree_masks_refuses_trees_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     speculation = SpeculationConfig(Algorithm.EAGLE, 4, 2, 2, Path(HEAD))
     monkeypatch.setattr(UBatchAttention, "takes_trees", False)
-    with pytest.raises(ConfigError, match=r"'\w+' has no tree masks, so it cannot verify drafts of topk 2"):
+    with pytest.raises(ConfigError, match=r"'\w+' has no tree masks, so drafts cannot be trees \(topk 2\)"):
         ModelRunner(TINY, kv_cache_memory=1 << 20, **runner_options(speculation))
 
 
