@@ -12,7 +12,7 @@ each direction; a lane that waits keeps the baton. `simulate` assumes that all r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -107,32 +107,28 @@ class Timeline:
         return self.bound_s / self.seconds if self.seconds else 1.0
 
 
+@dataclass(eq=False)
 class _Machine:
-    """The state of one simulated step."""
+    """The state of one simulated step; of the link, that of sending and that of receiving."""
 
-    def __init__(
-        self,
-        programs: Sequence[Sequence[Op]],
-        schedule: Schedule,
-        handoff_s: float,
-        peers: Mapping[tuple[int, str], float],
-    ) -> None:
-        self.programs = programs
-        self.schedule = schedule
-        self.handoff_s = handoff_s
-        self.ring = Ring(len(programs), schedule.lead)
-        self.next_op = [0] * len(programs)
-        self.pending: list[list[str]] = [[] for _ in programs]
-        self.peers = peers
-        self.launched: dict[tuple[int, str], float] = {}
-        self.arrival: dict[tuple[int, str], float] = {}
-        self.now = 0.0
-        self.link_free = [0.0, 0.0]  # send, receive
-        self.link_busy = [0.0, 0.0]
-        self.compute_s = 0.0
-        self.exposed_s = 0.0
-        self.order: list[tuple[int, str]] = []
-        self.spans: list[Span] = []
+    programs: Sequence[Sequence[Op]]
+    schedule: Schedule
+    handoff_s: float
+    peers: Mapping[tuple[int, str], float]
+    launched: dict[tuple[int, str], float] = field(default_factory=dict)
+    arrival: dict[tuple[int, str], float] = field(default_factory=dict)
+    now: float = 0.0
+    link_free: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    link_busy: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    compute_s: float = 0.0
+    exposed_s: float = 0.0
+    order: list[tuple[int, str]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ring = Ring(len(self.programs), self.schedule.lead)
+        self.next_op = [0] * len(self.programs)
+        self.pending: list[list[str]] = [[] for _ in self.programs]
 
     def run_lane(self, lane: int) -> int:
         """Run `lane` until it hands on; returns the next lane, -1 at the end."""
