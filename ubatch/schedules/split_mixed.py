@@ -45,7 +45,11 @@ def split_mixed(
     prefills = len(query_lens) - decodes
     if not decodes or prefills < schedule.lanes - 1:
         return equal
-    apart = _decodes_apart(decodes, query_lens, prefix_lens, cost, schedule.lanes)
+    cuts = [decodes]  # all decodes are in the first lane, the prefills in the others
+    if schedule.lanes > 2:
+        rest = split_by_cost(query_lens[decodes:], prefix_lens[decodes:], cost, schedule.lanes - 1)
+        cuts += [decodes + piece.request_slice.start for piece in rest[1:]]
+    apart = slices_at(cuts, query_lens)
     costs = [predicted_cost(slices, query_lens, prefix_lens, cost, schedule) for slices in (equal, apart)]
     return apart if costs[1] < costs[0] else equal
 
@@ -71,14 +75,3 @@ def predicted_cost(
         times = LayerTimes(attention, cost.per_token * piece.num_tokens, dispatch=sent, combine=sent)
         programs.append(layer_program(times, _LAYERS, plain))
     return simulate(programs, plain).seconds
-
-
-def _decodes_apart(
-    decodes: int, query_lens: Sequence[int], prefix_lens: Sequence[int], cost: SplitCost, lanes: int
-) -> tuple[UBatchSlice, ...]:
-    """The split with all decodes in the first lane and the prefills in the others."""
-    cuts = [decodes]
-    if lanes > 2:
-        rest = split_by_cost(query_lens[decodes:], prefix_lens[decodes:], cost, lanes - 1)
-        cuts += [decodes + piece.request_slice.start for piece in rest[1:]]
-    return slices_at(cuts, query_lens)
