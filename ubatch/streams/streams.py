@@ -17,7 +17,6 @@ __all__ = [
     "CudaStreams",
     "Event",
     "NullEvent",
-    "NullStream",
     "NullStreams",
     "StreamBackend",
     "make_streams",
@@ -63,13 +62,6 @@ class StreamBackend(Protocol):
         """Number of streaming multiprocessors of the device; 0 for a CPU."""
 
 
-class NullStream:
-    """The one stream of a CPU."""
-
-    def __repr__(self) -> str:
-        return "NullStream()"
-
-
 class NullEvent:
     """An event of a CPU: earlier work is always done."""
 
@@ -88,18 +80,16 @@ class NullEvent:
 
 
 class NullStreams:
-    """Streams of a CPU."""
+    """Streams of a CPU, which has one: None."""
 
-    _the_stream = NullStream()
-
-    def current(self) -> NullStream:
-        return self._the_stream
+    def current(self) -> None:
+        """Always None."""
 
     def set_current(self, stream: Any) -> None:
         """Do nothing: there is only one stream."""
 
-    def new_stream(self) -> NullStream:
-        return self._the_stream
+    def new_stream(self) -> None:
+        """Always None."""
 
     def new_event(self) -> NullEvent:
         return NullEvent()

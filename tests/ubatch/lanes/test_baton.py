@@ -22,7 +22,6 @@ from ubatch.lanes.wakeup import EventFdWakeUp, Gate, LockWakeUp, WakeUp, make_wa
 from ubatch.schedules.forward_context import ForwardContext, get_forward_context
 from ubatch.schedules.ring import interleave
 from ubatch.schedules.schedule import SCHEDULES, Point, Schedule, get_schedule
-from ubatch.streams.streams import NullStream
 from ubatch.trace.spans import tracing
 
 KINDS: list[type[EventFdWakeUp] | type[LockWakeUp]] = [LockWakeUp]
@@ -259,8 +258,8 @@ class Threads:
         self.ready = Gate(lanes)
         self.contexts = make_ubatch_contexts(
             lanes,
-            NullStream(),
-            NullStream(),
+            None,
+            None,
             [ForwardContext(num_tokens=lane) for lane in range(lanes)],
             self.ready,
             schedule=schedule,
@@ -325,7 +324,7 @@ def test_contexts_can_be_used_for_several_steps() -> None:
 
 
 def test_a_context_cannot_be_entered_inside_a_lane() -> None:
-    other = make_ubatch_contexts(2, NullStream(), NullStream(), [None, None], Gate(2))[1]
+    other = make_ubatch_contexts(2, None, None, [None, None], Gate(2))[1]
 
     def body() -> None:
         with other:
@@ -341,21 +340,21 @@ def test_a_context_cannot_be_entered_inside_a_lane() -> None:
 )
 def test_contexts_that_cannot_be(lanes: int, contexts: list[None], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_ubatch_contexts(lanes, NullStream(), NullStream(), contexts, Gate(lanes))
+        make_ubatch_contexts(lanes, None, None, contexts, Gate(lanes))
 
 
 def test_contexts_take_a_schedule_by_name() -> None:
-    contexts = make_ubatch_contexts(2, NullStream(), NullStream(), [None, None], Gate(2), schedule="two_batch_decode")
+    contexts = make_ubatch_contexts(2, None, None, [None, None], Gate(2), schedule="two_batch_decode")
     assert all(context.schedule == get_schedule("two_batch_decode") for context in contexts)
     with pytest.raises(ConfigError, match="unknown schedule 'two_batch_decoed'; did you mean 'two_batch_decode'"):
-        make_ubatch_contexts(2, NullStream(), NullStream(), [None, None], Gate(2), schedule="two_batch_decoed")
+        make_ubatch_contexts(2, None, None, [None, None], Gate(2), schedule="two_batch_decoed")
 
 
 @pytest.mark.parametrize("points", [0, 1], ids=["before its first turn", "at a point"])
 def test_ctrl_c_in_a_lane_of_the_main_thread_unwinds_every_lane(points: int) -> None:
     """The main thread may run a lane itself; an interrupt while it is parked must not leave the others waiting."""
     ready = Gate(2)
-    contexts = make_ubatch_contexts(2, NullStream(), NullStream(), [None, None], ready, schedule=EVERY_POINT)
+    contexts = make_ubatch_contexts(2, None, None, [None, None], ready, schedule=EVERY_POINT)
     log: list[str] = []
 
     def other() -> None:

@@ -35,7 +35,7 @@ from ubatch.lanes.wakeup import Gate
 from ubatch.lanes.workers import LanePool
 from ubatch.schedules.forward_context import ForwardContext, get_forward_context
 from ubatch.schedules.ring import interleave
-from ubatch.streams.streams import NullStream, NullStreams
+from ubatch.streams.streams import NullStreams
 from ubatch.trace.spans import tracing
 
 pytestmark = pytest.mark.long
@@ -287,9 +287,7 @@ class OwnLanes:
 
     def __init__(self) -> None:
         self.ready = Gate(2)
-        self.contexts = make_ubatch_contexts(
-            2, NullStream(), NullStream(), [None, None], self.ready, schedule=EVERY_POINT
-        )
+        self.contexts = make_ubatch_contexts(2, None, None, [None, None], self.ready, schedule=EVERY_POINT)
 
     def run(self, *bodies: Callable[[], object]) -> None:
         def lane(index: int) -> None:

@@ -14,13 +14,12 @@ CPU = torch.device("cpu")
 def test_a_cpu_has_null_streams() -> None:
     streams = make_streams(CPU)
     assert isinstance(streams, NullStreams)
-    assert streams.current() is streams.new_stream()
+    assert (streams.current(), streams.new_stream()) == (None, None)
     event = streams.new_event()
     event.record(streams.current())
     event.wait(streams.current())
     streams.set_current(streams.current())
     streams.warm_up()
-    assert repr(streams.current()) == "NullStream()"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests the refusal where there is no CUDA device; here is one")
