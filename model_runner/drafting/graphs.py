@@ -169,10 +169,9 @@ class DraftGraphs:
         self._num_valid = torch.zeros((), dtype=torch.int64, device=cache.device)
         self._ids = torch.zeros(rows, dtype=torch.int64, device=cache.device)
         self._positions = torch.zeros_like(self._ids)
-        # A network that reads only tokens needs no rows here.
-        width, dtype = network.config.hidden_size, cache.spec.dtype
-        self._hidden = torch.zeros(rows if network.reads_hidden else 0, width, dtype=dtype, device=cache.device)
-        self._first = torch.zeros(most, width, dtype=dtype, device=cache.device)
+        # A network that reads only tokens needs hidden states for the first drafts of its chains alone.
+        read = rows if network.reads_hidden else most
+        self._hidden = torch.zeros(read, network.config.hidden_size, dtype=cache.spec.dtype, device=cache.device)
         self._draws: DraftDraws | None = None
         if shape.sampled:
             self._draws = DraftDraws(
@@ -224,18 +223,16 @@ class DraftGraphs:
     def _capture(self, shape: GraphShape) -> _Captured:
         batch, rows = batch_to_capture(shape, self._attention.kv_cache), shape.num_tokens
         is_chain = shape.mode is ForwardMode.DECODE
-        plan: Any
         with self._setting.planning():
-            plan = self._steps.plan_for_graph(batch) if is_chain else self._attention.plan_for_graph(batch)
+            plan: Any = (self._steps if is_chain else self._attention).plan_for_graph(batch)
         self._num_valid.fill_(rows)
         context = ForwardContext(attn_metadata=plan, num_tokens=rows, mode=shape.mode, num_valid=self._num_valid)
-        positions = self._positions[:rows]
+        inputs = {"positions": self._positions[:rows], "hidden": self._hidden[:rows]}
         body: Callable[[], Any]
         if is_chain:
-            inputs = {"positions": positions, "hidden": self._first[:rows]}
             body = partial(draft_chain, self._network, context, plan, **inputs, draws=_first_rows(self._draws, rows))
         else:
-            inputs = {"input_ids": self._ids[:rows], "positions": positions, "hidden": self._hidden[:rows]}
+            inputs["input_ids"] = self._ids[:rows]
             body = partial(self._network, **inputs)
 
         def run(capture: Capture | None) -> Any:
@@ -308,7 +305,7 @@ class DraftGraphs:
         count = len(starts)
         with self._setting.planning():
             self._steps.replan(self._captured[shape].plan, starts, block_table, slots)
-        inputs: list[_Input] = [(self._positions, positions, 0), (self._first, hidden, 0)]
+        inputs: list[_Input] = [(self._positions, positions, 0), (self._hidden, hidden, 0)]
         if self._draws is not None and draws is not None:
             own = self._draws
             inputs += [(own.temperatures, draws.temperatures, 1), (own.draws, draws.draws, 0)]
