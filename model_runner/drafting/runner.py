@@ -129,13 +129,11 @@ class DraftRunner:
             `[R, hidden_size]`, the result at each request's last position.
         """
         lens = [len(tokens) for tokens in ids]
-        first = [start - length for start, length in zip(batch.starts, lens, strict=True)]
-        flat = torch.tensor([token for tokens in ids for token in tokens])
-        owner = torch.repeat_interleave(torch.tensor(lens))
-        ends = torch.tensor(lens).cumsum(0)
-        places = torch.arange(len(flat)) + (torch.tensor(first) - ends + torch.tensor(lens))[owner]
-        slots = self._table.slots(batch.rows[owner], places)
-        flat, places, slots, last = to_device((flat, places, slots, ends - 1), self.device)
+        ranges = [range(start - length, start) for start, length in zip(batch.starts, lens, strict=True)]
+        flat, places = (torch.tensor([each for own in parts for each in own]) for parts in (ids, ranges))
+        slots = self._table.slots(batch.rows.repeat_interleave(torch.tensor(lens)), places)
+        last = torch.tensor(lens).cumsum(0) - 1
+        flat, places, slots, last = to_device((flat, places, slots, last), self.device)
         metadata = CommonAttentionMetadata.build(lens, batch.starts, batch.block_table, slots, ForwardMode.DRAFT_EXTEND)
         return self.extend(metadata, flat, places, hidden).index_select(0, last)
 
@@ -177,21 +175,15 @@ class DraftRunner:
                 sees. In the cache they follow the prefix, level by level.
         """
         requests, width = ids.shape
-        written = depth * width
-        nodes = torch.arange(width)
-        places = torch.tensor(batch.starts)[:, None] + written + nodes
+        prefix_lens = tuple(start + depth * width for start in batch.starts)
+        prefixes = torch.tensor(prefix_lens)
+        places = prefixes[:, None] + torch.arange(width)
         slots = self._table.slots(batch.rows[:, None].expand(-1, width), places).flatten()
-        prefix_lens = tuple(start + written for start in batch.starts)
         # In the flat mask each node has a row over prefix and tree; the tree's part is the end of that row.
-        row_lens = torch.tensor(batch.starts) + written + width
-        offsets = (row_lens * width).cumsum(0)
-        total = int(offsets[-1])
-        tree = torch.arange(written + width)
-        first = (offsets - row_lens * width)[:, None] + nodes * row_lens[:, None] + torch.tensor(batch.starts)[:, None]
-        where, slots, links = to_device(
-            ((first[:, :, None] + tree).flatten(), slots, torch.full((requests, width), -1)), self.device
-        )
-        mask = torch.ones(total, dtype=torch.bool, device=self.device)
+        row_lens = (prefixes + width).repeat_interleave(width)
+        tree = row_lens.cumsum(0)[:, None] - torch.arange((depth + 1) * width, 0, -1)
+        where, slots, links = to_device((tree.flatten(), slots, torch.full((requests, width), -1)), self.device)
+        mask = torch.ones(int(row_lens.sum()), dtype=torch.bool, device=self.device)
         mask.index_copy_(0, where, ancestors.flatten())
         positions = (batch.starts_device + depth).repeat_interleave(width)
         verify = SpecVerifyInput(width, prefix_lens, ids.flatten(), positions, mask, links, links, links)
