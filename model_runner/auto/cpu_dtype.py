@@ -137,9 +137,10 @@ def _measure(sizes: _Sizes, experts_backend: str, threads: int) -> tuple[list[fl
             backends = [experts_backend] * len(_DTYPES)
         parts = list(_products(sizes, backends))
         found: tuple[list[float], list[float]] = [], []
-        for tokens, fits in zip(_TOKENS, (_fits(sizes), None), strict=True):
+        for tokens, fits in zip(_TOKENS, (_fits(sizes), [True, True]), strict=True):
             shares, pairs = zip(*((share, pair) for of, share, pair in parts if of == tokens), strict=True)
-            for seconds, best in zip(found, zip(*_best_times(pairs, fits), strict=True), strict=True):
+            by_dtype = zip(*_best_times(pairs, fits), strict=True)
+            for seconds, best in zip(found, by_dtype, strict=True):
                 seconds.append(sum(map(operator.mul, shares, best)))
     return found
 
@@ -204,16 +205,14 @@ def _ones(dtype: torch.dtype, *size: int) -> Tensor:
     return torch.ones(size, dtype=dtype, device="cpu")
 
 
-def _best_times(pairs: Sequence[_Pair], fits: Sequence[bool] | None) -> list[list[float]]:
+def _best_times(pairs: Sequence[_Pair], fits: Sequence[bool]) -> list[list[float]]:
     """For each product, the best time of both ways, in seconds; in turns, so that load on the machine slows both alike.
 
     Args:
-        fits: for each dtype, whether the weights are in the last cache when a step needs them; None if no matter.
+        fits: for each dtype, whether the weights are in the last cache when a step needs them, or it does not matter.
     """
     best = [[math.inf] * len(pair) for pair in pairs]
-    other = None
-    if fits is not None and not all(fits):
-        other = _ones(torch.float32, 3 * _cache_bytes() // 2 // torch.float32.itemsize)
+    other = None if all(fits) else _ones(torch.float32, 3 * _cache_bytes() // 2 // torch.float32.itemsize)
     for way in chain(*pairs):
         way()
     end = time.perf_counter() + _SECONDS
@@ -224,7 +223,7 @@ def _best_times(pairs: Sequence[_Pair], fits: Sequence[bool] | None) -> list[lis
             other.sum()  # takes the place of all weights
         for pair, times in zip(pairs, best, strict=True):
             for place, way in enumerate(pair):
-                if other is not None and fits is not None and fits[place]:
+                if other is not None and fits[place]:
                     way()
                 start = time.perf_counter()
                 way()

@@ -175,7 +175,6 @@ def test_a_decode_step_finds_its_weights_in_no_cache_or_in_it(monkeypatch: pytes
         (False, False): ["read other memory", "bfloat16", "float32"],
         (True, False): ["read other memory", "bfloat16", "bfloat16", "float32"],
         (True, True): ["bfloat16", "float32"],
-        None: ["bfloat16", "float32"],
     }
     for fits, in_turn in expected.items():
         log.clear()
