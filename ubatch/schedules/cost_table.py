@@ -10,8 +10,8 @@ This module imports neither torch nor threads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from statistics import fmean
 
 from ubatch.errors import ConfigError
 
@@ -43,17 +43,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Choice:
-    """A setting, with its regret and gain.
+    """A setting, with its regret.
 
     Attributes:
         setting: the best one.
         regret: mean of time over the best arm's time at every size, minus 1.
-        gain: mean of serial time over this setting's time, weighted by the load.
     """
 
     setting: Setting
     regret: float
-    gain: float
 
 
 @dataclass(frozen=True)
@@ -63,14 +61,12 @@ class CostTable:
     Attributes:
         seconds: tokens -> arm -> time of a step, in any one unit per size. An arm without an entry cannot run at that
             size, and a step of that size is then serial.
-        weights: tokens -> share of the load; if empty, all sizes have equal weight.
 
     Raises:
-        ConfigError: no sizes, no serial time at one, or a time or a sum of weights that is not positive.
+        ConfigError: no sizes, no serial time at one, or a time that is not positive.
     """
 
     seconds: Mapping[int, Mapping[str, float]]
-    weights: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.seconds:
@@ -81,8 +77,6 @@ class CostTable:
             for arm, seconds in arms.items():
                 if not seconds > 0:
                     raise ConfigError(f"cost table: {arm} takes {seconds} s at {tokens} tokens; it must be positive.")
-        if self.weights and not sum(self.weights.get(tokens, 0.0) for tokens in self.seconds) > 0:
-            raise ConfigError("the cost table's weights are all zero at the sizes that it has.")
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -105,19 +99,7 @@ class CostTable:
 
     def regret(self, setting: Setting) -> float:
         """How much slower than the best arm at every size, on average: 0.02 is 2%."""
-        return sum(share * self.time(setting, n) / self.best(n) for n, share in self._shares.items()) - 1.0
-
-    def gain(self, setting: Setting) -> float:
-        """How much faster than serial, on average."""
-        return 1.0 / sum(
-            share * self.time(setting, n) / self.seconds[n][SERIAL_ARM] for n, share in self._shares.items()
-        )
-
-    @cached_property
-    def _shares(self) -> Mapping[int, float]:
-        weights = {tokens: self.weights.get(tokens, 0.0) if self.weights else 1.0 for tokens in self.sizes}
-        total = sum(weights.values())
-        return {tokens: weight / total for tokens, weight in weights.items()}
+        return fmean(self.time(setting, tokens) / self.best(tokens) for tokens in self.sizes) - 1.0
 
 
 def choose(table: CostTable, simplest_first: Sequence[str] = ()) -> Choice:
@@ -136,4 +118,4 @@ def choose(table: CostTable, simplest_first: Sequence[str] = ()) -> Choice:
     own = [(regret, setting) for regret, setting in as_good if setting.arm == arm]
     limit = min(regret for regret, _ in own) + _THRESHOLD_TIE
     regret, setting = max((item for item in own if item[0] <= limit), key=lambda item: item[1].threshold or 0)
-    return Choice(setting, regret, table.gain(setting))
+    return Choice(setting, regret)

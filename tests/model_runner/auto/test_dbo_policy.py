@@ -341,8 +341,7 @@ def test_what_is_chosen_from_a_table_is_the_best_there_is() -> None:
     )
     assert choose(table, ("2", "3")).setting == Setting("2", 16)  # 3 lanes are hardly better, and not at 32
     assert table.regret(Setting()) == pytest.approx((1 + 2.0 / 1.895 + 1.6) / 3 - 1)
-    weighted = CostTable(table.seconds, {8: 1.0, 16: 1e-9, 32: 1e-9})
-    assert choose(weighted).setting == Setting()
+    assert choose(CostTable({8: table.seconds[8]})).setting == Setting()
     with pytest.raises(ConfigError, match="no serial time at 8 tokens"):
         CostTable({8: {"2": 1.0}})
 
