@@ -46,11 +46,6 @@ class StaticBuffers:
         self._device = device
         self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """Total size of the buffers in bytes."""
-        return sum(flat.nbytes for flat in self._flat.values())
-
     def clear(self) -> None:
         """Drop the buffers; graphs that still use them keep them alive."""
         self._flat.clear()
