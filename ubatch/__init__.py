@@ -37,7 +37,6 @@ import warnings
 
 if typing.TYPE_CHECKING:
     from ubatch.public import *
-    from ubatch.public import __all__ as __all__
 
 __version__ = "0.1.0"
 
@@ -68,13 +67,19 @@ def __getattr__(name: str) -> typing.Any:
         )
         return getattr(importlib.import_module(place), name)
     if name == "__all__" or not name.startswith("__"):
-        public = importlib.import_module("ubatch.public")
-        for each in ("__all__", *public.__all__):
-            globals().setdefault(each, getattr(public, each))  # what someone has replaced stays so
+        for each, value in _public().items():
+            globals().setdefault(each, value)  # what someone has replaced stays so
     if name not in globals():
         raise AttributeError(f"module 'ubatch' has no attribute {name!r}")
     return globals()[name]
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *importlib.import_module("ubatch.public").__all__})
+    return sorted({*globals(), *_public()})
+
+
+def _public() -> dict[str, typing.Any]:
+    """The names that `ubatch.public` imports, and `__all__`, which lists them."""
+    public = vars(importlib.import_module("ubatch.public"))
+    names = [name for name in public if not name.startswith("_")]
+    return {name: public[name] for name in names} | {"__all__": names}

@@ -1,196 +1,111 @@
-"""The public names of `ubatch`, gathered here so that `import ubatch` alone does not import torch."""
+"""The public names of `ubatch`, a line each, gathered here so that `import ubatch` alone does not import torch."""
 
-from ubatch.calls.caches import CacheSplitter, register_splitter
-from ubatch.calls.call_plan import CannotSplit
-from ubatch.dbo import (
-    current_sm_budget,
-    dbo_current_ubatch_id,
-    dbo_enabled,
-    dbo_get_previous_event,
-    dbo_keep,
-    dbo_maybe_run_recv_hook,
-    dbo_register_recv_hook,
-    dbo_switch_to_comm,
-    dbo_switch_to_comm_sync,
-    dbo_switch_to_compute,
-    dbo_switch_to_compute_sync,
-    dbo_yield,
-    dbo_yield_and_switch_from_comm_to_compute,
-    dbo_yield_and_switch_from_compute_to_comm,
-    fork_comm_stream,
-    on_comm_stream,
-    on_compute_stream,
-    report_sm_use,
-)
-from ubatch.errors import (
-    ConcurrentCallError,
-    ConfigError,
-    ForgedValue,
-    ForkedLaneError,
-    GradientError,
-    GroupBroken,
-    LaneAborted,
-    LaunchOrderError,
-    NestedUBatchError,
-    OverlapDeclined,
-    PeerFailed,
-    SideEffectError,
-    SplitError,
-    TransferTimeout,
-    UBatchError,
-    UBatchTimeout,
-    UnvotedCollectiveError,
-    nearest,
-)
-from ubatch.graphs.cuda import CudaGraphs
-from ubatch.lanes.context import UBatchContext, current_schedule, make_ubatch_contexts
-from ubatch.lanes.wakeup import Gate
-from ubatch.process.registry import LazyRegistry, import_optional
-from ubatch.ranks.collectives import (
-    all_gather,
-    all_reduce,
-    all_to_all_single,
-    launch_all_gather,
-    launch_all_reduce,
-    launch_all_to_all_single,
-    launch_reduce_scatter,
-    reduce_scatter,
-)
-from ubatch.ranks.group import CommGroup
-from ubatch.ranks.host_copy import copy_to_host
-from ubatch.ranks.transfer import Transfer
-from ubatch.schedules.forward_context import ForwardContext, ForwardMode, get_forward_context, set_forward_context
-from ubatch.schedules.modes import ModeSettings, Resolved
-from ubatch.schedules.ring import interleave
-from ubatch.schedules.schedule import SCHEDULES, Point, Recv, Schedule, SharedExpert, get_schedule
-from ubatch.schedules.split import (
-    UBatchSlice,
-    keep_together,
-    split_balanced,
-    split_fixed,
-    split_requests,
-    split_two_chunk,
-)
-from ubatch.schedules.split_cost import SplitBy, SplitCost, split_by_cost
-from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
-from ubatch.streams.graph_protocols import CapturedGraph, CaptureFailed, GraphBackend, GraphKey, GraphMiss, capturing
-from ubatch.streams.sm_budget import SMBudget
-from ubatch.trace.export import TraceSummary, summarise, write_chrome
-from ubatch.trace.page import Remark, write_html
-from ubatch.trace.ranges import profile_ranges
-from ubatch.trace.spans import LinkTime, Span, SpanKind, StepNote, Trace, tracing
-from ubatch.wrapper import UBatchWrapper
-from ubatch.wrapping.config import CUDAGraphMode, UBatchConfig, Verify
-from ubatch.wrapping.statistics import UBatchStatistics
-
-__all__ = [
-    "SCHEDULES",
-    "CUDAGraphMode",
-    "CacheSplitter",
-    "CannotSplit",
-    "CaptureFailed",
-    "CapturedGraph",
-    "CommGroup",
-    "ConcurrentCallError",
-    "ConfigError",
-    "CudaGraphs",
-    "Decision",
-    "DeclineReason",
-    "ForgedValue",
-    "ForkedLaneError",
-    "ForwardContext",
-    "ForwardMode",
-    "Gate",
-    "GradientError",
-    "GraphBackend",
-    "GraphKey",
-    "GraphMiss",
-    "GroupBroken",
-    "LaneAborted",
-    "LaunchOrderError",
-    "LazyRegistry",
-    "LinkTime",
-    "ModeSettings",
-    "NestedUBatchError",
-    "Offer",
-    "OverlapDeclined",
-    "PeerFailed",
-    "Point",
-    "Recv",
-    "Remark",
-    "Resolved",
-    "SMBudget",
-    "Schedule",
-    "SharedExpert",
-    "SideEffectError",
-    "Span",
-    "SpanKind",
-    "SplitBy",
-    "SplitCost",
-    "SplitError",
-    "StepNote",
-    "Trace",
-    "TraceSummary",
-    "Transfer",
-    "TransferTimeout",
-    "UBatchConfig",
-    "UBatchContext",
-    "UBatchError",
-    "UBatchSlice",
-    "UBatchStatistics",
-    "UBatchTimeout",
-    "UBatchWrapper",
-    "UnvotedCollectiveError",
-    "Verify",
-    "Wish",
-    "all_gather",
-    "all_reduce",
-    "all_to_all_single",
-    "capturing",
-    "copy_to_host",
-    "current_schedule",
-    "current_sm_budget",
-    "dbo_current_ubatch_id",
-    "dbo_enabled",
-    "dbo_get_previous_event",
-    "dbo_keep",
-    "dbo_maybe_run_recv_hook",
-    "dbo_register_recv_hook",
-    "dbo_switch_to_comm",
-    "dbo_switch_to_comm_sync",
-    "dbo_switch_to_compute",
-    "dbo_switch_to_compute_sync",
-    "dbo_yield",
-    "dbo_yield_and_switch_from_comm_to_compute",
-    "dbo_yield_and_switch_from_compute_to_comm",
-    "decide",
-    "fingerprint",
-    "fork_comm_stream",
-    "get_forward_context",
-    "get_schedule",
-    "import_optional",
-    "interleave",
-    "keep_together",
-    "launch_all_gather",
-    "launch_all_reduce",
-    "launch_all_to_all_single",
-    "launch_reduce_scatter",
-    "make_ubatch_contexts",
-    "nearest",
-    "on_comm_stream",
-    "on_compute_stream",
-    "profile_ranges",
-    "reduce_scatter",
-    "register_splitter",
-    "report_sm_use",
-    "set_forward_context",
-    "split_balanced",
-    "split_by_cost",
-    "split_fixed",
-    "split_requests",
-    "split_two_chunk",
-    "summarise",
-    "tracing",
-    "write_chrome",
-    "write_html",
-]
+from ubatch.calls.caches import CacheSplitter as CacheSplitter
+from ubatch.calls.caches import register_splitter as register_splitter
+from ubatch.calls.call_plan import CannotSplit as CannotSplit
+from ubatch.dbo import current_sm_budget as current_sm_budget
+from ubatch.dbo import dbo_current_ubatch_id as dbo_current_ubatch_id
+from ubatch.dbo import dbo_enabled as dbo_enabled
+from ubatch.dbo import dbo_get_previous_event as dbo_get_previous_event
+from ubatch.dbo import dbo_keep as dbo_keep
+from ubatch.dbo import dbo_maybe_run_recv_hook as dbo_maybe_run_recv_hook
+from ubatch.dbo import dbo_register_recv_hook as dbo_register_recv_hook
+from ubatch.dbo import dbo_switch_to_comm as dbo_switch_to_comm
+from ubatch.dbo import dbo_switch_to_comm_sync as dbo_switch_to_comm_sync
+from ubatch.dbo import dbo_switch_to_compute as dbo_switch_to_compute
+from ubatch.dbo import dbo_switch_to_compute_sync as dbo_switch_to_compute_sync
+from ubatch.dbo import dbo_yield as dbo_yield
+from ubatch.dbo import dbo_yield_and_switch_from_comm_to_compute as dbo_yield_and_switch_from_comm_to_compute
+from ubatch.dbo import dbo_yield_and_switch_from_compute_to_comm as dbo_yield_and_switch_from_compute_to_comm
+from ubatch.dbo import fork_comm_stream as fork_comm_stream
+from ubatch.dbo import on_comm_stream as on_comm_stream
+from ubatch.dbo import on_compute_stream as on_compute_stream
+from ubatch.dbo import report_sm_use as report_sm_use
+from ubatch.errors import ConcurrentCallError as ConcurrentCallError
+from ubatch.errors import ConfigError as ConfigError
+from ubatch.errors import ForgedValue as ForgedValue
+from ubatch.errors import ForkedLaneError as ForkedLaneError
+from ubatch.errors import GradientError as GradientError
+from ubatch.errors import GroupBroken as GroupBroken
+from ubatch.errors import LaneAborted as LaneAborted
+from ubatch.errors import LaunchOrderError as LaunchOrderError
+from ubatch.errors import NestedUBatchError as NestedUBatchError
+from ubatch.errors import OverlapDeclined as OverlapDeclined
+from ubatch.errors import PeerFailed as PeerFailed
+from ubatch.errors import SideEffectError as SideEffectError
+from ubatch.errors import SplitError as SplitError
+from ubatch.errors import TransferTimeout as TransferTimeout
+from ubatch.errors import UBatchError as UBatchError
+from ubatch.errors import UBatchTimeout as UBatchTimeout
+from ubatch.errors import UnvotedCollectiveError as UnvotedCollectiveError
+from ubatch.errors import nearest as nearest
+from ubatch.graphs.cuda import CudaGraphs as CudaGraphs
+from ubatch.lanes.context import UBatchContext as UBatchContext
+from ubatch.lanes.context import current_schedule as current_schedule
+from ubatch.lanes.context import make_ubatch_contexts as make_ubatch_contexts
+from ubatch.lanes.wakeup import Gate as Gate
+from ubatch.process.registry import LazyRegistry as LazyRegistry
+from ubatch.process.registry import import_optional as import_optional
+from ubatch.ranks.collectives import all_gather as all_gather
+from ubatch.ranks.collectives import all_reduce as all_reduce
+from ubatch.ranks.collectives import all_to_all_single as all_to_all_single
+from ubatch.ranks.collectives import launch_all_gather as launch_all_gather
+from ubatch.ranks.collectives import launch_all_reduce as launch_all_reduce
+from ubatch.ranks.collectives import launch_all_to_all_single as launch_all_to_all_single
+from ubatch.ranks.collectives import launch_reduce_scatter as launch_reduce_scatter
+from ubatch.ranks.collectives import reduce_scatter as reduce_scatter
+from ubatch.ranks.group import CommGroup as CommGroup
+from ubatch.ranks.host_copy import copy_to_host as copy_to_host
+from ubatch.ranks.transfer import Transfer as Transfer
+from ubatch.schedules.forward_context import ForwardContext as ForwardContext
+from ubatch.schedules.forward_context import ForwardMode as ForwardMode
+from ubatch.schedules.forward_context import get_forward_context as get_forward_context
+from ubatch.schedules.forward_context import set_forward_context as set_forward_context
+from ubatch.schedules.modes import ModeSettings as ModeSettings
+from ubatch.schedules.modes import Resolved as Resolved
+from ubatch.schedules.ring import interleave as interleave
+from ubatch.schedules.schedule import SCHEDULES as SCHEDULES
+from ubatch.schedules.schedule import Point as Point
+from ubatch.schedules.schedule import Recv as Recv
+from ubatch.schedules.schedule import Schedule as Schedule
+from ubatch.schedules.schedule import SharedExpert as SharedExpert
+from ubatch.schedules.schedule import get_schedule as get_schedule
+from ubatch.schedules.split import UBatchSlice as UBatchSlice
+from ubatch.schedules.split import keep_together as keep_together
+from ubatch.schedules.split import split_balanced as split_balanced
+from ubatch.schedules.split import split_fixed as split_fixed
+from ubatch.schedules.split import split_requests as split_requests
+from ubatch.schedules.split import split_two_chunk as split_two_chunk
+from ubatch.schedules.split_cost import SplitBy as SplitBy
+from ubatch.schedules.split_cost import SplitCost as SplitCost
+from ubatch.schedules.split_cost import split_by_cost as split_by_cost
+from ubatch.schedules.vote import Decision as Decision
+from ubatch.schedules.vote import DeclineReason as DeclineReason
+from ubatch.schedules.vote import Offer as Offer
+from ubatch.schedules.vote import Wish as Wish
+from ubatch.schedules.vote import decide as decide
+from ubatch.schedules.vote import fingerprint as fingerprint
+from ubatch.streams.graph_protocols import CapturedGraph as CapturedGraph
+from ubatch.streams.graph_protocols import CaptureFailed as CaptureFailed
+from ubatch.streams.graph_protocols import GraphBackend as GraphBackend
+from ubatch.streams.graph_protocols import GraphKey as GraphKey
+from ubatch.streams.graph_protocols import GraphMiss as GraphMiss
+from ubatch.streams.graph_protocols import capturing as capturing
+from ubatch.streams.sm_budget import SMBudget as SMBudget
+from ubatch.trace.export import TraceSummary as TraceSummary
+from ubatch.trace.export import summarise as summarise
+from ubatch.trace.export import write_chrome as write_chrome
+from ubatch.trace.page import Remark as Remark
+from ubatch.trace.page import write_html as write_html
+from ubatch.trace.ranges import profile_ranges as profile_ranges
+from ubatch.trace.spans import LinkTime as LinkTime
+from ubatch.trace.spans import Span as Span
+from ubatch.trace.spans import SpanKind as SpanKind
+from ubatch.trace.spans import StepNote as StepNote
+from ubatch.trace.spans import Trace as Trace
+from ubatch.trace.spans import tracing as tracing
+from ubatch.wrapper import UBatchWrapper as UBatchWrapper
+from ubatch.wrapping.config import CUDAGraphMode as CUDAGraphMode
+from ubatch.wrapping.config import UBatchConfig as UBatchConfig
+from ubatch.wrapping.config import Verify as Verify
+from ubatch.wrapping.statistics import UBatchStatistics as UBatchStatistics

@@ -28,12 +28,7 @@ def listing() -> str:
 
 def lines_of(package: str) -> Iterator[str]:
     """The lines of one package, sorted by name."""
-    (shown,) = (
-        node.value
-        for node in tree_of(package).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    )
-    for name in sorted(ast.literal_eval(shown)):
+    for name in sorted(shown_by(package)):
         found = resolve(package, name)
         if found is None:
             raise LookupError(f"{package}.{name} is in __all__, but it is neither defined nor imported there")
@@ -42,6 +37,16 @@ def lines_of(package: str) -> Iterator[str]:
         if isinstance(node, ast.ClassDef):
             members = members_of(module, node)
             yield from (f"{package}.{name}.{members[member]}" for member in sorted(members))
+
+
+def shown_by(package: str) -> list[str]:
+    """What its `__all__` lists; without one, what it imports, as `ubatch.public` does."""
+    body = tree_of(package).body
+    for node in body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    return [alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names]
 
 
 def members_of(module: str, node: ast.ClassDef) -> dict[str, str]:
