@@ -14,8 +14,8 @@ from ubatch.kernels import autotune, fastest
 
 
 @dataclass
-class ToldTimes:
-    """A `Timer`; it runs what it times, so what is timed works.
+class ToldTimes(autotune.CudaTimer):
+    """It runs what it times, so what is timed works.
 
     Attributes:
         times: seconds of each back end, one per batch.

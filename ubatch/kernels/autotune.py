@@ -20,11 +20,11 @@ import statistics
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -34,10 +34,18 @@ from ubatch.process.files import write_whole
 from ubatch.ranks.long_calls import taking_long
 from ubatch.streams.graph_protocols import capturing
 
-__all__ = ["Autotuner", "CudaTimer", "Timer", "autotune", "autotune_path"]
+__all__ = ["Autotuner", "CudaTimer", "autotune", "autotune_path", "version_of"]
 
-C = TypeVar("C")
 Entry = dict[str, Any]
+
+
+class Config(Protocol):
+    """A dataclass of plain numbers."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+C = TypeVar("C", bound=Config)
 
 _logger = logging.getLogger(__name__)
 
@@ -48,22 +56,6 @@ _SAMPLED_S = 0.02  # of kernel time per config, within the numbers of samples be
 _MIN_SAMPLES, _MAX_SAMPLES = 5, 30
 
 
-class Timer(Protocol):
-    """Times kernels on a kind of device."""
-
-    def tunes(self, device: torch.device) -> bool:
-        """Whether choices for this device are measured and kept in the file."""
-
-    def can_time(self, device: torch.device) -> bool:
-        """Whether kernels can be timed right now."""
-
-    def fingerprint(self, device: torch.device) -> str:
-        """The section of the file: the device's name and the versions of the compilers, on which times depend."""
-
-    def seconds(self, run: Callable[[], object], device: torch.device) -> float:
-        """Seconds that the work launched by `run` takes on the device."""
-
-
 class CudaTimer:
     """Times with CUDA events, every sample after the L2 cache was overwritten.
 
@@ -71,17 +63,20 @@ class CudaTimer:
     """
 
     def tunes(self, device: torch.device) -> bool:
+        """Whether choices for this device are measured and kept in the file."""
         return device.type == "cuda"
 
     def can_time(self, device: torch.device) -> bool:
-        """See `Timer`. False while a graph is captured."""
-        return device.type == "cuda" and not capturing()
+        """Whether kernels can be timed right now: not while a graph is captured."""
+        return not capturing()
 
     def fingerprint(self, device: torch.device) -> str:
-        return _fingerprint(device)
+        """The section of the file: the device's name and the versions of the compilers, on which times depend."""
+        name = torch.cuda.get_device_name(device)
+        return f"{name} | torch {torch.__version__} | triton {version_of('triton')}"
 
     def seconds(self, run: Callable[[], object], device: torch.device) -> float:
-        """See `Timer`. The median of several samples, on the current stream."""
+        """Seconds that the work launched by `run` takes: the median of several samples, on the current stream."""
         flushed = _FLUSHED_L2_CAPACITIES * int(torch.cuda.get_device_properties(device).L2_cache_size)
         flush = torch.empty(flushed, dtype=torch.int8, device=device)
         estimate = _sample(run, flush)
@@ -96,7 +91,7 @@ class Autotuner:
         path: of the file; it need not exist. It is read at the first choice for a device that is tuned.
     """
 
-    def __init__(self, timer: Timer, path: Path) -> None:
+    def __init__(self, timer: CudaTimer, path: Path) -> None:
         self.path = path
         self._timer = timer
         self._lock = threading.RLock()  # `run` may itself call the autotuner
@@ -119,37 +114,27 @@ class Autotuner:
         chosen: C | None = self._chosen.get((device, key))  # taken at every launch: no lock
         if chosen is not None:
             return chosen
-        _check(key, configs)
+        if not configs:
+            raise ConfigError(f"autotune got no configs for {key!r}.")
         if len(configs) == 1 or not self._timer.tunes(device):
             return configs[0]
         with self._lock:
-            return self._choose(key, configs, (run, *also), device, prepare, answer)
-
-    def _choose(
-        self,
-        key: str,
-        configs: Sequence[C],
-        runs: Sequence[Callable[[C], object]],
-        device: torch.device,
-        prepare: Callable[[C], object] | None,
-        answer: Callable[[C], torch.Tensor] | None,
-    ) -> C:
-        fingerprint = self._timer.fingerprint(device)
-        if self._stored is None:
-            self._stored = _read(self.path)
-        stored = self._stored.get(fingerprint, {}).get(key)
-        chosen = next((config for config in configs if _entry(config) == stored), None)
-        if chosen is None:
-            if not self._timer.can_time(device):
-                self._warn_untuned(key, device)
-                return configs[0]
-            with taking_long("autotuning"):
-                if prepare is not None:
-                    _prepare(configs, prepare, device)
-                chosen = self._fastest(key, configs, runs, device, answer)
-            self._store(fingerprint, key, _entry(chosen))
-        self._chosen[device, key] = chosen
-        return chosen
+            fingerprint = self._timer.fingerprint(device)
+            if self._stored is None:
+                self._stored = _read(self.path)
+            stored = self._stored.get(fingerprint, {}).get(key)
+            chosen = next((config for config in configs if asdict(config) == stored), None)
+            if chosen is None:
+                if not self._timer.can_time(device):
+                    self._warn_untuned(key, device)
+                    return configs[0]
+                with taking_long("autotuning"):
+                    if prepare is not None:
+                        _prepare(configs, prepare, device)
+                    chosen = self._fastest(key, configs, (run, *also), device, answer)
+                self._store(fingerprint, key, asdict(chosen))
+            self._chosen[device, key] = chosen
+            return chosen
 
     def _fastest(
         self,
@@ -243,7 +228,7 @@ def autotune(
             within what rounding to fp8 explains, is left out with a warning. Called once per config that is timed.
 
     Raises:
-        ConfigError: no configs, or ones that are no dataclasses; every config fails; the file cannot be read.
+        ConfigError: no configs; every config fails; the file cannot be read.
         torch.OutOfMemoryError: there is no room to measure.
     """
     tuner = _process_wide(os.environ.get(_CACHE_VARIABLE))
@@ -262,13 +247,12 @@ def _process_wide(given: str | None) -> Autotuner:
     return Autotuner(CudaTimer(), autotune_path())
 
 
-@cache
-def _fingerprint(device: torch.device) -> str:
+def version_of(package: str) -> str:
+    """Version of an installed package, "none" if it is missing: part of what a choice depends on."""
     try:
-        triton = metadata.version("triton")
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
-        triton = "none"
-    return f"{torch.cuda.get_device_name(device)} | torch {torch.__version__} | triton {triton}"
+        return "none"
 
 
 def _prepare(configs: Sequence[C], prepare: Callable[[C], object], device: torch.device) -> None:
@@ -306,18 +290,6 @@ def _sample(run: Callable[[], object], flush: torch.Tensor) -> float:
     return float(start.elapsed_time(stop)) * 1e-3
 
 
-def _check(key: str, configs: Sequence[object]) -> None:
-    if not configs:
-        raise ConfigError(f"autotune got no configs for {key!r}.")
-    for config in configs:
-        if not is_dataclass(config) or isinstance(config, type):
-            raise ConfigError(f"a config of autotune must be a dataclass of plain numbers, not {config!r} ({key!r}).")
-
-
-def _entry(config: object) -> Entry:
-    return asdict(config)  # type: ignore[call-overload, no-any-return]  # `_check` has seen it
-
-
 def _read(path: Path) -> dict[str, dict[str, Entry]]:
     """The file's content; empty if there is no file.
 
@@ -325,17 +297,11 @@ def _read(path: Path) -> dict[str, dict[str, Entry]]:
         ConfigError: it cannot be read, or is not an autotune cache.
     """
     try:
-        text = path.read_text()
+        stored = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"the autotune cache {path} cannot be read ({error}). Delete it, or make it readable."
-        ) from error
-    try:
-        stored = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"the autotune cache {path} is not JSON ({error}). Delete it.") from error
+    except (OSError, ValueError) as error:  # it may be no text, or no JSON
+        raise ConfigError(f"the autotune cache {path} cannot be read ({error}). Delete it.") from error
     if not isinstance(stored, dict) or not all(
         isinstance(entries, dict) and all(isinstance(entry, dict) for entry in entries.values())
         for entries in stored.values()

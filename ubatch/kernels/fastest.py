@@ -14,12 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import metadata
 
 import torch
 
 from ubatch.errors import describe
-from ubatch.kernels.autotune import autotune, autotune_path
+from ubatch.kernels.autotune import autotune, autotune_path, version_of
 
 __all__ = ["Chosen", "Launches", "fastest", "measured"]
 
@@ -73,7 +72,7 @@ def fastest(
     names = tuple(makers)
     if len(names) == 1:
         return Chosen(names[0], "the only one that can run here")
-    versions = [f"{package} {_version(package)}" for package in packages]
+    versions = [f"{package} {version_of(package)}" for package in packages]
     key = ", ".join([f"{what}: {' or '.join(names)}", *batches, *versions])
     bench = _Bench(what, makers, len(batches))
     first, *rest = (partial(bench.run, batch) for batch in range(len(batches)))
@@ -134,10 +133,3 @@ class _Bench:
 
 class _LeftOut(Exception):
     """A back end failed. Not a `UBatchError`, so that the autotuner skips it and continues."""
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"

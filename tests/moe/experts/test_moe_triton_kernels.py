@@ -31,7 +31,7 @@ from moe.kernels.grouped_gemm import (
 )
 from moe.kernels.quantize import quantize_rows, quantize_weights
 from moe.kernels.reduce import reference_sum_choices, sum_choices
-from ubatch.kernels.autotune import Autotuner
+from ubatch.kernels.autotune import Autotuner, CudaTimer
 from ubatch.kernels.triton_jit import descriptor
 from ubatch.streams.sm_budget import SMBudget
 
@@ -158,7 +158,7 @@ def test_configs_are_consistent(monkeypatch: pytest.MonkeyPatch, dtype: torch.dt
             assert config.columns >= 64  # what a tensor core instruction takes
 
 
-class EveryConfig:
+class EveryConfig(CudaTimer):
     """A timer that finds the last config fastest, and says what was tuned."""
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ SLOW, FAST, BROKEN = Config(16), Config(32, True), Config(64)
 
 
 @dataclass
-class FakeTimer:
+class FakeTimer(CudaTimer):
     """Takes the time that the last config run is said to take."""
 
     times: dict[Config, float] = field(default_factory=lambda: {SLOW: 2e-3, FAST: 1e-3, BROKEN: 1e-6})
@@ -210,8 +210,6 @@ def test_refusals(path: Path) -> None:
     tuner = Autotuner(timer, path)
     with pytest.raises(ConfigError, match="no configs for 'k'"):
         tuner.choose("k", (), timer.run, device=CPU)
-    with pytest.raises(ConfigError, match=r"must be a dataclass of plain numbers, not 3 \('k'\)"):
-        tuner.choose("k", (3,), print, device=CPU)
     with pytest.raises(ConfigError, match="none of the 2 ways to run 'k' works on cpu") as failure:
         choose(tuner, timer, "k", BROKEN, BROKEN)
     assert "out of shared memory" in str(failure.value.__cause__)

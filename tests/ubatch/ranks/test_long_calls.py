@@ -22,7 +22,7 @@ import ubatch
 import ubatch.process.lateness
 from ranks import run_ranks
 from ubatch import CommGroup, PeerFailed, TransferTimeout, UBatchConfig, UBatchWrapper, dbo_current_ubatch_id
-from ubatch.kernels.autotune import Autotuner
+from ubatch.kernels.autotune import Autotuner, CudaTimer
 from ubatch.process.job_store import JobStore
 from ubatch.process.lateness import Patience, late, late_ranks
 
@@ -34,7 +34,7 @@ class Config:
     rows: int
 
 
-class Timer:
+class Timer(CudaTimer):
     """Tunes on a CPU; every config takes as long."""
 
     def tunes(self, device: torch.device) -> bool:
