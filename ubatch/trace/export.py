@@ -15,16 +15,16 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ubatch.process.files import write_whole
 from ubatch.process.machine import machine_name
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
-from ubatch.trace.stages import Flow, Mark, by_step, flows, held_by_lanes, points, stage_names
+from ubatch.trace.stages import by_step, extent, flows, held_by_lanes, points, stage_names
 
-__all__ = ["Clock", "TraceSummary", "summarise", "to_chrome", "write_chrome"]
+__all__ = ["Clock", "TraceSummary", "chrome_events", "summarise", "write_chrome"]
 
 Interval = tuple[float, float]
 
@@ -71,7 +71,7 @@ def summarise(spans: Iterable[Span]) -> TraceSummary:
     busy = computing(spans)
     waiting = union((span.start, span.end) for span in spans if span.kind is SpanKind.WAIT)
     held = union([*busy, *waiting])
-    steps = [(min(span.start for span in step), max(span.end for span in step)) for step in by_step(spans).values()]
+    steps = [extent(step) for step in by_step(spans).values()]
     handed = difference(handoffs(spans), held)
     return TraceSummary(
         compute_s=measure(busy),
@@ -110,10 +110,10 @@ class Clock:
         return Clock(machine_name(), time.time() - time.monotonic())
 
 
-def to_chrome(
-    spans: Sequence[Span], *, rank: int = 0, origin: float | None = None, notes: Iterable[StepNote] = ()
-) -> dict[str, object]:
-    """A trace as Chrome's JSON object, which Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
+def chrome_events(
+    spans: Sequence[Span], *, rank: int, origin: float, notes: Iterable[StepNote] = ()
+) -> list[dict[str, object]]:
+    """A rank's trace as Chrome's events, which Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
 
     The rank is a process; its rows are the steps, the lanes and the link. Transfers in flight at the same time get one
     link row each. A lane's slices have the names of its stages. Points are instants in the lanes' rows; an arrow leads
@@ -122,31 +122,29 @@ def to_chrome(
     Args:
         spans: of one rank.
         rank: the process number.
-        origin: the `time.monotonic` that becomes 0; the earliest span by default.
+        origin: the `time.monotonic` that becomes 0.
         notes: one note per step.
 
     Returns:
-        `{"traceEvents": [...], "displayTimeUnit": "ms"}` with times in microseconds.
+        The `traceEvents` of a file, with times in microseconds.
     """
-    if origin is None:
-        origin = min((span.start for span in spans), default=0.0)
-    steps = by_step(spans)
-    busy = {step: computing(members) for step, members in steps.items()}
-    transfers = [span for span in spans if span.kind is SpanKind.TRANSFER]
-    links = {id(span): link for link, row in enumerate(pack(transfers)) for span in row}
-
-    stages = stage_names(spans)
+    draw = _Draw(rank, origin)
     noted = {note.step: note for note in notes}
-    rows = {_STEP_ROW: "steps"}
+    steps = by_step(spans)
     events: list[dict[str, object]] = []
     for step, members in sorted(steps.items()):
-        start, end = min(span.start for span in members), max(span.end for span in members)
         what: dict[str, object] = {"step": step}
         title = f"step {step}"
         if step in noted:
             what |= {key: value for key, value in asdict(noted[step]).items() if key not in ("start", "end")}
             title += f": {describe_note(noted[step])}"
-        events.append(_event(title, "step", rank, _STEP_ROW, start - origin, end - origin, what))
+        events.append(draw.slice(title, "step", _STEP_ROW, extent(members), what))
+
+    rows = {_STEP_ROW: "steps"}
+    busy = {step: computing(members) for step, members in steps.items()}
+    transfers = [span for span in spans if span.kind is SpanKind.TRANSFER]
+    links = {id(span): link for link, row in enumerate(pack(transfers)) for span in row}
+    stages = stage_names(spans)
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         args: dict[str, object] = {"step": span.step}
         if span.kind is SpanKind.TRANSFER:
@@ -165,20 +163,24 @@ def to_chrome(
             if span.layer:
                 args["layer"] = span.layer
         elif span.launched:
-            args |= {"launched_us": round((span.launched - origin) * 1e9) / 1e3, "launcher": span.launcher}
-        events.append(_event(name, str(span.kind), rank, row, span.start - origin, span.end - origin, args))
-    events += [_instant(mark, rank, origin) for mark in points(spans)]
-    for number, flow in enumerate(flows(spans)):
-        events += _arrow(flow, (rank << 32) + number, rank, origin)
+            args |= {"launched_us": draw.ns(span.launched) / 1e3, "launcher": span.launcher}
+        events.append(draw.slice(name, str(span.kind), row, (span.start, span.end), args))
 
-    names: list[dict[str, object]] = [
-        _metadata("process_name", rank, 0, name=f"rank {rank}"),
-        _metadata("process_sort_index", rank, 0, sort_index=rank),
-    ]
+    for mark in points(spans):
+        handed_on = {} if mark.to is None else {"handed_on_to": lane_name(mark.to)}
+        args = {"step": mark.step, **handed_on}
+        events.append(draw.event("i", mark.name, "point", lane_row(mark.lane), mark.at, s="t", args=args))
+    for number, flow in enumerate(flows(spans), rank << 32):  # each end lies in the slice that encloses its time
+        wait = flow.wait
+        events.append(draw.event("s", wait.name, "launch", lane_row(flow.lane), flow.at, id=number))
+        events.append(draw.event("f", wait.name, "launch", lane_row(wait.lane), wait.start, id=number, bp="e"))
+
+    names = [_metadata("process_name", rank, 0, name=f"rank {rank}")]
+    names.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
     for row, name in sorted(rows.items()):
         names.append(_metadata("thread_name", rank, row, name=name))
         names.append(_metadata("thread_sort_index", rank, row, sort_index=row))
-    return {"traceEvents": names + events, "displayTimeUnit": "ms"}
+    return names + events
 
 
 def write_chrome(
@@ -205,8 +207,7 @@ def write_chrome(
     origin = min((span.start for spans in traces.values() for span in spans), default=0.0)
     events: list[object] = []
     for rank, spans in sorted(traces.items()):
-        one = to_chrome(spans, rank=rank, origin=origin, notes=notes.get(rank, ()))["traceEvents"]
-        events += one if isinstance(one, list) else []
+        events += chrome_events(spans, rank=rank, origin=origin, notes=notes.get(rank, ()))
     about = {
         "host": clock.host,
         "origin_s": origin,
@@ -327,42 +328,27 @@ def measure(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def _event(
-    name: str, category: str, rank: int, row: int, start: float, end: float, args: Mapping[str, object]
-) -> dict[str, object]:
-    """A complete event. Both ends are rounded to nanoseconds, so that nested spans stay nested."""
-    start_ns, end_ns = round(start * 1e9), round(end * 1e9)
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": category,
-        "pid": rank,
-        "tid": row,
-        "ts": start_ns / 1e3,
-        "dur": (end_ns - start_ns) / 1e3,
-        "args": dict(args),
-    }
+@dataclass(frozen=True)
+class _Draw:
+    """Makes the events of one rank."""
 
+    rank: int
+    origin: float
 
-def _instant(mark: Mark, rank: int, origin: float) -> dict[str, object]:
-    args: dict[str, object] = {"step": mark.step}
-    if mark.to is not None:
-        args["handed_on_to"] = lane_name(mark.to)
-    at = round((mark.at - origin) * 1e9) / 1e3
-    return {"ph": "i", "s": "t", "name": mark.name, "cat": "point", "pid": rank, "tid": lane_row(mark.lane)} | {
-        "ts": at,
-        "args": args,
-    }
+    def ns(self, at: float) -> int:
+        """Time on Chrome's clock, in nanoseconds."""
+        return round((at - self.origin) * 1e9)
 
+    def event(self, phase: str, name: str, category: str, row: int, at: float, **more: object) -> dict[str, object]:
+        """An event of any phase, with the fields that only this phase has."""
+        event = {"ph": phase, "name": name, "cat": category, "pid": self.rank, "tid": row, "ts": self.ns(at) / 1e3}
+        return event | more
 
-def _arrow(flow: Flow, number: int, rank: int, origin: float) -> Iterator[dict[str, object]]:
-    """The two ends of an arrow. Each lies in the slice of its row that encloses its time."""
-    wait = flow.wait
-    ends = (("s", lane_row(flow.lane), flow.at), ("f", lane_row(wait.lane), wait.start))
-    for phase, row, at in ends:
-        what: dict[str, object] = {"ph": phase, "id": number, "name": wait.name, "cat": "launch"}
-        what |= {"pid": rank, "tid": row, "ts": round((at - origin) * 1e9) / 1e3}
-        yield what | ({"bp": "e"} if phase == "f" else {})
+    def slice(self, name: str, category: str, row: int, at: Interval, args: Mapping[str, object]) -> dict[str, object]:
+        """A complete event. Both ends are rounded to nanoseconds, so that nested spans stay nested."""
+        start, end = at
+        duration = (self.ns(end) - self.ns(start)) / 1e3
+        return self.event("X", name, category, row, start, dur=duration, args=args)
 
 
 def _metadata(what: str, rank: int, row: int, **args: object) -> dict[str, object]:

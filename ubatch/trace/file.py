@@ -21,7 +21,7 @@ from typing import Any
 from ubatch.errors import ConfigError
 from ubatch.trace.export import FILE_KEY, WAIT_PREFIX, Clock, lane_row
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
-from ubatch.trace.stages import by_step
+from ubatch.trace.stages import by_step, extent
 
 __all__ = ["RankTrace", "merge_traces", "read_chrome"]
 
@@ -108,12 +108,9 @@ def _spans(events: Sequence[Mapping[str, Any]], origin_ns: int) -> dict[int, lis
         name = event["name"].removeprefix(WAIT_PREFIX) if kind is SpanKind.WAIT else args.get("until", event["name"])
         start = origin_ns + round(event["ts"] * 1e3)
         end = start + round(event["dur"] * 1e3)
-        span = Span(kind, name, max(lane, UNSPLIT), start / 1e9, end / 1e9, args["step"], args.get("bytes", 0))
-        if "layer" in args:
-            span = replace(span, layer=args["layer"])
-        if "launched_us" in args:
-            launched = origin_ns + round(args["launched_us"] * 1e3)
-            span = replace(span, launched=launched / 1e9, launcher=args["launcher"])
+        launched = (origin_ns + round(args["launched_us"] * 1e3)) / 1e9 if "launched_us" in args else 0.0
+        more = args.get("bytes", 0), launched, args.get("launcher", UNSPLIT), args.get("layer", "")
+        span = Span(kind, name, max(lane, UNSPLIT), start / 1e9, end / 1e9, args["step"], *more)
         spans.setdefault(event["pid"], []).append(span)
     return spans
 
@@ -140,21 +137,11 @@ def _moved(trace: RankTrace, later_s: float, steps: int) -> RankTrace:
 
 def _lag(reference: RankTrace, trace: RankTrace) -> int:
     """How many steps later than the reference this rank began to count."""
-    known = [(start, end, step) for step, (start, end) in _times(reference).items()]
-    known.sort()
-    starts = [start for start, _, _ in known]
+    known = sorted((*extent(spans), step) for step, spans in by_step(reference.spans).items())
     lags: Counter[int] = Counter()
-    for step, (start, end) in _times(trace).items():
-        middle = (start + end) / 2
-        at = bisect.bisect_right(starts, middle) - 1
+    for step, spans in by_step(trace.spans).items():
+        middle = sum(extent(spans)) / 2
+        at = bisect.bisect_right(known, middle, key=lambda each: each[0]) - 1
         if at >= 0 and middle <= known[at][1]:
             lags[known[at][2] - step] += 1
     return min(lags, key=lambda lag: (-lags[lag], abs(lag)), default=0)
-
-
-def _times(trace: RankTrace) -> dict[int, tuple[float, float]]:
-    """Step -> (start, end)."""
-    return {
-        step: (min(span.start for span in spans), max(span.end for span in spans))
-        for step, spans in by_step(trace.spans).items()
-    }

@@ -29,7 +29,7 @@ from ubatch.trace.export import (
     union,
 )
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
-from ubatch.trace.stages import Mark, by_step, points, stage_names
+from ubatch.trace.stages import Mark, by_lane, by_step, extent, points, stage_names
 
 __all__ = ["Remark", "write_html"]
 
@@ -183,27 +183,29 @@ def _step(
 ) -> _Step:
     noted = {rank: notes[rank, number] for rank in spans_of if (rank, number) in notes}
     every = [span for spans in spans_of.values() for span in spans]
-    origin = min(span.start for span in every)
+    origin, end = extent(every)
     return _Step(
         step=number,
         start=_micros(origin - begin),
-        duration=_micros(max(span.end for span in every) - origin),
+        duration=_micros(end - origin),
         lanes=len({span.lane for span in every if span.lane != UNSPLIT}),
         ranks=tuple(_rank(rank, spans, origin, notes.get((rank, number))) for rank, spans in spans_of.items()),
         note=describe_note(deciding_note(noted), *noted.values()) if noted else "",
     )
 
 
-def _rank(rank: int, spans: Sequence[Span], origin: float, note: StepNote | None) -> _Rank:
+def _rank(rank: int, recorded: Sequence[Span], origin: float, note: StepNote | None) -> _Rank:
     """One rank's rows in one step: its lanes, then the link."""
+    spans = [
+        replace(span, start=_micros(span.start - origin), end=_micros(span.end - origin))
+        for span in sorted(recorded, key=lambda span: span.start)
+    ]
     busy = computing(spans)
     waiting = union((span.start, span.end) for span in spans if span.kind is SpanKind.WAIT)
     stages = stage_names(spans)
 
     def block(span: Span, at: Interval, hidden: Sequence[Interval] = ()) -> _Block:
-        start, end = (_micros(time - origin) for time in at)
-        parts = tuple((_micros(first - origin), _micros(last - origin)) for first, last in hidden)
-        return _Block(span.kind, stages.get(span, span.name), span.name, span.lane, (start, end), parts, span.bytes)
+        return _Block(span.kind, stages.get(span, span.name), span.name, span.lane, at, tuple(hidden), span.bytes)
 
     def held(span: Span) -> Iterator[_Block]:
         """Blocks of a span: a wait unchanged; a compute span without the waits inside it."""
@@ -215,35 +217,20 @@ def _rank(rank: int, spans: Sequence[Span], origin: float, note: StepNote | None
         whole = (span.start, span.end)
         return block(span, whole, intersection(busy, [whole]))
 
-    marks: dict[int, list[Mark]] = {}
-    for mark in points(spans):
-        ran_at = None if mark.ran_at is None else _micros(mark.ran_at - origin)
-        marks.setdefault(mark.lane, []).append(replace(mark, at=_micros(mark.at - origin), ran_at=ran_at))
-    lanes = tuple(
-        _Row(lane_name(lane), tuple(part for span in of_lane for part in held(span)), tuple(marks.get(lane, ())))
-        for lane, of_lane in sorted(_by_lane(spans).items())
-    )
-    links = tuple(
-        _Row(link_name(link), tuple(travelled(span) for span in row))
-        for link, row in enumerate(pack(span for span in spans if span.kind is SpanKind.TRANSFER))
-    )
-    figures = summarise(spans)
-    summary = {name: _micros(seconds) for name, seconds in asdict(figures).items()}
-    return _Rank(
-        rank,
-        lanes + links,
-        {name.removesuffix("_s"): value for name, value in summary.items()},
-        "" if note is None else describe_note(note),
-    )
-
-
-def _by_lane(spans: Sequence[Span]) -> dict[int, list[Span]]:
-    """Lane -> its compute and wait spans, in order of time. Transfers are left out: they are in the link's row."""
-    lanes: dict[int, list[Span]] = {}
-    for span in sorted(spans, key=lambda span: span.start):
-        if span.kind is not SpanKind.TRANSFER:
-            lanes.setdefault(span.lane, []).append(span)
-    return lanes
+    transfers = [span for span in spans if span.kind is SpanKind.TRANSFER]
+    of_lanes = by_lane(span for span in spans if span.kind is not SpanKind.TRANSFER)
+    marks = points(spans)
+    lanes = [
+        _Row(
+            lane_name(lane),
+            tuple(part for span in of_lane for part in held(span)),
+            tuple(mark for mark in marks if mark.lane == lane),
+        )
+        for lane, of_lane in sorted(of_lanes.items())
+    ]
+    links = [_Row(link_name(link), tuple(map(travelled, row))) for link, row in enumerate(pack(transfers))]
+    summary = {name.removesuffix("_s"): _micros(seconds) for name, seconds in asdict(summarise(recorded)).items()}
+    return _Rank(rank, (*lanes, *links), summary, "" if note is None else describe_note(note))
 
 
 def _most_telling(pages: Sequence[_Step]) -> int:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import itertools
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind
 
-__all__ = ["Flow", "Mark", "by_step", "flows", "held_by_lanes", "points", "stage_names"]
+__all__ = ["Flow", "Mark", "by_lane", "by_step", "extent", "flows", "held_by_lanes", "points", "stage_names"]
 
 _START = "start"
 _LINEAR = "attn_prepare of linear_attention"
@@ -57,6 +57,19 @@ def by_step(spans: Iterable[Span]) -> dict[int, list[Span]]:
     for span in spans:
         steps.setdefault(span.step, []).append(span)
     return steps
+
+
+def by_lane(spans: Iterable[Span]) -> dict[int, list[Span]]:
+    """Lane -> its spans."""
+    lanes: dict[int, list[Span]] = {}
+    for span in spans:
+        lanes.setdefault(span.lane, []).append(span)
+    return lanes
+
+
+def extent(spans: Sequence[Span]) -> tuple[float, float]:
+    """The first start and the last end."""
+    return min(span.start for span in spans), max(span.end for span in spans)
 
 
 def held_by_lanes(step: Iterable[Span]) -> list[Span]:
@@ -101,10 +114,8 @@ def points(spans: Iterable[Span]) -> list[Mark]:
                 or _launched(span, transfers) is not None
             ):
                 continue
-            mark = Mark(span.step, span.lane, span.name, span.end)
-            if after is not None and after.lane != span.lane:
-                mark = replace(mark, to=after.lane, ran_at=after.start)
-            marks.append(mark)
+            handed_on = () if after is None or after.lane == span.lane else (after.lane, after.start)
+            marks.append(Mark(span.step, span.lane, span.name, span.end, *handed_on))
     return sorted(marks, key=lambda mark: mark.at)
 
 
@@ -158,15 +169,10 @@ class Flow:
 def flows(spans: Iterable[Span]) -> Iterator[Flow]:
     """Every launch whose compute span was recorded, with its wait."""
     for step in by_step(spans).values():
-        rows: dict[int, list[Span]] = {}
-        for span in sorted(step, key=lambda span: span.end):
-            if span.kind is SpanKind.COMPUTE:
-                rows.setdefault(span.lane, []).append(span)
-        ends = {lane: [span.end for span in row] for lane, row in rows.items()}
+        computes = (span for span in step if span.kind is SpanKind.COMPUTE)
+        rows = by_lane(sorted(computes, key=lambda span: span.end))
         for wait in (span for span in step if span.kind is SpanKind.WAIT and span.launched):
-            at = bisect_left(ends.get(wait.launcher, []), wait.launched)
-            if at == len(ends.get(wait.launcher, [])):
-                continue
-            slice_ = rows[wait.launcher][at]
-            if slice_.start < wait.launched:
-                yield Flow(wait.launcher, max(slice_.start, min(wait.launched, slice_.end - 1e-9)), wait)
+            row = rows.get(wait.launcher, [])
+            at = bisect_left(row, wait.launched, key=lambda span: span.end)
+            if at < len(row) and row[at].start < wait.launched:
+                yield Flow(wait.launcher, max(row[at].start, min(wait.launched, row[at].end - 1e-9)), wait)

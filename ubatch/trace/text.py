@@ -5,11 +5,11 @@ One column is the same time in every row, also in the rows of two steps that are
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind
+from ubatch.trace.stages import by_lane, by_step, extent
 
 __all__ = ["KEY", "compare_steps", "draw_lanes", "last_step"]
 
@@ -37,12 +37,12 @@ def compare_steps(serial: Iterable[Span], overlapped: Iterable[Span]) -> list[st
     for name, step in steps.items():
         if not step:
             raise ValueError(f"the {name} step has no span: record both steps under `ubatch.tracing()`.")
-    longest = max(_duration(step) for step in steps.values())
+    extents = {name: extent(step) for name, step in steps.items()}
+    longest = max(end - begin for begin, end in extents.values())
     rows = []
-    for name, step in steps.items():
-        begin = min(span.start for span in step)
-        rows.append(f"{name}, {_duration(step) * 1e3:.0f} ms")
-        rows += draw_lanes(step, begin, begin + longest)
+    for name, (begin, end) in extents.items():
+        rows.append(f"{name}, {(end - begin) * 1e3:.0f} ms")
+        rows += draw_lanes(steps[name], begin, begin + longest)
     return [*rows, *_scale(longest)]
 
 
@@ -50,7 +50,8 @@ def draw_lanes(step: Iterable[Span], begin: float, until: float) -> list[str]:
     """Two rows for every lane of a step, from `begin` to `until` (seconds of `time.monotonic`); a step that ran unsplit
     has one lane."""
     rows = []
-    for lane, own in sorted(_by_lane(step).items()):
+    for lane, spans in sorted(by_lane(step).items()):
+        own = list(_cut_at_waits(spans)) if lane == UNSPLIT else spans
         computing = [span for span in own if span.kind is SpanKind.COMPUTE]
         travelling = [span for span in own if span.kind is SpanKind.TRANSFER]
         name = "  computes" if lane == UNSPLIT else f"  lane {lane} computes"
@@ -62,23 +63,9 @@ def draw_lanes(step: Iterable[Span], begin: float, until: float) -> list[str]:
 def last_step(spans: Iterable[Span], *, in_lanes: bool) -> list[Span]:
     """Spans of the last step that ran in lanes, or of the last one that did not; empty if there is none."""
     kinds: dict[bool, list[Span]] = {True: [], False: []}
-    for _, step in itertools.groupby(sorted(spans, key=lambda span: span.step), lambda span: span.step):
-        members = list(step)
+    for _, members in sorted(by_step(spans).items()):
         kinds[any(span.lane != UNSPLIT for span in members)] = members
     return kinds[in_lanes]
-
-
-def _duration(step: Sequence[Span]) -> float:
-    return max(span.end for span in step) - min(span.start for span in step)
-
-
-def _by_lane(step: Iterable[Span]) -> dict[int, list[Span]]:
-    lanes: dict[int, list[Span]] = {}
-    for span in step:
-        lanes.setdefault(span.lane, []).append(span)
-    if UNSPLIT in lanes:
-        lanes[UNSPLIT] = list(_cut_at_waits(lanes[UNSPLIT]))
-    return lanes
 
 
 def _cut_at_waits(spans: Sequence[Span]) -> Iterable[Span]:

@@ -17,7 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ubatch.errors import ConfigError
-from ubatch.trace.export import TraceSummary, difference, intersection, pack, summarise, to_chrome, union, write_chrome
+from ubatch.trace.export import (
+    TraceSummary,
+    chrome_events,
+    difference,
+    intersection,
+    pack,
+    summarise,
+    union,
+    write_chrome,
+)
 from ubatch.trace.page import Remark, write_html
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
 
@@ -133,7 +142,7 @@ def row_names(trace: dict[str, Any]) -> dict[tuple[int, int], str]:
 
 
 def test_chrome_rows_and_times() -> None:
-    trace = to_chrome(UNSPLIT_STEP + OVERLAPPED, rank=3)
+    trace = {"traceEvents": chrome_events(UNSPLIT_STEP + OVERLAPPED, rank=3, origin=90.0)}
     names = row_names(trace)
     assert list(names.values()) == ["steps", "unsplit", "lane 0", "lane 1", "link", "link (2)"]
     assert {rank for rank, _ in names} == {3}
@@ -171,7 +180,7 @@ def test_chrome_events_of_a_lane_nest(spans: list[Span]) -> None:
         held.append(Span(WAIT, "transfer", 0, clock + length / 3, clock + length, 1))
         clock += length
     rows: dict[int, list[tuple[float, float]]] = {}
-    for event in events_of(to_chrome(held), "X"):
+    for event in events_of({"traceEvents": chrome_events(held, rank=0, origin=1e6 / 3)}, "X"):
         rows.setdefault(event["tid"], []).append(
             (round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000))
         )

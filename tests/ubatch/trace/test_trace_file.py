@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ubatch.errors import ConfigError
-from ubatch.trace.export import Clock, describe_note, handoffs, summarise, to_chrome, write_chrome
+from ubatch.trace.export import Clock, chrome_events, describe_note, handoffs, summarise, write_chrome
 from ubatch.trace.file import RankTrace, merge_traces, read_chrome
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
 from ubatch.trace.stages import points
@@ -66,7 +66,7 @@ def test_the_summary_adds_up() -> None:
 
 
 def test_perfetto_sees_points_and_what_a_step_was() -> None:
-    events: Any = to_chrome(STEP, rank=1, notes=[NOTE])["traceEvents"]
+    events: Any = chrome_events(STEP, rank=1, origin=10.0, notes=[NOTE])
     instants = [event for event in events if event["ph"] == "i"]
     assert [(event["name"], event["tid"], event["args"].get("handed_on_to")) for event in instants] == [
         ("dispatch", 2, "lane 1"),
