@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-from ubatch.process.silences import add_silence_listener, silences_in_force
+from ubatch.process.silences import listeners, silences_in_force
 
 __all__ = ["Heart", "beat", "stop_hearts"]
 
@@ -39,7 +39,7 @@ class Heart:
         self._silence_s = 0.0
         self._stopped = False
         _hearts.add(self)
-        add_silence_listener(self)
+        listeners.add(self)
 
     def beat(self) -> None:
         """Send a beat, unless the last one was less than `every_s` seconds ago."""
@@ -83,5 +83,4 @@ def stop_hearts() -> None:
         heart.stop()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_hearts.clear)  # they belong to the parent process
+os.register_at_fork(after_in_child=_hearts.clear)  # they belong to the parent process

@@ -38,29 +38,6 @@ class _Late:
         self.times = 0
         self.told: tuple[JobStore, str] | None = None
 
-    def enter(self, what: str) -> None:
-        with self.lock:
-            self.depth += 1
-            store = _store()
-            if self.told is not None or store is None:
-                return
-            key = f"{_COUNT}/{dist.get_rank()}"
-            with suppress(dist.DistError):  # the store is gone: waiting ranks notice that by themselves
-                self.times += 1
-                store.set(key, f"{self.times} {what}")
-                store.add(_COUNT, 1)
-                self.told = store, key
-
-    def leave(self) -> None:
-        with self.lock:
-            self.depth -= 1
-            if self.depth or self.told is None:
-                return
-            (store, key), self.told = self.told, None
-            with suppress(dist.DistError):
-                store.add(_COUNT, -1)
-                store.set(key, "")
-
 
 _own = _Late()
 
@@ -73,11 +50,24 @@ def late(what: str) -> Iterator[None]:
         what: what this rank is doing, for the peers' messages.
     """
     own = _own
-    own.enter(what)
+    with own.lock, suppress(dist.DistError):  # the store is gone: waiting ranks notice that by themselves
+        own.depth += 1
+        store = _store()
+        if own.told is None and store is not None:
+            key = f"{_COUNT}/{dist.get_rank()}"
+            own.times += 1
+            store.set(key, f"{own.times} {what}")
+            store.add(_COUNT, 1)
+            own.told = store, key
     try:
         yield
     finally:
-        own.leave()
+        with own.lock, suppress(dist.DistError):
+            own.depth -= 1
+            if not own.depth and own.told is not None:
+                (store, key), own.told = own.told, None
+                store.add(_COUNT, -1)
+                store.set(key, "")
 
 
 def late_ranks(ranks: Collection[int] | None) -> dict[int, str]:
@@ -133,5 +123,4 @@ def _after_fork_in_child() -> None:
     _own = _Late()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -18,7 +18,7 @@ Replacement = tuple[Any, str, Callable[..., Any], Callable[..., Any]]
 
 
 class Patches:
-    """Functions that are replaced while there is at least one user.
+    """Functions that are replaced while there is at least one user. Make one per module: it is never freed.
 
     Args:
         find: returns the replacements; called for the first user.
@@ -29,11 +29,10 @@ class Patches:
         self._lock = threading.RLock()
         self._users: weakref.WeakSet[Mark] = weakref.WeakSet()
         self._replaced: list[Replacement] = []
-        _all.add(self)
+        os.register_at_fork(after_in_child=self._renew_lock)
 
-    def renew_lock(self) -> None:
-        """Make a new lock in a forked child: a thread of the parent may have held the old one."""
-        self._lock = threading.RLock()
+    def _renew_lock(self) -> None:
+        self._lock = threading.RLock()  # a thread of the parent process may have held the old one
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -62,15 +61,3 @@ class Patches:
             for where, name, function, _ in self._replaced:
                 setattr(where, name, function)
             self._replaced = []
-
-
-_all: weakref.WeakSet[Patches] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for patches in list(_all):
-        patches.renew_lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -394,8 +394,7 @@ def _after_fork_in_child() -> None:
         connection.broken = "this process was forked, and its peers know its parent only. Make a group here."
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 _leader: ContextVar[Connection | None] = ContextVar("ubatch_leading_connection", default=None)
 

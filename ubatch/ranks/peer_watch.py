@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from ubatch.errors import ForgedValue
 from ubatch.process.job_store import JobStore
-from ubatch.process.silences import add_silence_listener, longest_silence_s, remove_silence_listener, silences_in_force
+from ubatch.process.silences import listeners, longest_silence_s, silences_in_force
 
 __all__ = ["PeerWatch", "weak_call"]
 
@@ -77,14 +77,14 @@ class PeerWatch:
 
     def start(self) -> None:
         """Start the thread."""
-        add_silence_listener(self)
+        listeners.add(self)
         self.tell_silence(longest_silence_s())
         self._thread.start()
 
     def stop(self) -> None:
         """Stop the thread; returns at once."""
         self._stop.set()
-        remove_silence_listener(self)
+        listeners.discard(self)
 
     def tell_silence(self, limit_s: float) -> None:
         """Tell peers to wait `limit_s` seconds longer for this rank's beat; in effect when this returns."""

@@ -8,10 +8,12 @@ Without a recorder a transfer costs nothing more; with one, about a microsecond.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import cast
+
+from ubatch.process.interrupts import changing
 
 __all__ = ["Arrival", "arrivals_now", "record_transfers"]
 
@@ -38,15 +40,9 @@ class Arrival:
 _arrivals: ContextVar[list[Arrival] | None] = ContextVar("arrivals", default=None)
 
 
-@contextmanager
-def record_transfers() -> Iterator[list[Arrival]]:
+def record_transfers() -> AbstractContextManager[list[Arrival]]:
     """Record the transfers that are launched in the `with` block, in the order in which their waits end."""
-    arrivals: list[Arrival] = []
-    token = _arrivals.set(arrivals)
-    try:
-        yield arrivals
-    finally:
-        _arrivals.reset(token)
+    return cast("AbstractContextManager[list[Arrival]]", changing(_arrivals, []))
 
 
 def arrivals_now() -> list[Arrival] | None:
