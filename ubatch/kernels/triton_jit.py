@@ -84,10 +84,7 @@ def cdiv(a: int, b: int) -> int:
 
 def power_of_2(at_least: int, smallest: int = 1) -> int:
     """The smallest power of two that is at least `at_least` and `smallest`. A tile's sides must be one."""
-    size = smallest
-    while size < at_least:
-        size *= 2
-    return size
+    return max(smallest, 1 << max(at_least - 1, 0).bit_length())
 
 
 def undefined(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
