@@ -22,7 +22,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, Protocol, cast
@@ -37,7 +37,7 @@ from ubatch.process.heartbeat import beat
 from ubatch.process.interrupts import changing
 from ubatch.process.job_store import JobStore
 from ubatch.process.lateness import LATE_S, Patience, late_ranks
-from ubatch.ranks.launch_order import LaunchOrder
+from ubatch.ranks.launch_order import VARIABLE, LaunchOrder
 from ubatch.ranks.peer_watch import PeerWatch, weak_call
 
 __all__ = ["Connection", "Work", "lead_again", "leading_connection"]
@@ -81,7 +81,7 @@ class Connection:
         self.rank = dist.get_rank()
         self.timeout_s = timeout_s
         self.broken: str | None = None
-        self.order = LaunchOrder.wanted() if len(ranks) > 1 else None
+        self.order = LaunchOrder() if len(ranks) > 1 and os.environ.get(VARIABLE) == "1" else None
         self._store = store.part(name)
         self._dependents: weakref.WeakSet[Connection] = weakref.WeakSet()
         _let_go_of_expired()
@@ -134,12 +134,10 @@ class Connection:
         with suppress(dist.DistError, ForgedValue):  # this only adds detail to an error
             self._store.set(f"order/{self.rank}", "\n".join(mine))
             deadline = time.monotonic() + patience_s
-            while len(orders) < len(self.ranks):
+            while len(orders) < len(self.ranks) and time.monotonic() <= deadline:
                 for rank in self.ranks:
                     if rank not in orders and self._store.check([f"order/{rank}"]):
                         orders[rank] = self._store.get(f"order/{rank}").splitlines()
-                if time.monotonic() > deadline:
-                    break
                 time.sleep(_LOOK_S)
         return orders
 
@@ -193,7 +191,7 @@ class Connection:
             self.ranks,
             self._store,
             self.timeout_s,
-            failed=weak_call(self._adopt),
+            failed=weak_call(self.adopt_failure),
             lost=weak_call(self._lost),
             forged=weak_call(self.fail),
             beat_s=beat_s,
@@ -224,18 +222,10 @@ class Connection:
             self.broken = "reset() was called meanwhile."
             self._abort()
 
-    def adopt_failure(self) -> None:
-        """Break if a peer has reported a failure that this rank has not seen yet."""
-        if self.broken is None and len(self.ranks) > 1:
-            self._adopt()
-
-    # -- called by the watch --------------------------------------------------------------------------------------
-
-    def _adopt(self) -> bool:
+    def adopt_failure(self) -> bool:
         """Break if a peer has reported a failure. Returns whether this connection is broken."""
         if self.broken is None and self._store.check(["failed"]):
-            rank, what = self._failure()
-            self.fail(what, rank)
+            self.fail(*self._failure())
         return self.broken is not None
 
     def _lost(self, rank: int) -> None:
@@ -284,11 +274,12 @@ class Connection:
             self.fail(str(error))
             raise
 
-    def _failure(self) -> tuple[int, str]:
+    def _failure(self) -> tuple[str, int]:
+        """What happened, and on which rank."""
         return self._store.parsed("failed", self._store.get("failed"), _failure_of)
 
     def _peer_failed(self, name: str) -> Exception:
-        rank, what = self._failure()
+        what, rank = self._failure()
         self.fail(what, rank)
         if rank == self.rank:
             return GroupBroken(f"the other ranks gave this one up: {what} (It waited for {name!r}.) Call reset().")
@@ -384,9 +375,9 @@ def _not_split_off(default: dist.ProcessGroup) -> Iterator[None]:
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
-def _failure_of(text: str) -> tuple[int, str]:
+def _failure_of(text: str) -> tuple[str, int]:
     rank, what = text.split("\n", 1)
-    return int(rank), what
+    return what, int(rank)
 
 
 def _after_fork_in_child() -> None:
@@ -404,15 +395,12 @@ def leading_connection() -> Connection | None:
     return _leader.get()
 
 
-@contextmanager
-def lead_again(leader: Connection | None) -> Iterator[None]:
+def lead_again(leader: Connection | None) -> AbstractContextManager[object]:
     """Make `leader` lead in this thread too, for the rest of its step. Does nothing if it broke or another one
     leads."""
     if leader is None or leader.broken is not None or _leader.get() is not None:
-        yield
-        return
-    with leader.leading():
-        yield
+        return nullcontext()
+    return leader.leading()
 
 
 # A process group's destructor waits for stuck operations, up to the transport's time-out, also at exit. So none is

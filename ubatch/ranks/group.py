@@ -228,9 +228,7 @@ class CommGroup:
         self._connection = self._connect()
         for part in self._parts.values():
             part.reset()
-        for group in list(
-            _groups
-        ):  # a failed rank has told its peers on every group that it used, before it called this
+        for group in list(_groups):  # a failed rank told its peers on every group that it used, before it called this
             with suppress(dist.DistError):
                 group._connection.adopt_failure()
 
@@ -270,9 +268,6 @@ class CommGroup:
         def come(epoch: int, here: frozenset[int]) -> tuple[int, frozenset[int]]:
             return (epoch, here | {me}) if here | {me} != everyone else (epoch + 1, frozenset())
 
-        def look(epoch: int, here: frozenset[int]) -> tuple[int, frozenset[int]]:
-            return epoch, here
-
         def give_up(epoch: int, here: frozenset[int]) -> tuple[int, frozenset[int]]:
             return (epoch, here - {me}) if epoch == joined else (epoch, here)
 
@@ -282,7 +277,7 @@ class CommGroup:
         try:
             patience = Patience(self.timeout_s, everyone - {me})
             while not patience.over():
-                epoch, here = _update(store, look)
+                epoch, here = store.parsed("meeting", store.get("meeting"), _meeting_of)
                 if epoch > joined:
                     return epoch
                 time.sleep(_POLL_S)
@@ -326,9 +321,8 @@ class _Step(AbstractContextManager[None]):
 
     def _failed(self, error: BaseException) -> None:
         connection = self._group._connection
-        in_step = isinstance(
-            error, OverlapDeclined | _StopRecomputationError
-        )  # the latter is torch's way to end a recomputation early
+        # torch ends a recomputation early by an error.
+        in_step = isinstance(error, OverlapDeclined | _StopRecomputationError)
         if len(connection.ranks) > 1 and not in_step:
             what = f"{type(error).__name__}: {describe(error, str)}".splitlines()[0][:500]
             connection.fail(f"rank {connection.rank} failed with {what}.")

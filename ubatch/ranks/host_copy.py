@@ -77,7 +77,7 @@ def copy_to_host(*tensors: Tensor, group: CommGroup | None = None, name: str = "
         ConfigError: a graph is being captured; the host cannot read results then.
     """
     lane = current_lane()
-    if not any(_is_on_device(tensor, lane) for tensor in tensors):
+    if not any(tensor.is_cuda or (lane is not None and lane.asynchronous) for tensor in tensors):
         return Transfer.ready(list(tensors), name)
     check_not_capturing(name)
     with on_comm_stream():
@@ -104,7 +104,3 @@ def check_not_capturing(name: str) -> None:
             f"{name!r}: the host reads what the device computes, which no captured graph can do. Use a transport that "
             "can be captured (traits.capturable)."
         )
-
-
-def _is_on_device(tensor: Tensor, lane: UBatchContext | None) -> bool:
-    return tensor.is_cuda or (lane is not None and lane.asynchronous)

@@ -115,7 +115,8 @@ def _noted(name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
         with changing(_launching, True):
             results = launch(*args, **kwargs)
         for result, sent in zip(_tensors(results), inputs, strict=True):
-            _note(name, result, sent)
+            if isinstance(result, functional.AsyncCollectiveTensor):  # else torch has waited for it already
+                _under_way[result.elem] = _transfer(name, result.elem, sent.nbytes)
         return results
 
     return noted
@@ -123,13 +124,6 @@ def _noted(name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
 
 def _tensors(value: Any) -> Sequence[Tensor]:
     return value if isinstance(value, list | tuple) else [value]
-
-
-def _note(name: str, result: Tensor, sent: Tensor) -> None:
-    """Note a launched result as a transfer. A result that torch has already waited for is an ordinary tensor: skip
-    it."""
-    if isinstance(result, functional.AsyncCollectiveTensor):
-        _under_way[result.elem] = _transfer(name, result.elem, sent.nbytes)
 
 
 def _transfer(name: str, arriving: Tensor, bytes_sent: int) -> tuple[_TorchWork, Transfer[None]]:

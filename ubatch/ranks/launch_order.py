@@ -13,7 +13,6 @@ captured, not when it is replayed.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
@@ -34,11 +33,6 @@ class LaunchOrder:
 
     def __init__(self) -> None:
         self.launches: list[str] = []
-
-    @staticmethod
-    def wanted() -> LaunchOrder | None:
-        """A new one if the environment variable is set, else None."""
-        return LaunchOrder() if os.environ.get(VARIABLE) == "1" else None
 
     def note(self, lane: int, name: str, x: Tensor) -> None:
         """Note that `name` is launched with rows like those of `x`, in `lane` (-1: outside lanes)."""
@@ -78,12 +72,8 @@ def first_difference(orders: Mapping[int, Sequence[str]], *, ended: bool = True)
         ended: whether the step completed; if not, a rank that merely stopped earlier does not count as different.
     """
     ranks = sorted(orders)
-    if not ended:
-        shortest = min(map(len, orders.values()), default=0)
-        differ = len({tuple(launches[:shortest]) for launches in orders.values()}) > 1
-        if not differ:
-            return None
-    for number, launches in enumerate(zip_longest(*(orders[rank] for rank in ranks))):
+    together = zip_longest if ended else zip
+    for number, launches in enumerate(together(*(orders[rank] for rank in ranks))):
         if len(set(launches)) > 1:
             lines = [f"the ranks launched in different orders; the first {number} launches are the same, then:"]
             for rank in ranks:

@@ -143,10 +143,8 @@ class PeerWatch:
     def _is_silent(self, peer: int, beat: int, since: float) -> bool:
         if self._looked_s - since <= self._patience_with(peer):
             return False
-        key = f"beat/{peer}"
-        return (
-            self._store.parsed(key, self._store.get(key), int) <= beat
-        )  # a higher number: the peer has withdrawn its silence meanwhile
+        key = f"beat/{peer}"  # with a higher number meanwhile, the peer has withdrawn its silence
+        return self._store.parsed(key, self._store.get(key), int) <= beat
 
     def _patience_with(self, peer: int) -> float:
         key = f"silence/{peer}"

@@ -144,7 +144,7 @@ def forge_what_cannot_be_read(rank: int, ranks: int) -> list[str]:
         raw.set(f"{connection._store._path}failed", "nonsense")
     dist.barrier()
     try:
-        connection._adopt()
+        connection.adopt_failure()
     except ForgedValue as error:
         told.append(str(error))
     store = JobStore(dist.HashStore(), None)
