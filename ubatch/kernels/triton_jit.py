@@ -16,17 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ubatch.errors import ConfigError
 from ubatch.kernels.quick_launch import QuickFunction
 
-__all__ = [
-    "INTERPRETED",
-    "Kernel",
-    "cdiv",
-    "constant",
-    "descriptor",
-    "jit",
-    "power_of_2",
-    "to_fp8",
-    "undefined",
-]
+__all__ = ["INTERPRETED", "Kernel", "cdiv", "constant", "descriptor", "jit", "power_of_2", "to_fp8", "undefined"]
 
 
 class Kernel(Protocol):
