@@ -21,8 +21,8 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, Protocol, cast
@@ -336,18 +336,22 @@ class Connection:
         `new_group` either needs every rank of the job, or names the group by the number of groups in this process,
         which differs between ranks that belong to different groups.
         """
-        patience = timedelta(seconds=self.timeout_s)
-        store = c10d._get_default_store()
-        with _not_split_off(c10d._get_default_group()):
+        # A group has a communicator of its own also where the job's is bound to a device (`device_id`): torch would
+        # split it off the job's, for which NCCL waits for all ranks of the job.
+        job, patience = c10d._get_default_group(), timedelta(seconds=self.timeout_s)
+        bound, job.bound_device_id = job.bound_device_id, None
+        try:
             made = c10d._new_process_group_helper(
                 len(self.ranks),
                 self.ranks.index(self.rank),
                 list(self.ranks),
                 dist.Backend(backend),
-                store,
+                c10d._get_default_store(),
                 cast(Any, name),
                 timeout=patience,
             )
+        finally:
+            job.bound_device_id = bound
         pg: dist.ProcessGroup = made[0]
         c10d._world.pg_group_ranks[pg] = {rank: index for index, rank in enumerate(self.ranks)}
         c10d._set_pg_timeout(timedelta(seconds=self._transport_timeout_s), pg)
@@ -356,20 +360,6 @@ class Connection:
     @property
     def _transport_timeout_s(self) -> float:
         return _TRANSPORT_SLACK * self.timeout_s + LATE_S
-
-
-@contextmanager
-def _not_split_off(default: dist.ProcessGroup) -> Iterator[None]:
-    """Give a group its own communicator, even if the job's communicator is bound to a device (`device_id`).
-
-    torch would otherwise split it off the job's communicator, and NCCL then waits for all ranks of the job.
-    """
-    bound = default.bound_device_id
-    default.bound_device_id = None
-    try:
-        yield
-    finally:
-        default.bound_device_id = bound
 
 
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
