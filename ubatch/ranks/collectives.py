@@ -29,13 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ubatch.dbo import (
-    dbo_maybe_run_recv_hook,
-    dbo_register_recv_hook,
-    dbo_yield,
-    on_comm_stream,
-    on_compute_stream,
-)
+from ubatch.dbo import dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield, on_comm_stream, on_compute_stream
 from ubatch.errors import ConfigError
 from ubatch.lanes.context import current_lane
 from ubatch.ranks.collective_gradients import differentiable
@@ -236,16 +230,12 @@ def launch_all_to_all_single(
     row_bytes = _row_bytes(source)
     result = _new_result(source, sum(received))
     two = takes_two(connection, source.device, sent, received, row_bytes, most_rows)
-    return _launch(
-        name,
-        connection,
-        source,
-        result,
-        lambda: all_to_all_rows(_as_bytes(result), _as_bytes(source), received, sent, connection, two=two),
-        bytes_sent=(sum(sent) - sent[group.rank]) * row_bytes,
-        bytes_received=(sum(received) - received[group.rank]) * row_bytes,
-        to_host=to_host,
-    )
+
+    def exchange() -> Sequence[Work]:
+        return all_to_all_rows(_as_bytes(result), _as_bytes(source), received, sent, connection, two=two)
+
+    bytes_sent, bytes_received = ((sum(rows) - rows[group.rank]) * row_bytes for rows in (sent, received))
+    return _launch(name, connection, source, result, exchange, bytes_sent, bytes_received, to_host)
 
 
 def launch_all_gather(
@@ -281,16 +271,8 @@ def launch_all_gather(
             return [_all_gather_single(_as_bytes(result), sent, group=connection.pg, async_op=True)]
         return all_to_all_rows(_as_bytes(result), sent, sizes, own, connection, two=two)
 
-    return _launch(
-        name,
-        connection,
-        sent,
-        result,
-        send_to_all,
-        bytes_sent=rows * (group.size - 1) * row_bytes,
-        bytes_received=(sum(sizes) - rows) * row_bytes,
-        to_host=to_host,
-    )
+    bytes_sent, bytes_received = rows * (group.size - 1) * row_bytes, (sum(sizes) - rows) * row_bytes
+    return _launch(name, connection, sent, result, send_to_all, bytes_sent, bytes_received, to_host)
 
 
 def launch_all_reduce(x: Tensor, group: CommGroup, *, name: str = "all_reduce") -> Transfer[Tensor]:
@@ -300,16 +282,12 @@ def launch_all_reduce(x: Tensor, group: CommGroup, *, name: str = "all_reduce") 
     with on_compute_stream():
         result = torch.empty_like(x, memory_format=torch.contiguous_format)
     result.copy_(x)
+
+    def reduce() -> Sequence[Work]:
+        return [dist.all_reduce(result, group=connection.pg, async_op=True)]
+
     ring = 2 * (group.size - 1) * result.nbytes // group.size
-    return _launch(
-        name,
-        connection,
-        x,
-        result,
-        lambda: [dist.all_reduce(result, group=connection.pg, async_op=True)],
-        bytes_sent=ring,
-        bytes_received=ring,
-    )
+    return _launch(name, connection, x, result, reduce, ring, ring)
 
 
 def launch_reduce_scatter(
@@ -347,7 +325,6 @@ def _launch(
     source: Tensor,
     result: Tensor,
     start: Callable[[], Sequence[Work]],
-    *,
     bytes_sent: int,
     bytes_received: int,
     to_host: bool = False,
