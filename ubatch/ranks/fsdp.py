@@ -13,7 +13,7 @@ behave as before.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -37,14 +37,8 @@ def sharing_weights() -> AbstractContextManager[None]:
 def _replacements() -> Iterator[Replacement]:
     _inside.clear()  # failed lanes have not removed themselves
     kind = sys.modules[_FSDP].FSDPParamGroup
-    yield kind, "pre_forward", kind.pre_forward, _sharing_pre_forward(kind.pre_forward)
-    yield kind, "post_forward", kind.post_forward, _sharing_post_forward(kind.post_forward)
+    gather, free = kind.pre_forward, kind.post_forward
 
-
-_patches = Patches(_replacements)
-
-
-def _sharing_pre_forward(torchs: Callable[..., Any]) -> Callable[..., Any]:
     def pre_forward(weights: Any, *args: Any) -> Any:
         lane = current_lane()
         if lane is not None:
@@ -54,12 +48,8 @@ def _sharing_pre_forward(torchs: Callable[..., Any]) -> Callable[..., Any]:
                 ranks = dist.get_process_group_ranks(weights._all_gather_process_group)
                 check_voted(lane, ranks, "fully_shard's gather of weights")
             _inside.setdefault(weights, set()).add(lane.id)
-        return torchs(weights, *args)
+        return gather(weights, *args)
 
-    return pre_forward
-
-
-def _sharing_post_forward(torchs: Callable[..., Any]) -> Callable[..., Any]:
     def post_forward(weights: Any, module: Any, inputs: Any, output: Any) -> Any:
         lane = current_lane()
         if lane is not None:
@@ -67,6 +57,10 @@ def _sharing_post_forward(torchs: Callable[..., Any]) -> Callable[..., Any]:
             others.discard(lane.id)
             if others:
                 return output
-        return torchs(weights, module, inputs, output)
+        return free(weights, module, inputs, output)
 
-    return post_forward
+    yield kind, "pre_forward", gather, pre_forward
+    yield kind, "post_forward", free, post_forward
+
+
+_patches = Patches(_replacements)
