@@ -21,7 +21,7 @@ only with its option for all threads. In torch 2.11 to 2.13 that is
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from typing import Any
 
@@ -38,26 +38,19 @@ class LaneRanges:
 
     def __init__(self, lane: int) -> None:
         self._lane = lane
-        self._recorded: record_function | None = None
         self._nvtx: Any = torch.cuda.nvtx if torch.cuda.is_initialized() else None
-        self._handle: Any = None
+        self._stage = ExitStack()
 
     def begin(self, point: str) -> None:
         """Begin a stage at `point`; the previous one has ended."""
         name = f"lane {self._lane} | {point}"
-        self._recorded = record_function(name)
-        self._recorded.__enter__()
+        self._stage.enter_context(record_function(name))
         if self._nvtx is not None:
-            self._handle = self._nvtx.range_start(name)
+            self._stage.callback(self._nvtx.range_end, self._nvtx.range_start(name))
 
     def end(self) -> None:
         """End the stage. Does nothing if none has begun."""
-        recorded, self._recorded = self._recorded, None
-        if recorded is None:
-            return
-        if self._nvtx is not None:
-            self._nvtx.range_end(self._handle)
-        recorded.__exit__(None, None, None)
+        self._stage.close()
 
 
 _wanted: ContextVar[bool] = ContextVar("ubatch_profile_ranges", default=False)
