@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar, Token
 from threading import RLock, get_ident
-from types import CodeType, TracebackType
+from types import CodeType
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -154,9 +154,7 @@ class changing(AbstractContextManager[T]):  # noqa: N801 - reads like the functi
         self._token = self._variable.set(self._value)
         return self._value
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         token, self._token = self._token, None
         if token is not None:
             self._variable.reset(token)
