@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
+from ubatch.process.interrupts import Marks
 from ubatch.process.job_store import JobStore, job_store
 
 __all__ = ["LATE_S", "Patience", "late", "late_ranks"]
@@ -34,7 +35,7 @@ class _Late:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.depth = 0
+        self.blocks = Marks()
         self.times = 0
         self.told: tuple[JobStore, str] | None = None
 
@@ -50,21 +51,20 @@ def late(what: str) -> Iterator[None]:
         what: what this rank is doing, for the peers' messages.
     """
     own = _own
-    with own.lock, suppress(dist.DistError):  # the store is gone: waiting ranks notice that by themselves
-        own.depth += 1
-        store = _store()
-        if own.told is None and store is not None:
-            key = f"{_COUNT}/{dist.get_rank()}"
-            own.times += 1
-            store.set(key, f"{own.times} {what}")
-            store.add(_COUNT, 1)
-            own.told = store, key
     try:
-        yield
+        with own.blocks.marked():
+            with own.lock, suppress(dist.DistError):  # the store is gone: waiting ranks notice that by themselves
+                store = _store()
+                if own.told is None and store is not None:
+                    key = f"{_COUNT}/{dist.get_rank()}"
+                    own.times += 1
+                    store.set(key, f"{own.times} {what}")
+                    store.add(_COUNT, 1)
+                    own.told = store, key
+            yield
     finally:
         with own.lock, suppress(dist.DistError):
-            own.depth -= 1
-            if not own.depth and own.told is not None:
+            if not own.blocks and own.told is not None:
                 (store, key), own.told = own.told, None
                 store.add(_COUNT, -1)
                 store.set(key, "")

@@ -185,15 +185,15 @@ def test_peers_wait_while_drafts_are_captured(made: SimpleNamespace, monkeypatch
     record = draft_graphs.record
 
     def noted(*args: Any) -> Any:
-        late.append(lateness._own.depth)
+        late.append(bool(lateness._own.blocks))
         return record(*args)
 
     monkeypatch.setattr(draft_graphs, "record", noted)
     with captured_runner(made, CHAIN, cudagraph_capture_sizes=(1, 2)) as runner:
         attached(runner, load_draft("eagle", made.head, runner), **CHAIN)
         runner.capture_graphs()
-    assert late == [1] * 4
-    assert lateness._own.depth == 0
+    assert late == [True] * 4
+    assert not lateness._own.blocks
 
 
 def test_what_cannot_be_captured_is_refused_by_name(made: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:

@@ -46,11 +46,11 @@ def test_a_rank_whose_parent_ends_while_it_starts_ends(monkeypatch: pytest.Monke
 
 def test_peers_wait_for_a_rank_that_makes_its_proposer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first step is collective: a draft network that takes long to load or capture must not come after."""
-    late: dict[str, int] = {}
+    late: dict[str, bool] = {}
     make_core = process.make_core
 
     def noted(*args: Any) -> EngineCore:
-        late["make_core"] = lateness._own.depth
+        late["make_core"] = bool(lateness._own.blocks)
         return make_core(*args)
 
     monkeypatch.setattr(process, "make_core", noted)
@@ -61,8 +61,8 @@ def test_peers_wait_for_a_rank_that_makes_its_proposer(monkeypatch: pytest.Monke
         speculation=speculation,
         kv_cache_memory=1 << 20,
     )
-    monkeypatch.setattr(gc, "freeze", lambda: late.setdefault("freeze", lateness._own.depth))
+    monkeypatch.setattr(gc, "freeze", lambda: late.setdefault("freeze", bool(lateness._own.blocks)))
     with process._loaded(options, 0, Run.open(dist.HashStore(), None), Deaf()):
-        assert late == {"make_core": 1, "freeze": 1}
+        assert late == {"make_core": True, "freeze": True}
         assert list(late)[-1] == "freeze", "the collector need not walk through the draft network, either"
-        assert lateness._own.depth == 0
+        assert not lateness._own.blocks

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from interrupting import PACKAGE, interrupted_at, lines_of
 from peer_failure_cases import healthy_step, lasting, promptly, wrap
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
@@ -160,6 +161,17 @@ def test_blocks_in_blocks_count_once(store: dist.Store) -> None:
         assert late_ranks([0]) == {}
         raise KeyError
     assert store.add("ubatch/late", 0) == 0
+
+
+def test_a_block_that_ctrl_c_ended_anywhere_does_not_last(store: dist.Store) -> None:
+    def block() -> None:
+        with late("compiling"):
+            pass
+
+    for number in range(lines_of(block, PACKAGE)):
+        assert type(interrupted_at(number, block, PACKAGE)) is KeyboardInterrupt
+        block()
+        assert late_ranks([1]) == {}
 
 
 def test_patience_with_one_that_hangs_in_a_compiler_ends(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
