@@ -62,10 +62,8 @@ def draw_lanes(step: Iterable[Span], begin: float, until: float) -> list[str]:
 
 def last_step(spans: Iterable[Span], *, in_lanes: bool) -> list[Span]:
     """Spans of the last step that ran in lanes, or of the last one that did not; empty if there is none."""
-    kinds: dict[bool, list[Span]] = {True: [], False: []}
-    for _, members in sorted(by_step(spans).items()):
-        kinds[any(span.lane != UNSPLIT for span in members)] = members
-    return kinds[in_lanes]
+    steps = [step for _, step in sorted(by_step(spans).items()) if (by_lane(step).keys() != {UNSPLIT}) == in_lanes]
+    return steps[-1] if steps else []
 
 
 def _cut_at_waits(spans: Sequence[Span]) -> Iterable[Span]:
