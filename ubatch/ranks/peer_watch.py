@@ -136,15 +136,11 @@ class PeerWatch:
             before = self._seen.get(peer)
             if before is None or beat > before[0]:  # an old value written back is no sign of life
                 self._seen[peer] = (beat, now)
-            elif now - before[1] > self._patience_s and self._is_silent(peer, *before):
-                return peer
+            elif now - before[1] > self._patience_s and now - before[1] > self._patience_with(peer):
+                again = self._store.parsed(key, self._store.get(key), int)
+                if again <= before[0]:  # else the peer has withdrawn its silence meanwhile
+                    return peer
         return None
-
-    def _is_silent(self, peer: int, beat: int, since: float) -> bool:
-        if self._looked_s - since <= self._patience_with(peer):
-            return False
-        key = f"beat/{peer}"  # with a higher number meanwhile, the peer has withdrawn its silence
-        return self._store.parsed(key, self._store.get(key), int) <= beat
 
     def _patience_with(self, peer: int) -> float:
         key = f"silence/{peer}"
