@@ -203,32 +203,23 @@ def _rank(rank: int, recorded: Sequence[Span], origin: float, note: StepNote | N
     busy = computing(spans)
     waiting = union((span.start, span.end) for span in spans if span.kind is SpanKind.WAIT)
     stages = stage_names(spans)
-
-    def block(span: Span, at: Interval, hidden: Sequence[Interval] = ()) -> _Block:
-        return _Block(span.kind, stages.get(span, span.name), span.name, span.lane, at, tuple(hidden), span.bytes)
-
-    def held(span: Span) -> Iterator[_Block]:
-        """Blocks of a span: a wait unchanged; a compute span without the waits inside it."""
-        whole = [(span.start, span.end)]
-        for at in whole if span.kind is SpanKind.WAIT else difference(whole, waiting):
-            yield block(span, at)
-
-    def travelled(span: Span) -> _Block:
-        whole = (span.start, span.end)
-        return block(span, whole, intersection(busy, [whole]))
-
-    transfers = [span for span in spans if span.kind is SpanKind.TRANSFER]
-    of_lanes = by_lane(span for span in spans if span.kind is not SpanKind.TRANSFER)
     marks = points(spans)
-    lanes = [
-        _Row(
-            lane_name(lane),
-            tuple(part for span in of_lane for part in held(span)),
-            tuple(mark for mark in marks if mark.lane == lane),
-        )
-        for lane, of_lane in sorted(of_lanes.items())
-    ]
-    links = [_Row(link_name(link), tuple(map(travelled, row))) for link, row in enumerate(pack(transfers))]
+
+    def blocks(span: Span) -> Iterator[_Block]:
+        """Blocks of a span: a wait or a transfer unchanged; a compute span without the waits inside it."""
+        whole = [(span.start, span.end)]
+        hidden = tuple(intersection(busy, whole)) if span.kind is SpanKind.TRANSFER else ()
+        for at in difference(whole, waiting) if span.kind is SpanKind.COMPUTE else whole:
+            yield _Block(span.kind, stages.get(span, span.name), span.name, span.lane, at, hidden, span.bytes)
+
+    def row(name: str, of_row: Sequence[Span], lane: int | None = None) -> _Row:
+        drawn = tuple(block for span in of_row for block in blocks(span))
+        return _Row(name, drawn, tuple(mark for mark in marks if mark.lane == lane))
+
+    of_lanes = by_lane(span for span in spans if span.kind is not SpanKind.TRANSFER)
+    lanes = [row(lane_name(lane), own, lane) for lane, own in sorted(of_lanes.items())]
+    transfers = pack(span for span in spans if span.kind is SpanKind.TRANSFER)
+    links = [row(link_name(link), own) for link, own in enumerate(transfers)]
     summary = {name.removesuffix("_s"): _micros(seconds) for name, seconds in asdict(summarise(recorded)).items()}
     return _Rank(rank, (*lanes, *links), summary, "" if note is None else describe_note(note))
 
