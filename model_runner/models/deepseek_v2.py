@@ -7,6 +7,7 @@ Source: DeepSeek-V2 (2024) and the `DeepseekV2ForCausalLM` checkpoints on the Hu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from attention import MLAShape
@@ -16,7 +17,7 @@ from model_runner.decoder.rope import Rope, read_rope
 from model_runner.weights.hf_config import HFConfig
 from moe import GroupLimitedRouter, Router
 
-__all__ = ["DeepseekV2ForCausalLM", "read_deepseek", "read_groups"]
+__all__ = ["DeepseekV2ForCausalLM", "read_deepseek", "read_groups", "read_shared_moe"]
 
 
 class DeepseekV2ForCausalLM(DecoderLM):
@@ -44,18 +45,23 @@ class DeepseekV2ForCausalLM(DecoderLM):
 def read_deepseek(config: HFConfig, generation: HFConfig, router: Router) -> DecoderConfig:
     """Read the config entries that DeepSeek-V2 and V3 share: all except the router's."""
     rope = read_rope(config)
-    intermediate_size = config.integer("moe_intermediate_size")
-    moe = MoEConfig(
-        layers=_sparse_layers(config),
-        intermediate_size=intermediate_size,
-        router=router,
-        shared_intermediate_size=config.integer("n_shared_experts", at_least=0) * intermediate_size,
-        float32_gate=True,
-    )
+    moe = read_shared_moe(config, _sparse_layers(config), router)
     return replace(
         read_decoder(config, generation, _read_latent(config, rope), rope=rope, moe=moe),
         attention_bias=config.flag("attention_bias", False),
         q_lora_rank=config.optional_integer("q_lora_rank"),
+    )
+
+
+def read_shared_moe(config: HFConfig, layers: Iterable[int], router: Router) -> MoEConfig:
+    """The MoE of some layers, with shared experts, each of the size of a routed one."""
+    intermediate_size = config.integer("moe_intermediate_size")
+    return MoEConfig(
+        layers=frozenset(layers),
+        intermediate_size=intermediate_size,
+        router=router,
+        shared_intermediate_size=config.integer("n_shared_experts", at_least=0) * intermediate_size,
+        float32_gate=True,
     )
 
 
@@ -91,8 +97,8 @@ def _read_latent(config: HFConfig, rope: Rope) -> MLAShape:
     )
 
 
-def _sparse_layers(config: HFConfig) -> frozenset[int]:
+def _sparse_layers(config: HFConfig) -> list[int]:
     first = config.integer("first_k_dense_replace", at_least=0)
     every = config.integer("moe_layer_freq", default=1)
     layers = range(config.integer("num_hidden_layers"))
-    return frozenset(layer for layer in layers if layer >= first and layer % every == 0)
+    return [layer for layer in layers if layer >= first and layer % every == 0]

@@ -18,7 +18,7 @@ from model_runner.weights.hf_config import HFConfig
 from model_runner.weights.weights import Checkpoint
 from moe import SigmoidTopKRouter
 
-__all__ = ["DeepseekV3ForCausalLM"]
+__all__ = ["DeepseekV3ForCausalLM", "read_sigmoid_router"]
 
 
 class DeepseekV3ForCausalLM(DecoderLM):
@@ -35,13 +35,12 @@ class DeepseekV3ForCausalLM(DecoderLM):
         for name, known in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
             if config.values.get(name, known) != known:
                 raise config.wrong(name, config.values[name], repr(known))
-        num_groups, top_groups = read_groups(config)
-        router = SigmoidTopKRouter(
-            read_top_k(config),
-            num_groups,
-            top_groups,
-            renormalize=config.flag("norm_topk_prob", True),
-            scale=config.number("routed_scaling_factor"),
-        )
+        router = read_sigmoid_router(config, config.number("routed_scaling_factor"))
         interleaved = config.flag("rope_interleave", True)
         return replace(read_deepseek(config, generation, router), rope_interleaved=interleaved)
+
+
+def read_sigmoid_router(config: HFConfig, scale: float) -> SigmoidTopKRouter:
+    """The router of a family, whose weights are multiplied by `scale`; errors as `read_groups`."""
+    renormalize = config.flag("norm_topk_prob", True)
+    return SigmoidTopKRouter(read_top_k(config), *read_groups(config), renormalize=renormalize, scale=scale)

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from model_runner.decoder.config import DecoderConfig, MoEConfig, read_decoder, read_grouped_query, read_top_k
+from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.decoder.rope import read_rope
-from model_runner.models.deepseek_v2 import read_groups
+from model_runner.models.deepseek_v2 import read_shared_moe
+from model_runner.models.deepseek_v3 import read_sigmoid_router
 from model_runner.models.mtp import left_behind
 from model_runner.weights.hf_config import HFConfig
 from model_runner.weights.weights import Checkpoint
-from moe import SigmoidTopKRouter
 
 __all__ = ["Glm4MoeForCausalLM"]
 
@@ -34,23 +34,9 @@ class Glm4MoeForCausalLM(DecoderLM):
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
         """See `CausalLM.read_config`."""
-        num_groups, top_groups = read_groups(config)
-        router = SigmoidTopKRouter(
-            read_top_k(config),
-            num_groups,
-            top_groups,
-            renormalize=config.flag("norm_topk_prob", True),
-            scale=config.number("routed_scaling_factor", 1.0),
-        )
-        intermediate_size = config.integer("moe_intermediate_size")
+        router = read_sigmoid_router(config, config.number("routed_scaling_factor", 1.0))
         first = config.integer("first_k_dense_replace", default=1, at_least=0)
-        moe = MoEConfig(
-            layers=frozenset(range(first, config.integer("num_hidden_layers"))),
-            intermediate_size=intermediate_size,
-            router=router,
-            shared_intermediate_size=config.integer("n_shared_experts", at_least=0) * intermediate_size,
-            float32_gate=True,
-        )
+        moe = read_shared_moe(config, range(first, config.integer("num_hidden_layers")), router)
         rope = read_rope(config, default_partial=0.5)
         attention = read_grouped_query(config)
         return replace(

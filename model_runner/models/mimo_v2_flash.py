@@ -18,13 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from attention import AttentionShape
-from model_runner.decoder.config import DecoderConfig, MoEConfig, read_decoder, read_grouped_query, read_top_k
+from model_runner.decoder.config import DecoderConfig, MoEConfig, read_decoder, read_grouped_query
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.decoder.rope import Rope
-from model_runner.models.deepseek_v2 import read_groups
+from model_runner.models.deepseek_v3 import read_sigmoid_router
 from model_runner.weights.hf_config import HFConfig
 from model_runner.weights.weights import Checkpoint
-from moe import SigmoidTopKRouter
 
 __all__ = ["MiMoV2FlashForCausalLM"]
 
@@ -51,16 +50,10 @@ class MiMoV2FlashForCausalLM(DecoderLM):
         usual = ["dense"] + ["sparse"] * (num_layers - 1)
         mlps = _read_kinds(config, "mlp_layer_types", "moe_layer_freq", _MLPS, usual)
         groups = HFConfig({"n_group": 1, "topk_group": 1} | _given(config), config.path)
-        router = SigmoidTopKRouter(
-            read_top_k(config),
-            *read_groups(groups),
-            renormalize=config.flag("norm_topk_prob", True),
-            scale=config.number("routed_scaling_factor", 1.0),
-        )
         moe = MoEConfig(
             layers=frozenset(layer for layer, kind in enumerate(mlps) if kind == "sparse"),
             intermediate_size=config.integer("moe_intermediate_size"),
-            router=router,
+            router=read_sigmoid_router(groups, config.number("routed_scaling_factor", 1.0)),
             float32_gate=True,
         )
         shapes, ropes = _read_shapes(config, kinds), {kind: _read_rope(config, kind) for kind in dict.fromkeys(kinds)}
