@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -79,26 +79,15 @@ def _num_behind(checkpoint: Checkpoint) -> int:
     return checkpoint.config.integer("num_nextn_predict_layers", default=0, at_least=0)
 
 
-@dataclass(frozen=True)
-class _Names:
-    """Where a checkpoint has the layer: decoder layer `place` behind `prefix`, and the tensors around it."""
-
-    prefix: str
-    place: int
-    embedding_norm: str
-    hidden_norm: str
-    projection: str
-    last_norm: str
-
-
-def _names(config: DecoderConfig, checkpoint: Checkpoint) -> _Names:
+def _find(config: DecoderConfig, checkpoint: Checkpoint) -> tuple[str, int, str, tuple[str, ...]]:
+    """Where a checkpoint has the layer: prefix and number of the decoder layer, and prefix and names of the norms of
+    both inputs, the projection and the last norm."""
     if not has_layer(config, checkpoint):
         raise no_layer(checkpoint)
     if any(name.startswith("mtp.") for name in checkpoint.names):  # whatever kinds of layers the model has
-        return _Names("mtp", 0, "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
-    own = f"{config.tensor_prefix}.layers.{config.num_layers}"
-    around = (f"{own}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
-    return _Names(config.tensor_prefix, config.num_layers, *around)
+        return "mtp", 0, "mtp", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+    prefix, place = config.tensor_prefix, config.num_layers
+    return prefix, place, f"{prefix}.layers.{place}", ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 
 
 class MTPLayer(nn.Module):
@@ -118,34 +107,32 @@ class MTPLayer(nn.Module):
     def __init__(self, target: DecoderLM, checkpoint: Checkpoint, parallel: ExpertParallel) -> None:
         super().__init__()
         config: DecoderConfig = target.config
-        names = _names(config, checkpoint)
+        prefix, place, own, (embedding_norm, hidden_norm, projection, last_norm) = _find(config, checkpoint)
         if isinstance(config.attention, AttentionShape) and config.attention.layers is not None:
             raise ConfigError(
                 f"{checkpoint.path} has attention of several kinds, and multi-token prediction is served for one kind "
                 "only. Guess with a draft head, a draft model or n-grams instead."
             )
-        hidden_size, place = config.hidden_size, names.place
+        hidden_size = config.hidden_size
         moe = None if config.moe is None else replace(config.moe, layers=frozenset({place}))
         kept = replace(config, num_layers=1, moe=moe, linear=None, linear_layers=frozenset())
-        self.config = replace(kept, tensor_prefix=names.prefix)
+        self.config = replace(kept, tensor_prefix=prefix)
         self.eps = config.rms_norm_eps
         self.embed = target.embed_tokens.rows
         self.rope = target.ropes[0]
         self.compute_logits = target.compute_logits
-        norms = (names.embedding_norm, names.hidden_norm, names.last_norm)
         self.embedding_norm, self.hidden_norm, self.norm = (
-            load_norm(checkpoint, f"{name}.weight", hidden_size, zero_centred=config.zero_centred_norms)
-            for name in norms
+            load_norm(checkpoint, f"{own}.{name}.weight", hidden_size, zero_centred=config.zero_centred_norms)
+            for name in (embedding_norm, hidden_norm, last_norm)
         )
-        self.fc = frozen(checkpoint.load(f"{names.projection}.weight", hidden_size, 2 * hidden_size))
+        self.fc = frozen(checkpoint.load(f"{own}.{projection}.weight", hidden_size, 2 * hidden_size))
         self.layer = DecoderLayer(self.config, checkpoint, parallel, place)
         self.layer.attention.layer = 0  # the draft cache has one layer
 
     @staticmethod
     def left(config: DecoderConfig, checkpoint: Checkpoint) -> Mapping[str, str]:
         """As `CausalLM.left`, for the layer: the model, further such layers, and copies of what the model has, too."""
-        names = _names(config, checkpoint)
-        own = re.escape("mtp" if names.prefix == "mtp" else f"{names.prefix}.layers.{names.place}")
+        own = re.escape(_find(config, checkpoint)[2])
         return {
             "the model": rf"(?!{own}\.).*",
             "further layers": r"mtp\.layers\.[1-9]\d*\..*",
