@@ -7,27 +7,19 @@ Source: DeepSeek-V3 (2024) and the `DeepseekV3ForCausalLM` checkpoints on the Hu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from model_runner.decoder.config import DecoderConfig, read_top_k
-from model_runner.decoder.decoder import DecoderLM
 from model_runner.models.deepseek_v2 import read_deepseek, read_groups
-from model_runner.models.mtp import left_behind
+from model_runner.models.mtp import LayersBehind
 from model_runner.weights.hf_config import HFConfig
-from model_runner.weights.weights import Checkpoint
 from moe import SigmoidTopKRouter
 
 __all__ = ["DeepseekV3ForCausalLM", "read_sigmoid_router"]
 
 
-class DeepseekV3ForCausalLM(DecoderLM):
+class DeepseekV3ForCausalLM(LayersBehind):
     """The model. See `CausalLM`."""
-
-    @classmethod
-    def left(cls, config: DecoderConfig, checkpoint: Checkpoint) -> Mapping[str, str]:
-        """See `CausalLM.left`."""
-        return left_behind(config, checkpoint)
 
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:

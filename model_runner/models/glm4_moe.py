@@ -8,28 +8,20 @@ Source: GLM-4.5 (2025) and the `Glm4MoeForCausalLM` checkpoints on the Hugging F
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query
-from model_runner.decoder.decoder import DecoderLM
 from model_runner.decoder.rope import read_rope
 from model_runner.models.deepseek_v2 import read_shared_moe
 from model_runner.models.deepseek_v3 import read_sigmoid_router
-from model_runner.models.mtp import left_behind
+from model_runner.models.mtp import LayersBehind
 from model_runner.weights.hf_config import HFConfig
-from model_runner.weights.weights import Checkpoint
 
 __all__ = ["Glm4MoeForCausalLM"]
 
 
-class Glm4MoeForCausalLM(DecoderLM):
+class Glm4MoeForCausalLM(LayersBehind):
     """The model. See `CausalLM`."""
-
-    @classmethod
-    def left(cls, config: DecoderConfig, checkpoint: Checkpoint) -> Mapping[str, str]:
-        """See `CausalLM.left`."""
-        return left_behind(config, checkpoint)
 
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:

@@ -34,22 +34,31 @@ from model_runner.weights.weights import Checkpoint
 from moe import linear
 from ubatch import ConfigError
 
-__all__ = ["LEFT_APART", "MTPLayer", "has_layer", "left_behind", "no_layer"]
+__all__ = ["LayersApart", "LayersBehind", "MTPLayer", "has_layer", "no_layer"]
 
 _WHAT = "multi-token prediction, which only speculative algorithm mtp reads"
-LEFT_APART: Mapping[str, str] = {_WHAT: r"mtp\..*"}
-"""`CausalLM.left` of a family that keeps the layer apart."""
 
 
-def left_behind(config: DecoderConfig, checkpoint: Checkpoint) -> Mapping[str, str]:
-    """`CausalLM.left` of a family that has such layers behind its last one.
+class LayersApart(DecoderLM):
+    """A family whose checkpoints keep the layer apart from the model's."""
 
-    A layer is one if the config counts it and it has the projection of both inputs; another one is the model's.
-    """
-    first, number = config.num_layers, _num_behind(checkpoint)
-    layers = [f"{config.tensor_prefix}.layers.{layer}" for layer in range(first, first + number)]
-    known = [re.escape(layer) for layer in layers if f"{layer}.eh_proj.weight" in checkpoint.names]
-    return {_WHAT: rf"({'|'.join(known)})\..*"} if known else {}
+    @classmethod
+    def left(cls, config: DecoderConfig, checkpoint: Checkpoint) -> Mapping[str, str]:
+        """See `CausalLM.left`."""
+        return {_WHAT: r"mtp\..*"}
+
+
+class LayersBehind(DecoderLM):
+    """A family whose checkpoints may have such layers behind the model's last one."""
+
+    @classmethod
+    def left(cls, config: DecoderConfig, checkpoint: Checkpoint) -> Mapping[str, str]:
+        """See `CausalLM.left`. A layer behind is one if the config counts it and it has the projection of both inputs;
+        another one is the model's."""
+        first, number = config.num_layers, _num_behind(checkpoint)
+        layers = [f"{config.tensor_prefix}.layers.{layer}" for layer in range(first, first + number)]
+        known = [re.escape(layer) for layer in layers if f"{layer}.eh_proj.weight" in checkpoint.names]
+        return {_WHAT: rf"({'|'.join(known)})\..*"} if known else {}
 
 
 def has_layer(config: ModelConfig, checkpoint: Checkpoint) -> bool:

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from model_runner.decoder.config import DecoderConfig
-from model_runner.decoder.decoder import DecoderLM
-from model_runner.models.mtp import LEFT_APART
+from model_runner.models.mtp import LayersApart
 from model_runner.models.qwen3_next import read_hybrid
 from model_runner.weights.hf_config import HFConfig
 from model_runner.weights.weights import Checkpoint
@@ -20,13 +19,8 @@ from model_runner.weights.weights import Checkpoint
 __all__ = ["Qwen35MoeForCausalLM", "Qwen35MoeForConditionalGeneration"]
 
 
-class Qwen35MoeForCausalLM(DecoderLM):
+class Qwen35MoeForCausalLM(LayersApart):
     """The text model. See `CausalLM`."""
-
-    @classmethod
-    def left(cls, config: DecoderConfig, checkpoint: Checkpoint) -> Mapping[str, str]:
-        """See `CausalLM.left`."""
-        return LEFT_APART
 
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:

@@ -8,7 +8,7 @@ Source: the `Qwen3NextForCausalLM` checkpoints on the Hugging Face hub (2025).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 
 from attention import GatedDeltaShape
@@ -20,12 +20,10 @@ from model_runner.decoder.config import (
     read_grouped_query,
     read_top_k,
 )
-from model_runner.decoder.decoder import DecoderLM
 from model_runner.decoder.rope import read_rope
-from model_runner.models.mtp import LEFT_APART
+from model_runner.models.mtp import LayersApart
 from model_runner.models.qwen2_moe import read_sparse_layers
 from model_runner.weights.hf_config import HFConfig
-from model_runner.weights.weights import Checkpoint
 from moe import SoftmaxTopKRouter
 
 __all__ = ["Qwen3NextForCausalLM", "read_hybrid"]
@@ -33,13 +31,8 @@ __all__ = ["Qwen3NextForCausalLM", "read_hybrid"]
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
 
-class Qwen3NextForCausalLM(DecoderLM):
+class Qwen3NextForCausalLM(LayersApart):
     """The model. See `CausalLM`."""
-
-    @classmethod
-    def left(cls, config: DecoderConfig, checkpoint: Checkpoint) -> Mapping[str, str]:
-        """See `CausalLM.left`."""
-        return LEFT_APART
 
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
