@@ -9,19 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from model_runner.decoder.config import (
-    DecoderConfig,
-    MoEConfig,
-    TensorNames,
-    read_decoder,
-    read_grouped_query,
-    read_layer_windows,
-    read_top_k,
-)
+from model_runner.decoder.config import DecoderConfig, TensorNames, read_decoder, read_grouped_query, read_layer_windows
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.decoder.rope import read_rope
+from model_runner.models.mixtral import read_softmax_moe
 from model_runner.weights.hf_config import HFConfig
-from moe import ClampedSwiGLU, SoftmaxTopKRouter
+from moe import ClampedSwiGLU
 
 __all__ = ["GptOssForCausalLM"]
 
@@ -37,10 +30,8 @@ class GptOssForCausalLM(DecoderLM):
         num_layers = config.integer("num_hidden_layers")
         kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)]
         windows = read_layer_windows(config, config.optional_integer("sliding_window"), kinds)
-        moe = MoEConfig(
-            layers=frozenset(range(num_layers)),
-            intermediate_size=config.integer("intermediate_size"),
-            router=SoftmaxTopKRouter(read_top_k(config), renormalize=True),  # of the chosen ones only: the same
+        moe = replace(
+            read_softmax_moe(config, renormalize=True),  # the softmax of the chosen ones only is the same
             gate_bias=True,
             clamped=ClampedSwiGLU(config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)),
             names=TensorNames(router="router"),

@@ -10,17 +10,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from model_runner.decoder.config import (
-    DecoderConfig,
-    MoEConfig,
-    TensorNames,
-    read_decoder,
-    read_grouped_query,
-    read_top_k,
-)
+from model_runner.decoder.config import DecoderConfig, MoEConfig, TensorNames, read_decoder, read_grouped_query
 from model_runner.decoder.decoder import DecoderLM
+from model_runner.models.mixtral import read_softmax_moe
 from model_runner.weights.hf_config import HFConfig
-from moe import SoftmaxTopKRouter
 
 __all__ = ["GraniteForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"]
 
@@ -48,7 +41,7 @@ class GraniteMoeForCausalLM(DecoderLM):
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
         """See `CausalLM.read_config`."""
-        return _read_granite(config, generation, _read_moe(config))
+        return _read_granite(config, generation, read_softmax_moe(config, renormalize=True))
 
 
 class GraniteMoeSharedForCausalLM(DecoderLM):
@@ -58,23 +51,15 @@ class GraniteMoeSharedForCausalLM(DecoderLM):
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
         """See `CausalLM.read_config`."""
         shared = config.integer("shared_intermediate_size", default=0, at_least=0)
-        return _read_granite(config, generation, replace(_read_moe(config), shared_intermediate_size=shared))
-
-
-def _read_moe(config: HFConfig) -> MoEConfig:
-    return MoEConfig(
-        layers=frozenset(range(config.integer("num_hidden_layers"))),
-        intermediate_size=config.integer("intermediate_size"),
-        router=SoftmaxTopKRouter(read_top_k(config), renormalize=True),
-        names=_NAMES,
-    )
+        moe = replace(read_softmax_moe(config, renormalize=True), shared_intermediate_size=shared)
+        return _read_granite(config, generation, moe)
 
 
 def _read_granite(config: HFConfig, generation: HFConfig, moe: MoEConfig | None = None) -> DecoderConfig:
     """Read the entries that the models share: Llama's, and the factors."""
     attention = replace(read_grouped_query(config), scale=config.number("attention_multiplier", 1.0))
     return replace(
-        read_decoder(config, generation, attention, moe=moe),
+        read_decoder(config, generation, attention, moe=None if moe is None else replace(moe, names=_NAMES)),
         attention_bias=config.flag("attention_bias", False),
         embedding_multiplier=config.number("embedding_multiplier", 1.0),
         residual_multiplier=config.number("residual_multiplier", 1.0),

@@ -5,6 +5,9 @@ Source: Mixtral of Experts (2024) and the `MixtralForCausalLM` checkpoints on th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 from model_runner.decoder.config import (
     DecoderConfig,
     MoEConfig,
@@ -18,7 +21,7 @@ from model_runner.decoder.rope import read_rope
 from model_runner.weights.hf_config import HFConfig
 from moe import SoftmaxTopKRouter
 
-__all__ = ["MixtralForCausalLM"]
+__all__ = ["MixtralForCausalLM", "read_softmax_moe"]
 
 
 class MixtralForCausalLM(DecoderLM):
@@ -29,10 +32,22 @@ class MixtralForCausalLM(DecoderLM):
         """See `CausalLM.read_config`."""
         attention = read_grouped_query(config, sliding_window=config.optional_integer("sliding_window"))
         rope = read_rope(config, default_theta=1_000_000.0)
-        moe = MoEConfig(
-            layers=frozenset(range(config.integer("num_hidden_layers"))),
-            intermediate_size=config.integer("intermediate_size"),
-            router=SoftmaxTopKRouter(read_top_k(config), renormalize=True),
-            names=TensorNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
-        )
+        names = TensorNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+        moe = replace(read_softmax_moe(config, renormalize=True), names=names)
         return read_decoder(config, generation, attention, rope=rope, moe=moe, default_eps=1e-5)
+
+
+def read_softmax_moe(
+    config: HFConfig, *, renormalize: bool, layers: Iterable[int] | None = None, size: str = "intermediate_size"
+) -> MoEConfig:
+    """A MoE whose router scores experts by a softmax.
+
+    Args:
+        renormalize: the weights of a token's experts add up to 1.
+        layers: numbers of the layers with a MoE; all of them by default.
+        size: the entry with the intermediate size of an expert.
+    """
+    if layers is None:
+        layers = range(config.integer("num_hidden_layers"))
+    router = SoftmaxTopKRouter(read_top_k(config), renormalize=renormalize)
+    return MoEConfig(frozenset(layers), config.integer(size), router)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from model_runner.decoder.config import DecoderConfig, MoEConfig, read_decoder, read_grouped_query, read_top_k
+from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query
 from model_runner.decoder.decoder import DecoderLM
+from model_runner.models.mixtral import read_softmax_moe
 from model_runner.weights.hf_config import HFConfig
-from moe import SoftmaxTopKRouter
 
 __all__ = ["OlmoeForCausalLM"]
 
@@ -21,11 +21,7 @@ class OlmoeForCausalLM(DecoderLM):
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
         """See `CausalLM.read_config`."""
-        moe = MoEConfig(
-            layers=frozenset(range(config.integer("num_hidden_layers"))),
-            intermediate_size=config.integer("intermediate_size"),
-            router=SoftmaxTopKRouter(read_top_k(config), renormalize=config.flag("norm_topk_prob", False)),
-        )
+        moe = read_softmax_moe(config, renormalize=config.flag("norm_topk_prob", False))
         return replace(
             read_decoder(config, generation, read_grouped_query(config), moe=moe, default_eps=1e-5),
             attention_bias=config.flag("attention_bias", False),

@@ -7,22 +7,16 @@ Source: Qwen1.5-MoE (2024) and the `Qwen2MoeForCausalLM` checkpoints on the Hugg
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from model_runner.decoder.config import (
-    DecoderConfig,
-    MoEConfig,
-    TensorNames,
-    read_decoder,
-    read_grouped_query,
-    read_top_k,
-)
+from model_runner.decoder.config import DecoderConfig, MoEConfig, TensorNames, read_decoder, read_grouped_query
 from model_runner.decoder.decoder import DecoderLM
+from model_runner.models.mixtral import read_softmax_moe
 from model_runner.models.qwen2 import read_qwen_windows
 from model_runner.weights.hf_config import HFConfig
-from moe import SoftmaxTopKRouter
 
-__all__ = ["Qwen2MoeForCausalLM", "read_sparse_layers"]
+__all__ = ["Qwen2MoeForCausalLM", "read_gated_moe", "read_sparse_layers"]
 
 
 class Qwen2MoeForCausalLM(DecoderLM):
@@ -31,14 +25,8 @@ class Qwen2MoeForCausalLM(DecoderLM):
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
         """See `CausalLM.read_config`."""
-        moe = MoEConfig(
-            layers=read_sparse_layers(config),
-            intermediate_size=config.integer("moe_intermediate_size"),
-            router=SoftmaxTopKRouter(read_top_k(config), renormalize=config.flag("norm_topk_prob", False)),
-            shared_intermediate_size=config.integer("shared_expert_intermediate_size"),
-            shared_gate=True,
-            names=TensorNames(shared="mlp.shared_expert"),
-        )
+        renormalize = config.flag("norm_topk_prob", False)
+        moe = read_gated_moe(config, read_sparse_layers(config), renormalize=renormalize)
         attention = read_grouped_query(config, layer_windows=_windows(config))
         common = read_decoder(config, generation, attention, moe=moe)
         return replace(common, qkv_bias=config.flag("qkv_bias", True))
@@ -49,6 +37,16 @@ def _windows(config: HFConfig) -> list[int | None]:
     used, last = config.flag("use_sliding_window", False), config.integer("max_window_layers", default=28, at_least=0)
     slides = [used and layer % 2 == 0 and layer < last for layer in range(config.integer("num_hidden_layers"))]
     return read_qwen_windows(config, ["sliding_attention" if each else "full_attention" for each in slides])
+
+
+def read_gated_moe(config: HFConfig, layers: Iterable[int], *, renormalize: bool) -> MoEConfig:
+    """The MoE of some layers, with a shared expert that has a gate; see `read_softmax_moe`."""
+    return replace(
+        read_softmax_moe(config, renormalize=renormalize, layers=layers, size="moe_intermediate_size"),
+        shared_intermediate_size=config.integer("shared_expert_intermediate_size"),
+        shared_gate=True,
+        names=TensorNames(shared="mlp.shared_expert"),
+    )
 
 
 def read_sparse_layers(config: HFConfig) -> frozenset[int]:

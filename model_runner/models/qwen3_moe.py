@@ -9,18 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from model_runner.decoder.config import (
-    DecoderConfig,
-    MoEConfig,
-    read_decoder,
-    read_grouped_query,
-    read_top_k,
-)
+from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query
 from model_runner.decoder.decoder import DecoderLM
+from model_runner.models.mixtral import read_softmax_moe
 from model_runner.models.qwen2 import read_sliding_window
 from model_runner.models.qwen2_moe import read_sparse_layers
 from model_runner.weights.hf_config import HFConfig
-from moe import SoftmaxTopKRouter
 
 __all__ = ["Qwen3MoeForCausalLM"]
 
@@ -31,11 +25,8 @@ class Qwen3MoeForCausalLM(DecoderLM):
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
         """See `CausalLM.read_config`."""
-        moe = MoEConfig(
-            layers=read_sparse_layers(config),
-            intermediate_size=config.integer("moe_intermediate_size"),
-            router=SoftmaxTopKRouter(read_top_k(config), renormalize=config.flag("norm_topk_prob", False)),
-        )
+        renormalize, layers = config.flag("norm_topk_prob", False), read_sparse_layers(config)
+        moe = read_softmax_moe(config, renormalize=renormalize, layers=layers, size="moe_intermediate_size")
         attention = read_grouped_query(config, sliding_window=read_sliding_window(config))
         common = read_decoder(config, generation, attention, moe=moe)
         return replace(common, attention_bias=config.flag("attention_bias", False), qk_norm=True)

@@ -12,19 +12,11 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from attention import GatedDeltaShape
-from model_runner.decoder.config import (
-    DecoderConfig,
-    MoEConfig,
-    TensorNames,
-    read_decoder,
-    read_grouped_query,
-    read_top_k,
-)
+from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query
 from model_runner.decoder.rope import read_rope
 from model_runner.models.mtp import LayersApart
-from model_runner.models.qwen2_moe import read_sparse_layers
+from model_runner.models.qwen2_moe import read_gated_moe, read_sparse_layers
 from model_runner.weights.hf_config import HFConfig
-from moe import SoftmaxTopKRouter
 
 __all__ = ["Qwen3NextForCausalLM", "read_hybrid"]
 
@@ -52,14 +44,7 @@ def read_hybrid(config: HFConfig, generation: HFConfig, *, sparse: Collection[in
     Raises:
         CheckpointError: an entry is missing or invalid, or no layer has full attention.
     """
-    moe = MoEConfig(
-        layers=frozenset(sparse),
-        intermediate_size=config.integer("moe_intermediate_size"),
-        router=SoftmaxTopKRouter(read_top_k(config), renormalize=renormalize),
-        shared_intermediate_size=config.integer("shared_expert_intermediate_size"),
-        shared_gate=True,
-        names=TensorNames(shared="mlp.shared_expert"),
-    )
+    moe = read_gated_moe(config, sparse, renormalize=renormalize)
     rope = read_rope(config, default_partial=0.25)
     return replace(
         read_decoder(config, generation, read_grouped_query(config), rope=rope, moe=moe),
