@@ -59,11 +59,12 @@ class MiMoV2FlashForCausalLM(DecoderLM):
         shapes, ropes = _read_shapes(config, kinds), {kind: _read_rope(config, kind) for kind in dict.fromkeys(kinds)}
         eps = config.number("layernorm_epsilon", 1e-5)
         of_layers = [ropes[kind] for kind in kinds]
+        has_value_scale = "attention_value_scale" in config.values  # null is a factor of 1
         return replace(
             read_decoder(config, generation, shapes, layer_ropes=of_layers, moe=moe, default_eps=eps),
             qkv_bias=config.flag("attention_bias", False),
             sinks_name="attention_sink_bias",
-            value_scale=_read_value_scale(config),
+            value_scale=config.number("attention_value_scale", 1.0 if has_value_scale else _VALUE_SCALE),
         )
 
     @classmethod
@@ -155,10 +156,3 @@ def _read_rope(config: HFConfig, kind: str) -> Rope:
     if partial > 1:
         raise config.wrong("partial_rotary_factor", partial, "at most 1: the whole head")
     return Rope(theta, partial_rotary_factor=partial)
-
-
-def _read_value_scale(config: HFConfig) -> float:
-    """The factor on values: 1 if the entry is null, the usual one if there is none."""
-    if "attention_value_scale" in config.values and config.values["attention_value_scale"] is None:
-        return 1.0
-    return config.number("attention_value_scale", _VALUE_SCALE)
