@@ -163,7 +163,7 @@ def _first_beyond(cumulative: Tensor, target: Tensor) -> Tensor:
 def _choose(logits: Tensor, tokens: Tensor, draws: tuple[_Draws, ...]) -> Tensor:
     """One token per row: `tokens` holds the most likely ones; rows that are drawn are overwritten."""
     for each in draws:
-        picked = logits if each.num_rows == logits.shape[0] else logits.index_select(0, each.where)
+        picked = logits if len(each.where) == len(logits) else logits.index_select(0, each.where)
         tokens.index_copy_(0, each.where, each.tokens(picked))
     return tokens
 
@@ -210,28 +210,18 @@ class _Draws:
 
     @classmethod
     def _of_width(cls, rows: Mapping[int, SamplingRow], width: int, vocab: int) -> _Draws:
-        params = [row.params for row in rows.values()]
-        columns = (
-            [each.temperature for each in params],
-            [row.draw for row in rows.values()],
-            [each.min_p for each in params],
-            [each.top_p for each in params],
-            [_limit(each, vocab) for each in params],
-        )
+        pairs = [(row.params, row.draw) for row in rows.values()]
+        columns = [(own.temperature, draw, own.min_p, own.top_p, _limit(own, vocab)) for own, draw in pairs]
         return cls(
             torch.tensor(list(rows), dtype=torch.int64),
-            torch.tensor(columns, dtype=torch.float64)[:, :, None],
+            torch.tensor(columns, dtype=torch.float64).t().contiguous()[:, :, None],
             width,
-            any(each.min_p for each in params),
+            any(own.min_p for own, _ in pairs),
         )
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.where.shape[0])
 
     def tokens(self, logits: Tensor) -> Tensor:
         """The drawn tokens, `[n]`."""
-        tokens = torch.empty(self.num_rows, dtype=torch.int64, device=logits.device)
+        tokens = torch.empty_like(self.where)
         for rows, order, weights in self._left(logits):
             place = fall(weights, self.columns[1] if rows is None else self.columns[1][rows])
             own = (place if order is None else order.gather(1, place)).flatten()
@@ -256,8 +246,7 @@ class _Draws:
         """The tokens that min-p, top-k and top-p keep."""
         if not self.width:
             weights = self._lowered(logits).softmax(dim=-1)
-            if self.has_min_p:
-                self._cut_min_p(weights, weights.amax(dim=-1, keepdim=True))
+            self._cut_min_p(weights)
             yield _Left(None, None, weights)
         elif self.width <= _WIDTHS[-1]:
             order, weights = self._ranked(logits, self.width)
@@ -273,7 +262,7 @@ class _Draws:
         weights = self._lowered(logits).softmax(dim=-1)
         weights.nan_to_num_(nan=1 / weights.shape[-1])  # such a row ends its request: its draw does not matter
         if self.has_min_p:
-            self._cut_min_p(weights, weights.amax(dim=-1, keepdim=True))
+            self._cut_min_p(weights)
             weights.div_(_total(weights).float())
         return keep_most_likely(weights, top_k, top_p)
 
@@ -285,9 +274,8 @@ class _Draws:
         if _may_ask(logits.device):
             order, weights = self._ranked(logits, _FEW)
             every = lowered.exp()
-            if self.has_min_p:
-                self._cut_min_p(weights, weights[:, :1])
-                self._cut_min_p(every, every.amax(dim=-1, keepdim=True))
+            self._cut_min_p(weights)
+            self._cut_min_p(every)
             mass = _total(every)
             # Ties with the last ranked token do not count: not all of them may be ranked.
             surely = weights.masked_fill(weights == weights[:, -1:], 0).sum(dim=-1, keepdim=True)
@@ -313,8 +301,7 @@ class _Draws:
         """
         top_p, limits = self.columns[3], self.columns[4].long()
         weights.masked_fill_(torch.arange(weights.shape[1], device=weights.device) >= limits, 0)
-        if self.has_min_p:
-            self._cut_min_p(weights, weights[:, :1])
+        self._cut_min_p(weights)
         cumulative = weights.cumsum(dim=-1)
         before = cumulative - weights
         before[:, 0] = 0  # exactly, so that a tiny top_p keeps the most likely token
@@ -337,8 +324,11 @@ class _Draws:
         highest = logits.amax(dim=-1, keepdim=True)
         return torch.sub(logits, highest.float()).float().div_(temperature)
 
-    def _cut_min_p(self, weights: Tensor, highest: Tensor) -> None:
-        weights.masked_fill_(weights < (self.columns[2] * highest).to(weights.dtype), 0)
+    def _cut_min_p(self, weights: Tensor) -> None:
+        """Set the weights of tokens that min-p removes to 0, in place."""
+        if self.has_min_p:
+            highest = weights.amax(dim=-1, keepdim=True)
+            weights.masked_fill_(weights < (self.columns[2] * highest).to(weights.dtype), 0)
 
 
 def _highest(logits: Tensor, width: int) -> Tensor:
