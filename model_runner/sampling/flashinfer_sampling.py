@@ -57,24 +57,22 @@ def keep_most_likely(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Ten
     Raises:
         ConfigError: flashinfer cannot be used; see `truncates`.
     """
-    truncation = find_truncation()
-    if truncation is None:
-        raise ConfigError("flashinfer cannot be imported, or is too old to be deterministic; ask `truncates` before.")
     _compile(probabilities.device)
-    return _truncate(truncation, probabilities.float().contiguous(), top_k.to(torch.int32), top_p.to(torch.float32))
+    return _truncate(probabilities.float().contiguous(), top_k.to(torch.int32), top_p.to(torch.float32))
 
 
 @cache
 def _compile(device: torch.device) -> None:
     """Call flashinfer once on small inputs: it compiles at the first call."""
+    one, eight = torch.ones(1, device=device), torch.full((1, 8), 1 / 8, device=device)
+    with taking_long("compiling flashinfer's sampling"):
+        _truncate(eight, one.to(torch.int32), one)
+
+
+def _truncate(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     truncation = find_truncation()
-    if truncation is not None:
-        one, eight = torch.ones(1, device=device), torch.full((1, 8), 1 / 8, device=device)
-        with taking_long("compiling flashinfer's sampling"):
-            _truncate(truncation, eight, one.to(torch.int32), one)
-
-
-def _truncate(truncation: _Truncation, probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    if truncation is None:
+        raise ConfigError("flashinfer cannot be imported, or is too old to be deterministic; ask `truncates` before.")
     renormalise_top_k, renormalise_top_p = truncation
     kept = renormalise_top_k(probabilities, top_k, is_deterministic=True)
     return renormalise_top_p(kept, top_p, is_deterministic=True)
