@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from model_runner.weights.scaled import FP8
-from model_runner.weights.weights import Checkpoint, Part, Size
+from model_runner.weights.weights import Checkpoint, Part, Size, part_size
 
 __all__ = ["load_fp8_projection", "log_projections"]
 
@@ -39,7 +39,7 @@ def load_fp8_projection(
     checkpoint.projections[kept] += 1
     if not kept:
         return None
-    rows, width, device = [_size(size) for _, size in tensors], _size(columns), checkpoint.device
+    rows, width, device = [part_size(size) for _, size in tensors], part_size(columns), checkpoint.device
     blocks = [-(-count // block[0]) for count in rows]
     weight = torch.empty(sum(rows), width, dtype=FP8, device=device)
     scales = torch.empty(sum(blocks), width // block[1], device=device)
@@ -70,7 +70,3 @@ def _at_borders(rows: Sequence[Size], columns: Size, block: tuple[int, int]) -> 
         size.start % length or size.size % length if isinstance(size, Part) else size % length
         for size, length in (*cuts, (columns, block[1]))
     )
-
-
-def _size(size: Size) -> int:
-    return size.size if isinstance(size, Part) else size

@@ -39,7 +39,7 @@ from model_runner.weights.scaled import FP8, ScaledBlocks
 from model_runner.weights.weight_pass import Progress, Wanted, WeightPass
 from ubatch.streams.streams import StreamBackend
 
-__all__ = ["Checkpoint", "Part", "Size", "part_index", "whole_shape"]
+__all__ = ["Checkpoint", "Part", "Size", "part_index", "part_size", "whole_shape"]
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Name in a safetensors file -> name in a config."""
@@ -77,7 +77,8 @@ Size = int | Part
 """A dimension of a tensor that is loaded: whole, or a part of it."""
 
 
-def _rows(size: Size) -> int:
+def part_size(size: Size) -> int:
+    """Rows or columns of a dimension that are loaded."""
     return size.size if isinstance(size, Part) else size
 
 
@@ -195,7 +196,7 @@ class Checkpoint:
         if self._pass is not None:
             yield
             return
-        reading = self._pass = self._new_pass()
+        reading = self._pass = WeightPass(self.device, self._streams)
         try:
             yield
         finally:
@@ -218,18 +219,14 @@ class Checkpoint:
         Raises:
             TensorMissing, WrongShape: the tensor is missing, or has another shape.
         """
-        out = torch.empty([_rows(size) for size in shape], dtype=self.dtype, device=self.device)
-        self._copy(name, shape, out)
-        return out
+        return self.load_fused([(name, shape[0])], *shape[1:])
 
     def load_scalar(self, name: str) -> float:
         """A tensor of one element, whatever its shape, not rounded to the compute dtype; errors as `load`."""
-        handle = self._handle(name)
-        with self._reading(name):
-            shape = handle.get_slice(name).get_shape()
-            if math.prod(shape) != 1:
-                raise WrongShape(name, shape, ())
-            return float(handle.get_tensor(name).to(torch.float32))
+        scalar = self._mapped(name)
+        if scalar.numel() != 1:
+            raise WrongShape(name, scalar.shape, ())
+        return float(scalar)
 
     def load_fused(self, tensors: Sequence[tuple[str, Size]], *rest: Size) -> Tensor:
         """Several tensors stacked along dimension 0, so that one product computes them all.
@@ -238,8 +235,8 @@ class Checkpoint:
             tensors: (name, rows) of each, in order; all rows, or a part.
             rest: their other dimensions; all, or a part.
         """
-        rows = [_rows(size) for _, size in tensors]
-        out = torch.empty((sum(rows), *map(_rows, rest)), dtype=self.dtype, device=self.device)
+        rows = [part_size(size) for _, size in tensors]
+        out = torch.empty((sum(rows), *map(part_size, rest)), dtype=self.dtype, device=self.device)
         for (name, size), place in zip(tensors, out.split(rows), strict=True):
             self._copy(name, (size, *rest), place)
         return out
@@ -280,7 +277,7 @@ class Checkpoint:
         self._want(name, self._source(name, whole_shape(shape))[part_index(shape)], out)
 
     def _want(self, name: str, source: Tensor | ScaledBlocks | MXFP4Blocks, out: Tensor) -> None:
-        reading = self._new_pass() if self._pass is None else self._pass
+        reading = WeightPass(self.device, self._streams) if self._pass is None else self._pass
         file = self._file_of.get(name) or self._file_of[f"{name}_blocks"]
         reading.want(Wanted(file, source, out))
         if self._pass is None:
@@ -362,9 +359,6 @@ class Checkpoint:
         except SafetensorError as error:
             file = self.path / self._file_of[name]
             raise CheckpointError(f"{file}: cannot read tensor {name!r}: {error}") from error
-
-    def _new_pass(self) -> WeightPass:
-        return WeightPass(self.device, self._streams)
 
     def close(self) -> None:
         """Unmap the files. Loaded tensors stay valid."""
