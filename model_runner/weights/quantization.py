@@ -138,11 +138,9 @@ def _read_compressed(config: HFConfig, values: Mapping[str, Any]) -> WeightQuant
         raise _unsupported(config, f"sparsity_config {shown(sparsity)}")
     if values.get("transform_config"):
         raise _unsupported(config, "transform_config (rotated weights)")
-    blocks: set[tuple[int, int]] = set()
-    strategies: set[str] = set()
-    for key, group in groups.items():
-        name = key[:_LONGEST_NAME]
-        strategies.add(_read_group(config, name, group, values.get("format"), blocks))
+    common_format = values.get("format")
+    found = [_read_group(config, key[:_LONGEST_NAME], group, common_format) for key, group in groups.items()]
+    strategies, blocks = {strategy for strategy, _ in found}, {block for _, block in found if block is not None}
     if len(blocks) > 1:
         raise _unsupported(config, f"several block sizes, {sorted(blocks)}")
     return WeightQuantization(
@@ -155,8 +153,8 @@ def _read_compressed(config: HFConfig, values: Mapping[str, Any]) -> WeightQuant
     )
 
 
-def _read_group(config: HFConfig, name: str, group: Any, common_format: Any, blocks: set[tuple[int, int]]) -> str:
-    """The strategy of a group of layers; adds its block, if it has one."""
+def _read_group(config: HFConfig, name: str, group: Any, common_format: Any) -> tuple[str, tuple[int, int] | None]:
+    """The strategy of a group of layers, and its block, if it has one."""
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
         raise _unsupported(config, f"config_groups.{name} without weights")
@@ -171,12 +169,12 @@ def _read_group(config: HFConfig, name: str, group: Any, common_format: Any, blo
         raise _unsupported(config, f"weights of {name} with {wrong} (only fp8: {kind})")
     if strategy not in ("tensor", "channel", "block"):
         raise _unsupported(config, f"strategy {shown(strategy)} of {name} (only 'tensor', 'channel' and 'block')")
-    if strategy == "block":
-        blocks.add(_block(config, f"block_structure of {name}", weights.get("block_structure")))
+    given = weights.get("block_structure")
+    block = _block(config, f"block_structure of {name}", given) if strategy == "block" else None
     targets = group.get("targets")
     if targets != ["Linear"]:
         raise _unsupported(config, f"targets {shown(targets)} of {name} (only ['Linear'])")
-    return str(strategy)
+    return strategy, block
 
 
 def _block(config: HFConfig, name: str, value: Any) -> tuple[int, int]:
