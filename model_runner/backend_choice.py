@@ -29,6 +29,7 @@ from model_runner.decoder.base import ModelConfig
 from model_runner.weights.quantization import MXFP4, WeightQuantization
 from moe import (
     All2All,
+    All2AllTraits,
     ExpertsNeeds,
     ExpertsShape,
     check_takes_biases,
@@ -80,7 +81,21 @@ def resolve_experts(
         check_takes_biases(name)
     overlapping = _overlapping(dbo)
     if name == "auto":
-        name = _auto_experts(config, width, all2all, dtype, device, overlapping, group, quantization)
+        held = len(all2all.experts)
+        shape = ExpertsShape(held, config.num_experts, config.num_experts_per_tok, config.hidden_size, width)
+        usable = usable_experts(shape, dtype, device, _needs(config, all2all.traits, overlapping))
+        if quantization is not None:
+            names = [each for each, why in usable.items() if why is None]
+            in_fp8 = [each for each in names if _why_not_fp8(each, config, quantization, device, overlapping) is None]
+            if in_fp8:
+                usable |= {each: f"it needs the fp8 experts in {dtype}" for each in names if each not in in_fp8}
+        name = _choose(
+            "experts back end",
+            experts_backends(),
+            usable,
+            lambda names: fastest_experts(names, shape, dtype, device),
+            group if measured(device) else None,
+        )
     if measured(device) and any(schedule.comm_sms for schedule in overlapping) and not experts_class(name).obeys_sms:
         _logger.warning(
             "experts back end %s takes all SMs, though a schedule reserves some for communication. Set comm_sms to 0, "
@@ -182,39 +197,15 @@ def _overlapping(dbo: UBatchConfig | None) -> list[Schedule]:
     return [schedule for schedule in schedules if schedule.overlaps]
 
 
-def _auto_experts(
-    config: ModelConfig,
-    width: int,
-    all2all: All2All,
-    dtype: torch.dtype,
-    device: torch.device,
-    overlapping: Sequence[Schedule],
-    group: CommGroup | None,
-    quantization: WeightQuantization | None,
-) -> str:
-    """See `resolve_experts`; `width` is one expert's intermediate size."""
-    held = len(all2all.experts)
-    shape = ExpertsShape(held, config.num_experts, config.num_experts_per_tok, config.hidden_size, width)
-    signalled, in_blocks = any(schedule.signalled for schedule in overlapping), all2all.traits.sends_blocks
-    needs = ExpertsNeeds(
-        batched=all2all.traits.batched,
-        signals=signalled and not in_blocks,
-        blocks=signalled and in_blocks,
+def _needs(config: ModelConfig, traits: All2AllTraits, overlapping: Sequence[Schedule]) -> ExpertsNeeds:
+    """What the model, the transport and the schedules that overlap ask of experts."""
+    signalled = any(schedule.signalled for schedule in overlapping)
+    return ExpertsNeeds(
+        batched=traits.batched,
+        signals=signalled and not traits.sends_blocks,
+        blocks=signalled and traits.sends_blocks,
         obeys_sms=any(schedule.comm_sms for schedule in overlapping),
         biases=config.biased_experts,
-    )
-    usable = usable_experts(shape, dtype, device, needs)
-    if quantization is not None:
-        names = [name for name, why in usable.items() if why is None]
-        in_fp8 = [name for name in names if _why_not_fp8(name, config, quantization, device, overlapping) is None]
-        if in_fp8:
-            usable |= {name: f"it needs the fp8 experts in {dtype}" for name in names if name not in in_fp8}
-    return _choose(
-        "experts back end",
-        experts_backends(),
-        usable,
-        lambda names: fastest_experts(names, shape, dtype, device),
-        group if measured(device) else None,
     )
 
 
