@@ -7,6 +7,7 @@ prompts run first, together; then all running requests decode one token per step
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -166,7 +167,7 @@ class _Job:
         self.outputs: dict[int, GenerationOutput] = {}
         self._logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
         self._prompt_logprobs: defaultdict[int, list[TokenLogprobs | None]] = defaultdict(list)
-        self._budget = max_num_batched_tokens
+        self._budget = sys.maxsize if max_num_batched_tokens is None else max_num_batched_tokens
         self._on_token = on_token
 
     def step(self) -> bool:
@@ -205,12 +206,9 @@ class _Job:
         left = self._budget
         shares: dict[int, ScheduledRequest] = {}
         for index, request in self.running.items():
-            if request.num_computed_tokens >= request.num_prompt_tokens:
-                continue
-            tokens = request.num_uncomputed_tokens if left is None else min(request.num_uncomputed_tokens, left)
-            if tokens:
+            tokens = min(request.num_uncomputed_tokens, left)
+            if tokens and request.num_computed_tokens < request.num_prompt_tokens:
                 shares[index] = ScheduledRequest(request, tokens)
-            if left is not None:
                 left -= tokens
         return shares
 
