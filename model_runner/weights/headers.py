@@ -18,6 +18,7 @@ from torch import Tensor
 from model_runner.weights.mxfp4 import MXFP4Blocks
 from model_runner.weights.scaled import ScaledBlocks
 from model_runner.weights.weights import Checkpoint
+from ubatch.streams.streams import NullStreams
 
 __all__ = ["Headers"]
 
@@ -45,7 +46,7 @@ class Headers(Checkpoint):
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        super().__init__(checkpoint.path, dtype=checkpoint.dtype, device="meta")
+        super().__init__(checkpoint.path, dtype=checkpoint.dtype, device="meta", streams=NullStreams())
         self._files = checkpoint._files  # opened once
         self._file_of = checkpoint._file_of
         self._asked: set[str] = set()
@@ -60,11 +61,6 @@ class Headers(Checkpoint):
     def unread(self) -> frozenset[str]:
         """Names of the tensors that nothing has asked for."""
         return self.stored - self._asked
-
-    @contextmanager
-    def one_pass(self) -> Iterator[None]:
-        """See `Checkpoint`: there is nothing to read."""
-        yield
 
     @contextmanager
     def once_read(self, action: Callable[[], None]) -> Iterator[None]:

@@ -51,16 +51,13 @@ class Wanted:
         file: the file's name; files are read in the order of their names.
         source: the tensor, or the wanted part of it, in the mapped file: no byte of it is read yet.
         out: the destination, of the same shape.
+        then: what may run when it is read.
     """
 
     file: str
     source: Tensor | ScaledBlocks | MXFP4Blocks
     out: Tensor
-
-    @property
-    def position(self) -> tuple[str, int]:
-        """Sort key: the order of reading."""
-        return self.file, self.source.data_ptr()
+    then: list[_Action] = field(default_factory=list)
 
     def read(self, index: Index, out: Tensor) -> None:
         """Write a part of the source to `out`, in the dtype of `out`."""
@@ -117,7 +114,6 @@ class WeightPass:
     streams: StreamBackend | None = None
     pinned_bytes: int = PINNED_BYTES
     _wanted: list[Wanted] = field(default_factory=list)
-    _waiting: dict[Wanted, list[_Action]] = field(default_factory=dict)
 
     def want(self, wanted: Wanted) -> None:
         """Note a tensor to read."""
@@ -132,14 +128,14 @@ class WeightPass:
         needed = self._wanted[first:]
         waiting = _Action(action, len(needed))
         for wanted in needed:
-            self._waiting.setdefault(wanted, []).append(waiting)
+            wanted.then.append(waiting)
         if not needed:
             action()
 
     @torch.no_grad()
     def run(self, progress: Progress | None = None) -> None:
         """Read all wanted tensors, once. The pass drops its reference to each destination when it is filled."""
-        ordered = deque(sorted(self._wanted, key=lambda each: each.position))
+        ordered = deque(sorted(self._wanted, key=lambda each: (each.file, each.source.data_ptr())))
         self._wanted.clear()
         total, done = sum(each.out.nbytes for each in ordered), 0
 
@@ -148,7 +144,7 @@ class WeightPass:
             done += piece.place.nbytes
             if progress is not None:
                 progress(done, total)
-            for action in self._waiting.pop(piece.wanted, ()) if piece.last else ():
+            for action in piece.wanted.then if piece.last else ():
                 action.missing -= 1
                 if not action.missing:
                     action.run()
