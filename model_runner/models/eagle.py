@@ -52,14 +52,14 @@ class EagleHead(nn.Module):
 
     def __init__(self, target: DecoderLM, checkpoint: Checkpoint, parallel: ExpertParallel) -> None:
         super().__init__()
-        files = checkpoint.config, checkpoint.generation_config()
-        self.config: DecoderConfig = replace(read_decoder(*files, read_grouped_query(checkpoint.config)), qk_norm=True)
+        attention = read_grouped_query(checkpoint.config)
+        plain = read_decoder(checkpoint.config, checkpoint.generation_config(), attention)
+        self.config: DecoderConfig = replace(plain, qk_norm=True)
         hidden_size = self.config.hidden_size
         self.embed = target.embed_tokens.rows
         self.compute_logits = target.compute_logits
         self.fc = frozen(checkpoint.load("model.fc.weight", hidden_size, 2 * hidden_size))
-        head_dim = read_grouped_query(checkpoint.config).head_dim
-        self.rope = RotaryEmbedding(self.config.rope, head_dim, checkpoint.device)
+        self.rope = RotaryEmbedding(self.config.rope, attention.head_dim, checkpoint.device)
         self.layers = nn.ModuleList(
             DecoderLayer(self.config, checkpoint, parallel, layer) for layer in range(self.config.num_layers)
         )
