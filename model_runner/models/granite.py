@@ -15,7 +15,7 @@ from model_runner.decoder.decoder import DecoderLM
 from model_runner.models.mixtral import read_softmax_moe
 from model_runner.weights.hf_config import HFConfig
 
-__all__ = ["GraniteForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"]
+__all__ = ["GraniteForCausalLM", "GraniteMoeForCausalLM"]
 
 _NAMES = TensorNames(
     block="block_sparse_moe",
@@ -36,30 +36,21 @@ class GraniteForCausalLM(DecoderLM):
 
 
 class GraniteMoeForCausalLM(DecoderLM):
-    """The model with a MoE in every layer. See `CausalLM`."""
-
-    @classmethod
-    def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
-        """See `CausalLM.read_config`."""
-        return _read_granite(config, generation, read_softmax_moe(config, renormalize=True))
-
-
-class GraniteMoeSharedForCausalLM(DecoderLM):
-    """The model with a MoE and a shared expert in every layer. See `CausalLM`."""
+    """The model with a MoE in every layer, of GraniteMoeShared with a shared expert. See `CausalLM`."""
 
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
         """See `CausalLM.read_config`."""
         shared = config.integer("shared_intermediate_size", default=0, at_least=0)
-        moe = replace(read_softmax_moe(config, renormalize=True), shared_intermediate_size=shared)
-        return _read_granite(config, generation, moe)
+        moe = read_softmax_moe(config, renormalize=True)
+        return _read_granite(config, generation, replace(moe, shared_intermediate_size=shared, names=_NAMES))
 
 
 def _read_granite(config: HFConfig, generation: HFConfig, moe: MoEConfig | None = None) -> DecoderConfig:
     """Read the entries that the models share: Llama's, and the factors."""
     attention = replace(read_grouped_query(config), scale=config.number("attention_multiplier", 1.0))
     return replace(
-        read_decoder(config, generation, attention, moe=None if moe is None else replace(moe, names=_NAMES)),
+        read_decoder(config, generation, attention, moe=moe),
         attention_bias=config.flag("attention_bias", False),
         embedding_multiplier=config.number("embedding_multiplier", 1.0),
         residual_multiplier=config.number("residual_multiplier", 1.0),

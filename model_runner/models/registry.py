@@ -31,7 +31,7 @@ _MODELS = LazyRegistry(
         "GptOssForCausalLM": "model_runner.models.gpt_oss:GptOssForCausalLM",
         "GraniteForCausalLM": "model_runner.models.granite:GraniteForCausalLM",
         "GraniteMoeForCausalLM": "model_runner.models.granite:GraniteMoeForCausalLM",
-        "GraniteMoeSharedForCausalLM": "model_runner.models.granite:GraniteMoeSharedForCausalLM",
+        "GraniteMoeSharedForCausalLM": "model_runner.models.granite:GraniteMoeForCausalLM",
         "LlamaForCausalLM": "model_runner.models.llama:LlamaForCausalLM",
         "MiMoV2FlashForCausalLM": "model_runner.models.mimo_v2_flash:MiMoV2FlashForCausalLM",
         "MistralForCausalLM": "model_runner.models.mistral:MistralForCausalLM",
