@@ -50,14 +50,7 @@ from model_runner.errors import (
 from model_runner.generate import FAULTS, FinishReason, GenerationOutput, check_request, generate
 from model_runner.memory.host_memory import keep_freed_memory
 from model_runner.memory.kv_memory import DEFAULT_KV_CACHE_MEMORY
-from model_runner.models import (
-    CausalLM,
-    ExpertParallel,
-    ModelConfig,
-    known_architectures,
-    model_class,
-    register_model,
-)
+from model_runner.models import CausalLM, ExpertParallel, ModelConfig, known_architectures, model_class, register_model
 from model_runner.parallel.tensor_parallel import TensorParallel
 from model_runner.pending_step import PendingStep, StepOutput
 from model_runner.random_checkpoint import (
