@@ -49,11 +49,12 @@ class MiMoV2FlashForCausalLM(DecoderLM):
         kinds = _read_kinds(config, "layer_types", "hybrid_layer_pattern", _ATTENTION, usual)
         usual = ["dense"] + ["sparse"] * (num_layers - 1)
         mlps = _read_kinds(config, "mlp_layer_types", "moe_layer_freq", _MLPS, usual)
-        groups = HFConfig({"n_group": 1, "topk_group": 1} | _given(config), config.path)
+        numbers = {name: config.integer(name, default=1) for name in ("n_group", "topk_group")}
+        with_groups = HFConfig({**config.values, **numbers}, config.path)
         moe = MoEConfig(
             layers=frozenset(layer for layer, kind in enumerate(mlps) if kind == "sparse"),
             intermediate_size=config.integer("moe_intermediate_size"),
-            router=read_sigmoid_router(groups, config.number("routed_scaling_factor", 1.0)),
+            router=read_sigmoid_router(with_groups, config.number("routed_scaling_factor", 1.0)),
             float32_gate=True,
         )
         shapes, ropes = _read_shapes(config, kinds), {kind: _read_rope(config, kind) for kind in dict.fromkeys(kinds)}
@@ -90,11 +91,6 @@ def _refuse_others(config: HFConfig) -> None:
         of_windows, of_all = config.optional_integer(f"swa_{name}"), config.integer(name)
         if of_windows not in (None, of_all):
             raise config.wrong(f"swa_{name}", of_windows, f"{of_all}, as in the layers without a window")
-
-
-def _given(config: HFConfig) -> dict[str, object]:
-    """The entries that are not null."""
-    return {name: value for name, value in config.values.items() if value is not None}
 
 
 def _read_kinds(
