@@ -71,11 +71,8 @@ def sample(logits: Tensor, rows: Mapping[int, SamplingRow]) -> Tensor:
     where = torch.tensor(list(adjusted), dtype=torch.int64)
 
     draws = (*as_they_are, *changed)
-    wanted = [tensor for each in draws for tensor in (each.where, each.columns)]
-    if wanted or adjusted:
-        where, *moved = to_device((where, *wanted), logits.device)
-        pairs = iter(moved)
-        draws = tuple(replace(each, where=next(pairs), columns=next(pairs)) for each in draws)
+    if draws or adjusted:
+        draws, (where,) = _move(draws, logits.device, where)
 
     best, highest = _most_likely(logits)
     tokens = _choose(logits, best, draws[: len(as_they_are)])
@@ -109,12 +106,16 @@ def distributions(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     if any(row.params.adjusts for row in rows):
         logits = adjust_logits(logits.to(torch.float32, copy=True), rows)
     found = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    draws = _Draws.of(dict(enumerate(rows)), logits.shape[-1])
-    pairs = iter(to_device([tensor for each in draws for tensor in (each.where, each.columns)], logits.device))
+    draws, _ = _move(_Draws.of(dict(enumerate(rows)), logits.shape[-1]), logits.device)
     for each in draws:
-        placed = replace(each, where=next(pairs), columns=next(pairs))
-        found.index_copy_(0, placed.where, placed.distribution(logits.index_select(0, placed.where)))
+        found.index_copy_(0, each.where, each.distribution(logits.index_select(0, each.where)))
     return found.masked_fill_(logits.amax(dim=-1, keepdim=True) == -torch.inf, torch.nan)
+
+
+def _move(draws: tuple[_Draws, ...], device: torch.device, *others: Tensor) -> tuple[tuple[_Draws, ...], list[Tensor]]:
+    """The draws with their tensors on the device, and other tensors: all in one copy."""
+    moved = iter(to_device((*(tensor for each in draws for tensor in (each.where, each.columns)), *others), device))
+    return tuple(replace(each, where=next(moved), columns=next(moved)) for each in draws), list(moved)
 
 
 def fall(weights: Tensor, draws: Tensor) -> Tensor:
