@@ -70,16 +70,13 @@ class Wanted:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a `Wanted` that fits a buffer, and its byte offset in the buffer."""
+    """A part of a `Wanted` that fits a buffer, its destination, and its byte offset in the buffer."""
 
     wanted: Wanted
     index: Index
+    place: Tensor
     start: int
     last: bool
-
-    @property
-    def place(self) -> Tensor:
-        return self.wanted.out[self.index]
 
     def staged(self, buffer: Tensor) -> Tensor:
         place = self.place
@@ -154,7 +151,7 @@ class WeightPass:
             while ordered:
                 wanted = ordered.popleft()
                 wanted.read((), wanted.out)
-                placed(_Piece(wanted, (), 0, last=True))
+                placed(_Piece(wanted, (), wanted.out, 0, last=True))
         else:
             self._by_pinned_memory(ordered, streams, placed)
 
@@ -206,15 +203,14 @@ def _batches(ordered: deque[Wanted], room: int) -> Iterator[list[_Piece]]:
     start = 0
     while ordered:
         wanted = ordered.popleft()
-        out = wanted.out
-        indices = list(_indices(tuple(out.shape), out.dtype.itemsize, room))
+        indices = list(_indices(tuple(wanted.out.shape), wanted.out.dtype.itemsize, room))
         for index in indices:
-            nbytes = out[index].nbytes
-            if start + nbytes > room:
+            place = wanted.out[index]
+            if start + place.nbytes > room:
                 yield batch
                 batch, start = [], 0
-            batch.append(_Piece(wanted, index, start, index is indices[-1]))
-            start += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+            batch.append(_Piece(wanted, index, place, start, index is indices[-1]))
+            start += -(-place.nbytes // _ALIGNMENT) * _ALIGNMENT
     if batch:
         yield batch
 
