@@ -28,14 +28,10 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
     "U8": torch.uint8,
-    "I8": torch.int8,
-    "I32": torch.int32,
-    "I64": torch.int64,
 }
-"""Names in a file; tensors of other dtypes are mapped, and refused like these integers."""
+"""Names in a file; tensors of other dtypes are mapped, and refused."""
 
 
 class Headers(Checkpoint):
