@@ -97,13 +97,10 @@ class HFConfig:
     def integers(self, name: str) -> tuple[int, ...]:
         """A list of integers, a single one, or nothing (null or absent); errors as `integer`."""
         value = self.values.get(name)
-        if value is None:
-            return ()
-        if type(value) is int:
-            return (value,)
-        if not isinstance(value, list) or any(type(item) is not int for item in value):
+        items = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(item) is not int for item in items):
             raise self.wrong(name, value, "a list of integers")
-        return tuple(value)
+        return tuple(items)
 
     def words(self, name: str) -> list[str] | None:
         """A list of names, or None where the entry is null or absent; errors as `integer`."""
