@@ -42,24 +42,21 @@ def check_max_model_len(
         ConfigError: `asked` is not positive, or longer than the limit without `allow_long`; or the longest sequence is
             longer than `full_attention`.
     """
-    if full_attention is not None and (limit if asked is None else asked) > full_attention:
+    length = limit if asked is None else asked
+    if full_attention is not None and length > full_attention:
+        raise ConfigError(f"max_model_len is {length}, but {beyond_full_attention(full_attention)}")
+    if length < 1 or (length > limit and not allow_long):
         raise ConfigError(
-            f"max_model_len is {limit if asked is None else asked}, but {beyond_full_attention(full_attention)}"
-        )
-    if asked is None:
-        return limit
-    if asked < 1 or (asked > limit and not allow_long):
-        raise ConfigError(
-            f"max_model_len must be from 1 to the model's {limit} positions, not {asked}. With "
+            f"max_model_len must be from 1 to the model's {limit} positions, not {length}. With "
             "allow_long_max_model_len it may be longer; what the model says at later positions may be nonsense."
         )
-    if asked > limit:
+    if length > limit:
         _logger.warning(
             "max_model_len is %d, but the model has %d positions: at later ones its output may be nonsense",
-            asked,
+            length,
             limit,
         )
-    return asked
+    return length
 
 
 def beyond_full_attention(length: int) -> str:
