@@ -127,8 +127,7 @@ def make_random_qwen3_moe(
     layers_per_shard: int | None = 4,
 ) -> Path:
     """A Qwen3-MoE, of about 100 million parameters by default; see `make_random_checkpoint`."""
-    size = size if size is not None else RandomQwen3Moe()
-    return make_random_checkpoint(path, size, seed, dtype=dtype, layers_per_shard=layers_per_shard)
+    return make_random_checkpoint(path, size or RandomQwen3Moe(), seed, dtype=dtype, layers_per_shard=layers_per_shard)
 
 
 def make_random_checkpoint(
