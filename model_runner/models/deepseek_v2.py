@@ -45,7 +45,9 @@ class DeepseekV2ForCausalLM(DecoderLM):
 def read_deepseek(config: HFConfig, generation: HFConfig, router: Router) -> DecoderConfig:
     """Read the config entries that DeepSeek-V2 and V3 share: all except the router's."""
     rope = read_rope(config)
-    moe = read_shared_moe(config, _sparse_layers(config), router)
+    first, every = config.integer("first_k_dense_replace", at_least=0), config.integer("moe_layer_freq", default=1)
+    layers = range(first, config.integer("num_hidden_layers"))
+    moe = read_shared_moe(config, [layer for layer in layers if layer % every == 0], router)
     return replace(
         read_decoder(config, generation, _read_latent(config, rope), rope=rope, moe=moe),
         attention_bias=config.flag("attention_bias", False),
@@ -95,10 +97,3 @@ def _read_latent(config: HFConfig, rope: Rope) -> MLAShape:
         v_head_dim=config.integer("v_head_dim"),
         scale=(nope + rotated) ** -0.5 * rope.softmax_factor,
     )
-
-
-def _sparse_layers(config: HFConfig) -> list[int]:
-    first = config.integer("first_k_dense_replace", at_least=0)
-    every = config.integer("moe_layer_freq", default=1)
-    layers = range(config.integer("num_hidden_layers"))
-    return [layer for layer in layers if layer >= first and layer % every == 0]
