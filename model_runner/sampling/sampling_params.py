@@ -14,7 +14,7 @@ from torch import Tensor
 
 from model_runner.errors import RequestError
 from model_runner.sampling.bad_sequences import BadSequences
-from model_runner.sampling.token_ids import TokenIds
+from model_runner.sampling.token_ids import TokenIds, short_repr
 from ubatch.errors import shown
 from ubatch.streams.small_copies import to_device
 
@@ -48,8 +48,8 @@ _RULES: dict[str, _Rule] = {
 }
 _OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
 _TOKEN: _Rule = (int, "0 or more", lambda value: 0 <= value < 2**63)
-_MOST_TOKENS, _SHOWN_TOKENS = 2**20, 16
-"""More tokens than any vocabulary has; and most tokens to show in a message."""
+_MOST_TOKENS = 2**20
+"""More tokens than any vocabulary has."""
 _BIAS: _Rule = (float, "from -100 to 100", lambda value: -_MAX_BIAS <= value <= _MAX_BIAS)
 
 if TYPE_CHECKING:
@@ -304,8 +304,7 @@ class _Tokens(tuple[int, ...]):
     __slots__ = ()
 
     def __repr__(self) -> str:
-        shown = ", ".join(map(str, self[:_SHOWN_TOKENS]))
-        return super().__repr__() if len(self) <= _SHOWN_TOKENS else f"({shown}, ... {len(self)} tokens)"
+        return short_repr(self)
 
 
 def _checked_tokens(name: str, given: object) -> _Tokens:

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["TokenIds"]
+__all__ = ["TokenIds", "short_repr"]
 
 _IDS, _BITS = b"i", b"b"
 _SHOWN = 16
@@ -80,13 +80,18 @@ class TokenIds(Sequence[int]):
         return hash(self._sorted.tobytes())
 
     def __repr__(self) -> str:
-        if len(self) <= _SHOWN:
-            return repr(tuple(self))
-        return f"({', '.join(map(str, self[:_SHOWN]))}, ... {len(self)} tokens)"
+        return short_repr(self)
 
     @cached_property
     def _sorted(self) -> NDArray[np.int64]:
         return np.sort(self.ids)
+
+
+def short_repr(tokens: Sequence[int]) -> str:
+    """Tokens as logs show them: the first 16, and how many there are."""
+    if len(tokens) <= _SHOWN:
+        return repr(tuple(tokens))
+    return f"({', '.join(map(str, tokens[:_SHOWN]))}, ... {len(tokens)} tokens)"
 
 
 _kept: WeakValueDictionary[bytes, TokenIds] = WeakValueDictionary()
