@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,14 +55,15 @@ class _Recorded:
     Attributes:
         hidden, rotary: inputs, to be overwritten.
         result: the hidden states, overwritten by every repetition.
-        modules: the model's; their plain weights had these addresses.
+        hooks: those of the model's modules.
+        weights: of the model's modules, and their addresses.
         recording: holds the calls' memory.
     """
 
     hidden: Tensor
     rotary: _Rotary
     result: Tensor
-    modules: list[nn.Module]
+    hooks: Sequence[Mapping[int, Any]]
     weights: list[tuple[dict[str, nn.Parameter | None], str, int]]
     recording: Recording
 
@@ -75,7 +76,7 @@ class _Recorded:
             weight = weights[name]
             if weight is None or weight.data_ptr() != address:
                 return False
-        return not any(module._forward_hooks or module._forward_pre_hooks for module in self.modules)
+        return not any(self.hooks)
 
     def repeat(self, hidden: Tensor, rotary: _Rotary, plan: Rebinds) -> Tensor:
         self.hidden.copy_(hidden)
@@ -142,7 +143,8 @@ class RepeatedLayers:
             for name, weight in module._parameters.items()
             if weight is not None
         ]
-        self._recorded[key] = _Recorded(hidden, rotary, result, modules, weights, recording)
+        hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self._recorded[key] = _Recorded(hidden, rotary, result, hooks, weights, recording)
         while self._kept_bytes() > MOST_BYTES and len(self._recorded) > 1:
             unused = next(iter(self._recorded))
             del self._recorded[unused], self._seen[unused]

@@ -417,7 +417,8 @@ def check_dispatch(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, name: s
         GradientError: gradients would be lost on the way.
         ConfigError: a dtype without a place in the payload.
     """
-    refuse_gradients(x, topk_weights, name=name)
+    if torch.is_grad_enabled():
+        refuse_gradients(x, topk_weights, name=name)
     if not x.is_floating_point() or topk_weights.dtype != torch.float32 or topk_ids.dtype != torch.int64:
         raise ConfigError(
             f"dispatch needs floating hidden states, float32 weights and int64 ids, not {x.dtype}, "

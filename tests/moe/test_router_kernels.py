@@ -12,6 +12,7 @@ import torch
 from c_kernels import needs_c
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from moe_layers import settings_of
 from torch import Tensor
 from triton_batches import DEVICE
 
@@ -51,9 +52,7 @@ of_each_kernel = pytest.mark.usefixtures("kernel")
 
 def fused(router: Any, logits: Tensor, num_tokens: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
     """What the router gives where it is one kernel, on the CPU."""
-    settings = dict(vars(router))
-    if isinstance(router, SigmoidTopKRouter):
-        settings |= {"sigmoid": True, "bias": settings.pop("correction_bias")}
+    settings = settings_of(router)
     if settings.get("bias") is not None:
         settings["bias"] = settings["bias"].to(DEVICE)
     if isinstance(num_tokens, Tensor):

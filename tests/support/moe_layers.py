@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe import All2All, FusedMoEModularKernel, make_experts
+from moe import All2All, FusedMoEModularKernel, SigmoidTopKRouter, make_experts
 
 
 @dataclass(frozen=True)
@@ -89,3 +89,11 @@ def make_tokens(
     ids = ids + candidates.start
     ids[torch.rand(ids.shape, generator=generator) < unrouted] = -1
     return Routed(x, ids, weights / weights.sum(1, keepdim=True))
+
+
+def settings_of(router: Any) -> dict[str, Any]:
+    """A router's fields as arguments of `moe.kernels.router.route_topk`."""
+    settings = dict(vars(router))
+    if isinstance(router, SigmoidTopKRouter):
+        settings |= {"sigmoid": True, "bias": settings.pop("correction_bias")}
+    return settings

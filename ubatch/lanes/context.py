@@ -248,7 +248,7 @@ class UBatchContext(LaneStreams):
                 f"lane {self.id} registered a receive hook while its previous one is pending. "
                 "Pass a point between two launches."
             )
-        self._hook = hook, joins or self._on_comm
+        self._hook = hook, joins or self.on_comm
 
     def maybe_run_hook(self) -> None:
         """Run the hook that is due before this lane's next launch."""
@@ -264,11 +264,11 @@ class UBatchContext(LaneStreams):
         if owner._hook is None:
             return
         (hook, joins), owner._hook = owner._hook, None
-        was_on_comm = self._on_comm
+        was_on_comm = self.on_comm
         if was_on_comm:
             self.leave_comm()
         if joins:
-            if owner._on_comm:
+            if owner.on_comm:
                 owner.mark_comm()
             owner.join_comm()
         try:
@@ -358,9 +358,8 @@ def make_ubatch_contexts(
     return contexts
 
 
-def current_lane() -> UBatchContext | None:
-    """The context of the lane this code runs in, or None."""
-    return _lane.get()
+current_lane = _lane.get
+"""Returns the context of the lane this code runs in, or None."""
 
 
 def current_schedule() -> Schedule:

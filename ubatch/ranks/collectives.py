@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -227,14 +228,17 @@ def launch_all_to_all_single(
             f"but expects {received[group.rank]} (output_split_sizes {received})."
         )
     source = x.contiguous()
-    row_bytes = _row_bytes(source)
+    row_bytes = math.prod(source.shape[1:]) * source.element_size()
     result = _new_result(source, sum(received))
     two = takes_two(connection, source.device, sent, received, row_bytes, most_rows)
 
     def exchange() -> Sequence[Work]:
-        return all_to_all_rows(_as_bytes(result), _as_bytes(source), received, sent, connection, two=two)
+        return all_to_all_rows(
+            _as_bytes(result, row_bytes), _as_bytes(source, row_bytes), received, sent, connection, two=two
+        )
 
-    bytes_sent, bytes_received = ((sum(rows) - rows[group.rank]) * row_bytes for rows in (sent, received))
+    bytes_sent = (sum(sent) - sent[group.rank]) * row_bytes
+    bytes_received = (sum(received) - received[group.rank]) * row_bytes
     return _launch(name, connection, source, result, exchange, bytes_sent, bytes_received, to_host)
 
 
@@ -261,15 +265,15 @@ def launch_all_gather(
     source = x.contiguous()
     result = _new_result(source, sum(sizes))
 
-    row_bytes, own = _row_bytes(source), [rows] * group.size
+    row_bytes, own = math.prod(source.shape[1:]) * source.element_size(), [rows] * group.size
     two = takes_two(connection, source.device, own, sizes, row_bytes, max(sizes))
     whole = len(set(sizes)) == 1 and not (two and group.size == 2)  # more ranks would copy it for each
-    sent = _as_bytes(source) if whole else _as_bytes(source).repeat(group.size, 1)
+    sent = _as_bytes(source, row_bytes) if whole else _as_bytes(source, row_bytes).repeat(group.size, 1)
 
     def send_to_all() -> Sequence[Work]:
         if whole:
-            return [_all_gather_single(_as_bytes(result), sent, group=connection.pg, async_op=True)]
-        return all_to_all_rows(_as_bytes(result), sent, sizes, own, connection, two=two)
+            return [_all_gather_single(_as_bytes(result, row_bytes), sent, group=connection.pg, async_op=True)]
+        return all_to_all_rows(_as_bytes(result, row_bytes), sent, sizes, own, connection, two=two)
 
     bytes_sent, bytes_received = rows * (group.size - 1) * row_bytes, (sum(sizes) - rows) * row_bytes
     return _launch(name, connection, sent, result, send_to_all, bytes_sent, bytes_received, to_host)
@@ -315,8 +319,11 @@ def launch_reduce_scatter(
 
 
 def _new_result(source: Tensor, rows: int) -> Tensor:
+    lane, shape = current_lane(), (rows, *source.shape[1:])
+    if lane is None or not lane.on_comm:
+        return source.new_empty(shape)
     with on_compute_stream():
-        return source.new_empty((rows, *source.shape[1:]))
+        return source.new_empty(shape)
 
 
 def _launch(
@@ -329,13 +336,13 @@ def _launch(
     bytes_received: int,
     to_host: bool = False,
 ) -> Transfer[Tensor]:
-    stream_ordered = connection.is_stream_ordered(source.device)
-    lane = current_lane()
+    lane, on_cpu = current_lane(), source.device.type == "cpu"
+    stream_ordered = not on_cpu and connection.is_stream_ordered(source.device)
     copied_to_host = to_host and stream_ordered
     if copied_to_host:
         check_not_capturing(name)
     keep, arrived = [source, result], result
-    with on_comm_stream():
+    with nullcontext() if lane is None or not lane.asynchronous else on_comm_stream():
         works = start()
         if stream_ordered and (lane is not None or copied_to_host):
             for work in works:
@@ -374,10 +381,6 @@ class _CarriedWork:
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def _as_bytes(x: Tensor) -> Tensor:
+def _as_bytes(x: Tensor, row_bytes: int) -> Tensor:
     """A view `[rows, bytes]`: data that is only moved is sent as bytes, because no transport supports every dtype."""
-    return x.view(-1).view(torch.uint8).view(x.shape[0], _row_bytes(x))
-
-
-def _row_bytes(x: Tensor) -> int:
-    return math.prod(x.shape[1:]) * x.element_size()
+    return x.view(-1).view(torch.uint8).view(x.shape[0], row_bytes)

@@ -69,6 +69,7 @@ class Connection:
     Attributes:
         ranks: global ranks, in group order.
         timeout_s: how long a transfer or a vote may take.
+        longest_wait_s: longest time of `wait_for_works` if no peer is late: its time-out plus a roll call.
         pg: carries the data.
         down_pg: with gloo, carries large data to lower ranks (`ubatch.ranks.two_connections`); else None.
         vote_pg: carries the votes; always gloo, on the CPU.
@@ -80,6 +81,7 @@ class Connection:
         self.ranks = tuple(ranks)
         self.rank = dist.get_rank()
         self.timeout_s = timeout_s
+        self.longest_wait_s = 2 * timeout_s + _WAIT_SLACK_S
         self.broken: str | None = None
         self.order = LaunchOrder() if len(ranks) > 1 and os.environ.get(VARIABLE) == "1" else None
         self._store = store.part(name)
@@ -154,9 +156,10 @@ class Connection:
                 (`ubatch.process.lateness`).
         """
         leader = _leader.get() or self
-        patience = Patience(self.timeout_s, {*leader.ranks, *self.ranks} - {self.rank})
+        patience: Patience | None = None
         for work in works:
             while not self._arrived(work, name):
+                patience = patience or Patience(self.timeout_s, {*leader.ranks, *self.ranks} - {self.rank})
                 beat()
                 if check is not None:
                     check()
@@ -168,11 +171,6 @@ class Connection:
                         f"{self.broken} No peer of ranks {list(self.ranks)} reported a failure. If the step really is "
                         "that slow, raise timeout_s; else a rank does not take part in it. Call reset()."
                     )
-
-    @property
-    def longest_wait_s(self) -> float:
-        """Longest time in seconds of `wait_for_works` if no peer is late: its time-out plus a roll call."""
-        return 2 * self.timeout_s + _WAIT_SLACK_S
 
     def is_stream_ordered(self, device: torch.device) -> bool:
         """Whether waiting for a work only orders the device's streams and returns, as NCCL's does (gloo's blocks)."""

@@ -77,7 +77,7 @@ def copy_to_host(*tensors: Tensor, group: CommGroup | None = None, name: str = "
         ConfigError: a graph is being captured; the host cannot read results then.
     """
     lane = current_lane()
-    if not any(tensor.is_cuda or (lane is not None and lane.asynchronous) for tensor in tensors):
+    if not tensors[0].is_cuda and (lane is None or not lane.asynchronous):
         return Transfer.ready(list(tensors), name)
     check_not_capturing(name)
     with on_comm_stream():

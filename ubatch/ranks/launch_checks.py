@@ -31,9 +31,12 @@ def check_launch(x: Tensor, group: CommGroup, launches: str | None = None) -> Co
         GradientError: `x` requires grad, and a transfer has no gradient.
         UnvotedCollectiveError, GroupBroken: see `all_reduce`.
     """
-    check_group(group)
+    if type(group) is not CommGroup:
+        check_group(group)
     lane = current_lane()
-    _check_gradients(x, lane)
+    transformed = _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    if transformed or torch.is_grad_enabled():
+        _check_gradients(x, lane)
     if lane is not None:
         check_voted(lane, group.ranks, "a collective")
     connection = group.usable_connection()
@@ -94,7 +97,7 @@ def block_sizes(x: Tensor, group: CommGroup, sizes: Sequence[int] | None, what: 
     Raises:
         ConfigError: the sizes do not sum to the rows of `x`. `what`: name of the sizes in the message.
     """
-    rows = rows_of(x)
+    rows = x.shape[0] if x.dim() else rows_of(x)
     if sizes is None:
         if rows % group.size:
             raise ConfigError(f"{rows} rows do not divide by {group.size} ranks; pad them, or give {what}.")

@@ -121,7 +121,8 @@ class Transfer(Generic[T]):
 
     def map(self, then: Callable[[T], U]) -> Transfer[U]:
         """Let `wait` return `then(result)`. `then` runs once, in the thread that waits. Returns this transfer."""
-        self._reopen()
+        if self._is_ready:
+            self._reopen()
         finish = cast("Callable[[], T] | None", self._finish)
         if finish is None:
             raise RuntimeError(f"transfer {self.name!r} was already waited for.")
@@ -136,7 +137,8 @@ class Transfer(Generic[T]):
             started: when the first byte left, for the trace; the launch by default.
             link: how long each direction of the link was occupied; by default both from `started` to `deadline`.
         """
-        self._reopen()
+        if self._is_ready:
+            self._reopen()
         self._deadline = deadline
         self._started = self._launched if started is None else started
         self._link = link
@@ -144,9 +146,8 @@ class Transfer(Generic[T]):
     def _reopen(self) -> None:
         """Treat a transfer that is complete from the start as any other: something has to happen when it is waited
         for."""
-        if self._is_ready:
-            value, self._is_ready = self._value, False
-            self._finish = lambda: value
+        value, self._is_ready = self._value, False
+        self._finish = lambda: value
 
     def off_link(self) -> Transfer[T]:
         """Mark this as a few bytes for the host, such as counts: they do not queue behind payloads, so traces draw only
@@ -188,7 +189,8 @@ class Transfer(Generic[T]):
         try:
             self._arrive(lane)
             arrived = self._deadline or time.monotonic()
-            link = self._link_time(arrived)
+            if self._on_link and lane is not None and lane.trace is not None:
+                link = self._link or LinkTime(arrived - self._started, arrived - self._started)
             if self._arrivals is not None:
                 cpu_s = time.process_time() - busy_s if lane is None else 0.0
                 self._arrivals.append(Arrival(self.name, self._launched, start, arrived, cpu_s))
@@ -198,8 +200,9 @@ class Transfer(Generic[T]):
         finally:
             if lane is not None:
                 lane.end_wait(self.name, self._key, link, launcher)
-        self._record(start, arrived)
-        if launcher is not None:
+        if self._trace is not None and self._works:
+            self._record(self._trace, start, arrived)
+        if launcher is not None and launcher.asynchronous:
             launcher.join_comm(self._mark)  # the mark is the launching lane's, whichever lane waits
         try:
             value = self._finish()
@@ -208,11 +211,6 @@ class Transfer(Generic[T]):
             raise
         self._settle(value=value)
         return cast("T", value)
-
-    def _link_time(self, arrived: float) -> LinkTime:
-        if not self._on_link:
-            return LinkTime()
-        return self._link or LinkTime(arrived - self._started, arrived - self._started)
 
     def _ends_at(self, start: float) -> float:
         """Latest end of a wait that begins at `start`, by the wait's own time-out; 0 if it has none."""
@@ -239,21 +237,20 @@ class Transfer(Generic[T]):
         lane.baton.check(lane.id)
         lane.waits_until = self._ends_at(time.monotonic())
 
-    def _record(self, start: float, arrived: float) -> None:
-        if self._trace is None or not self._works:
-            return
+    def _record(self, trace: Trace, start: float, arrived: float) -> None:
         lane = self._lane.id if self._lane is not None else UNSPLIT
         if self._on_link:
             size = self.bytes_sent + self.bytes_received
-            self._trace.add(SpanKind.TRANSFER, self.name, lane, self._started, arrived, size)
+            trace.add(SpanKind.TRANSFER, self.name, lane, self._started, arrived, size)
         if self._lane is None:
-            self._trace.add_wait(self.name, UNSPLIT, start, time.monotonic(), UNSPLIT, self._launched)
+            trace.add_wait(self.name, UNSPLIT, start, time.monotonic(), UNSPLIT, self._launched)
 
     def _settle(self, *, value: object = None, error: BaseException | None = None) -> None:
         self._value, self._error, self._finish = value, error, None
         lane, self._lane = self._lane, None
         if lane is not None:
             lane.ledger.launched.discard(self)
+        if lane is not None and lane.asynchronous:
             lane.release(self._keep, self._mark)
         if error is None:
             self._keep = self._works = ()

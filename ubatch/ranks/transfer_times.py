@@ -45,6 +45,5 @@ def record_transfers() -> AbstractContextManager[list[Arrival]]:
     return cast("AbstractContextManager[list[Arrival]]", changing(_arrivals, []))
 
 
-def arrivals_now() -> list[Arrival] | None:
-    """The list that transfers launched now are recorded in; None if nobody asks."""
-    return _arrivals.get()
+arrivals_now = _arrivals.get
+"""Returns the list that transfers launched now are recorded in; None if nobody asks."""

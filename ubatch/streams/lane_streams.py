@@ -30,25 +30,29 @@ class LaneStreams:
 
     Attributes:
         comm_stream: the pool's stream for communication.
+        asynchronous: whether the device works asynchronously to the host; False for a CPU, where a lane stays on the
+            compute stream, as there is no other.
         ledger: transfers not yet waited for, and tensors that the communication stream still uses.
+        on_comm: whether the lane's current stream is the communication stream.
         marked: the number of the last mark.
     """
 
     def __init__(self, streams: StreamBackend, compute_stream: Any, comm_stream: Any) -> None:
         self.compute_stream = compute_stream
         self.comm_stream = comm_stream
+        self.asynchronous = not isinstance(streams, NullStreams)
         self.ledger = Ledger()
         self._streams = streams
         self._compute_done = streams.new_event()
         self._copied = streams.new_event()
-        self._on_comm = False
+        self.on_comm = False
         self.marked = 0
         self._unjoined: deque[tuple[int, Event]] = deque()
         self._spare: list[Event] = []
 
     def begin_streams(self) -> None:
         """Start the lane on the compute stream, with no pending work."""
-        self._on_comm = False
+        self.on_comm = False
         self._spare += [event for _, event in self._unjoined]
         self._unjoined.clear()
 
@@ -64,7 +68,7 @@ class LaneStreams:
         Args:
             hung: the lane hangs and cannot rejoin its streams; the caller does it instead.
         """
-        if hung and (self._on_comm or self._unjoined):
+        if hung and (self.on_comm or self._unjoined):
             with suppress(RuntimeError):  # a failed device has reported its error already, and runs nothing more
                 self.mark_comm()
                 self.join_comm()
@@ -82,7 +86,7 @@ class LaneStreams:
             marked: wait for the `mark_compute` before the hand-off, not for later work.
             fork: wait for this event of `fork`, not for later work.
         """
-        if self._on_comm:
+        if self.on_comm or not self.asynchronous:
             return
         if fork is not None:
             fork.wait(self.comm_stream)
@@ -92,18 +96,18 @@ class LaneStreams:
                 self._compute_done.record(self.compute_stream)
             self._compute_done.wait(self.comm_stream)
         self._streams.set_current(self.comm_stream)
-        self._on_comm = True
+        self.on_comm = True
 
     def leave_comm(self) -> None:
         """Continue on the compute stream without waiting; `join_comm` waits later."""
-        if self._on_comm:
+        if self.on_comm:
             self.mark_comm()
             self._streams.set_current(self.compute_stream)
-            self._on_comm = False
+            self.on_comm = False
 
     def on_compute(self, record: Callable[[], T]) -> T:
         """Call `record` with the compute stream current and return its result. No mark, no wait."""
-        if not self._on_comm:
+        if not self.on_comm:
             return record()
         self._streams.set_current(self.compute_stream)
         try:
@@ -134,7 +138,7 @@ class LaneStreams:
     def mark_copied(self) -> Event:
         """Record an event on the lane's current stream, for the host. One event serves all copies: a later record
         covers earlier copies."""
-        self._copied.record(self.comm_stream if self._on_comm else self.compute_stream)
+        self._copied.record(self.comm_stream if self.on_comm else self.compute_stream)
         return self._copied
 
     def release(self, kept: Sequence[object], mark: int | None) -> None:
@@ -143,21 +147,11 @@ class LaneStreams:
         Args:
             mark: number of the mark after the transfer; None while the lane is still on the communication stream.
         """
-        if self._on_comm:
+        if self.on_comm:
             self.ledger.keep(kept)
         elif self._unjoined and (mark is None or self._unjoined[0][0] <= mark):
             self.ledger.keep(kept)
             self.ledger.mark(self.marked)
-
-    @property
-    def on_comm(self) -> bool:
-        """Whether the lane's current stream is the communication stream."""
-        return self._on_comm
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether the device works asynchronously to the host; False for a CPU."""
-        return not isinstance(self._streams, NullStreams)
 
     def _recorded(self, stream: Any) -> Event:
         """An event recorded on `stream` now."""

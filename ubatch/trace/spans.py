@@ -193,9 +193,8 @@ class Trace:
 _trace: ContextVar[Trace | None] = ContextVar("ubatch_trace", default=None)
 
 
-def current_trace() -> Trace | None:
-    """The trace that is being recorded, or None."""
-    return _trace.get()
+current_trace = _trace.get
+"""Returns the trace that is being recorded, or None."""
 
 
 def tracing(trace: Trace | None = None) -> AbstractContextManager[Trace]:

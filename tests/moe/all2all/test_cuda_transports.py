@@ -269,7 +269,7 @@ def _check_planted(rank: int, group: CommGroup) -> None:
 def _enter_comm_without_fork(lane: Any, **how: Any) -> None:
     if not lane.on_comm:
         lane._streams.set_current(lane.comm_stream)
-        lane._on_comm = True
+        lane.on_comm = True
 
 
 CHECKS: dict[str, Callable[[int, CommGroup], None]] = {

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_layers import make_layer, make_tokens
+from moe_layers import make_layer, make_tokens, settings_of
 from torch import Tensor
 from triton_batches import DEVICE
 
 from moe import GroupLimitedRouter, Router, SigmoidTopKRouter, SoftmaxTopKRouter, make_all2all
 from moe.kernels.router import route_topk
-from moe.router import _settings
 from ubatch.kernels.c_jit import why_not_c
 
 ROUTERS: list[Router] = [
@@ -37,7 +36,7 @@ def test_a_token_without_numbers_chooses_different_experts_that_exist(router: Ro
     def chosen(x: Tensor) -> tuple[Tensor, Tensor]:
         if not fused:
             return router(x)
-        settings = _settings(router)
+        settings = settings_of(router)
         bias = settings.get("bias")
         if bias is not None:
             settings["bias"] = bias.to(DEVICE)

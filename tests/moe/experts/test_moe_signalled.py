@@ -205,7 +205,7 @@ def test_no_fork_would_be_found() -> None:
             enter(self, **settings)
         else:
             self._streams.set_current(self.comm_stream)
-            self._on_comm = True
+            self.on_comm = True
 
     enter = LaneStreams.enter_comm
     cuda = on_fake_device(ONE, mock.patch.object(LaneStreams, "enter_comm", none))
