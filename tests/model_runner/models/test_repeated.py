@@ -16,7 +16,7 @@ from torch import Tensor
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
 from model_runner.decoder import repeated
 from ubatch import UBatchConfig, tracing
-from ubatch.kernels.recording import Recording, keep
+from ubatch.kernels.recording import Recording
 from ubatch.kernels.tensors import runs_in_c
 
 pytestmark = needs_c
@@ -214,7 +214,6 @@ def test_a_recording_is_refused_if_torch_computes() -> None:
         x.unbind()[0].split(3)
     assert recording.refused is None
     with Recording() as recording:
-        keep(x, x)
+        recording.keep(x, x)
     assert recording.kept_bytes == 128
-    keep(x)
     assert not runs_in_c(x.double())
