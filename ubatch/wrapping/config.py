@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, cast
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from ubatch.errors import ConfigError, named_values, nearest, shown
 from ubatch.process.yaml_file import read_yaml
@@ -34,8 +35,7 @@ class CUDAGraphMode(StrEnum):
         Raises:
             ConfigError: there is no such mode.
         """
-        if mode not in tuple(cls):
-            raise ConfigError(f"unknown cudagraph_mode {shown(mode)}{nearest(str(mode), tuple(cls))}")
+        _check_known("cudagraph_mode", mode, tuple(cls))
         return cls(mode)
 
 
@@ -48,26 +48,6 @@ class Verify(StrEnum):
     """every call; for development, without speed-up"""
     OFF = "off"
     """no call: the user guarantees that rows of a batch are independent, and names how outputs merge"""
-
-
-_KINDS: Mapping[str, type | tuple[type, ...]] = {
-    "enable_dbo": bool,
-    "num_ubatches": int,
-    "dbo_decode_token_threshold": int,
-    "dbo_prefill_token_threshold": int,
-    "schedule": str,
-    "comm_sms": (int, type(None)),
-    "split_by": str,
-    "tbo_token_distribution_threshold": float,
-    "timeout_s": float,
-    "split_dims": Mapping,
-    "output_dims": Mapping,
-    "require_overlap": bool,
-    "verify": str,
-    "profile_ranges": bool,
-    "cudagraph_capture_sizes": (list, tuple),
-    "schedules": Mapping,
-}
 
 
 @dataclass(frozen=True)
@@ -129,21 +109,20 @@ class UBatchConfig:
     modes: Mapping[str, ModeSettings] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, kind in _KINDS.items():
-            _check_type(name, getattr(self, name), kind if name != "schedule" else (str, Schedule))
+        for name, kinds in _kinds().items():
+            _check_type(name, getattr(self, name), *kinds)
         for option in ("split_dims", "output_dims"):
             for name, dim in getattr(self, option).items():
                 _check_type(f"a key of {option}", name, str)
-                _check_type(f"{option}[{shown(name)}]", dim, (int, type(None)))
-        object.__setattr__(self, "cudagraph_capture_sizes", tuple(self.cudagraph_capture_sizes))
-        for size in self.cudagraph_capture_sizes:
+                _check_type(f"{option}[{shown(name)}]", dim, int, NoneType)
+        sizes = tuple(self.cudagraph_capture_sizes)
+        object.__setattr__(self, "cudagraph_capture_sizes", sizes)
+        for size in sizes:
             _check_type("an entry of cudagraph_capture_sizes", size, int)
-        if len(set(self.cudagraph_capture_sizes)) < len(self.cudagraph_capture_sizes):
-            raise ConfigError(f"cudagraph_capture_sizes {list(self.cudagraph_capture_sizes)} has a size twice.")
-        if min(self.cudagraph_capture_sizes, default=1) < 1:
-            raise ConfigError(
-                f"cudagraph_capture_sizes {list(self.cudagraph_capture_sizes)}: a size must be at least 1 token."
-            )
+        if len(set(sizes)) < len(sizes):
+            raise ConfigError(f"cudagraph_capture_sizes {list(sizes)} has a size twice.")
+        if min(sizes, default=1) < 1:
+            raise ConfigError(f"cudagraph_capture_sizes {list(sizes)}: a size must be at least 1 token.")
         if not 2 <= self.num_ubatches <= MAX_LANES:
             raise ConfigError(
                 f"num_ubatches must be 2 to {MAX_LANES}, not {self.num_ubatches}. Set enable_dbo=False to run unsplit."
@@ -153,10 +132,8 @@ class UBatchConfig:
             raise ConfigError(
                 f"tbo_token_distribution_threshold is {self.tbo_token_distribution_threshold}; it must be 0 to 0.5."
             )
-        if self.split_by not in tuple(SplitBy):
-            raise ConfigError(f"unknown split_by {shown(self.split_by)}{nearest(self.split_by, tuple(SplitBy))}")
-        if self.verify not in tuple(Verify):
-            raise ConfigError(f"unknown verify {shown(self.verify)}{nearest(self.verify, tuple(Verify))}")
+        _check_known("split_by", self.split_by, tuple(SplitBy))
+        _check_known("verify", self.verify, tuple(Verify))
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s must be positive, not {self.timeout_s}.")
         if self.group is not None:
@@ -173,10 +150,8 @@ class UBatchConfig:
                 raise ConfigError(f"schedules[{name!r}] calls itself {schedule.name!r}. Give both the same name.")
             if schedule.lanes > MAX_LANES:
                 raise ConfigError(f"schedules[{name!r}] has {schedule.lanes} lanes; there are at most {MAX_LANES}.")
-        _check_type("modes", self.modes, Mapping)
         for key, settings in self.modes.items():
-            if key not in MODE_KEYS:
-                raise ConfigError(f"unknown mode {shown(key)}{nearest(str(key), MODE_KEYS)}")
+            _check_known("mode", key, MODE_KEYS)
             _check_type(f"modes[{shown(key)}]", settings, ModeSettings)
 
     def resolved_schedule(self) -> Schedule:
@@ -283,8 +258,7 @@ class UBatchConfig:
 
     def _named(self, name: str) -> Schedule:
         known = {**SCHEDULES, **self.schedules}
-        if name not in known:
-            raise ConfigError(f"unknown schedule {shown(name)}{nearest(name, known)}")
+        _check_known("schedule", name, known)
         return known[name]
 
     @classmethod
@@ -294,20 +268,24 @@ class UBatchConfig:
         Raises:
             ConfigError: an unknown key (with the nearest known one), or a wrong type or value.
         """
-        arguments = named_values(values, {*_KINDS, *MODE_KEYS})
+        kinds = {**_kinds(), **dict.fromkeys(MODE_KEYS, (Mapping,))}
+        arguments = named_values(values, kinds.keys() - {"modes"})
         for key, (name, value) in zip(values, arguments.items(), strict=True):
             # `verify` is the proof's setting, unless it holds those of verify steps; YAML reads `off` as False.
             if name == "verify" and not isinstance(value, Mapping):
                 arguments[name] = "off" if value is False else value
             else:
-                _check_type(str(key), value, Mapping if name in MODE_KEYS else _KINDS[name])
+                _check_type(str(key), value, *kinds[name])
         modes = {
             key: ModeSettings.from_mapping(key, arguments.pop(key))
             for key in MODE_KEYS
             if isinstance(arguments.get(key), Mapping)
         }
-        schedules = {name: _own_schedule(name, each) for name, each in arguments.pop("schedules", {}).items()}
-        return cls(**arguments, schedules=schedules, modes=modes)
+        schedules = arguments.pop("schedules", {})
+        for name, each in schedules.items():
+            _check_type(f"schedules[{shown(name)}]", each, Mapping)
+        own = {name: Schedule.from_mapping(str(name), each) for name, each in schedules.items()}
+        return cls(**arguments, schedules=own, modes=modes)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> UBatchConfig:
@@ -330,16 +308,24 @@ class UBatchConfig:
         return values | {key: settings.to_mapping() for key, settings in self.modes.items()}
 
 
-def _own_schedule(name: object, values: object) -> Schedule:
-    _check_type("a key of schedules", name, str)
-    _check_type(f"schedules[{shown(name)}]", values, Mapping)
-    return Schedule.from_mapping(str(name), cast("Mapping[str, object]", values))
+@cache
+def _kinds() -> Mapping[str, tuple[type, ...]]:
+    """Setting -> the classes that its value may have: as annotated, or a list, as YAML has it. The group has a check of
+    its own."""
+    hints = {name: hint for name, hint in get_type_hints(UBatchConfig).items() if name != "group"}
+    choices = {name: get_args(hint) if isinstance(hint, UnionType) else (hint,) for name, hint in hints.items()}
+    kinds = {name: tuple(get_origin(each) or each for each in choice) for name, choice in choices.items()}
+    return {**kinds, "schedule": (str, Schedule), "cudagraph_capture_sizes": (list, tuple)}
 
 
-def _check_type(name: str, value: object, kind: type | tuple[type, ...]) -> None:
+def _check_known(what: str, value: str, known: Collection[str]) -> None:
+    if value not in known:
+        raise ConfigError(f"unknown {what} {shown(value)}{nearest(str(value), known)}")
+
+
+def _check_type(name: str, value: object, *kinds: type) -> None:
     """Check a value's type. A bool does not count as a number; an int is accepted for a float."""
-    kinds = kind if isinstance(kind, tuple) else (kind,)
     accepted = (*kinds, int) if float in kinds else kinds
     if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in kinds):
-        expected = " or ".join("None" if each is type(None) else each.__name__ for each in kinds)
+        expected = " or ".join("None" if each is NoneType else each.__name__ for each in kinds)
         raise ConfigError(f"{name} must be {expected}, not {shown(value)} ({type(value).__name__}).")
