@@ -179,47 +179,34 @@ class CallPlan(NamedTuple):
         ]
 
 
-class LaneParts:
+class LaneParts(NamedTuple):
     """The lanes' parts of a call's leaves.
 
-    Args:
+    Attributes:
         parts: path of a leaf -> its parts, one per lane.
         rows: number of rows of each lane.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], parts: Mapping[str, Sequence[Any]], rows: Sequence[int]) -> None:
-        self.rows = tuple(rows)
-        self._wholes = {leaf.path: leaf.value for leaf in leaves}
-        self._parts = parts
-        self._caches = [(leaf.splitter, leaf.value, parts[leaf.path]) for leaf in leaves if leaf.splitter is not None]
-
-    def of(self, path: str) -> Sequence[Any]:
-        """The parts of the leaf at `path`."""
-        return self._parts[path]
-
-    def whole(self, path: str) -> Any:
-        """The leaf at `path`, as the caller gave it."""
-        return self._wholes[path]
+    leaves: tuple[Leaf, ...]
+    parts: Mapping[str, Sequence[Any]]
+    rows: Sequence[int]
 
     def cache_of(self, part: object) -> Any | None:
         """The cache that `part` was cut from, or None."""
-        for _, whole, parts in self._caches:
-            if any(part is own for own in parts):
-                return whole
-        return None
+        caches = (leaf for leaf in self.leaves if leaf.splitter is not None)
+        return next((leaf.value for leaf in caches if any(part is own for own in self.parts[leaf.path])), None)
 
     def merge_caches(self) -> None:
         """Put what the lanes wrote into the caller's caches."""
-        for splitter, whole, parts in self._caches:
-            merge_cache(splitter, parts, whole)
+        for leaf in self.leaves:
+            if leaf.splitter is not None:
+                merge_cache(leaf.splitter, self.parts[leaf.path], leaf.value)
 
 
 def merge_cache(splitter: CacheSplitter, parts: Sequence[Any], whole: Any | None) -> Any:
     """Merge the lanes' parts of a cache, into `whole` if there is one; `CannotSplit` where that fails."""
     try:
         return splitter.merge(parts, whole)
-    except CannotSplit:
-        raise
     except SplitError as error:
         raise CannotSplit(
             DeclineReason.CANNOT_MERGE, f"the lanes' parts of a {type(parts[0]).__name__} cannot be merged: {error}"

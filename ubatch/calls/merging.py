@@ -12,8 +12,7 @@ The proof runs two lanes of unequal size. A size follows the batch if it is `k` 
 and in the unsplit run. Lanes may agree on what is not the whole's, such as a count or a message. So `Same` takes only
 values that proofs had, until there were four of them; another value is proved by itself (`OtherValue`).
 
-For a call without a proof, the rules are guessed (`ubatch.calls.outputs`). A guess is made from the values that it
-merges, so its rules have nothing to check: `Joined` instead of `Rows`, `First` instead of `Same`.
+A call without a proof has no rules: its outputs are merged as their shapes suggest (`ubatch.calls.outputs`).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from ubatch.calls.containers import PLAIN, attributes_of, children_of, rebuild
 from ubatch.calls.copies import Copier
 from ubatch.schedules.vote import DeclineReason
 
-__all__ = ["Cached", "First", "Given", "Items", "Joined", "Learner", "OtherValue", "Rows", "Rule", "Same", "named_dim"]
+__all__ = ["Cached", "Given", "Items", "Learner", "OtherValue", "Rows", "Rule", "Same", "named_dim"]
 
 _ENOUGH = 4
 """Different values that proofs must have had before any value will do."""
@@ -65,15 +64,7 @@ class Rule(ABC):
 
 
 @dataclass(frozen=True)
-class First(Rule):
-    """The first lane's value, whatever it is in the others."""
-
-    def merge(self, path: str, values: Sequence[Any], parts: LaneParts) -> Any:
-        return values[0]
-
-
-@dataclass(frozen=True)
-class Same(First):
+class Same(Rule):
     """A value that does not depend on the rows: one of `proved`, or any value if there are none or enough of them."""
 
     proved: tuple[Any, ...] = ()
@@ -92,28 +83,17 @@ class Same(First):
 
 
 @dataclass(frozen=True)
-class Joined(Rule):
-    """Tensors, concatenated along `dim`; or lists or tuples, chained."""
+class Rows(Rule):
+    """Tensors, lists or tuples of class `kind`, of which dimension `dim`, or the length, follows the batch."""
 
     dim: int
-
-    def merge(self, path: str, values: Sequence[Any], parts: LaneParts) -> Any:
-        if isinstance(values[0], Tensor):
-            return torch.cat(list(values), self.dim)
-        return type(values[0])(itertools.chain(*values))
-
-
-@dataclass(frozen=True)
-class Rows(Joined):
-    """Tensors, lists or tuples of class `kind`, of which a dimension, or the length, follows the batch."""
-
     kind: type
 
     def merge(self, path: str, values: Sequence[Any], parts: LaneParts) -> Any:
         alike = all(type(value) is self.kind and not _marks_of(value) for value in values)
         if not alike or not _follow(sizes_of(values, self.dim), parts.rows):
             raise mismatch(path, values, _UNLIKE)
-        return super().merge(path, values, parts)
+        return concatenated(values, self.dim)
 
 
 @dataclass(frozen=True)
@@ -124,12 +104,12 @@ class Given(Rule):
 
     def fits(self, values: Sequence[Any], parts: LaneParts) -> bool:
         """Whether the lanes' values are their parts of the argument."""
-        return all(value is own for value, own in zip(values, parts.of(self.argument), strict=True))
+        return all(value is own for value, own in zip(values, parts.parts[self.argument], strict=True))
 
     def merge(self, path: str, values: Sequence[Any], parts: LaneParts) -> Any:
         if not self.fits(values, parts):
             raise mismatch(path, values, _UNLIKE)
-        return parts.whole(self.argument)
+        return next(leaf.value for leaf in parts.leaves if leaf.path == self.argument)
 
 
 @dataclass(frozen=True)
@@ -159,7 +139,7 @@ class Items(Rule):
         if type(values[0]) is not self.kind or list(columns) != list(rules):
             raise mismatch(path, values, _UNLIKE)
         merged = [rules[key].merge(f"{path}.{key}", column, parts) for key, column in columns.items()]
-        return _rebuilt(path, values[0], merged)
+        return rebuilt(path, values[0], merged)
 
     def joined(self, other: Rule) -> Rule:
         if not isinstance(other, Items) or self.rules.keys() != other.rules.keys():
@@ -202,7 +182,7 @@ class Learner:
             return self._tensor(path, whole, lanes)
         if splitter is not None:
             if self.parts.cache_of(lanes[0]) is None:
-                self._check(Leaf(path, whole, None, splitter), Cached().merge(path, lanes, self.parts))
+                self.check(Leaf(path, whole, None, splitter), Cached().merge(path, lanes, self.parts))
             return Cached()
         if type(whole) in (list, tuple) and self._follow(values, 0):
             return self._rows(path, whole, lanes, 0)
@@ -214,10 +194,6 @@ class Learner:
             raise mismatch(path, values, _PROVING)
         what = f"is a {type(whole).__name__}, which nobody registered a splitter for (ubatch.register_splitter)"
         raise cannot(path, what, DeclineReason.NO_SPLITTER)
-
-    def check_argument(self, leaf: Leaf, copied: Leaf) -> None:
-        """Compare an argument after the unsplit call with its copy after the run in lanes; `Unequal` if they differ."""
-        self._check(leaf._replace(path=f"argument {leaf.path!r}"), copied.value)
 
     def _tensor(self, path: str, whole: Tensor, lanes: Sequence[Tensor]) -> Rule:
         values = [whole, *lanes]
@@ -245,7 +221,7 @@ class Learner:
         merged = rule.merge(path, lanes, self.parts)
         if type(merged) is not type(whole):
             raise cannot(path, f"is a {type(whole).__name__}, which becomes a {type(merged).__name__}")
-        self._check(Leaf(path, whole, dim), merged)
+        self.check(Leaf(path, whole, dim), merged)
         return rule
 
     def _items(self, path: str, whole: Any, lanes: Sequence[Any]) -> Rule:
@@ -259,8 +235,9 @@ class Learner:
         """Whether the size along `dim` of the values (unsplit, then each lane) follows the batch."""
         return _follow(sizes_of(values, dim), [self.whole.rows, *self.parts.rows])
 
-    def _check(self, leaf: Leaf, got: Any) -> None:
-        """Compare a value of the unsplit call with `got`, which has its rows in the order of the call in lanes."""
+    def check(self, leaf: Leaf, got: Any) -> None:
+        """Compare a value of the unsplit call with `got`, which has its rows in the order of the call in lanes;
+        `Unequal` if they differ."""
         path, whole, dim, splitter = leaf
         rows = self.whole.rows
         if (dim is not None or splitter is not None) and list(self.order) != list(range(rows)):
@@ -290,7 +267,7 @@ def _check_rebuilt(path: str, whole: Any) -> None:
         CannotSplit: it differs, or an attribute other than the items is a tensor, which may have rows.
     """
     items, rest = _contents(whole)
-    made_items, made_rest = _contents(_rebuilt(path, whole, list(items.values())))
+    made_items, made_rest = _contents(rebuilt(path, whole, list(items.values())))
     same = list(items) == list(made_items) and rest.keys() <= made_rest.keys()
     same = same and all(made_items[key] is item for key, item in items.items())
     same = same and all(not isinstance(own, Tensor) and _all_equal([own, made_rest[key]]) for key, own in rest.items())
@@ -318,14 +295,6 @@ def _follow(sizes: Sequence[int], rows: Sequence[int]) -> bool:
 def _marks_of(value: Any) -> dict[str, Any]:
     """A tensor's attributes, which are lost when it is concatenated."""
     return attributes_of(value) if isinstance(value, Tensor) else {}
-
-
-def _rebuilt(path: str, like: Any, children: list[Any]) -> Any:
-    try:
-        return rebuild(like, children)
-    except (TypeError, ValueError) as error:
-        what = f"is a {type(like).__name__}, which cannot be made anew from its items ({error})"
-        raise cannot(path, what) from error
 
 
 # ----------------------------------------------------------------------------------- also for guesses, in `outputs`
@@ -359,6 +328,22 @@ def sizes_of(values: Sequence[Any], dim: int) -> list[int]:
         return []
     beside = {shape[:dim] + shape[dim:][1:] for shape in shapes}
     return [shape[dim] for shape in shapes] if len(beside) == 1 else []
+
+
+def concatenated(values: Sequence[Any], dim: int) -> Any:
+    """Tensors, concatenated along `dim`; or lists or tuples, chained."""
+    if isinstance(values[0], Tensor):
+        return torch.cat(list(values), dim)
+    return type(values[0])(itertools.chain(*values))
+
+
+def rebuilt(path: str, like: Any, children: list[Any]) -> Any:
+    """A container like `like` with other items; `CannotSplit` if it cannot be made."""
+    try:
+        return rebuild(like, children)
+    except (TypeError, ValueError) as error:
+        what = f"is a {type(like).__name__}, which cannot be made anew from its items ({error})"
+        raise cannot(path, what) from error
 
 
 def cannot(path: str, what: str, reason: DeclineReason = DeclineReason.CANNOT_MERGE) -> CannotSplit:

@@ -1,4 +1,4 @@
-"""Merging the lanes' outputs of a call that was not proved, by rules (`ubatch.calls.merging`) guessed from shapes.
+"""Merging the lanes' outputs of a call that was not proved, as their shapes suggest.
 
     tensor    concatenated along the dimension that `output_dims` names, else along dimension 0 if only that one has
               the size of the call's rows or tokens; otherwise it is ambiguous. 0-dim tensors are refused
@@ -16,12 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ubatch.calls.caches import splitter_for
 from ubatch.calls.call_plan import CallPlan, LaneParts
 from ubatch.calls.containers import PLAIN
-from ubatch.calls.merging import Cached, First, Items, Joined, Rule, cannot, columns_of, mismatch, named_dim, sizes_of
+from ubatch.calls.merging import Cached, cannot, columns_of, concatenated, mismatch, named_dim, rebuilt, sizes_of
 from ubatch.schedules.vote import DeclineReason
 
 __all__ = ["merge_outputs", "named_dim"]
@@ -42,77 +43,71 @@ def merge_outputs(
     Raises:
         CannotSplit: an output has no batch dimension, or its size does not follow the number of rows.
     """
-    rule = _Guess(plan, parts.rows, output_dims).rule("output", outputs)
-    merged = rule.merge("output", outputs, parts)
+    merged = _Guess(plan, parts, output_dims).merge("output", outputs)
     parts.merge_caches()
     return merged
 
 
 @dataclass(frozen=True)
 class _Guess:
-    """Guesses the rules for the outputs of one call.
-
-    Attributes:
-        rows: number of rows of each lane.
-        dims: see `merge_outputs`.
-    """
+    """Guesses how the outputs of one call merge. Fields: see `merge_outputs`."""
 
     plan: CallPlan
-    rows: Sequence[int]
+    parts: LaneParts
     dims: Mapping[str, int | None]
 
-    def rule(self, path: str, values: Sequence[Any]) -> Rule:
-        """The rule for the lanes' `values` at `path`; `CannotSplit` if there is none."""
+    def merge(self, path: str, values: Sequence[Any]) -> Any:
+        """The lanes' `values` at `path` merged; `CannotSplit` if nothing tells how."""
         first = values[0]
         dim, named = named_dim(path, self.dims)
         if named and dim is None:
-            return First()
+            return first
         if any(type(value) is int for value in values):
             raise cannot(path, "is an int, which may count a lane's rows")
         if all(value is first for value in values):
-            return First()
+            return first
         if any(type(value) is not type(first) for value in values):
             raise mismatch(path, values, _LANES)
         if isinstance(first, Tensor):
             return self._tensor(path, values, dim)
         if splitter_for(first) is not None:
-            return Cached()
+            return Cached().merge(path, values, self.parts)
         if isinstance(first, PLAIN) and all(value == first for value in values):
-            return First()
+            return first
         if type(first) in (list, tuple) and all(isinstance(item, PLAIN) for item in itertools.chain(*values)):
             if named:
-                return Joined(0)
-            if any(item is not None for item in first) and [*map(len, values)] == [*self.rows]:
+                return concatenated(values, 0)
+            if any(item is not None for item in first) and [*map(len, values)] == [*self.parts.rows]:
                 raise cannot(path, f"is a {type(first).__name__} of plain values, maybe one per row")
         columns = columns_of(path, values, _LANES)
-        return Items(type(first), {key: self.rule(f"{path}.{key}", column) for key, column in columns.items()})
+        return rebuilt(path, first, [self.merge(f"{path}.{key}", column) for key, column in columns.items()])
 
-    def _tensor(self, path: str, values: Sequence[Tensor], dim: int | None) -> Rule:
-        """The rule for tensors, of which the user named dimension `dim`, or none."""
+    def _tensor(self, path: str, values: Sequence[Tensor], dim: int | None) -> Tensor:
+        """Tensors merged, of which the user named dimension `dim`, or none."""
         first = values[0]
         if first.dim() == 0:
             raise cannot(path, "has no dimensions (a loss?)", DeclineReason.ZERO_DIM_OUTPUT)
         if all(_overlap(value, first) for value in values[1:]):
             views = {(value.data_ptr(), value.shape, value.stride()) for value in values}
             if len(views) == 1 and not self._follow([value.shape[0] for value in values]):
-                return First()  # a parameter or buffer handed through
+                return first  # a parameter or buffer handed through
             raise cannot(path, "is the same memory in all lanes, which overwrite each other (return a new tensor)")
         sizes = sizes_of(values, dim or 0)
         if not (self._follow(sizes) if dim is None else self._proportional(sizes)):
-            raise mismatch(path, values, f"in lanes of {list(self.rows)} rows")
+            raise mismatch(path, values, f"in lanes of {list(self.parts.rows)} rows")
         if dim is None and self._has_two_readings(first):
-            raise cannot(path, f"has shape {tuple(first.shape)} for {self.rows[0]} rows, along either dimension")
-        return Joined(dim or 0)
+            raise cannot(path, f"has shape {tuple(first.shape)} for {self.parts.rows[0]} rows, along either dimension")
+        return torch.cat(list(values), dim or 0)
 
     def _follow(self, sizes: Sequence[int]) -> bool:
         """Whether these sizes are of the batch dimension. Between equal lanes any size is proportional to the rows, so
         there the size must be a known multiple of them."""
-        return any(list(sizes) == [own * multiple for own in self.rows] for multiple in self.plan.multiples)
+        return any(list(sizes) == [own * multiple for own in self.parts.rows] for multiple in self.plan.multiples)
 
     def _proportional(self, sizes: Sequence[int]) -> bool:
         """Whether these sizes, of a dimension that the user named, have the proportion of the lanes' rows."""
-        total, rows = sum(sizes), sum(self.rows)
-        return len(sizes) > 0 and all(size * rows == total * own for size, own in zip(sizes, self.rows, strict=True))
+        rows, total = self.parts.rows, sum(sizes)
+        return len(sizes) > 0 and all(size * sum(rows) == total * own for size, own in zip(sizes, rows, strict=True))
 
     def _has_two_readings(self, value: Tensor) -> bool:
         """Whether this could be a batch-first output or another layout, such as an RNN's `[layers, batch, hidden]`.
@@ -120,11 +115,11 @@ class _Guess:
         Only possible with equal lanes that have as many rows as there are layers. If the arguments are batch-first and
         a later size of the output is one of theirs, such as the sequence length, it is batch-first.
         """
-        if len(set(self.rows)) > 1 or value.dim() < (3 if self.plan.batch_first else 2):
+        if len(set(self.parts.rows)) > 1 or value.dim() < (3 if self.plan.batch_first else 2):
             return False
         first, second = value.shape[:2]
         told = self.plan.batch_first and not (self.plan.multiples - {1}).isdisjoint(value.shape[1:])
-        return first == second == self.rows[0] and not told
+        return first == second == self.parts.rows[0] and not told
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

@@ -341,7 +341,7 @@ class Proof:
         self._rule = learner.learn("output", result, outputs)
         parts.merge_caches()
         for leaf, copied in zip(self._plan.leaves, rehearsal.plan.leaves, strict=True):
-            learner.check_argument(leaf, copied)
+            learner.check(leaf._replace(path=f"argument {leaf.path!r}"), copied.value)
         self._comparisons.append(compare)
         if len(self._comparisons) > 1 or not self._coarse:
             coupled = self._comparisons[0].coupled(compare)
