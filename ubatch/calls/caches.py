@@ -83,23 +83,20 @@ _CACHES = (
 """Cache classes, subclasses included. Reformer's and xLSTM's caches hold their states directly, without layers."""
 
 _UTILS = "transformers.cache_utils."
-_STATIC_LAYERS = frozenset(
-    {_UTILS + "StaticLayer", _UTILS + "StaticSlidingWindowLayer", _UTILS + "StaticIndexedLayer"}
+_DEEPSEEK = "transformers.models.deepseek_v4.modeling_deepseek_v4."
+_MINIMAX = "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl."
+_LAYERS = frozenset(
+    {_UTILS + "DynamicLayer", _UTILS + "DynamicSlidingWindowLayer", _UTILS + "DynamicIndexedLayer"}
+    | {_UTILS + "StaticLayer", _UTILS + "StaticSlidingWindowLayer", _UTILS + "StaticIndexedLayer"}
+    | {_UTILS + "LinearAttentionLayer", _UTILS + "LinearAttentionAndFullAttentionLayer"}
+    | {_UTILS + "LinearAttentionAndSlidingWindowAttentionLayer", _UTILS + "DummyLayer"}
     | {_UTILS + "LinearAttentionAndStaticFullAttentionLayer"}
     | {_UTILS + "LinearAttentionAndStaticSlidingWindowAttentionLayer"}
-    | {"transformers.models.minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLSparseStaticCacheLayer"}
+    | {_DEEPSEEK + "DeepseekV4HCACache", _DEEPSEEK + "DeepseekV4CSACache"}
+    | {_MINIMAX + "MiniMaxM3VLSparseCacheLayer", _MINIMAX + "MiniMaxM3VLSparseStaticCacheLayer"}
 )
-"""Layers that write keys and values in place; the others grow them."""
-
-_LAYERS = _STATIC_LAYERS | frozenset(
-    {_UTILS + "DynamicLayer", _UTILS + "DynamicSlidingWindowLayer", _UTILS + "DynamicIndexedLayer"}
-    | {_UTILS + "LinearAttentionLayer", _UTILS + "DummyLayer"}
-    | {_UTILS + "LinearAttentionAndFullAttentionLayer", _UTILS + "LinearAttentionAndSlidingWindowAttentionLayer"}
-    | {"transformers.models.deepseek_v4.modeling_deepseek_v4.DeepseekV4HCACache"}
-    | {"transformers.models.deepseek_v4.modeling_deepseek_v4.DeepseekV4CSACache"}
-    | {"transformers.models.minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLSparseCacheLayer"}
-)
-"""Layers whose rows are independent. Quantised layers are not: they scale by the largest value of the whole batch."""
+"""Layers whose rows are independent. Those with "Static" in their name write keys and values in place, the others grow
+them. Quantised layers are not here: they scale by the largest value of the whole batch."""
 
 _ROWS: Mapping[str, int] = {
     **dict.fromkeys(("keys", "values", "conv_states", "recurrent_states", "indexer_keys", "idx_keys"), 0),
@@ -357,8 +354,7 @@ def _named(value: object, at: _Place) -> str:
 @functools.lru_cache(1024)
 def _is_static(kind: Any) -> bool | None:
     """Whether layers of this class write in place; None if it is no known layer."""
-    name = _qualified(kind)
-    return name in _STATIC_LAYERS if name in _LAYERS else None
+    return "Static" in kind.__name__ if _qualified(kind) in _LAYERS else None
 
 
 def _is_unfilled(value: Tensor) -> bool:
