@@ -327,7 +327,7 @@ def _reading_of(value: Any, *, thorough: bool) -> tuple[Callable[[], Any], Calla
     if kind.__module__.startswith("numpy.random") and hasattr(value, "get_state"):
         return lambda: pickle.dumps(value.get_state()), lambda was: value.set_state(pickle.loads(was))
     if issubclass(kind, io.StringIO | io.BytesIO):
-        return lambda: (value.getvalue(), value.tell()), functools.partial(_put_stream, value)
+        return value.__getstate__, value.__setstate__
     if kind is itertools.count:
         return lambda: repr(value), None
     if issubclass(kind, Iterator) and kind.__module__ == "builtins" and hasattr(value, "__setstate__"):
@@ -352,13 +352,6 @@ def _put_bytes(value: Any, was: bytes) -> None:
         value[:] = was
     else:
         memoryview(value).cast("B")[:] = was
-
-
-def _put_stream(value: Any, was: tuple[Any, int]) -> None:
-    value.seek(0)
-    value.truncate()
-    value.write(was[0])
-    value.seek(was[1])
 
 
 def _items_of(holder: Any) -> Any:
