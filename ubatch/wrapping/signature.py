@@ -122,9 +122,7 @@ def _value_of(value: Any) -> object:
 
 
 def _number(value: complex, numbers: list[complex]) -> object:
-    if value != value:
-        return type(value), "nan"
-    if value in _SPECIAL:
-        return type(value), value
+    if is_flag(value):
+        return type(value), "nan" if value != value else value
     numbers.append(value)
     return type(value)
