@@ -143,30 +143,26 @@ class _PathRule(NamedTuple):
     token_ids: int
 
 
-class _Rules(dict[str, _PathRule]):
-    """Rules by path, for one list of parameters and one `split_dims`; made when first looked up."""
-
-    def __init__(self, positional: tuple[str, ...], split_dims: Mapping[str, int | None]) -> None:
-        self._place = {name: at for at, name in enumerate(positional)}
-        self._split_dims = split_dims
-
-    def __missing__(self, path: str) -> _PathRule:
-        if len(self) >= _MOST_PATHS:
-            self.clear()
-        prefix, name = longest_named(path, self._split_dims), path.rpartition(".")[2]
-        by_user = prefix is not None
-        dim = self._split_dims[prefix] if prefix is not None else 0 if name in _BATCH_FIRST else None
-        shared = dim is None and (by_user or name in _SAME_FOR_ALL)
-        likely = 1 if name in _TOKEN_IDS else 3 if name in _MAY_BROADCAST else 2
-        rank = 0 if by_user else _UNLIKELY if dim is None else likely
-        order, ids = (self._place.get(path.partition(".")[0], len(self._place)), path), (*_TOKEN_IDS, name).index(name)
-        rule = self[path] = _PathRule(path, order, dim, by_user, shared, name in _POSITIONS and not by_user, rank, ids)
-        return rule
+_Rules = Callable[[str], _PathRule]
 
 
 @functools.lru_cache(maxsize=128)
 def _rules_of(positional: tuple[str, ...], split_dims: tuple[tuple[str, int | None], ...]) -> _Rules:
-    return _Rules(positional, dict(split_dims))
+    """Rules by path, for one list of parameters and one `split_dims`; each is made once."""
+    place, dims = {name: at for at, name in enumerate(positional)}, dict(split_dims)
+
+    @functools.lru_cache(_MOST_PATHS)
+    def rule_of(path: str) -> _PathRule:
+        prefix, name = longest_named(path, dims), path.rpartition(".")[2]
+        by_user = prefix is not None
+        dim = dims[prefix] if prefix is not None else 0 if name in _BATCH_FIRST else None
+        shared = dim is None and (by_user or name in _SAME_FOR_ALL)
+        likely = 1 if name in _TOKEN_IDS else 3 if name in _MAY_BROADCAST else 2
+        rank = 0 if by_user else _UNLIKELY if dim is None else likely
+        order, ids = (place.get(path.partition(".")[0], len(place)), path), (*_TOKEN_IDS, name).index(name)
+        return _PathRule(path, order, dim, by_user, shared, name in _POSITIONS and not by_user, rank, ids)
+
+    return rule_of
 
 
 def longest_named(path: str, dims: Mapping[str, int | None]) -> str | None:
@@ -191,9 +187,9 @@ def _find(named: Iterable[tuple[str, Any]], rules: _Rules, found: list[_Found]) 
     for path, value in named:
         kind = type(value)
         if kind is Tensor and not (value.__dict__ or value.is_nested or value.layout is not strided):
-            found.append((rules[path], value, value.shape, None, None))
+            found.append((rules(path), value, value.shape, None, None))
         elif isinstance(value, Tensor):
-            found.append(_tensor(rules[path], value))
+            found.append(_tensor(rules(path), value))
         elif kind not in LEAF_CLASSES and not isinstance(value, _SKIPPED):
             _find_inside(path, value, rules, found)
 
@@ -205,11 +201,11 @@ def _find_inside(path: str, value: Any, rules: _Rules, found: list[_Found]) -> N
     shape = (len(value),) if isinstance(value, list | tuple) else ()
     if children and shape and all(isinstance(child, PLAIN) for _, child in children):
         if not all(child is None for _, child in children):
-            found.append((rules[path], value, shape, None, None))
+            found.append((rules(path), value, shape, None, None))
     elif children is not None:
         _find([(f"{path}.{key}", child) for key, child in children], rules, found)
     else:
-        rule, cannot = rules[path], None
+        rule, cannot = rules(path), None
         if isinstance(value, torch.Generator):
             what = "is a random generator, which lanes would share."
             cannot = _cannot(path, what, DeclineReason.DRAWS_RANDOM)
