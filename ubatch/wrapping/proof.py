@@ -86,37 +86,31 @@ class _Rehearsal:
     bounds: tuple[slice, slice]
 
 
+@dataclass
 class Proof:
     """One proof.
 
-    Args:
+    Attributes:
         step: a call that would overlap, and whose signature is not proved.
         neighbours: see `Guard`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: UBatchConfig,
-        execution: Execution,
-        table: ProofTable,
-        step: Step,
-        neighbours: Callable[[], int],
-    ) -> None:
-        if step.intent.cut is None:
+    model: nn.Module
+    config: UBatchConfig
+    execution: Execution
+    table: ProofTable
+    step: Step
+    neighbours: Callable[[], int]
+
+    def __post_init__(self) -> None:
+        intent = self.step.intent
+        if intent.cut is None:
             raise ValueError("a proof needs a call that would run in lanes.")
-        self._model = model
-        self._config = config
-        self._execution = execution
-        self._table = table
-        self._step = step
-        self._intent = step.intent
-        self._signature = step.intent.signature
-        self._plan = step.intent.cut.plan
+        self._intent, self._signature, self._plan = intent, intent.signature, intent.cut.plan
         self._named = (*self._plan.args, *self._plan.kwargs.items())
         self._coarse = False
-        self._used = () if self._signature is None else table.cuts_of(self._signature)
-        self._neighbours, self._begun = neighbours, neighbours()
+        self._used = () if self._signature is None else self.table.cuts_of(self._signature)
+        self._begun = self.neighbours()
         self._rehearsals: list[_Rehearsal] = []
         self._no: _No | None = None
         self._writes: frozenset[str] = frozenset()
@@ -135,7 +129,7 @@ class Proof:
         begun = time.monotonic()
         self._prepare()
         started = time.monotonic()
-        result = self._execution.unsplit(replace(self._step, decision=self._step.decision.whole()))
+        result = self.execution.unsplit(replace(self.step, decision=self.step.decision.whole()))
         ended = time.monotonic()
         reason, why, by = self._rehearse(result)
         return Outcome(result, reason, why, by, time.monotonic() - ended + started - begun)
@@ -144,11 +138,11 @@ class Proof:
         """Before the call: copy its arguments, and take snapshots of everything that it may change."""
         self._random = RandomState()
         try:
-            self._coarse = _is_coarse(self._model, self._plan)
+            self._coarse = _is_coarse(self.model, self._plan)
             for _ in range(2 if self._coarse else 1):  # all made now, as the call may write to its arguments
                 self._rehearsals.append(self._copies())
             self._call = State.of_call(self._named, thorough=True)
-            self._module = State.of_module(self._model, thorough=True)
+            self._module = State.of_module(self.model, thorough=True)
         except CannotSplit as cannot:
             self._no = cannot.reason, str(cannot)
         except (MemoryError, torch.OutOfMemoryError) as error:
@@ -182,7 +176,7 @@ class Proof:
                 break
             failed: BaseException | None = None
             try:
-                step = replace(self._step, intent=intent, decision=agreed)
+                step = replace(self.step, intent=intent, decision=agreed)
                 self._no = self._in_lanes(step, intent.cut, rehearsal, result)
             except BaseException as error:
                 failed = error
@@ -193,13 +187,13 @@ class Proof:
                 break
         if self._no is not None:
             if self._signature is not None:
-                self._table.failed(self._signature, *self._no)
+                self.table.failed(self._signature, *self._no)
         elif agreed is not None and agreed.engaged:
             if self._rule is not None and self._signature is not None:
                 cut, writes = self._comparisons[0].cut, self._writes
-                self._table.passed(self._signature, self._rule, cut=cut, coarse=self._coarse, writes=writes)
+                self.table.passed(self._signature, self._rule, cut=cut, coarse=self._coarse, writes=writes)
             return None, None, None
-        told = agreed or self._step.decision
+        told = agreed or self.step.decision
         reason, why = self._no or (told.reason or DeclineReason.PEER_DECLINED, None)
         return reason, why, told.declined_by
 
@@ -253,7 +247,7 @@ class Proof:
             SideEffectError: something cannot be put back.
         """
         changed, drawn = self._left or next(iter(self._module.changes()), None), self._random.moved()
-        if self._neighbours() == self._begun:
+        if self.neighbours() == self._begun:
             if drawn and busy_threads() == self._others:
                 self._random.restore()
             lost = [*(self._module.restore() if changed else ()), *self._call.restore()]
@@ -267,7 +261,7 @@ class Proof:
         return (DeclineReason.DRAWS_RANDOM, "random numbers were drawn while the call ran in lanes.") if drawn else None
 
     def _tensors(self) -> Iterator[Tensor]:
-        yield from self._model.parameters()
+        yield from self.model.parameters()
         yield from (leaf.value for leaf in self._plan.leaves if isinstance(leaf.value, Tensor))
 
     def _intent_of(self, rehearsal: _Rehearsal) -> Intent:
@@ -294,7 +288,7 @@ class Proof:
 
     def _agree(self, intent: Intent) -> Decision:
         """Vote whether all ranks continue, and whether with another cut."""
-        group, explained = self._config.group, not self._comparisons or not self._comparisons[-1].off
+        group, explained = self.config.group, not self._comparisons or not self._comparisons[-1].off
         offer = replace(intent.offer, unproved=len(self._comparisons) == 1 and not explained)
         if self._no is not None:
             offer = Offer(Wish.NO, (sum(offer.tokens),), offer.lanes, self._no[0])
@@ -304,7 +298,7 @@ class Proof:
         """Run the copies in lanes; returns the first difference from the unsplit call, or None."""
         kept = [(tensor, tensor.detach().clone()) for tensor in _results_in(result)]
         with nullcontext() if current_trace() is None else tracing():  # keeps this run out of the caller's trace
-            outputs = self._execution.outputs(step, cut, at_handover=self._look)
+            outputs = self.execution.outputs(step, cut, at_handover=self._look)
         overwritten = [(tensor, was) for tensor, was in kept if not identical(tensor, was)]
         if overwritten:
             with torch.inference_mode():  # inference mode allows writes to any tensor
@@ -337,7 +331,7 @@ class Proof:
             Unequal: the results differ.
         """
         compare = Comparison(self._coarse, rehearsal.order, rehearsal.bounds[1].start)
-        learner = Learner(compare, parts, self._plan, rehearsal.order, self._config.output_dims)
+        learner = Learner(compare, parts, self._plan, rehearsal.order, self.config.output_dims)
         self._rule = learner.learn("output", result, outputs)
         parts.merge_caches()
         for leaf, copied in zip(self._plan.leaves, rehearsal.plan.leaves, strict=True):
@@ -356,7 +350,7 @@ class Proof:
         Raises:
             BaseException: `failed`, if it is no `Exception`.
         """
-        group, error = self._config.group, failed
+        group, error = self.config.group, failed
         try:
             if error is None:
                 return self._agree(intent)
@@ -418,10 +412,7 @@ def _is_coarse(model: nn.Module, plan: CallPlan) -> bool:
     return 2 * sum(low) > sum(each.numel() for each in weights) if weights else bool(low)
 
 
-def _results_in(result: Any) -> Iterator[Tensor]:
+def _results_in(result: Any) -> list[Tensor]:
     if isinstance(result, Tensor):
-        if result.layout is torch.strided and not result.is_nested:
-            yield result
-        return
-    for _, child in children_of(result) or ():
-        yield from _results_in(child)
+        return [result] if result.layout is torch.strided and not result.is_nested else []
+    return [tensor for _, child in children_of(result) or () for tensor in _results_in(child)]
