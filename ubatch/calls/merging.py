@@ -155,14 +155,12 @@ class Learner:
     Attributes:
         parts: the lanes' parts of the arguments.
         whole: the plan of the call that ran unsplit.
-        order: for each row of the call in lanes, its row number in the unsplit call.
         output_dims: see `UBatchConfig`. A dimension named there must be the one that follows the batch.
     """
 
     compare: Comparison
     parts: LaneParts
     whole: CallPlan
-    order: Sequence[int]
     output_dims: Mapping[str, int | None]
 
     def learn(self, path: str, whole: Any, lanes: Sequence[Any]) -> Rule:
@@ -239,10 +237,10 @@ class Learner:
         """Compare a value of the unsplit call with `got`, which has its rows in the order of the call in lanes;
         `Unequal` if they differ."""
         path, whole, dim, splitter = leaf
-        rows = self.whole.rows
-        if (dim is not None or splitter is not None) and list(self.order) != list(range(rows)):
+        rows, order = self.whole.rows, self.compare.order
+        if (dim is not None or splitter is not None) and list(order) != list(range(rows)):
             each = 1 if dim is None else sizes_of([whole], dim)[0] // rows
-            order = [row * each + offset for row in self.order for offset in range(each)]
+            order = [row * each + offset for row in order for offset in range(each)]
             whole = Copier(order, rows).copy(whole, dim, splitter)
         if isinstance(whole, Tensor):
             self.compare.tensors(path, whole, got, dim)

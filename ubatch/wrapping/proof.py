@@ -331,7 +331,7 @@ class Proof:
             Unequal: the results differ.
         """
         compare = Comparison(self._coarse, rehearsal.order, rehearsal.bounds[1].start)
-        learner = Learner(compare, parts, self._plan, rehearsal.order, self.config.output_dims)
+        learner = Learner(compare, parts, self._plan, self.config.output_dims)
         self._rule = learner.learn("output", result, outputs)
         parts.merge_caches()
         for leaf, copied in zip(self._plan.leaves, rehearsal.plan.leaves, strict=True):
