@@ -61,6 +61,10 @@ class ProofTable:
     """The signatures of one module."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all results, because the module was changed through its wrapper."""
         self._standings: OrderedDict[Hashable, Standing] = OrderedDict()
         self._proved: dict[Hashable, list[set[complex]]] = {}
         self._alike: dict[Hashable, deque[Standing]] = {}
@@ -143,13 +147,6 @@ class ProofTable:
             return None
         why = f"the module's {self._doubted!r} was changed between calls, time and again."
         return DeclineReason.MODULE_KEEPS_STATE, why
-
-    def clear(self) -> None:
-        """Forget all results, because the module was changed through its wrapper."""
-        self._standings.clear()
-        self._proved.clear()
-        self._alike.clear()
-        self._doubts = 0
 
 
 def _types_in(base: object) -> Hashable:
