@@ -146,15 +146,13 @@ class Comparison:
             (self.order[row // each] * each + row % each) * inside + at for row, at in rows.nonzero().tolist()
         )
 
-    def trees(self, path: str, expected: Any, got: Any) -> None:
-        """Compare two values of any kind: containers item by item, objects by their attributes.
+    def trees(self, path: str, expected: Any, got: Any, seen: set[int]) -> None:
+        """Compare two values of any kind: containers item by item, objects by their attributes. `seen`: objects that
+        are compared already, by identity.
 
         Raises:
             Unequal: they differ by more than rounding.
         """
-        self._trees(path, expected, got, set())
-
-    def _trees(self, path: str, expected: Any, got: Any, seen: set[int]) -> None:
         if expected is got or id(expected) in seen:
             return
         if type(expected) is not type(got):
@@ -173,7 +171,7 @@ class Comparison:
         if [key for key, _ in children] != [key for key, _ in others]:
             raise Unequal(f"{path} has other keys, or another length, in lanes")
         for (key, child), (_, other) in zip(children, others, strict=True):
-            self._trees(f"{path}.{key}", child, other, seen)
+            self.trees(f"{path}.{key}", child, other, seen)
 
 
 def _without_marks(size: Tensor, difference: Tensor) -> Tensor:

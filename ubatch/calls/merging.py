@@ -245,7 +245,7 @@ class Learner:
         if isinstance(whole, Tensor):
             self.compare.tensors(path, whole, got, dim)
         else:
-            self.compare.trees(path, whole, got)
+            self.compare.trees(path, whole, got, set())
 
 
 def _same(values: Sequence[Any]) -> Same:
