@@ -48,10 +48,15 @@ class State:
         module: whether it belongs to a module, else to a call.
         thorough: compare the contents of all tensors, and their gradients.
         parts: tensors that lanes are given, which must not get attributes.
+
+    Attributes:
+        unreadable: see `Walk`.
+        has_scratch: whether code of the module may change something between two points that lanes share.
     """
 
     def __init__(self, found: Walk, *, module: bool, thorough: bool = False, parts: Sequence[Tensor] = ()) -> None:
         self._found = found
+        self.unreadable, self.has_scratch = found.unreadable, bool(found.scratch)
         self._given = [] if module else [*found.tensors.values(), *parts]
         self._alive = gc.get_referents(*found.holders), gc.get_referents(*found.scratch)  # so that identities stay
         self._held, self._scratch = self._holding(), identities(self._alive[1])
@@ -97,16 +102,6 @@ class State:
                     found.visit(f"lane {lane}'s {place}", value, scratch=True)
         found.tensors = own  # the lanes' are parts of these
         return cls(found, module=False, thorough=thorough, parts=parts)
-
-    @property
-    def unreadable(self) -> tuple[str, str] | None:
-        """See `Walk`."""
-        return self._found.unreadable
-
-    @property
-    def has_scratch(self) -> bool:
-        """Whether code of the module may change something between two points that lanes share."""
-        return bool(self._found.scratch)
 
     @property
     def hooks(self) -> list[Any]:
