@@ -314,21 +314,15 @@ def _common_rows(settled: list[_Settled]) -> int:
 
 def _plan(settled: list[_Settled], named: tuple[tuple[str, Any], ...], kwargs: Mapping[str, Any]) -> CallPlan:
     rows = _common_rows(settled)
-    leaves, multiples, batch_first = [], {1}, True
     tokens_per_row, likeliest = None, len(_TOKEN_IDS)
-    for (rule, value, shape, splitter, _), dim in settled:
-        leaves.append(Leaf(rule.path, value, dim, splitter))
-        if dim is None:
-            continue
-        batch_first = batch_first and dim == 0
-        beside = shape[1 - dim] if dim < 2 <= len(shape) else None
-        if beside is not None:
-            multiples.add(beside)
-        if rule.token_ids < likeliest and isinstance(value, Tensor):
+    for (rule, value, shape, _, _), dim in settled:
+        if dim is not None and rule.token_ids < likeliest and isinstance(value, Tensor):
             likeliest = rule.token_ids  # [B, S], or embeddings [B, S, hidden]
-            tokens_per_row = beside if len(shape) - value.is_floating_point() == 2 else None
+            in_rows = dim < 2 and len(shape) - value.is_floating_point() == 2
+            tokens_per_row = shape[1 - dim] if in_rows else None
+    leaves = tuple([Leaf(rule.path, value, dim, splitter) for (rule, value, _, splitter, _), dim in settled])
     decode, tokens = tokens_per_row == 1, 1 if tokens_per_row is None else tokens_per_row
-    return CallPlan(tuple(leaves), rows, tokens, decode, frozenset(multiples), batch_first, named, kwargs)
+    return CallPlan(leaves, rows, tokens, decode, named, kwargs)
 
 
 def _refuse_rows_or_columns(settled: Sequence[_Settled], rows: int) -> None:

@@ -96,8 +96,6 @@ class CallPlan(NamedTuple):
         rows: size of the split dimension.
         tokens_per_row: tokens per row: S for token ids `[B, S]`, else 1.
         decode: whether every row has one token of a token-ids argument of two dimensions.
-        multiples: how many output rows one row of the call may have: 1, or an argument's size other than the rows.
-        batch_first: whether every tensor that is split is split along dimension 0.
         args, kwargs: the call's arguments; each positional one with its parameter's name.
     """
 
@@ -105,8 +103,6 @@ class CallPlan(NamedTuple):
     rows: int
     tokens_per_row: int
     decode: bool
-    multiples: frozenset[int]
-    batch_first: bool
     args: tuple[tuple[str, Any], ...]
     kwargs: Mapping[str, Any]
 

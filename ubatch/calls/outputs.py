@@ -43,18 +43,29 @@ def merge_outputs(
     Raises:
         CannotSplit: an output has no batch dimension, or its size does not follow the number of rows.
     """
-    merged = _Guess(plan, parts, output_dims).merge("output", outputs)
+    split = [(leaf, leaf.dim) for leaf in plan.leaves if leaf.dim is not None]
+    shapes = [(leaf.value.shape, dim) for leaf, dim in split if isinstance(leaf.value, Tensor) and leaf.value.dim() > 1]
+    multiples = {1, *(shape[1 - dim] for shape, dim in shapes if dim < 2)}
+    guess = _Guess(parts, output_dims, multiples, all(dim == 0 for _, dim in split))
+    merged = guess.merge("output", outputs)
     parts.merge_caches()
     return merged
 
 
 @dataclass(frozen=True)
 class _Guess:
-    """Guesses how the outputs of one call merge. Fields: see `merge_outputs`."""
+    """Guesses how the outputs of one call merge.
 
-    plan: CallPlan
+    Attributes:
+        parts, dims: see `merge_outputs`.
+        multiples: how many output rows one row of the call may have: 1, or an argument's size other than the rows.
+        batch_first: whether every argument that is split is split along dimension 0.
+    """
+
     parts: LaneParts
     dims: Mapping[str, int | None]
+    multiples: set[int]
+    batch_first: bool
 
     def merge(self, path: str, values: Sequence[Any]) -> Any:
         """The lanes' `values` at `path` merged; `CannotSplit` if nothing tells how."""
@@ -102,7 +113,7 @@ class _Guess:
     def _follow(self, sizes: Sequence[int]) -> bool:
         """Whether these sizes are of the batch dimension. Between equal lanes any size is proportional to the rows, so
         there the size must be a known multiple of them."""
-        return any(list(sizes) == [own * multiple for own in self.parts.rows] for multiple in self.plan.multiples)
+        return any(list(sizes) == [own * multiple for own in self.parts.rows] for multiple in self.multiples)
 
     def _proportional(self, sizes: Sequence[int]) -> bool:
         """Whether these sizes, of a dimension that the user named, have the proportion of the lanes' rows."""
@@ -115,10 +126,10 @@ class _Guess:
         Only possible with equal lanes that have as many rows as there are layers. If the arguments are batch-first and
         a later size of the output is one of theirs, such as the sequence length, it is batch-first.
         """
-        if len(set(self.parts.rows)) > 1 or value.dim() < (3 if self.plan.batch_first else 2):
+        if len(set(self.parts.rows)) > 1 or value.dim() < (3 if self.batch_first else 2):
             return False
         first, second = value.shape[:2]
-        told = self.plan.batch_first and not (self.plan.multiples - {1}).isdisjoint(value.shape[1:])
+        told = self.batch_first and not (self.multiples - {1}).isdisjoint(value.shape[1:])
         return first == second == self.parts.rows[0] and not told
 
 
