@@ -43,12 +43,9 @@ def methods_read_local(kind: Any) -> str | None:
 
 
 def _code_of(module: nn.Module) -> tuple[bool, str | None]:
-    own, kind = vars(module).get("forward"), _class_of(module)
+    own: Any = vars(module).get("forward")
+    kind: Any = type(module)
     return _of_class(kind) if own is None else _of_code(kind, own)
-
-
-def _class_of(value: object) -> Any:
-    return type(value)
 
 
 @functools.lru_cache(4096)
