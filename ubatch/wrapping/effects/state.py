@@ -116,10 +116,10 @@ class State:
             return False
         rewritten = self._versions is not None and contents != self._contents
         self._versions, self._contents = versions, contents
-        compared = set(map(id, self._compared))
+        compared = {path for path, _ in self._compared}
         for path, tensor in self._small:
             version = -1 if tensor.is_inference() else tensor._version
-            if self._copies.get(path, (None,))[0] != version or id(tensor) in compared:
+            if self._copies.get(path, (None,))[0] != version or path in compared:
                 on_cpu = tensor.device.type == "cpu"
                 self._copies[path] = version, _bytes_of(tensor) if on_cpu else tensor.detach().clone()
         return rewritten
@@ -160,7 +160,7 @@ class State:
         )
 
     def _tensors_now(self) -> tuple[list[int], list[bytes]]:
-        return [*map(_version, self._counting)], [*map(_bytes_of, self._compared)]
+        return [*map(_version, self._counting)], [_bytes_of(each) for _, each in self._compared]
 
     def changes(self) -> list[str]:
         """Paths of what has changed since the snapshot, and of tensors that were written to since `mark`."""
@@ -184,8 +184,7 @@ class State:
         versions, contents = self._versions or [], self._contents
         pairs = zip(self._versioned, versions, strict=True)
         written = [path for (path, tensor), version in pairs if tensor._version != version]
-        others = {id(each) for each, was in zip(self._compared, contents, strict=True) if _bytes_of(each) != was}
-        written += [path for path, tensor in self._small if id(tensor) in others]
+        written += [path for (path, each), was in zip(self._compared, contents, strict=True) if _bytes_of(each) != was]
         for (path, tensor), (sums, grad) in zip(self._readable, self._sums, strict=False):
             now = _block_sums(tensor)
             if now is not sums and (now is None or sums is None or not torch.equal(now, sums)):
@@ -312,14 +311,14 @@ def _is_readable(tensor: Tensor) -> bool:
     return not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
 
 
-def _compared(small: Iterable[tuple[str, Tensor]], *, module: bool) -> list[Tensor]:
+def _compared(small: Iterable[tuple[str, Tensor]], *, module: bool) -> list[tuple[str, Tensor]]:
     """Small tensors without a version counter, and small buffers, up to a limit in all. Reading a GPU's would wait."""
-    found: list[Tensor] = []
+    found: list[tuple[str, Tensor]] = []
     room = SMALL_BYTES
-    for _, tensor in small:
+    for path, tensor in small:
         wanted = tensor.is_inference() or (module and not isinstance(tensor, nn.Parameter))
         if wanted and tensor.device.type == "cpu" and tensor.nbytes <= room and len(found) < _MOST_COMPARED:
-            found.append(tensor)
+            found.append((path, tensor))
             room -= tensor.nbytes
     return found
 
