@@ -19,7 +19,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -130,11 +130,11 @@ _SIMPLE = frozenset({type(None), bool, int, float, str, torch.dtype, torch.devic
 
 _REGISTER = "register a splitter for the class of your cache (ubatch.register_splitter)."
 
-_Place: TypeAlias = "tuple[str, bool, str | list[Any], _Place | None]"
-"""The position of a walk: the attribute, whether the model writes in place to the tensors there, the last step as an
-attribute's name or `[key]`, and the place before. A plain tuple: a walk passes thousands of places."""
+_Place = tuple[str, bool, str]
+"""The position of a walk: the attribute, whether the model writes in place to the tensors there, and the way there as a
+user would write it: `layers[3].keys`. A plain tuple: a walk passes thousands of places."""
 
-_START: _Place = ("", False, "", None)
+_START: _Place = ("", False, "")
 
 
 class _AttributeSplitter:
@@ -224,12 +224,12 @@ class _Cut:
         return parts
 
     def _tensor(self, value: Tensor, at: _Place) -> list[Tensor]:
-        name, in_place = at[:2]
+        name, in_place, path = at
         if name in _FOR_ALL or _is_unfilled(value):
             return [value.clone() for _ in self.bounds]
         if name not in _ROWS:
             raise SplitError(
-                f"its {_path(at)}, a tensor of shape {tuple(value.shape)}, may or may not have one entry per row. "
+                f"its {path}, a tensor of shape {tuple(value.shape)}, may or may not have one entry per row. "
                 "Register a splitter for the class of this cache (ubatch.register_splitter)."
             )
         dim = _ROWS[name]
@@ -239,7 +239,7 @@ class _Cut:
 
     def _check_rows(self, held: int, at: _Place) -> None:
         if held != self.bounds[-1].stop:
-            raise SplitError(f"it holds {held} sequences, but the call has {self.bounds[-1].stop} rows ({_path(at)}).")
+            raise SplitError(f"it holds {held} sequences, but the call has {self.bounds[-1].stop} rows ({at[2]}).")
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ class _Join:
         return joined
 
     def _tensor(self, values: Sequence[Tensor], whole: Tensor | None, at: _Place) -> Tensor:
-        first, name, in_place = values[0], at[0], at[1]
+        first, (name, in_place, path) = values[0], at
         if name in _FOR_ALL or (_is_unfilled(first) and all(map(_is_unfilled, values))):
             if whole is None or not _is_like(whole, first, first.shape):
                 return _with_marks(first.clone(), first)
@@ -319,7 +319,7 @@ class _Join:
             return whole
         dim = _ROWS.get(name)
         if dim is None:
-            raise SplitError(f"its {_path(at)} is a tensor that the lanes added, with no rule to merge it.")
+            raise SplitError(f"its {path} is a tensor that the lanes added, with no rule to merge it.")
         alike = len({(value.dtype, value.shape) for value in values}) == 1
         if not alike and len({(value.dtype, value.shape[:dim], value.shape[dim + 1 :]) for value in values}) > 1:
             raise _differ([f"{value.dtype}{list(value.shape)}" for value in values], at)
@@ -336,19 +336,13 @@ class _Join:
 
 def _within(at: _Place, key: Any, in_static: bool | None = None) -> _Place:
     """The place of an attribute, of a static layer or not, or of an item if `in_static` is None."""
-    return (at[0], at[1], [key], at) if in_static is None else (key, in_static or key in _IN_PLACE, key, at)
-
-
-def _path(at: _Place) -> str:
-    """As a user would write it: `layers[3].keys`."""
-    *_, step, before = at
-    if before is None:
-        return ""
-    return (_path(before) + (f".{step}" if isinstance(step, str) else repr(step))).lstrip(".")
+    if in_static is None:
+        return at[0], at[1], f"{at[2]}[{key!r}]"
+    return key, in_static or key in _IN_PLACE, f"{at[2]}.{key}" if at[2] else key
 
 
 def _named(value: object, at: _Place) -> str:
-    return f"a {type(value).__name__}" + (f" (its {_path(at)})" if at is not _START else "")
+    return f"a {type(value).__name__}" + (f" (its {at[2]})" if at is not _START else "")
 
 
 @functools.lru_cache(1024)
@@ -397,7 +391,7 @@ def _rows_of(value: Any, name: str = "") -> int | None:
 
 
 def _differ(values: Sequence[object], at: _Place) -> SplitError:
-    return SplitError(f"the lanes disagree on its {_path(at)}: {', '.join(map(str, values))}.")
+    return SplitError(f"the lanes disagree on its {at[2]}: {', '.join(map(str, values))}.")
 
 
 _splitters.update(dict.fromkeys(_CACHES, _AttributeSplitter()))
