@@ -111,11 +111,6 @@ class CallPlan(NamedTuple):
         """Tokens of the whole call."""
         return self.rows * self.tokens_per_row
 
-    @property
-    def dims(self) -> tuple[tuple[str, int | None], ...]:
-        """Path and split dimension of each leaf, in order."""
-        return tuple([(leaf.path, leaf.dim) for leaf in self.leaves])
-
     def shares_memory(self) -> bool:
         """Whether two different tensors of the call share one storage."""
         values = (leaf.value for leaf in self.leaves)

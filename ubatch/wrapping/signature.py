@@ -67,7 +67,7 @@ def signature_of(plan: CallPlan, mode: ForwardMode, lanes: int, *, training: boo
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         torch.cuda.is_available() and torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
         plan.rows // lanes == 1,
-        plan.dims,
+        tuple([(leaf.path, leaf.dim) for leaf in plan.leaves]),
         *[(name, _kind(name, value, plan, numbers)) for name, value in plan.args],
         *[(name, _kind(name, value, plan, numbers)) for name, value in sorted(plan.kwargs.items())],
     )
