@@ -106,9 +106,7 @@ def plan_call(
     named = named_positionals(names, args)
     rules = _rules_of(names[0], tuple(split_dims.items()) if split_dims else ())
     found: list[_Found] = []
-    _find(named, rules, found)
-    if kwargs:
-        _find(kwargs.items(), rules, found)
+    _find((*named, *kwargs.items()), rules, found)
     if tried and len(found) > 1:
         found.sort(key=lambda leaf: leaf[0].order)
     settled = _settled(found, tried)
@@ -282,17 +280,11 @@ def _checked(rule: _PathRule, shape: Sequence[int]) -> int:
 def _only_tensor(path: str, value: Any, found: Sequence[_Found]) -> int:
     """Dimension 0 for the call's only tensor; anything else is refused."""
     if not isinstance(value, Tensor):
-        raise _cannot(
-            path,
-            f"is a {type(value).__name__} of {len(value)} values: one per row, or the same for all? Say which: "
-            f"split_dims={{{path!r}: 0}} or {{{path!r}: None}}.",
-        )
+        what = f"is a {type(value).__name__} of {len(value)} values: one per row, or the same for all?"
+        raise _cannot(path, f"{what} {_say_which(path)}")
     if sum(isinstance(leaf, Tensor) and leaf.dim() > 0 for _, leaf, _, _, _ in found) > 1:
-        raise _cannot(
-            path,
-            f"is a tensor of shape {tuple(value.shape)} whose batch dimension is not known. Say it: "
-            f"split_dims={{{path!r}: 0}}, or None to give every lane the whole of it.",
-        )
+        what = f"is a tensor of shape {tuple(value.shape)} whose batch dimension is not known. Say it: "
+        raise _cannot(path, what + f"split_dims={{{path!r}: 0}}, or None to give every lane the whole of it.")
     return 0
 
 
@@ -329,11 +321,12 @@ def _refuse_rows_or_columns(settled: Sequence[_Settled], rows: int) -> None:
     """Refuse positions `[n]` that could belong to the rows or to the columns of token ids `[n, n]`."""
     for (rule, value, shape, _, _), dim in settled:
         if dim is not None and rule.positions and len(shape) == 1 and isinstance(value, Tensor):
-            raise _cannot(
-                rule.path,
-                f"has {rows} values, but the token ids have {rows} rows of {rows} tokens: one per row, or one per "
-                f"token of a row? Say which: split_dims={{{rule.path!r}: 0}} or {{{rule.path!r}: None}}.",
-            )
+            what = f"has {rows} values, but the token ids have {rows} rows of {rows} tokens: one per row, or one per "
+            raise _cannot(rule.path, f"{what}token of a row? {_say_which(rule.path)}")
+
+
+def _say_which(path: str) -> str:
+    return f"Say which: split_dims={{{path!r}: 0}} or {{{path!r}: None}}."
 
 
 def _cannot(path: str, what: str, reason: DeclineReason = DeclineReason.AMBIGUOUS_ARGUMENT) -> CannotSplit:
