@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -224,7 +224,9 @@ class Proof:
                 DeclineReason.CANNOT_PROVE,
                 "the call writes to arguments that share memory with each other. Give it tensors of their own.",
             )
-        if self._writes and torch.is_grad_enabled() and any(each.requires_grad for each in self._tensors()):
+        given = (leaf.value for leaf in self._plan.leaves if isinstance(leaf.value, Tensor))
+        trains = torch.is_grad_enabled() and any(each.requires_grad for each in (*self.model.parameters(), *given))
+        if self._writes and trains:
             return (
                 DeclineReason.GRADIENTS,
                 "the call writes to its arguments and records gradients: to torch, the lanes' parts are one tensor, "
@@ -260,30 +262,17 @@ class Proof:
             return DeclineReason.MODULE_KEEPS_STATE, f"the module changed {changed!r}, in lanes only."
         return (DeclineReason.DRAWS_RANDOM, "random numbers were drawn while the call ran in lanes.") if drawn else None
 
-    def _tensors(self) -> Iterator[Tensor]:
-        yield from self.model.parameters()
-        yield from (leaf.value for leaf in self._plan.leaves if isinstance(leaf.value, Tensor))
-
     def _intent_of(self, rehearsal: _Rehearsal) -> Intent:
         plan, bounds = rehearsal.plan, rehearsal.bounds
-        schedule = self._intent.schedule.with_lanes(2)
-        tokens = tuple((rows.stop - rows.start) * plan.tokens_per_row for rows in bounds)
-        offer = replace(
-            self._intent.offer,
-            wish=Wish.YES if any(tokens) else Wish.IDLE,
-            tokens=tokens,
-            lanes=2,
-            schedule=fingerprint(schedule.describe()),
-            unproved=False,
-            graph_mode=0,
-        )
         try:
-            calls, parts = plan.cut(bounds)
+            cut = CutCall(plan, bounds, *plan.cut(bounds))
         except Exception as error:  # a splitter may raise any error, and the other ranks wait for this one
             reason = error.reason if isinstance(error, CannotSplit) else DeclineReason.NO_SPLITTER
             self._no = self._no or (reason, str(error))
             return replace(self._intent, cut=None)
-        cut = CutCall(plan, bounds, calls, parts)
+        schedule, tokens = self._intent.schedule.with_lanes(2), cut.tokens
+        wish = Wish.YES if any(tokens) else Wish.IDLE
+        offer = Offer(wish, tokens, 2, None, fingerprint(schedule.describe()), self._intent.offer.mode)
         return replace(self._intent, offer=offer, schedule=schedule, cut=cut, num_tokens=sum(tokens), plan=plan)
 
     def _agree(self, intent: Intent) -> Decision:
