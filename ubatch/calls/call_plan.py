@@ -82,10 +82,8 @@ class Leaf(NamedTuple):
         try:
             return [like(value.narrow(dim, rows.start, rows.stop - rows.start), value) for rows in bounds]
         except TypeError as error:
-            raise CannotSplit(
-                DeclineReason.TENSOR_LAYOUT,
-                f"argument {path!r} is a {type(value).__name__} that cannot be cut into rows ({error}).",
-            ) from error
+            what = f"argument {path!r} is a {type(value).__name__} that cannot be cut into rows ({error})."
+            raise CannotSplit(DeclineReason.TENSOR_LAYOUT, what) from error
 
 
 class CallPlan(NamedTuple):
@@ -199,9 +197,8 @@ def merge_cache(splitter: CacheSplitter, parts: Sequence[Any], whole: Any | None
     try:
         return splitter.merge(parts, whole)
     except SplitError as error:
-        raise CannotSplit(
-            DeclineReason.CANNOT_MERGE, f"the lanes' parts of a {type(parts[0]).__name__} cannot be merged: {error}"
-        ) from error
+        what = f"the lanes' parts of a {type(parts[0]).__name__} cannot be merged: {error}"
+        raise CannotSplit(DeclineReason.CANNOT_MERGE, what) from error
 
 
 def even_bounds(rows: int, lanes: int) -> list[slice]:

@@ -148,10 +148,8 @@ class Proof:
         except (MemoryError, torch.OutOfMemoryError) as error:
             self._no = DeclineReason.CANNOT_PROVE, f"there is no memory for a copy of the arguments ({error})."
         except Exception as error:  # must not reach the caller: it concerns only the proof
-            self._no = (
-                DeclineReason.CANNOT_PROVE,
-                f"what it could change is not known ({type(error).__name__}: {error}).",
-            )
+            why = f"what it could change is not known ({type(error).__name__}: {error})."
+            self._no = DeclineReason.CANNOT_PROVE, why
 
     def _copies(self) -> _Rehearsal:
         plan = self._plan
@@ -209,21 +207,15 @@ class Proof:
                 f"the module changed {changed[0]!r} in the call. Hand over in an argument what it keeps between calls.",
             )
         if self._random.moved():
-            return (
-                DeclineReason.DRAWS_RANDOM,
-                "the call drew random numbers, and lanes would draw others. Draw them outside the wrapped module.",
-            )
+            why = "the call drew random numbers, and lanes would draw others. Draw them outside the wrapped module."
+            return DeclineReason.DRAWS_RANDOM, why
         if self._call.changed_items():
-            return (
-                DeclineReason.ARGUMENTS_CHANGED,
-                "the call changed a container that it was given. Return what it adds or removes instead.",
-            )
+            why = "the call changed a container that it was given. Return what it adds or removes instead."
+            return DeclineReason.ARGUMENTS_CHANGED, why
         self._writes = frozenset(self._call.written_tensors())
         if self._writes and self._plan.shares_memory():
-            return (
-                DeclineReason.CANNOT_PROVE,
-                "the call writes to arguments that share memory with each other. Give it tensors of their own.",
-            )
+            why = "the call writes to arguments that share memory with each other. Give it tensors of their own."
+            return DeclineReason.CANNOT_PROVE, why
         given = (leaf.value for leaf in self._plan.leaves if isinstance(leaf.value, Tensor))
         trains = torch.is_grad_enabled() and any(each.requires_grad for each in (*self.model.parameters(), *given))
         if self._writes and trains:
@@ -293,10 +285,8 @@ class Proof:
             with torch.inference_mode():  # inference mode allows writes to any tensor
                 for tensor, was in overwritten:
                     tensor.copy_(was)
-            return (
-                DeclineReason.MODULE_KEEPS_STATE,
-                "the module writes its result into memory that it uses again. Return a new tensor.",
-            )
+            why = "the module writes its result into memory that it uses again. Return a new tensor."
+            return DeclineReason.MODULE_KEEPS_STATE, why
         if not self._plan.rows:
             return None
         try:
@@ -375,10 +365,8 @@ def _cut_of(plan: CallPlan, intent: Intent, used: Sequence[int]) -> tuple[int, i
                 chance = (taken - {1} if single else taken) & {cut, rows - cut}
                 if 2 * cut != rows and cut not in used and not chance and (single or math.gcd(cut, divisors) == 1):
                     return rows, cut
-    raise CannotSplit(
-        DeclineReason.CANNOT_PROVE,
-        "the call has too many different sizes to tell its rows from. Use another batch size.",
-    )
+    why = "the call has too many different sizes to tell its rows from. Use another batch size."
+    raise CannotSplit(DeclineReason.CANNOT_PROVE, why)
 
 
 def _order_of(rows: int, copies: int, cut: int) -> list[int]:
