@@ -18,34 +18,27 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["methods_read_local", "reads_local", "stores_attributes"]
+__all__ = ["code_of", "methods_read_local"]
 
 _LIBRARIES = frozenset({"torch", "transformers", "numpy", "ubatch"})
 """Packages whose functions leave nothing on a user's module."""
 
 
-def stores_attributes(module: nn.Module) -> bool:
-    """Whether `forward`, or a method or function that it names, sets or deletes attributes of anything."""
-    return _code_of(module)[0]
-
-
-def reads_local(module: nn.Module) -> str | None:
-    """The name of a `threading.local` that they read, or None."""
-    return _code_of(module)[1]
+def code_of(module: nn.Module) -> tuple[bool, str | None]:
+    """Whether `forward`, or a method or function that it names, sets or deletes attributes of anything; and the name of
+    a `threading.local` that they read, or None."""
+    own: Any = vars(module).get("forward")
+    kind: Any = type(module)
+    return _of_class(kind) if own is None else _of_code(kind, own)
 
 
 @functools.lru_cache(4096)
 def methods_read_local(kind: Any) -> str | None:
-    """The same of the methods of a user's class, which `forward` may call. Installed packages see to that."""
+    """The name of a `threading.local` that the methods of a user's class read, which `forward` may call, or None.
+    Installed packages see to that."""
     if "site-packages" in (getattr(sys.modules.get(kind.__module__), "__file__", None) or ""):
         return None
     return next((local for each in vars(kind).values() if (local := _of_code(kind, each)[1]) is not None), None)
-
-
-def _code_of(module: nn.Module) -> tuple[bool, str | None]:
-    own: Any = vars(module).get("forward")
-    kind: Any = type(module)
-    return _of_class(kind) if own is None else _of_code(kind, own)
 
 
 @functools.lru_cache(4096)

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from ubatch.calls.caches import splitter_for
 from ubatch.calls.containers import FUNCTIONS, PLAIN, attributes_of
 from ubatch.errors import describe
-from ubatch.wrapping.effects.stores import methods_read_local, reads_local, stores_attributes
+from ubatch.wrapping.effects.stores import code_of, methods_read_local
 
 __all__ = ["SMALL_BYTES", "Kept", "Walk"]
 
@@ -194,10 +194,11 @@ class Walk:
             self._later(prefix.rstrip("."), own.get("_ubatch_model"))
             return
         of_user = where == "user"
-        scratch = scratch or (of_user and stores_attributes(module))
+        stores, local = code_of(module) if of_user else (False, None)
+        scratch = scratch or stores
         children = [item for name in _TABLES for item in own[name].items()]
         if where != "ours":
-            if of_user and (local := reads_local(module)) is not None:
+            if local is not None:
                 self.unreadable = f"{prefix}forward", f"reading {local!r}, a threading.local"
             self.hooks += [table for name, table in own.items() if name.endswith("_hooks") and isinstance(table, dict)]
             linear, slots = _is_linear(module, own), _slots_of(_class_of(module))
