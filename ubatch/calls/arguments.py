@@ -173,9 +173,9 @@ def longest_named(path: str, dims: Mapping[str, int | None]) -> str | None:
 # ---------------------------------------------------------------------------------------------------------- leaves
 
 
-_Found = tuple[_PathRule, Any, Sequence[int], CacheSplitter | None, CannotSplit | None]
-"""A leaf before its split dimension is settled: what its path says, value, shape (of a list: its length), splitter
-(None if shared), and why it cannot be split."""
+_Found = tuple[_PathRule, Any, Sequence[int], CacheSplitter | None]
+"""A leaf before its split dimension is settled: what its path says, value, shape (of a list: its length), and splitter
+(None if shared)."""
 _Settled = tuple[_Found, int | None]
 """A leaf and its split dimension; None if it is not split."""
 
@@ -185,7 +185,7 @@ def _find(named: Iterable[tuple[str, Any]], rules: _Rules, found: list[_Found]) 
     for path, value in named:
         kind = type(value)
         if kind is Tensor and not (value.__dict__ or value.is_nested or value.layout is not strided):
-            found.append((rules(path), value, value.shape, None, None))
+            found.append((rules(path), value, value.shape, None))
         elif isinstance(value, Tensor):
             found.append(_tensor(rules(path), value))
         elif kind not in LEAF_CLASSES and not isinstance(value, _SKIPPED):
@@ -199,32 +199,31 @@ def _find_inside(path: str, value: Any, rules: _Rules, found: list[_Found]) -> N
     shape = (len(value),) if isinstance(value, list | tuple) else ()
     if children and shape and all(isinstance(child, PLAIN) for _, child in children):
         if not all(child is None for _, child in children):
-            found.append((rules(path), value, shape, None, None))
+            found.append((rules(path), value, shape, None))
     elif children is not None:
         _find([(f"{path}.{key}", child) for key, child in children], rules, found)
     else:
-        rule, cannot = rules(path), None
+        rule = rules(path)
         if isinstance(value, torch.Generator):
-            what = "is a random generator, which lanes would share."
-            cannot = _cannot(path, what, DeclineReason.DRAWS_RANDOM)
-        elif splitter is None and not rule.shared:
+            raise _cannot(path, "is a random generator, which lanes would share.", DeclineReason.DRAWS_RANDOM)
+        if splitter is None and not rule.shared:
             what = f"is a {type(value).__name__}, for which no splitter is registered. Use ubatch.register_splitter, "
             what += f"or split_dims={{{path!r}: None}} if every lane may share it."
-            cannot = _cannot(path, what, DeclineReason.NO_SPLITTER)
-        found.append((rule, value, shape, None if rule.shared else splitter, cannot))
+            raise _cannot(path, what, DeclineReason.NO_SPLITTER)
+        found.append((rule, value, shape, None if rule.shared else splitter))
 
 
 def _tensor(rule: _PathRule, value: Tensor) -> _Found:
     """A tensor of any kind. Attributes that are not plain are refused, unless there is a splitter to cut them."""
     splitter = None if rule.shared or type(value) in LEAF_CLASSES else splitter_for(value)
-    shape = (0,) * value.dim() if value.is_nested else value.shape
-    why = None
+    if value.is_nested or value.layout is not strided:
+        what = f"is a {'nested' if value.is_nested else value.layout} tensor, which cannot be cut into rows."
+        raise _cannot(rule.path, what, DeclineReason.TENSOR_LAYOUT)
     for name, own in attributes_of(value).items() if splitter is None else ():
         if not isinstance(own, PLAIN):
-            why = f"has an attribute {name!r} of class {type(own).__name__}. Give it in an argument of its own."
-    if value.is_nested or value.layout is not strided:
-        why = f"is a {'nested' if value.is_nested else value.layout} tensor, which cannot be cut into rows."
-    return rule, value, shape, splitter, None if why is None else _cannot(rule.path, why, DeclineReason.TENSOR_LAYOUT)
+            what = f"has an attribute {name!r} of class {type(own).__name__}. Give it in an argument of its own."
+            raise _cannot(rule.path, what, DeclineReason.TENSOR_LAYOUT)
+    return rule, value, value.shape, splitter
 
 
 # ------------------------------------------------------------------------------------------------------ dimensions
@@ -239,9 +238,7 @@ def _settled(found: Sequence[_Found], tried: bool) -> list[_Settled]:
     rows = _rows_to_try(found) if tried else None
     settled: list[_Settled] = []
     for leaf in found:
-        rule, value, shape, splitter, cannot = leaf
-        if cannot is not None:
-            raise cannot
+        rule, value, shape, splitter = leaf
         multimodal = rule.positions and len(shape) > 2  # rope has [3, B, S]
         dim: int | None = None
         if rule.shared or splitter is not None:
@@ -261,7 +258,7 @@ def _rows_to_try(found: Sequence[_Found]) -> int | None:
     """Likely number of rows of the batch: the size of an argument in `split_dims`, else of the token ids, else of an
     argument with a well-known name, else of the first tensor."""
     best, lowest = None, _UNLIKELY + 1
-    for rule, value, shape, _, _ in found:
+    for rule, value, shape, _ in found:
         rank = _UNLIKELY if rule.positions and len(shape) > 2 else rule.rank
         if rank < lowest and shape and not rule.shared and isinstance(value, Tensor):
             best, lowest = (rule, shape), rank
@@ -282,7 +279,7 @@ def _only_tensor(path: str, value: Any, found: Sequence[_Found]) -> int:
     if not isinstance(value, Tensor):
         what = f"is a {type(value).__name__} of {len(value)} values: one per row, or the same for all?"
         raise _cannot(path, f"{what} {_say_which(path)}")
-    if sum(isinstance(leaf, Tensor) and leaf.dim() > 0 for _, leaf, _, _, _ in found) > 1:
+    if sum(isinstance(leaf, Tensor) and leaf.dim() > 0 for _, leaf, _, _ in found) > 1:
         what = f"is a tensor of shape {tuple(value.shape)} whose batch dimension is not known. Say it: "
         raise _cannot(path, what + f"split_dims={{{path!r}: 0}}, or None to give every lane the whole of it.")
     return 0
@@ -307,19 +304,19 @@ def _common_rows(settled: list[_Settled]) -> int:
 def _plan(settled: list[_Settled], named: tuple[tuple[str, Any], ...], kwargs: Mapping[str, Any]) -> CallPlan:
     rows = _common_rows(settled)
     tokens_per_row, likeliest = None, len(_TOKEN_IDS)
-    for (rule, value, shape, _, _), dim in settled:
+    for (rule, value, shape, _), dim in settled:
         if dim is not None and rule.token_ids < likeliest and isinstance(value, Tensor):
             likeliest = rule.token_ids  # [B, S], or embeddings [B, S, hidden]
             in_rows = dim < 2 and len(shape) - value.is_floating_point() == 2
             tokens_per_row = shape[1 - dim] if in_rows else None
-    leaves = tuple([Leaf(rule.path, value, dim, splitter) for (rule, value, _, splitter, _), dim in settled])
+    leaves = tuple([Leaf(rule.path, value, dim, splitter) for (rule, value, _, splitter), dim in settled])
     decode, tokens = tokens_per_row == 1, 1 if tokens_per_row is None else tokens_per_row
     return CallPlan(leaves, rows, tokens, decode, named, kwargs)
 
 
 def _refuse_rows_or_columns(settled: Sequence[_Settled], rows: int) -> None:
     """Refuse positions `[n]` that could belong to the rows or to the columns of token ids `[n, n]`."""
-    for (rule, value, shape, _, _), dim in settled:
+    for (rule, value, shape, _), dim in settled:
         if dim is not None and rule.positions and len(shape) == 1 and isinstance(value, Tensor):
             what = f"has {rows} values, but the token ids have {rows} rows of {rows} tokens: one per row, or one per "
             raise _cannot(rule.path, f"{what}token of a row? {_say_which(rule.path)}")
