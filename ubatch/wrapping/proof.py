@@ -287,10 +287,9 @@ class Proof:
                     tensor.copy_(was)
             why = "the module writes its result into memory that it uses again. Return a new tensor."
             return DeclineReason.MODULE_KEEPS_STATE, why
-        if not self._plan.rows:
-            return None
         try:
-            return self._compare(rehearsal, cut.parts, result, outputs)
+            if self._plan.rows:
+                self._compare(rehearsal, cut.parts, result, outputs)
         except CannotSplit as cannot:
             return cannot.reason, str(cannot)
         except Unequal as unequal:
@@ -301,8 +300,9 @@ class Proof:
             )
         except Exception as error:  # the other ranks wait for this rank's result
             return DeclineReason.CANNOT_PROVE, f"its result cannot be compared: {type(error).__name__}: {error}."
+        return None
 
-    def _compare(self, rehearsal: _Rehearsal, parts: LaneParts, result: Any, outputs: Sequence[Any]) -> _No | None:
+    def _compare(self, rehearsal: _Rehearsal, parts: LaneParts, result: Any, outputs: Sequence[Any]) -> None:
         """Learn how the outputs merge.
 
         Raises:
@@ -320,7 +320,6 @@ class Proof:
             coupled = self._comparisons[0].coupled(compare)
             if coupled is not None:
                 raise Unequal(f"single rows of {coupled} are off, whichever way the batch is cut")
-        return None
 
     def _agree_after(self, intent: Intent, failed: BaseException | None) -> Decision:
         """Vote again after the lanes have run, or handle their error, of this rank or another one. Lanes that failed
