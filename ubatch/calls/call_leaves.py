@@ -56,9 +56,8 @@ def replace_tensors(
     try:
         made = [replaced(path, value, parts, 1)[0] for path, value in named]
     except SplitError as error:
-        raise ConfigError(
-            f"{error}, so its tensors cannot be replaced by static ones. Pass them by themselves."
-        ) from error
+        what = f"{error}, so its tensors cannot be replaced by static ones. Pass them by themselves."
+        raise ConfigError(what) from error
     return tuple(made[: len(args)]), dict(zip(kwargs, made[len(args) :], strict=True))
 
 

@@ -115,9 +115,8 @@ class Comparison:
             if float(excess.flatten()[worst]) > 1:
                 scale = float(allowed.expand_as(size).flatten()[worst]) / _FINE
                 found = float(difference.flatten()[worst])
-                raise Unequal(
-                    f"{path} differs by up to {found:.2g}, where the largest value of its {what} is {scale:.2g}"
-                )
+                where = f"where the largest value of its {what} is {scale:.2g}"
+                raise Unequal(f"{path} differs by up to {found:.2g}, {where}")
 
     def _coarse(self, path: str, size: Tensor, difference: Tensor, dim: int) -> None:
         relative = _rms(difference, (-1,)) / _at_least(_rms(size, (-1,)), size)
