@@ -206,9 +206,7 @@ class UBatchConfig:
     def _find_agreed(self, agreed: int, lanes: int, common_mode: int | None, own_mode: ForwardMode) -> Schedule:
         mode = next((each for each in ForwardMode if fingerprint(each) == common_mode), own_mode)
         known = [self.for_mode(mode).schedule, *self.schedules.values(), *SCHEDULES.values()]
-        for schedule in known:
-            if self.comm_sms is not None:
-                schedule = replace(schedule, comm_sms=self.comm_sms)
+        for schedule in map(self._with_comm_sms, known):
             if schedule.lanes > 1:
                 schedule = schedule.with_lanes(lanes)
             if agreed in (0, schedule.fingerprint) and schedule.lanes == lanes:
@@ -246,8 +244,7 @@ class UBatchConfig:
         num_ubatches."""
         schedule = asked if isinstance(asked, Schedule) else self._named(asked)
         check_runnable(schedule)
-        if self.comm_sms is not None:
-            schedule = replace(schedule, comm_sms=self.comm_sms)
+        schedule = self._with_comm_sms(schedule)
         if schedule.lanes == 1:
             if lanes is not None:
                 raise ConfigError(f"num_ubatches is {lanes}, but schedule {schedule.name!r} has one lane. Remove it.")
@@ -255,6 +252,9 @@ class UBatchConfig:
         if lanes is None:
             lanes = schedule.lanes if schedule.name in self.schedules else self.num_ubatches
         return schedule.with_lanes(lanes)
+
+    def _with_comm_sms(self, schedule: Schedule) -> Schedule:
+        return schedule if self.comm_sms is None else replace(schedule, comm_sms=self.comm_sms)
 
     def _named(self, name: str) -> Schedule:
         known = {**SCHEDULES, **self.schedules}

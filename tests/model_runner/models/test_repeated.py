@@ -11,11 +11,12 @@ import torch
 from c_kernels import needs_c
 from checkpoints import make_checkpoint
 from model_checks import PROMPTS
+from ranks import run_ranks
 from torch import Tensor
 
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
 from model_runner.decoder import repeated
-from ubatch import UBatchConfig, tracing
+from ubatch import CommGroup, UBatchConfig, tracing
 from ubatch.kernels.recording import Recording
 from ubatch.kernels.tensors import runs_in_c
 
@@ -95,13 +96,64 @@ def test_repeated_steps_are_the_same_to_the_bit(
 
 
 @pytest.mark.parametrize(
+    ("family", "schedule"),
+    [("Qwen3Moe", "mlp_shared_overlap"), ("Qwen2Moe", "two_batch_decode"), ("DeepseekV3", "dual_and_single")],
+)
+def test_lanes_repeat_between_their_points(
+    tmp_path: Path, family: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each lane has recordings of its own; the points, and who hands on to whom, are those of a step that is not."""
+    checkpoint = make_checkpoint(tmp_path, family)
+    dbo = UBatchConfig(dbo_decode_token_threshold=2, schedule=schedule)
+    found: dict[bool, tuple[list[Tensor], int, int]] = {}
+    for repeats in (True, False):
+        if not repeats:
+            monkeypatch.setattr(repeated, "_repeats", lambda *_: False)
+        with ModelRunner(checkpoint, dbo=dbo, **NATIVE) as runner:
+            logits = decode(runner, [2, 3, 2, 3] * 4)
+            statistics = runner.statistics()
+            found[repeats] = logits, statistics.engaged, statistics.handoffs
+            assert (repetitions(runner) > 8) is repeats
+    assert found[True][1:] == found[False][1:]
+    assert found[True][1] == 16
+    for own, wanted in zip(found[True][0], found[False][0], strict=True):
+        assert torch.equal(own, wanted)
+
+
+def decode_on_a_rank(rank: int, world_size: int, checkpoint: str) -> list[list[Any]]:
+    """The logits of a rank, in lanes and unsplit, repeated and not."""
+    found: list[list[Any]] = []
+    group = CommGroup.from_process_group(timeout_s=60)
+    for dbo in (UBatchConfig(dbo_decode_token_threshold=2), UBatchConfig(enable_dbo=False)):
+        for repeats in (True, False):
+            check = pytest.MonkeyPatch()
+            if not repeats:
+                check.setattr(repeated, "_repeats", lambda *_: False)
+            with check.context(), ModelRunner(checkpoint, group=group, dbo=dbo, **NATIVE) as runner:
+                logits = decode(runner, [3 - rank] * 8)
+                assert (repetitions(runner) >= 5) is repeats
+                assert (runner.statistics().engaged > 0) is dbo.enable_dbo
+                found.append([each.numpy() for each in logits])
+            check.undo()
+    return found
+
+
+def test_with_experts_on_other_ranks_the_rest_is_repeated(tmp_path: Path) -> None:
+    """Ranks of different batches; dispatch, experts and combine run as always in between."""
+    checkpoint = make_checkpoint(tmp_path, "Qwen3Moe")
+    for lanes, lanes_expected, unsplit, expected in run_ranks(decode_on_a_rank, 2, str(checkpoint)):
+        for repeated_logits, wanted in ((lanes, lanes_expected), (unsplit, expected)):
+            for own, other in zip(repeated_logits, wanted, strict=True):
+                assert (own == other).all()
+
+
+@pytest.mark.parametrize(
     ("family", "options", "most_bytes"),
     [
         ("Llama", {}, 0),  # no memory for it
         ("Llama", {"attention_backend": "torch"}, repeated.MOST_BYTES),
-        ("Llama", {"dbo": UBatchConfig(enable_dbo=True, dbo_decode_token_threshold=2)}, repeated.MOST_BYTES),
     ],
-    ids=["memory", "torch attention", "lanes"],
+    ids=["memory", "torch attention"],
 )
 def test_other_steps_run_as_always(
     tmp_path: Path, family: str, options: dict[str, Any], most_bytes: int, monkeypatch: pytest.MonkeyPatch
