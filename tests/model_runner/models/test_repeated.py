@@ -11,11 +11,11 @@ import torch
 from c_kernels import needs_c
 from checkpoints import make_checkpoint
 from model_checks import PROMPTS
-from ranks import run_ranks
 from torch import Tensor
 
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
 from model_runner.decoder import repeated
+from ranks import run_ranks
 from ubatch import CommGroup, UBatchConfig, tracing
 from ubatch.kernels.recording import Recording
 from ubatch.kernels.tensors import runs_in_c
@@ -97,7 +97,7 @@ def test_repeated_steps_are_the_same_to_the_bit(
 
 @pytest.mark.parametrize(
     ("family", "schedule"),
-    [("Qwen3Moe", "mlp_shared_overlap"), ("Qwen2Moe", "two_batch_decode"), ("DeepseekV3", "dual_and_single")],
+    [("Qwen3Moe", "mlp_shared_overlap"), ("Qwen2Moe", "two_batch_decode"), ("DeepseekV3", "two_batch_decode_qwen3")],
 )
 def test_lanes_repeat_between_their_points(
     tmp_path: Path, family: str, schedule: str, monkeypatch: pytest.MonkeyPatch
