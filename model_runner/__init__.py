@@ -139,11 +139,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> typing.Any:
-    if name != "DboAuto":
+    kind = _RENAMED.get(name)
+    if kind is None:
         raise AttributeError(f"module 'model_runner' has no attribute {name!r}")
     warnings.warn(
-        "model_runner.DboAuto is gone in the next release. It is model_runner.StepSettings.",
+        f"model_runner.{name} is gone in the next release. It is model_runner.{kind.__name__}.",
         DeprecationWarning,
         stacklevel=2,
     )
-    return StepSettings
+    return kind
+
+
+_RENAMED = {"DboAuto": StepSettings, "InputBatch": Step, "BatchShape": Step, "Coordination": Step}

@@ -242,7 +242,7 @@ class WrappedModule:
 
     def _in_lanes(self, step: Step, cut: CutCall) -> Any:
         """Run a call in lanes; then unsplit, if it differs from its proof and can run again."""
-        guard = self.eligibility.guard(step.intent, step.context, self.tally.neighbours)
+        guard = self.eligibility.guard(step.intent, self.tally.neighbours)
         error: Exception
         try:
             output = self.execution.lanes(step, cut, guard=guard)

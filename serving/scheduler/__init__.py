@@ -11,6 +11,9 @@ speculation    drafts for decode steps
 mixed_steps    the limit of prefill tokens in a step that also decodes
 """
 
+import warnings
+
+import model_runner
 from serving.scheduler.config import SchedulerConfig, SchedulingPolicy
 from serving.scheduler.kv_manager import KVManager
 from serving.scheduler.radix_cache import Insertion, PrefixMatch, RadixCache, RadixNode
@@ -29,3 +32,14 @@ __all__ = [
     "TrackedRequest",
     "TrackedShare",
 ]
+
+
+def __getattr__(name: str) -> type[model_runner.Step]:
+    if name != "ScheduledStep":
+        raise AttributeError(f"module 'serving.scheduler' has no attribute {name!r}")
+    warnings.warn(
+        "serving.scheduler.ScheduledStep is gone in the next release. It is model_runner.Step.",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return model_runner.Step

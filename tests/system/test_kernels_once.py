@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attention_batches import make_batch, make_mla_batch
+from moe_layers import settings_of
 from repository import ROOT
 from torch import Tensor
 from triton_batches import DEVICE, moved, moved_cache
@@ -18,7 +19,6 @@ from triton_batches import DEVICE, moved, moved_cache
 from attention import AttentionShape, MLAKVCache, MLAShape, make_attention_backend
 from attention.kernels import decode as decode_kernels
 from moe import SigmoidTopKRouter, dequantize_blocks, fp8_linear, make_experts, quantize_blocks
-from moe import router as routers
 from ubatch.kernels import autotune
 from ubatch.kernels.triton_jit import INTERPRETED
 
@@ -135,7 +135,7 @@ def routing() -> None:
     router = SigmoidTopKRouter(4, num_groups=4, top_groups=2, scale=2.5, correction_bias=bias)
     logits = torch.stack([torch.randperm(32) for _ in range(5)]) / 4 - 4.0
     weights, ids = router(logits)
-    settings = {**routers._settings(router), "bias": bias.to(DEVICE)}
+    settings = {**settings_of(router), "bias": bias.to(DEVICE)}
     found, found_ids = route_topk(logits.to(DEVICE), **settings)
     assert torch.equal(found_ids.cpu(), ids)
     close(found, weights)

@@ -150,11 +150,10 @@ class Eligibility:
         self._changes[path] += 1
         return self._changes[path] > OFTEN and not is_flag(value)
 
-    def guard(self, intent: Intent, context: ForwardContext | None, neighbours: Callable[[], int]) -> Guard | None:
-        """The guard of a call that is about to run in lanes; None if a runner has decided, whose models are proved by
-        tests. `neighbours`: see `Guard`."""
+    def guard(self, intent: Intent, neighbours: Callable[[], int]) -> Guard | None:
+        """The guard of a call that is about to run in lanes. `neighbours`: see `Guard`."""
         plan, cut = intent.plan, intent.cut
-        if plan is None or cut is None or (context is not None and context.decision is not None):
+        if plan is None or cut is None:
             return None
         call = State.of_call((*plan.args, *plan.kwargs.items()), cut.calls)
         return Guard(self.known or self.state(), call, cut.writes, neighbours)
@@ -200,8 +199,7 @@ class Eligibility:
         no = self._config.switched_off(schedule) or self._not_in_lanes(plan, args, kwargs)
         if no is not None:
             raise CannotSplit(no[0], f"the forward context has ubatch_slices, but {no[1]}")
-        if context.decision is None:
-            self.state()  # which the guard compares with; a runner that has decided needs none
+        self.state()  # which the guard compares with
         return self._yes(
             plan,
             bounds,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from wrapping import FIRST, LARGE, Late, Plain, assert_same, rows, seen, wrapped
 
-from ubatch import DeclineReason, SideEffectError, UBatchSlice, dbo_enabled, dbo_yield, set_forward_context
+from ubatch import Decision, DeclineReason, SideEffectError, UBatchSlice, dbo_enabled, dbo_yield, set_forward_context
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
 from ubatch.wrapping.effects.random_state import RandomState
 
@@ -381,10 +381,11 @@ def test_nothing_is_put_back_while_another_thread_is_in_a_call() -> None:
 # ----------------------------------------------------------------------------------------------------- not by a proof
 
 
-def test_slices_of_the_caller_are_guarded() -> None:
+@pytest.mark.parametrize("decision", [None, Decision(True, None, None, ((4, 4),))], ids=["slices", "and a decision"])
+def test_slices_of_the_caller_are_guarded(decision: Decision | None) -> None:
     module = Late(lambda m, x: setattr(m, "count", m.count + 1)).eval()
     slices = [UBatchSlice(slice(0, 4), slice(0, 4)), UBatchSlice(slice(4, 8), slice(4, 8))]
-    context = ForwardContext(num_tokens=8, mode=ForwardMode.PREFILL, ubatch_slices=slices)
+    context = ForwardContext(num_tokens=8, mode=ForwardMode.PREFILL, ubatch_slices=slices, decision=decision)
     with wrapped(module, **FIRST) as wrapper, set_forward_context(context):
         torch.testing.assert_close(wrapper(rows(8)), module(rows(8)))
         assert wrapper.statistics().engaged == 1
