@@ -37,7 +37,7 @@ def check_launch(x: Tensor, group: CommGroup, launches: str | None = None) -> Co
     transformed = _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
     if transformed or torch.is_grad_enabled():
         _check_gradients(x, lane)
-    if lane is not None:
+    if lane is not None and not lane.voted_ranks.issuperset(group.ranks):
         check_voted(lane, group.ranks, "a collective")
     connection = group.usable_connection()
     if launches is not None:

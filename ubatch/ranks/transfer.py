@@ -66,6 +66,7 @@ class Transfer(Generic[T]):
     _is_ready = False  # complete from the start, and neither waited for nor delayed yet
     _error: BaseException | None = None
     _connection: Connection | None = None
+    _longest_s = 0.0  # of a wait, by its own time-out; 0 if it has none
     _stream_ordered = _wait_launches = False
     _keep: tuple[object, ...] = ()
     _launched = _started = _deadline = 0.0
@@ -96,6 +97,8 @@ class Transfer(Generic[T]):
         self._finish = finish
         self._value: object = None
         self._connection = connection
+        if connection is not None and not stream_ordered:
+            self._longest_s = connection.longest_wait_s
         self._stream_ordered = stream_ordered
         self._wait_launches = wait_launches
         self._keep = tuple(keep)
@@ -185,7 +188,7 @@ class Transfer(Generic[T]):
         start, arrived, link = time.monotonic(), 0.0, LinkTime()
         busy_s = 0.0 if self._arrivals is None or lane is not None else time.process_time()
         if lane is not None:
-            lane.begin_wait(self.name, self._ends_at(start))
+            lane.begin_wait(self.name, start + self._longest_s if self._longest_s else 0.0)
         try:
             self._arrive(lane)
             arrived = self._deadline or time.monotonic()
@@ -212,12 +215,6 @@ class Transfer(Generic[T]):
         self._settle(value=value)
         return cast("T", value)
 
-    def _ends_at(self, start: float) -> float:
-        """Latest end of a wait that begins at `start`, by the wait's own time-out; 0 if it has none."""
-        if self._stream_ordered or self._connection is None:
-            return 0.0
-        return start + self._connection.longest_wait_s
-
     def _arrive(self, lane: UBatchContext | None) -> None:
         if self._connection is not None and not self._stream_ordered:
             check = None if lane is None else functools.partial(self._look_up, lane)
@@ -235,7 +232,7 @@ class Transfer(Generic[T]):
     def _look_up(self, lane: UBatchContext) -> None:
         """Extend the lane's limit while the connection still waits: a late peer makes the time-out longer."""
         lane.baton.check(lane.id)
-        lane.waits_until = self._ends_at(time.monotonic())
+        lane.waits_until = time.monotonic() + self._longest_s
 
     def _record(self, trace: Trace, start: float, arrived: float) -> None:
         lane = self._lane.id if self._lane is not None else UNSPLIT
