@@ -40,7 +40,7 @@ class LaneStreams:
     def __init__(self, streams: StreamBackend, compute_stream: Any, comm_stream: Any) -> None:
         self.compute_stream = compute_stream
         self.comm_stream = comm_stream
-        self.asynchronous = not isinstance(streams, NullStreams)
+        self.asynchronous = type(streams) is not NullStreams
         self.ledger = Ledger()
         self._streams = streams
         self._compute_done = streams.new_event()
