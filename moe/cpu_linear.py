@@ -10,22 +10,19 @@ autocast, gradients) is `torch.nn.functional.linear`.
 from __future__ import annotations
 
 import functools
-import math
-import time
-from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ubatch import ConfigError
+from ubatch.kernels.fastest import best_times
 
-__all__ = ["PackedLinear", "best_times", "kernel_rows", "linear", "packing_pays"]
+__all__ = ["PackedLinear", "kernel_rows", "linear", "packing_pays"]
 
 _FEW_ROWS = 64  # up to here reading the weight takes the time, beyond it the arithmetic
 _PROBES = {True: (32, 512, 1024), False: (256, 512, 1024)}  # few rows or not: tokens, inputs, outputs
 _EXPERT_PROBE = (8, 512, 512)  # rows, inputs, outputs of an expert in a decode step
-_ROUNDS = 12
 _PACKED_FOR_ROWS = 64  # rows that the packed layout is made for; it is good from 1 row to 1024
 _MARGIN = 1.05  # another library must be this much faster than torch's own choice
 
@@ -172,14 +169,3 @@ def _packed_is_faster(dtype: torch.dtype) -> bool:
 
 def _has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def best_times(ways: Sequence[Callable[[], Tensor]]) -> list[float]:
-    """The best time of each, in seconds. They run in turns, so that load on the machine slows all of them alike."""
-    best = [math.inf] * len(ways)
-    for _ in range(_ROUNDS):
-        for index, way in enumerate(ways):
-            start = time.perf_counter()
-            way()
-            best[index] = min(best[index], time.perf_counter() - start)
-    return best

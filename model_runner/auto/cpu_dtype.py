@@ -12,12 +12,9 @@ of few rows are timed, other memory is read in their place; or they run once, if
 from __future__ import annotations
 
 import math
-import operator
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -28,6 +25,7 @@ from model_runner.decoder.base import ModelConfig
 from model_runner.parallel.tensor_parallel import Shard
 from moe import NativeLinear, fastest_cpu_experts, linear, make_experts
 from ubatch import ConfigError
+from ubatch.kernels.fastest import best_times
 
 __all__ = ["fastest_cpu_dtype"]
 
@@ -36,8 +34,7 @@ _TOKENS = (16, 256)  # of a decode step, and of a prefill
 _MARGIN = 1.1  # bfloat16 must be this much faster, or the choice would follow the noise
 _MOST_WEIGHTS = 1 << 21  # that are measured of a matrix, or of a layer's experts
 _LEAST_WIDTH = 256  # of experts that are measured in part
-_LEAST_ROUNDS, _MOST_ROUNDS = 5, 20
-_SECONDS = 0.1  # for all products of a number of tokens, between these rounds
+_SECONDS = 0.1  # for all products of a number of tokens
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _USUAL_CACHE, _LARGEST_CACHE = 32 << 20, 256 << 20
 """Bytes of the last cache, where the system does not say; and most that are believed and read in its place."""
@@ -122,26 +119,25 @@ class _Sizes:
         return self.layers * layer + math.prod(self.logits)
 
 
-_Pair = Sequence[Callable[[], Tensor]]
-"""One product in both dtypes."""
-_Part = tuple[int, float, _Pair]
-"""Tokens of a product, how many times what is measured a layer has of it, and both ways to run it."""
+_Part = tuple[int, float, Callable[[], Tensor]]
+"""Tokens of a product, how many times what is measured a layer has of it, and how to run it."""
 
 
 @cache
 def _measure(sizes: _Sizes, experts_backend: str, threads: int) -> tuple[list[float], list[float]]:
     """Seconds of a layer's products for each of `_TOKENS`, in bfloat16 and in float32; `threads` are torch's now."""
+    found: tuple[list[float], list[float]] = [], []
     with torch.inference_mode():
         backends = [fastest_cpu_experts(dtype, torch.device("cpu")) for dtype in _DTYPES]
         if experts_backend != "auto":
             backends = [experts_backend] * len(_DTYPES)
-        parts = list(_products(sizes, backends))
-        found: tuple[list[float], list[float]] = [], []
+        both = list(zip(*map(partial(_products, sizes), _DTYPES, backends), strict=True))
         for tokens, fits in zip(_TOKENS, (_fits(sizes), [True, True]), strict=True):
-            shares, pairs = zip(*((share, pair) for of, share, pair in parts if of == tokens), strict=True)
-            by_dtype = zip(*_best_times(pairs, fits), strict=True)
-            for seconds, best in zip(found, by_dtype, strict=True):
-                seconds.append(sum(map(operator.mul, shares, best)))
+            parts = [part for pair in both for part in pair if part[0] == tokens]  # a dtype has every other one
+            times = _best_times([run for _, _, run in parts], fits)
+            layer = [share * seconds for (_, share, _), seconds in zip(parts, times, strict=True)]
+            for place, seconds in enumerate(found):
+                seconds.append(sum(layer[place::2]))
     return found
 
 
@@ -160,72 +156,54 @@ def _cache_bytes() -> int:
     return min(largest or _USUAL_CACHE, _LARGEST_CACHE)
 
 
-def _products(sizes: _Sizes, backends: Sequence[str]) -> Iterator[_Part]:
+def _products(sizes: _Sizes, dtype: torch.dtype, backend: str) -> Iterator[_Part]:
     """All products of a layer, and its share of the logits."""
-    for inputs, outputs in sizes.projections:
-        yield from _linear(inputs, outputs, backends, _TOKENS)
-    for tokens, share, pair in _linear(*sizes.logits, backends, _TOKENS[:1]):  # a prefill needs one row of a prompt
-        yield tokens, share / sizes.layers, pair
-    if sizes.experts is not None:
-        for tokens, share, pair in _experts(*sizes.experts, backends):
-            yield tokens, share / sizes.ranks, pair
-
-
-def _linear(inputs: int, outputs: int, backends: Sequence[str], all_tokens: Sequence[int]) -> Iterator[_Part]:
-    measured = min(outputs, max(64, _MOST_WEIGHTS // inputs))
-    ways: list[Callable[[Tensor], Tensor]] = []
-    for dtype, backend in zip(_DTYPES, backends, strict=True):
+    last = sizes.logits, _TOKENS[:1], sizes.layers  # a prefill needs one row of a prompt
+    for (inputs, outputs), all_tokens, shared in [*((size, _TOKENS, 1) for size in sizes.projections), last]:
+        measured = min(outputs, max(64, _MOST_WEIGHTS // inputs))
         weight = _ones(dtype, measured, inputs)
-        ways.append(NativeLinear(weight) if backend == "native" else partial(linear, weight=weight))
-    for tokens in all_tokens:
-        pair = [partial(way, _ones(dtype, tokens, inputs)) for dtype, way in zip(_DTYPES, ways, strict=True)]
-        yield tokens, outputs / measured, pair
+        layer = NativeLinear(weight) if backend == "native" else partial(linear, weight=weight)
+        for tokens in all_tokens:
+            yield tokens, outputs / measured / shared, partial(layer, _ones(dtype, tokens, inputs))
+    if sizes.experts is not None:
+        for tokens, share, run in _experts(*sizes.experts, dtype, backend):
+            yield tokens, share / sizes.ranks, run
 
 
-def _experts(number: int, top_k: int, hidden: int, width: int, backends: Sequence[str]) -> Iterator[_Part]:
+def _experts(number: int, top_k: int, hidden: int, width: int, dtype: torch.dtype, backend: str) -> Iterator[_Part]:
     """Some experts, each with as many rows as it has on average; at least one."""
     held = min(number, max(2, _MOST_WEIGHTS // (3 * hidden * width)))
     part = width
     if held * 3 * hidden * width > _MOST_WEIGHTS:
         part = min(width, max(_LEAST_WIDTH, _MOST_WEIGHTS // (3 * hidden * held)) // 64 * 64)
-    layers = [
-        make_experts(name, _ones(dtype, held, 2 * part, hidden), _ones(dtype, held, hidden, part), num_experts=held)
-        for dtype, name in zip(_DTYPES, backends, strict=True)
-    ]
+    w13, w2 = _ones(dtype, held, 2 * part, hidden), _ones(dtype, held, hidden, part)
+    layer = make_experts(backend, w13, w2, num_experts=held)
     for tokens in _TOKENS:
         rows = held * max(1, tokens * top_k // number)
         routed = (torch.arange(rows, device="cpu")[:, None] % held, torch.ones(rows, 1, device="cpu"))
-        pair = [
-            partial(layer, _ones(dtype, rows, hidden), *routed) for dtype, layer in zip(_DTYPES, layers, strict=True)
-        ]
-        yield tokens, min(number, tokens * top_k) * width / (held * part), pair
+        share = min(number, tokens * top_k) * width / (held * part)
+        yield tokens, share, partial(layer, _ones(dtype, rows, hidden), *routed)
 
 
 def _ones(dtype: torch.dtype, *size: int) -> Tensor:
     return torch.ones(size, dtype=dtype, device="cpu")
 
 
-def _best_times(pairs: Sequence[_Pair], fits: Sequence[bool]) -> list[list[float]]:
-    """For each product, the best time of both ways, in seconds; in turns, so that load on the machine slows both alike.
+def _best_times(ways: Sequence[Callable[[], Tensor]], fits: Sequence[bool]) -> list[float]:
+    """The best time of each way, in seconds.
 
     Args:
+        ways: in turns for each dtype.
         fits: for each dtype, whether the weights are in the last cache when a step needs them, or it does not matter.
     """
-    best = [[math.inf] * len(pair) for pair in pairs]
-    other = None if all(fits) else _ones(torch.float32, 3 * _cache_bytes() // 2 // torch.float32.itemsize)
-    for way in chain(*pairs):
-        way()
-    end = time.perf_counter() + _SECONDS
-    for done in range(_MOST_ROUNDS):
-        if done >= _LEAST_ROUNDS and time.perf_counter() > end:
-            break
-        if other is not None:
+    if all(fits):
+        return best_times(ways, _SECONDS)
+    other = _ones(torch.float32, 3 * _cache_bytes() // 2 // torch.float32.itemsize)
+
+    def before(place: int) -> None:
+        if place == 0:
             other.sum()  # takes the place of all weights
-        for pair, times in zip(pairs, best, strict=True):
-            for place, way in enumerate(pair):
-                if other is not None and fits[place]:
-                    way()
-                start = time.perf_counter()
-                way()
-                times[place] = min(times[place], time.perf_counter() - start)
-    return best
+        if fits[place % len(fits)]:
+            ways[place]()
+
+    return best_times(ways, _SECONDS, before)

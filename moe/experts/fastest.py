@@ -14,12 +14,12 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from moe.cpu_linear import best_times, packing_pays
+from moe.cpu_linear import packing_pays
 from moe.experts.base import BatchedExperts, BlockwiseExperts, FusedExperts, SignallingExperts
 from moe.experts.registry import check_takes_biases, make_experts
 from ubatch import ConfigError
 from ubatch.kernels.c_jit import why_not_c
-from ubatch.kernels.fastest import Chosen, Launches, fastest, measured
+from ubatch.kernels.fastest import Chosen, Launches, best_times, fastest, measured
 
 __all__ = ["ExpertsNeeds", "ExpertsShape", "fastest_cpu_experts", "fastest_experts", "usable_experts"]
 

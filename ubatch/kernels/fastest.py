@@ -5,11 +5,15 @@
 Back ends are made one after the other. Each is timed with every batch and dropped before the next one is made, so that
 only one has weights and workspaces in memory. All batches have equal weight (geometric mean). A back end that fails is
 left out, with a warning in the log.
+
+On a CPU nothing is kept in the file: `best_times` is quick enough for every process.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,11 +24,12 @@ import torch
 from ubatch.errors import describe
 from ubatch.kernels.autotune import autotune, autotune_path, version_of
 
-__all__ = ["Chosen", "Launches", "fastest", "measured"]
+__all__ = ["Chosen", "Launches", "best_times", "fastest", "measured"]
 
 _logger = logging.getLogger(__name__)
 
 _DEVICES = ("cuda",)
+_LEAST_ROUNDS, _MOST_ROUNDS = 5, 12
 
 Launches = Sequence[Callable[[], object]]
 """A back end's launches, one function per batch."""
@@ -83,34 +88,60 @@ def fastest(
     return Chosen(way.name, f"{others} on this device, kept in {autotune_path()}", bench.works)
 
 
+def best_times(
+    ways: Sequence[Callable[[], object]],
+    limit_s: float = math.inf,
+    before: Callable[[int], object] = lambda place: None,
+) -> list[float]:
+    """The best time of each way on a CPU, in seconds. They run in turns, so that load on the machine slows all alike.
+
+    Args:
+        limit_s: no round begins later, but for the first few.
+        before: called before a way is timed, with its place in `ways`.
+    """
+    best = [math.inf] * len(ways)
+    for way in ways:
+        way()
+    end = time.perf_counter() + limit_s
+    for done in range(_MOST_ROUNDS):
+        if done >= _LEAST_ROUNDS and time.perf_counter() > end:
+            break
+        for place, way in enumerate(ways):
+            before(place)
+            start = time.perf_counter()
+            way()
+            best[place] = min(best[place], time.perf_counter() - start)
+    return best
+
+
 @dataclass(frozen=True)
 class _Way:
     name: str
 
 
+@dataclass
 class _Bench:
     """Holds the back end that is being measured."""
 
-    def __init__(self, what: str, makers: Mapping[str, Callable[[], Launches]], batches: int) -> None:
-        self._what = what
-        self._makers = makers
-        self._batches = batches
-        self._works: dict[str, bool] = {}
-        self._name = ""
-        self._launches: Launches = ()
+    what: str
+    makers: Mapping[str, Callable[[], Launches]]
+    batches: int
+    known: dict[str, bool] = field(default_factory=dict)
+    name: str = ""
+    launches: Launches = ()
 
     def clear(self) -> None:
         """Drop the back end."""
-        self._name, self._launches = "", ()
+        self.name, self.launches = "", ()
 
     def works(self, name: str) -> bool:
         """Whether back end `name` runs without an error; runs it now if it has not run yet."""
-        if name not in self._works:
+        if name not in self.known:
             with torch.inference_mode(), suppress(_LeftOut):
-                for batch in range(self._batches):
+                for batch in range(self.batches):
                     self.run(batch, _Way(name))
             self.clear()
-        return self._works[name]
+        return self.known[name]
 
     def run(self, batch: int, way: _Way) -> None:
         """Launch a batch on a back end.
@@ -119,15 +150,14 @@ class _Bench:
             _LeftOut: it failed. Any error counts, because other libraries raise errors of any class.
         """
         try:
-            if self._name != way.name:
+            if self.name != way.name:
                 self.clear()
-                self._launches = tuple(self._makers[way.name]())
-                self._name = way.name
-            self._launches[batch]()
-            self._works.setdefault(way.name, True)
+                self.name, self.launches = way.name, self.makers[way.name]()
+            self.launches[batch]()
+            self.known.setdefault(way.name, True)
         except Exception as error:
-            self._works[way.name] = False
-            _logger.warning("%s: %s is left out, as it fails here: %s", self._what, way.name, describe(error))
+            self.known[way.name] = False
+            _logger.warning("%s: %s is left out, as it fails here: %s", self.what, way.name, describe(error))
             raise _LeftOut(way.name) from error
 
 

@@ -19,6 +19,7 @@ from model_runner.auto.cpu_dtype import _measure, _Sizes
 from model_runner.decoder.layers import Attention, GatedMLP
 from model_runner.parallel.tensor_parallel import Shard
 from ubatch import ConfigError
+from ubatch.kernels import fastest
 
 FAMILIES = ("Qwen3Moe", "Mixtral", "DeepseekV3", "Llama")
 
@@ -54,7 +55,7 @@ def _measured_anew() -> Iterator[None]:
 def test_the_faster_one_is_taken(
     times: tuple[float, float], chosen: str, configs: dict[str, ModelConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_dtype, "_best_times", lambda pairs, _: [list(times)] * len(pairs))
+    monkeypatch.setattr(cpu_dtype, "_best_times", lambda ways, _: [*times] * (len(ways) // 2))
     name, reason = fastest_cpu_dtype(configs["Qwen3Moe"])
     assert name == chosen
     assert f"{times[1] / times[0]:.2f}x" in reason
@@ -63,9 +64,9 @@ def test_the_faster_one_is_taken(
 def test_decode_and_prefill_have_equal_weight(configs: dict[str, ModelConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     """Though a prefill takes longer."""
 
-    def best_times(pairs: Any, _: object) -> list[list[float]]:
-        rows = pairs[0][0].args[0].shape[0]
-        return [[4.0, 1.0] if rows <= 16 else [100.0, 200.0]] * len(pairs)
+    def best_times(ways: Any, _: object) -> list[float]:
+        rows = ways[0].args[0].shape[0]
+        return ([4.0, 1.0] if rows <= 16 else [100.0, 200.0]) * (len(ways) // 2)
 
     monkeypatch.setattr(cpu_dtype, "_best_times", best_times)
     assert fastest_cpu_dtype(configs["Llama"])[0] == "float32"
@@ -149,7 +150,7 @@ def test_sizes_are_those_of_the_ranks_layers(
 
 
 def test_ranks_share_experts_and_not_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_dtype, "_best_times", lambda pairs, _: [[1.0, 1.0]] * len(pairs))
+    monkeypatch.setattr(cpu_dtype, "_best_times", lambda ways, _: [1.0] * len(ways))
 
     def few(ranks: int, experts: tuple[int, int, int, int] | None) -> float:
         return _measure(_Sizes(((64, 64),), (64, 128), experts, 2, ranks), "grouped", 1)[0][0]
@@ -169,8 +170,8 @@ def test_a_decode_step_finds_its_weights_in_no_cache_or_in_it(monkeypatch: pytes
 
     monkeypatch.setattr(cpu_dtype, "_ones", lambda dtype, size: Memory() if size * 4 == 1500 else None)
     monkeypatch.setattr(cpu_dtype, "_cache_bytes", lambda: 1000)
-    monkeypatch.setattr(cpu_dtype, "_MOST_ROUNDS", 1)
-    ways: Any = [[lambda name=name: log.append(name) for name in ("bfloat16", "float32")]]
+    monkeypatch.setattr(fastest, "_MOST_ROUNDS", 1)
+    ways: Any = [lambda name=name: log.append(name) for name in ("bfloat16", "float32")]
     expected = {
         (False, False): ["read other memory", "bfloat16", "float32"],
         (True, False): ["read other memory", "bfloat16", "bfloat16", "float32"],
