@@ -92,22 +92,21 @@ class _Sizes:
     @classmethod
     def of(cls, config: ModelConfig, tensor_parallel_size: int = 1) -> _Sizes:
         """Of a rank, with the shares of attention and dense MLPs that the layers load."""
-        shape, hidden, shard = config.attention, config.hidden_size, Shard(0, tensor_parallel_size)
+        shard, hidden = Shard(0, tensor_parallel_size), config.hidden_size
+        shape = shard.attention(config.attention)
         if isinstance(shape, MLAShape):
-            first = shard.part(shape.num_heads * shape.qk_head_dim).size + shape.kv_lora_rank + shape.qk_rope_head_dim
-            last = shard.part(shape.num_heads * shape.v_head_dim).size
+            first = shape.num_heads * shape.qk_head_dim + shape.kv_lora_rank + shape.qk_rope_head_dim
+            last = shape.num_heads * shape.v_head_dim
         else:
-            queries, last = (shard.part(shape.num_heads * dim).size for dim in (shape.head_dim, shape.value_dim))
-            kv_heads, of_both = shape.num_kv_heads, shape.head_dim + shape.value_dim
-            first = queries + shard.part(kv_heads * of_both, most=kv_heads).size
+            first = shape.num_heads * shape.head_dim + shape.num_kv_heads * (shape.head_dim + shape.value_dim)
+            last = shape.num_heads * shape.value_dim
         projections = [(hidden, first), (last, hidden)]
         dense, width = config.dense_intermediate_size, config.expert_intermediate_size
         if dense is not None:
             columns = shard.part(dense).size
             projections += [(hidden, 2 * columns), (columns, hidden)]
         experts = None if width is None else (config.num_experts, config.num_experts_per_tok, hidden, width)
-        logits = (hidden, config.vocab_size)
-        return cls(tuple(projections), logits, experts, config.num_layers, tensor_parallel_size)
+        return cls(tuple(projections), (hidden, config.vocab_size), experts, config.num_layers, tensor_parallel_size)
 
     @property
     def weights(self) -> int:
