@@ -11,7 +11,6 @@ There, and with CUDA graphs, the host does not see the transfers, so only trials
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from model_runner.auto.dbo_policy import Policy, Seen
 from model_runner.auto.step_stages import Stages, row
 from model_runner.step.step import Step
 from ubatch import CommGroup, Decision, ForwardMode, UBatchConfig, fingerprint
+from ubatch.process.cores import num_cores
 from ubatch.ranks.connection import Connection
 from ubatch.ranks.transfer_times import record_transfers
 from ubatch.schedules.modes import MODE_KEYS, ModeSettings, mode_key
@@ -77,8 +77,7 @@ class StepSettings:
     ) -> None:
         self._group = group
         self._device = device
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-        self._shared_cores = cores <= torch.get_num_threads()
+        self._shared_cores = num_cores() <= torch.get_num_threads()
         may = config.enable_dbo and not config.require_overlap
         free = [kind for kind in kinds if may and config.modes.get(kind, ModeSettings()).token_threshold is None]
         schedules = {kind: config.for_mode(_MODES[kind]).schedule for kind in free}
