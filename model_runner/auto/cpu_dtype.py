@@ -165,12 +165,12 @@ def _products(sizes: _Sizes, dtype: torch.dtype, backend: str) -> Iterator[_Part
         for tokens in all_tokens:
             yield tokens, outputs / measured / shared, partial(layer, _ones(dtype, tokens, inputs))
     if sizes.experts is not None:
-        for tokens, share, run in _experts(*sizes.experts, dtype, backend):
-            yield tokens, share / sizes.ranks, run
+        yield from _experts(sizes.experts, sizes.ranks, dtype, backend)
 
 
-def _experts(number: int, top_k: int, hidden: int, width: int, dtype: torch.dtype, backend: str) -> Iterator[_Part]:
+def _experts(size: tuple[int, int, int, int], ranks: int, dtype: torch.dtype, backend: str) -> Iterator[_Part]:
     """Some experts, each with as many rows as it has on average; at least one."""
+    number, top_k, hidden, width = size
     held = min(number, max(2, _MOST_WEIGHTS // (3 * hidden * width)))
     part = width
     if held * 3 * hidden * width > _MOST_WEIGHTS:
@@ -180,7 +180,7 @@ def _experts(number: int, top_k: int, hidden: int, width: int, dtype: torch.dtyp
     for tokens in _TOKENS:
         rows = held * max(1, tokens * top_k // number)
         routed = (torch.arange(rows, device="cpu")[:, None] % held, torch.ones(rows, 1, device="cpu"))
-        share = min(number, tokens * top_k) * width / (held * part)
+        share = min(number, tokens * top_k) * width / (held * part) / ranks
         yield tokens, share, partial(layer, _ones(dtype, rows, hidden), *routed)
 
 

@@ -7,5 +7,5 @@ tensors       what kernels ask of their tensors
 quick_launch  launches of Triton's kernels, found by a short key
 triton_jit    Triton's `jit`, typed, and its interpreter
 autotune      measures which way to run a kernel is fastest, and remembers it in a file
-fastest       the same for back ends
+fastest       the same for back ends, and for ways of computing on a CPU
 """
