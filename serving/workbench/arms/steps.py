@@ -52,7 +52,8 @@ class ArmSteps:
         step = self._runner.agree(batch, Proposal(wrapper.ubatch_config))
         if step.decision.engaged == arm.is_serial:
             return False
-        self._runner.run(step, wrapper)
+        with self._runner.together():
+            self._runner.run(step, wrapper)
         return True
 
     def serves(self, lanes: int) -> bool:

@@ -187,7 +187,8 @@ class StepSetting(Setting):
         step = self.runner.agree(self.batch, Proposal(wrapper.ubatch_config))
         if step.decision.engaged != schedule.overlaps:
             raise UBatchError(f"{schedule.describe()}: the ranks decided otherwise: {step.decision.reason}.")
-        return self.runner.run(step, wrapper)
+        with self.runner.together():
+            return self.runner.run(step, wrapper)
 
 
 @contextmanager
