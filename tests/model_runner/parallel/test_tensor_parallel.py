@@ -322,5 +322,5 @@ def test_the_document_names_what_there_is() -> None:
     assert set(named) <= set(KNOWN_POINTS)
     for schedule in SCHEDULES.values():
         assert set(named).isdisjoint(schedule.points_off), schedule.name
-    for name in re.findall(r"`(comm_\w+|postprocess)`", text):
+    for name in re.findall(r"`(comm_\w+)`", text):
         assert callable(getattr(scatter, name))
