@@ -7,15 +7,14 @@ check with `runs_in_c` that the kernels take their tensors; the torch reference 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from ubatch.kernels.c_jit import compile_c, kernel_of
+from ubatch.kernels.c_jit import compile_c, kernels_of
 from ubatch.kernels.tensors import rows_contiguous
 
 __all__ = ["add_rms_norm", "find_highest", "rms_norm", "rotate_heads", "sigmoid_mul", "silu_mul"]
@@ -130,27 +129,18 @@ def find_highest(x: Tensor) -> tuple[Tensor, Tensor]:
     return place, highest
 
 
-@dataclass(frozen=True)
-class _Kernels:
-    """The functions of `small_ops.c` for one dtype."""
-
-    add_norm: Callable[..., None]
-    rotate_heads: Callable[..., None]
-    silu_mul: Callable[..., None]
-    sigmoid_mul: Callable[..., None]
-    find_highest: Callable[..., None]
-
-
 @cache
-def _kernels(dtype: torch.dtype, **defines: int) -> _Kernels:
+def _kernels(dtype: torch.dtype, **defines: int) -> SimpleNamespace:
+    """The functions of `small_ops.c` for one dtype."""
     source = Path(__file__).with_name("small_ops.c").read_text(encoding="utf-8")
     library = compile_c(source, BFLOAT16=int(dtype is torch.bfloat16), **defines)
     pointer, number, real, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
     rows = (pointer, number)
-    return _Kernels(
-        kernel_of(library, "add_norm", *rows, *rows, pointer, real, number, number, pointer, pointer, threads),
-        kernel_of(library, "rotate_heads", pointer, *[number] * 6, *[pointer] * 3, real, threads),
-        kernel_of(library, "silu_mul", *rows, number, number, pointer, threads),
-        kernel_of(library, "sigmoid_mul", *rows, number, *rows, number, number, pointer, threads),
-        kernel_of(library, "find_highest", *rows, number, number, pointer, pointer, threads),
+    return kernels_of(
+        library,
+        add_norm=(*rows, *rows, pointer, real, number, number, pointer, pointer, threads),
+        rotate_heads=(pointer, *[number] * 6, *[pointer] * 3, real, threads),
+        silu_mul=(*rows, number, number, pointer, threads),
+        sigmoid_mul=(*rows, number, *rows, number, number, pointer, threads),
+        find_highest=(*rows, number, number, pointer, pointer, threads),
     )

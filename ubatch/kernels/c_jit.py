@@ -24,10 +24,11 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from ubatch.errors import ConfigError
 from ubatch.kernels.recording import this_thread
 from ubatch.ranks.long_calls import taking_long
 
-__all__ = ["CACHE_VARIABLE", "OFF_VARIABLE", "TILES_SOURCE", "compile_c", "kernel_of", "why_not_c"]
+__all__ = ["CACHE_VARIABLE", "OFF_VARIABLE", "TILES_SOURCE", "compile_c", "kernel_of", "kernels_of", "why_not_c"]
 
 CACHE_VARIABLE = "UBATCH_C_CACHE"
 OFF_VARIABLE = "UBATCH_C_KERNELS"
@@ -100,6 +101,15 @@ def kernel_of(library: ctypes.CDLL, name: str, *types: Any) -> Callable[..., Non
             recording.note(function, args)
 
     return call
+
+
+def kernels_of(library: ctypes.CDLL, **types: Sequence[Any]) -> SimpleNamespace:
+    """Several functions of the library, each an attribute; see `kernel_of`.
+
+    Args:
+        types: name of the function -> the ctypes of its arguments.
+    """
+    return SimpleNamespace(**{name: kernel_of(library, name, *own) for name, own in types.items()})
 
 
 @cache

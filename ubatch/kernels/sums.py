@@ -6,15 +6,14 @@ Numbers are those of torch: computed in float32 and rounded once.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from ubatch.kernels.c_jit import compile_c, kernel_of
+from ubatch.kernels.c_jit import compile_c, kernels_of
 from ubatch.kernels.tensors import runs_in_c
 
 __all__ = ["add", "add_bias", "to_float"]
@@ -54,23 +53,16 @@ def _rows_in_c(x: Tensor, *others: Tensor) -> bool:
     return x.dim() == 2 and x.stride(1) == 1 and runs_in_c(x, *others)
 
 
-@dataclass(frozen=True)
-class _Kernels:
-    """The functions of `sums.c` for one dtype."""
-
-    add: Callable[..., None]
-    add_bias: Callable[..., None]
-    to_float: Callable[..., None]
-
-
 @cache
-def _kernels(dtype: torch.dtype) -> _Kernels:
+def _kernels(dtype: torch.dtype) -> SimpleNamespace:
+    """The functions of `sums.c` for one dtype."""
     source = Path(__file__).with_name("sums.c").read_text(encoding="utf-8")
     library = compile_c(source, BFLOAT16=int(dtype is torch.bfloat16))
     pointer, number, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     rows = (pointer, number)
-    return _Kernels(
-        kernel_of(library, "add", *rows * 2, number, number, pointer, threads),
-        kernel_of(library, "add_bias", *rows, pointer, number, number, pointer, threads),
-        kernel_of(library, "to_float", *rows, number, number, pointer, threads),
+    return kernels_of(
+        library,
+        add=(*rows * 2, number, number, pointer, threads),
+        add_bias=(*rows, pointer, number, number, pointer, threads),
+        to_float=(*rows, number, number, pointer, threads),
     )
