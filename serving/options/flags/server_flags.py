@@ -26,7 +26,7 @@ from serving.options.flags.fields import (
     parse_bytes,
 )
 from serving.options.flags.model_flags import TRANSPORTS, TransportName
-from ubatch import SCHEDULES, SplitBy
+from ubatch import SCHEDULES, SplitBy, UBatchConfig
 from ubatch.schedules.vote import MAX_LANES
 
 __all__ = [
@@ -112,15 +112,17 @@ class Overlap(Group):
     )
     enable_two_batch_overlap: bool = Field(False, description="SGLang's name of --enable-dbo")
     dbo_auto: bool = Field(False, description="deprecated, without effect: --enable-dbo decides so without it")
-    ubatch_size: int = Field(2, ge=2, le=MAX_LANES, description=f"microbatches, 2 to {MAX_LANES}")
+    ubatch_size: int = Field(
+        UBatchConfig.num_ubatches, ge=2, le=MAX_LANES, description=f"microbatches, 2 to {MAX_LANES}"
+    )
     dbo_decode_token_threshold: Annotated[int, Flag(default="measured")] = Field(
-        32, description="overlap decode steps from so many tokens on"
+        UBatchConfig.dbo_decode_token_threshold, description="overlap decode steps from so many tokens on"
     )
     dbo_prefill_token_threshold: Annotated[int, Flag(default="measured")] = Field(
-        512, description="overlap steps with a prefill from so many tokens on"
+        UBatchConfig.dbo_prefill_token_threshold, description="overlap steps with a prefill from so many tokens on"
     )
     schedule: str = Field(
-        "mlp_shared_overlap", description=f"of the lanes: {', '.join(SCHEDULES)}, or one of the file's"
+        str(UBatchConfig.schedule), description=f"of the lanes: {', '.join(SCHEDULES)}, or one of the file's"
     )
     schedule_decode: ScheduleName = Field(None, description="another one for decode steps")
     schedule_prefill: ScheduleName = Field(None, description="another one for steps with a prefill")
@@ -129,15 +131,17 @@ class Overlap(Group):
         None, ge=0, description="a GPU's streaming multiprocessors left to communication kernels; 0 shares all of them"
     )
     split_by: Annotated[str, one_of(SplitBy)] = Field(
-        SplitBy.TOKENS.value, description="what lanes with prefills share equally: tokens, or cost"
+        UBatchConfig.split_by, description="what lanes with prefills share equally: tokens, or cost"
     )
     tbo_token_distribution_threshold: float = Field(
-        0.48,
+        UBatchConfig.tbo_token_distribution_threshold,
         ge=0,
         le=0.5,
         description="cut inside a request if a lane would get a smaller share than this; 0 never, 0.5 always",
     )
-    timeout_s: float = Field(60.0, gt=0, description="seconds after which a lane or a rank counts as hung")
+    timeout_s: float = Field(
+        UBatchConfig.timeout_s, gt=0, description="seconds after which a lane or a rank counts as hung"
+    )
     profile_ranges: bool = Field(
         False, description="show the lanes' stages as ranges in torch.profiler and NVTX (Nsight Systems)"
     )
