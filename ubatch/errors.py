@@ -11,6 +11,7 @@ import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from itertools import islice
+from types import NoneType
 from typing import Any
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "UBatchError",
     "UBatchTimeout",
     "UnvotedCollectiveError",
+    "check_known",
+    "check_type",
     "cut",
     "describe",
     "named_values",
@@ -198,6 +201,32 @@ def named_values(values: Mapping[str, Any], known: Collection[str], what: str = 
             raise ConfigError(f"{what}{shown(key)} is given twice, with hyphens and with underscores. Remove one.")
         named[name] = value
     return named
+
+
+def check_type(name: str, value: object, *kinds: type) -> None:
+    """Check the type of a setting. A bool does not count as a number; an int is accepted for a float.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    accepted = (*kinds, int) if float in kinds else kinds
+    if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in kinds):
+        expected = " or ".join("None" if each is NoneType else each.__name__ for each in kinds)
+        raise ConfigError(f"{name} must be {expected}, not {shown(value)} ({type(value).__name__}).")
+
+
+def check_known(kind: str, name: object, known: Collection[str], where: str = "") -> None:
+    """Check that a name is known.
+
+    Args:
+        kind: kind of the name, for the message, such as "schedule".
+        where: the beginning of the message.
+
+    Raises:
+        ConfigError: it is not; the message has the nearest known one.
+    """
+    if name not in known:
+        raise ConfigError(f"{where}unknown {kind} {shown(name)}{nearest(str(name), known)}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from ubatch.errors import ConfigError, describe, nearest, shown
+from ubatch.errors import ConfigError, check_known, describe, shown
 
 __all__ = ["LazyRegistry", "import_optional"]
 
@@ -75,10 +75,8 @@ class LazyRegistry:
         Raises:
             ConfigError: the name is unknown (the message has the nearest known one), or its module cannot be imported.
         """
-        target = self._targets.get(name)
-        if target is None:
-            raise ConfigError(f"unknown {self._kind} {shown(name)}{nearest(name, self._targets)}")
-        module, _, attribute = target.partition(":")
+        check_known(self._kind, name, self._targets)
+        module, _, attribute = self._targets[name].partition(":")
         advice = f"{self._kind} {shown(name)} needs it: repair what it imports, or choose another one."
         loaded: object = getattr(import_optional(module, advice), attribute)
         return loaded

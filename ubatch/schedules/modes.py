@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ubatch.errors import ConfigError, named_values, shown
+from ubatch.errors import ConfigError, check_type, named_values, shown
 from ubatch.schedules.forward_context import ForwardMode
 from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.vote import MAX_LANES
@@ -57,9 +57,8 @@ class ModeSettings:
         if not isinstance(self.schedule, Schedule | str | None):
             raise ConfigError(f"schedule must be the name of a schedule, not {shown(self.schedule)}.")
         for name in ("num_ubatches", "token_threshold"):
-            value = getattr(self, name)
-            if value is not None and type(value) is not int:
-                raise ConfigError(f"{name} must be int, not {shown(value)} ({type(value).__name__}).")
+            if getattr(self, name) is not None:
+                check_type(name, getattr(self, name), int)
         if self.num_ubatches is not None and not 2 <= self.num_ubatches <= MAX_LANES:
             raise ConfigError(f"num_ubatches must be 2 to {MAX_LANES}, not {self.num_ubatches}.")
         if self.token_threshold is not None and self.token_threshold < 1:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from ubatch.errors import ConfigError, named_values, nearest, shown
+from ubatch.errors import ConfigError, check_known, check_type, named_values, nearest, shown
 
 __all__ = [
     "KNOWN_POINTS",
@@ -148,8 +148,7 @@ class Schedule:
         object.__setattr__(self, "points_off", points_off)
         for field, kind in (("shared_expert", SharedExpert), ("recv", Recv)):
             value, known = getattr(self, field), tuple(kind)
-            if value not in known:
-                raise ConfigError(f"schedule {self.name!r}: unknown {field} {shown(value)}{nearest(str(value), known)}")
+            check_known(field, value, known, f"schedule {self.name!r}: ")
             object.__setattr__(self, field, kind(value))
 
     @property
@@ -212,11 +211,7 @@ class Schedule:
         """
         arguments = named_values(values, _FIELDS, f"schedule {shown(name)}: ")
         for key, (field, value) in zip(values, arguments.items(), strict=True):
-            if type(value) not in _FIELDS[field]:
-                expected = " or ".join(kind.__name__ for kind in _FIELDS[field])
-                raise ConfigError(
-                    f"schedule {shown(name)}: {key} must be {expected}, not {shown(value)} ({type(value).__name__})."
-                )
+            check_type(f"schedule {shown(name)}: {key}", value, *_FIELDS[field])
         return cls(name, **arguments)
 
 
@@ -280,8 +275,7 @@ def get_schedule(name: str) -> Schedule:
     Raises:
         ConfigError: the name is unknown.
     """
-    if name not in SCHEDULES:
-        raise ConfigError(f"unknown schedule {shown(name)}{nearest(name, SCHEDULES)}")
+    check_known("schedule", name, SCHEDULES)
     return SCHEDULES[name]
 
 

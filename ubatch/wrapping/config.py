@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache, cached_property
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from ubatch.errors import ConfigError, named_values, nearest, shown
+from ubatch.errors import ConfigError, check_known, check_type, named_values, shown
 from ubatch.process.yaml_file import read_yaml
 from ubatch.ranks.group import CommGroup, check_group
 from ubatch.schedules.forward_context import ForwardMode
@@ -35,7 +35,7 @@ class CUDAGraphMode(StrEnum):
         Raises:
             ConfigError: there is no such mode.
         """
-        _check_known("cudagraph_mode", mode, tuple(cls))
+        check_known("cudagraph_mode", mode, tuple(cls))
         return cls(mode)
 
 
@@ -110,15 +110,15 @@ class UBatchConfig:
 
     def __post_init__(self) -> None:
         for name, kinds in _kinds().items():
-            _check_type(name, getattr(self, name), *kinds)
+            check_type(name, getattr(self, name), *kinds)
         for option in ("split_dims", "output_dims"):
             for name, dim in getattr(self, option).items():
-                _check_type(f"a key of {option}", name, str)
-                _check_type(f"{option}[{shown(name)}]", dim, int, NoneType)
+                check_type(f"a key of {option}", name, str)
+                check_type(f"{option}[{shown(name)}]", dim, int, NoneType)
         sizes = tuple(self.cudagraph_capture_sizes)
         object.__setattr__(self, "cudagraph_capture_sizes", sizes)
         for size in sizes:
-            _check_type("an entry of cudagraph_capture_sizes", size, int)
+            check_type("an entry of cudagraph_capture_sizes", size, int)
         if len(set(sizes)) < len(sizes):
             raise ConfigError(f"cudagraph_capture_sizes {list(sizes)} has a size twice.")
         if min(sizes, default=1) < 1:
@@ -132,8 +132,8 @@ class UBatchConfig:
             raise ConfigError(
                 f"tbo_token_distribution_threshold is {self.tbo_token_distribution_threshold}; it must be 0 to 0.5."
             )
-        _check_known("split_by", self.split_by, tuple(SplitBy))
-        _check_known("verify", self.verify, tuple(Verify))
+        check_known("split_by", self.split_by, tuple(SplitBy))
+        check_known("verify", self.verify, tuple(Verify))
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s must be positive, not {self.timeout_s}.")
         if self.group is not None:
@@ -142,8 +142,8 @@ class UBatchConfig:
 
     def _check_schedules(self) -> None:
         for name, schedule in self.schedules.items():
-            _check_type("a key of schedules", name, str)
-            _check_type(f"schedules[{shown(name)}]", schedule, Schedule)
+            check_type("a key of schedules", name, str)
+            check_type(f"schedules[{shown(name)}]", schedule, Schedule)
             if name in SCHEDULES:
                 raise ConfigError(f"schedules has {name!r}, which is a schedule of this package. Choose another name.")
             if name != schedule.name:
@@ -151,8 +151,8 @@ class UBatchConfig:
             if schedule.lanes > MAX_LANES:
                 raise ConfigError(f"schedules[{name!r}] has {schedule.lanes} lanes; there are at most {MAX_LANES}.")
         for key, settings in self.modes.items():
-            _check_known("mode", key, MODE_KEYS)
-            _check_type(f"modes[{shown(key)}]", settings, ModeSettings)
+            check_known("mode", key, MODE_KEYS)
+            check_type(f"modes[{shown(key)}]", settings, ModeSettings)
 
     def resolved_schedule(self) -> Schedule:
         """The schedule, with its lanes, of modes that do not set one; a one-lane schedule keeps its lane."""
@@ -258,7 +258,7 @@ class UBatchConfig:
 
     def _named(self, name: str) -> Schedule:
         known = {**SCHEDULES, **self.schedules}
-        _check_known("schedule", name, known)
+        check_known("schedule", name, known)
         return known[name]
 
     @classmethod
@@ -275,7 +275,7 @@ class UBatchConfig:
             if name == "verify" and not isinstance(value, Mapping):
                 arguments[name] = "off" if value is False else value
             else:
-                _check_type(str(key), value, *kinds[name])
+                check_type(str(key), value, *kinds[name])
         modes = {
             key: ModeSettings.from_mapping(key, arguments.pop(key))
             for key in MODE_KEYS
@@ -283,7 +283,7 @@ class UBatchConfig:
         }
         schedules = arguments.pop("schedules", {})
         for name, each in schedules.items():
-            _check_type(f"schedules[{shown(name)}]", each, Mapping)
+            check_type(f"schedules[{shown(name)}]", each, Mapping)
         own = {name: Schedule.from_mapping(str(name), each) for name, each in schedules.items()}
         return cls(**arguments, schedules=own, modes=modes)
 
@@ -316,16 +316,3 @@ def _kinds() -> Mapping[str, tuple[type, ...]]:
     choices = {name: get_args(hint) if isinstance(hint, UnionType) else (hint,) for name, hint in hints.items()}
     kinds = {name: tuple(get_origin(each) or each for each in choice) for name, choice in choices.items()}
     return {**kinds, "schedule": (str, Schedule), "cudagraph_capture_sizes": (list, tuple)}
-
-
-def _check_known(what: str, value: str, known: Collection[str]) -> None:
-    if value not in known:
-        raise ConfigError(f"unknown {what} {shown(value)}{nearest(str(value), known)}")
-
-
-def _check_type(name: str, value: object, *kinds: type) -> None:
-    """Check a value's type. A bool does not count as a number; an int is accepted for a float."""
-    accepted = (*kinds, int) if float in kinds else kinds
-    if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in kinds):
-        expected = " or ".join("None" if each is NoneType else each.__name__ for each in kinds)
-        raise ConfigError(f"{name} must be {expected}, not {shown(value)} ({type(value).__name__}).")
