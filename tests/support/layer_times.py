@@ -1,4 +1,4 @@
-"""Stage times of a share of a batch."""
+"""Stage times of a share of a batch, and how near a time line comes to the bound of its work."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from ubatch.schedules.layer_program import LayerTimes
+from ubatch.schedules.simulate import Timeline
 
 T = TypeVar("T", bound=LayerTimes)
 
@@ -14,3 +15,13 @@ def scaled(times: T, factor: float) -> T:
     """All times multiplied by `factor`."""
     parts: dict[str, Any] = {field.name: getattr(times, field.name) * factor for field in fields(LayerTimes)}
     return replace(times, **parts)
+
+
+def bound_of(line: Timeline) -> float:
+    """Seconds that no schedule of the same work can be faster than."""
+    return max(line.compute_s, line.communication_s)
+
+
+def efficiency_of(line: Timeline) -> float:
+    """The bound over the time, 1.0 at best."""
+    return bound_of(line) / line.seconds

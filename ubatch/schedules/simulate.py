@@ -96,16 +96,6 @@ class Timeline:
     spans: tuple[Span, ...]
     launched: Mapping[tuple[int, str], float]
 
-    @property
-    def bound_s(self) -> float:
-        """Lower bound in seconds for any schedule of the same work: `max(compute, communication)`."""
-        return max(self.compute_s, self.communication_s)
-
-    @property
-    def efficiency(self) -> float:
-        """`bound_s / seconds`, 1.0 at best."""
-        return self.bound_s / self.seconds if self.seconds else 1.0
-
 
 @dataclass(eq=False)
 class _Machine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from layer_times import scaled
+from layer_times import efficiency_of, scaled
 
 from ubatch.errors import ConfigError
 from ubatch.schedules.layer_program import LayerTimes, UnevenTimes, layer_program
@@ -33,7 +33,7 @@ def efficiency(attention: float, experts: float, shared: float, schedule: Schedu
     """Of a long model whose whole-batch compute and communication are both 1 a layer."""
     whole = LayerTimes(attn_core=attention, experts=experts, shared=shared, dispatch=0.5, combine=0.5)
     lane = scaled(whole, 1 / schedule.lanes)
-    return simulate([layer_program(lane, LAYERS, schedule)] * schedule.lanes, schedule).efficiency
+    return efficiency_of(simulate([layer_program(lane, LAYERS, schedule)] * schedule.lanes, schedule))
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_uneven_chunks() -> None:
     line = simulate([layer_program(shares, 1, single)], single)
     assert line.seconds == pytest.approx(0.4 + 0.37 + 0.6 + 0.37)  # the first dispatch and the last combine are exposed
     half = scaled(shares, 0.5)
-    assert simulate([layer_program(half, LAYERS, two)] * 2, two).efficiency > 0.98
+    assert efficiency_of(simulate([layer_program(half, LAYERS, two)] * 2, two)) > 0.98
     with pytest.raises(ConfigError, match="dispatch_shares are 2, but the schedule has 1 chunks there"):
         layer_program(shares, 1, replace(single, chunk_dispatch=False))
     with pytest.raises(ConfigError, match="combine_shares must be at least 0 each and 1 together"):
