@@ -19,7 +19,7 @@ import torch
 import yaml
 from repository import TINY_MOE
 
-from model_runner import InputBatch, ModelRunner
+from model_runner import ModelRunner, Step
 from model_runner.graphs.mode import capturable_families
 from model_runner.parallel.transport import check_schedules, most_chunks
 from model_runner.step.graph_sizes import graph_families
@@ -273,7 +273,7 @@ def test_the_search_proposes_only_what_a_way_serves(
     times = LayerTimes(attn_core=1e-3, experts=1e-3, dispatch=1e-3, combine=1e-3)
     measured = LayerStages({"": times}, ("",) * 4)
     monkeypatch.setattr(ArmSteps, "_stages", lambda *_: measured)
-    batch = cast(InputBatch, SimpleNamespace(mode=mode, num_tokens=tokens))
+    batch = cast(Step, SimpleNamespace(mode=mode, num_tokens=tokens))
     with group_of(2) as group:
         auto = make_all2all("deepep_auto", group=group, num_experts=8, max_tokens_per_rank=128)
         model = ArmSteps(runner_over(auto)).stage_model(batch)
@@ -296,7 +296,7 @@ def test_the_search_proposes_only_what_a_way_serves(
 def test_why_there_is_no_search(name: str, ranks: int, experts: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ArmSteps, "run", lambda *_: False)
     monkeypatch.setattr("serving.workbench.arms.steps.most_lanes", lambda all2all: 3 if "low" in name else None)
-    batch = cast(InputBatch, SimpleNamespace(num_tokens=3, scheduled=[None]))
+    batch = cast(Step, SimpleNamespace(num_tokens=3, shares=(None,)))
     with group_of(ranks) as group:
         runner = runner_over(make_all2all(name, group=group, num_experts=8))
         runner.config.num_experts = experts
