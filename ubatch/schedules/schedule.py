@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import get_type_hints
 
 from ubatch.errors import ConfigError, check_known, check_type, named_values, nearest, shown
 
@@ -216,16 +217,10 @@ class Schedule:
 
 
 _FIELDS: Mapping[str, tuple[type, ...]] = {
-    "lanes": (int,),
-    "chunks": (int,),
-    "chunk_dispatch": (bool,),
-    "lead": (int,),
-    "points_off": (list, tuple),
-    "shared_expert": (str,),
-    "recv": (str,),
-    "comm_sms": (int,),
-    "signalled": (bool,),
+    **{name: (kind,) for name, kind in get_type_hints(Schedule).items() if name != "name"},
+    **{"points_off": (list, tuple), "shared_expert": (str,), "recv": (str,)},
 }
+"""Field -> the classes that its plain value may have."""
 
 SERIAL = Schedule("serial", lanes=1)
 
