@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attention import CommonAttentionMetadata, KVCache
+from attention import CommonAttentionMetadata
 from model_runner.drafting.graphs import DraftShape
 from model_runner.drafting.network import DraftNetwork
 from model_runner.drafting.runner import DraftBatch, DraftRunner
@@ -51,6 +51,7 @@ class DraftProposer:
         shape: drafts of a request; trees with `topk` above 1, see `draft_trees`.
 
     Attributes:
+        kv_cache: the draft network's KV cache.
         num_places: positions after a request's last known token that need KV slots while drafts are made or verified.
 
     Raises:
@@ -70,15 +71,11 @@ class DraftProposer:
         self._reads_hidden = draft.reads_hidden
         self._shift = int(draft.reads_hidden)  # from a position to the index of the token read there
         self.num_places = shape.num_places
+        self.kv_cache = self._draft.kv_cache
         # Number of positions of each request in the draft KV cache, and (`_last`) the result at the last one, by row.
         self._places: dict[Request, int] = {}
         size = (runner.request_table.num_rows, draft.config.hidden_size)
         self._last = torch.zeros(size, dtype=runner.kv_cache.spec.dtype, device=runner.device)
-
-    @property
-    def kv_cache(self) -> KVCache:
-        """The draft network's KV cache."""
-        return self._draft.kv_cache
 
     # -- observing the target's steps -------------------------------------------------------------------------------
 
