@@ -93,10 +93,8 @@ class GraphSteps:
         self._by_fingerprint = {family.fingerprint: family for family in families}
         self._attention = attention
         self._wrapper = wrapper
-        self._max_seq_len = setting.max_seq_len
         self._num_ranks = num_ranks
         self._tensor_parallel_size = tensor_parallel_size
-        self._planning = setting.planning
         self._captured: dict[GraphShape, _Captured] = {}
         self._said: set[ForwardMode] = set()
 
@@ -111,7 +109,7 @@ class GraphSteps:
         self._place = _placement(device)
         requests = max(shape.lanes * shape.lane_requests for shape in shapes)
         per_request = max(family.tokens_per_request for family in families)
-        limits = GraphLimits(requests, requests * per_request, self._max_seq_len)
+        limits = GraphLimits(requests, requests * per_request, self.setting.max_seq_len)
         attention.init_graph_buffers(limits, self._num_lanes if self._num_lanes > 1 else 0)
 
     @property
@@ -146,7 +144,7 @@ class GraphSteps:
         graphs = []
         captured: dict[GraphShape, _Captured] = {}
         for shape in self.shapes if only is None else only:
-            with self._planning():
+            with self.setting.planning():
                 prepared = self._prepare(shape)
             with set_forward_context(prepared.context):
                 graph = self._wrapper.capture(self._ids[: shape.num_tokens], self._positions[: shape.num_tokens])
@@ -229,7 +227,7 @@ class GraphSteps:
         if not requests:
             return _ANY_GRAPH
         family = self._by_kind.get((step.mode, step.query_lens[0]))
-        if family is None or family.tree is not metadata.has_tree or metadata.max_seq_len > self._max_seq_len:
+        if family is None or family.tree is not metadata.has_tree or metadata.max_seq_len > self.setting.max_seq_len:
             return 0
         if requests > family.max_requests():
             self._say_once(family, requests, "", family.max_requests())
@@ -279,7 +277,7 @@ class GraphSteps:
         pieces = _pieces(step, shape)
         for lane, (start, tokens) in enumerate(pieces):
             self._place(self._static, (step.input_ids, step.positions), tokens, start, shape.lane_tokens, lane)
-        with self._planning():
+        with self.setting.planning():
             if step.slices is None:
                 self._attention.replan(captured.plans[0], step.metadata)
             else:
