@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from fake_device import FakeDevice, FakeStep, expected_output, make_core
 
-from model_runner import SamplingParams, ScheduledRequest
+from model_runner import SamplingParams, Step
 from ranks import run_ranks
 from serving.engine.options import EngineOptions
 from serving.engine.rank.process import Engine
@@ -58,11 +58,11 @@ class ScriptedLink:
 class SharedDevice(FakeDevice):
     """A step is an all-reduce: it ends only when every rank takes it."""
 
-    def launch(self, scheduled: Sequence[ScheduledRequest], /) -> FakeStep:
-        total = torch.tensor(len(scheduled))
+    def launch(self, step: Step, /) -> FakeStep:
+        total = torch.tensor(len(step.shares))
         dist.all_reduce(total)
-        self.peers_busy = int(total) > len(scheduled)
-        return super().launch(scheduled)
+        self.peers_busy = int(total) > len(step.shares)
+        return super().launch(step)
 
 
 def serve(rank: int, world_size: int, overlap: bool, scripts: Sequence[Script]) -> tuple[dict[str, list[int]], int]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from fake_device import FakeDevice, FakeStep, expected_output, make_core
 
-from model_runner import SamplingParams, ScheduledRequest
+from model_runner import SamplingParams, Step
 from serving.engine import EngineOptions
 from serving.engine.rank.core import EngineCore
 from serving.engine.rank.lockstep import FollowerLink, LeaderLink, OutOfStep, join_turns
@@ -200,10 +200,10 @@ class Recorder(FakeDevice):
         super().__init__(device.clock)
         self.steps: list[list[tuple[str, int, int]]] = []
 
-    def launch(self, scheduled: Sequence[ScheduledRequest], /) -> FakeStep:
+    def launch(self, step: Step, /) -> FakeStep:
         time.sleep(0.0005)
-        self.steps.append([(str(s.request.request_id), s.num_tokens, s.request.row or 0) for s in scheduled])
-        return super().launch(scheduled)
+        self.steps.append([(str(s.request.request_id), s.num_tokens, s.request.row or 0) for s in step.shares])
+        return super().launch(step)
 
 
 class Live(Client):
