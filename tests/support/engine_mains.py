@@ -11,7 +11,7 @@ from typing import Any
 
 from repository import TINY_MOE
 
-from model_runner import ModelRunner, PendingStep, SamplingParams, ScheduledRequest
+from model_runner import ModelRunner, PendingStep, SamplingParams, Step
 from serving.engine import EngineClient, EngineOptions
 from serving.engine.rank import process
 from serving.engine.rank.process import run_engine
@@ -49,10 +49,10 @@ def run_poisonable_engine(options: EngineOptions, rank: int, place: Place) -> No
     """`run_engine`, in which a step with `POISON` raises on the rank that has it."""
     launch = ModelRunner.launch
 
-    def poisoned(runner: ModelRunner, scheduled: Sequence[ScheduledRequest]) -> PendingStep:
-        if any(POISON in share.request.token_ids for share in scheduled):
+    def poisoned(runner: ModelRunner, step: Step) -> PendingStep:
+        if any(POISON in share.request.token_ids for share in step.shares):
             raise ZeroDivisionError("poisoned")
-        return launch(runner, scheduled)
+        return launch(runner, step)
 
     ModelRunner.launch = poisoned  # type: ignore[method-assign]
     run_engine(options, rank, place)

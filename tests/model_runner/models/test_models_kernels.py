@@ -11,6 +11,7 @@ import model_checks
 import pytest
 from checkpoints import make_checkpoint
 from model_checks import check_decode, check_overlap
+from moe_layers import settings_of
 from torch import Tensor
 from triton_batches import DEVICE
 
@@ -34,7 +35,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def _route_in_triton(chooser: Any, logits: Tensor, num_tokens: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As for logits on a GPU; those on a CPU have a kernel in C."""
-    return router_kernel.route_topk(logits, **router._settings(chooser), num_tokens=num_tokens)
+    return router_kernel.route_topk(logits, **settings_of(chooser), num_tokens=num_tokens)
 
 
 @pytest.fixture
