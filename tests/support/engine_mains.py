@@ -50,7 +50,7 @@ def run_poisonable_engine(options: EngineOptions, rank: int, place: Place) -> No
     launch = ModelRunner.launch
 
     def poisoned(runner: ModelRunner, step: Step) -> PendingStep:
-        if any(POISON in share.request.token_ids for share in step.shares):
+        if any(POISON in share.request.token_ids for share in getattr(step, "shares", step)):
             raise ZeroDivisionError("poisoned")
         return launch(runner, step)
 
