@@ -11,6 +11,8 @@ A call, in pseudo-code:
           (single-batch overlap: run the module as it is, as the only lane)
     on any error: tell the peers, raise the original
 
+A runner of this project has voted and knows its slices. It comes in by a door of its own, `run`, behind all of this.
+
 `ubatch.wrapping.eligibility` decides whether to split, `ubatch.wrapping.execution` runs a call, `ubatch.graphs.table`
 finds its graph.
 """
