@@ -39,6 +39,7 @@ class TrackedRequest(Request):
         finished: ended or aborted; results of steps in flight are dropped.
         retracted: it waits again after it had run.
         prompt_logprobs: those of the steps so far, until they are sent with the first output.
+        decode_share: its share of a step that runs its last token, the same in all such steps of an incarnation.
     """
 
     priority: int = 0
@@ -62,6 +63,7 @@ class TrackedRequest(Request):
     finished: bool = False
     retracted: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    decode_share: TrackedShare | None = None
 
     @classmethod
     def of(cls, given: RequestInput, *, arrival: int, limit: int, eos_token_ids: Collection[int]) -> TrackedRequest:
@@ -97,6 +99,11 @@ class TrackedRequest(Request):
     def decodes(self) -> bool:
         """Whether its next step runs its last token and samples another one."""
         return not self.prefilling and not self.verifying and len(self.token_ids) < self.limit
+
+    def new_decode_share(self) -> TrackedShare:
+        """Make `decode_share`."""
+        self.decode_share = TrackedShare(self, 1, incarnation=self.incarnation)
+        return self.decode_share
 
     def ending(self, tokens: Sequence[int], start: int) -> tuple[int, FinishReason | None]:
         """How many of a step's tokens belong to the output, and the finish reason if the output ends with them.
@@ -142,7 +149,7 @@ class TrackedShare(ScheduledRequest):
 
 def plan_step(decodes: Sequence[TrackedRequest], prefills: Sequence[tuple[TrackedRequest, int]]) -> Step:
     """A step that runs one token of each request in `decodes`; `prefills` has (request, number of tokens)."""
-    shares = [TrackedShare(request, 1, incarnation=request.incarnation) for request in decodes]
+    shares = [request.decode_share or request.new_decode_share() for request in decodes]
     for request, count in prefills:
         ends = count == request.num_uncomputed_tokens
         shares.append(TrackedShare(request, count, prefill=True, ends=ends, incarnation=request.incarnation))

@@ -455,6 +455,7 @@ class Scheduler:
 
     def _leave(self, request: TrackedRequest) -> None:
         """Remove a request from the running ones."""
+        request.decode_share = None
         self._running.pop(request.name, None)
         self._sharing.drop(request)
         self._paused.pop(request.name, None)
