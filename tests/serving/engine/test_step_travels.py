@@ -1,0 +1,91 @@
+"""One step from the scheduler into the lanes: the same object's fields all the way, and few calls of Python."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+from c_kernels import needs_c
+from repository import ROOT, TINY_MOE
+
+from model_runner import ModelRunner, SamplingParams, Step
+from serving.engine.rank.core import EngineCore
+from serving.requests import RequestInput
+from serving.scheduler import Scheduler, SchedulerConfig
+from ubatch import UBatchConfig
+from ubatch.wrapping.execution import Execution
+
+REQUESTS = 8
+MOST_CALLS = 1400
+"""Of functions of this project, on all threads, in a step of 8 requests: 690 where it was written, 3,181 before."""
+PACKAGES = tuple(f"{ROOT}/{name}/" for name in ("ubatch", "moe", "attention", "model_runner", "serving"))
+
+
+@contextmanager
+def overlapping_core() -> Iterator[EngineCore]:
+    """Decodes in two lanes."""
+    dbo = UBatchConfig(dbo_decode_token_threshold=2, dbo_prefill_token_threshold=100_000)
+    with ModelRunner(TINY_MOE, dbo=dbo, max_num_seqs=REQUESTS) as runner:
+        scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=REQUESTS, max_model_len=128),
+            runner.allocator,
+            runner.request_table,
+            eos_token_ids=(),
+            vocab_size=runner.config.vocab_size,
+        )
+        core = EngineCore(runner, scheduler, overlap_schedule=False)
+        for index in range(REQUESTS):
+            core.add(RequestInput(str(index), [index + 1, 7, 9], SamplingParams(max_tokens=60)))
+        yield core
+
+
+def test_what_the_scheduler_has_planned_enters_the_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[Step] = []
+    entered: list[Any] = []
+    schedule, run = Scheduler.schedule, Execution.run
+    monkeypatch.setattr(Scheduler, "schedule", lambda self: planned.append(schedule(self)) or planned[-1])
+    monkeypatch.setattr(Execution, "run", lambda self, step, *rest: entered.append(step) or run(self, step, *rest))
+    with overlapping_core() as core:
+        for _ in range(4):
+            core.step()
+        assert core.statistics().steps == {"prefill/below_prefill_threshold": 1, "decode/engaged": 3}
+    assert len(planned) == len(entered) == 4
+    for before, step in zip(planned, entered, strict=True):
+        assert isinstance(step, Step)
+        assert step.shares is before.shares
+        assert before.decision is None, "nothing is changed in place"
+        lanes = 2 if step.decision.engaged else 1
+        assert len(step.calls) == len(step.contexts) == lanes
+        assert sum(context.num_tokens for context in step.contexts) == step.num_tokens
+
+
+@needs_c
+def test_a_decode_step_in_lanes_calls_little_python() -> None:
+    calls = Counter[str]()
+    counting = False
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        if counting and event == "call" and frame.f_code.co_filename.startswith(PACKAGES):
+            calls[frame.f_code.co_qualname] += 1
+
+    outer: Callable[..., Any] | None = sys.getprofile()
+    threading.setprofile(count)
+    sys.setprofile(count)
+    try:
+        with overlapping_core() as core:
+            for _ in range(12):
+                core.step()
+            counting = True
+            core.step()
+            counting = False
+            assert core.statistics().steps["decode/engaged"] == 12
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+        sys.setprofile(outer)
+    assert 200 < calls.total() <= MOST_CALLS, calls.most_common(20)
