@@ -132,7 +132,8 @@ class GroupedLinear:
         own_rows: tuple[int, ...] = ()
         if self._row_bytes:
             copied_rows, row_bytes = _copied(out.shape[0], self._row_bytes)
-            own_rows = _scratch(threads * copied_rows * row_bytes).data_ptr(), copied_rows
+            scratch = _scratch(threads * copied_rows * row_bytes)  # held until the kernel has run
+            own_rows = scratch.data_ptr(), copied_rows
         self._kernel.run(
             x.data_ptr(),
             x.stride(0),
@@ -181,7 +182,8 @@ def run_layer(
         pairs * up._panels * kernel.lanes * x.itemsize,  # inner
         pairs * down._panels * 2 * kernel.lanes * x.itemsize,  # rows
     )
-    own = _scratch(end).data_ptr()
+    scratch = _scratch(end)  # held until the kernel has run
+    own = scratch.data_ptr()
     out = x.new_empty(x.shape)
     kernel.run_layer(
         x.data_ptr(),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import cast
@@ -240,3 +242,35 @@ def test_without_c_native_experts_say_why(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(grouped_linear, "_kernel", cache(grouped_linear._kernel.__wrapped__))
     with pytest.raises(ConfigError, match="no C compiler is installed"):
         make_experts("native", torch.randn(2, 32, 24), torch.randn(2, 24, 16))
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_that_is_not_kept_lives_as_long_as_the_call(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of large calls: a freed block of that size is unmapped, and the kernel would write nowhere."""
+    taken: list[weakref.ref[Tensor]] = []
+    scratch = grouped_linear._scratch
+
+    def noted(num_bytes: int) -> Tensor:
+        memory = scratch(num_bytes)
+        taken.append(weakref.ref(memory))
+        return memory
+
+    def alive(function: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: object) -> None:
+            assert all(memory() is not None for memory in taken)
+            function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(grouped_linear, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(grouped_linear, "_scratch", noted)
+    up = GroupedLinear(torch.randn(4, 32, 16, dtype=dtype), gated=True)
+    down = GroupedLinear(torch.randn(4, 16, 16, dtype=dtype))
+    kernel = replace(up._kernel, run=alive(up._kernel.run), run_layer=alive(up._kernel.run_layer))
+    up._kernel = down._kernel = kernel
+    ids, weights = torch.tensor([[0, 1], [2, 3], [1, 0]]), torch.rand(3, 2)
+    grouped_linear.run_layer(up, down, torch.randn(3, 16, dtype=dtype), ids, weights, 0)
+    assert taken
+    taken.clear()
+    down.all_rows(torch.randn(3, 16, dtype=dtype))
