@@ -22,16 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attention import BlockAllocator, KVCacheError, RequestToTokenTable
-from model_runner import (
-    FAULTS,
-    PENDING_TOKEN,
-    FinishReason,
-    Proposer,
-    RequestError,
-    Step,
-    StepOutput,
-    TokenLogprobs,
-)
+from model_runner import FAULTS, PENDING_TOKEN, FinishReason, Proposer, RequestError, Step, StepOutput, TokenLogprobs
 from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput, SchedulerTotals
 from serving.scheduler.admission.budget import NewTokenRatio, choose_victim
 from serving.scheduler.admission.checks import check_input
@@ -413,7 +404,6 @@ class Scheduler:
         drafts = _NO_DRAFTS
         if verified:
             drafts = share.drafts_right(min(len(tokens) - (not corrupted and not stuck), count))
-        if verified:
             request.verifying = False
             request.token_ids += tokens[:count]
             self._counts.verified(drafts)
