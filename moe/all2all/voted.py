@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from ubatch import CommGroup, dbo_enabled, get_forward_context
+from collections.abc import Sequence
 
-__all__ = ["most_voted_tokens", "voted_tokens"]
+import torch
+from torch import Tensor
+
+from ubatch import CommGroup, ConfigError, dbo_enabled, get_forward_context
+
+__all__ = ["most_voted_tokens", "unpadded", "voted_tokens"]
 
 
 def voted_tokens(group: CommGroup) -> tuple[int, ...] | None:
@@ -24,3 +29,32 @@ def most_voted_tokens(group: CommGroup) -> int | None:
     """The most tokens that a rank of `group` has in this lane or step; None as in `voted_tokens`."""
     known = voted_tokens(group)
     return None if known is None else max(known)
+
+
+def unpadded(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, tokens: Sequence[int], group: CommGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A layer's rows without the padding behind the tokens that the ranks voted on.
+
+    Args:
+        x, topk_ids, topk_weights: see `All2All.dispatch`.
+        tokens: of every rank, from the vote.
+
+    Raises:
+        ConfigError: there are fewer rows than tokens, or a row behind them is routed to an expert.
+    """
+    own, rows = tokens[group.rank], topk_ids.shape[0]
+    if rows == own:
+        return x, topk_ids, topk_weights
+    wrong = (
+        f"the ranks voted on {own} tokens for rank {group.rank}, but the MoE layer got {rows}. Route padding to no "
+        "expert (mask_padding), or use 'torch_dist' with spare_bytes=0, which exchanges counts."
+    )
+    if rows < own:
+        raise ConfigError(wrong)
+    unrouted = (topk_ids[own:] < 0).all()
+    if topk_ids.device.type != "cpu":
+        torch._assert_async(unrouted, wrong)  # the host does not wait; the device stops with this message
+    elif not unrouted:
+        raise ConfigError(wrong)
+    return x[:own], topk_ids[:own], topk_weights[:own]
