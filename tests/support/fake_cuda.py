@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ubatch import CommGroup, dbo_current_ubatch_id, dbo_enabled, wrapped
 from ubatch.lanes import single_lane, workers
 from ubatch.lanes.crew import Job
-from ubatch.ranks import collectives, host_copy, two_connections
+from ubatch.ranks import collectives, host_copy, ways
 from ubatch.ranks.connection import Connection
 from ubatch.wrapping import eligibility
 
@@ -297,8 +297,8 @@ class FakeCuda:
                 (CommGroup, "vote", unwatched_vote),
                 (Connection, "is_stream_ordered", lambda connection, device: True),
                 (collectives, "dist", FakeCollectives(self)),
-                (two_connections, "dist", FakeCollectives(self)),
-                (collectives, "_all_gather_single", FakeCollectives(self).all_gather_single),
+                (ways, "dist", FakeCollectives(self)),
+                (ways, "all_gather_single", FakeCollectives(self).all_gather_single),
                 (host_copy, "host_like", self.host_like),
                 (collectives, "host_like", self.host_like),
             ):
