@@ -83,10 +83,13 @@ class AllGatherReduceScatterAll2All:
         """
         check_dispatch(x, topk_ids, topk_weights, name="allgather_reducescatter")
         sizes = self._tokens_across_ranks(x)
-        rows = pack_rows(*unpadded(x, topk_ids, topk_weights, sizes, self.group))
-        handle = Handle(sizes, x.shape[0] - rows.shape[0])
+        padding = x.shape[0] - sizes[self.group.rank]
+        hidden_size, handle = x.shape[1], Handle(sizes, padding)
+        if padding:
+            x, topk_ids, topk_weights = unpadded(x, topk_ids, topk_weights, sizes, self.group)
+        rows = pack_rows(x, topk_ids, topk_weights)
         gathered = launch_all_gather(rows, self.group, sizes=sizes, name="dispatch")
-        return gathered.map(lambda arrived: self._unpack(arrived, x.shape[1], handle))
+        return gathered.map(lambda arrived: self._unpack(arrived, hidden_size, handle))
 
     def combine(self, y: Tensor, handle: Handle) -> Transfer[Tensor]:
         refuse_gradients(y, name="allgather_reducescatter")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ubatch import CommGroup, ConfigError, dbo_enabled, get_forward_context
+from ubatch import CommGroup, ConfigError, ForwardContext, dbo_enabled, get_forward_context
 
-__all__ = ["most_voted_tokens", "unpadded", "voted_tokens"]
+__all__ = ["most_voted_tokens", "tokens_in", "unpadded", "voted_tokens"]
 
 
 def voted_tokens(group: CommGroup) -> tuple[int, ...] | None:
@@ -17,7 +17,11 @@ def voted_tokens(group: CommGroup) -> tuple[int, ...] | None:
 
     All ranks see the same, None included.
     """
-    context = get_forward_context()
+    return tokens_in(get_forward_context(), group)
+
+
+def tokens_in(context: ForwardContext | None, group: CommGroup) -> tuple[int, ...] | None:
+    """`voted_tokens` of a context, which is the current one."""
     known = context.tokens_across_ranks if context is not None else None
     # Outside lanes a zero may also come from a rank that could not tell its tokens; all ranks see the same zero.
     if known is not None and len(known) == group.size and (all(known) or dbo_enabled()):
@@ -34,7 +38,7 @@ def most_voted_tokens(group: CommGroup) -> int | None:
 def unpadded(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, tokens: Sequence[int], group: CommGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A layer's rows without the padding behind the tokens that the ranks voted on.
+    """A layer's rows without the padding behind the tokens that the ranks voted on, of which there are fewer.
 
     Args:
         x, topk_ids, topk_weights: see `All2All.dispatch`.
@@ -44,8 +48,6 @@ def unpadded(
         ConfigError: there are fewer rows than tokens, or a row behind them is routed to an expert.
     """
     own, rows = tokens[group.rank], topk_ids.shape[0]
-    if rows == own:
-        return x, topk_ids, topk_weights
     wrong = (
         f"the ranks voted on {own} tokens for rank {group.rank}, but the MoE layer got {rows}. Route padding to no "
         "expert (mask_padding), or use 'torch_dist' with spare_bytes=0, which exchanges counts."

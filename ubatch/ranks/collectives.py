@@ -39,7 +39,7 @@ from ubatch.ranks.group import CommGroup
 from ubatch.ranks.host_copy import CopiedWork, check_not_capturing, host_like, mark_copied
 from ubatch.ranks.launch_checks import block_sizes, check_launch, check_summable, rows_of
 from ubatch.ranks.transfer import Transfer
-from ubatch.ranks.ways import all_to_all_rows, as_bytes, sends_whole, way_of
+from ubatch.ranks.ways import Way, all_to_all_rows, as_bytes, sends_whole, way_of
 from ubatch.schedules.schedule import Point
 
 __all__ = [
@@ -264,7 +264,7 @@ def launch_all_gather(
     row_bytes = math.prod(source.shape[1:]) * source.element_size()
     own = [rows] * group.size
     way = way_of(connection, source.device, own, sizes, row_bytes, max(sizes))
-    sent = None if sends_whole(way, sizes) else own
+    sent = None if way is Way.NEAR or sends_whole(way, sizes) else own
     if sent is not None:
         source = as_bytes(source, row_bytes).repeat(group.size, 1)
     gather = functools.partial(all_to_all_rows, result, source, sizes, sent, row_bytes, connection, way, name)

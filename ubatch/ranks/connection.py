@@ -136,12 +136,6 @@ class Connection:
         """Whether a step of this connection has launched on `other`."""
         return other in self._dependents
 
-    def note_launch(self, lane: int, name: str, x: Tensor) -> None:
-        """Note that a transfer is launched. See `ubatch.ranks.launch_order`."""
-        order = (_leader.get() or self).order
-        if order is not None:
-            order.note(lane, name, x)
-
     def launch_gather(self, own: Tensor, everyone: Tensor) -> Work:
         """Launch the exchange of a few numbers on the CPU.
 
@@ -419,9 +413,8 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 _leader: ContextVar[Connection | None] = ContextVar("ubatch_leading_connection", default=None)
 
 
-def leading_connection() -> Connection | None:
-    """The connection whose ranks take the current step together; None outside of steps."""
-    return _leader.get()
+leading_connection = _leader.get
+"""Returns the connection whose ranks take the current step together; None outside of steps."""
 
 
 def lead_again(leader: Connection | None) -> AbstractContextManager[object]:

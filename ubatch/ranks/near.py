@@ -211,8 +211,25 @@ class NearRanks:
                 peer = self._by_fd[fd]
                 if event & select.POLLOUT:
                     self._send_on(peer)
-                if event & ~select.POLLOUT:
-                    self._receive(peer)
+                try:
+                    size = peer.socket.recv_into(self._packet)
+                except BlockingIOError:
+                    continue
+                except OSError as error:
+                    self._lose(peer, f"{peer.name}: {error}")
+                    continue
+                if size == 0:
+                    self._lose(peer, f"{peer.name} closed its connection")
+                    continue
+                channel, number, mark = _HEAD.unpack_from(self._packet)
+                key, packet = (channel, number), self._packet[_HEAD.size : size]
+                if key not in peer.posted:
+                    peer.early[key] = bytes(packet), mark
+                    continue
+                into, work = peer.posted.pop(key)
+                if work.error is None:
+                    work.missing -= 1
+                    _deliver(packet, mark, into, peer, work)
         return bool(ready)
 
     def stop(self) -> None:
@@ -253,27 +270,6 @@ class NearRanks:
                 work.missing -= 1
         if peer.lost is None:
             self._poll.modify(peer.socket, select.POLLIN)
-
-    def _receive(self, peer: _Peer) -> None:
-        try:
-            size = peer.socket.recv_into(self._packet)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._lose(peer, f"{peer.name}: {error}")
-            return
-        if size == 0:
-            self._lose(peer, f"{peer.name} closed its connection")
-            return
-        channel, number, mark = _HEAD.unpack_from(self._packet)
-        key, packet = (channel, number), self._packet[_HEAD.size : size]
-        if key not in peer.posted:
-            peer.early[key] = bytes(packet), mark
-            return
-        into, work = peer.posted.pop(key)
-        if work.error is None:
-            work.missing -= 1
-            _deliver(packet, mark, into, peer, work)
 
     def _lose(self, peer: _Peer, why: str) -> None:
         if peer.lost is not None:

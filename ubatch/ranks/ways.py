@@ -131,8 +131,8 @@ def _mark(name: str, lane: int) -> int:
 
 
 def sends_whole(way: Way, sizes: Sequence[int]) -> bool:
-    """Whether ranks with `sizes` rows gather them without a copy for every rank."""
-    return way is Way.NEAR or (len(set(sizes)) == 1 and not (way is Way.TWO and len(sizes) == 2))
+    """Whether gloo gathers `sizes` rows of the ranks without a copy for every rank."""
+    return len(set(sizes)) == 1 and not (way is Way.TWO and len(sizes) == 2)
 
 
 def as_bytes(x: Tensor, row_bytes: int) -> Tensor:

@@ -41,7 +41,7 @@ from moe.all2all.chunks import only_block
 from moe.all2all.payload import pack_rows, unpack_rows
 from moe.all2all.torch_dist.blocks import BlockRoutes, BlocksHandle, TorchDistBlocks
 from moe.all2all.torch_dist.chunks import ChunkedRows, ChunkHandle, Cube, Routes, tokens_of, visits_of
-from moe.all2all.voted import most_voted_tokens, unpadded, voted_tokens
+from moe.all2all.voted import most_voted_tokens, tokens_in, unpadded
 from moe.placement import local_experts
 from moe.segments import segment_sum
 from ubatch import (
@@ -70,12 +70,14 @@ class Handle:
 
     Attributes:
         sent, received: rows this rank sent to, and got from, every rank.
+        most: the most tokens that a rank has; None if the ranks do not know it.
         row_of_visit: `[sum(sent)]`, the sent row of each (token, rank) visit, in token order.
         visit_offsets: `[T + 1]`, where each token's visits begin.
     """
 
     sent: list[int]
     received: list[int]
+    most: int | None
     row_of_visit: Tensor
     visit_offsets: Tensor
 
@@ -137,7 +139,8 @@ class TorchDistAll2All:
         rows = rows.index_select(0, tokens_of(hit, sum(sent)))
         visits = visits_of(hit, sum(sent))
         (received,) = counts.received()
-        return self._send(rows, sent, received, x.shape[1], Handle(sent, received, *visits))
+        most = most_voted_tokens(self.group)
+        return self._send(rows, sent, received, most, x.shape[1], Handle(sent, received, most, *visits))
 
     def dispatch_blocks(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[BlocksHandle]]:
         """See `SendsBlocks`."""
@@ -151,7 +154,7 @@ class TorchDistAll2All:
         visits = visits_of(routes.hit, sum(going), routes.rows)
         received = counts.received()
         handle = BlocksHandle(routes.blocks, sent, received, *visits)
-        return self._send(rows, going, _sum_of(received), x.shape[1], handle)
+        return self._send(rows, going, _sum_of(received), most_voted_tokens(self.group), x.shape[1], handle)
 
     def combine_blocks(self, handle: BlocksHandle) -> TorchDistBlocks:
         """See `SendsBlocks`."""
@@ -186,18 +189,21 @@ class TorchDistAll2All:
 
     def combine(self, y: Tensor, handle: Handle | ChunkHandle) -> Transfer[Tensor]:
         """See `All2All`. For a chunk, it returns the rows whose last chunk this is."""
-        refuse_gradients(y, name="torch_dist")
+        if torch.is_grad_enabled():
+            refuse_gradients(y, name="torch_dist")
         if isinstance(handle, ChunkHandle):
             y = handle.rows.add(handle.chunk, y)
-        most = most_voted_tokens(self.group)
-        results = launch_all_to_all_single(y, self.group, handle.sent, handle.received, name="combine", most_rows=most)
-        row_of_visit, visit_offsets = handle.row_of_visit, handle.visit_offsets
-        return results.map(lambda rows: segment_sum(rows, row_of_visit, visit_offsets))
+        sent, received = handle.sent, handle.received
+        results = launch_all_to_all_single(y, self.group, sent, received, name="combine", most_rows=handle.most)
+        return results.map(partial(segment_sum, index=handle.row_of_visit, offsets=handle.visit_offsets))
 
     def _sent_to_all(self, x: Tensor, top_k: int) -> list[int] | None:
         """Every rank's tokens if all of them travel to every rank; None if counts are exchanged."""
         context = get_forward_context()
-        if context is None or context.global_mode not in _EVERY_ROW or (known := voted_tokens(self.group)) is None:
+        if context is None or context.global_mode not in _EVERY_ROW:
+            return None
+        known = tokens_in(context, self.group)
+        if known is None:
             return None
         needless = 1.0 - visited(len(self.experts), self.num_experts, top_k)
         row_bytes = 2 * x.shape[1] * x.element_size() + 8 * top_k  # there and back
@@ -206,11 +212,13 @@ class TorchDistAll2All:
     def _dispatch_to_all(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, tokens: list[int]
     ) -> Transfer[Dispatched[Handle]]:
-        own = tokens[self.group.rank]
-        rows = pack_rows(*unpadded(x, topk_ids, topk_weights, tokens, self.group))
-        visits = _visits_of_all(own, x.shape[0], self.group.size, x.device)
-        gathered = launch_all_gather(rows, self.group, sizes=tokens, name="dispatch")
-        return self._arrives(gathered, x.shape[1], Handle([own] * self.group.size, tokens, *visits))
+        own, ranks, (rows, hidden_size) = tokens[self.group.rank], self.group.size, x.shape
+        if rows != own:
+            x, topk_ids, topk_weights = unpadded(x, topk_ids, topk_weights, tokens, self.group)
+        packed = pack_rows(x, topk_ids, topk_weights)
+        handle = Handle([own] * ranks, tokens, max(tokens), *_visits_of_all(own, rows, ranks, x.device))
+        gathered = launch_all_gather(packed, self.group, sizes=tokens, name="dispatch")
+        return self._arrives(gathered, hidden_size, handle)
 
     def _dispatch(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range], *, together: bool
@@ -229,12 +237,13 @@ class TorchDistAll2All:
 
         visits, ends = _cubes(counts.received(), len(blocks))
         rows = ChunkedRows(visits, ends, blocks, self.experts, x.shape[1])
+        most = most_voted_tokens(self.group)
         handles = [
-            ChunkHandle(rows, chunk, back[chunk], _sum_of([came[chunk] for came in ends]), *returns[chunk])
+            ChunkHandle(rows, chunk, back[chunk], _sum_of([came[chunk] for came in ends]), most, *returns[chunk])
             for chunk in chunks
         ]
         transfers = [
-            self._launch(payload, sent[chunk], _sum_of(ends[chunk]))
+            self._launch(payload, sent[chunk], _sum_of(ends[chunk]), most)
             for chunk, payload in zip(launches, payloads, strict=True)
         ]
         return transfers, rows, handles
@@ -256,16 +265,15 @@ class TorchDistAll2All:
         return _Counts(copy_to_host(counts, group=self.group, name="dispatch_counts"), theirs)
 
     def _send(
-        self, rows: Tensor, sent: list[int], received: list[int], hidden_size: int, handle: H
+        self, rows: Tensor, sent: list[int], received: list[int], most: int | None, hidden_size: int, handle: H
     ) -> Transfer[Dispatched[H]]:
         """Launch one dispatch's packed rows."""
-        return self._arrives(self._launch(rows, sent, received), hidden_size, handle)
+        return self._arrives(self._launch(rows, sent, received, most), hidden_size, handle)
 
     def _arrives(self, payload: Transfer[Tensor], hidden_size: int, handle: H) -> Transfer[Dispatched[H]]:
         return payload.map(lambda arrived: Dispatched(*unpack_rows(arrived, hidden_size), handle, self.experts))
 
-    def _launch(self, rows: Tensor, sent: list[int], received: list[int]) -> Transfer[Tensor]:
-        most = most_voted_tokens(self.group)
+    def _launch(self, rows: Tensor, sent: list[int], received: list[int], most: int | None) -> Transfer[Tensor]:
         return launch_all_to_all_single(rows, self.group, received, sent, name="dispatch", most_rows=most)
 
 
