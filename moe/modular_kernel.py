@@ -216,7 +216,13 @@ class FusedMoEModularKernel(nn.Module):
 
     def _computed(self, received: _Received) -> Transfer[Tensor]:
         """Run the experts, then launch the combine of their results."""
-        results = self._run_experts(received)
+        if isinstance(received, BatchedDispatch):
+            experts = cast(BatchedExperts, self.experts)  # checked when this kernel was made
+            results = experts.run_batched(received.hidden_states, received.rows_per_expert, received.scales)
+        else:
+            rows = (received.hidden_states, received.topk_ids, received.topk_weights)
+            results = self.experts(*rows) if received.scales is None else self.experts(*rows, received.scales)
+            del rows
         dbo_maybe_run_recv_hook()
         return self.all2all.combine(results, received.handle)
 
@@ -239,14 +245,6 @@ class FusedMoEModularKernel(nn.Module):
             dbo_maybe_run_recv_hook()
             transfers.append(combine.send(y))
         return _InBlocks(transfers, combine.sum_up)
-
-    def _run_experts(self, received: _Received) -> Tensor:
-        """The experts' results for the rows that arrived, in the same layout."""
-        if isinstance(received, BatchedDispatch):
-            experts = cast(BatchedExperts, self.experts)  # checked when this kernel was made
-            return experts.run_batched(received.hidden_states, received.rows_per_expert, received.scales)
-        rows = (received.hidden_states, received.topk_ids, received.topk_weights)
-        return self.experts(*rows) if received.scales is None else self.experts(*rows, received.scales)
 
     def _check_capturable(self) -> None:
         if not self.all2all.traits.capturable:

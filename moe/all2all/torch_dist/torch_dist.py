@@ -218,7 +218,7 @@ class TorchDistAll2All:
         packed = pack_rows(x, topk_ids, topk_weights)
         handle = Handle([own] * ranks, tokens, max(tokens), *_visits_of_all(own, rows, ranks, x.device))
         gathered = launch_all_gather(packed, self.group, sizes=tokens, name="dispatch")
-        return self._arrives(gathered, hidden_size, handle)
+        return gathered.map(partial(self._delivered, hidden_size=hidden_size, handle=handle))
 
     def _dispatch(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range], *, together: bool
@@ -268,10 +268,11 @@ class TorchDistAll2All:
         self, rows: Tensor, sent: list[int], received: list[int], most: int | None, hidden_size: int, handle: H
     ) -> Transfer[Dispatched[H]]:
         """Launch one dispatch's packed rows."""
-        return self._arrives(self._launch(rows, sent, received, most), hidden_size, handle)
+        payload = self._launch(rows, sent, received, most)
+        return payload.map(partial(self._delivered, hidden_size=hidden_size, handle=handle))
 
-    def _arrives(self, payload: Transfer[Tensor], hidden_size: int, handle: H) -> Transfer[Dispatched[H]]:
-        return payload.map(lambda arrived: Dispatched(*unpack_rows(arrived, hidden_size), handle, self.experts))
+    def _delivered(self, rows: Tensor, hidden_size: int, handle: H) -> Dispatched[H]:
+        return Dispatched(*unpack_rows(rows, hidden_size), handle, self.experts)
 
     def _launch(self, rows: Tensor, sent: list[int], received: list[int], most: int | None) -> Transfer[Tensor]:
         return launch_all_to_all_single(rows, self.group, received, sent, name="dispatch", most_rows=most)
