@@ -26,6 +26,7 @@ from torch import Tensor
 from ubatch.lanes.context import current_lane
 from ubatch.ranks.connection import Connection, Work, all_gather_single
 from ubatch.ranks.near import MOST_BYTES, Channel
+from ubatch.streams.graph_protocols import capture_mark
 
 __all__ = ["Way", "all_to_all_rows", "as_bytes", "sends_whole", "way_of"]
 
@@ -67,8 +68,8 @@ def way_of(
         return Way.ONE
     else:
         least = most = most_rows
-    if connection.near is not None and most * row_bytes <= MOST_BYTES:
-        return Way.NEAR
+    if connection.near is not None and most * row_bytes <= MOST_BYTES and capture_mark() is None:
+        return Way.NEAR  # a graph has only what goes through torch
     return Way.TWO if least * row_bytes >= _LARGE_BYTES else Way.ONE
 
 
