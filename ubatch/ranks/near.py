@@ -18,6 +18,7 @@ different network namespaces are not near, because between them there may be a s
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import os
 import select
@@ -43,6 +44,7 @@ __all__ = ["MOST_BYTES", "Channel", "NearRanks", "NearWork", "connect_near"]
 MOST_BYTES = 32 << 10
 """Most bytes of a message. A larger one travels in the background with gloo, beside the compute."""
 _BUFFER_BYTES = 1 << 20
+_logger = logging.getLogger(__name__)
 _HEAD = struct.Struct("=qqq")
 _SLICE_S = 0.05
 """Longest time that a waiting thread keeps another one from reading."""
@@ -324,8 +326,14 @@ def connect_near(own: int, count: int, tell: Callable[[str], Sequence[str]], tim
         place = f"{machine_name()} {_network()}"
         told = [each.split("\n") for each in tell(f"{place}\n{path}")]
         paths = [each[1] for each in told]
-        near = all(each[0] == place for each in told) and all(map(_is_ours, paths))
-        if "no" in tell("yes" if near else "no") or listener is None:
+        together = all(each[0] == place for each in told)
+        if "no" in tell("yes" if together and all(map(_is_ours, paths)) else "no") or listener is None:
+            if together:
+                _logger.warning(
+                    "the ranks of this machine exchange small messages over gloo, which costs more CPU: not every one "
+                    "can reach a socket in the others' folder for temporary files (%s; TMPDIR).",
+                    tempfile.gettempdir(),
+                )
             return None
         try:
             return NearRanks(_connected(own, listener, paths, timeout_s))
@@ -341,7 +349,7 @@ def _listen(stack: ExitStack, count: int) -> tuple[socket.socket | None, str]:
         path = str(Path(folder, "rank"))
         listener.bind(path)
         listener.listen(count)
-    except OSError:  # no such sockets on this system, no folder to write in, or its name is too long
+    except (OSError, AttributeError):  # no such sockets on this system, no folder to write in, or its name is too long
         return None, ""
     return listener, path
 

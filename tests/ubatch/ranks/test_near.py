@@ -197,7 +197,9 @@ def test_what_is_given_up_ends_here_and_arrives_there() -> None:
         assert result.tolist() == [2, 4]
 
 
-def test_ranks_that_cannot_meet_use_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_cannot_meet_use_gloo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(near.tempfile, "tempdir", str(tmp_path))
     asked: list[str] = []
 
@@ -207,8 +209,10 @@ def test_ranks_that_cannot_meet_use_gloo(tmp_path: Path, monkeypatch: pytest.Mon
 
     assert connect_near(0, 2, tell, 5.0) is None
     assert asked[-1] == "no"
+    assert not caplog.records
     monkeypatch.setattr(near.tempfile, "tempdir", str(tmp_path / "missing"))
     assert connect_near(0, 2, lambda text: [text, text], 5.0) is None
+    assert "exchange small messages over gloo" in caplog.text
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(near.tempfile, "tempdir", str(tmp_path))
     with pytest.raises(RuntimeError, match="ranks of this machine could not connect"):  # the other never comes
