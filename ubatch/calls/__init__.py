@@ -6,7 +6,7 @@ arguments    decides where to split each argument
 call_plan    how one call is split
 caches       splits and merges caches that a model changes in place
 copies       of the arguments, for a proof
-outputs      merges the outputs of an unproved call
-merging      merges outputs by the rules that a proof has learned
+merging      merges outputs by rules, and learns the rules in a proof
+outputs      the rule of a call that was not proved
 closeness    whether two results are equal except for rounding
 """

@@ -12,7 +12,7 @@ The proof runs two lanes of unequal size. A size follows the batch if it is `k` 
 and in the unsplit run. Lanes may agree on what is not the whole's, such as a count or a message. So `Same` takes only
 values that proofs had, until there were four of them; another value is proved by itself (`OtherValue`).
 
-A call without a proof has no rules: its outputs are merged as their shapes suggest (`ubatch.calls.outputs`).
+A call without a proof has one rule, which merges outputs as their shapes suggest (`Guess` in `ubatch.calls.outputs`).
 """
 
 from __future__ import annotations

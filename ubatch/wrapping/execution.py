@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ubatch.calls.outputs import merge_outputs
+from ubatch.calls.outputs import Guess
 from ubatch.errors import ConfigError
 from ubatch.lanes.context import current_lane
 from ubatch.lanes.single_lane import SingleLane
@@ -92,9 +92,8 @@ class Execution:
         if guard is not None:
             guard.check()
         with nullcontext() if capture is None else capture.part():
-            if cut.rule is None:
-                return merge_outputs(outputs, cut.plan, cut.parts, self._config.output_dims)
-            merged = cut.rule.merge("output", outputs, cut.parts)
+            rule = cut.rule or Guess(cut.plan, self._config.output_dims)
+            merged = rule.merge("output", outputs, cut.parts)
             cut.parts.merge_caches()
             return merged
 
