@@ -62,7 +62,7 @@ from ubatch.wrapping.config import CUDAGraphMode, UBatchConfig
 from ubatch.wrapping.eligibility import Eligibility
 from ubatch.wrapping.execution import Execution, Step, checked_device, device_of, span
 from ubatch.wrapping.guard import Finding, Guard
-from ubatch.wrapping.intent import CutCall, Intent
+from ubatch.wrapping.intent import Intent
 from ubatch.wrapping.proof import Proof
 from ubatch.wrapping.stand_in import refuse_tracing, uncompiled
 from ubatch.wrapping.statistics import Tally, UBatchStatistics
@@ -234,20 +234,20 @@ class WrappedModule:
             if hit is not None:
                 return self._replay(table, hit, decision, intent.why, intent.schedule)
         step = Step(args, kwargs, intent, decision, context)
+        if decision.engaged and intent.calls:
+            return self._prove(step) if decision.prove else self._in_lanes(step)
         if decision.engaged and intent.single:
             self.tally.overlapped((intent.num_tokens,), intent.schedule)
-            return self.execution.single(step)
-        if decision.engaged and intent.cut is not None:
-            return self._prove(step) if decision.prove else self._in_lanes(step, intent.cut)
-        self._count_declined(decision, intent.why)
-        return self.execution.unsplit(step)
+        else:
+            self._count_declined(decision, intent.why)
+        return self.execution.call(step)
 
-    def _in_lanes(self, step: Step, cut: CutCall) -> Any:
+    def _in_lanes(self, step: Step) -> Any:
         """Run a call in lanes; then unsplit, if it differs from its proof and can run again."""
         guard = self.eligibility.guard(step.intent, self.tally.neighbours)
         error: Exception
         try:
-            output = self.execution.lanes(step, cut, guard=guard)
+            output = self.execution.call(step, guard=guard)
         except CannotSplit as cannot:  # known only after the outputs exist
             error, reason, why = cannot, cannot.reason, str(cannot)
         except UBatchError:
@@ -258,7 +258,7 @@ class WrappedModule:
             error, reason = raised, DeclineReason.LANE_FAILED
             why = f"{describe(raised)} (raised in a lane)"
         else:
-            self.tally.overlapped(cut.tokens, step.intent.schedule)
+            self.tally.overlapped(step.intent.offer.tokens, step.intent.schedule)
             return output
         return self._unsplit_after(step, guard, error, reason, why)
 
@@ -294,15 +294,16 @@ class WrappedModule:
 
     def _prove(self, step: Step) -> Any:
         """Run a call unsplit, and prove whether calls of its signature may overlap."""
-        proofs = self.eligibility.proofs
-        outcome = Proof(self.model, self.config, self.execution, proofs, step, self.tally.neighbours).run()
-        self.tally.proof_seconds += outcome.seconds
-        if outcome.reason is None:
-            self.tally.passed()
+        proofs, tally = self.eligibility.proofs, self.tally
+        proof = Proof(self.model, self.config, self.execution, proofs, step, tally.neighbours)
+        result = proof.run()
+        tally.proof_seconds += proof.seconds
+        if proof.no is None:
+            tally.passed()
         else:
-            no = replace(step.decision.whole(), reason=outcome.reason, declined_by=outcome.declined_by)
-            self._count_declined(no, outcome.why)
-        return outcome.result
+            reason, why = proof.no
+            self._count_declined(replace(step.decision.whole(), reason=reason, declined_by=proof.declined_by), why)
+        return result
 
     def _replay(
         self, table: GraphTable, hit: Hit, decision: Decision | None, why: str | None, schedule: Schedule

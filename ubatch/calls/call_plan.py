@@ -109,12 +109,14 @@ class CallPlan(NamedTuple):
         """Tokens of the whole call."""
         return self.rows * self.tokens_per_row
 
-    def shares_memory(self) -> bool:
-        """Whether two different tensors of the call share one storage."""
+    def refuse_shared_memory(self) -> None:
+        """Refuse a call that writes to arguments of which two share one storage; `CannotSplit` if they do."""
         values = (leaf.value for leaf in self.leaves)
         different = {id(value): value for value in values if isinstance(value, Tensor) and value.numel()}
         storages = [value.untyped_storage().data_ptr() for value in different.values()]
-        return len(set(storages)) < len(storages)
+        if len(set(storages)) < len(storages):
+            why = "the call writes to arguments that share memory with each other. Give it tensors of their own."
+            raise CannotSplit(DeclineReason.CANNOT_PROVE, why)
 
     def copied(self, order: Sequence[int] | None) -> CallPlan:
         """The same call with copies of everything that lanes could write to; `CannotSplit` if one has no copy.

@@ -12,14 +12,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ubatch.calls.caches import splitter_for
-from ubatch.calls.call_plan import CallPlan, LaneParts
+from ubatch.calls.call_plan import LaneParts
 from ubatch.calls.containers import PLAIN
 from ubatch.calls.merging import Cached, Rule, cannot, columns_of, concatenated, mismatch, named_dim, rebuilt, sizes_of
 from ubatch.schedules.vote import DeclineReason
@@ -34,12 +33,10 @@ class Guess(Rule):
     """Any output of a call that was not proved, and what it holds.
 
     Attributes:
-        plan: how the call was split.
         dims: `UBatchConfig.output_dims`: output -> dimension to concatenate, if it is not 0; None if all lanes return
             the same value.
     """
 
-    plan: CallPlan
     dims: Mapping[str, int | None]
 
     def merge(self, path: str, values: Sequence[Any], parts: LaneParts) -> Any:
@@ -54,7 +51,7 @@ class Guess(Rule):
         if any(type(value) is not type(first) for value in values):
             raise mismatch(path, values, _LANES)
         if isinstance(first, Tensor):
-            return self._tensor(path, values, dim, parts.rows)
+            return _tensor(path, values, dim, parts)
         if splitter_for(first) is not None:
             return Cached().merge(path, values, parts)
         if isinstance(first, PLAIN) and all(value == first for value in values):
@@ -67,50 +64,45 @@ class Guess(Rule):
         columns = columns_of(path, values, _LANES)
         return rebuilt(path, first, [self.merge(f"{path}.{key}", column, parts) for key, column in columns.items()])
 
-    @cached_property
-    def _split(self) -> list[tuple[Any, int]]:
-        """The arguments that are split, and along which dimension."""
-        return [(leaf.value, leaf.dim) for leaf in self.plan.leaves if leaf.dim is not None]
 
-    @cached_property
-    def _multiples(self) -> set[int]:
-        """How many output rows one row of the call may have: 1, or an argument's size other than the rows."""
-        tensors = [(value, dim) for value, dim in self._split if isinstance(value, Tensor) and value.dim() > 1]
-        return {1, *(value.shape[1 - dim] for value, dim in tensors if dim < 2)}
+def _tensor(path: str, values: Sequence[Tensor], dim: int | None, parts: LaneParts) -> Tensor:
+    """Tensors merged, of which the user named dimension `dim`, or none."""
+    first, rows = values[0], parts.rows
+    if first.dim() == 0:
+        raise cannot(path, "has no dimensions (a loss?)", DeclineReason.ZERO_DIM_OUTPUT)
+    split = [(leaf.value, leaf.dim) for leaf in parts.leaves if leaf.dim is not None]
+    shapes = [(value.shape, along) for value, along in split if isinstance(value, Tensor) and value.dim() > 1]
+    multiples = {1, *(shape[1 - along] for shape, along in shapes if along < 2)}
+    if all(_overlap(value, first) for value in values[1:]):
+        views = {(value.data_ptr(), value.shape, value.stride()) for value in values}
+        if len(views) == 1 and not _follow([value.shape[0] for value in values], rows, multiples):
+            return first  # a parameter or buffer handed through
+        raise cannot(path, "is the same memory in all lanes, which overwrite each other (return a new tensor)")
+    sizes = sizes_of(values, dim or 0)
+    if not (_follow(sizes, rows, multiples) if dim is None else _proportional(sizes, rows)):
+        raise mismatch(path, values, f"in lanes of {list(rows)} rows")
+    batch_first = all(along == 0 for _, along in split)
+    if dim is None and _has_two_readings(first, rows, multiples, batch_first=batch_first):
+        raise cannot(path, f"has shape {tuple(first.shape)} for {rows[0]} rows, along either dimension")
+    return torch.cat(list(values), dim or 0)
 
-    def _tensor(self, path: str, values: Sequence[Tensor], dim: int | None, rows: Sequence[int]) -> Tensor:
-        """Tensors of lanes with these numbers of rows merged, of which the user named dimension `dim`, or none."""
-        first = values[0]
-        if first.dim() == 0:
-            raise cannot(path, "has no dimensions (a loss?)", DeclineReason.ZERO_DIM_OUTPUT)
-        if all(_overlap(value, first) for value in values[1:]):
-            views = {(value.data_ptr(), value.shape, value.stride()) for value in values}
-            if len(views) == 1 and not self._follow([value.shape[0] for value in values], rows):
-                return first  # a parameter or buffer handed through
-            raise cannot(path, "is the same memory in all lanes, which overwrite each other (return a new tensor)")
-        sizes = sizes_of(values, dim or 0)
-        if not (self._follow(sizes, rows) if dim is None else _proportional(sizes, rows)):
-            raise mismatch(path, values, f"in lanes of {list(rows)} rows")
-        if dim is None and self._has_two_readings(first, rows):
-            raise cannot(path, f"has shape {tuple(first.shape)} for {rows[0]} rows, along either dimension")
-        return torch.cat(list(values), dim or 0)
 
-    def _follow(self, sizes: Sequence[int], rows: Sequence[int]) -> bool:
-        """Whether these sizes are of the batch dimension. Between equal lanes any size is proportional to the rows, so
-        there the size must be a known multiple of them."""
-        return any(list(sizes) == [own * multiple for own in rows] for multiple in self._multiples)
+def _follow(sizes: Sequence[int], rows: Sequence[int], multiples: set[int]) -> bool:
+    """Whether these sizes are of the batch dimension. Between equal lanes any size is proportional to the rows, so
+    there the size must be a known multiple of them: 1, or an argument's size other than the rows."""
+    return any(list(sizes) == [own * multiple for own in rows] for multiple in multiples)
 
-    def _has_two_readings(self, value: Tensor, rows: Sequence[int]) -> bool:
-        """Whether this could be a batch-first output or another layout, such as an RNN's `[layers, batch, hidden]`.
 
-        Only possible with equal lanes that have as many rows as there are layers. If the arguments are batch-first and
-        a later size of the output is one of theirs, such as the sequence length, it is batch-first.
-        """
-        batch_first = all(dim == 0 for _, dim in self._split)
-        if len(set(rows)) > 1 or value.dim() < (3 if batch_first else 2):
-            return False
-        told = batch_first and not (self._multiples - {1}).isdisjoint(value.shape[1:])
-        return value.shape[0] == value.shape[1] == rows[0] and not told
+def _has_two_readings(value: Tensor, rows: Sequence[int], multiples: set[int], *, batch_first: bool) -> bool:
+    """Whether this could be a batch-first output or another layout, such as an RNN's `[layers, batch, hidden]`.
+
+    Only possible with equal lanes that have as many rows as there are layers. If the arguments are batch-first and a
+    later size of the output is one of theirs, such as the sequence length, it is batch-first.
+    """
+    if len(set(rows)) > 1 or value.dim() < (3 if batch_first else 2):
+        return False
+    told = batch_first and not (multiples - {1}).isdisjoint(value.shape[1:])
+    return value.shape[0] == value.shape[1] == rows[0] and not told
 
 
 def _proportional(sizes: Sequence[int], rows: Sequence[int]) -> bool:

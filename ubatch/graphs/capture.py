@@ -161,7 +161,7 @@ class Capturer:
         with self._rehearsing(), self.table.backend.warming_up():
             for rows in (plan.rows, plan.rows - 1):
                 part = plan.cut([slice(0, rows)])[0][0]
-                intent = replace(self.eligibility.intent(*part, context), cut=None, single=False)
+                intent = replace(self.eligibility.intent(*part, context), calls=(), single=False)
                 output = self.execution.unsplit(Step(*part, intent, self._unsplit_decision(intent), context))
                 shapes.append(GraphOutput(output).shapes())
                 plain.append(GraphOutput(output).plain())
@@ -181,7 +181,7 @@ class Capturer:
         step = self._proved(static, self.eligibility.intent(*static, context), context)
         if step.intent.engages(step.decision):
             yield self._capture(leaves, step, row_dims)
-        whole = replace(step.intent, cut=None, single=False)
+        whole = replace(step.intent, calls=(), single=False)
         step = replace(step, intent=whole, decision=self._unsplit_decision(whole))
         yield self._capture(leaves, step, row_dims)
 
@@ -222,7 +222,7 @@ class Capturer:
         """Record a call, and put it into the table. `output_rows`: given if smaller calls may be padded to this one."""
         table, plan = self.table, step.intent.plan
         setting = Setting.current(self.model, table.backend.device, step.context)
-        run = functools.partial(self._run, step)  # a closure would outlive a failure
+        run = functools.partial(self.execution.call, step)  # a closure would outlive a failure
         key = table.key(step.intent, engaged=step.intent.engages(step.decision))
         with self._rehearsing():
             graph, output = record(table.backend, key, leaves.tensors, run, lambda: self.execution.failure)
@@ -244,13 +244,6 @@ class Capturer:
         """Mark runs as rehearsals: they have no time limit and are not recorded in the caller's trace."""
         with self.execution.no_timeout(), nullcontext() if current_trace() is None else tracing():
             yield
-
-    def _run(self, step: Step, capture: Capture | None) -> Any:
-        if step.decision.engaged and step.intent.single:
-            return self.execution.single(step, capture)
-        if step.decision.engaged and step.intent.cut is not None:
-            return self.execution.lanes(step, step.intent.cut, capture)
-        return self.execution.unsplit(step, capture)
 
 
 def record(

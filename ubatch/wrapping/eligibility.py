@@ -17,7 +17,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +26,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ubatch.calls.arguments import parameter_names, plan_call
 from ubatch.calls.call_leaves import leaves_of
 from ubatch.calls.call_plan import CallPlan, CannotSplit, even_bounds
-from ubatch.calls.merging import Rule
 from ubatch.errors import SplitError, UBatchError, describe
 from ubatch.lanes.torch_modes import why_not_in_lanes
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
@@ -36,14 +35,15 @@ from ubatch.schedules.vote import MAX_LANES, Decision, DeclineReason, Offer, Wis
 from ubatch.wrapping.config import UBatchConfig, Verify
 from ubatch.wrapping.effects.state import State
 from ubatch.wrapping.guard import Guard
-from ubatch.wrapping.intent import CutCall, Intent
-from ubatch.wrapping.proof_table import OFTEN, ProofTable
+from ubatch.wrapping.intent import Intent
+from ubatch.wrapping.proof_table import OFTEN, ProofTable, Standing
 from ubatch.wrapping.signature import Signature, is_flag, signature_of
 
 __all__ = ["Eligibility"]
 
 _MOST_KEPT = 1024
-"""Most refusals, and most changed attributes, that are kept; with more, all are forgotten."""
+"""Most changed attributes that are kept; with more, all are forgotten."""
+_UNPROVED = Standing()
 
 
 class Eligibility:
@@ -64,7 +64,6 @@ class Eligibility:
         self._config = config
         self.names = parameter_names(model.forward)
         self.proofs = ProofTable()
-        self._refusals: dict[tuple[int, ForwardMode, DeclineReason], Offer] = {}
         self.forget()
 
     def intent(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext | None) -> Intent:
@@ -85,17 +84,16 @@ class Eligibility:
             if plan.decode and not num_tokens:
                 mode = ForwardMode.DECODE
             num_tokens = plan.num_tokens
-            no = self._unwanted(plan, mode, args, kwargs, context)
-            if no is not None:
-                return self._no(*no, num_tokens, mode, plan)
+            self._refuse_unwanted(plan, mode, args, kwargs, context)
             return self._provable(plan, mode)
         except CannotSplit as cannot:
-            return self._no(cannot.reason, str(cannot), num_tokens, mode, plan)
+            reason, why = cannot.reason, str(cannot)
         except UBatchError:
             raise
         except Exception as error:  # an argument that is not what it seems; the module may not mind
-            why = f"the call cannot be taken apart ({describe(error)})."
-            return self._no(DeclineReason.CANNOT_PROVE, why, num_tokens, mode, plan)
+            reason, why = DeclineReason.CANNOT_PROVE, f"the call cannot be taken apart ({describe(error)})."
+        schedule = self._config.for_mode(mode).schedule
+        return Intent(_offer((num_tokens,), mode, schedule, reason), schedule, mode, plan, why)
 
     def settle(self, intent: Intent, decision: Decision) -> Intent:
         """The intent after the vote: a rank without tokens takes the lanes and schedule of the others.
@@ -152,22 +150,22 @@ class Eligibility:
 
     def guard(self, intent: Intent, neighbours: Callable[[], int]) -> Guard | None:
         """The guard of a call that is about to run in lanes. `neighbours`: see `Guard`."""
-        plan, cut = intent.plan, intent.cut
-        if plan is None or cut is None:
+        plan = intent.plan
+        if plan is None:
             return None
-        call = State.of_call((*plan.args, *plan.kwargs.items()), cut.calls)
-        return Guard(self.known or self.state(), call, cut.writes, neighbours)
+        call = State.of_call((*plan.args, *plan.kwargs.items()), intent.calls)
+        return Guard(self.known or self.state(), call, intent.writes, neighbours)
 
     def _provable(self, plan: CallPlan, mode: ForwardMode) -> Intent:
-        """The intent of a call that is to overlap, with its proof's result: the merge rule; a request for a proof if
-        there is none yet; or a no.
+        """The intent of a call that is to overlap, with its proof's result: the merge rule; or a request for a proof if
+        there is none yet. A rank without rows has nothing to prove, and merges nothing.
 
-        A rank without rows has nothing to prove, and merges nothing.
+        Raises:
+            CannotSplit: its proof failed, or would.
         """
-        schedule = self._config.for_mode(mode).schedule
+        schedule, verify = self._config.for_mode(mode).schedule, self._config.verify
         if schedule.lanes == 1:
             return self._even(plan, mode, schedule)
-        verify = self._config.verify
         if verify == Verify.OFF or not plan.rows:
             self.state()  # which the guard compares with
             return self._even(plan, mode, schedule)
@@ -175,16 +173,13 @@ class Eligibility:
         signature = signature_of(plan, mode, schedule.lanes, training=self._model.training, trains=trains)
         standing = self.proofs.find(signature)
         if standing.retired is not None:
-            return self._no(*standing.retired, plan.num_tokens, mode, plan)
+            raise CannotSplit(*standing.retired)
         self.state()  # may doubt the proof
-        vain = self.proofs.vain(standing)
-        if vain is not None:
-            return self._no(*vain, plan.num_tokens, mode, plan)
-        if standing.writes and plan.shares_memory():
-            why = "the call writes to arguments that share memory with each other. Give it tensors of their own."
-            return self._no(DeclineReason.CANNOT_PROVE, why, plan.num_tokens, mode, plan)
+        self.proofs.refuse_vain(standing)
+        if standing.writes:
+            plan.refuse_shared_memory()
         unproved = standing.rule is None or verify == Verify.ALWAYS
-        return self._even(plan, mode, schedule, _Proved(signature, standing.rule, standing.writes, unproved))
+        return self._even(plan, mode, schedule, signature, standing, unproved=unproved)
 
     def _requested(
         self,
@@ -193,21 +188,18 @@ class Eligibility:
         slices: Sequence[UBatchSlice],
         context: ForwardContext,
     ) -> Intent:
-        plan = self.plan(args, kwargs)
+        plan, mode = self.plan(args, kwargs), context.mode
         bounds = _explicit_bounds(slices, plan)
-        schedule = context.schedule or self._config.for_mode(context.mode).schedule
-        no = self._config.switched_off(schedule) or self._not_in_lanes(plan, args, kwargs)
-        if no is not None:
-            raise CannotSplit(no[0], f"the forward context has ubatch_slices, but {no[1]}")
+        schedule = context.schedule or self._config.for_mode(mode).schedule
+        try:
+            _refuse(self._config.switched_off(schedule))
+            self._refuse_lanes(plan, args, kwargs)
+        except CannotSplit as no:
+            raise CannotSplit(no.reason, f"the forward context has ubatch_slices, but {no}") from None
         self.state()  # which the guard compares with
-        return self._yes(
-            plan,
-            bounds,
-            context.mode,
-            schedule.with_lanes(len(slices)),
-            [part.num_tokens for part in slices],
-            _UNKNOWN,
-        )
+        schedule, (calls, parts) = schedule.with_lanes(len(slices)), plan.cut(bounds)
+        offer = _offer(tuple([part.num_tokens for part in slices]), mode, schedule)
+        return Intent(offer, schedule, mode, plan, calls=calls, parts=parts)
 
     def _requested_whole(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext, decision: Decision
@@ -226,138 +218,108 @@ class Eligibility:
             plan = self.plan(args, kwargs)
         except CannotSplit:  # nothing is cut
             plan = None
-        return self._single(plan, context.mode, schedule, context.num_tokens)
+        offer = _offer((context.num_tokens,), context.mode, schedule)
+        return Intent(offer, schedule, context.mode, plan, single=True)
 
-    def _unwanted(
+    def _refuse_unwanted(
         self,
         plan: CallPlan,
         mode: ForwardMode,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         context: ForwardContext | None,
-    ) -> tuple[DeclineReason, str] | None:
-        """Why this rank does not want to split a call that could be split; None for an idle rank."""
-        settings, idle = self._config.for_mode(mode), plan.rows == 0 and self._config.group is not None
-        off = self._config.switched_off(None if idle else settings.schedule)
-        if off is not None:
-            return off
+    ) -> None:
+        """Refuse a call that could be split, but which this rank does not want to split; none of an idle rank.
+
+        Raises:
+            CannotSplit: overlap is off, or not asked for; or the call is too small, or must not run in lanes.
+        """
+        schedule, idle = self._config.for_mode(mode).schedule, plan.rows == 0 and self._config.group is not None
+        _refuse(self._config.switched_off(None if idle else schedule))
         if context is not None and context.attn_metadata is not None:
-            return (
-                DeclineReason.NOT_REQUESTED,
-                "the forward context has attention metadata but no ubatch_slices: its caller wants one batch.",
-            )
+            why = "the forward context has attention metadata but no ubatch_slices: its caller wants one batch."
+            raise CannotSplit(DeclineReason.NOT_REQUESTED, why)
         if idle:
-            return None
-        too_small, lanes = self._config.below_threshold(mode, plan.num_tokens), settings.schedule.lanes
-        if too_small is not None or lanes == 1:
-            return too_small
-        if plan.rows < lanes:
-            return DeclineReason.LAST_UBATCH_EMPTY, f"{plan.rows} rows leave a lane of {lanes} empty."
-        return self._not_in_lanes(plan, args, kwargs)
+            return
+        _refuse(self._config.below_threshold(mode, plan.num_tokens))
+        if schedule.lanes == 1:
+            return
+        if plan.rows < schedule.lanes:
+            why = f"{plan.rows} rows leave a lane of {schedule.lanes} empty."
+            raise CannotSplit(DeclineReason.LAST_UBATCH_EMPTY, why)
+        self._refuse_lanes(plan, args, kwargs)
 
-    def _not_in_lanes(
-        self, plan: CallPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[DeclineReason, str] | None:
-        """Reasons against lanes that are known without running the call."""
-        return self._layout(plan) or why_not_in_lanes() or self._batch_dependence() or self._gradients(args, kwargs)
+    def _refuse_lanes(self, plan: CallPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a call of which it is known without running it that it must not run in lanes.
 
-    def _layout(self, plan: CallPlan) -> tuple[DeclineReason, str] | None:
-        """Refuse a module whose batch is not in dimension 0, or which cannot run in lanes."""
+        Raises:
+            CannotSplit: the module cannot stop at points, has its batch in another dimension, mixes its rows, or draws
+                random numbers; the caller's modes stay in its thread; intercepted collectives would need gradients.
+        """
         model = self._model
         if isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction):
-            return (
-                DeclineReason.JIT_MODULE,
-                "the module is compiled by torch.jit, so no lane can stop at a point in it.",
-            )
+            why = "the module is compiled by torch.jit, so no lane can stop at a point in it."
+            raise CannotSplit(DeclineReason.JIT_MODULE, why)
         for leaf in plan.leaves:
             if leaf.dim == 0 and leaf.path not in self._config.split_dims and _is_sequence_first(model):
-                return (
-                    DeclineReason.SEQUENCE_FIRST,
-                    f"{type(model).__name__} has batch_first=False, so dimension 0 of {leaf.path!r} is the sequence. "
-                    f"Say split_dims={{{leaf.path!r}: 1}}.",
-                )
-        return None
-
-    def _gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DeclineReason, str] | None:
-        """Refuse gradients with intercepted collectives, which have none in lanes."""
-        if not self._intercept or not torch.is_grad_enabled():
-            return None
-        given = leaves_of(self.names, args, kwargs).tensors.values()
-        if any(tensor.requires_grad for tensor in itertools.chain(given, self._model.parameters())):
-            return (
-                DeclineReason.GRADIENTS,
-                "torch's collectives in lanes carry no gradients. Run under torch.no_grad(), or train unsplit.",
-            )
-        return None
-
-    def _batch_dependence(self) -> tuple[DeclineReason, str] | None:
-        """Refuse modules in which a row's result depends on other rows, or on the order of random numbers."""
-        model = self._model
+                why = f"{type(model).__name__} has batch_first=False, so dimension 0 of {leaf.path!r} is the sequence. "
+                raise CannotSplit(DeclineReason.SEQUENCE_FIRST, f"{why}Say split_dims={{{leaf.path!r}: 1}}.")
+        _refuse(why_not_in_lanes())
         for name, module in model.named_modules() if model.training else self._suspects:
             where = name or "the module"
             if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
-                return DeclineReason.BATCH_NORM_IN_TRAINING, f"{where} normalises over the whole batch."
+                raise CannotSplit(DeclineReason.BATCH_NORM_IN_TRAINING, f"{where} normalises over the whole batch.")
             if module.training and any(rate > 0 for rate in _dropout_rates(module)):
-                return DeclineReason.DROPOUT_IN_TRAINING, f"{where} drops out at random; call eval()."
-        return None
+                raise CannotSplit(DeclineReason.DROPOUT_IN_TRAINING, f"{where} drops out at random; call eval().")
+        if self._intercept and torch.is_grad_enabled():
+            given = leaves_of(self.names, args, kwargs).tensors.values()
+            if any(tensor.requires_grad for tensor in itertools.chain(given, model.parameters())):
+                why = "torch's collectives in lanes carry no gradients. Run under torch.no_grad(), or train unsplit."
+                raise CannotSplit(DeclineReason.GRADIENTS, why)
 
-    def _no(self, reason: DeclineReason, why: str, tokens: int, mode: ForwardMode, plan: CallPlan | None) -> Intent:
-        schedule, key = self._config.for_mode(mode).schedule, (tokens, mode, reason)
-        offer = self._refusals.get(key)
-        if offer is None:
-            if len(self._refusals) == _MOST_KEPT:
-                self._refusals.clear()
-            offer = self._refusals[key] = _offer((tokens,), mode, schedule, reason)
-        return Intent(offer, why, schedule, None, mode, tokens, plan)
-
-    def _even(self, plan: CallPlan, mode: ForwardMode, schedule: Schedule, proved: _Proved | None = None) -> Intent:
-        if schedule.lanes == 1:
-            return self._single(plan, mode, schedule, plan.num_tokens)
-        bounds = even_bounds(plan.rows, schedule.lanes)
-        tokens = [(rows.stop - rows.start) * plan.tokens_per_row for rows in bounds]
-        return self._yes(plan, bounds, mode, schedule, tokens, proved or _UNKNOWN)
-
-    def _single(self, plan: CallPlan | None, mode: ForwardMode, schedule: Schedule, tokens: int) -> Intent:
-        return Intent(_offer((tokens,), mode, schedule), None, schedule, None, mode, tokens, plan, single=True)
-
-    def _yes(
+    def _even(
         self,
         plan: CallPlan,
-        bounds: Sequence[slice],
         mode: ForwardMode,
         schedule: Schedule,
-        tokens: Sequence[int],
-        proved: _Proved,
+        signature: Signature | None = None,
+        standing: Standing = _UNPROVED,
+        *,
+        unproved: bool = False,
     ) -> Intent:
-        cut = CutCall(plan, tuple(bounds), *plan.cut(bounds), proved.rule, proved.writes)
-        offer = _offer(tuple(tokens), mode, schedule, None, proved.unproved)
-        return Intent(offer, None, schedule, cut, mode, sum(tokens), plan, False, proved.signature)
+        """The intent of a call that is cut evenly, or runs as one lane."""
+        if schedule.lanes == 1:
+            return Intent(_offer((plan.num_tokens,), mode, schedule), schedule, mode, plan, single=True)
+        calls, parts = plan.cut(even_bounds(plan.rows, schedule.lanes))
+        offer = _offer(tuple([rows * plan.tokens_per_row for rows in parts.rows]), mode, schedule, unproved=unproved)
+        learned = signature, standing.rule, standing.writes
+        return Intent(offer, schedule, mode, plan, None, False, calls, parts, *learned)
 
 
-class _Proved(NamedTuple):
-    """What is known of a call that is to overlap; see `CutCall`, `Intent` and `Offer`."""
-
-    signature: Signature | None = None
-    rule: Rule | None = None
-    writes: frozenset[str] = frozenset()
-    unproved: bool = False
-
-
-_UNKNOWN = _Proved()
-
-
-@functools.lru_cache(1024)
 def _offer(
     tokens: tuple[int, ...],
     mode: ForwardMode,
     schedule: Schedule,
     reason: DeclineReason | None = None,
+    *,
     unproved: bool = False,
 ) -> Offer:
     """A no where there is a `reason`; else a yes, or idle if there are no tokens."""
+    return _kept_offer(tokens, mode, schedule.lanes, schedule.fingerprint, reason, unproved)
+
+
+@functools.lru_cache(1024)
+def _kept_offer(
+    tokens: tuple[int, ...], mode: ForwardMode, lanes: int, schedule: int, reason: DeclineReason | None, unproved: bool
+) -> Offer:
     wish = Wish.NO if reason is not None else Wish.YES if any(tokens) else Wish.IDLE
-    prints = schedule.fingerprint, fingerprint(mode)
-    return Offer(wish, tokens, schedule.lanes, reason, *prints, unproved=unproved)
+    return Offer(wish, tokens, lanes, reason, schedule, fingerprint(mode), unproved=unproved)
+
+
+def _refuse(no: tuple[DeclineReason, str] | None) -> None:
+    """Raise `CannotSplit` for a reason and its message."""
+    if no is not None:
+        raise CannotSplit(*no)
 
 
 def _explicit_bounds(slices: Sequence[UBatchSlice], plan: CallPlan) -> list[slice]:

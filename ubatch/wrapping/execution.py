@@ -1,7 +1,7 @@
 """Running a call after the decision, eagerly or inside a capture.
 
 `Execution.run` is the room; a runner's step (`ubatch.wrapping.step`) enters it as it is. A call of the wrapper comes in
-one of three ways:
+(`Execution.call`) in one of three ways:
 
     lanes      one body per lane, one forward context per lane, the outputs merged
     single     the module itself as the only lane: its chunks of experts overlap (single-batch overlap)
@@ -32,6 +32,7 @@ from ubatch.process.interrupts import Marks
 from ubatch.ranks.fsdp import sharing_weights
 from ubatch.ranks.long_calls import taking_long
 from ubatch.schedules.forward_context import ForwardContext, set_forward_context
+from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.vote import Decision
 from ubatch.streams.graph_protocols import Capture
 from ubatch.streams.streams import make_streams
@@ -39,7 +40,7 @@ from ubatch.trace.ranges import profile_ranges
 from ubatch.trace.spans import UNSPLIT, SpanKind, Trace, current_trace
 from ubatch.wrapping.config import UBatchConfig
 from ubatch.wrapping.guard import Guard
-from ubatch.wrapping.intent import CutCall, Intent
+from ubatch.wrapping.intent import Intent
 from ubatch.wrapping.step import Call, DecidedStep
 
 __all__ = ["Execution", "Step", "checked_device", "device_of", "span"]
@@ -80,42 +81,42 @@ class Execution:
         self._patient = Marks()
         self.failure: tuple[int, str] | None = None
 
-    def lanes(self, step: Step, cut: CutCall, capture: Capture | None = None, guard: Guard | None = None) -> Any:
-        """Run a call in lanes, split as in `cut`; returns the merged outputs.
+    def call(self, step: Step, capture: Capture | None = None, guard: Guard | None = None) -> Any:
+        """Run a call as it was decided; outputs of lanes are merged.
 
         Raises:
             ConfigError: `context` has slices, but no matching lane contexts.
             Finding: `guard` found a change.
             Others: what the lanes raised; see `LanePool.run`.
         """
-        outputs = self.outputs(step, cut, capture, None if guard is None else guard.at_handover)
+        intent = step.intent
+        if not intent.engages(step.decision):
+            return self.unsplit(step, capture)
+        if intent.single:
+            contexts = [self._whole_context(step)]
+            return self.run(_decided(step, [(step.args, step.kwargs)], contexts, intent.schedule), capture)[0]
+        outputs = self.outputs(step, capture, None if guard is None else guard.at_handover)
         if guard is not None:
             guard.check()
         with nullcontext() if capture is None else capture.part():
-            rule = cut.rule or Guess(cut.plan, self._config.output_dims)
-            merged = rule.merge("output", outputs, cut.parts)
-            cut.parts.merge_caches()
+            rule = intent.rule or Guess(self._config.output_dims)
+            merged = rule.merge("output", outputs, intent.parts)
+            intent.parts.merge_caches()
             return merged
 
     def outputs(
-        self,
-        step: Step,
-        cut: CutCall,
-        capture: Capture | None = None,
-        at_handover: Callable[[], None] | None = None,
+        self, step: Step, capture: Capture | None = None, at_handover: Callable[[], None] | None = None
     ) -> list[Any]:
         """Run a call in lanes; returns one output per lane. Each lane runs `at_handover` before it hands over and when
-        it has its output. Errors as in `lanes`."""
-        return self.run(_decided(step, cut.calls, _lane_contexts(step)), capture, at_handover)
+        it has its output. Errors as in `call`."""
+        intent = step.intent
+        return self.run(_decided(step, intent.calls, _lane_contexts(step), intent.schedule), capture, at_handover)
 
-    def single(self, step: Step, capture: Capture | None = None) -> Any:
-        """Run a call unsplit, as the only lane of the schedule.
-
-        Raises:
-            Exception: the module's own error; see `SingleLane.run`.
-        """
-        (output,) = self.run(_decided(step, [(step.args, step.kwargs)], [self._whole_context(step)]), capture)
-        return output
+    def unsplit(self, step: Step, capture: Capture | None = None) -> Any:
+        """Run a call unsplit. If the ranks voted, its forward context has their decision."""
+        voted = self._config.group is not None and (step.context is None or step.context.decision is None)
+        contexts = [self._whole_context(step)] if voted else []
+        return self.run(_decided(step, [(step.args, step.kwargs)], contexts, None), capture)[0]
 
     def run(
         self, step: DecidedStep, capture: Capture | None = None, at_handover: Callable[[], None] | None = None
@@ -154,17 +155,9 @@ class Execution:
     def _intercepting(self) -> AbstractContextManager[None]:
         if not self._intercept:
             return nullcontext()
-        from ubatch.ranks.intercept import (
-            intercepting,
-        )  # imported here, because some builds of torch lack torch.distributed
+        from ubatch.ranks.intercept import intercepting  # some builds of torch lack torch.distributed
 
         return intercepting()
-
-    def unsplit(self, step: Step, capture: Capture | None = None) -> Any:
-        """Run a call unsplit. If the ranks voted, its forward context has their decision."""
-        voted = self._config.group is not None and (step.context is None or step.context.decision is None)
-        contexts = [self._whole_context(step)] if voted else []
-        return self.run(replace(_decided(step, [(step.args, step.kwargs)], contexts), schedule=None), capture)[0]
 
     def _whole_context(self, step: Step) -> ForwardContext:
         """The forward context of an unsplit call: the caller's, with the ranks' decision."""
@@ -228,11 +221,10 @@ def _watched(model: nn.Module, at_handover: Callable[[], None], *args: Any, **kw
     return result
 
 
-def _decided(step: Step, calls: Sequence[Call], contexts: Sequence[ForwardContext]) -> DecidedStep:
-    intent = step.intent
-    return DecidedStep(
-        mode=intent.mode, decision=step.decision, schedule=intent.schedule, calls=calls, contexts=contexts
-    )
+def _decided(
+    step: Step, calls: Sequence[Call], contexts: Sequence[ForwardContext], schedule: Schedule | None
+) -> DecidedStep:
+    return DecidedStep(mode=step.intent.mode, decision=step.decision, schedule=schedule, calls=calls, contexts=contexts)
 
 
 def _lane_contexts(step: Step) -> list[ForwardContext]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ubatch.calls.call_plan import CallPlan, LaneParts
 from ubatch.calls.merging import Rule
@@ -12,32 +11,11 @@ from ubatch.schedules.forward_context import ForwardMode
 from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.vote import Decision, Offer
 from ubatch.wrapping.signature import Signature
+from ubatch.wrapping.step import Call
 
-__all__ = ["CutCall", "Intent"]
+__all__ = ["Intent"]
 
-
-@dataclass(frozen=True)
-class CutCall:
-    """A call, split into lanes.
-
-    Attributes:
-        bounds: row range of every lane.
-        parts: the lanes' parts of the call's leaves.
-        rule: how the outputs merge, if a proof has learned it.
-        writes: paths of the arguments that the call writes to, if a proof has learned them.
-    """
-
-    plan: CallPlan
-    bounds: tuple[slice, ...]
-    calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
-    parts: LaneParts
-    rule: Rule | None = None
-    writes: frozenset[str] = frozenset()
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """Tokens of every lane."""
-        return tuple((rows.stop - rows.start) * self.plan.tokens_per_row for rows in self.bounds)
+_NO_PARTS = LaneParts((), {}, ())
 
 
 @dataclass(frozen=True)
@@ -45,24 +23,34 @@ class Intent:
     """What this rank would do with one call.
 
     Attributes:
-        why: a sentence that tells why it would run unsplit; else None.
-        cut: the split call, if it would overlap in lanes.
-        single: whether it would overlap unsplit: one lane, with chunks of experts.
         mode: decode or prefill.
         plan: how the call would be split; None if it cannot be.
+        why: a sentence that tells why it would run unsplit; else None.
+        single: whether it would overlap unsplit: one lane, with chunks of experts.
+        calls: the lanes' arguments, if it would overlap in lanes; else none.
+        parts: the lanes' parts of the call's leaves.
         signature: the call's signature, if it needs a proof or has one.
+        rule: how the outputs merge, if a proof has learned it.
+        writes: paths of the arguments that the call writes to, if a proof has learned them.
     """
 
     offer: Offer
-    why: str | None
     schedule: Schedule
-    cut: CutCall | None
     mode: ForwardMode
-    num_tokens: int
     plan: CallPlan | None = None
+    why: str | None = None
     single: bool = False
+    calls: Sequence[Call] = ()
+    parts: LaneParts = _NO_PARTS
     signature: Signature | None = None
+    rule: Rule | None = None
+    writes: frozenset[str] = frozenset()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole call."""
+        return sum(self.offer.tokens)
 
     def engages(self, decision: Decision) -> bool:
         """Whether the call overlaps, now that the ranks have decided."""
-        return decision.engaged and (self.single or self.cut is not None)
+        return decision.engaged and (self.single or len(self.calls) > 0)

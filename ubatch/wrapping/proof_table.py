@@ -11,6 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
+from ubatch.calls.call_plan import CannotSplit
 from ubatch.calls.merging import Rule
 from ubatch.schedules.vote import DeclineReason
 from ubatch.wrapping.signature import Signature
@@ -139,14 +140,13 @@ class ProofTable:
         for standing in self._standings.values():
             standing.rule, standing.cuts = None, ()
 
-    def vain(self, standing: Standing) -> tuple[DeclineReason, str] | None:
-        """Why this would be proved in vain, as the module is another one again and again; None if it holds, or may."""
+    def refuse_vain(self, standing: Standing) -> None:
+        """Refuse what would be proved in vain, as the module is another one again and again; `CannotSplit` then."""
         if standing.rule is not None:
             self._doubts = max(0, self._doubts - 1)
-        if standing.rule is not None or self._doubts < _NEVER_TWICE:
-            return None
-        why = f"the module's {self._doubted!r} was changed between calls, time and again."
-        return DeclineReason.MODULE_KEEPS_STATE, why
+        elif self._doubts >= _NEVER_TWICE:
+            why = f"the module's {self._doubted!r} was changed between calls, time and again."
+            raise CannotSplit(DeclineReason.MODULE_KEEPS_STATE, why)
 
 
 def _types_in(base: object) -> Hashable:
