@@ -19,7 +19,6 @@ finds its graph.
 
 from __future__ import annotations
 
-import functools
 import gc
 import threading
 import traceback
@@ -54,7 +53,7 @@ from ubatch.process.interrupts import Claim, Claims, apart
 from ubatch.ranks.group import CommGroup
 from ubatch.schedules.forward_context import ForwardContext, get_forward_context
 from ubatch.schedules.schedule import Schedule
-from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide
+from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish
 from ubatch.streams.graph_protocols import CaptureFailed, GraphBackend
 from ubatch.streams.sm_budget import merge_sm_use
 from ubatch.trace.spans import current_trace, note_step, traced_step
@@ -103,7 +102,12 @@ class WrappedModule:
         self.intercepts = intercept
         self.eligibility = Eligibility(model, config, intercept=intercept)
         self.execution = Execution(model, config, self.device, intercept=intercept)
-        self.table = _table(mode, graphs, self.eligibility, model, self.device)
+        self.table: GraphTable | None = None
+        if mode is not CUDAGraphMode.NONE:
+            own = CudaGraphs(device_of(model) if self.device is None else self.device) if graphs is None else graphs
+            self.table = GraphTable(own, self.eligibility, model)
+        elif graphs is not None:
+            raise ConfigError("graphs was given, but cudagraph_mode is NONE. Set it to FULL.")
         self.tally = Tally()
         self._claims = Claims()
 
@@ -262,7 +266,7 @@ class WrappedModule:
             return output
         return self._unsplit_after(step, guard, error, reason, why)
 
-    def _unsplit_after(self, step: Step, guard: Guard | None, error: Exception, reason: DeclineReason, why: str) -> Any:
+    def _unsplit_after(self, step: Step, guard: Guard, error: Exception, reason: DeclineReason, why: str) -> Any:
         """Run a call unsplit that ended with `error` in lanes, if what they changed can be put back.
 
         Raises:
@@ -270,32 +274,32 @@ class WrappedModule:
             Exception: `error`, if it is the module's own and lanes have changed something for good; or if the caller
                 asked for these lanes, or for no proof.
         """
-        lost, intent, proofs = [] if guard is None else guard.put_back(), step.intent, self.eligibility.proofs
+        lost, proofs, signature = guard.put_back(), self.eligibility.proofs, step.intent.signature
         asked = step.context is not None and step.context.ubatch_slices is not None
-        if lost and intent.signature is not None:
-            proofs.failed(intent.signature, reason, why)
         if lost:
+            proofs.failed(signature, reason, why)
             what = f"the lanes have changed {', '.join(map(repr, lost))}, which cannot be put back"
             if isinstance(error, CannotSplit):
                 raise SideEffectError(f"{why} But {what}: what the call did is invalid.") from error
             note(error, f"{what}: what the call wrote is incomplete")
-        if lost or guard is None or asked or (intent.signature is None and not isinstance(error, Finding)):
+        if lost or asked or (signature is None and not isinstance(error, Finding)):
             raise error
-        decision = self._decide_again(intent, reason)
-        step = replace(step, decision=decision)
-        output = self.execution.unsplit(step)  # an error here would have been raised without the wrapper too
+        # All ranks repeat the step, or none does: one that has merged its outputs is already at its next step.
+        offer = step.intent.offer
+        decision = self.execution.vote(Offer(Wish.NO, (sum(offer.tokens),), offer.lanes, reason, again=True))
+        output = self.execution.unsplit(replace(step, decision=decision))  # its error is that of the bare module
         guard.give_back()
-        if intent.signature is not None and isinstance(error, OtherValue):
-            proofs.prove_again(intent.signature)
-        elif intent.signature is not None:
-            proofs.failed(intent.signature, reason, why)
+        if signature is not None and isinstance(error, OtherValue):
+            proofs.prove_again(signature)
+        else:
+            proofs.failed(signature, reason, why)
         self._count_declined(decision, why)
         return output
 
     def _prove(self, step: Step) -> Any:
         """Run a call unsplit, and prove whether calls of its signature may overlap."""
-        proofs, tally = self.eligibility.proofs, self.tally
-        proof = Proof(self.model, self.config, self.execution, proofs, step, tally.neighbours)
+        tally = self.tally
+        proof = Proof(self.execution, self.eligibility.proofs, step, tally.neighbours)
         result = proof.run()
         tally.proof_seconds += proof.seconds
         if proof.no is None:
@@ -317,16 +321,8 @@ class WrappedModule:
             return table.replay(hit)
 
     def _decide(self, intent: Intent, context: ForwardContext | None) -> Decision:
-        group = self.config.group
-        if context is not None and context.decision is not None:
-            return context.decision
-        return _decide_alone(intent.offer) if group is None else group.vote(intent.offer)
-
-    def _decide_again(self, intent: Intent, reason: DeclineReason) -> Decision:
-        """Repeat the step unsplit, if all ranks do: a rank that merged its outputs is already at its next step."""
-        group = self.config.group
-        offer = Offer(Wish.NO, (sum(intent.offer.tokens),), intent.offer.lanes, reason, again=True)
-        return decide([offer]) if group is None else group.vote(offer)
+        decided = None if context is None else context.decision
+        return self.execution.vote(intent.offer) if decided is None else decided
 
     def _count_declined(self, decision: Decision | None, why: str | None) -> None:
         """Count a call that runs unsplit."""
@@ -343,8 +339,7 @@ class WrappedModule:
             yield
         finally:
             now = self.eligibility.known
-            changed = now is not None and now.moved() and now.changed_items()
-            if changed or (now is not None and now is state and now.hooks != hooks):
+            if now is not None and ((now is state and now.hooks != hooks) or (now.moved() and now.changed_items())):
                 self.module_changed(how)
 
     def module_changed(self, how: str) -> None:
@@ -377,11 +372,6 @@ class WrappedModule:
         )
 
 
-@functools.lru_cache(1024)
-def _decide_alone(offer: Offer) -> Decision:
-    return decide([offer])
-
-
 _SAME_MODULE = frozenset({"train", "eval", "zero_grad"})
 """Methods that do not invalidate proofs: the module computes the same after them, or has another signature."""
 
@@ -405,19 +395,3 @@ def _refuse(other: Claim, *_: object) -> NoReturn:
         "another thread is in a call of this UBatchWrapper, whose steps all ranks take together. Use one wrapper per "
         "thread."
     )
-
-
-def _table(
-    mode: CUDAGraphMode,
-    graphs: GraphBackend | None,
-    eligibility: Eligibility,
-    model: nn.Module,
-    device: torch.device | None,
-) -> GraphTable | None:
-    if mode is CUDAGraphMode.NONE:
-        if graphs is not None:
-            raise ConfigError("graphs was given, but cudagraph_mode is NONE. Set it to FULL.")
-        return None
-    if graphs is None:
-        graphs = CudaGraphs(device_of(model) if device is None else device)
-    return GraphTable(graphs, eligibility, model)

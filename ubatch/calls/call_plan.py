@@ -105,6 +105,11 @@ class CallPlan(NamedTuple):
     kwargs: Mapping[str, Any]
 
     @property
+    def named(self) -> tuple[tuple[str, Any], ...]:
+        """All arguments, with their parameters' names."""
+        return *self.args, *self.kwargs.items()
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the whole call."""
         return self.rows * self.tokens_per_row
@@ -155,7 +160,7 @@ class CallPlan(NamedTuple):
         # Autograd refuses writes to views that one operator made together.
         together = None if sum(sizes) != self.rows or torch.is_grad_enabled() else sizes
         parts = {leaf.path: leaf.cut(bounds, together) for leaf in self.leaves}
-        return self._calls(parts, len(bounds)), LaneParts(self.leaves, parts, sizes)
+        return self._calls(parts, len(bounds)), LaneParts(self, parts, sizes)
 
     def _calls(self, parts: Mapping[str, Sequence[Any]], lanes: int) -> list[_Call]:
         """Every lane's arguments, from its parts of the leaves."""
@@ -178,18 +183,18 @@ class LaneParts(NamedTuple):
         rows: number of rows of each lane.
     """
 
-    leaves: tuple[Leaf, ...]
+    plan: CallPlan
     parts: Mapping[str, Sequence[Any]]
     rows: Sequence[int]
 
     def cache_of(self, part: object) -> Any | None:
         """The cache that `part` was cut from, or None."""
-        caches = (leaf for leaf in self.leaves if leaf.splitter is not None)
+        caches = (leaf for leaf in self.plan.leaves if leaf.splitter is not None)
         return next((leaf.value for leaf in caches if any(part is own for own in self.parts[leaf.path])), None)
 
     def merge_caches(self) -> None:
         """Put what the lanes wrote into the caller's caches."""
-        for leaf in self.leaves:
+        for leaf in self.plan.leaves:
             if leaf.splitter is not None:
                 merge_cache(leaf.splitter, self.parts[leaf.path], leaf.value)
 

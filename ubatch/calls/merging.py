@@ -109,7 +109,7 @@ class Given(Rule):
     def merge(self, path: str, values: Sequence[Any], parts: LaneParts) -> Any:
         if not self.fits(values, parts):
             raise mismatch(path, values, _UNLIKE)
-        return next(leaf.value for leaf in parts.leaves if leaf.path == self.argument)
+        return next(leaf.value for leaf in parts.plan.leaves if leaf.path == self.argument)
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def _tensor(path: str, values: Sequence[Tensor], dim: int | None, parts: LanePar
     first, rows = values[0], parts.rows
     if first.dim() == 0:
         raise cannot(path, "has no dimensions (a loss?)", DeclineReason.ZERO_DIM_OUTPUT)
-    split = [(leaf.value, leaf.dim) for leaf in parts.leaves if leaf.dim is not None]
+    split = [(leaf.value, leaf.dim) for leaf in parts.plan.leaves if leaf.dim is not None]
     shapes = [(value.shape, along) for value, along in split if isinstance(value, Tensor) and value.dim() > 1]
     multiples = {1, *(shape[1 - along] for shape, along in shapes if along < 2)}
     if all(_overlap(value, first) for value in values[1:]):

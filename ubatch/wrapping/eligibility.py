@@ -24,8 +24,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ubatch.calls.arguments import parameter_names, plan_call
-from ubatch.calls.call_leaves import leaves_of
 from ubatch.calls.call_plan import CallPlan, CannotSplit, even_bounds
+from ubatch.calls.containers import tensors_in
 from ubatch.errors import SplitError, UBatchError, describe
 from ubatch.lanes.torch_modes import why_not_in_lanes
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
@@ -84,7 +84,7 @@ class Eligibility:
             if plan.decode and not num_tokens:
                 mode = ForwardMode.DECODE
             num_tokens = plan.num_tokens
-            self._refuse_unwanted(plan, mode, args, kwargs, context)
+            self._refuse_unwanted(plan, mode, context)
             return self._provable(plan, mode)
         except CannotSplit as cannot:
             reason, why = cannot.reason, str(cannot)
@@ -148,12 +148,9 @@ class Eligibility:
         self._changes[path] += 1
         return self._changes[path] > OFTEN and not is_flag(value)
 
-    def guard(self, intent: Intent, neighbours: Callable[[], int]) -> Guard | None:
+    def guard(self, intent: Intent, neighbours: Callable[[], int]) -> Guard:
         """The guard of a call that is about to run in lanes. `neighbours`: see `Guard`."""
-        plan = intent.plan
-        if plan is None:
-            return None
-        call = State.of_call((*plan.args, *plan.kwargs.items()), intent.calls)
+        call = State.of_call(intent.parts.plan.named, intent.calls)
         return Guard(self.known or self.state(), call, intent.writes, neighbours)
 
     def _provable(self, plan: CallPlan, mode: ForwardMode) -> Intent:
@@ -193,7 +190,7 @@ class Eligibility:
         schedule = context.schedule or self._config.for_mode(mode).schedule
         try:
             _refuse(self._config.switched_off(schedule))
-            self._refuse_lanes(plan, args, kwargs)
+            self._refuse_lanes(plan)
         except CannotSplit as no:
             raise CannotSplit(no.reason, f"the forward context has ubatch_slices, but {no}") from None
         self.state()  # which the guard compares with
@@ -221,14 +218,7 @@ class Eligibility:
         offer = _offer((context.num_tokens,), context.mode, schedule)
         return Intent(offer, schedule, context.mode, plan, single=True)
 
-    def _refuse_unwanted(
-        self,
-        plan: CallPlan,
-        mode: ForwardMode,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        context: ForwardContext | None,
-    ) -> None:
+    def _refuse_unwanted(self, plan: CallPlan, mode: ForwardMode, context: ForwardContext | None) -> None:
         """Refuse a call that could be split, but which this rank does not want to split; none of an idle rank.
 
         Raises:
@@ -247,9 +237,9 @@ class Eligibility:
         if plan.rows < schedule.lanes:
             why = f"{plan.rows} rows leave a lane of {schedule.lanes} empty."
             raise CannotSplit(DeclineReason.LAST_UBATCH_EMPTY, why)
-        self._refuse_lanes(plan, args, kwargs)
+        self._refuse_lanes(plan)
 
-    def _refuse_lanes(self, plan: CallPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _refuse_lanes(self, plan: CallPlan) -> None:
         """Refuse a call of which it is known without running it that it must not run in lanes.
 
         Raises:
@@ -272,7 +262,7 @@ class Eligibility:
             if module.training and any(rate > 0 for rate in _dropout_rates(module)):
                 raise CannotSplit(DeclineReason.DROPOUT_IN_TRAINING, f"{where} drops out at random; call eval().")
         if self._intercept and torch.is_grad_enabled():
-            given = leaves_of(self.names, args, kwargs).tensors.values()
+            given = tensors_in([value for _, value in plan.named])
             if any(tensor.requires_grad for tensor in itertools.chain(given, model.parameters())):
                 why = "torch's collectives in lanes carry no gradients. Run under torch.no_grad(), or train unsplit."
                 raise CannotSplit(DeclineReason.GRADIENTS, why)

@@ -33,7 +33,7 @@ from ubatch.ranks.fsdp import sharing_weights
 from ubatch.ranks.long_calls import taking_long
 from ubatch.schedules.forward_context import ForwardContext, set_forward_context
 from ubatch.schedules.schedule import Schedule
-from ubatch.schedules.vote import Decision
+from ubatch.schedules.vote import Decision, Offer, decide
 from ubatch.streams.graph_protocols import Capture
 from ubatch.streams.streams import make_streams
 from ubatch.trace.ranges import profile_ranges
@@ -72,8 +72,8 @@ class Execution:
     def __init__(
         self, model: nn.Module, config: UBatchConfig, device: torch.device | None, *, intercept: bool = False
     ) -> None:
-        self._model = model
-        self._config = config
+        self.model = model
+        self.config = config
         self._device = device
         self._intercept = intercept
         self.pools: dict[tuple[int, torch.device], LanePool | SingleLane] = {}
@@ -99,7 +99,7 @@ class Execution:
         if guard is not None:
             guard.check()
         with nullcontext() if capture is None else capture.part():
-            rule = intent.rule or Guess(self._config.output_dims)
+            rule = intent.rule or Guess(self.config.output_dims)
             merged = rule.merge("output", outputs, intent.parts)
             intent.parts.merge_caches()
             return merged
@@ -114,7 +114,7 @@ class Execution:
 
     def unsplit(self, step: Step, capture: Capture | None = None) -> Any:
         """Run a call unsplit. If the ranks voted, its forward context has their decision."""
-        voted = self._config.group is not None and (step.context is None or step.context.decision is None)
+        voted = self.config.group is not None and (step.context is None or step.context.decision is None)
         contexts = [self._whole_context(step)] if voted else []
         return self.run(_decided(step, [(step.args, step.kwargs)], contexts, None), capture)[0]
 
@@ -126,7 +126,7 @@ class Execution:
         self.failure = None
         if step.schedule is None:
             return [self._whole(step, capture)]
-        model = self._model if at_handover is None else functools.partial(_watched, self._model, at_handover)
+        model = self.model if at_handover is None else functools.partial(_watched, self.model, at_handover)
         bodies = [functools.partial(model, *args, **kwargs) for args, kwargs in step.calls]
         pool = self._pool(len(bodies))
         try:  # keeps a lane's context variables out of the caller's, also if the lane runs in this thread
@@ -137,7 +137,7 @@ class Execution:
             self.failure = pool.failure
 
     def _run_in(self, pool: LanePool | SingleLane, *step: Any) -> list[Any]:
-        with profile_ranges(self._config.profile_ranges), self._intercepting(), sharing_weights():
+        with profile_ranges(self.config.profile_ranges), self._intercepting(), sharing_weights():
             return pool.run(*step, patient=bool(self._patient))
 
     def _whole(self, step: DecidedStep, capture: Capture | None) -> Any:
@@ -145,12 +145,12 @@ class Execution:
         ((args, kwargs),) = step.calls
         around = set_forward_context(step.contexts[0]) if step.contexts else _NO_SPAN
         patient = bool(self._patient) or capture is not None
-        with around, transfers_end_within(None if patient else self._config.timeout_s), span("unsplit"):
+        with around, transfers_end_within(None if patient else self.config.timeout_s), span("unsplit"):
             if capture is None:
-                return self._model(*args, **kwargs)
+                return self.model(*args, **kwargs)
             capture.begin()
             with capture.part():
-                return self._model(*args, **kwargs)
+                return self.model(*args, **kwargs)
 
     def _intercepting(self) -> AbstractContextManager[None]:
         if not self._intercept:
@@ -162,10 +162,15 @@ class Execution:
     def _whole_context(self, step: Step) -> ForwardContext:
         """The forward context of an unsplit call: the caller's, with the ranks' decision."""
         base = step.context or ForwardContext(num_tokens=step.intent.num_tokens, mode=step.intent.mode)
-        if self._config.group is None or base.decision is not None:
+        if self.config.group is None or base.decision is not None:
             return base
         across = step.decision.lane_tokens(0) if base.tokens_across_ranks is None else base.tokens_across_ranks
         return replace(base, tokens_across_ranks=across, decision=step.decision)
+
+    def vote(self, offer: Offer) -> Decision:
+        """The ranks' decision on a step; without a group, that of this rank alone."""
+        group = self.config.group
+        return _decide_alone(offer) if group is None else group.vote(offer)
 
     @contextmanager
     def no_timeout(self) -> Iterator[None]:
@@ -181,14 +186,19 @@ class Execution:
     def _pool(self, lanes: int) -> LanePool | SingleLane:
         device = self._device
         if device is None:  # the module may have moved since the last call
-            device = device_of(self._model)
+            device = device_of(self.model)
         if (lanes, device) not in self.pools:
             self.pools[lanes, device] = (
-                SingleLane(device, timeout_s=self._config.timeout_s)
+                SingleLane(device, timeout_s=self.config.timeout_s)
                 if lanes == 1
-                else LanePool(lanes, device, self._config.timeout_s)
+                else LanePool(lanes, device, self.config.timeout_s)
             )
         return self.pools[lanes, device]
+
+
+@functools.lru_cache(1024)
+def _decide_alone(offer: Offer) -> Decision:
+    return decide([offer])
 
 
 def device_of(model: nn.Module) -> torch.device:

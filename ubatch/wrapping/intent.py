@@ -15,7 +15,7 @@ from ubatch.wrapping.step import Call
 
 __all__ = ["Intent"]
 
-_NO_PARTS = LaneParts((), {}, ())
+_NO_PARTS = LaneParts(CallPlan((), 0, 1, False, (), {}), {}, ())
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,8 @@ from ubatch.calls.closeness import Comparison, Unequal, identical
 from ubatch.calls.containers import children_of
 from ubatch.calls.merging import Learner, Rule
 from ubatch.errors import GroupBroken, PeerFailed, SideEffectError
-from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide
+from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish
 from ubatch.trace.spans import current_trace, tracing
-from ubatch.wrapping.config import UBatchConfig
 from ubatch.wrapping.effects.random_state import RandomState, busy_threads
 from ubatch.wrapping.effects.state import State
 from ubatch.wrapping.execution import Execution, Step
@@ -80,21 +79,10 @@ class Proof:
         seconds: time of the proof, without the call itself.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: UBatchConfig,
-        execution: Execution,
-        table: ProofTable,
-        step: Step,
-        neighbours: Callable[[], int],
-    ) -> None:
-        self._model, self._config, self._execution, self._table = model, config, execution, table
+    def __init__(self, execution: Execution, table: ProofTable, step: Step, neighbours: Callable[[], int]) -> None:
+        self._execution, self._model, self._table = execution, execution.model, table
         self._step, self._neighbours, self._begun = step, neighbours, neighbours()
-        if step.intent.plan is None:
-            raise ValueError("a proof needs a call that can be cut into lanes.")
-        self._signature, self._plan = step.intent.signature, step.intent.plan
-        self._named = (*self._plan.args, *self._plan.kwargs.items())
+        self._signature, self._plan = step.intent.signature, step.intent.parts.plan
         self._coarse = False
         self._used = () if self._signature is None else table.cuts_of(self._signature)
         self._rehearsals: list[_Rehearsal] = []
@@ -130,7 +118,7 @@ class Proof:
             self._coarse = _is_coarse(self._model, self._plan)
             for _ in range(2 if self._coarse else 1):  # all made now, as the call may write to its arguments
                 self._rehearsals.append(self._copies())
-            self._call = State.of_call(self._named, thorough=True)
+            self._call = State.of_call(self._plan.named, thorough=True)
             self._module = State.of_module(self._model, thorough=True)
         except CannotSplit as cannot:
             self.no = cannot.reason, str(cannot)
@@ -174,9 +162,9 @@ class Proof:
             agreed = self._agree_after(intent, failed)
             if not agreed.prove:
                 break
-        if self.no is not None and signature is not None:
+        if self.no is not None:
             self._table.failed(signature, *self.no)
-        elif self.no is None and agreed.engaged:
+        elif agreed.engaged:
             if self._rule is not None and signature is not None:
                 cut = self._rehearsals[0].cut
                 self._table.passed(signature, self._rule, cut=cut, coarse=self._coarse, writes=self._writes)
@@ -216,7 +204,7 @@ class Proof:
                 "the call writes to its arguments and records gradients: to torch, the lanes' parts are one tensor, "
                 "which the second lane changes after the first has saved it. Write to a new tensor.",
             )
-        self._call = State.of_call(self._named)
+        self._call = State.of_call(self._plan.named)
         self._others = busy_threads()
 
     def _look(self) -> None:
@@ -260,11 +248,11 @@ class Proof:
 
     def _agree(self, intent: Intent) -> Decision:
         """Vote whether all ranks continue, and whether with another cut."""
-        group, explained = self._config.group, not self._comparisons or not self._comparisons[-1].off
+        explained = not self._comparisons or not self._comparisons[-1].off
         offer = replace(intent.offer, unproved=len(self._comparisons) == 1 and not explained)
         if self.no is not None:
             offer = Offer(Wish.NO, (sum(offer.tokens),), offer.lanes, self.no[0])
-        return decide([offer]) if group is None else group.vote(offer)
+        return self._execution.vote(offer)
 
     def _in_lanes(self, step: Step, rehearsal: _Rehearsal, result: Any) -> _No | None:
         """Run the copies in lanes; returns the first difference from the unsplit call, or None."""
@@ -301,7 +289,7 @@ class Proof:
             Unequal: the results differ.
         """
         compare = Comparison(self._coarse, rehearsal.order, rehearsal.cut)
-        learner = Learner(compare, parts, self._plan, self._config.output_dims)
+        learner = Learner(compare, parts, self._plan, self._execution.config.output_dims)
         self._rule = learner.learn("output", result, outputs)
         parts.merge_caches()
         for leaf, copied in zip(self._plan.leaves, rehearsal.plan.leaves, strict=True):
@@ -319,7 +307,7 @@ class Proof:
         Raises:
             BaseException: `failed`, if it is no `Exception`.
         """
-        group, error = self._config.group, failed
+        group, error = self._execution.config.group, failed
         try:
             if error is None:
                 return self._agree(intent)

@@ -122,8 +122,10 @@ class ProofTable:
         standing = self._standings.setdefault(self._key(signature), Standing())
         standing.before, standing.rule = standing.rule, None
 
-    def failed(self, signature: Signature, reason: DeclineReason, why: str) -> None:
-        """Record a failed proof: the signature runs unsplit from now on, or after a second failure."""
+    def failed(self, signature: Signature | None, reason: DeclineReason, why: str) -> None:
+        """Record a failed proof: a signature that there is runs unsplit from now on, or after a second failure."""
+        if signature is None:
+            return
         standing = self._standings.setdefault(self._key(signature), Standing())
         standing.rule = None
         standing.strikes += 1

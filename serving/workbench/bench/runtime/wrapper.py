@@ -112,9 +112,7 @@ def _guard(wrapper: UBatchWrapper, x: Tensor) -> Callable[[], None]:
 
     def guarded() -> None:
         held.eligibility.state()
-        guard = held.eligibility.guard(intent, held.tally.neighbours)
-        if guard is not None:
-            guard.check()
+        held.eligibility.guard(intent, held.tally.neighbours).check()
 
     return guarded
 
