@@ -5,17 +5,18 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ubatch.calls.caches import CacheSplitter
 from ubatch.calls.call_leaves import replaced
-from ubatch.calls.containers import tensors_in
-from ubatch.calls.copies import Copier, like
+from ubatch.calls.containers import PLAIN, attributes_of, tensors_in
 from ubatch.errors import SplitError
 from ubatch.schedules.vote import DeclineReason
 
@@ -80,10 +81,30 @@ class Leaf(NamedTuple):
         if dim == 0 and (is_plain or not isinstance(value, Tensor)):
             return [value[rows] for rows in bounds]
         try:
-            return [like(value.narrow(dim, rows.start, rows.stop - rows.start), value) for rows in bounds]
+            return [_like(value.narrow(dim, rows.start, rows.stop - rows.start), value) for rows in bounds]
         except TypeError as error:
             what = f"argument {path!r} is a {type(value).__name__} that cannot be cut into rows ({error})."
             raise CannotSplit(DeclineReason.TENSOR_LAYOUT, what) from error
+
+    def copied(self, order: Sequence[int] | None, rows: int) -> Any:
+        """A copy of the value, for lanes that must not write to the caller's own.
+
+        Args:
+            order: see `CallPlan.copied`.
+            rows: number of rows of the call.
+        """
+        _, value, dim, splitter = self
+        if dim is None and splitter is None:
+            order = None
+        if isinstance(value, Tensor):
+            return _copy_tensor(value, dim, order)
+        if order is None:
+            kept = splitter is None and not isinstance(value, list | tuple) and not any(True for _ in tensors_in(value))
+            return value if kept else _copy_object(value)
+        if splitter is None:
+            return type(value)(value[row] for row in order)
+        single = splitter.split(_copy_object(value), [slice(row, row + 1) for row in range(rows)])
+        return splitter.merge([_copy_object(single[row]) for row in order], None)
 
 
 class CallPlan(NamedTuple):
@@ -129,11 +150,13 @@ class CallPlan(NamedTuple):
         Args:
             order: row numbers of this call, in the order that the copies have them; None copies all rows in order.
         """
-        copier = Copier(order, self.rows)
+        made: dict[tuple[int, int | None], Any] = {}
         leaves = []
         for leaf in self.leaves:
             try:
-                leaves.append(leaf._replace(value=copier.copy(leaf.value, leaf.dim, leaf.splitter)))
+                key = id(leaf.value), leaf.dim  # what occurs twice is copied once
+                made[key] = made[key] if key in made else leaf.copied(order, self.rows)
+                leaves.append(leaf._replace(value=made[key]))
             except (MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -212,3 +235,31 @@ def even_bounds(rows: int, lanes: int) -> list[slice]:
     """Row ranges of `lanes` lanes; their lengths differ by at most one."""
     edges = [rows * lane // lanes for lane in range(lanes + 1)]
     return [slice(a, b) for a, b in itertools.pairwise(edges)]
+
+
+def _like(part: Tensor, whole: Tensor) -> Tensor:
+    """`part`, which was cut or copied from `whole`, with the plain ones of its attributes.
+
+    Raises:
+        TypeError: it is of another class. A tensor stands for a parameter.
+    """
+    if type(part) is not type(whole) and type(whole) is not Parameter:
+        raise TypeError(f"a part of it is a {type(part).__name__}")
+    if whole.__dict__:
+        part.__dict__.update((name, own) for name, own in attributes_of(whole).items() if isinstance(own, PLAIN))
+    return part
+
+
+def _copy_object(value: Any) -> Any:
+    """A deep copy; plain `copy.deepcopy` refuses tensors that were computed with gradients."""
+    return copy.deepcopy(value, {id(tensor): _copy_tensor(tensor, None, None) for tensor in tensors_in(value)})
+
+
+def _copy_tensor(value: Tensor, dim: int | None, order: Sequence[int] | None) -> Tensor:
+    in_graph = value.requires_grad and not value.is_leaf and torch.is_grad_enabled()
+    source = value if in_graph else value.detach()
+    if order is None or dim is None:
+        made = source.clone()
+    else:
+        made = source.index_select(dim, torch.tensor(order, dtype=torch.long, device=value.device))
+    return _like(made if in_graph else made.requires_grad_(value.requires_grad), value)

@@ -31,7 +31,6 @@ from ubatch.calls.caches import splitter_for
 from ubatch.calls.call_plan import CallPlan, CannotSplit, LaneParts, Leaf, merge_cache
 from ubatch.calls.closeness import Comparison, identical
 from ubatch.calls.containers import PLAIN, attributes_of, children_of, rebuild
-from ubatch.calls.copies import Copier
 from ubatch.schedules.vote import DeclineReason
 
 __all__ = ["Cached", "Given", "Items", "Learner", "OtherValue", "Rows", "Rule", "Same", "named_dim"]
@@ -241,7 +240,7 @@ class Learner:
         if (dim is not None or splitter is not None) and list(order) != list(range(rows)):
             each = 1 if dim is None else sizes_of([whole], dim)[0] // rows
             order = [row * each + offset for row in order for offset in range(each)]
-            whole = Copier(order, rows).copy(whole, dim, splitter)
+            whole = leaf.copied(order, rows)
         if isinstance(whole, Tensor):
             self.compare.tensors(path, whole, got, dim)
         else:
