@@ -59,13 +59,12 @@ from ubatch.streams.sm_budget import merge_sm_use
 from ubatch.trace.spans import current_trace, note_step, traced_step
 from ubatch.wrapping.config import CUDAGraphMode, UBatchConfig
 from ubatch.wrapping.eligibility import Eligibility
-from ubatch.wrapping.execution import Execution, Step, checked_device, device_of, span
+from ubatch.wrapping.execution import Execution, checked_device, device_of, span
 from ubatch.wrapping.guard import Finding, Guard
-from ubatch.wrapping.intent import Intent
 from ubatch.wrapping.proof import Proof
 from ubatch.wrapping.stand_in import refuse_tracing, uncompiled
 from ubatch.wrapping.statistics import Tally, UBatchStatistics
-from ubatch.wrapping.step import DecidedStep
+from ubatch.wrapping.step import DecidedStep, Intent, Step
 
 __all__ = ["WrappedModule"]
 

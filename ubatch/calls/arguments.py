@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, strided
 
 from ubatch.calls.caches import CacheSplitter, splitter_for
-from ubatch.calls.call_leaves import named_positionals
-from ubatch.calls.call_plan import CallPlan, CannotSplit, Leaf
+from ubatch.calls.call_plan import CallPlan, CannotSplit, Leaf, named_positionals
 from ubatch.calls.containers import FUNCTIONS, LEAF_CLASSES, PLAIN, attributes_of, children_of
 from ubatch.errors import ConfigError, nearest
 from ubatch.schedules.vote import DeclineReason

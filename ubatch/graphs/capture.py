@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ubatch.calls.caches import splitter_for
-from ubatch.calls.call_leaves import CallLeaves, leaves_of, replace_tensors
-from ubatch.calls.call_plan import CallPlan, CannotSplit
+from ubatch.calls.call_plan import CallLeaves, CallPlan, CannotSplit, leaves_of, replace_tensors
 from ubatch.errors import ConfigError, describe
 from ubatch.graphs.inputs_outputs import GraphInputs, GraphOutput, RowDims, find_row_dims
 from ubatch.graphs.table import Entry, GraphTable, Setting, wants_gradients
@@ -36,8 +35,8 @@ from ubatch.streams.graph_protocols import (
 from ubatch.trace.spans import current_trace, tracing
 from ubatch.wrapping.config import UBatchConfig, Verify
 from ubatch.wrapping.eligibility import Eligibility
-from ubatch.wrapping.execution import Execution, Step
-from ubatch.wrapping.intent import Intent
+from ubatch.wrapping.execution import Execution
+from ubatch.wrapping.step import Intent, Step
 
 __all__ = ["Capturer", "record"]
 

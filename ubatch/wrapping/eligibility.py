@@ -35,9 +35,8 @@ from ubatch.schedules.vote import MAX_LANES, Decision, DeclineReason, Offer, Wis
 from ubatch.wrapping.config import UBatchConfig, Verify
 from ubatch.wrapping.effects.state import State
 from ubatch.wrapping.guard import Guard
-from ubatch.wrapping.intent import Intent
-from ubatch.wrapping.proof_table import OFTEN, ProofTable, Standing
-from ubatch.wrapping.signature import Signature, is_flag, signature_of
+from ubatch.wrapping.proof_table import OFTEN, ProofTable, Signature, Standing, is_flag, signature_of
+from ubatch.wrapping.step import Intent
 
 __all__ = ["Eligibility"]
 

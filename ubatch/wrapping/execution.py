@@ -16,7 +16,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,21 +40,9 @@ from ubatch.trace.ranges import profile_ranges
 from ubatch.trace.spans import UNSPLIT, SpanKind, Trace, current_trace
 from ubatch.wrapping.config import UBatchConfig
 from ubatch.wrapping.guard import Guard
-from ubatch.wrapping.intent import Intent
-from ubatch.wrapping.step import Call, DecidedStep
+from ubatch.wrapping.step import Call, DecidedStep, Step
 
-__all__ = ["Execution", "Step", "checked_device", "device_of", "span"]
-
-
-@dataclass(frozen=True)
-class Step:
-    """One call of the wrapper after the decision."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    intent: Intent
-    decision: Decision
-    context: ForwardContext | None
+__all__ = ["Execution", "checked_device", "device_of", "span"]
 
 
 class Execution:

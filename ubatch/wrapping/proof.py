@@ -37,9 +37,9 @@ from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish
 from ubatch.trace.spans import current_trace, tracing
 from ubatch.wrapping.effects.random_state import RandomState, busy_threads
 from ubatch.wrapping.effects.state import State
-from ubatch.wrapping.execution import Execution, Step
-from ubatch.wrapping.intent import Intent
+from ubatch.wrapping.execution import Execution
 from ubatch.wrapping.proof_table import ProofTable
+from ubatch.wrapping.step import Intent, Step
 
 __all__ = ["Proof"]
 

@@ -24,7 +24,7 @@ from ubatch import (
     tracing,
 )
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
-from ubatch.wrapping.signature import signature_of
+from ubatch.wrapping.proof_table import signature_of
 
 pytestmark = pytest.mark.long
 
