@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ubatch.calls.arguments import parameter_names, plan_call
 from ubatch.calls.call_plan import CallPlan, CannotSplit, even_bounds
 from ubatch.calls.containers import tensors_in
+from ubatch.calls.merging import Rule
 from ubatch.errors import SplitError, UBatchError, describe
 from ubatch.lanes.torch_modes import why_not_in_lanes
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
@@ -35,14 +36,15 @@ from ubatch.schedules.vote import MAX_LANES, Decision, DeclineReason, Offer, Wis
 from ubatch.wrapping.config import UBatchConfig, Verify
 from ubatch.wrapping.effects.state import State
 from ubatch.wrapping.guard import Guard
-from ubatch.wrapping.proof_table import OFTEN, ProofTable, Signature, Standing, is_flag, signature_of
+from ubatch.wrapping.proof_table import OFTEN, ProofTable, Signature, is_flag, signature_of
 from ubatch.wrapping.step import Intent
 
 __all__ = ["Eligibility"]
 
 _MOST_KEPT = 1024
 """Most changed attributes that are kept; with more, all are forgotten."""
-_UNPROVED = Standing()
+_Learned = tuple[Signature | None, Rule | None, frozenset[str]]
+"""What a proof has learned; see `Intent`."""
 
 
 class Eligibility:
@@ -72,9 +74,11 @@ class Eligibility:
             SplitError: `context` asks for a split that these arguments, or this module, do not allow.
         """
         if context is not None and context.ubatch_slices is not None:
-            return self._requested(args, kwargs, context.ubatch_slices, context)
+            return self._requested(self.plan(args, kwargs), context.ubatch_slices, context)
         if context is not None and context.decision is not None and context.decision.engaged:
-            return self._requested_whole(args, kwargs, context, context.decision)
+            if context.decision.num_lanes > 1:
+                raise SplitError("the forward context's decision says to overlap, but it has no ubatch_slices.")
+            return self._requested_whole(args, kwargs, context)
         num_tokens = 0 if context is None else context.num_tokens
         mode = context.mode if context is not None and num_tokens else ForwardMode.PREFILL
         plan: CallPlan | None = None
@@ -92,7 +96,8 @@ class Eligibility:
         except Exception as error:  # an argument that is not what it seems; the module may not mind
             reason, why = DeclineReason.CANNOT_PROVE, f"the call cannot be taken apart ({describe(error)})."
         schedule = self._config.for_mode(mode).schedule
-        return Intent(_offer((num_tokens,), mode, schedule, reason), schedule, mode, plan, why)
+        offer = _offer((num_tokens,), mode, schedule.lanes, schedule.fingerprint, reason)
+        return Intent(offer, schedule, mode, plan, why)
 
     def settle(self, intent: Intent, decision: Decision) -> Intent:
         """The intent after the vote: a rank without tokens takes the lanes and schedule of the others.
@@ -111,7 +116,8 @@ class Eligibility:
 
     def forget(self) -> None:
         """Forget what was learned about the module, because it was changed through its wrapper."""
-        self._suspects = [item for item in self._model.named_modules() if _is_suspect(item[1])]
+        modules = self._model.named_modules()
+        self._suspects = [item for item in modules if isinstance(item[1], _BatchNorm) or _dropout_rates(item[1])]
         self.known: State | None = None
         self._changes = Counter[str]()
         self.proofs.clear()
@@ -122,10 +128,9 @@ class Eligibility:
         Raises:
             CannotSplit: something in it cannot be read, so changes would go unseen.
         """
-        known = self.known
-        if known is not None and known.mark() and not self._is_usual("buffers", known):
+        state = self.known
+        if state is not None and state.mark() and not self._is_usual("buffers", state):
             self.proofs.doubt(["buffers"])
-        state = known
         if state is None or (state.unreadable is None and state.moved()):
             changed = {} if state is None else state.changed_items()
             self.proofs.doubt([path for path, value in changed.items() if not self._is_usual(path, value)])
@@ -174,18 +179,10 @@ class Eligibility:
         self.proofs.refuse_vain(standing)
         if standing.writes:
             plan.refuse_shared_memory()
-        unproved = standing.rule is None or verify == Verify.ALWAYS
-        return self._even(plan, mode, schedule, signature, standing, unproved=unproved)
+        return self._even(plan, mode, schedule, (signature, standing.rule, standing.writes))
 
-    def _requested(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        slices: Sequence[UBatchSlice],
-        context: ForwardContext,
-    ) -> Intent:
-        plan, mode = self.plan(args, kwargs), context.mode
-        bounds = _explicit_bounds(slices, plan)
+    def _requested(self, plan: CallPlan, slices: Sequence[UBatchSlice], context: ForwardContext) -> Intent:
+        bounds, mode = _explicit_bounds(slices, plan), context.mode
         schedule = context.schedule or self._config.for_mode(mode).schedule
         try:
             _refuse(self._config.switched_off(schedule))
@@ -194,16 +191,11 @@ class Eligibility:
             raise CannotSplit(no.reason, f"the forward context has ubatch_slices, but {no}") from None
         self.state()  # which the guard compares with
         schedule, (calls, parts) = schedule.with_lanes(len(slices)), plan.cut(bounds)
-        offer = _offer(tuple([part.num_tokens for part in slices]), mode, schedule)
+        offer = _offer(tuple([part.num_tokens for part in slices]), mode, schedule.lanes, schedule.fingerprint)
         return Intent(offer, schedule, mode, plan, calls=calls, parts=parts)
 
-    def _requested_whole(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext, decision: Decision
-    ) -> Intent:
-        """The intent of a call whose context already has a decision: single-batch overlap, unless slices are
-        missing."""
-        if decision.num_lanes > 1:
-            raise SplitError("the forward context's decision says to overlap, but it has no ubatch_slices.")
+    def _requested_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext) -> Intent:
+        """The intent of a call whose context already has the decision for single-batch overlap."""
         schedule = context.schedule or self._config.for_mode(context.mode).schedule
         if not schedule.single_batch:
             raise SplitError(
@@ -214,7 +206,7 @@ class Eligibility:
             plan = self.plan(args, kwargs)
         except CannotSplit:  # nothing is cut
             plan = None
-        offer = _offer((context.num_tokens,), context.mode, schedule)
+        offer = _offer((context.num_tokens,), context.mode, schedule.lanes, schedule.fingerprint)
         return Intent(offer, schedule, context.mode, plan, single=True)
 
     def _refuse_unwanted(self, plan: CallPlan, mode: ForwardMode, context: ForwardContext | None) -> None:
@@ -267,40 +259,29 @@ class Eligibility:
                 raise CannotSplit(DeclineReason.GRADIENTS, why)
 
     def _even(
-        self,
-        plan: CallPlan,
-        mode: ForwardMode,
-        schedule: Schedule,
-        signature: Signature | None = None,
-        standing: Standing = _UNPROVED,
-        *,
-        unproved: bool = False,
+        self, plan: CallPlan, mode: ForwardMode, schedule: Schedule, learned: _Learned = (None, None, frozenset())
     ) -> Intent:
         """The intent of a call that is cut evenly, or runs as one lane."""
+        prints = schedule.lanes, schedule.fingerprint
         if schedule.lanes == 1:
-            return Intent(_offer((plan.num_tokens,), mode, schedule), schedule, mode, plan, single=True)
+            return Intent(_offer((plan.num_tokens,), mode, *prints), schedule, mode, plan, single=True)
         calls, parts = plan.cut(even_bounds(plan.rows, schedule.lanes))
-        offer = _offer(tuple([rows * plan.tokens_per_row for rows in parts.rows]), mode, schedule, unproved=unproved)
-        learned = signature, standing.rule, standing.writes
+        signature, rule, _ = learned
+        unproved = signature is not None and (rule is None or self._config.verify == Verify.ALWAYS)
+        offer = _offer(tuple([rows * plan.tokens_per_row for rows in parts.rows]), mode, *prints, None, unproved)
         return Intent(offer, schedule, mode, plan, None, False, calls, parts, *learned)
 
 
+@functools.lru_cache(1024)
 def _offer(
     tokens: tuple[int, ...],
     mode: ForwardMode,
-    schedule: Schedule,
+    lanes: int,
+    schedule: int,
     reason: DeclineReason | None = None,
-    *,
     unproved: bool = False,
 ) -> Offer:
-    """A no where there is a `reason`; else a yes, or idle if there are no tokens."""
-    return _kept_offer(tokens, mode, schedule.lanes, schedule.fingerprint, reason, unproved)
-
-
-@functools.lru_cache(1024)
-def _kept_offer(
-    tokens: tuple[int, ...], mode: ForwardMode, lanes: int, schedule: int, reason: DeclineReason | None, unproved: bool
-) -> Offer:
+    """A no where there is a `reason`; else a yes, or idle if there are no tokens. `schedule`: its fingerprint."""
     wish = Wish.NO if reason is not None else Wish.YES if any(tokens) else Wish.IDLE
     return Offer(wish, tokens, lanes, reason, schedule, fingerprint(mode), unproved=unproved)
 
@@ -314,9 +295,8 @@ def _refuse(no: tuple[DeclineReason, str] | None) -> None:
 def _explicit_bounds(slices: Sequence[UBatchSlice], plan: CallPlan) -> list[slice]:
     """Row ranges for the slices that a forward context asks for."""
     if not 2 <= len(slices) <= MAX_LANES:
-        raise SplitError(
-            f"ubatch_slices needs 2 to {MAX_LANES} slices, not {len(slices)}. Leave it None to run unsplit."
-        )
+        what = f"ubatch_slices needs 2 to {MAX_LANES} slices, not {len(slices)}."
+        raise SplitError(f"{what} Leave it None to run unsplit.")
     by_token = plan.tokens_per_row == 1 and not plan.decode
     bounds = [part.token_slice if by_token else part.request_slice for part in slices]
     rows, row = ("tokens", "token") if by_token else ("requests", "request")
@@ -340,11 +320,6 @@ def _is_sequence_first(module: nn.Module) -> bool:
     if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
         module = module.self_attn
     return isinstance(module, nn.Transformer | nn.MultiheadAttention | nn.RNNBase) and not module.batch_first
-
-
-def _is_suspect(module: nn.Module) -> bool:
-    """Whether a module can depend on the whole batch."""
-    return isinstance(module, _BatchNorm) or bool(_dropout_rates(module))
 
 
 def _dropout_rates(module: nn.Module) -> list[float]:

@@ -175,13 +175,11 @@ class Execution:
         device = self._device
         if device is None:  # the module may have moved since the last call
             device = device_of(self.model)
-        if (lanes, device) not in self.pools:
-            self.pools[lanes, device] = (
-                SingleLane(device, timeout_s=self.config.timeout_s)
-                if lanes == 1
-                else LanePool(lanes, device, self.config.timeout_s)
-            )
-        return self.pools[lanes, device]
+        pool, limit = self.pools.get((lanes, device)), self.config.timeout_s
+        if pool is None:
+            pool = SingleLane(device, timeout_s=limit) if lanes == 1 else LanePool(lanes, device, limit)
+            self.pools[lanes, device] = pool
+        return pool
 
 
 @functools.lru_cache(1024)
@@ -211,9 +209,8 @@ def checked_device(device: torch.device | str) -> torch.device:
 
 def _watched(model: nn.Module, at_handover: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
     lane = current_lane()
-    if lane is None:
-        return model(*args, **kwargs)
-    lane.at_handover = at_handover
+    if lane is not None:
+        lane.at_handover = at_handover
     result = model(*args, **kwargs)
     at_handover()
     return result
@@ -228,11 +225,9 @@ def _decided(
 def _lane_contexts(step: Step) -> list[ForwardContext]:
     intent, decision, context = step.intent, step.decision, step.context
     if context is not None and context.lane_contexts is not None:
-        if len(context.lane_contexts) != len(intent.offer.tokens):
-            raise ConfigError(
-                f"{len(intent.offer.tokens)} ubatch_slices need as many lane_contexts, "
-                f"not {len(context.lane_contexts)}."
-            )
+        lanes, given = len(intent.offer.tokens), len(context.lane_contexts)
+        if given != lanes:
+            raise ConfigError(f"{lanes} ubatch_slices need as many lane_contexts, not {given}.")
         return list(context.lane_contexts)
     if context is not None and context.attn_metadata is not None:
         raise ConfigError("a forward context with ubatch_slices and attn_metadata needs lane_contexts, one per slice.")
