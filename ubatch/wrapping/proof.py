@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from ubatch.trace.spans import current_trace, tracing
 from ubatch.wrapping.effects.random_state import RandomState, busy_threads
 from ubatch.wrapping.effects.state import State
 from ubatch.wrapping.execution import Execution
+from ubatch.wrapping.guard import HAND_OVER
 from ubatch.wrapping.proof_table import ProofTable
 from ubatch.wrapping.step import Intent, Step
 
@@ -114,19 +115,31 @@ class Proof:
     def _prepare(self) -> None:
         """Before the call: copy its arguments, and take snapshots of everything that it may change."""
         self._random = RandomState()
-        try:
+        with self._noting("what it could change is not known"):
             self._coarse = _is_coarse(self._model, self._plan)
             for _ in range(2 if self._coarse else 1):  # all made now, as the call may write to its arguments
                 self._rehearsals.append(self._copies())
             self._call = State.of_call(self._plan.named, thorough=True)
             self._module = State.of_module(self._model, thorough=True)
+
+    @contextmanager
+    def _noting(self, what: str) -> Iterator[None]:
+        """Note an error in the `with` block as a no, and say `what` an unknown one means. It concerns only the proof,
+        so it must not reach the caller, and the other ranks wait for this one."""
+        try:
+            yield
         except CannotSplit as cannot:
             self.no = cannot.reason, str(cannot)
+        except Unequal as unequal:
+            self.no = (
+                DeclineReason.ROWS_DEPEND,
+                f"{unequal}: what one row gives depends on the others, or on where the batch is cut. If it is cut "
+                "along the wrong dimension, say the right one in split_dims.",
+            )
         except (MemoryError, torch.OutOfMemoryError) as error:
             self.no = DeclineReason.CANNOT_PROVE, f"there is no memory for a copy of the arguments ({error})."
-        except Exception as error:  # must not reach the caller: it concerns only the proof
-            why = f"what it could change is not known ({type(error).__name__}: {error})."
-            self.no = DeclineReason.CANNOT_PROVE, why
+        except Exception as error:
+            self.no = DeclineReason.CANNOT_PROVE, f"{what} ({type(error).__name__}: {error})."
 
     def _copies(self) -> _Rehearsal:
         plan = self._plan
@@ -140,11 +153,9 @@ class Proof:
     def _rehearse(self, result: Any) -> None:
         """After the call: run it in lanes and compare, if all ranks agree."""
         agreed, signature = self._step.decision, self._signature
-        try:
-            if self.no is None:
+        if self.no is None:
+            with self._noting("what it changed is not known"):
                 self._refuse_side_effects()
-        except CannotSplit as cannot:
-            self.no = cannot.reason, str(cannot)
         if self.no is not None:
             agreed = self._agree(self._step.intent)
         for rehearsal in self._rehearsals if self.no is None else ():
@@ -154,11 +165,10 @@ class Proof:
                 break
             failed: BaseException | None = None
             try:
-                self.no = self._in_lanes(replace(self._step, intent=intent, decision=agreed), rehearsal, result)
+                self._in_lanes(replace(self._step, intent=intent, decision=agreed), rehearsal, result)
             except BaseException as error:
                 failed = error
-            put_back = self._put_back()
-            self.no = self.no or put_back
+            self._put_back()
             agreed = self._agree_after(intent, failed)
             if not agreed.prove:
                 break
@@ -183,10 +193,8 @@ class Proof:
             raise CannotSplit(DeclineReason.CANNOT_PROVE, f"argument {unreadable[0]!r} is {unreadable[1]}.")
         changed = self._module.changes()
         if changed:
-            why = (
-                f"the module changed {changed[0]!r} in the call. Hand over in an argument what it keeps between calls."
-            )
-            raise CannotSplit(DeclineReason.MODULE_KEEPS_STATE, why)
+            why = f"the module changed {changed[0]!r} in the call. "
+            raise CannotSplit(DeclineReason.MODULE_KEEPS_STATE, why + HAND_OVER)
         if self._random.moved():
             why = "the call drew random numbers, and lanes would draw others. Draw them outside the wrapped module."
             raise CannotSplit(DeclineReason.DRAWS_RANDOM, why)
@@ -212,8 +220,8 @@ class Proof:
         if self._left is None and self._module.moved():
             self._left = next(iter(self._module.changed_items()), None)
 
-    def _put_back(self) -> _No | None:
-        """Put back what only the lanes have changed, and tell what that was. Nothing is put back if another thread was
+    def _put_back(self) -> None:
+        """Put back what only the lanes have changed, and note what that was. Nothing is put back if another thread was
         in a call meanwhile, no random state if one was at work.
 
         Raises:
@@ -229,9 +237,10 @@ class Proof:
                     f"in a proof, the lanes changed {lost[0]!r}, which the whole call leaves alone, and of which there "
                     'is no copy. Do not wrap this module, or set verify="off" if the change does no harm.'
                 )
-        if changed is not None:
-            return DeclineReason.MODULE_KEEPS_STATE, f"the module changed {changed!r}, in lanes only."
-        return (DeclineReason.DRAWS_RANDOM, "random numbers were drawn while the call ran in lanes.") if drawn else None
+        if self.no is None and changed is not None:
+            self.no = DeclineReason.MODULE_KEEPS_STATE, f"the module changed {changed!r}, in lanes only."
+        elif self.no is None and drawn:
+            self.no = DeclineReason.DRAWS_RANDOM, "random numbers were drawn while the call ran in lanes."
 
     def _intent_of(self, rehearsal: _Rehearsal) -> Intent:
         plan, whole = rehearsal.plan, self._step.intent
@@ -254,8 +263,8 @@ class Proof:
             offer = Offer(Wish.NO, (sum(offer.tokens),), offer.lanes, self.no[0])
         return self._execution.vote(offer)
 
-    def _in_lanes(self, step: Step, rehearsal: _Rehearsal, result: Any) -> _No | None:
-        """Run the copies in lanes; returns the first difference from the unsplit call, or None."""
+    def _in_lanes(self, step: Step, rehearsal: _Rehearsal, result: Any) -> None:
+        """Run the copies in lanes, and note the first difference from the unsplit call."""
         kept = [(tensor, tensor.detach().clone()) for tensor in _results_in(result)]
         with nullcontext() if current_trace() is None else tracing():  # keeps this run out of the caller's trace
             outputs = self._execution.outputs(step, at_handover=self._look)
@@ -265,21 +274,10 @@ class Proof:
                 for tensor, was in overwritten:
                     tensor.copy_(was)
             why = "the module writes its result into memory that it uses again. Return a new tensor."
-            return DeclineReason.MODULE_KEEPS_STATE, why
-        try:
-            if self._plan.rows:
+            self.no = DeclineReason.MODULE_KEEPS_STATE, why
+        elif self._plan.rows:
+            with self._noting("its result cannot be compared"):
                 self._compare(rehearsal, step.intent.parts, result, outputs)
-        except CannotSplit as cannot:
-            return cannot.reason, str(cannot)
-        except Unequal as unequal:
-            return (
-                DeclineReason.ROWS_DEPEND,
-                f"{unequal}: what one row gives depends on the others, or on where the batch is cut. If it is cut "
-                "along the wrong dimension, say the right one in split_dims.",
-            )
-        except Exception as error:  # the other ranks wait for this rank's result
-            return DeclineReason.CANNOT_PROVE, f"its result cannot be compared: {type(error).__name__}: {error}."
-        return None
 
     def _compare(self, rehearsal: _Rehearsal, parts: LaneParts, result: Any, outputs: Sequence[Any]) -> None:
         """Learn how the outputs merge.
