@@ -128,20 +128,16 @@ class CallPlan(NamedTuple):
         rows: size of the split dimension.
         tokens_per_row: tokens per row: S for token ids `[B, S]`, else 1.
         decode: whether every row has one token of a token-ids argument of two dimensions.
-        args, kwargs: the call's arguments; each positional one with its parameter's name.
+        named: the call's arguments with their parameters' names.
+        positional: how many of them are positional; the others are keyword arguments.
     """
 
     leaves: tuple[Leaf, ...]
     rows: int
     tokens_per_row: int
     decode: bool
-    args: tuple[tuple[str, Any], ...]
-    kwargs: Mapping[str, Any]
-
-    @property
-    def named(self) -> tuple[tuple[str, Any], ...]:
-        """All arguments, with their parameters' names."""
-        return *self.args, *self.kwargs.items()
+    named: tuple[tuple[str, Any], ...]
+    positional: int
 
     @property
     def num_tokens(self) -> int:
@@ -179,12 +175,9 @@ class CallPlan(NamedTuple):
                     'overlap cannot be proved. Set verify="off" if the module\'s rows do not depend on each other.',
                 ) from error
         ((args, kwargs),) = self._calls({leaf.path: [leaf.value] for leaf in leaves}, 1)
-        return self._replace(
-            leaves=tuple(leaves),
-            rows=self.rows if order is None else len(order),
-            args=tuple((name, value) for (name, _), value in zip(self.args, args, strict=True)),
-            kwargs=kwargs,
-        )
+        names, rows = [name for name, _ in self.named], self.rows if order is None else len(order)
+        named = zip(names, (*args, *kwargs.values()), strict=True)
+        return self._replace(leaves=tuple(leaves), rows=rows, named=tuple(named))
 
     def cut(self, bounds: Sequence[slice]) -> tuple[list[_Call], LaneParts]:
         """Every lane's arguments, and the lanes' parts of each leaf.
@@ -201,14 +194,9 @@ class CallPlan(NamedTuple):
     def _calls(self, parts: Mapping[str, Sequence[Any]], lanes: int) -> list[_Call]:
         """Every lane's arguments, from its parts of the leaves."""
         try:
-            args = [replaced(name, value, parts, lanes) for name, value in self.args]
-            kwargs = {name: replaced(name, value, parts, lanes) for name, value in self.kwargs.items()}
+            return _calls_from(self.named, self.positional, parts, lanes)
         except SplitError as error:
             raise CannotSplit(DeclineReason.NO_SPLITTER, f"{error}. Use ubatch.register_splitter.") from error
-        return [
-            (tuple([own[lane] for own in args]), {name: own[lane] for name, own in kwargs.items()})
-            for lane in range(lanes)
-        ]
 
 
 class LaneParts(NamedTuple):
@@ -302,8 +290,14 @@ def leaves_of(names: _Names, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}
-    for path, value in (*named_positionals(names, args), *kwargs.items()):
-        _collect(path, value, tensors, others)
+    found = [*named_positionals(names, args), *kwargs.items()]
+    for path, value in found:  # which grows meanwhile
+        if isinstance(value, Tensor):
+            tensors[path] = value
+        elif value is not None:
+            children = children_unless_leaf(value)
+            others[path] = value if children is None else (type(value), len(children))
+            found += [(f"{path}.{key}", child) for key, child in children or ()]
     return CallLeaves(tensors, others)
 
 
@@ -318,14 +312,26 @@ def replace_tensors(
     named = (*named_positionals(names, args), *kwargs.items())
     parts = {path: [tensor] for path, tensor in by_path.items()}
     try:
-        made = [replaced(path, value, parts, 1)[0] for path, value in named]
+        return _calls_from(named, len(args), parts, 1)[0]
     except SplitError as error:
         what = f"{error}, so its tensors cannot be replaced by static ones. Pass them by themselves."
         raise ConfigError(what) from error
-    return tuple(made[: len(args)]), dict(zip(kwargs, made[len(args) :], strict=True))
 
 
-def replaced(path: str, value: Any, parts: Mapping[str, Sequence[Any]], lanes: int) -> Sequence[Any]:
+def _calls_from(
+    named: Sequence[tuple[str, Any]], positional: int, parts: Mapping[str, Sequence[Any]], lanes: int
+) -> list[_Call]:
+    """A call for each lane, with the leaves that `parts` has, by path, replaced by that lane's part."""
+    columns = [_replaced(name, value, parts, lanes) for name, value in named]
+    keywords = [name for name, _ in named[positional:]]
+    calls = []
+    for lane in range(lanes):
+        own = [column[lane] for column in columns]
+        calls.append((tuple(own[:positional]), dict(zip(keywords, own[positional:], strict=True))))
+    return calls
+
+
+def _replaced(path: str, value: Any, parts: Mapping[str, Sequence[Any]], lanes: int) -> Sequence[Any]:
     """A value, for each lane: with the leaves that `parts` has, by path, replaced by that lane's part.
 
     Raises:
@@ -336,7 +342,7 @@ def replaced(path: str, value: Any, parts: Mapping[str, Sequence[Any]], lanes: i
     children = children_of(value)
     if not children:
         return [value] * lanes
-    columns = [replaced(f"{path}.{key}", child, parts, lanes) for key, child in children]
+    columns = [_replaced(f"{path}.{key}", child, parts, lanes) for key, child in children]
     if all(own is child for (_, child), column in zip(children, columns, strict=True) for own in column):
         return [value] * lanes  # nothing in it is replaced: every lane gets the caller's own object
     try:
@@ -359,13 +365,3 @@ def children_unless_leaf(value: Any) -> list[tuple[str, Any]] | None:
     if type(value) in LEAF_CLASSES or isinstance(value, PLAIN) or splitter_for(value) is not None:
         return None
     return children_of(value)
-
-
-def _collect(path: str, value: Any, tensors: dict[str, Tensor], others: dict[str, Any]) -> None:
-    if isinstance(value, Tensor):
-        tensors[path] = value
-    elif value is not None:
-        children = children_unless_leaf(value)
-        others[path] = value if children is None else (type(value), len(children))
-        for key, child in children or ():
-            _collect(f"{path}.{key}", child, tensors, others)

@@ -26,6 +26,7 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from operator import itemgetter
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -82,6 +83,7 @@ def signature_of(plan: CallPlan, mode: ForwardMode, lanes: int, *, training: boo
         trains: whether gradients are recorded, and some tensor of the module requires them.
     """
     numbers: list[complex] = []
+    named = *plan.named[: plan.positional], *sorted(plan.named[plan.positional :], key=itemgetter(0))
     base = (
         mode,
         training,
@@ -92,8 +94,7 @@ def signature_of(plan: CallPlan, mode: ForwardMode, lanes: int, *, training: boo
         torch.cuda.is_available() and torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
         plan.rows // lanes == 1,
         tuple([(leaf.path, leaf.dim) for leaf in plan.leaves]),
-        *[(name, _kind(name, value, plan, numbers)) for name, value in plan.args],
-        *[(name, _kind(name, value, plan, numbers)) for name, value in sorted(plan.kwargs.items())],
+        *[(name, _kind(name, value, plan, numbers)) for name, value in named],
     )
     return Signature(base, tuple(numbers))
 

@@ -48,7 +48,7 @@ class DecidedStep:
     contexts: Sequence[ForwardContext] = ()
 
 
-_NO_PARTS = LaneParts(CallPlan((), 0, 1, False, (), {}), {}, ())
+_NO_PARTS = LaneParts(CallPlan((), 0, 1, False, (), 0), {}, ())
 
 
 @dataclass(frozen=True)
