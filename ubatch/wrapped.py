@@ -146,9 +146,8 @@ class WrappedModule:
         this one comes from."""
         self.tally.beside(nested=other is None or other.thread == threading.get_ident())
         if self.config.require_overlap:
-            raise OverlapDeclined(
-                "require_overlap is set, but another call runs in this UBatchWrapper.", DeclineReason.CONCURRENT_CALL
-            )
+            why = "require_overlap is set, but another call runs in this UBatchWrapper."
+            raise OverlapDeclined(why, DeclineReason.CONCURRENT_CALL)
         return self.model(*args, **kwargs)
 
     def _alone(self, otherwise: Callable[..., Any], work: Callable[..., Any], *args: Any) -> Any:
@@ -159,16 +158,14 @@ class WrappedModule:
         refuse_tracing()
         lane = current_lane()
         if lane is not None and lane.baton.forked:
-            raise ForkedLaneError(
-                f"a UBatchWrapper was called in the child of lane {lane.id}, which was forked. Fork outside of calls."
-            )
+            what = f"a UBatchWrapper was called in the child of lane {lane.id}, which was forked."
+            raise ForkedLaneError(f"{what} Fork outside of calls.")
         claims, group = self._claims, self.config.group
         if lane is not None:
             if otherwise is not _refuse and group is None and claims.held():
                 return otherwise(None, *args)
-            raise NestedUBatchError(
-                f"a UBatchWrapper was called inside lane {lane.id}. Wrap only the outermost module."
-            )
+            what = f"a UBatchWrapper was called inside lane {lane.id}."
+            raise NestedUBatchError(f"{what} Wrap only the outermost module.")
         if group is None:
             return claims.alone(otherwise, work, *args)
         return claims.alone(_refuse, apart, _in_step, group, work, *args)
@@ -390,7 +387,5 @@ def _refuse(other: Claim, *_: object) -> NoReturn:
     """Refuse a call while `other` is in a call."""
     if other.thread == threading.get_ident():
         raise NestedUBatchError("a UBatchWrapper was called from inside its own call. Wrap a module once.")
-    raise ConcurrentCallError(
-        "another thread is in a call of this UBatchWrapper, whose steps all ranks take together. Use one wrapper per "
-        "thread."
-    )
+    what = "another thread is in a call of this UBatchWrapper, whose steps all ranks take together."
+    raise ConcurrentCallError(f"{what} Use one wrapper per thread.")

@@ -81,19 +81,17 @@ _CACHES = (
 )
 """Cache classes, subclasses included. Reformer's and xLSTM's caches hold their states directly, without layers."""
 
-_ROWS: Mapping[str, int] = {
-    **dict.fromkeys(("keys", "values", "conv_states", "recurrent_states", "indexer_keys", "idx_keys"), 0),
-    **dict.fromkeys(("buffer_kv", "buffer_gate", "compressed_kv", "overlap_kv", "overlap_gate", "linear_cache"), 0),
-    **dict.fromkeys(("rnn_state", "states_cache", "buckets_cache"), 0),
-    "indexer_position_ids": 1,
-}
-"""Attribute -> dimension of its tensors that has one entry per row."""
-
 _IN_PLACE = frozenset({"conv_states", "recurrent_states", "rnn_state"})
 """Attributes that every layer writes in place."""
 
-_GROWN = frozenset(name for name, dim in _ROWS.items() if dim == 0) - _IN_PLACE
+_GROWN = frozenset(
+    {"keys", "values", "indexer_keys", "idx_keys", "buffer_kv", "buffer_gate", "compressed_kv", "overlap_kv"}
+    | {"overlap_gate", "linear_cache", "states_cache", "buckets_cache"}
+)
 """Attributes that all but static layers grow, along another dimension than 0."""
+
+_ROWS = {**dict.fromkeys(_IN_PLACE | _GROWN, 0), "indexer_position_ids": 1}
+"""Attribute -> dimension of its tensors that has one entry per row."""
 
 _FOR_ALL = frozenset(
     {"cumulative_length", "idx_cumulative_length", "indexer_cumulative_length", "seqlen_offset"}

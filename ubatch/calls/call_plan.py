@@ -169,11 +169,9 @@ class CallPlan(NamedTuple):
             except (MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
-                raise CannotSplit(
-                    DeclineReason.CANNOT_PROVE,
-                    f"argument {leaf.path!r} is a {type(leaf.value).__name__} that cannot be copied ({error}), so "
-                    'overlap cannot be proved. Set verify="off" if the module\'s rows do not depend on each other.',
-                ) from error
+                what = f"argument {leaf.path!r} is a {type(leaf.value).__name__} that cannot be copied ({error}), so "
+                what += 'overlap cannot be proved. Set verify="off" if the module\'s rows do not depend on each other.'
+                raise CannotSplit(DeclineReason.CANNOT_PROVE, what) from error
         ((args, kwargs),) = self._calls({leaf.path: [leaf.value] for leaf in leaves}, 1)
         names, rows = [name for name, _ in self.named], self.rows if order is None else len(order)
         named = zip(names, (*args, *kwargs.values()), strict=True)

@@ -96,7 +96,7 @@ class Eligibility:
         except Exception as error:  # an argument that is not what it seems; the module may not mind
             reason, why = DeclineReason.CANNOT_PROVE, f"the call cannot be taken apart ({describe(error)})."
         schedule = self._config.for_mode(mode).schedule
-        offer = _offer((num_tokens,), mode, schedule.lanes, schedule.fingerprint, reason)
+        offer = _offer((num_tokens,), mode, schedule.lanes, schedule.fingerprint, reason, False)
         return Intent(offer, schedule, mode, plan, why)
 
     def settle(self, intent: Intent, decision: Decision) -> Intent:
@@ -191,7 +191,8 @@ class Eligibility:
             raise CannotSplit(no.reason, f"the forward context has ubatch_slices, but {no}") from None
         self.state()  # which the guard compares with
         schedule, (calls, parts) = schedule.with_lanes(len(slices)), plan.cut(bounds)
-        offer = _offer(tuple([part.num_tokens for part in slices]), mode, schedule.lanes, schedule.fingerprint)
+        tokens = tuple([part.num_tokens for part in slices])
+        offer = _offer(tokens, mode, schedule.lanes, schedule.fingerprint, None, False)
         return Intent(offer, schedule, mode, plan, calls=calls, parts=parts)
 
     def _requested_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext) -> Intent:
@@ -206,7 +207,7 @@ class Eligibility:
             plan = self.plan(args, kwargs)
         except CannotSplit:  # nothing is cut
             plan = None
-        offer = _offer((context.num_tokens,), context.mode, schedule.lanes, schedule.fingerprint)
+        offer = _offer((context.num_tokens,), context.mode, 1, schedule.fingerprint, None, False)
         return Intent(offer, schedule, context.mode, plan, single=True)
 
     def _refuse_unwanted(self, plan: CallPlan, mode: ForwardMode, context: ForwardContext | None) -> None:
@@ -262,24 +263,21 @@ class Eligibility:
         self, plan: CallPlan, mode: ForwardMode, schedule: Schedule, learned: _Learned = (None, None, frozenset())
     ) -> Intent:
         """The intent of a call that is cut evenly, or runs as one lane."""
-        prints = schedule.lanes, schedule.fingerprint
-        if schedule.lanes == 1:
-            return Intent(_offer((plan.num_tokens,), mode, *prints), schedule, mode, plan, single=True)
-        calls, parts = plan.cut(even_bounds(plan.rows, schedule.lanes))
+        lanes, schedule_print = schedule.lanes, schedule.fingerprint
+        if lanes == 1:
+            offer = _offer((plan.num_tokens,), mode, lanes, schedule_print, None, False)
+            return Intent(offer, schedule, mode, plan, single=True)
+        calls, parts = plan.cut(even_bounds(plan.rows, lanes))
         signature, rule, _ = learned
         unproved = signature is not None and (rule is None or self._config.verify == Verify.ALWAYS)
-        offer = _offer(tuple([rows * plan.tokens_per_row for rows in parts.rows]), mode, *prints, None, unproved)
+        tokens = tuple([rows * plan.tokens_per_row for rows in parts.rows])
+        offer = _offer(tokens, mode, lanes, schedule_print, None, unproved)
         return Intent(offer, schedule, mode, plan, None, False, calls, parts, *learned)
 
 
 @functools.lru_cache(1024)
 def _offer(
-    tokens: tuple[int, ...],
-    mode: ForwardMode,
-    lanes: int,
-    schedule: int,
-    reason: DeclineReason | None = None,
-    unproved: bool = False,
+    tokens: tuple[int, ...], mode: ForwardMode, lanes: int, schedule: int, reason: DeclineReason | None, unproved: bool
 ) -> Offer:
     """A no where there is a `reason`; else a yes, or idle if there are no tokens. `schedule`: its fingerprint."""
     wish = Wish.NO if reason is not None else Wish.YES if any(tokens) else Wish.IDLE

@@ -118,9 +118,8 @@ class Execution:
         bodies = [functools.partial(model, *args, **kwargs) for args, kwargs in step.calls]
         pool = self._pool(len(bodies))
         try:  # keeps a lane's context variables out of the caller's, also if the lane runs in this thread
-            return contextvars.copy_context().run(
-                self._run_in, pool, bodies, step.schedule, step.contexts, self._voted, capture
-            )
+            context = contextvars.copy_context()
+            return context.run(self._run_in, pool, bodies, step.schedule, step.contexts, self._voted, capture)
         finally:
             self.failure = pool.failure
 
@@ -223,20 +222,16 @@ def _decided(
 
 
 def _lane_contexts(step: Step) -> list[ForwardContext]:
-    intent, decision, context = step.intent, step.decision, step.context
+    tokens, decision, context = step.intent.offer.tokens, step.decision, step.context
     if context is not None and context.lane_contexts is not None:
-        lanes, given = len(intent.offer.tokens), len(context.lane_contexts)
+        lanes, given = len(tokens), len(context.lane_contexts)
         if given != lanes:
             raise ConfigError(f"{lanes} ubatch_slices need as many lane_contexts, not {given}.")
         return list(context.lane_contexts)
     if context is not None and context.attn_metadata is not None:
         raise ConfigError("a forward context with ubatch_slices and attn_metadata needs lane_contexts, one per slice.")
-    return [
-        ForwardContext(
-            num_tokens=tokens, mode=intent.mode, tokens_across_ranks=decision.lane_tokens(lane), decision=decision
-        )
-        for lane, tokens in enumerate(intent.offer.tokens)
-    ]
+    make = functools.partial(ForwardContext, mode=step.intent.mode, decision=decision)
+    return [make(num_tokens=own, tokens_across_ranks=decision.lane_tokens(lane)) for lane, own in enumerate(tokens)]
 
 
 def span(name: str) -> AbstractContextManager[None]:

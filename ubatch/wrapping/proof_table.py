@@ -52,14 +52,10 @@ OFTEN = 4
 _NEVER_TWICE = 16
 """Signatures that differ in values only, and of which none came twice, after which no more are proved."""
 _MAY_BE_CHANCE = frozenset(
-    {
-        DeclineReason.ROWS_DEPEND,
-        DeclineReason.LANE_FAILED,
-        DeclineReason.CANNOT_PROVE,
-        DeclineReason.DRAWS_RANDOM,  # another thread may have drawn
-        DeclineReason.MODULE_KEEPS_STATE,  # state initialised once, in the first call, is harmless
-    }
+    {DeclineReason.ROWS_DEPEND, DeclineReason.LANE_FAILED, DeclineReason.CANNOT_PROVE}
+    | {DeclineReason.DRAWS_RANDOM, DeclineReason.MODULE_KEEPS_STATE}
 )
+"""Reasons that may be chance: another thread may have drawn, and state that the first call initialises is harmless."""
 
 
 class Signature(NamedTuple):

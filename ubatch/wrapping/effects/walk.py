@@ -209,13 +209,10 @@ class Walk:
         """Visit a container or any other object."""
         if _where_from(_class_of(value)) == "user" and (local := methods_read_local(_class_of(value))) is not None:
             self.unreadable = prefix.rstrip("."), f"reading {local!r}, a threading.local"
-        slots, own = _slots_of(_class_of(value)), getattr(value, "__dict__", None)
+        own, children = getattr(value, "__dict__", None), self._keep_slots(prefix, value, scratch)
         if isinstance(value, dict | list | deque | set):
             self._keep(prefix, value, scratch, table=True)
             self.keyed += [value] if isinstance(value, dict) else []
-        if slots:
-            self._keep(prefix, value, scratch, slots=True)
-        children: list[tuple[Any, Any]] = [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
         if isinstance(own, dict):
             self._keep(prefix, own, scratch)
             children += own.items()
@@ -246,10 +243,8 @@ class Walk:
             if local is not None:
                 self.unreadable = f"{prefix}forward", f"reading {local!r}, a threading.local"
             self.hooks += [table for name, table in own.items() if name.endswith("_hooks") and isinstance(table, dict)]
-            linear, slots = _is_linear(module, own), _slots_of(_class_of(module))
-            if slots:
-                self._keep(prefix, module, scratch, slots=True)
-                children += [(name, getattr(module, name)) for name in slots if hasattr(module, name)]
+            linear = _is_linear(module, own)
+            children += self._keep_slots(prefix, module, scratch)
             self._keep(prefix, own, scratch, counted=linear)
             for name in _TABLES if not linear else ("_parameters",):
                 self._keep(prefix, own[name], table=True)
@@ -295,29 +290,28 @@ class Walk:
         self.read.append(Kept(path, take, put))
         self.kept.append(self.read[-1])
 
+    def _keep_slots(self, prefix: str, value: Any, scratch: bool) -> list[tuple[Any, Any]]:
+        """Take a shallow copy of what an object has in slots; returns it."""
+        if _slots_of(_class_of(value)):
+            put = functools.partial(_put_attributes, value)
+            self.kept.append(Kept(prefix, functools.partial(_slots_in, value), put))
+            self.holders.append(value)
+            self.scratch += [value] if scratch else []
+        return [*_slots_in(value).items()]
+
     def _keep(
-        self,
-        prefix: str,
-        holder: Any,
-        scratch: bool = False,
-        *,
-        table: bool = False,
-        counted: bool = False,
-        slots: bool = False,
+        self, prefix: str, holder: Any, scratch: bool = False, *, table: bool = False, counted: bool = False
     ) -> None:
-        """Take a shallow copy of an object's attributes (those in `slots`) or, of a `table`, of its items. `counted`:
-        see there."""
-        take = functools.partial(_slots_in if slots else _items_of, holder)
-        put = functools.partial(_put_attributes if slots or isinstance(holder, type) else _put_items, holder)
-        self.kept.append(Kept(prefix, take, put))
+        """Take a shallow copy of an object's attributes or, of a `table`, of its items. `counted`: see there."""
+        put = functools.partial(_put_attributes if isinstance(holder, type) else _put_items, holder)
+        self.kept.append(Kept(prefix, functools.partial(_items_of, holder), put))
         if isinstance(holder, type):
             holder = gc.get_referents(holder.__dict__)[0]
         if counted or (table and len(holder) > _MANY):
             self.counted.append(holder)
             return
         self.holders.append(holder)
-        if scratch:
-            self.scratch.append(holder)
+        self.scratch += [holder] if scratch else []
 
 
 # ---------------------------------------------------------------------------------------------------- kinds of objects
