@@ -283,7 +283,7 @@ class WrappedModule:
         # All ranks repeat the step, or none does: one that has merged its outputs is already at its next step.
         offer = step.intent.offer
         decision = self.execution.vote(Offer(Wish.NO, (sum(offer.tokens),), offer.lanes, reason, again=True))
-        output = self.execution.unsplit(replace(step, decision=decision))  # its error is that of the bare module
+        output = self.execution.call(replace(step, decision=decision))  # its error is that of the bare module
         guard.give_back()
         if signature is not None and isinstance(error, OtherValue):
             proofs.prove_again(signature)

@@ -161,7 +161,7 @@ class Capturer:
             for rows in (plan.rows, plan.rows - 1):
                 part = plan.cut([slice(0, rows)])[0][0]
                 intent = replace(self.eligibility.intent(*part, context), calls=(), single=False)
-                output = self.execution.unsplit(Step(*part, intent, self._unsplit_decision(intent), context))
+                output = self.execution.call(Step(*part, intent, self._unsplit_decision(intent), context))
                 shapes.append(GraphOutput(output).shapes())
                 plain.append(GraphOutput(output).plain())
         for path in plain[0]:

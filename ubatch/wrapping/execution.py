@@ -70,7 +70,8 @@ class Execution:
         self.failure: tuple[int, str] | None = None
 
     def call(self, step: Step, capture: Capture | None = None, guard: Guard | None = None) -> Any:
-        """Run a call as it was decided; outputs of lanes are merged.
+        """Run a call as it was decided; outputs of lanes are merged. If the ranks voted, the forward context of a call
+        without lanes has their decision.
 
         Raises:
             ConfigError: `context` has slices, but no matching lane contexts.
@@ -78,11 +79,12 @@ class Execution:
             Others: what the lanes raised; see `LanePool.run`.
         """
         intent = step.intent
-        if not intent.engages(step.decision):
-            return self.unsplit(step, capture)
-        if intent.single:
-            contexts = [self._whole_context(step)]
-            return self.run(_decided(step, [(step.args, step.kwargs)], contexts, intent.schedule), capture)[0]
+        engaged = intent.engages(step.decision)
+        if intent.single or not engaged:
+            voted = self.config.group is not None and (step.context is None or step.context.decision is None)
+            contexts = [self._whole_context(step)] if voted or engaged else []
+            schedule = intent.schedule if engaged else None
+            return self.run(_decided(step, [(step.args, step.kwargs)], contexts, schedule), capture)[0]
         outputs = self.outputs(step, capture, None if guard is None else guard.at_handover)
         if guard is not None:
             guard.check()
@@ -99,12 +101,6 @@ class Execution:
         it has its output. Errors as in `call`."""
         intent = step.intent
         return self.run(_decided(step, intent.calls, _lane_contexts(step), intent.schedule), capture, at_handover)
-
-    def unsplit(self, step: Step, capture: Capture | None = None) -> Any:
-        """Run a call unsplit. If the ranks voted, its forward context has their decision."""
-        voted = self.config.group is not None and (step.context is None or step.context.decision is None)
-        contexts = [self._whole_context(step)] if voted else []
-        return self.run(_decided(step, [(step.args, step.kwargs)], contexts, None), capture)[0]
 
     def run(
         self, step: DecidedStep, capture: Capture | None = None, at_handover: Callable[[], None] | None = None

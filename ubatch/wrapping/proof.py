@@ -106,7 +106,7 @@ class Proof:
         begun = time.monotonic()
         self._prepare()
         started = time.monotonic()
-        result = self._execution.unsplit(replace(self._step, decision=self._step.decision.whole()))
+        result = self._execution.call(replace(self._step, decision=self._step.decision.whole()))
         ended = time.monotonic()
         self._rehearse(result)
         self.seconds = time.monotonic() - ended + started - begun
