@@ -124,7 +124,7 @@ class _AttributeSplitter:
     """Splits and merges objects of the classes above, attribute by attribute."""
 
     def split(self, cache: Any, bounds: Sequence[slice]) -> list[Any]:
-        return _Cut(bounds).cut(cache, _START)
+        return list(_Cut(bounds).cut(cache, _START))
 
     def merge(self, parts: Sequence[Any], whole: Any | None) -> Any:
         rows = [_rows_of(part) for part in parts]
@@ -151,9 +151,9 @@ class _Cut:
         # Autograd refuses writes to views that one operator made together.
         together = 0 < sum(self.sizes) == bounds[-1].stop and not torch.is_grad_enabled()
         self.together = _GROWN if together else frozenset()
-        self.seen: dict[int, list[Tensor]] = {}
+        self.seen: dict[int, Sequence[Tensor]] = {}
 
-    def cut(self, value: Any, at: _Place) -> list[Any]:
+    def cut(self, value: Any, at: _Place) -> Sequence[Any]:
         """The lanes' parts of the value at place `at`."""
         kind: Any = type(value)
         if (in_static := _is_static(kind)) is not None:
@@ -186,16 +186,18 @@ class _Cut:
             )
         seen, sizes, rows = self.seen, self.sizes, self.bounds[-1].stop
         together = frozenset() if in_static else self.together
-        owned: dict[str, list[Any]] = {}
+        owned: dict[str, Sequence[Any]] = {}
         for name, item in vars(value).items():
             if name in together and type(item) is Tensor and id(item) not in seen and item.shape[0] == rows:
                 # Nearly all tensors come this way. "Unsafe" means that these views have version counters of their own.
-                owned[name] = seen[id(item)] = [*item.unsafe_split_with_sizes(sizes)]
+                owned[name] = seen[id(item)] = item.unsafe_split_with_sizes(sizes)
             elif type(item) not in _SIMPLE or name == _ROW_COUNT:  # the new objects have the others already
                 owned[name] = self.cut(item, _within(at, name, in_static))
         parts = [object.__new__(type(value)) for _ in sizes]
         for lane, part in enumerate(parts):
-            state = {**vars(value), **{name: own[lane] for name, own in owned.items()}}
+            state = vars(value).copy()
+            for name, own in owned.items():
+                state[name] = own[lane]
             object.__setattr__(part, "__dict__", state)  # not through a `__setattr__` of a user's class
         return parts
 
