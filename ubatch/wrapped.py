@@ -19,11 +19,12 @@ finds its graph.
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
@@ -182,15 +183,8 @@ class WrappedModule:
         if not table.graphs:
             gc.collect()  # memory held by reference cycles would count as the graph's
         try:
-            capturer = Capturer(
-                self.model,
-                self.config,
-                self.eligibility,
-                self.execution,
-                table,
-                decide=lambda intent: self._decide(intent, context),
-                prove=self._prove,
-            )
+            decide = functools.partial(self._decide, context=context)
+            capturer = Capturer(self.model, self.config, self.eligibility, self.execution, table, decide, self._prove)
             result: T = self._alone(_refuse, apart, work, capturer)
             return result
         except CaptureFailed as failed:  # the cause tells where; the frames in between hold the static inputs
@@ -205,9 +199,7 @@ class WrappedModule:
         return self.config.group is not None and self.config.group.size > 1
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if current_trace() is None:
-            return self._step(args, kwargs)
-        with traced_step():
+        with nullcontext() if current_trace() is None else traced_step():
             return self._step(args, kwargs)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -35,6 +35,7 @@ _BLOCK = 1024
 _MOST_COMPARED = 16
 """Most tensors that are compared by contents in every call."""
 _version = attrgetter("_version")
+_Calls = Iterable[tuple[Sequence[Any], Mapping[str, Any]]]
 
 
 class State:
@@ -79,13 +80,7 @@ class State:
         return cls(found, module=True, thorough=thorough)
 
     @classmethod
-    def of_call(
-        cls,
-        named: Iterable[tuple[str, Any]],
-        lanes: Iterable[tuple[Sequence[Any], Mapping[str, Any]]] = (),
-        *,
-        thorough: bool = False,
-    ) -> State:
+    def of_call(cls, named: Iterable[tuple[str, Any]], lanes: _Calls = (), *, thorough: bool = False) -> State:
         """The state of a call's arguments, by name; and of the containers that were made anew for `lanes`."""
         found = Walk(thorough=thorough, caches=False)
         found.visit_arguments(named)
