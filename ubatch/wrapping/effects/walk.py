@@ -252,8 +252,11 @@ class Walk:
             self.holders += [] if linear else [module]  # for its class
             put = functools.partial(setattr, module, "__class__")
             self.kept.append(Kept(f"{prefix}__class__", functools.partial(type, module), put))
-        if of_user:
-            children += self._class_attributes(prefix, type(module))
+        for each in type(module).__mro__ if of_user else ():
+            if _where_from(each) == "user" and id(each) not in self._seen:
+                self._seen[id(each)] = each
+                self._keep(prefix, each)
+                children += [item for item in vars(each).items() if not item[0].startswith("__")]
         for name, child in children:
             self._later(f"{prefix}{name}", child, scratch if isinstance(child, nn.Module) else of_user)
 
@@ -274,16 +277,6 @@ class Walk:
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for name, child in (*tensors, *own, *module.named_children()):
             self._later(f"{prefix}{name}", child)
-
-    def _class_attributes(self, prefix: str, kind: type) -> list[tuple[str, Any]]:
-        """What a user's classes hold."""
-        found: list[tuple[str, Any]] = []
-        for each in kind.__mro__:
-            if _where_from(each) == "user" and id(each) not in self._seen:
-                self._seen[id(each)] = each
-                self._keep(prefix, each)
-                found += [item for item in vars(each).items() if not item[0].startswith("__")]
-        return found
 
     def _read(self, path: str, take: Callable[[], Any], put: Callable[[Any], object] | None) -> None:
         """Keep what has to be read to be compared."""
