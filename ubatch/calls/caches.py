@@ -10,8 +10,8 @@ split in one way: by a walk through their attributes and those of their layers.
     number, flag, name, class         the same for all lanes, before and after
     dict, list, tuple                 item by item
 
-A layer of another package, and a tensor in an attribute that is not known here, are refused by name when the cache is
-split, before the model runs.
+A layer of another package, and a tensor in an attribute that is not known here, or an empty layer's attribute that may
+become one, are refused by name when the cache is split, before the model runs.
 """
 
 from __future__ import annotations
@@ -99,6 +99,9 @@ _FOR_ALL = frozenset(
 )
 """Attributes whose tensors are the same for all rows."""
 
+_LATER = frozenset({*_ROWS, *_FOR_ALL, "dtype", "device"})
+"""Attributes of an empty layer that may be None."""
+
 _ROW_COUNT = "batch_size"
 """The attribute that holds the number of rows."""
 
@@ -157,6 +160,8 @@ class _Cut:
         """The lanes' parts of the value at place `at`."""
         kind: Any = type(value)
         if (in_static := _is_static(kind)) is not None:
+            if not getattr(value, "is_initialized", True):
+                _refuse_unknown(value, at)
             return self._object(value, in_static, at)
         if isinstance(value, Tensor):
             if id(value) not in self.seen:
@@ -318,6 +323,13 @@ def _is_static(kind: Any) -> bool | None:
     own = kind.__module__.startswith("transformers.") and hasattr(kind, "reorder_cache")
     static = getattr(kind, "is_compileable", None)  # a cache has a property of that name
     return static if own and isinstance(static, bool) and not hasattr(kind, "_quantize") else None
+
+
+def _refuse_unknown(layer: Any, at: _Place) -> None:
+    """Refuse an empty layer with an attribute that may become a tensor of which it is not known whether it has rows."""
+    for name, item in vars(layer).items():
+        if item is None and name not in _LATER:
+            raise SplitError(f"its {_within(at, name, False)[2]} may get one entry per row, or not: {_REGISTER}")
 
 
 def _items_of(value: Any) -> Mapping[Any, Any]:
