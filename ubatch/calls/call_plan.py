@@ -21,6 +21,7 @@ from ubatch.errors import ConfigError, SplitError
 from ubatch.schedules.vote import DeclineReason
 
 __all__ = [
+    "Call",
     "CallLeaves",
     "CallPlan",
     "CannotSplit",
@@ -34,7 +35,8 @@ __all__ = [
     "replace_tensors",
 ]
 
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
 _Names = tuple[tuple[str, ...], str | None]
 
 
@@ -177,7 +179,7 @@ class CallPlan(NamedTuple):
         named = zip(names, (*args, *kwargs.values()), strict=True)
         return self._replace(leaves=tuple(leaves), rows=rows, named=tuple(named))
 
-    def cut(self, bounds: Sequence[slice]) -> tuple[list[_Call], LaneParts]:
+    def cut(self, bounds: Sequence[slice]) -> tuple[list[Call], LaneParts]:
         """Every lane's arguments, and the lanes' parts of each leaf.
 
         Raises:
@@ -189,7 +191,7 @@ class CallPlan(NamedTuple):
         parts = {leaf.path: leaf.cut(bounds, together) for leaf in self.leaves}
         return self._calls(parts, len(bounds)), LaneParts(self, parts, sizes)
 
-    def _calls(self, parts: Mapping[str, Sequence[Any]], lanes: int) -> list[_Call]:
+    def _calls(self, parts: Mapping[str, Sequence[Any]], lanes: int) -> list[Call]:
         """Every lane's arguments, from its parts of the leaves."""
         try:
             return _calls_from(self.named, self.positional, parts, lanes)
@@ -318,7 +320,7 @@ def replace_tensors(
 
 def _calls_from(
     named: Sequence[tuple[str, Any]], positional: int, parts: Mapping[str, Sequence[Any]], lanes: int
-) -> list[_Call]:
+) -> list[Call]:
     """A call for each lane, with the leaves that `parts` has, by path, replaced by that lane's part."""
     columns = [_replaced(name, value, parts, lanes) for name, value in named]
     keywords = [name for name, _ in named[positional:]]

@@ -33,9 +33,9 @@ from ubatch.calls.closeness import Comparison, identical
 from ubatch.calls.containers import PLAIN, attributes_of, children_of, rebuild
 from ubatch.schedules.vote import DeclineReason
 
-__all__ = ["Cached", "Given", "Items", "Learner", "OtherValue", "Rows", "Rule", "Same", "named_dim"]
+__all__ = ["ENOUGH", "Cached", "Given", "Items", "Learner", "OtherValue", "Rows", "Rule", "Same", "named_dim"]
 
-_ENOUGH = 4
+ENOUGH = 4
 """Different values that proofs must have had before any value will do."""
 _KEPT_BYTES = 1 << 16
 _UNLIKE = "in the lanes, unlike in the call that was proved"
@@ -71,7 +71,7 @@ class Same(Rule):
     def merge(self, path: str, values: Sequence[Any], parts: LaneParts) -> Any:
         if not _all_equal(values):
             raise mismatch(path, values, _UNLIKE)
-        if 0 < len(self.proved) < _ENOUGH and not any(identical(values[0], each) for each in self.proved):
+        if 0 < len(self.proved) < ENOUGH and not any(identical(values[0], each) for each in self.proved):
             raise OtherValue(DeclineReason.CANNOT_MERGE, f"{path} is {values[0]!r:.40}, unlike in the proof.")
         return values[0]
 

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ubatch.calls.arguments import parameter_names, plan_call
 from ubatch.calls.call_plan import CallPlan, CannotSplit, even_bounds
 from ubatch.calls.containers import tensors_in
-from ubatch.calls.merging import Rule
+from ubatch.calls.merging import ENOUGH, Rule
 from ubatch.errors import SplitError, UBatchError, describe
 from ubatch.lanes.torch_modes import why_not_in_lanes
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
@@ -36,7 +36,7 @@ from ubatch.schedules.vote import MAX_LANES, Decision, DeclineReason, Offer, Wis
 from ubatch.wrapping.config import UBatchConfig, Verify
 from ubatch.wrapping.effects.state import State
 from ubatch.wrapping.guard import Guard
-from ubatch.wrapping.proof_table import OFTEN, ProofTable, Signature, is_flag, signature_of
+from ubatch.wrapping.proof_table import ProofTable, Signature, is_flag, signature_of
 from ubatch.wrapping.step import Intent
 
 __all__ = ["Eligibility"]
@@ -150,7 +150,7 @@ class Eligibility:
         if len(self._changes) >= _MOST_KEPT:
             self._changes.clear()
         self._changes[path] += 1
-        return self._changes[path] > OFTEN and not is_flag(value)
+        return self._changes[path] > ENOUGH and not is_flag(value)
 
     def guard(self, intent: Intent, neighbours: Callable[[], int]) -> Guard:
         """The guard of a call that is about to run in lanes. `neighbours`: see `Guard`."""

@@ -36,19 +36,17 @@ from torch import Tensor, nn
 from ubatch.calls.caches import splitter_for
 from ubatch.calls.call_plan import CallPlan, CannotSplit
 from ubatch.calls.containers import FUNCTIONS, PLAIN, children_of, tensor_kind, tensors_in
-from ubatch.calls.merging import Rule
+from ubatch.calls.merging import ENOUGH, Rule
 from ubatch.schedules.forward_context import ForwardMode
 from ubatch.schedules.vote import DeclineReason
 
-__all__ = ["OFTEN", "ProofTable", "Signature", "Standing", "is_flag", "signature_of"]
+__all__ = ["ProofTable", "Signature", "Standing", "is_flag", "signature_of"]
 
 _SPECIAL = frozenset({0, 1, -1, math.inf, -math.inf})
 _DEEP = 3
 """How deep attributes of objects are looked at."""
 _LIMIT = 1024
 """Most signatures kept, so that a module called with new values each time does not fill the memory."""
-OFTEN = 4
-"""Different values with which calls must be proved before any value will do."""
 _NEVER_TWICE = 16
 """Signatures that differ in values only, and of which none came twice, after which no more are proved."""
 _MAY_BE_CHANCE = frozenset(
@@ -217,7 +215,7 @@ class ProofTable:
         if proved is None:
             return signature
         pairs = zip(signature.numbers, proved, strict=True)
-        return signature.base, tuple(None if len(values) >= OFTEN else number for number, values in pairs)
+        return signature.base, tuple(None if len(values) >= ENOUGH else number for number, values in pairs)
 
     def passed(self, signature: Signature, rule: Rule, *, cut: int, coarse: bool, writes: frozenset[str]) -> None:
         """Record a proof that passed."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ubatch.calls.call_plan import CallPlan, LaneParts
+from ubatch.calls.call_plan import Call, CallPlan, LaneParts
 from ubatch.calls.merging import Rule
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
 from ubatch.schedules.schedule import Schedule
@@ -19,9 +19,6 @@ from ubatch.schedules.vote import Decision, Offer
 from ubatch.wrapping.proof_table import Signature
 
 __all__ = ["Call", "DecidedStep", "Intent", "Step"]
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments."""
 
 _LATER: Any = None
 """The value of a field that is filled later."""
