@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ubatch.calls.caches import splitter_for
-from ubatch.calls.call_leaves import CallLeaves, leaves_of, replace_tensors
-from ubatch.calls.call_plan import CallPlan, CannotSplit
+from ubatch.calls.call_plan import CallLeaves, CallPlan, CannotSplit, leaves_of, replace_tensors
 from ubatch.errors import ConfigError, describe
 from ubatch.graphs.inputs_outputs import GraphInputs, GraphOutput, RowDims, find_row_dims
 from ubatch.graphs.table import Entry, GraphTable, Setting, wants_gradients
@@ -36,8 +35,8 @@ from ubatch.streams.graph_protocols import (
 from ubatch.trace.spans import current_trace, tracing
 from ubatch.wrapping.config import UBatchConfig, Verify
 from ubatch.wrapping.eligibility import Eligibility
-from ubatch.wrapping.execution import Execution, Step
-from ubatch.wrapping.intent import Intent
+from ubatch.wrapping.execution import Execution
+from ubatch.wrapping.step import Intent, Step
 
 __all__ = ["Capturer", "record"]
 
@@ -161,8 +160,8 @@ class Capturer:
         with self._rehearsing(), self.table.backend.warming_up():
             for rows in (plan.rows, plan.rows - 1):
                 part = plan.cut([slice(0, rows)])[0][0]
-                intent = replace(self.eligibility.intent(*part, context), cut=None, single=False)
-                output = self.execution.unsplit(Step(*part, intent, self._unsplit_decision(intent), context))
+                intent = replace(self.eligibility.intent(*part, context), calls=(), single=False)
+                output = self.execution.call(Step(*part, intent, self._unsplit_decision(intent), context))
                 shapes.append(GraphOutput(output).shapes())
                 plain.append(GraphOutput(output).plain())
         for path in plain[0]:
@@ -181,7 +180,7 @@ class Capturer:
         step = self._proved(static, self.eligibility.intent(*static, context), context)
         if step.intent.engages(step.decision):
             yield self._capture(leaves, step, row_dims)
-        whole = replace(step.intent, cut=None, single=False)
+        whole = replace(step.intent, calls=(), single=False)
         step = replace(step, intent=whole, decision=self._unsplit_decision(whole))
         yield self._capture(leaves, step, row_dims)
 
@@ -222,7 +221,7 @@ class Capturer:
         """Record a call, and put it into the table. `output_rows`: given if smaller calls may be padded to this one."""
         table, plan = self.table, step.intent.plan
         setting = Setting.current(self.model, table.backend.device, step.context)
-        run = functools.partial(self._run, step)  # a closure would outlive a failure
+        run = functools.partial(self.execution.call, step)  # a closure would outlive a failure
         key = table.key(step.intent, engaged=step.intent.engages(step.decision))
         with self._rehearsing():
             graph, output = record(table.backend, key, leaves.tensors, run, lambda: self.execution.failure)
@@ -244,13 +243,6 @@ class Capturer:
         """Mark runs as rehearsals: they have no time limit and are not recorded in the caller's trace."""
         with self.execution.no_timeout(), nullcontext() if current_trace() is None else tracing():
             yield
-
-    def _run(self, step: Step, capture: Capture | None) -> Any:
-        if step.decision.engaged and step.intent.single:
-            return self.execution.single(step, capture)
-        if step.decision.engaged and step.intent.cut is not None:
-            return self.execution.lanes(step, step.intent.cut, capture)
-        return self.execution.unsplit(step, capture)
 
 
 def record(
