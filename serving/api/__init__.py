@@ -3,7 +3,7 @@
 http/                              the app, its routes, bodies, connections and `/openapi.json`
 schema/                            request and response models for FastAPI; unsupported fields; OpenAI's error bodies
 completions, chat                  the answers of `/v1/completions` and `/v1/chat/completions`
-prompts, sampling, token_limits    from a request's fields to token ids and sampling parameters
+prompts, sampling, allowed_tokens  from a request's fields to token ids and sampling parameters
 generation                         runs the outputs of a request concurrently
 logprobs, answer, sse              turn outputs into the response: one JSON body, or server-sent events
 service                            state shared by all routes; `long_work` runs blocking work in threads

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from serving.api.allowed_tokens import allowed_tokens
 from serving.api.answer import SCORED_AT_ONCE, Answer, Gathered, check_common, check_logprobs, check_outputs
 from serving.api.generation import Delta, Output, make_outputs
 from serving.api.logprobs import COMPLETION_LISTS, CompletionLogprobsWriter
@@ -17,7 +18,6 @@ from serving.api.schema.errors import ApiError
 from serving.api.schema.json_lists import JsonLists
 from serving.api.schema.request_models import DEFAULT_MAX_TOKENS, CompletionRequest
 from serving.api.service import Service
-from serving.api.token_limits import token_limits
 
 __all__ = ["CompletionAnswer"]
 
@@ -60,7 +60,7 @@ class CompletionAnswer(Answer):
         _refuse(body)
         given = prompts_in(body.prompt)
         check_outputs(service, len(given), body.n)
-        limits = await token_limits(service, body, len(given), size)
+        limits = await allowed_tokens(service, body, len(given), size)
         room = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         pieces = [
             partial(prompts_of, service, given[first:last], body, room)

@@ -61,7 +61,7 @@ def sampling_params(
 ) -> list[SamplingParams]:
     """The parameters of each of the request's `n` outputs; output i has the request's seed + i.
 
-    `limits` has the request's allowed and forbidden tokens (`serving.api.token_limits`).
+    `limits` has the request's allowed and forbidden tokens (`serving.api.allowed_tokens`).
     """
     vocab_size = service.engine.info.vocab_size
     own = {name: value for name in _DEFAULTED if (value := getattr(request, name)) is not None}

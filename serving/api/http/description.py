@@ -8,9 +8,9 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
+from serving.api.allowed_tokens import MAX_ALLOWED_OF_ALL
 from serving.api.http.routes import STREAMED
 from serving.api.service import Service
-from serving.api.token_limits import MAX_ALLOWED_OF_ALL
 
 __all__ = ["complete_description"]
 

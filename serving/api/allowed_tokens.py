@@ -11,14 +11,14 @@ from serving.api.schema.token_ids import check_token_ids
 from serving.api.service import Service
 from serving.text.bad_words import bad_token_sequences
 
-__all__ = ["MAX_ALLOWED_OF_ALL", "token_limits"]
+__all__ = ["MAX_ALLOWED_OF_ALL", "allowed_tokens"]
 
 MAX_ALLOWED_OF_ALL = 2**20
 """Most allowed token ids in a body's list, and most distinct ones times its outputs. Every output's request carries the
 list to the engine, which decodes it between steps."""
 
 
-async def token_limits(service: Service, body: GenerationRequest, num_prompts: int, size: int) -> SamplingParams:
+async def allowed_tokens(service: Service, body: GenerationRequest, num_prompts: int, size: int) -> SamplingParams:
     """Sampling parameters with only the allowed and forbidden tokens of a body of `size` bytes set, checked.
 
     Raises:
