@@ -46,8 +46,10 @@ ALIASES: Mapping[str, str] = {
     "enable_two_batch_overlap": "enable_dbo",
     "num_ubatches": "ubatch_size",
     "named_model": "model",
+    "base_url": "url",
 }
-"""Alias -> setting: SGLang's names, names of `UBatchConfig`, and the flag form of a positional argument."""
+"""Alias -> setting: SGLang's names, names of `UBatchConfig`, the flag form of a positional argument, and the name that
+vLLM's benchmarks have for a server."""
 
 
 def _read_link(value: Any) -> Any:
@@ -71,7 +73,7 @@ class Parallelism(Group):
     copy of the model, except the experts if they are shared."""
 
     data_parallel_size: Positive = Field(1, description="ranks in all; each request runs on one of them")
-    tensor_parallel_size: Annotated[Positive, Flag(short="-tp")] = Field(
+    tensor_parallel_size: Annotated[Positive, Flag(alias="-tp")] = Field(
         1, description="processes of a rank; they share its attention heads and dense layers"
     )
     enable_expert_parallel: bool = Field(False, description="the ranks share the experts, and step together")
