@@ -344,7 +344,7 @@ class EngineClient:
     def _exited(self, engines: LocalEngines, rank: int, sentinel: int) -> None:
         """The process of a rank ended."""
         self._loop.remove_reader(sentinel)
-        self._cause.report(wire.Failed(rank, "", "", engines.describe_exit(rank), "", echo=False))
+        self._cause.report(wire.Failed(rank, engines.describe_exit(rank)))
 
     def _failed(self, failed: wire.Failed) -> None:
         """The cause of a failure is known: fail all waiting calls, and end the other engines."""

@@ -92,7 +92,7 @@ class VitalSigns:
                 rank = node * self._options.local_size
                 joined = rank in self._heard
                 what = "cannot be reached" if joined else f"has not joined within {_NODE_JOINS_S:g} s"
-                self._report(Failed(rank, "", "", f"is lost: node {node} {what}", "", echo=False))
+                self._report(Failed(rank, f"is lost: node {node} {what}"))
         silent = [
             rank
             for rank, heard in self._heard.items()
@@ -103,7 +103,7 @@ class VitalSigns:
             what = f"hangs: it has given no sign of life for {self._timeout_s:g} s (timeout_s)"
             if not self._begun:
                 what = f"hangs while it starts: it has given no sign of life for {self._start_s:g} s"
-            self._report(Failed(first, "", "", what, "", echo=False))
+            self._report(Failed(first, what))
 
     def _is_unreachable(self, rank: int) -> bool:
         """Whether the rank's node is silent, too: then it is the node that is to be named."""

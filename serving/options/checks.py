@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from model_runner import ModelConfig
+from model_runner import ModelConfig, check_tensor_parallel
 from model_runner.parallel.transport import LOCAL, check_schedules_by_name
 from model_runner.runner_options import beyond_full_attention
 from moe import check_all2all_options
-from serving.engine.rank.runner_setup import backend_faults, tensor_parallel_faults
 from serving.engine.wire.secret import read_secret
 from serving.options.flags.server_flags import Parallelism, PerMode, Server
 from serving.options.overlap import overlap_config
@@ -139,6 +138,12 @@ def _overlap(s: Settings) -> Iterator[str]:
         yield str(error)
 
 
+_NO_EXCHANGE = {
+    "local": "local exchanges nothing, but the ranks share experts. Use torch_dist.",
+    "emulated_link": "emulated_link is chosen by --emulated-link US MB/S, which also says how fast it is.",
+}
+
+
 def _parallelism(s: Settings) -> Iterator[str]:
     if s["enable_expert_parallel"]:
         if _num_processes(s) == 1:
@@ -146,7 +151,8 @@ def _parallelism(s: Settings) -> Iterator[str]:
                 f"{s.spell('enable_expert_parallel')} needs --data-parallel-size 2 or more, or --tensor-parallel-size; "
                 "one rank has all experts."
             )
-        yield from backend_faults(s["all2all_backend"], s.spell("all2all_backend"))
+        if s["all2all_backend"] in _NO_EXCHANGE:
+            yield f"{s.spell('all2all_backend')} {_NO_EXCHANGE[s['all2all_backend']]}"
         return
     for name in ("all2all_backend", "all2all_options"):
         if s[name]:
@@ -233,10 +239,17 @@ _SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
 
 def _shares(s: Settings, model: ModelConfig) -> Iterator[str]:
-    yield from tensor_parallel_faults(
-        model, s["tensor_parallel_size"], s.spell("tensor_parallel_size"), expert_parallel=s["enable_expert_parallel"]
-    )
+    size, flag = s["tensor_parallel_size"], s.spell("tensor_parallel_size")
+    try:
+        check_tensor_parallel(model, size)
+    except ConfigError as error:
+        yield f"{flag}: {error}"
     if not s["enable_expert_parallel"]:
+        if size > 1 and model.num_experts:
+            yield (
+                f"{flag} {size} shares attention and dense layers, and this model has {model.num_experts} experts. Add "
+                "--enable-expert-parallel to share those too."
+            )
         return
     ranks = _num_processes(s)
     if model.num_experts == 0:

@@ -8,9 +8,10 @@ import torch
 from tqdm import tqdm
 
 from model_runner import ModelRunner, SamplingParams, generate
+from moe import EmulatedLink
 from serving.engine.options import EngineOptions
 from serving.engine.rank.core import EngineCore
-from serving.engine.rank.runner_setup import WeightsBar, make_link
+from serving.engine.rank.runner_setup import WeightsBar
 from serving.engine.speculation import make_scheduler, runner_options
 from serving.logs import log_event
 from ubatch import CapturedGraph, CommGroup
@@ -34,6 +35,10 @@ def make_runner(
     Raises:
         CheckpointError, ConfigError: see `ModelRunner`.
     """
+    link = None
+    if options.emulated_link is not None:
+        latency_us, megabytes_per_s = options.emulated_link
+        link = EmulatedLink(latency_us * 1e-6, megabytes_per_s * 1e6)
     return ModelRunner(
         options.model,
         load_format=options.load_format,
@@ -42,7 +47,7 @@ def make_runner(
         all2all_backend=options.all2all_backend,
         all2all_options=options.all2all_options,
         experts_backend=options.moe_backend,
-        link=make_link(options.emulated_link),
+        link=link,
         dbo=options.dbo,
         dbo_kinds=options.dbo_kinds,
         attention_backend=options.attention_backend,

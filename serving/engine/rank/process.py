@@ -162,12 +162,10 @@ def _loaded(
     ):
         starting.enter_context(beating(client, rank))
         bar.set_postfix_str("meet the other ranks")
-        group = None
         if collective:
             init_ranks(run, rank, options)
         starting.enter_context(taking_long("starting"))  # ranks load and compile at different speeds
-        if collective:
-            group = CommGroup.from_process_group(timeout_s=options.dbo.timeout_s)
+        group = CommGroup.from_process_group(timeout_s=options.dbo.timeout_s) if collective else None
         bar.update()
         bar.set_postfix_str("load the model")
         with make_runner(options, group, device_index=local_rank) as runner:
@@ -235,7 +233,7 @@ def _report_failure(link: EngineLink, rank: int, error: BaseException) -> None:
     if _logger.hasHandlers():
         told = isinstance(error, ConfigError | CheckpointError | Orphaned)  # the message is enough: no traceback
         _logger.error("engine failed\n%s" if not told else "engine failed: %s", error if told else text)
-    link.send(wire.Failed(rank, wire.error_kind(error), type(error).__name__, str(error), text, echo))
+    link.send(wire.Failed(rank, str(error), wire.error_kind(error), type(error).__name__, text, echo))
 
 
 class Engine:

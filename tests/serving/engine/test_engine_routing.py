@@ -253,11 +253,11 @@ def test_a_refusal_concerns_one_request() -> None:
     asyncio.run(scenario())
 
 
-OWN = Failed(1, "", "ValueError", "boom", "Traceback", echo=False)
-OWN_EXIT = Failed(1, "", "", "died with exit status 1", "", echo=False)
-ECHO = Failed(0, "UBatchError", "PeerFailed", "rank 1 failed", "Traceback", echo=True)
-ECHO_EXIT = Failed(0, "", "", "died with exit status 1", "", echo=False)
-KILLED = Failed(1, "", "", "was killed by SIGKILL", "", echo=False)
+OWN = Failed(1, "boom", name="ValueError", traceback="Traceback")
+OWN_EXIT = Failed(1, "died with exit status 1")
+ECHO = Failed(0, "rank 1 failed", "UBatchError", "PeerFailed", "Traceback", echo=True)
+ECHO_EXIT = Failed(0, "died with exit status 1")
+KILLED = Failed(1, "was killed by SIGKILL")
 
 
 @pytest.mark.parametrize(
