@@ -29,7 +29,6 @@ __all__ = ["MAX_LOGPROBS", "SCORED_AT_ONCE", "Answer", "Gathered", "check_common
 MAX_LOGPROBS = 1_000_000
 """Most log-probabilities of one answer. Each needs some 100 bytes until the answer is sent, and twice that while it is
 encoded."""
-TOLD = "prompt_logprobs"
 SCORED_AT_ONCE = 256  # prompt tokens whose log-probabilities are encoded as JSON in one go
 
 
@@ -105,7 +104,7 @@ class Answer(ABC):
         self._begun: set[int] = set()  # outputs whose first event was sent
         self._outputs = outputs
         self._scores_prompts = any(output.request.params.prompt_logprobs is not None for output in outputs)
-        self._scored: dict[int, dict[str, JsonLists]] = {}  # prompt -> its log-probabilities
+        self._scored: dict[int, JsonLists] = {}  # prompt -> its log-probabilities
         self._include_usage = options is not None and options.include_usage
         self._continuous_usage = options is not None and options.include_usage and options.continuous_usage_stats
         self._about: dict[str, Any] = {
@@ -173,14 +172,14 @@ class Answer(ABC):
                 for other in held.pop(prompt, ()):
                     yield other
 
-    def _score(self, delta: Delta) -> dict[str, JsonLists]:
+    def _score(self, delta: Delta) -> JsonLists:
         """The answer's log-probabilities of a prompt, from the first delta of its first output."""
-        lists, entries = JsonLists([TOLD]), delta.prompt_logprobs or ()
+        lists, entries = JsonLists(["prompt_logprobs"]), delta.prompt_logprobs or ()
         if (num_top := self._body.prompt_logprobs) is not None:
             for first in range(0, len(entries), SCORED_AT_ONCE):
                 some = entries[first : first + SCORED_AT_ONCE]
-                lists.add({TOLD: prompt_logprobs(self._names.vocabulary, some, num_top)})
-        return {TOLD: lists}
+                lists.add({"prompt_logprobs": prompt_logprobs(self._names.vocabulary, some, num_top)})
+        return lists
 
     def _begins(self, index: int) -> bool:
         """Whether this is the output's first event; also marks the output as begun."""
@@ -198,7 +197,7 @@ class Answer(ABC):
         if self._body.return_token_ids:
             asked["prompt_token_ids"] = list(output.request.token_ids)
         if self._body.prompt_logprobs is not None:
-            asked |= self._scored[output.prompt][TOLD].raw()
+            asked |= self._scored[output.prompt].raw()
         return asked
 
     def _usage(self) -> dict[str, Any]:

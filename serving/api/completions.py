@@ -22,7 +22,6 @@ from serving.api.service import Service
 __all__ = ["CompletionAnswer"]
 
 
-ECHO = "echo"
 _PROMPTS_AT_ONCE = 16  # prompts of a large body tokenized in one piece of work; then another body has its turn
 _LENGTH_AT_ONCE = 100_000  # most characters or tokens of such a piece: tens of milliseconds
 
@@ -43,6 +42,7 @@ class CompletionAnswer(Answer):
     ) -> None:
         super().__init__(service, body, answer_id, outputs)
         self._echoes = echoes  # the text of each prompt; None without `echo`
+        self._echoes_scored: dict[int, JsonLists] = {}  # prompt -> log-probabilities of its echo
         self._writers: Mapping[int, CompletionLogprobsWriter] = {}
         if body.logprobs is not None:
             self._writers = {
@@ -106,14 +106,14 @@ class CompletionAnswer(Answer):
     def _logprobs_of(self, delta: Delta) -> Mapping[str, Sequence[Any]]:
         return self._writers[delta.output.index].write([(entry.token, entry) for entry in delta.logprobs])
 
-    def _score(self, delta: Delta) -> dict[str, JsonLists]:
+    def _score(self, delta: Delta) -> JsonLists:
         """Also the log-probabilities of the echoed prompt, which come first in the choice's lists."""
         scored = super()._score(delta)
         writer, entries = self._writers.get(delta.output.index), delta.prompt_logprobs or ()
         echo = self._echoes[delta.output.prompt]
         if writer is None or echo is None:
             return scored
-        lists = scored[ECHO] = JsonLists(self.lists)
+        lists = self._echoes_scored[delta.output.prompt] = JsonLists(self.lists)
         own = self._writer(writer.num_top, 0)
         for first in range(0, len(entries), SCORED_AT_ONCE):
             some = slice(first, first + SCORED_AT_ONCE)
@@ -124,7 +124,7 @@ class CompletionAnswer(Answer):
     def _echoed(self, output: Output) -> JsonLists:
         """The log-probabilities that precede an output's own: its prompt's with `echo`, otherwise none."""
         lists = JsonLists(self.lists)
-        if (scored := self._scored.get(output.prompt, {}).get(ECHO)) is not None:
+        if (scored := self._echoes_scored.get(output.prompt)) is not None:
             lists.extend(scored)
         return lists
 

@@ -102,6 +102,12 @@ PromptLogprobs = Annotated[
 TokenIds = Annotated[list[int], Field(description="with return_token_ids only")]
 
 
+class _Answer(BaseModel):
+    id: str
+    created: int
+    model: str
+
+
 class CompletionChoice(BaseModel):
     """One output."""
 
@@ -114,13 +120,10 @@ class CompletionChoice(BaseModel):
     prompt_logprobs: PromptLogprobs = []
 
 
-class Completion(BaseModel):
+class Completion(_Answer):
     """The answer of /v1/completions."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: Usage
 
@@ -136,13 +139,10 @@ class CompletionChunkChoice(BaseModel):
     prompt_token_ids: TokenIds = Field([], description="with the first event of each choice")
 
 
-class CompletionChunk(BaseModel):
+class CompletionChunk(_Answer):
     """One event of a streamed completion."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     choices: list[CompletionChunkChoice] = Field(description="empty in the chunk with the usage only")
     usage: Usage | None = Field(None, description="with stream_options.include_usage only")
 
@@ -186,13 +186,10 @@ class ChatChoice(BaseModel):
     token_ids: TokenIds = []
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(_Answer):
     """The answer of /v1/chat/completions."""
 
-    id: str
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: TokenIds = []
@@ -216,13 +213,10 @@ class ChatChunkChoice(BaseModel):
     token_ids: TokenIds = []
 
 
-class ChatCompletionChunk(BaseModel):
+class ChatCompletionChunk(_Answer):
     """One event of a streamed chat completion."""
 
-    id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChatChunkChoice] = Field(description="empty in the chunk with the usage only")
     prompt_token_ids: TokenIds = Field([], description="with the first event")
     usage: Usage | None = Field(None, description="with stream_options.include_usage only")
