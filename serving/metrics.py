@@ -171,10 +171,7 @@ class RequestMetrics:
             _ACCEPTED,
         )
         ended = Counter(
-            "vllm:request_success",
-            "Requests that ended, by why.",
-            ["model_name", "finished_reason"],
-            registry=registry,
+            "vllm:request_success", "Requests that ended, by why.", ["model_name", "finished_reason"], registry=registry
         )
         self._ended = {reason: ended.labels(model_name, reason) for reason in ("stop", "length", "abort", "error")}
 

@@ -41,13 +41,7 @@ class CompletionLogprobsWriter:
     """
 
     def __init__(
-        self,
-        names: TokenNames,
-        num_top: int,
-        *,
-        skip_special_tokens: bool,
-        offset: int = 0,
-        prompt: Sequence[int] = (),
+        self, names: TokenNames, num_top: int, *, skip_special_tokens: bool, offset: int = 0, prompt: Sequence[int] = ()
     ) -> None:
         self._names, self.num_top = names, num_top
         self._text = Detokenizer(names.vocabulary, skip_special_tokens=skip_special_tokens, prompt=prompt)
@@ -97,11 +91,7 @@ def prompt_logprobs(
     def told(entry: TokenLogprobs) -> dict[str, dict[str, Any]]:
         likeliest = [(token, logprob, place) for place, (token, logprob) in enumerate(entry.top[:num_top], start=1)]
         return {
-            str(token): {
-                "logprob": _finite(logprob),
-                "rank": rank,
-                "decoded_token": _shown(vocabulary.piece(token)),
-            }
+            str(token): {"logprob": _finite(logprob), "rank": rank, "decoded_token": _shown(vocabulary.piece(token))}
             for token, logprob, rank in (*likeliest, (entry.token, entry.logprob, entry.rank))
         }
 

@@ -192,10 +192,7 @@ class Scheduler:
     def statistics(self) -> EngineStatistics:
         """The scheduler's part of the statistics: its state and totals."""
         return EngineStatistics(
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            kv_usage=self.kv.usage,
-            **vars(self._counts),
+            num_running=len(self._running), num_waiting=len(self._waiting), kv_usage=self.kv.usage, **vars(self._counts)
         )
 
     def check(self, *, idle: bool = False) -> None:

@@ -109,8 +109,7 @@ class Overlap(Group):
     """When and how a step runs as two or more microbatches, one computing while the other's tokens travel."""
 
     enable_dbo: bool = Field(
-        False,
-        description="overlap microbatches: from a given threshold on, else where steps show a gain",
+        False, description="overlap microbatches: from a given threshold on, else where steps show a gain"
     )
     enable_two_batch_overlap: bool = Field(False, description="SGLang's name of --enable-dbo")
     dbo_auto: bool = Field(False, description="deprecated, without effect: --enable-dbo decides so without it")
