@@ -14,10 +14,9 @@ from typing import Any
 import msgspec
 
 from serving.api.generation import Delta, Output, run_outputs
-from serving.api.logprobs import TokenNames, prompt_logprobs
+from serving.api.logprobs import JsonLists, TokenNames, prompt_logprobs
 from serving.api.request_log import log_outputs
 from serving.api.schema.errors import ApiError
-from serving.api.schema.json_lists import JsonLists
 from serving.api.schema.request_models import GenerationRequest
 from serving.api.service import Service
 from serving.api.sse import event

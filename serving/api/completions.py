@@ -11,11 +11,10 @@ from typing import Any
 from serving.api.allowed_tokens import allowed_tokens
 from serving.api.answer import SCORED_AT_ONCE, Answer, Gathered, check_common, check_logprobs, check_outputs
 from serving.api.generation import Delta, Output, make_outputs
-from serving.api.logprobs import COMPLETION_LISTS, CompletionLogprobsWriter
+from serving.api.logprobs import COMPLETION_LISTS, CompletionLogprobsWriter, JsonLists
 from serving.api.prompts import check_length, decode, prompts_in, prompts_of
 from serving.api.sampling import sampling_params
 from serving.api.schema.errors import ApiError
-from serving.api.schema.json_lists import JsonLists
 from serving.api.schema.request_models import DEFAULT_MAX_TOKENS, CompletionRequest
 from serving.api.service import Service
 

@@ -10,7 +10,6 @@ from model_runner import CheckpointError, RequestError, SamplingParams
 from model_runner.weights.files import read_json
 from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import GenerationRequest
-from serving.api.schema.token_ids import check_token_ids
 from serving.api.service import Service
 from ubatch import ConfigError
 from ubatch.errors import shown
@@ -66,7 +65,7 @@ def sampling_params(
     vocab_size = service.engine.info.vocab_size
     own = {name: value for name in _DEFAULTED if (value := getattr(request, name)) is not None}
     stop_token_ids = tuple(request.stop_token_ids or ())
-    check_token_ids(stop_token_ids, vocab_size, "stop_token_ids")
+    service.check_token_ids(stop_token_ids, "stop_token_ids")
     params = SamplingParams(
         **{**_OPENAI, **service.defaults, **own, "max_tokens": max_tokens},
         presence_penalty=request.presence_penalty or 0.0,

@@ -13,7 +13,7 @@ from model_runner.parallel.transport import AUTO, choose_all2all
 from serving.engine.options import AUTO_DTYPE, EngineOptions
 from serving.engine.rank.runner_setup import choose_dtype, count_gpus, read_checkpoint
 from serving.options.checks import check_alone, check_sizes, check_with_model, notes
-from serving.options.command_line import read_command_line
+from serving.options.command_line import read_layers
 from serving.options.flags.tables import SERVE, Table
 from serving.options.folders import locate
 from serving.options.overlap import derive_overlap, measured_kinds, overlap_config
@@ -25,7 +25,6 @@ from serving.options.sources import (
     Source,
     merge,
     read_environment,
-    read_file,
     read_keywords,
     settle_environment,
 )
@@ -37,7 +36,6 @@ __all__ = [
     "Command",
     "chosen_dtype",
     "describe_settings",
-    "read_layers",
     "read_serve_command",
     "resolve_keywords",
     "resolve_settings",
@@ -75,13 +73,6 @@ def read_serve_command(program: str, description: str, words: Sequence[str]) -> 
     layers, print_config = read_layers(SERVE, program, description, words)
     settings = resolve_settings(*layers)
     return Command(settings, to_engine_options(settings), print_config, tuple(notes(settings)))
-
-
-def read_layers(table: Table, program: str, description: str, words: Sequence[str]) -> tuple[list[Layer], bool]:
-    """Settings from file, environment and command line, the weakest first; and whether to only print them."""
-    line = read_command_line(table, program, description, words)
-    file = {} if line.config is None else read_file(line.config, table)
-    return [file, read_environment(table), line.settings], line.print_config
 
 
 def resolve_keywords(model: str | Path, keywords: Mapping[str, Any]) -> Settings:

@@ -44,7 +44,6 @@ from serving.api.schema.response_models import (
     Tokenized,
     Version,
 )
-from serving.api.schema.token_ids import check_token_ids
 from serving.api.service import Service
 from serving.api.sse import ClientLeft, EventStream, until_client_leaves
 from serving.requests import EngineDead
@@ -203,7 +202,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         raise ApiError(400, message, param="tokens")
 
     def work() -> Detokenized:
-        check_token_ids(body.tokens, service.engine.info.vocab_size, "tokens")
+        service.check_token_ids(body.tokens, "tokens")
         return Detokenized(prompt=decode(service, body.tokens, skip_special_tokens=bool(body.skip_special_tokens)))
 
     return await _run(request, work)

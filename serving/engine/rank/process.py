@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -54,6 +53,7 @@ from serving.engine.wire.link import EngineLink
 from serving.engine.wire.rendezvous import Place, Run, connect_store, init_ranks, join_run
 from serving.logs import configure_logging, log_event
 from serving.pinning import pin_rank
+from serving.processes import Orphaned, check_parent
 from serving.requests import RequestOutput
 from ubatch import CommGroup, ConfigError, GroupBroken, PeerFailed, TransferTimeout, UBatchError
 from ubatch.process.heartbeat import Heart, stop_hearts
@@ -61,11 +61,9 @@ from ubatch.ranks.long_calls import taking_long
 
 __all__ = [
     "Engine",
-    "Orphaned",
     "RankWork",
     "ToldToEnd",
     "beating",
-    "check_parent",
     "place_rank",
     "run_engine",
     "run_rank",
@@ -130,23 +128,8 @@ def _serve(options: EngineOptions, rank: int, place: Place, run: Run, client: En
     link.close()
 
 
-class Orphaned(UBatchError):
-    """The process that started this rank is gone."""
-
-
 class ToldToEnd(UBatchError):
     """The client sent `Shutdown` before this rank had done its job."""
-
-
-def check_parent() -> None:
-    """Check that the process that started this one, as a rank's, still runs.
-
-    Raises:
-        Orphaned: it is gone.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:
-        raise Orphaned(f"the process that started it ({parent.pid}) is gone.")
 
 
 @contextmanager
