@@ -27,6 +27,7 @@ from serving.options import (
     resolve_settings,
     to_engine_options,
 )
+from serving.options.sources import spelled_flag
 from serving.requests import DraftCounts, EngineStatistics
 from serving.text.tokenizer import check_tokenizer
 from ubatch import ConfigError, DeclineReason
@@ -226,4 +227,4 @@ def _why_no_overlap(s: Settings, statistics: Mapping[int, EngineStatistics]) -> 
 
 
 _THRESHOLDS = ("dbo_decode_token_threshold", "dbo_prefill_token_threshold")
-_FLAGS = ("--dbo-decode-token-threshold", "--dbo-prefill-token-threshold")
+_FLAGS = [spelled_flag(name) for name in _THRESHOLDS]

@@ -101,20 +101,16 @@ class EngineClient:
         require_descriptors(options)
         client = cls(options)
         try:
-            client._launch(engine_main)
+            place = client._host.open(client._signs.heard_node, client._cause.report)
+            client._tasks += [asyncio.create_task(work) for work in (client._receive(), client._signs.watch())]
+            client._engines = engines = LocalEngines(options, place, engine_main)
+            for rank, sentinel in engines.sentinels.items():
+                client._loop.add_reader(sentinel, client._exited, engines, rank, sentinel)
             await client._all_ready
         except BaseException:
             await client._end(timeout_s=0.0)
             raise
         return client
-
-    def _launch(self, engine_main: EngineMain) -> None:
-        place = self._host.open(self._signs.heard_node, self._cause.report)
-        self._tasks.append(asyncio.create_task(self._receive()))
-        self._tasks.append(asyncio.create_task(self._signs.watch()))
-        self._engines = engines = LocalEngines(self.options, place, engine_main)
-        for rank, sentinel in engines.sentinels.items():
-            self._loop.add_reader(sentinel, self._exited, engines, rank, sentinel)
 
     async def close(self) -> None:
         """End the engines, whatever still runs; requests in flight raise `EngineDead`."""
