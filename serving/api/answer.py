@@ -6,13 +6,14 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from model_runner import SamplingParams
 from serving.api.generation import Delta, Output, run_outputs
 from serving.api.logprobs import JsonLists, TokenNames, prompt_logprobs
 from serving.api.request_log import log_outputs
@@ -53,14 +54,16 @@ def check_outputs(service: Service, num_prompts: int, n: int | None) -> None:
         raise ApiError(400, message, param="prompt" if num_prompts > limit else "n")
 
 
-def check_logprobs(of_prompts: int, of_outputs: int, body: GenerationRequest) -> None:
+def check_logprobs(of_prompts: int, params: Iterable[SamplingParams], body: GenerationRequest) -> None:
     """Refuse a body that asks for more log-probabilities than one answer may have.
 
     Args:
         of_prompts: log-probabilities of prompt tokens in the answer.
-        of_outputs: most log-probabilities of output tokens in the answer. A stream sends them one by one: not counted.
+        params: of every output. A stream sends log-probabilities of outputs one by one: these are not counted.
     """
-    of_outputs = 0 if body.stream else of_outputs
+    of_outputs = 0
+    if not body.stream:
+        of_outputs = sum(each.max_tokens * (each.logprobs + 1) for each in params if each.logprobs is not None)
     if of_prompts + of_outputs > MAX_LOGPROBS:
         scored = of_prompts > of_outputs
         instead = "top tokens (prompt_logprobs, logprobs)" if scored else "top tokens, set max_tokens lower"

@@ -72,8 +72,7 @@ class ChatAnswer(Answer):
             limits=limits,
         )
         of_prompt = 0 if body.prompt_logprobs is None else len(token_ids) * (body.prompt_logprobs + 1)
-        of_outputs = sum(each.max_tokens for each in params) * ((body.top_logprobs or 0) + 1) if body.logprobs else 0
-        check_logprobs(of_prompt, of_outputs, body)
+        check_logprobs(of_prompt, params, body)
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
         return cls(service, body, answer_id, make_outputs(service, body, answer_id, [(token_ids, params)]), text)
 

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from model_runner import SamplingParams
 from serving.api.allowed_tokens import allowed_tokens
 from serving.api.answer import SCORED_AT_ONCE, Answer, Gathered, check_common, check_logprobs, check_outputs
 from serving.api.generation import Delta, Output, make_outputs
@@ -66,8 +67,8 @@ class CompletionAnswer(Answer):
             for first, last in _pieces([len(prompt) for prompt in given])
         ]
         prompts = list(chain(*await service.long_work.run_pieces(pieces, size)))
-        asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
-        requested: list[tuple[Sequence[int], Any]] = []
+        asked = [count for count in (body.prompt_logprobs, body.logprobs if body.echo else None) if count is not None]
+        requested: list[tuple[Sequence[int], list[SamplingParams]]] = []
         for _, token_ids in prompts:
             left = check_length(service, len(token_ids), {"max_tokens": body.max_tokens}, "prompt")
             default = service.default_max_tokens(left, DEFAULT_MAX_TOKENS)
@@ -76,18 +77,13 @@ class CompletionAnswer(Answer):
                 body,
                 max_tokens=default if body.max_tokens is None else max(1, body.max_tokens),  # an engine makes one
                 logprobs=body.logprobs,
-                prompt_logprobs=max((count for count in asked if count is not None), default=None),
+                prompt_logprobs=max(asked, default=None),
                 limits=limits,
             )
             requested.append((token_ids, params))
-        check_logprobs(
-            sum(len(token_ids) * len(params) for token_ids, params in requested)
-            * sum(count + 1 for count in asked if count is not None),
-            sum(each.max_tokens * ((each.logprobs or 0) + 1) for _, params in requested for each in params)
-            if body.logprobs is not None
-            else 0,
-            body,
-        )
+        num_scored = sum(len(token_ids) * len(params) for token_ids, params in requested)
+        of_outputs = chain.from_iterable(params for _, params in requested)
+        check_logprobs(num_scored * sum(count + 1 for count in asked), of_outputs, body)
         answer_id = f"cmpl-{uuid.uuid4().hex}"
         outputs = make_outputs(service, body, answer_id, requested)
         for output in outputs:

@@ -32,7 +32,6 @@ class FirstCause:
     def __init__(self, decided: Callable[[Failed], None]) -> None:
         self._decided = decided
         self._reports: dict[int, Failed] = {}
-        self._timer: asyncio.TimerHandle | None = None
         self._over = False
 
     def report(self, failed: Failed) -> None:
@@ -40,21 +39,16 @@ class FirstCause:
         if self._over or (failed.rank in self._reports and not failed.traceback):
             return
         self._reports[failed.rank] = failed
-        until = asyncio.get_running_loop().time() + _grace_s(failed)
-        if self._timer is None or until < self._timer.when():
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = asyncio.get_running_loop().call_at(until, self._decide)
+        asyncio.get_running_loop().call_later(_grace_s(failed), self._decide)  # the first of them decides
 
     def close(self) -> None:
         """Ignore all further reports."""
         self._over = True
-        if self._timer is not None:
-            self._timer.cancel()
 
     def _decide(self) -> None:
-        self.close()
-        self._decided(min(self._reports.values(), key=_grace_s))
+        if not self._over:
+            self.close()
+            self._decided(min(self._reports.values(), key=_grace_s))
 
 
 def _grace_s(failed: Failed) -> float:

@@ -127,9 +127,8 @@ def check_draft_network(s: Settings, model: ModelConfig) -> None:
         return
     name = "hidden_size" if s["speculative_algorithm"] == Algorithm.EAGLE else "vocab_size"
     try:
-        checkpoint = Checkpoint(path)
-        values = checkpoint.config.values
-        checkpoint.close()
+        with closing(Checkpoint(path)) as checkpoint:
+            values = checkpoint.config.values
     except CheckpointError as error:
         raise ConfigError(f"{s.spell('speculative_draft_model_path')}: {error}") from error
     ours, theirs = getattr(model, name), values.get(name)
