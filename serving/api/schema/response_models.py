@@ -108,14 +108,17 @@ class _Answer(BaseModel):
     model: str
 
 
-class CompletionChoice(BaseModel):
+class _Choice(BaseModel):
+    index: int
+    token_ids: TokenIds = []
+
+
+class CompletionChoice(_Choice):
     """One output."""
 
-    index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReasonName
-    token_ids: TokenIds = []
     prompt_token_ids: TokenIds = []
     prompt_logprobs: PromptLogprobs = []
 
@@ -128,14 +131,12 @@ class Completion(_Answer):
     usage: Usage
 
 
-class CompletionChunkChoice(BaseModel):
+class CompletionChunkChoice(_Choice):
     """The new part of one output."""
 
-    index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReasonName | None
-    token_ids: TokenIds = []
     prompt_token_ids: TokenIds = Field([], description="with the first event of each choice")
 
 
@@ -176,14 +177,12 @@ class AssistantMessage(BaseModel):
     refusal: None = None
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(_Choice):
     """One answer."""
 
-    index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonName
-    token_ids: TokenIds = []
 
 
 class ChatCompletion(_Answer):
@@ -203,14 +202,12 @@ class ChatDelta(BaseModel):
     content: str | None = None
 
 
-class ChatChunkChoice(BaseModel):
+class ChatChunkChoice(_Choice):
     """The new part of one answer."""
 
-    index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonName | None
-    token_ids: TokenIds = []
 
 
 class ChatCompletionChunk(_Answer):

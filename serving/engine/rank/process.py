@@ -49,6 +49,7 @@ from serving.engine.rank.lockstep import Link, join_turns
 from serving.engine.rank.runner_setup import describe_memory, describe_transport
 from serving.engine.rank.tracing import TEMPORARY, profile_file
 from serving.engine.wire import messages as wire
+from serving.engine.wire.agreement import rank_identity
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.rendezvous import Place, Run, connect_store, init_ranks, join_run
 from serving.logs import configure_logging, log_event
@@ -101,7 +102,7 @@ def run_rank(options: EngineOptions, rank: int, place: Place, work: RankWork) ->
     check_parent()  # if it is gone, so is the store, and connecting would be tried for minutes
     store = connect_store(place)
     run, _ = join_run(store, options)
-    client = EngineLink(run.address, f"rank-{rank}", run.curve)
+    client = EngineLink(run.address, rank_identity(rank).decode(), run.curve)
     try:
         work(run, client)
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Helpers for a `ModelRunner`, shared by `ubatch generate` and the engines: checks, its link, and descriptions."""
+"""What the settings and the engines ask of a checkpoint and a `ModelRunner`: dtype, progress, descriptions."""
 
 from __future__ import annotations
 
