@@ -21,14 +21,13 @@ from pathlib import Path
 import msgspec
 
 from model_runner import FinishReason, RequestError
-from serving.engine.failures import FirstCause, dead_error, start_error
 from serving.engine.launch import EngineMain, LocalEngines, require_descriptors
+from serving.engine.liveness import FirstCause, VitalSigns, dead_error, start_error
 from serving.engine.options import EngineOptions
 from serving.engine.profiles import Profiles
 from serving.engine.rank.process import run_engine
 from serving.engine.routing import RequestStream, Router
 from serving.engine.run_host import RunHost
-from serving.engine.vital_signs import VitalSigns
 from serving.engine.wire import messages as wire
 from serving.engine.wire.agreement import is_of_this_run, node_identity, rank_identity
 from serving.engine.wire.gate import Seldom

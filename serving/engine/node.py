@@ -20,10 +20,10 @@ from threading import current_thread, main_thread
 from typing import Self
 
 from serving.engine.launch import EngineMain, LocalEngines, require_descriptors
+from serving.engine.liveness import node_beat_s, node_silent_s
 from serving.engine.options import EngineOptions
 from serving.engine.rank.process import run_engine
 from serving.engine.run_folder import RunFolder
-from serving.engine.vital_signs import node_beat_s, node_silent_s
 from serving.engine.wire.agreement import node_identity
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import Failed, NodeAlive, NodeHeard

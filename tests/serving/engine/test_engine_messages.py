@@ -11,7 +11,7 @@ from repository import TINY_MOE
 from attention import KVCacheExhausted
 from model_runner import CheckpointError, FinishReason, RequestError, SamplingParams, TensorMissing, TokenLogprobs
 from serving.engine import EngineOptions
-from serving.engine.failures import dead_error, start_error
+from serving.engine.liveness import dead_error, start_error
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.engine.wire import messages
 from serving.engine.wire.messages import (

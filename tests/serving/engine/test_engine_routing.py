@@ -11,7 +11,7 @@ import pytest
 
 from model_runner import FinishReason, RequestError, SamplingParams
 from serving.engine import prefixes
-from serving.engine.failures import FirstCause
+from serving.engine.liveness import FirstCause
 from serving.engine.routing import RequestStream, Router
 from serving.engine.wire.messages import Failed, Outputs
 from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
@@ -276,8 +276,8 @@ KILLED = Failed(1, "was killed by SIGKILL")
 def test_the_first_cause_counts_whatever_order_the_reports_come_in(
     reports: Sequence[Failed], cause: Failed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serving.engine.failures._GRACE_S", 0.05)
-    monkeypatch.setattr("serving.engine.failures._ECHO_GRACE_S", 0.1)
+    monkeypatch.setattr("serving.engine.liveness._GRACE_S", 0.05)
+    monkeypatch.setattr("serving.engine.liveness._ECHO_GRACE_S", 0.1)
 
     async def scenario() -> None:
         decided: asyncio.Queue[Failed] = asyncio.Queue()
