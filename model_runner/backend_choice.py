@@ -210,12 +210,7 @@ def _needs(config: ModelConfig, traits: All2AllTraits, overlapping: Sequence[Sch
 
 
 def resolve_attention(
-    prefill: str,
-    decode: str,
-    shape: AttentionShape | MLAShape,
-    kv_cache: KVCache,
-    *,
-    group: CommGroup | None = None,
+    prefill: str, decode: str, shape: AttentionShape | MLAShape, kv_cache: KVCache, *, group: CommGroup | None = None
 ) -> tuple[str, str]:
     """Attention back ends for batches with a prefill and for others: `auto` is resolved, any other name is returned.
 

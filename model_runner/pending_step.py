@@ -313,13 +313,7 @@ class PendingStep:
             read = sampled.prompt.read(self._context.prompt_carry)
             prompt = [read.get(index, ()) for index in range(len(new))]
         output = StepOutput(
-            new,
-            tuple(logprobs),
-            tuple(prompt),
-            step.decision,
-            step.all_idle,
-            frozenset(corrupted),
-            frozenset(stuck),
+            new, tuple(logprobs), tuple(prompt), step.decision, step.all_idle, frozenset(corrupted), frozenset(stuck)
         )
         if faulty:  # a missing token may be any
             says = [tuple(max(token, 0) for token in own) for own in says]

@@ -12,15 +12,7 @@ from pathlib import Path
 
 import torch
 
-from attention import (
-    BlockAllocator,
-    CacheSpec,
-    KVCache,
-    RequestToTokenTable,
-    StatePool,
-    UBatchAttention,
-    make_kv_cache,
-)
+from attention import BlockAllocator, CacheSpec, KVCache, RequestToTokenTable, StatePool, UBatchAttention, make_kv_cache
 from model_runner.auto.step_cost import split_cost
 from model_runner.auto.step_settings import StepSettings
 from model_runner.backend_choice import resolve_attention, resolve_experts, resolve_fp8_blocks
@@ -53,14 +45,7 @@ from model_runner.weights.kv_scales import load_kv_scales
 from model_runner.weights.weight_pass import Progress
 from model_runner.weights.weights import Checkpoint
 from moe import All2All, EmulatedLink, StepSizes, TellsLater
-from ubatch import (
-    CapturedGraph,
-    CommGroup,
-    CUDAGraphMode,
-    GraphBackend,
-    UBatchConfig,
-    UBatchStatistics,
-)
+from ubatch import CapturedGraph, CommGroup, CUDAGraphMode, GraphBackend, UBatchConfig, UBatchStatistics
 from ubatch.ranks.long_calls import taking_long
 from ubatch.schedules.modes import MODE_KEYS
 from ubatch.streams.streams import StreamBackend
@@ -234,9 +219,7 @@ class ModelRunner(StepRunner):
             self.draft = None if draft is None else draft.load(self)
 
         self.split_cost = split_cost(
-            self.model,
-            several_ranks=group is not None and group.size > 1,
-            tensor_parallel_size=tensor_parallel_size,
+            self.model, several_ranks=group is not None and group.size > 1, tensor_parallel_size=tensor_parallel_size
         )
         if dbo_auto:
             warnings.warn(_DBO_AUTO, DeprecationWarning, stacklevel=2)

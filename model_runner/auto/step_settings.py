@@ -69,11 +69,7 @@ class StepSettings:
     """
 
     def __init__(
-        self,
-        config: UBatchConfig,
-        group: CommGroup | None,
-        device: torch.device,
-        kinds: Sequence[str] = MODE_KEYS,
+        self, config: UBatchConfig, group: CommGroup | None, device: torch.device, kinds: Sequence[str] = MODE_KEYS
     ) -> None:
         self._group = group
         self._device = device

@@ -290,12 +290,7 @@ class AllHeadsNormAttention(Attention):
     """
 
     def __init__(
-        self,
-        *arguments: Any,
-        norm_eps: float,
-        clip: float | None,
-        tensor: TensorParallel | None = None,
-        **options: Any,
+        self, *arguments: Any, norm_eps: float, clip: float | None, tensor: TensorParallel | None = None, **options: Any
     ) -> None:
         super().__init__(*arguments, norm_eps=norm_eps, **options)
         self.eps, self.clip, self.tensor = norm_eps, clip, tensor

@@ -289,10 +289,7 @@ class RotaryEmbedding(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         if self.factor != 1.0:
             cos, sin = cos * self.factor, sin * self.factor
-        return Rotation(
-            torch.cat((cos, cos), dim=-1).unsqueeze(1),
-            torch.cat((-sin, sin), dim=-1).unsqueeze(1),
-        )
+        return Rotation(torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1))
 
 
 class RotaryTable(nn.Module):

@@ -26,15 +26,7 @@ from model_runner.drafting.sampling import DraftDraws, draft_chain
 from model_runner.graphs.batches import GraphSetting, batch_to_capture
 from model_runner.graphs.mode import resolve_graph_mode
 from model_runner.step.graph_sizes import GraphFamily, GraphShape
-from ubatch import (
-    CapturedGraph,
-    ConfigError,
-    CUDAGraphMode,
-    ForwardContext,
-    ForwardMode,
-    GraphKey,
-    set_forward_context,
-)
+from ubatch import CapturedGraph, ConfigError, CUDAGraphMode, ForwardContext, ForwardMode, GraphKey, set_forward_context
 from ubatch.graphs.capture import record
 from ubatch.graphs.inputs_outputs import GraphOutput
 from ubatch.ranks.long_calls import taking_long

@@ -80,11 +80,7 @@ class DraftProposer:
     # -- observing the target's steps -------------------------------------------------------------------------------
 
     def observe(
-        self,
-        step: Step,
-        hidden: Tensor,
-        tokens: Sequence[tuple[int, ...]],
-        accepted_rows: Sequence[tuple[int, ...]],
+        self, step: Step, hidden: Tensor, tokens: Sequence[tuple[int, ...]], accepted_rows: Sequence[tuple[int, ...]]
     ) -> None:
         """Run the step's rows through the draft network; see `StepObserver`."""
         verifies = step.mode is ForwardMode.TARGET_VERIFY

@@ -41,12 +41,7 @@ _MOST_OF_OTHERS = 1 << 24
 """Largest integers; files or arithmetic bound the others below that."""
 _SIZE = re.compile(r"^(num|n)_|_(size|dim|rank|heads|experts|multiplier)$")
 _EPSILONS, _THETAS = (1e-20, 1.0), (1.5, 1e15)
-_RANGES = {
-    "rms_norm_eps": _EPSILONS,
-    "layernorm_epsilon": _EPSILONS,
-    "rope_theta": _THETAS,
-    "swa_rope_theta": _THETAS,
-}
+_RANGES = {"rms_norm_eps": _EPSILONS, "layernorm_epsilon": _EPSILONS, "rope_theta": _THETAS, "swa_rope_theta": _THETAS}
 _RANGE_OF_OTHERS = (1e-6, 1e6)
 """Smallest and largest numbers: factors, shares, limits."""
 
