@@ -8,7 +8,7 @@ Source: DeepSeek-V2 (2024) and the `DeepseekV2ForCausalLM` checkpoints on the Hu
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from typing import Any
 
 from attention import MLAShape
 from model_runner.decoder.config import DecoderConfig, MoEConfig, read_decoder, read_num_experts, read_top_k
@@ -42,17 +42,14 @@ class DeepseekV2ForCausalLM(DecoderLM):
         return read_deepseek(config, generation, router)
 
 
-def read_deepseek(config: HFConfig, generation: HFConfig, router: Router) -> DecoderConfig:
+def read_deepseek(config: HFConfig, generation: HFConfig, router: Router, **differences: Any) -> DecoderConfig:
     """Read the config entries that DeepSeek-V2 and V3 share: all except the router's."""
     rope = read_rope(config)
     first, every = config.integer("first_k_dense_replace", at_least=0), config.integer("moe_layer_freq", default=1)
     layers = range(first, config.integer("num_hidden_layers"))
     moe = read_shared_moe(config, [layer for layer in layers if layer % every == 0], router)
-    return replace(
-        read_decoder(config, generation, _read_latent(config, rope), rope=rope, moe=moe),
-        attention_bias=config.flag("attention_bias", False),
-        q_lora_rank=config.optional_integer("q_lora_rank"),
-    )
+    attention, differences["q_lora_rank"] = _read_latent(config, rope), config.optional_integer("q_lora_rank")
+    return read_decoder(config, generation, attention, rope=rope, moe=moe, flags=("attention_bias",), **differences)
 
 
 def read_shared_moe(config: HFConfig, layers: Iterable[int], router: Router) -> MoEConfig:

@@ -38,7 +38,5 @@ class GptOssForCausalLM(DecoderLM):
         )
         attention = read_grouped_query(config, layer_windows=windows, sinks=True)
         rope = read_rope(config, default_theta=150_000.0)
-        return replace(
-            read_decoder(config, generation, attention, rope=rope, moe=moe, default_eps=1e-5),
-            attention_bias=config.flag("attention_bias", True),
-        )
+        bias = config.flag("attention_bias", True)
+        return read_decoder(config, generation, attention, rope=rope, moe=moe, default_eps=1e-5, attention_bias=bias)

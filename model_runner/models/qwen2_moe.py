@@ -28,8 +28,7 @@ class Qwen2MoeForCausalLM(DecoderLM):
         renormalize = config.flag("norm_topk_prob", False)
         moe = read_gated_moe(config, read_sparse_layers(config), renormalize=renormalize)
         attention = read_grouped_query(config, layer_windows=_windows(config))
-        common = read_decoder(config, generation, attention, moe=moe)
-        return replace(common, qkv_bias=config.flag("qkv_bias", True))
+        return read_decoder(config, generation, attention, moe=moe, qkv_bias=config.flag("qkv_bias", True))
 
 
 def _windows(config: HFConfig) -> list[int | None]:
