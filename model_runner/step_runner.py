@@ -17,17 +17,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from attention import KVCache, RequestToTokenTable, StatePool, UBatchAttention
 from model_runner.auto.step_settings import Proposal, StepSettings
-from model_runner.decoder.base import CausalLM
-from model_runner.graphs.steps import GraphSteps
-from model_runner.parallel.tensor_parallel import WHOLE, TensorParallel
+from model_runner.drafting.network import DraftNetwork
+from model_runner.drafting.proposer import DraftProposer
+from model_runner.graphs.runner_graphs import CapturingRunner
+from model_runner.parallel.tensor_parallel import WHOLE
 from model_runner.pending_step import PendingStep, SamplingContext, StepOutput
 from model_runner.speculation.accept import check_acceptance
 from model_runner.speculation.proposer import StepObserver
@@ -35,39 +34,24 @@ from model_runner.step.batch import build_input_batch
 from model_runner.step.context import plan_step
 from model_runner.step.dp import content_of, coordinate_batch_across_dp
 from model_runner.step.request import ScheduledRequest
+from model_runner.step.request_memory import RequestMemory
 from model_runner.step.step import Step
-from model_runner.step.streams import StepStreams
-from ubatch import CommGroup, ForwardMode, SplitCost, UBatchConfig, UBatchWrapper
+from ubatch import ForwardMode, SplitCost, UBatchWrapper
 from ubatch.streams.small_copies import to_device
 from ubatch.wrapper import run_decided
 
 __all__ = ["StepRunner"]
 
 
-class StepRunner:
+class StepRunner(CapturingRunner, RequestMemory):
     """The steps of `ModelRunner`, which makes what they run with."""
 
-    group: CommGroup | None
-    tensor_parallel: TensorParallel | None
-    device: torch.device
-    dbo: UBatchConfig
-    model: CausalLM
-    kv_cache: KVCache
-    states: StatePool | None
-    request_table: RequestToTokenTable
-    attention: UBatchAttention
-    wrapper: UBatchWrapper
-    graphs: GraphSteps | None
     step_settings: StepSettings
     split_cost: SplitCost
-    streams: StepStreams
+    draft: DraftNetwork | None
+    proposer: DraftProposer | None
     _sampling: SamplingContext
     _voted_at: float | None = None
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        """Number of ranks that share this rank's replica."""
-        return 1 if self.tensor_parallel is None else self.tensor_parallel.size
 
     def set_observer(self, observer: StepObserver | None) -> None:
         """Set the observer: from the next step on it gets hidden states and new tokens when a step's result is read.
@@ -210,10 +194,3 @@ class StepRunner:
         rows = [torch.arange(span.first_row, span.first_row + len(span.targets)) for span in step.prompt_spans]
         (placed,) = to_device([torch.cat(rows)], self.device)
         return placed
-
-    def together(self) -> AbstractContextManager[None]:
-        """Context for collective work: an error in the `with` block fails the other ranks at once, naming this one.
-
-        After an error the group needs `reset()` on every rank. See `CommGroup.step`.
-        """
-        return nullcontext() if self.group is None else self.group.step()

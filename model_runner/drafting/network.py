@@ -20,7 +20,7 @@ from model_runner.backend_choice import resolve_experts, resolve_fp8_blocks
 from model_runner.decoder.base import CausalLM, ExpertParallel, ModelConfig
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.decoder.stored import check_built
-from model_runner.drafting.target import TargetRunner
+from model_runner.graphs.runner_graphs import CapturingRunner
 from model_runner.models.eagle import EAGLE_ARCHITECTURE, EagleHead
 from model_runner.models.mtp import MTPLayer
 from model_runner.models.registry import read_model
@@ -84,7 +84,7 @@ class DraftModel(nn.Module):
         return out
 
 
-def load_draft(algorithm: str, path: str | Path | None, runner: TargetRunner) -> DraftNetwork:
+def load_draft(algorithm: str, path: str | Path | None, runner: CapturingRunner) -> DraftNetwork:
     """The draft network of a runner, on its device and in its dtype.
 
     Args:
@@ -104,7 +104,7 @@ def load_draft(algorithm: str, path: str | Path | None, runner: TargetRunner) ->
         raise ConfigError(f"draft algorithm {algorithm!r} {wanted}.")
     dtype, device = runner.dtype, runner.device
     checkpoint = open_checkpoint(
-        runner.model_path if path is None else path, runner.load_format, dtype=dtype, device=device
+        runner.model_path if path is None else path, runner.settings.load_format, dtype=dtype, device=device
     )
     try:
         network = load(runner, checkpoint)
@@ -114,7 +114,7 @@ def load_draft(algorithm: str, path: str | Path | None, runner: TargetRunner) ->
     return network
 
 
-def _load_eagle(runner: TargetRunner, checkpoint: Checkpoint) -> DraftNetwork:
+def _load_eagle(runner: CapturingRunner, checkpoint: Checkpoint) -> DraftNetwork:
     if checkpoint.architecture != EAGLE_ARCHITECTURE:
         raise ConfigError(
             f"{checkpoint.path} is a {checkpoint.architecture}, not a draft head ({EAGLE_ARCHITECTURE}). If it is a "
@@ -127,7 +127,7 @@ def _load_eagle(runner: TargetRunner, checkpoint: Checkpoint) -> DraftNetwork:
         return EagleHead(_decoder(runner), checkpoint, _alone(runner, None, checkpoint)).eval()
 
 
-def _load_mtp(runner: TargetRunner, checkpoint: Checkpoint) -> DraftNetwork:
+def _load_mtp(runner: CapturingRunner, checkpoint: Checkpoint) -> DraftNetwork:
     target = _decoder(runner)
     left = MTPLayer.left(target.config, checkpoint)
     check_built(checkpoint, lambda *given: MTPLayer(target, *given), left, target.config.num_experts)
@@ -135,7 +135,7 @@ def _load_mtp(runner: TargetRunner, checkpoint: Checkpoint) -> DraftNetwork:
         return MTPLayer(target, checkpoint, _alone(runner, runner.config, checkpoint)).eval()
 
 
-def _load_model(runner: TargetRunner, checkpoint: Checkpoint) -> DraftNetwork:
+def _load_model(runner: CapturingRunner, checkpoint: Checkpoint) -> DraftNetwork:
     if checkpoint.architecture == EAGLE_ARCHITECTURE:
         raise ConfigError(f"{checkpoint.path} is a draft head, not a model of its own; choose eagle.")
     _check_fits(checkpoint, "vocab_size", runner.config.vocab_size)
@@ -153,14 +153,14 @@ def _load_model(runner: TargetRunner, checkpoint: Checkpoint) -> DraftNetwork:
     return DraftModel(kind.load(config, checkpoint, _alone(runner, config, checkpoint)).eval())
 
 
-_LOADERS: dict[str, Callable[[TargetRunner, Checkpoint], DraftNetwork]] = {
+_LOADERS: dict[str, Callable[[CapturingRunner, Checkpoint], DraftNetwork]] = {
     "draft_model": _load_model,
     "eagle": _load_eagle,
     "mtp": _load_mtp,
 }
 
 
-def _decoder(runner: TargetRunner) -> DecoderLM:
+def _decoder(runner: CapturingRunner) -> DecoderLM:
     """The target as a `DecoderLM`, whose embeddings the draft head shares."""
     if not isinstance(runner.model, DecoderLM):
         raise ConfigError(
@@ -179,7 +179,7 @@ def _check_fits(checkpoint: Checkpoint, name: str, wanted: int) -> None:
         )
 
 
-def _alone(runner: TargetRunner, config: ModelConfig | None, checkpoint: Checkpoint) -> ExpertParallel:
+def _alone(runner: CapturingRunner, config: ModelConfig | None, checkpoint: Checkpoint) -> ExpertParallel:
     """All experts on this rank, with the target's back end; `config` is None for a network without experts."""
     transport = make_transport(None, None, None, 0 if config is None else config.num_experts)
     name = (

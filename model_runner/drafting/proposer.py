@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 from attention import CommonAttentionMetadata
-from model_runner.drafting.graphs import DraftShape
 from model_runner.drafting.network import DraftNetwork
 from model_runner.drafting.runner import DraftBatch, DraftRunner
-from model_runner.drafting.target import TargetRunner
 from model_runner.drafting.tree import draft_trees
 from model_runner.errors import RequestError
+from model_runner.graphs.runner_graphs import CapturingRunner
+from model_runner.speculation.draft_shape import DraftShape
 from model_runner.speculation.extend import draft_extend_batch
 from model_runner.speculation.proposer import Draft
 from model_runner.step.request import Request
@@ -58,7 +58,7 @@ class DraftProposer:
         ConfigError: drafts are trees, but the target's or the draft network's attention back end has no tree masks.
     """
 
-    def __init__(self, runner: TargetRunner, draft: DraftNetwork, shape: DraftShape) -> None:
+    def __init__(self, runner: CapturingRunner, draft: DraftNetwork, shape: DraftShape) -> None:
         self._runner = runner
         self._draft = DraftRunner(runner, draft, shape)
         for attention in (runner.attention, self._draft.attention):

@@ -29,10 +29,11 @@ from attention import (
     UBatchAttention,
     make_kv_cache,
 )
-from model_runner.drafting.graphs import DraftGraphs, DraftShape, can_capture
+from model_runner.drafting.graphs import DraftGraphs, can_capture
 from model_runner.drafting.network import DraftNetwork
 from model_runner.drafting.sampling import DraftDraws, draft_chain
-from model_runner.drafting.target import TargetRunner
+from model_runner.graphs.runner_graphs import CapturingRunner
+from model_runner.speculation.draft_shape import DraftShape
 from model_runner.step.request import Request
 from ubatch import ForwardContext, ForwardMode, set_forward_context
 from ubatch.streams.small_copies import to_device, to_host
@@ -78,7 +79,7 @@ class DraftRunner:
         ConfigError: graphs are required by name, but the network cannot be captured.
     """
 
-    def __init__(self, runner: TargetRunner, network: DraftNetwork, shape: DraftShape) -> None:
+    def __init__(self, runner: CapturingRunner, network: DraftNetwork, shape: DraftShape) -> None:
         self.network = network
         self.device = runner.device
         self._table = runner.request_table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -13,30 +13,14 @@ from attention import UBatchAttention
 from model_runner.parallel.tensor_parallel import TensorParallel
 from model_runner.step.graph_sizes import GraphFamily, GraphShape
 from moe import All2All, FusedMoEModularKernel, traits_in
-from ubatch import ConfigError, CUDAGraphMode, ForwardMode, GraphBackend, nearest
+from ubatch import ConfigError, CUDAGraphMode, ForwardMode, nearest
 
-__all__ = ["AUTO", "GraphsAsked", "capturable_families", "resolve_graph_mode"]
+__all__ = ["AUTO", "capturable_families", "resolve_graph_mode"]
 
 _logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 _MODES = (AUTO, *(mode.value for mode in CUDAGraphMode))
-
-
-@dataclass(frozen=True)
-class GraphsAsked:
-    """The user's settings for CUDA graphs.
-
-    Attributes:
-        backend: captures and replays; None for CUDA.
-        sizes: sizes to capture, in requests; None for the default ones.
-    """
-
-    mode: str
-    backend: GraphBackend | None
-    sizes: Sequence[int] | None
-    num_speculative_tokens: int
-    trees: bool
 
 
 def resolve_graph_mode(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from model_runner import ModelConfig
 from model_runner.parallel.transport import LOCAL, check_schedules_by_name
-from model_runner.runner_options import beyond_full_attention
+from model_runner.settings import beyond_full_attention
 from moe import check_all2all_options
 from serving.engine.rank.runner_setup import backend_faults, tensor_parallel_faults
 from serving.engine.wire.secret import read_secret

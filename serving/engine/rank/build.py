@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 from tqdm import tqdm
 
-from model_runner import ModelRunner, SamplingParams, generate
+from model_runner import ModelRunner, RunnerSettings, SamplingParams, generate
 from serving.engine.options import EngineOptions
 from serving.engine.rank.core import EngineCore
 from serving.engine.rank.runner_setup import WeightsBar, make_link
@@ -34,37 +35,25 @@ def make_runner(
     Raises:
         CheckpointError, ConfigError: see `ModelRunner`.
     """
-    return ModelRunner(
-        options.model,
-        load_format=options.load_format,
+    if num_kv_blocks is not None:
+        options = replace(options, kv_cache_memory=None, gpu_memory_utilization=None)
+    scheduler = options.scheduler
+    settings = RunnerSettings(
+        **options.shared(),
         group=group,
-        tensor_parallel_size=options.tensor_parallel_size,
-        all2all_backend=options.all2all_backend,
-        all2all_options=options.all2all_options,
         experts_backend=options.moe_backend,
         link=make_link(options.emulated_link),
-        dbo=options.dbo,
-        dbo_kinds=options.dbo_kinds,
-        attention_backend=options.attention_backend,
-        prefill_attention_backend=options.prefill_attention_backend,
-        decode_attention_backend=options.decode_attention_backend,
-        block_size=options.block_size,
-        kv_cache_dtype=options.kv_cache_dtype,
         num_kv_blocks=num_kv_blocks,
-        kv_cache_memory=options.kv_cache_memory if num_kv_blocks is None else None,
-        gpu_memory_utilization=options.gpu_memory_utilization if num_kv_blocks is None else None,
-        max_num_seqs=options.scheduler.max_num_seqs,
-        max_num_batched_tokens=options.scheduler.max_num_batched_tokens,
-        num_state_snapshots=options.scheduler.num_state_snapshots if options.scheduler.enable_prefix_caching else 0,
-        max_model_len=options.scheduler.max_model_len,
-        allow_long_max_model_len=options.allow_long_max_model_len,
-        cudagraph_mode=options.cudagraph_mode,
-        cudagraph_capture_sizes=options.cudagraph_capture_sizes,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        num_state_snapshots=scheduler.num_state_snapshots if scheduler.enable_prefix_caching else 0,
+        max_model_len=scheduler.max_model_len,
         **runner_options(options.speculation),
         dtype=getattr(torch, options.dtype),
         device=f"cuda:{device_index}" if options.device == "cuda" else options.device,
         on_weights=WeightsBar(show=group is None or group.rank == 0),
     )
+    return ModelRunner(options.model, settings)
 
 
 def make_core(options: EngineOptions, runner: ModelRunner) -> EngineCore:
