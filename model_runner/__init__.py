@@ -65,7 +65,7 @@ from model_runner.sampling.penalties import SamplingRow
 from model_runner.sampling.sampler import sample
 from model_runner.sampling.sampling_params import MAX_BAD_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, SamplingParams
 from model_runner.sampling.token_ids import TokenIds
-from model_runner.settings import DEFAULT_KV_CACHE_MEMORY, ModelSettings, RunnerSettings
+from model_runner.settings import DEFAULT_KV_CACHE_MEMORY, RunnerSettings
 from model_runner.speculation import Acceptance, Draft, Proposer, StepObserver
 from model_runner.step.batch import build_input_batch
 from model_runner.step.dp import coordinate_batch_across_dp, make_offer
@@ -96,7 +96,6 @@ __all__ = [
     "GraphShape",
     "ModelConfig",
     "ModelRunner",
-    "ModelSettings",
     "PendingStep",
     "Proposer",
     "RandomDeepseekV3",

@@ -29,7 +29,6 @@ from model_runner.step.draft_trees import path_to
 from model_runner.step.future_map import FutureMap
 from model_runner.step.logprobs import (
     PromptCarry,
-    PromptScores,
     TokenLogprobs,
     read_logprobs,
     score_prompt_rows,
@@ -113,7 +112,7 @@ class _Sampled:
     told: HostCopy
     scores: HostCopy | None = None
     scored_rows: Sequence[int] = ()
-    prompt: PromptScores | None = None
+    prompt: HostCopy | None = None
 
 
 class PendingStep:
@@ -252,7 +251,7 @@ class PendingStep:
             return SamplingRow(params, request.draw(index), forbidden=forbidden)
         return SamplingRow(params, request.draw(index), request.prompt_vocabulary, output, forbidden)
 
-    def _score_prompts(self) -> PromptScores | None:
+    def _score_prompts(self) -> HostCopy | None:
         spans, hidden = self.step.prompt_spans, self._prompt_hidden
         if hidden is None:
             return None
@@ -260,7 +259,7 @@ class PendingStep:
         (targets,) = to_device([targets], hidden.device)
         most = max(span.request.params.prompt_logprobs or 0 for span in spans)
         context = self._context
-        return PromptScores(spans, score_prompt_rows(hidden, targets, most, context.compute_logits, context.vocab_size))
+        return to_host(score_prompt_rows(hidden, targets, most, context.compute_logits, context.vocab_size))
 
     # -- result -------------------------------------------------------------------------------------------------
 
@@ -310,7 +309,7 @@ class PendingStep:
             logprobs = self._read_logprobs(new, paths, sampled.scored_rows, sampled.scores.wait().tolist())
         prompt: Sequence[tuple[TokenLogprobs | None, ...]] = nothing
         if sampled.prompt is not None:
-            read = sampled.prompt.read(self._context.prompt_carry)
+            read = self._context.prompt_carry.read_step(step.prompt_spans, sampled.prompt.wait().tolist())
             prompt = [read.get(index, ()) for index in range(len(new))]
         output = StepOutput(
             new, tuple(logprobs), tuple(prompt), step.decision, step.all_idle, frozenset(corrupted), frozenset(stuck)

@@ -139,7 +139,7 @@ class ModelRunner(StepRunner):
 
     def _size_cache(self, checkpoint: Checkpoint) -> None:
         """Make the pool of states, then the KV cache, in the room that is given or left."""
-        own, config, shard = self.settings, self.config, self.shard
+        own, config, shard = self.settings, self.config, self._shard
         self.states = None
         if config.linear is not None and config.linear_layers:
             sizes = own.max_num_seqs, own.dtype, self.device, own.num_speculative_tokens, own.num_state_snapshots

@@ -68,12 +68,7 @@ class DecoderLM(CausalLM):
         self.config = config
         self.tensor_parallel = parallel.tensor
         vocabulary = (config.vocab_size, config.hidden_size)
-
-        def pack_output() -> None:
-            if parallel.experts == "native":
-                self.lm_head.pack()
-
-        with checkpoint.once_read(pack_output):
+        with checkpoint.once_read(lambda: pack_projections(self.lm_head, parallel.experts)):
             embedding = f"{config.tensor_prefix}.embed_tokens.weight"
             self.lm_head = self.embed_tokens = Projection(checkpoint.load(embedding, *vocabulary))
             if not config.tie_word_embeddings or checkpoint.has_other("lm_head.weight", embedding):
@@ -95,7 +90,8 @@ class DecoderLM(CausalLM):
         plan, num_tokens = current_plan()
         layout = current_layout(self.tensor_parallel)
         own_ids = input_ids if layout is None else layout.own(input_ids)
-        hidden, rotary = self._embed(own_ids), [rope(positions) for rope in self.ropes]
+        hidden, scale = self.embed_tokens.rows(own_ids), self.config.embedding_scale
+        hidden, rotary = hidden if scale == 1 else hidden * scale, [rope(positions) for rope in self.ropes]
         needed = self._needed_rows()
         if self._repeated is not None and layout is None and needed is None:
             return self._repeated(hidden, rotary, plan, num_tokens)
@@ -130,11 +126,6 @@ class DecoderLM(CausalLM):
         logits, divisor = self.lm_head.scores(hidden_states), self.config.logits_divisor
         return logits if divisor == 1 else logits / divisor
 
-    def _embed(self, input_ids: Tensor) -> Tensor:
-        """The first residual, `[T, hidden_size]`."""
-        rows, scale = self.embed_tokens.rows(input_ids), self.config.embedding_scale
-        return rows if scale == 1 else rows * scale
-
 
 class DecoderLayer(nn.Module):
     """Attention and a (dense or sparse) MLP, each behind a norm and added to the residual."""
@@ -142,12 +133,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, parallel: ExpertParallel, layer: int) -> None:
         super().__init__()
         self.eps = config.residual_eps
-
-        def pack() -> None:
-            if parallel.experts == "native":
-                pack_projections(self)
-
-        with checkpoint.once_read(pack):
+        with checkpoint.once_read(lambda: pack_projections(self, parallel.experts)):
             self._load(config, checkpoint, parallel, layer)
 
     def _load(self, config: DecoderConfig, checkpoint: Checkpoint, parallel: ExpertParallel, layer: int) -> None:
@@ -204,13 +190,8 @@ class DecoderLayer(nn.Module):
 def _rotary(config: DecoderConfig, rope: Rope, checkpoint: Checkpoint) -> RotaryEmbedding | RotaryTable:
     shape, device = config.attention, checkpoint.device
     if isinstance(shape, MLAShape):
-        return RotaryTable(
-            rope,
-            shape.qk_rope_head_dim,
-            config.max_position_embeddings,
-            interleaved=config.rope_interleaved,
-            device=device,
-        )
+        rows, interleaved = config.max_position_embeddings, config.rope_interleaved
+        return RotaryTable(rope, shape.qk_rope_head_dim, rows, interleaved=interleaved, device=device)
     return RotaryEmbedding(rope, shape.head_dim, device)
 
 

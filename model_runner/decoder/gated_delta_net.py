@@ -63,10 +63,9 @@ class GatedDeltaNet(nn.Module):
             names = [(f"{prefix}.in_proj_qkv.weight", part) for part in mixed]
             others = ("z", of_values), ("b", of_heads), ("a", of_heads)
             names += [(f"{prefix}.in_proj_{name}.weight", part) for name, part in others]
-        inputs: list[Tensor] = []
-        with checkpoint.once_read(lambda: _by_kind(inputs[0], own) if grouped else None):
-            inputs.append(checkpoint.load_fused(names, hidden_size))
-        self.inputs = Projection(inputs[0])
+        with checkpoint.once_read(lambda: _by_kind(inputs, own) if grouped else None):
+            inputs = checkpoint.load_fused(names, hidden_size)
+        self.inputs = Projection(inputs)
         self.out = Projection(checkpoint.load(f"{prefix}.out_proj.weight", hidden_size, of_values))
 
         # Small, and read in every step: float32, as they are computed with.
@@ -74,18 +73,13 @@ class GatedDeltaNet(nn.Module):
         self.rate, self.dt_bias = (frozen(torch.empty(own.num_v_heads, device=device)) for _ in range(2))
         self.norm = frozen(torch.empty(shape.v_dim, device=device))
         checkpoint.load_into(f"{prefix}.norm.weight", self.norm)
-        loaded: list[Tensor] = []
-        with checkpoint.once_read(lambda: self._place_small(loaded, of_heads)):
-            loaded.append(
-                checkpoint.load_fused([(f"{prefix}.conv1d.weight", part) for part in mixed], 1, len(self.conv))
-            )
-            for name in ("A_log", "dt_bias"):
-                whole = torch.empty(shape.num_v_heads, device=device)
-                checkpoint.load_into(f"{prefix}.{name}", whole)
-                loaded.append(whole)
+        with checkpoint.once_read(lambda: self._place_small(conv, log_rate, bias, of_heads)):
+            conv = checkpoint.load_fused([(f"{prefix}.conv1d.weight", part) for part in mixed], 1, len(self.conv))
+            log_rate, bias = (torch.empty(shape.num_v_heads, device=device) for _ in range(2))
+            checkpoint.load_into(f"{prefix}.A_log", log_rate)
+            checkpoint.load_into(f"{prefix}.dt_bias", bias)
 
-    def _place_small(self, loaded: list[Tensor], heads: Part) -> None:
-        conv, log_rate, bias = loaded
+    def _place_small(self, conv: Tensor, log_rate: Tensor, bias: Tensor, heads: Part) -> None:
         self.conv.copy_(conv[:, 0].T)
         self.rate.copy_(-log_rate[heads.slice].exp())
         self.dt_bias.copy_(bias[heads.slice])

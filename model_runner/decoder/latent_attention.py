@@ -60,7 +60,6 @@ class LatentAttention(nn.Module):
         q_part = shard.part(whole_heads * shape.qk_head_dim)
         self.sizes = (q_part.size if q_lora_rank is None else q_lora_rank, rank, shape.qk_rope_head_dim)
         first = ("q_proj", q_part) if q_lora_rank is None else ("q_a_proj", q_lora_rank)
-        parts = [(f"{prefix}.{name}", rows) for name, rows in (first, ("kv_a_proj_with_mqa", sum(self.sizes[1:])))]
         v_part = shard.part(whole_heads * shape.v_head_dim)
         self.latent_norm = frozen(checkpoint.load(f"{prefix}.kv_a_layernorm.weight", rank))
         self.q_norm: nn.Parameter | None = None
@@ -77,14 +76,14 @@ class LatentAttention(nn.Module):
                 checkpoint.load_into(f"{prefix}.q_a_proj.bias", of_q)
             if shard.rank == 0:  # the ranks' outputs are added up
                 out_bias = checkpoint.load(f"{prefix}.o_proj.bias", hidden_size)
-        down = [(f"{name}.weight", rows) for name, rows in parts]
+        parts = first, ("kv_a_proj_with_mqa", sum(self.sizes[1:]))
+        down = [(f"{prefix}.{name}.weight", rows) for name, rows in parts]
         self.down = load_projection(checkpoint, down, hidden_size, down_bias)
         self.out = load_projection(checkpoint, [(f"{prefix}.o_proj.weight", hidden_size)], v_part, out_bias)
 
         up_part = shard.part(whole_heads * (shape.qk_nope_head_dim + shape.v_head_dim))
-        up: list[Tensor] = []
-        with checkpoint.once_read(lambda: self._split_up(*up)):
-            up.append(checkpoint.load(f"{prefix}.kv_b_proj.weight", up_part, rank))
+        with checkpoint.once_read(lambda: self._split_up(up)):
+            up = checkpoint.load(f"{prefix}.kv_b_proj.weight", up_part, rank)
 
     def _split_up(self, up: Tensor) -> None:
         """Split `kv_b_proj` into `w_uk` and `w_uv`, in the layouts that the back ends need."""

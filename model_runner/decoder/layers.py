@@ -151,10 +151,11 @@ def load_projection(
     return Projection(weight, bias, scales)
 
 
-def pack_projections(model: nn.Module) -> None:
-    """Pack every `Projection` of a model, one after the other; raises the errors of `Projection.pack`."""
+def pack_projections(model: nn.Module, experts: str = "native") -> None:
+    """Pack every `Projection` of a model whose experts are `native`, one after the other; raises the errors of
+    `Projection.pack`."""
     for module in model.modules():
-        if isinstance(module, Projection):
+        if experts == "native" and isinstance(module, Projection):
             module.pack()
 
 
@@ -207,16 +208,14 @@ class Attention(nn.Module):
         self._sizes = [num_qk * shape.head_dim, kv_heads * shape.value_dim, out_part.size if gated else 0]
         parts = (("q", shard.part(2 * q_part.total) if gated else q_part), ("k", k_part), ("v", v_part))
         weights = [(f"{prefix}.{p}_proj.weight", n) for p, n in parts]
-        if gated:  # rows are moved; those of scales in fp8 could not be
-            fused: list[Tensor] = []
-            with checkpoint.once_read(lambda: self._move_gates(fused)):
-                fused.append(checkpoint.load_fused(weights, hidden_size))
-                if bias:
-                    fused.append(checkpoint.load_fused([(f"{prefix}.{p}_proj.bias", n) for p, n in parts]))
-            self.qkv = Projection(*fused)
-        else:
-            of_qkv = checkpoint.load_fused([(f"{prefix}.{p}_proj.bias", n) for p, n in parts]) if bias else None
-            self.qkv = load_projection(checkpoint, weights, hidden_size, of_qkv)
+        of_qkv = None
+        with checkpoint.once_read(lambda: self._move_gates(self.qkv.weight, of_qkv)):
+            if bias:
+                of_qkv = checkpoint.load_fused([(f"{prefix}.{p}_proj.bias", n) for p, n in parts])
+            if gated:  # rows are moved; those of scales in fp8 could not be
+                self.qkv = Projection(checkpoint.load_fused(weights, hidden_size), of_qkv)
+            else:
+                self.qkv = load_projection(checkpoint, weights, hidden_size, of_qkv)
         of_out = None
         if out_bias and shard.rank == 0:  # the ranks' outputs are added up
             of_out = checkpoint.load(f"{prefix}.o_proj.bias", hidden_size)
@@ -224,9 +223,8 @@ class Attention(nn.Module):
             self.out = load_projection(checkpoint, [(f"{prefix}.o_proj.weight", hidden_size)], out_part, of_out)
         self.sinks: nn.Parameter | None = None
         if shape.sinks:
-            sinks: list[Tensor] = []
-            with checkpoint.once_read(lambda: self._keep_sinks(*sinks)):
-                sinks.append(checkpoint.load(f"{prefix}.{sinks_name}", heads_part))
+            with checkpoint.once_read(lambda: self._keep_sinks(sinks)):
+                sinks = checkpoint.load(f"{prefix}.{sinks_name}", heads_part)
         self.qk_norm: nn.Parameter | None = None
         if norm_eps is not None:
             self._load_norms(checkpoint, prefix, q_part, k_part)
@@ -242,16 +240,14 @@ class Attention(nn.Module):
         self.sinks = frozen(sinks.float())
 
     def _load_norms(self, checkpoint: Checkpoint, prefix: str, q_part: Size, k_part: Size) -> None:
-        norms: list[Tensor] = []
+        names, size = (f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight"), self.shape.head_dim
         with checkpoint.once_read(lambda: self._repeat_norms(norms)):
-            for part in ("q", "k"):
-                name = f"{prefix}.{part}_norm.weight"
-                norms.append(load_norm(checkpoint, name, self.shape.head_dim, zero_centred=self.zero_centred))
+            norms = [load_norm(checkpoint, name, size, zero_centred=self.zero_centred) for name in names]
 
-    def _move_gates(self, fused: Sequence[Tensor]) -> None:
+    def _move_gates(self, *fused: Tensor | None) -> None:
         """Move the gates' rows behind those of queries, keys and values."""
         queries = 2 * self.shape.num_heads * self.shape.head_dim
-        for rows in fused:
+        for rows in (each for each in fused if self.gated and each is not None):
             both = rows[:queries].view(self.shape.num_heads, 2, self.shape.head_dim, *rows.shape[1:])
             rows.copy_(torch.cat((both[:, 0].flatten(0, 1), rows[queries:], both[:, 1].flatten(0, 1))))
 

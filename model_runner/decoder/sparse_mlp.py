@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from model_runner.decoder.base import ExpertParallel
-from model_runner.decoder.config import MoEConfig, TensorNames
+from model_runner.decoder.config import MoEConfig
 from model_runner.decoder.layers import GatedMLP, Projection, frozen
 from model_runner.decoder.ops import sigmoid_mul
 from model_runner.weights.fp8_experts import load_fp8_experts
@@ -84,21 +84,20 @@ class SparseMLP(nn.Module):
             shared = SharedExperts(checkpoint, f"{prefix}.{names.shared}", *shared_sizes, gate=shared_gate_name)
         elif config.shared_intermediate_size:
             shared = GatedMLP(checkpoint, f"{prefix}.{names.shared}", *shared_sizes, fused=names.shared_fused)
-        held = parallel.all2all.experts
-        weights: dict[str, Any] = {}
+        first = parallel.all2all.experts.start
+        held = Part(first, len(parallel.all2all.experts), num_experts)
 
         def make_kernel() -> None:  # needs the weights: a back end may pack or reorder them
             given = weights if config.clamped is None else _untransposed(weights, config.clamped)
-            experts = make_experts(parallel.experts, first_expert=held.start, num_experts=num_experts, **given)
+            experts = make_experts(parallel.experts, first_expert=first, num_experts=num_experts, **given)
             weights.clear()
             self.kernel = FusedMoEModularKernel(parallel.all2all, experts, shared)
 
-        sizes = (num_experts, hidden_size, config.intermediate_size)
         with checkpoint.once_read(make_kernel):
             if config.clamped is not None:
-                weights |= _load_transposed(checkpoint, f"{block}.experts", held, *sizes)
+                weights = _load_transposed(checkpoint, f"{block}.experts", held, hidden_size, config.intermediate_size)
             else:
-                weights |= _load_experts(checkpoint, block, held, *sizes, names, parallel.fp8_block)
+                weights = _load_experts(checkpoint, block, held, hidden_size, config, parallel.fp8_block)
 
     def forward(self, x: Tensor, num_tokens: int | Tensor) -> Tensor:
         """`[T, hidden_size]` to the same shape; rows from `num_tokens` on are padding and visit no routed expert."""
@@ -111,17 +110,17 @@ class SparseMLP(nn.Module):
 
 
 def _load_transposed(
-    checkpoint: Checkpoint, prefix: str, held: range, num_experts: int, hidden_size: int, intermediate_size: int
-) -> dict[str, Tensor]:
+    checkpoint: Checkpoint, prefix: str, held: Part, hidden_size: int, intermediate_size: int
+) -> dict[str, Any]:
     """gpt-oss's tensors of all experts: weights `[experts, in, out]` and biases; gates and ups take turns."""
-    experts, columns = Part(held.start, len(held), num_experts), 2 * intermediate_size
+    columns = 2 * intermediate_size
     shapes = {
         "w13": ("gate_up_proj", (hidden_size, columns)),
         "w2": ("down_proj", (intermediate_size, hidden_size)),
         "b13": ("gate_up_proj_bias", (columns,)),
         "b2": ("down_proj_bias", (hidden_size,)),
     }
-    return {key: checkpoint.load(f"{prefix}.{name}", experts, *shape) for key, (name, shape) in shapes.items()}
+    return {key: checkpoint.load(f"{prefix}.{name}", held, *shape) for key, (name, shape) in shapes.items()}
 
 
 def _untransposed(weights: Mapping[str, Tensor], activation: ClampedSwiGLU) -> dict[str, Any]:
@@ -137,34 +136,30 @@ def _untransposed(weights: Mapping[str, Tensor], activation: ClampedSwiGLU) -> d
 def _load_experts(
     checkpoint: Checkpoint,
     prefix: str,
-    held: range,
-    num_experts: int,
+    held: Part,
     hidden_size: int,
-    intermediate_size: int,
-    names: TensorNames,
+    config: MoEConfig,
     fp8_block: tuple[int, int] | None,
 ) -> dict[str, Any]:
     """`w13` `[experts held, 2 * intermediate, hidden]`, gate first, and `w2` `[experts held, hidden, intermediate]`.
 
     Experts that stay in fp8 come with their scales, and the dtype of their results.
     """
+    names, intermediate_size = config.names, config.intermediate_size
     gate_up, down = names.stacked or ("experts.gate_up_proj", "experts.down_proj")
     if names.stacked or f"{prefix}.{gate_up}" in checkpoint.names:  # all experts in one tensor, in this layout
-        part = Part(held.start, len(held), num_experts)
-        w13 = checkpoint.load(f"{prefix}.{gate_up}", part, 2 * intermediate_size, hidden_size)
-        return {"w13": w13, "w2": checkpoint.load(f"{prefix}.{down}", part, hidden_size, intermediate_size)}
+        w13 = checkpoint.load(f"{prefix}.{gate_up}", held, 2 * intermediate_size, hidden_size)
+        return {"w13": w13, "w2": checkpoint.load(f"{prefix}.{down}", held, hidden_size, intermediate_size)}
+    kinds, experts = (names.gate, names.up, names.down), range(held.start, held.start + held.size)
+    tensors = [tuple(f"{prefix}.experts.{expert}.{kind}.weight" for kind in kinds) for expert in experts]
     if fp8_block is not None:
-        kinds = names.gate, names.up, names.down
-        of_experts = [tuple(f"{prefix}.experts.{expert}.{kind}.weight" for kind in kinds) for expert in held]
-        fp8 = load_fp8_experts(checkpoint, of_experts, fp8_block, hidden_size, intermediate_size)
+        fp8 = load_fp8_experts(checkpoint, tensors, fp8_block, hidden_size, intermediate_size)
         if fp8 is not None:
             return {**fp8, "dtype": checkpoint.dtype}
     dtype, device = checkpoint.dtype, checkpoint.device
-    w13 = torch.empty(len(held), 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
-    w2 = torch.empty(len(held), hidden_size, intermediate_size, dtype=dtype, device=device)
-    for slot, expert in enumerate(held):
-        name = f"{prefix}.experts.{expert}"
-        checkpoint.load_into(f"{name}.{names.gate}.weight", w13[slot, :intermediate_size])
-        checkpoint.load_into(f"{name}.{names.up}.weight", w13[slot, intermediate_size:])
-        checkpoint.load_into(f"{name}.{names.down}.weight", w2[slot])
+    w13 = torch.empty(held.size, 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
+    w2 = torch.empty(held.size, hidden_size, intermediate_size, dtype=dtype, device=device)
+    for own, first, second in zip(tensors, w13, w2, strict=True):
+        for name, place in zip(own, (*first.chunk(2), second), strict=True):
+            checkpoint.load_into(name, place)
     return {"w13": w13, "w2": w2}

@@ -10,7 +10,6 @@ proposer    the proposer around a draft network
 
 from model_runner.drafting.network import DraftNetwork, load_draft
 from model_runner.drafting.proposer import DraftProposer
-from model_runner.settings import DraftSetting
-from model_runner.speculation.draft_shape import DraftShape
+from model_runner.settings import DraftSetting, DraftShape
 
 __all__ = ["DraftNetwork", "DraftProposer", "DraftSetting", "DraftShape", "load_draft"]

@@ -25,7 +25,7 @@ from model_runner.drafting.network import DraftNetwork
 from model_runner.drafting.sampling import DraftDraws, draft_chain
 from model_runner.graphs.batches import GraphSetting, batch_to_capture
 from model_runner.graphs.mode import resolve_graph_mode
-from model_runner.speculation.draft_shape import DraftShape
+from model_runner.settings import DraftShape
 from model_runner.step.graph_sizes import GraphFamily, GraphShape
 from ubatch import CapturedGraph, ConfigError, CUDAGraphMode, ForwardContext, ForwardMode, GraphKey, set_forward_context
 from ubatch.graphs.capture import record

@@ -11,6 +11,7 @@ collective. So ranks may draft at different times, or not at all.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
@@ -102,16 +103,11 @@ def load_draft(algorithm: str, path: str | Path | None, runner: CapturingRunner)
     if (path is None) is not (algorithm == "mtp"):
         wanted = "is in the target's checkpoint and takes no path" if path is not None else "needs a checkpoint's path"
         raise ConfigError(f"draft algorithm {algorithm!r} {wanted}.")
-    dtype, device = runner.dtype, runner.device
-    checkpoint = open_checkpoint(
-        runner.model_path if path is None else path, runner.settings.load_format, dtype=dtype, device=device
-    )
-    try:
+    folder, load_format = runner.model_path if path is None else path, runner.settings.load_format
+    with closing(open_checkpoint(folder, load_format, dtype=runner.dtype, device=runner.device)) as checkpoint:
         network = load(runner, checkpoint)
         log_projections(checkpoint)
-    finally:
-        checkpoint.close()
-    return network
+        return network
 
 
 def _load_eagle(runner: CapturingRunner, checkpoint: Checkpoint) -> DraftNetwork:
@@ -182,9 +178,8 @@ def _check_fits(checkpoint: Checkpoint, name: str, wanted: int) -> None:
 def _alone(runner: CapturingRunner, config: ModelConfig | None, checkpoint: Checkpoint) -> ExpertParallel:
     """All experts on this rank, with the target's back end; `config` is None for a network without experts."""
     transport = make_transport(None, None, None, 0 if config is None else config.num_experts)
-    name = (
-        "auto" if runner.all2all.traits.batched else runner.experts_backend
-    )  # the local transport delivers rows, not batches
+    batched = runner.all2all.traits.batched  # the local transport delivers rows
+    name = "auto" if batched else runner.experts_backend
     dtype, device, stored = runner.dtype, runner.device, checkpoint.quantization
     name = resolve_experts(name, config, transport, dtype, device, quantization=stored)
     blocks = resolve_fp8_blocks(name, config, stored, dtype, device)

@@ -33,7 +33,7 @@ from model_runner.drafting.runner import DraftBatch, DraftRunner
 from model_runner.drafting.tree import draft_trees
 from model_runner.errors import RequestError
 from model_runner.graphs.runner_graphs import CapturingRunner
-from model_runner.speculation.draft_shape import DraftShape
+from model_runner.settings import DraftShape
 from model_runner.speculation.extend import draft_extend_batch
 from model_runner.speculation.proposer import Draft
 from model_runner.step.request import Request

@@ -33,7 +33,7 @@ from model_runner.drafting.graphs import DraftGraphs, can_capture
 from model_runner.drafting.network import DraftNetwork
 from model_runner.drafting.sampling import DraftDraws, draft_chain
 from model_runner.graphs.runner_graphs import CapturingRunner
-from model_runner.speculation.draft_shape import DraftShape
+from model_runner.settings import DraftShape
 from model_runner.step.request import Request
 from ubatch import ForwardContext, ForwardMode, set_forward_context
 from ubatch.streams.small_copies import to_device, to_host

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from model_runner.drafting.runner import DraftBatch, DraftRunner
-from model_runner.speculation.draft_shape import most_nodes
+from model_runner.settings import most_nodes
 from model_runner.speculation.proposer import Draft
 
 __all__ = ["draft_trees", "select_nodes"]

@@ -56,7 +56,7 @@ class CapturingRunner:
         return 1 if self.tensor_parallel is None else self.tensor_parallel.size
 
     @property
-    def shard(self) -> Shard:
+    def _shard(self) -> Shard:
         """This rank's part of its replica's attention and dense MLPs."""
         return WHOLE if self.tensor_parallel is None else self.tensor_parallel.shard
 

@@ -1,7 +1,6 @@
 """Speculative decoding with any proposer: the interface of proposers, and the acceptance of drafts.
 
 proposer    the interface of all proposers
-draft_shape the shape of a draft network's drafts
 ngram       drafts by prompt lookup
 extend      the batch that writes accepted tokens to a draft model's KV cache
 accept      acceptance of drafts: by match, or by rejection sampling

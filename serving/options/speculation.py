@@ -14,8 +14,8 @@ from contextlib import closing
 
 from model_runner import Checkpoint, CheckpointError, ModelConfig
 from model_runner.models.mtp import has_layer, no_layer
+from model_runner.settings import most_nodes
 from model_runner.speculation import Acceptance
-from model_runner.speculation.draft_shape import most_nodes
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.options.sources import Settings
 from ubatch import ConfigError
