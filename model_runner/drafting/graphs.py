@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from attention import CommonAttentionMetadata, GraphLimits, MultiStepDraftAttention, UBatchAttention
 from model_runner.drafting.network import DraftNetwork
 from model_runner.drafting.sampling import DraftDraws, draft_chain
-from model_runner.graphs.batches import GraphSetting, batch_to_capture
+from model_runner.graphs.batches import CapturedSteps, GraphSetting, batch_to_capture
 from model_runner.graphs.mode import resolve_graph_mode
 from model_runner.settings import DraftShape
 from model_runner.step.graph_sizes import GraphFamily, GraphShape
@@ -67,7 +67,7 @@ class _Captured:
     plan: Any
 
 
-class DraftGraphs:
+class DraftGraphs(CapturedSteps):
     """The captured steps of one draft network.
 
     Args:
@@ -105,6 +105,7 @@ class DraftGraphs:
             levels = GraphFamily.plain(sizes, ForwardMode.TARGET_VERIFY, shape.topk, tree=True)
             self._batches[ForwardMode.TARGET_VERIFY] = levels
         self._chains = GraphFamily.plain(sizes, ForwardMode.DECODE, 1) if chains else None
+        self.families = tuple({*self._batches.values(), *([] if self._chains is None else [self._chains])})
 
         most, longest, cache = sizes[-1], setting.max_seq_len, attention.kv_cache
         rows = most * max(family.tokens_per_request for family in self._batches.values())
@@ -125,47 +126,26 @@ class DraftGraphs:
                 torch.zeros(most, dtype=torch.bool, device=cache.device),
             )
 
-    @property
-    def shapes(self) -> tuple[GraphShape, ...]:
-        """Shapes to capture, in the order of capture: largest first."""
-        families = {*self._batches.values(), *(() if self._chains is None else (self._chains,))}
-        shapes = (shape for family in families for shape in family.shapes)
-        return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape), reverse=True))
-
     # -- capture ------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def capture(
         self, progress: Callable[[CapturedGraph], None] | None = None, only: Sequence[GraphShape] | None = None
     ) -> list[CapturedGraph]:
-        """Capture every shape. It is not collective, but peers are told that it takes long, and wait.
-
-        Raises:
-            CaptureFailed: a capture failed; no step is replayed then.
-        """
-        captured = {}
+        """See `CapturedSteps`. It is not collective, but peers are told that it takes long, and wait."""
         with taking_long("capturing draft steps"):
-            for shape in self.shapes if only is None else only:
-                captured[shape] = self._capture(shape)
-                if progress is not None:
-                    progress(captured[shape].graph)
-        self._captured = captured
-        graphs = [each.graph for each in captured.values()]
-        _logger.info(
-            "captured %d graphs of a draft network, %.1f MiB, in %.1f s",
-            len(graphs),
-            sum(graph.nbytes for graph in graphs) / 2**20,
-            sum(graph.seconds for graph in graphs),
-        )
+            graphs = super().capture(progress, only)
+        nbytes, seconds = sum(graph.nbytes for graph in graphs), sum(graph.seconds for graph in graphs)
+        message = "captured %d graphs of a draft network, %.1f MiB, in %.1f s"
+        _logger.info(message, len(graphs), nbytes / 2**20, seconds)
         return graphs
 
     def drop(self) -> None:
-        """Release all graphs; steps run eagerly until the next capture."""
+        """See `CapturedSteps`."""
         for each in self._captured.values():
             each.graph.recording.release()
         self._captured = {}
 
-    def _capture(self, shape: GraphShape) -> _Captured:
+    def _capture(self, shape: GraphShape) -> tuple[CapturedGraph, _Captured]:
         batch, rows = batch_to_capture(shape, self._attention.kv_cache), shape.num_tokens
         is_chain = shape.mode is ForwardMode.DECODE
         with self._setting.planning():
@@ -189,7 +169,8 @@ class DraftGraphs:
                     return body()
 
         key = GraphKey((rows,), PLAIN, shape.mode)
-        return _Captured(*record(self._setting.backend, key, inputs, run, lambda: None), plan)
+        graph, output = record(self._setting.backend, key, inputs, run, lambda: None)
+        return graph, _Captured(graph, output, plan)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
