@@ -134,21 +134,18 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.eps = config.residual_eps
         with checkpoint.once_read(lambda: pack_projections(self, parallel.experts)):
-            self._load(config, checkpoint, parallel, layer)
-
-    def _load(self, config: DecoderConfig, checkpoint: Checkpoint, parallel: ExpertParallel, layer: int) -> None:
-        prefix, hidden_size = f"{config.tensor_prefix}.layers.{layer}", config.hidden_size
-        self.input_norm = _norm(config, checkpoint, f"{prefix}.input_layernorm.weight")
-        self.attention = _attention(config, checkpoint, prefix, layer, parallel)
-        self.post_attention_norm = _norm(config, checkpoint, f"{prefix}.post_attention_layernorm.weight")
-        self.mlp: GatedMLP | SparseMLP
-        self.mlp_mode = ScatterMode.TP_ATTN_FULL
-        if config.moe is not None and layer in config.moe.layers:
-            self.mlp = SparseMLP(checkpoint, prefix, hidden_size, config.num_experts, config.moe, parallel)
-            self.mlp_mode = ScatterMode.SCATTERED
-        else:
-            sizes = hidden_size, config.intermediate_size
-            self.mlp = GatedMLP(checkpoint, f"{prefix}.mlp", *sizes, bias=config.mlp_bias, shard=parallel.shard)
+            prefix = f"{config.tensor_prefix}.layers.{layer}"
+            self.input_norm = _norm(config, checkpoint, f"{prefix}.input_layernorm.weight")
+            self.attention = _attention(config, checkpoint, layer, parallel)
+            self.post_attention_norm = _norm(config, checkpoint, f"{prefix}.post_attention_layernorm.weight")
+            self.mlp: GatedMLP | SparseMLP
+            self.mlp_mode = ScatterMode.TP_ATTN_FULL
+            if config.moe is not None and layer in config.moe.layers:
+                self.mlp = SparseMLP(config.moe, config, checkpoint, layer, parallel)
+                self.mlp_mode = ScatterMode.SCATTERED
+            else:
+                sizes = config.hidden_size, config.intermediate_size
+                self.mlp = GatedMLP(checkpoint, f"{prefix}.mlp", *sizes, bias=config.mlp_bias, shard=parallel.shard)
 
     def forward(
         self,
@@ -200,28 +197,12 @@ def _norm(config: DecoderConfig, checkpoint: Checkpoint, name: str) -> nn.Parame
 
 
 def _attention(
-    config: DecoderConfig, checkpoint: Checkpoint, prefix: str, layer: int, parallel: ExpertParallel
+    config: DecoderConfig, checkpoint: Checkpoint, layer: int, parallel: ExpertParallel
 ) -> Attention | LatentAttention | GatedDeltaNet:
-    place, hidden_size, shape = config.place(layer), config.hidden_size, config.attention
-    eps, shard = config.rms_norm_eps, parallel.shard
+    shape, others = config.attention, (config, checkpoint, layer, parallel)
     if config.linear is not None and layer in config.linear_layers:
-        name, grouped = f"{prefix}.linear_attn", config.linear_grouped
-        return GatedDeltaNet(
-            checkpoint, name, place, hidden_size, config.linear, norm_eps=eps, grouped=grouped, shard=shard
-        )
-    name, bias = f"{prefix}.self_attn", config.attention_bias
+        return GatedDeltaNet(config.linear, *others)
     if isinstance(shape, MLAShape):
-        return LatentAttention(
-            checkpoint, name, place, hidden_size, shape, q_lora_rank=config.q_lora_rank, bias=bias, shard=shard
-        )
-    shape = shape.of_layer(place)
-    kind: type[Attention] = Attention
-    options: dict[str, Any] = {"bias": bias or config.qkv_bias, "out_bias": bias, "shard": shard}
-    if config.norms_all_heads:
-        kind = AllHeadsNormAttention
-        options |= {"norm_eps": eps, "clip": config.clip_qkv, "tensor": parallel.tensor}
-    else:
-        options |= {"norm_eps": eps if config.qk_norm else None}
-        options |= {"zero_centred": config.zero_centred_norms, "gated": config.output_gate}
-        options |= {"sinks_name": config.sinks_name, "value_scale": config.value_scale}
-    return kind(checkpoint, name, place, hidden_size, shape, **options)
+        return LatentAttention(shape, *others)
+    kind = AllHeadsNormAttention if config.norms_all_heads else Attention
+    return kind(shape.of_layer(config.place(layer)), *others)

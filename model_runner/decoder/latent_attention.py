@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from attention import MLAInputs, MLAPlan, MLAShape, RopeTable
+from model_runner.decoder.base import ExpertParallel
+from model_runner.decoder.config import DecoderConfig
 from model_runner.decoder.layers import Projection, frozen, load_projection
 from model_runner.decoder.ops import rms_norm
-from model_runner.parallel.tensor_parallel import WHOLE, Shard
 from model_runner.weights.weights import Checkpoint
 from ubatch import Point, dbo_yield
 
@@ -34,27 +35,15 @@ class LatentAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        prefix: str,
-        layer: int,
-        hidden_size: int,
-        shape: MLAShape,
-        *,
-        q_lora_rank: int | None,
-        bias: bool,
-        shard: Shard = WHOLE,
+        self, shape: MLAShape, config: DecoderConfig, checkpoint: Checkpoint, layer: int, parallel: ExpertParallel
     ) -> None:
         """Load the weights: this rank's heads, and the whole projections to the latents.
 
-        Args:
-            prefix: prefix of the tensors' names, without the last dot.
-            shape: heads of all ranks, and the latent's size.
-            q_lora_rank: size of the compressed query; None if it is not compressed.
-            bias: whether the compressing projections and the output projection have a bias.
+        With biases, the compressing projections and the output projection have one. `shape` has the heads of all ranks.
         """
         super().__init__()
-        self.layer = layer
+        self.layer, hidden_size, q_lora_rank = config.place(layer), config.hidden_size, config.q_lora_rank
+        prefix, shard = f"{config.tensor_prefix}.layers.{layer}.self_attn", parallel.shard
         whole_heads, rank = shape.num_heads, shape.kv_lora_rank
         self.shape = shape = replace(shape, num_heads=whole_heads // shard.size)
         q_part = shard.part(whole_heads * shape.qk_head_dim)
@@ -68,7 +57,7 @@ class LatentAttention(nn.Module):
             self.q_norm = frozen(checkpoint.load(f"{prefix}.q_a_layernorm.weight", q_lora_rank))
             self.q_up = load_projection(checkpoint, [(f"{prefix}.q_b_proj.weight", q_part)], q_lora_rank)
         down_bias = out_bias = None
-        if bias:
+        if config.attention_bias:
             down_bias = torch.zeros(sum(self.sizes), dtype=checkpoint.dtype, device=checkpoint.device)
             of_q, of_kv = down_bias.split([self.sizes[0], sum(self.sizes[1:])])
             checkpoint.load_into(f"{prefix}.kv_a_proj_with_mqa.bias", of_kv)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from model_runner.decoder.base import ExpertParallel
-from model_runner.decoder.config import MoEConfig
+from model_runner.decoder.config import DecoderConfig, MoEConfig
 from model_runner.decoder.layers import GatedMLP, Projection, frozen
 from model_runner.decoder.ops import sigmoid_mul
 from model_runner.weights.fp8_experts import load_fp8_experts
@@ -47,57 +47,47 @@ class SparseMLP(nn.Module):
     """Router and experts; the transport determines which experts this rank holds."""
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        prefix: str,
-        hidden_size: int,
-        num_experts: int,
-        config: MoEConfig,
-        parallel: ExpertParallel,
+        self, moe: MoEConfig, config: DecoderConfig, checkpoint: Checkpoint, layer: int, parallel: ExpertParallel
     ) -> None:
-        """Load the weights.
-
-        Args:
-            prefix: prefix of the layer's tensors, without the last dot.
-            num_experts: routed experts over all ranks.
-            parallel: transport, back end and this rank's experts.
-        """
+        """Load the weights of the experts that this rank holds, and those that all ranks have."""
         super().__init__()
-        names, block = config.names, f"{prefix}.{config.names.block}"
+        num_experts, hidden_size, names = config.num_experts, config.hidden_size, moe.names
+        prefix = f"{config.tensor_prefix}.layers.{layer}"
+        block = f"{prefix}.{names.block}"
         # Scores of experts may be close together, so some families compute the gate in float32.
-        self.gate_dtype = torch.float32 if config.float32_gate else checkpoint.dtype
+        self.gate_dtype = torch.float32 if moe.float32_gate else checkpoint.dtype
         gate = torch.empty(num_experts, hidden_size, dtype=self.gate_dtype, device=checkpoint.device)
         router_name = f"{block}.{names.router}"
         checkpoint.load_into(f"{router_name}.weight", gate)
-        self.gate = Projection(gate, checkpoint.load(f"{router_name}.bias", num_experts) if config.gate_bias else None)
-        self.router = config.router
-        if isinstance(config.router, SigmoidTopKRouter):
+        self.gate = Projection(gate, checkpoint.load(f"{router_name}.bias", num_experts) if moe.gate_bias else None)
+        self.router = moe.router
+        if isinstance(moe.router, SigmoidTopKRouter):
             bias = torch.empty(num_experts, dtype=torch.float32, device=checkpoint.device)
             checkpoint.load_into(f"{block}.gate.e_score_correction_bias", bias)
             self.correction_bias = frozen(bias)
-            self.router = replace(config.router, correction_bias=self.correction_bias)
+            self.router = replace(moe.router, correction_bias=self.correction_bias)
 
         shared: GatedMLP | None = None
-        shared_sizes = hidden_size, config.shared_intermediate_size
-        if config.shared_intermediate_size and config.shared_gate:
+        shared_sizes = hidden_size, moe.shared_intermediate_size
+        if moe.shared_intermediate_size and moe.shared_gate:
             shared_gate_name = f"{block}.{names.shared_gate}"
             shared = SharedExperts(checkpoint, f"{prefix}.{names.shared}", *shared_sizes, gate=shared_gate_name)
-        elif config.shared_intermediate_size:
+        elif moe.shared_intermediate_size:
             shared = GatedMLP(checkpoint, f"{prefix}.{names.shared}", *shared_sizes, fused=names.shared_fused)
         first = parallel.all2all.experts.start
         held = Part(first, len(parallel.all2all.experts), num_experts)
 
         def make_kernel() -> None:  # needs the weights: a back end may pack or reorder them
-            given = weights if config.clamped is None else _untransposed(weights, config.clamped)
+            given = weights if moe.clamped is None else _untransposed(weights, moe.clamped)
             experts = make_experts(parallel.experts, first_expert=first, num_experts=num_experts, **given)
             weights.clear()
             self.kernel = FusedMoEModularKernel(parallel.all2all, experts, shared)
 
         with checkpoint.once_read(make_kernel):
-            if config.clamped is not None:
-                weights = _load_transposed(checkpoint, f"{block}.experts", held, hidden_size, config.intermediate_size)
+            if moe.clamped is not None:
+                weights = _load_transposed(checkpoint, f"{block}.experts", held, hidden_size, moe.intermediate_size)
             else:
-                weights = _load_experts(checkpoint, block, held, hidden_size, config, parallel.fp8_block)
+                weights = _load_experts(checkpoint, block, held, hidden_size, moe, parallel.fp8_block)
 
     def forward(self, x: Tensor, num_tokens: int | Tensor) -> Tensor:
         """`[T, hidden_size]` to the same shape; rows from `num_tokens` on are padding and visit no routed expert."""
