@@ -5,6 +5,7 @@ random_checkpoint a large model with random weights, for measuring
 runner            the whole: `ModelRunner` loads a model and makes what its steps need
 memory/           memory that a step and graphs take; the KV cache gets the rest
 step_runner       its steps: `ModelRunner.execute` runs one
+pending_step      a step between its launch and its result
 drafting/         draft networks, with a KV cache of their own
 graphs/           steps captured as CUDA graphs, and replayed
 auto/             learns from running steps when to overlap; the cost of a token and of an attended pair; a CPU's dtype
@@ -12,7 +13,6 @@ backend_choice    resolves `auto` to an attention back end and an experts back e
 models/           model families, one file each, and the registry
 decoder/          the decoder that all families share
 settings          all settings of a runner, checked once
-pending_step      a step between its launch and its result
 speculation/      proposers of draft tokens, and the test that accepts drafts
 step/             requests flattened into a batch, the vote of all ranks on it, and its streams
 sampling/         sampling parameters of a request; from logits to tokens

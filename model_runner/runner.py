@@ -25,7 +25,6 @@ from model_runner.memory.memory_profile import CudaMemory, measured_blocks
 from model_runner.models.registry import read_model
 from model_runner.parallel.tensor_parallel import make_tensor_parallel
 from model_runner.parallel.transport import check_schedules, make_transport
-from model_runner.pending_step import SamplingContext
 from model_runner.settings import DEFAULT_KV_CACHE_MEMORY, RunnerSettings, check_max_model_len, refuse_trees
 from model_runner.step.future_map import FutureMap
 from model_runner.step.logprobs import PromptCarry
@@ -116,6 +115,7 @@ class ModelRunner(StepRunner):
         self.all2all = make_transport(
             own.all2all_backend, own.group, of_experts, num_experts, own.all2all_options, steps
         )
+        self.listen = self.all2all.listen if isinstance(self.all2all, TellsLater) else None
         where = own.dtype, self.device
         self.experts_backend = resolve_experts(
             own.experts_backend,
@@ -187,19 +187,7 @@ class ModelRunner(StepRunner):
         if not hasattr(self, "wrapper"):
             self._make_wrapper()
         self.graphs = self._make_graph_steps()
-        self._sampling = SamplingContext(
-            compute_logits=lambda hidden: self.model.compute_logits(hidden),
-            vocab_size=self.config.vocab_size,
-            eos_token_ids=self.config.eos_token_ids,
-            future_map=FutureMap(self.max_num_seqs, self.device),
-            prompt_carry=PromptCarry(),
-            together=self.together,
-            streams=self.streams,
-            kv_cache=self.kv_cache,
-            tensor_parallel=self.tensor_parallel,
-            acceptance=self.settings.acceptance,
-            listen=self.all2all.listen if isinstance(self.all2all, TellsLater) else None,
-        )
+        self.future_map, self.prompt_carry = FutureMap(self.max_num_seqs, self.device), PromptCarry()
         self.proposer = None
         if self.draft is not None and self.settings.draft is not None:
             self.proposer = DraftProposer(self, self.draft, self.settings.draft.shape)
@@ -210,7 +198,7 @@ class ModelRunner(StepRunner):
         for steps in self.captured_steps:
             steps.drop()
         self._beside.clear()
-        del self.kv_cache, self.attention, self.graphs, self._sampling, self.proposer
+        del self.kv_cache, self.attention, self.graphs, self.proposer
 
     def statistics(self) -> UBatchStatistics:
         """How often steps overlapped, and why not when they did not."""

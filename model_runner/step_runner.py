@@ -27,7 +27,7 @@ from model_runner.drafting.network import DraftNetwork
 from model_runner.drafting.proposer import DraftProposer
 from model_runner.graphs.runner_graphs import CapturingRunner
 from model_runner.parallel.tensor_parallel import WHOLE
-from model_runner.pending_step import PendingStep, SamplingContext, StepOutput
+from model_runner.pending_step import PendingStep, StepOutput
 from model_runner.speculation.accept import check_acceptance
 from model_runner.speculation.proposer import StepObserver
 from model_runner.step.batch import build_input_batch
@@ -50,7 +50,6 @@ class StepRunner(CapturingRunner, RequestMemory):
     split_cost: SplitCost
     draft: DraftNetwork | None
     proposer: DraftProposer | None
-    _sampling: SamplingContext
     _voted_at: float | None = None
 
     def set_observer(self, observer: StepObserver | None) -> None:
@@ -58,7 +57,7 @@ class StepRunner(CapturingRunner, RequestMemory):
 
         With an observer, read each step's result before the next launch.
         """
-        self._sampling = replace(self._sampling, observer=observer)
+        self.observer = observer
 
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> StepOutput:
         """Run one step to its end: `launch`, `sample`, `result`. The requests themselves are not changed.
@@ -92,9 +91,9 @@ class StepRunner(CapturingRunner, RequestMemory):
         with self.together(), self.streams.forward():
             step = self.agree(self.batch(scheduled))
             if step.all_idle:
-                return PendingStep(self._sampling, step, None)
+                return PendingStep(self, step, None)
             logits = prompt_hidden = row_sums = None
-            needed = None if self._sampling.observer is not None else step.needed_rows
+            needed = None if self.observer is not None else step.needed_rows
             with self.step_settings.timed(step.decision):
                 hidden = self.run(step, needed_rows=needed)
                 if step.logits_rows_cpu:
@@ -104,7 +103,7 @@ class StepRunner(CapturingRunner, RequestMemory):
             self._keep_states(step)
             if step.num_tokens > len(step.logits_rows_cpu):  # to check rows without logits for nan and infinity
                 row_sums = hidden[: step.num_tokens].sum(dim=-1, dtype=torch.float32)
-            return PendingStep(self._sampling, step, logits, prompt_hidden, hidden, row_sums)
+            return PendingStep(self, step, logits, prompt_hidden, hidden, row_sums)
 
     def batch(self, scheduled: Step | Sequence[ScheduledRequest]) -> Step:
         """The step with its batch, whose pending tokens are looked up; and what begins with a batch, begun.
@@ -113,14 +112,14 @@ class StepRunner(CapturingRunner, RequestMemory):
             StepOrderError, RequestError, KVCacheExhausted: see `launch`.
         """
         step = scheduled if isinstance(scheduled, Step) else Step.of(scheduled)
-        check_acceptance(step.shares, self._sampling.acceptance)
+        check_acceptance(step.shares, self.settings.acceptance)
         masked = self.graphs is not None and self.graphs.takes_trees
         step = build_input_batch(step, self.request_table, self.kv_cache.spec, self.device, mask_chains=masked)
         if step.pending:
-            step = replace(step, input_ids=self._sampling.future_map.resolve(step.input_ids, step.pending))
+            step = replace(step, input_ids=self.future_map.resolve(step.input_ids, step.pending))
         self._follow_states(step)
         for span in step.prompt_spans:
-            self._sampling.prompt_carry.launch(span)
+            self.prompt_carry.launch(span)
         return step
 
     def agree(self, step: Step, proposal: Proposal | None = None) -> Step:

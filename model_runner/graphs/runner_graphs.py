@@ -16,7 +16,10 @@ from model_runner.graphs.mode import capturable_families, resolve_graph_mode
 from model_runner.graphs.steps import GraphSteps
 from model_runner.parallel.tensor_parallel import WHOLE, Shard, TensorParallel
 from model_runner.settings import RunnerSettings
+from model_runner.speculation.proposer import StepObserver
+from model_runner.step.future_map import FutureMap
 from model_runner.step.graph_sizes import GraphShape, capture_sizes, graph_families
+from model_runner.step.logprobs import PromptCarry
 from model_runner.step.streams import StepStreams
 from moe import All2All
 from ubatch import CapturedGraph, CommGroup, CUDAGraphMode, CudaGraphs, GraphBackend, UBatchConfig, UBatchWrapper
@@ -25,7 +28,15 @@ __all__ = ["CapturingRunner"]
 
 
 class CapturingRunner:
-    """What `ModelRunner` is made of, and its captured steps. Draft networks see their target's runner as one."""
+    """What `ModelRunner` is made of, and its captured steps. Draft networks see their target's runner as one.
+
+    Attributes:
+        listen: raises if a step's transfers were incomplete, which a replayed step reports late; None if the transport
+            has no such check.
+        future_map: tokens that the host does not know yet.
+        prompt_carry: state of prompts that run in chunks.
+        observer: gets each step's hidden states and tokens, in the steps' order.
+    """
 
     model_path: Path
     settings: RunnerSettings
@@ -37,6 +48,7 @@ class CapturingRunner:
     config: ModelConfig
     model: CausalLM
     all2all: All2All
+    listen: Callable[[], None] | None
     experts_backend: str
     max_num_seqs: int
     max_model_len: int
@@ -47,6 +59,9 @@ class CapturingRunner:
     request_table: RequestToTokenTable
     attention: UBatchAttention
     graphs: GraphSteps | None
+    future_map: FutureMap
+    prompt_carry: PromptCarry
+    observer: StepObserver | None = None
     _graph_backend: GraphBackend | None
     _beside: list[CapturedSteps]
 
