@@ -31,7 +31,7 @@ from model_runner.step.logprobs import PromptCarry
 from model_runner.step.streams import StepStreams
 from model_runner.step_runner import StepRunner
 from model_runner.weights.dummy_weights import open_checkpoint
-from model_runner.weights.fp8_projections import log_projections
+from model_runner.weights.fp8 import log_projections
 from model_runner.weights.kv_scales import load_kv_scales
 from model_runner.weights.weights import Checkpoint
 from moe import StepSizes, TellsLater

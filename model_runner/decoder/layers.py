@@ -21,7 +21,7 @@ from model_runner.decoder.config import DecoderConfig
 from model_runner.decoder.ops import normalise_and_rotate, rms_norm, sigmoid_mul, silu_mul
 from model_runner.decoder.rope import Rotation
 from model_runner.parallel.tensor_parallel import WHOLE, Shard, TensorParallel
-from model_runner.weights.fp8_projections import load_fp8_projection
+from model_runner.weights.fp8 import load_fp8_projection
 from model_runner.weights.weights import Checkpoint, Size
 from moe import NativeLinear, fp8_linear, linear
 from ubatch import ConfigError, Point, dbo_yield

@@ -16,7 +16,7 @@ from model_runner.decoder.base import ExpertParallel
 from model_runner.decoder.config import DecoderConfig, MoEConfig
 from model_runner.decoder.layers import GatedMLP, Projection, frozen
 from model_runner.decoder.ops import sigmoid_mul
-from model_runner.weights.fp8_experts import load_fp8_experts
+from model_runner.weights.fp8 import load_fp8_experts
 from model_runner.weights.weights import Checkpoint, Part
 from moe import ClampedSwiGLU, FusedMoEModularKernel, SigmoidTopKRouter, make_experts, route
 from ubatch.kernels.recording import this_thread

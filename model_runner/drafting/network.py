@@ -27,7 +27,7 @@ from model_runner.models.mtp import MTPLayer
 from model_runner.models.registry import read_model
 from model_runner.parallel.transport import make_transport
 from model_runner.weights.dummy_weights import open_checkpoint
-from model_runner.weights.fp8_projections import log_projections
+from model_runner.weights.fp8 import log_projections
 from model_runner.weights.weights import Checkpoint
 from ubatch import ConfigError, nearest
 

@@ -108,7 +108,7 @@ class Checkpoint:
     """
 
     projection_block: tuple[int, int] | None = None
-    """Projections stored in fp8 with a scale per such block stay so (`model_runner.weights.fp8_projections`); None if
+    """Projections stored in fp8 with a scale per such block stay so (`model_runner.weights.fp8`); None if
     they are dequantised. Set before a model is loaded."""
     _pass: WeightPass | None = None
 
