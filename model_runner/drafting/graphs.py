@@ -155,7 +155,8 @@ class DraftGraphs(CapturedSteps):
         inputs = {"positions": self._positions[:rows], "hidden": self._hidden[:rows]}
         body: Callable[[], Any]
         if is_chain:
-            body = partial(draft_chain, self._network, context, plan, **inputs, draws=_first_rows(self._draws, rows))
+            draws = None if self._draws is None else DraftDraws(*(each[:rows] for each in self._draws))
+            body = partial(draft_chain, self._network, context, plan, **inputs, draws=draws)
         else:
             inputs["input_ids"] = self._ids[:rows]
             body = partial(self._network, **inputs)
@@ -233,9 +234,7 @@ class DraftGraphs(CapturedSteps):
             self._steps.replan(self._captured[shape].plan, starts, block_table, slots)
         inputs: list[_Input] = [(self._positions, positions, 0), (self._hidden, hidden, 0)]
         if self._draws is not None and draws is not None:
-            own = self._draws
-            inputs += [(own.temperatures, draws.temperatures, 1), (own.draws, draws.draws, 0)]
-            inputs.append((own.is_drawn, draws.is_drawn, 0))
+            inputs += zip(self._draws, draws, (1, 0, 0), strict=True)
         drafts, sources = self._replay(shape, count, inputs)
         return drafts[:count], None if sources is None else sources[:count]
 
@@ -250,9 +249,3 @@ class DraftGraphs(CapturedSteps):
         captured.graph.recording.replay()
         self.replays += 1
         return captured.output.copy()
-
-
-def _first_rows(draws: DraftDraws | None, rows: int) -> DraftDraws | None:
-    if draws is None:
-        return None
-    return DraftDraws(draws.temperatures[:rows], draws.draws[:rows], draws.is_drawn[:rows])

@@ -7,8 +7,8 @@ the check needs the distribution it was drawn from. A greedy request's drafts ar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ from ubatch.streams.small_copies import to_device
 __all__ = ["DraftDraws", "choose_drafts", "draft_chain"]
 
 
-@dataclass(frozen=True)
-class DraftDraws:
+class DraftDraws(NamedTuple):
     """Inputs for drawing the drafts of a chain.
 
     Attributes:

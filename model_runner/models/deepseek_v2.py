@@ -83,14 +83,8 @@ def read_groups(config: HFConfig) -> tuple[int, int]:
 
 def _read_latent(config: HFConfig, rope: Rope) -> MLAShape:
     """Sizes of heads and latent; the softmax scale includes YaRN's factor for longer contexts."""
-    nope, rotated = config.integer("qk_nope_head_dim"), config.integer("qk_rope_head_dim")
+    names = ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    heads, rank, nope, rotated, values = map(config.integer, names)
     if rotated % 2:
         raise config.wrong("qk_rope_head_dim", rotated, "an even number, for rotary embeddings")
-    return MLAShape(
-        num_heads=config.integer("num_attention_heads"),
-        kv_lora_rank=config.integer("kv_lora_rank"),
-        qk_nope_head_dim=nope,
-        qk_rope_head_dim=rotated,
-        v_head_dim=config.integer("v_head_dim"),
-        scale=(nope + rotated) ** -0.5 * rope.softmax_factor,
-    )
+    return MLAShape(heads, rank, nope, rotated, values, scale=(nope + rotated) ** -0.5 * rope.softmax_factor)
