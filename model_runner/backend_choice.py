@@ -80,13 +80,14 @@ def resolve_experts(
     if config.biased_experts and name != "auto":
         check_takes_biases(name)
     overlapping = _overlapping(dbo)
+    signalled = any(schedule.signalled for schedule in overlapping)
     if name == "auto":
         held = len(all2all.experts)
         shape = ExpertsShape(held, config.num_experts, config.num_experts_per_tok, config.hidden_size, width)
-        usable = usable_experts(shape, dtype, device, _needs(config, all2all.traits, overlapping))
+        usable = usable_experts(shape, dtype, device, _needs(config, all2all.traits, overlapping, signalled))
         if quantization is not None:
             names = [each for each, why in usable.items() if why is None]
-            in_fp8 = [each for each in names if _why_not_fp8(each, config, quantization, device, overlapping) is None]
+            in_fp8 = [each for each in names if _why_not_fp8(each, config, quantization, device, signalled) is None]
             if in_fp8:
                 usable |= {each: f"it needs the fp8 experts in {dtype}" for each in names if each not in in_fp8}
         name = _choose(
@@ -140,8 +141,8 @@ def resolve_fp8_blocks(
         return FP8Blocks()
     reasons = {"projections": _why_not_fp8_projections(name, quantization, device)}
     if config is not None and config.num_experts:
-        overlapping = _overlapping(dbo)
-        reasons = {"routed experts": _why_not_fp8(name, config, quantization, device, overlapping), **reasons}
+        signalled = any(schedule.signalled for schedule in _overlapping(dbo))
+        reasons = {"routed experts": _why_not_fp8(name, config, quantization, device, signalled), **reasons}
     kept = [kind for kind, why in reasons.items() if why is None]
     others = "; ".join(f"{kind} become {dtype}: {why}" for kind, why in reasons.items() if why is not None)
     if kept:
@@ -161,11 +162,7 @@ def _why_not_fp8_projections(name: str, quantization: WeightQuantization, device
 
 
 def _why_not_fp8(
-    name: str,
-    config: ModelConfig,
-    quantization: WeightQuantization,
-    device: torch.device,
-    overlapping: Sequence[Schedule],
+    name: str, config: ModelConfig, quantization: WeightQuantization, device: torch.device, signalled: bool
 ) -> str | None:
     """Why the checkpoint's experts cannot stay in fp8 on this back end; None if they can."""
     if quantization.method == MXFP4:
@@ -179,7 +176,7 @@ def _why_not_fp8(
     sizes = config.hidden_size, config.expert_intermediate_size
     if any(size is None or size % length for size in sizes for length in block):
         return f"blocks of {block} do not divide the experts' sizes {sizes}"
-    if any(schedule.signalled for schedule in overlapping):
+    if signalled:
         return "no down projection in fp8 signals its blocks, as a schedule wants"
     return None
 
@@ -197,9 +194,10 @@ def _overlapping(dbo: UBatchConfig | None) -> list[Schedule]:
     return [schedule for schedule in schedules if schedule.overlaps]
 
 
-def _needs(config: ModelConfig, traits: All2AllTraits, overlapping: Sequence[Schedule]) -> ExpertsNeeds:
+def _needs(
+    config: ModelConfig, traits: All2AllTraits, overlapping: Sequence[Schedule], signalled: bool
+) -> ExpertsNeeds:
     """What the model, the transport and the schedules that overlap ask of experts."""
-    signalled = any(schedule.signalled for schedule in overlapping)
     return ExpertsNeeds(
         batched=traits.batched,
         signals=signalled and not traits.sends_blocks,

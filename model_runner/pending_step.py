@@ -266,29 +266,22 @@ class PendingStep:
         stuck = {index for index, own in enumerate(says) if OUT_OF_TOKENS in own} - corrupted
         faulty = corrupted | stuck
         new = tuple(own[:-1] if index in faulty else own for index, own in enumerate(says)) if faulty else tuple(says)
-        nothing: tuple[tuple[()], ...] = ((),) * len(new)
-        logprobs: Sequence[tuple[TokenLogprobs, ...]] = nothing
-        if sampled.scores is not None:
-            logprobs = self._read_logprobs(new, paths, sampled.scored_rows, sampled.scores.wait().tolist())
-        prompt: Sequence[tuple[TokenLogprobs | None, ...]] = nothing
+        logprobs = tuple(self._read_logprobs(new, paths, sampled))
+        prompt: tuple[tuple[TokenLogprobs | None, ...], ...] = ((),) * len(new)
         if sampled.prompt is not None:
             read = self._runner.prompt_carry.read_step(step.prompt_spans, sampled.prompt.wait().tolist())
-            prompt = [read.get(index, ()) for index in range(len(new))]
-        output = StepOutput(
-            new, tuple(logprobs), tuple(prompt), step.decision, step.all_idle, frozenset(corrupted), frozenset(stuck)
-        )
+            prompt = tuple(read.get(index, ()) for index in range(len(new)))
+        output = StepOutput(new, logprobs, prompt, step.decision, step.all_idle, frozenset(corrupted), frozenset(stuck))
         if faulty:  # a missing token may be any
             says = [tuple(max(token, 0) for token in own) for own in says]
         return paths, says, output
 
     def _read_logprobs(
-        self,
-        new: Sequence[tuple[int, ...]],
-        paths: Sequence[tuple[int, ...]],
-        rows: Sequence[int],
-        scores: list[list[float]],
+        self, new: Sequence[tuple[int, ...]], paths: Sequence[tuple[int, ...]], sampled: _Sampled
     ) -> list[tuple[TokenLogprobs, ...]]:
-        by_row = dict(zip(rows, scores, strict=True))
+        if sampled.scores is None:
+            return [()] * len(new)
+        by_row = dict(zip(sampled.scored_rows, sampled.scores.wait().tolist(), strict=True))
         read: list[tuple[TokenLogprobs, ...]] = []
         firsts = accumulate(self.step.rows_per_share, initial=0)
         for share, tokens, path, first in zip(self.step.shares, new, paths, firsts, strict=False):

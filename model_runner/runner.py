@@ -83,11 +83,8 @@ class ModelRunner(StepRunner):
         options = {"dtype": own.dtype, "device": self.device, "streams": own.streams, "progress": own.on_weights}
         checkpoint = open_checkpoint(model_path, own.load_format, **options)
         self._load(checkpoint)
-        self.split_cost = split_cost(
-            self.model,
-            several_ranks=own.group is not None and own.group.size > 1,
-            tensor_parallel_size=own.tensor_parallel_size,
-        )
+        several, size = own.group is not None and own.group.size > 1, own.tensor_parallel_size
+        self.split_cost = split_cost(self.model, several_ranks=several, tensor_parallel_size=size)
         kinds = MODE_KEYS if own.dbo_auto else own.dbo_kinds
         self.step_settings = StepSettings(self.dbo, own.group, self.device, kinds)
         self.streams = StepStreams(self.device, own.streams, own.group)
@@ -109,23 +106,14 @@ class ModelRunner(StepRunner):
         num_experts = self.config.num_experts
         of_experts = None if self.tensor_parallel is not None and not num_experts else own.link
         requests = own.max_num_seqs * (1 + own.num_speculative_tokens)
-        steps = StepSizes(requests, own.max_num_batched_tokens, captured=own.captures).shared_by(
-            own.tensor_parallel_size
-        )
-        self.all2all = make_transport(
-            own.all2all_backend, own.group, of_experts, num_experts, own.all2all_options, steps
-        )
+        steps = StepSizes(requests, own.max_num_batched_tokens, captured=own.captures)
+        steps = steps.shared_by(own.tensor_parallel_size)
+        asked = own.all2all_backend, own.group, of_experts, num_experts, own.all2all_options
+        self.all2all = make_transport(*asked, steps)
         self.listen = self.all2all.listen if isinstance(self.all2all, TellsLater) else None
         where = own.dtype, self.device
-        self.experts_backend = resolve_experts(
-            own.experts_backend,
-            self.config,
-            self.all2all,
-            *where,
-            dbo=self.dbo,
-            group=own.group,
-            quantization=stored,
-        )
+        how: dict[str, Any] = {"dbo": self.dbo, "group": own.group, "quantization": stored}
+        self.experts_backend = resolve_experts(own.experts_backend, self.config, self.all2all, *where, **how)
         blocks = resolve_fp8_blocks(self.experts_backend, self.config, stored, *where, dbo=self.dbo)
         if num_experts:
             verifies = own.num_speculative_tokens > 0

@@ -99,7 +99,8 @@ class StepRunner(CapturingRunner, RequestMemory):
                 if step.logits_rows_cpu:
                     logits = self.model.compute_logits(hidden.index_select(0, step.logits_rows))
             if step.prompt_spans:
-                prompt_hidden = hidden.index_select(0, self._prompt_rows(step))
+                rows = [torch.arange(span.first_row, span.first_row + len(span.targets)) for span in step.prompt_spans]
+                prompt_hidden = hidden.index_select(0, *to_device([torch.cat(rows)], self.device))
             self._keep_states(step)
             if step.num_tokens > len(step.logits_rows_cpu):  # to check rows without logits for nan and infinity
                 row_sums = hidden[: step.num_tokens].sum(dim=-1, dtype=torch.float32)
@@ -188,8 +189,3 @@ class StepRunner(CapturingRunner, RequestMemory):
     def restart_clock(self) -> None:
         """Reset the step clock after an idle time, so that the next vote does not count it as the step's period."""
         self._voted_at = None
-
-    def _prompt_rows(self, step: Step) -> Tensor:
-        rows = [torch.arange(span.first_row, span.first_row + len(span.targets)) for span in step.prompt_spans]
-        (placed,) = to_device([torch.cat(rows)], self.device)
-        return placed

@@ -49,13 +49,9 @@ def load_norm(checkpoint: Checkpoint, name: str, size: int, *, zero_centred: boo
     if not zero_centred:
         return frozen(checkpoint.load(name, size))
     weight = torch.empty(size, dtype=torch.float32, device=checkpoint.device)
-    with checkpoint.once_read(lambda: _add_one(weight)):
+    with checkpoint.once_read(lambda: weight.add_(1)):
         checkpoint.load_into(name, weight)
     return frozen(weight)
-
-
-def _add_one(weight: Tensor) -> None:
-    weight += 1
 
 
 class Projection(nn.Module):

@@ -188,14 +188,9 @@ class DraftRunner:
         mask.index_copy_(0, where, ancestors.flatten())
         positions = (batch.starts_device + depth).repeat_interleave(width)
         verify = SpecVerifyInput(width, prefix_lens, ids.flatten(), positions, mask, links, links, links)
-        metadata = CommonAttentionMetadata.build(
-            [width] * requests,
-            [prefix + width for prefix in prefix_lens],
-            batch.block_table,
-            slots,
-            ForwardMode.TARGET_VERIFY,
-            verify,
-        )
+        lens, ends = [width] * requests, [prefix + width for prefix in prefix_lens]
+        mode = ForwardMode.TARGET_VERIFY
+        metadata = CommonAttentionMetadata.build(lens, ends, batch.block_table, slots, mode, verify)
         return self.extend(metadata, ids.flatten(), positions, hidden)
 
     def read(self, drafts: Tensor) -> list[Any]:

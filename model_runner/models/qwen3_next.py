@@ -48,20 +48,10 @@ def read_hybrid(
     """
     moe = read_gated_moe(config, sparse, renormalize=renormalize)
     rope = read_rope(config, default_partial=0.25)
-    return read_decoder(
-        config,
-        generation,
-        read_grouped_query(config),
-        rope=rope,
-        moe=moe,
-        flags=("attention_bias",),
-        qk_norm=True,
-        output_gate=True,
-        zero_centred_norms=True,
-        linear=_read_linear(config),
-        linear_layers=_linear_layers(config),
-        **differences,
-    )
+    differences |= {"qk_norm": True, "output_gate": True, "zero_centred_norms": True}
+    differences |= {"linear": _read_linear(config), "linear_layers": _linear_layers(config)}
+    attention = read_grouped_query(config)
+    return read_decoder(config, generation, attention, rope=rope, moe=moe, flags=("attention_bias",), **differences)
 
 
 def _read_linear(config: HFConfig) -> GatedDeltaShape:

@@ -83,19 +83,15 @@ class _Piece:
         return buffer[self.start : self.start + place.nbytes].view(place.dtype).view(place.shape)
 
 
-@dataclass
-class _Buffer:
-    """Pinned memory, and the event at the end of the last copy from it."""
-
-    memory: Tensor
-    copied: Event
+_Buffer = tuple[Tensor, Event]
+"""Pinned memory, and the event at the end of the last copy from it."""
 
 
 @dataclass
 class _Action:
     """A function to run once all tensors it needs are read; `missing` counts those that are not."""
 
-    run: Callable[[], None]
+    run: Callable[[], object]
     missing: int
 
 
@@ -118,7 +114,7 @@ class WeightPass:
             self._wanted.append(wanted)
 
     @contextmanager
-    def once_read(self, action: Callable[[], None]) -> Iterator[None]:
+    def once_read(self, action: Callable[[], object]) -> Iterator[None]:
         """Call `action` when all tensors wanted in the `with` block are read, in the stream's order."""
         first = len(self._wanted)
         yield
@@ -163,27 +159,27 @@ class WeightPass:
         reading: deque[tuple[_Buffer, list[_Piece], Future[None]]] = deque()
 
         def send() -> None:
-            buffer, pieces, read = reading.popleft()
+            (memory, copied), pieces, read = reading.popleft()
             read.result()
             for piece in pieces:
-                piece.place.copy_(piece.staged(buffer.memory), non_blocking=True)
-            buffer.copied.record(streams.current())
+                piece.place.copy_(piece.staged(memory), non_blocking=True)
+            copied.record(streams.current())
             for piece in pieces:
                 placed(piece)
 
         with ThreadPoolExecutor(_READERS, thread_name_prefix="weights") as readers:
             for number, pieces in enumerate(_batches(ordered, room)):
                 if len(buffers) < _BUFFERS:
-                    buffers.append(_Buffer(self._pinned(room), streams.new_event()))
-                buffer = buffers[number % _BUFFERS]
-                buffer.copied.synchronize()
-                reading.append((buffer, pieces, readers.submit(_fill, buffer.memory, pieces)))
+                    buffers.append((self._pinned(room), streams.new_event()))
+                memory, copied = buffers[number % _BUFFERS]
+                copied.synchronize()
+                reading.append(((memory, copied), pieces, readers.submit(_fill, memory, pieces)))
                 if len(reading) > _READERS:
                     send()
             while reading:
                 send()
-        for buffer in buffers:  # wait before they are freed
-            buffer.copied.synchronize()
+        for _, copied in buffers:  # wait before they are freed
+            copied.synchronize()
 
     @torch.inference_mode(False)  # other threads write to it
     def _pinned(self, nbytes: int) -> Tensor:

@@ -204,7 +204,7 @@ class Checkpoint:
         reading.run(self._progress)
 
     @contextmanager
-    def once_read(self, action: Callable[[], None]) -> Iterator[None]:
+    def once_read(self, action: Callable[[], object]) -> Iterator[None]:
         """Call `action` when all tensors loaded in the `with` block are read: at its end, or later during a pass."""
         if self._pass is not None:
             with self._pass.once_read(action):
