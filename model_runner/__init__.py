@@ -144,11 +144,8 @@ def __getattr__(name: str) -> typing.Any:
     kind = _RENAMED.get(name)
     if kind is None:
         raise AttributeError(f"module 'model_runner' has no attribute {name!r}")
-    warnings.warn(
-        f"model_runner.{name} is gone in the next release. It is model_runner.{kind.__name__}.",
-        DeprecationWarning,
-        stacklevel=2,
-    )
+    message = f"model_runner.{name} is gone in the next release. It is model_runner.{kind.__name__}."
+    warnings.warn(message, DeprecationWarning, stacklevel=2)
     return kind
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -90,13 +91,9 @@ def resolve_experts(
             in_fp8 = [each for each in names if _why_not_fp8(each, config, quantization, device, signalled) is None]
             if in_fp8:
                 usable |= {each: f"it needs the fp8 experts in {dtype}" for each in names if each not in in_fp8}
-        name = _choose(
-            "experts back end",
-            experts_backends(),
-            usable,
-            lambda names: fastest_experts(names, shape, dtype, device),
-            group if measured(device) else None,
-        )
+        fastest = partial(fastest_experts, shape=shape, dtype=dtype, device=device)
+        together = group if measured(device) else None
+        name = _choose("experts back end", experts_backends(), usable, fastest, together)
     if measured(device) and any(schedule.comm_sms for schedule in overlapping) and not experts_class(name).obeys_sms:
         _logger.warning(
             "experts back end %s takes all SMs, though a schedule reserves some for communication. Set comm_sms to 0, "
@@ -223,13 +220,9 @@ def resolve_attention(
         if name != "auto":
             return name
         usable = usable_attention_backends(shape, kv_cache)
-        return _choose(
-            f"{'decode' if decode else 'prefill'} attention back end",
-            attention_backends(),
-            usable,
-            lambda names: fastest_attention_backend(names, shape, kv_cache, decode=decode),
-            group if measured(kv_cache.device) else None,
-        )
+        what = f"{'decode' if decode else 'prefill'} attention back end"
+        fastest = partial(fastest_attention_backend, shape=shape, kv_cache=kv_cache, decode=decode)
+        return _choose(what, attention_backends(), usable, fastest, group if measured(kv_cache.device) else None)
 
     return resolve(prefill, decode=False), resolve(decode, decode=True)
 

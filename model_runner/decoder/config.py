@@ -202,15 +202,14 @@ def read_decoder(
     activation = config.values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):  # two names of one function
         raise config.wrong("hidden_act", activation, "'silu'")
+    longest = read_longest_context(config) if layer_ropes is None else config.integer("max_position_embeddings")
     differences |= {name: config.flag(name, False) for name in flags}
     return DecoderConfig(
         vocab_size=config.integer("vocab_size"),
         hidden_size=config.integer("hidden_size"),
         num_layers=config.integer("num_hidden_layers"),
         attention=attention,
-        max_position_embeddings=(
-            read_longest_context(config) if layer_ropes is None else config.integer("max_position_embeddings")
-        ),
+        max_position_embeddings=longest,
         num_experts=0 if moe is None else read_num_experts(config),
         num_experts_per_tok=0 if moe is None else read_top_k(config),
         full_attention_length=_read_full_attention_length(config),

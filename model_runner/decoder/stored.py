@@ -33,6 +33,7 @@ _LEFT = {
 }
 """What a model of any family may leave, and the pattern of the whole name."""
 _LEFT_OF_QUANTIZED = {"scales of activations": r".*\.(input|output)_scale"}
+_Build = Callable[[Headers, ExpertParallel], object]
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
 
 
@@ -51,12 +52,7 @@ def check_stored(kind: type[CausalLM], config: ModelConfig, checkpoint: Checkpoi
     return check_built(checkpoint, lambda *given: kind.load(without_tables, *given), left, config.num_experts)
 
 
-def check_built(
-    checkpoint: Checkpoint,
-    build: Callable[[Headers, ExpertParallel], object],
-    left: Mapping[str, str],
-    num_experts: int = 0,
-) -> Counter[str]:
+def check_built(checkpoint: Checkpoint, build: _Build, left: Mapping[str, str], num_experts: int = 0) -> Counter[str]:
     """As `check_stored`, for any network.
 
     Args:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from attention import CommonAttentionMetadata, GraphLimits, MultiStepDraftAttention, UBatchAttention
 from model_runner.drafting.network import DraftNetwork
-from model_runner.drafting.sampling import DraftDraws, draft_chain
+from model_runner.drafting.sampling import DraftBatch, DraftDraws, draft_chain
 from model_runner.graphs.batches import CapturedSteps, GraphSetting, batch_to_capture
 from model_runner.graphs.mode import resolve_graph_mode
 from model_runner.settings import DraftShape
@@ -49,8 +49,7 @@ def can_capture(network: DraftNetwork, attention: UBatchAttention, setting: Grap
             f"{type(network).__name__} drafts, but is no nn.Module, so it cannot be checked for CUDA graphs. Make it "
             "one, or use cudagraph_mode none."
         )
-    device = attention.kv_cache.device
-    mode = resolve_graph_mode(setting.asked, device, network, attention, simulated=True, steps="draft steps")
+    mode = resolve_graph_mode(setting.asked, network, attention, simulated=True, steps="draft steps")
     return mode is CUDAGraphMode.FULL
 
 
@@ -208,31 +207,21 @@ class DraftGraphs(CapturedSteps):
         return out[: ids.shape[0]]
 
     def chain(
-        self,
-        shape: GraphShape,
-        starts: Sequence[int],
-        block_table: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        hidden: Tensor,
-        draws: DraftDraws | None,
+        self, shape: GraphShape, batch: DraftBatch, slots: Tensor, hidden: Tensor, draws: DraftDraws | None
     ) -> tuple[Tensor, Tensor | None]:
         """Draft whole chains by replaying the graph that `find_chain` returned.
 
         Args:
-            starts: the position of each request's first draft.
-            block_table: `[R, pages]` int32.
             slots: `[drafts - 1, R]` int64, KV slots of the drafts; -1 for drafts that are not needed.
-            positions: `starts` on the device, `[R]` int64.
             draws: random numbers for drafts that are drawn; None if none is.
 
         Returns:
             As `draft_chain`.
         """
-        count = len(starts)
+        count = len(batch.starts)
         with self._setting.planning():
-            self._steps.replan(self._captured[shape].plan, starts, block_table, slots)
-        inputs: list[_Input] = [(self._positions, positions, 0), (self._hidden, hidden, 0)]
+            self._steps.replan(self._captured[shape].plan, batch.starts, batch.block_table, slots)
+        inputs: list[_Input] = [(self._positions, batch.starts_device, 0), (self._hidden, hidden, 0)]
         if self._draws is not None and draws is not None:
             inputs += zip(self._draws, draws, (1, 0, 0), strict=True)
         drafts, sources = self._replay(shape, count, inputs)

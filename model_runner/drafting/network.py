@@ -149,11 +149,8 @@ def _load_model(runner: CapturingRunner, checkpoint: Checkpoint) -> DraftNetwork
     return DraftModel(kind.load(config, checkpoint, _alone(runner, config, checkpoint)).eval())
 
 
-_LOADERS: dict[str, Callable[[CapturingRunner, Checkpoint], DraftNetwork]] = {
-    "draft_model": _load_model,
-    "eagle": _load_eagle,
-    "mtp": _load_mtp,
-}
+_Loader = Callable[[CapturingRunner, Checkpoint], DraftNetwork]
+_LOADERS: dict[str, _Loader] = {"draft_model": _load_model, "eagle": _load_eagle, "mtp": _load_mtp}
 
 
 def _decoder(runner: CapturingRunner) -> DecoderLM:

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from attention import CommonAttentionMetadata
 from model_runner.drafting.network import DraftNetwork
-from model_runner.drafting.runner import DraftBatch, DraftRunner
+from model_runner.drafting.runner import DraftRunner
+from model_runner.drafting.sampling import DraftBatch
 from model_runner.drafting.tree import draft_trees
 from model_runner.errors import RequestError
 from model_runner.graphs.runner_graphs import CapturingRunner
@@ -174,8 +175,5 @@ class DraftProposer:
 
 def _following(step: Step, tokens: Sequence[tuple[int, ...]]) -> list[int]:
     """The token after each share: the sampled token, or for an unfinished prompt its next token."""
-    ends = step.metadata.seq_lens_cpu
-    return [
-        own[0] if own else share.request.token_ids[end]
-        for share, own, end in zip(step.shares, tokens, ends, strict=True)
-    ]
+    shares = zip(step.shares, tokens, step.metadata.seq_lens_cpu, strict=True)
+    return [own[0] if own else share.request.token_ids[end] for share, own, end in shares]

@@ -30,6 +30,8 @@ class GraphSetting:
         sizes: sizes to capture, in requests, ascending.
         max_seq_len: tokens of the longest possible sequence.
         backend: captures and replays; all graphs share its pool, as they never run at the same time.
+        num_ranks: number of ranks that step together.
+        tensor_parallel_size: number of ranks that share a replica.
     """
 
     asked: str
@@ -37,6 +39,8 @@ class GraphSetting:
     max_seq_len: int
     backend: GraphBackend
     planning: Callable[[], AbstractContextManager[None]]
+    num_ranks: int
+    tensor_parallel_size: int
 
 
 class CapturedSteps(ABC):

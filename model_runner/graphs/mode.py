@@ -25,7 +25,6 @@ _MODES = (AUTO, *(mode.value for mode in CUDAGraphMode))
 
 def resolve_graph_mode(
     asked: str,
-    device: torch.device,
     model: nn.Module,
     attention: UBatchAttention,
     *,
@@ -47,6 +46,7 @@ def resolve_graph_mode(
         raise ConfigError(f"unknown cudagraph_mode {asked!r}{nearest(asked, _MODES)}")
     if asked == CUDAGraphMode.NONE:
         return CUDAGraphMode.NONE
+    device = attention.kv_cache.device
     on_gpu = device.type == "cuda" or simulated
     obstacle = _obstacle(model, attention) if on_gpu else f"CUDA graphs need a GPU, and the model runs on {device}"
     if obstacle is None and tensor_parallel is not None:

@@ -129,9 +129,7 @@ class CapturingRunner:
         """
         asked, backend = self.settings.cudagraph_mode, self.settings.graphs
         simulated, parallel = backend is not None, self.tensor_parallel
-        mode = resolve_graph_mode(
-            asked, self.device, self.model, self.attention, simulated=simulated, tensor_parallel=parallel
-        )
+        mode = resolve_graph_mode(asked, self.model, self.attention, simulated=simulated, tensor_parallel=parallel)
         if mode is CUDAGraphMode.FULL:
             self._graph_backend = CudaGraphs(self.device) if backend is None else backend
         else:
@@ -150,7 +148,7 @@ class CapturingRunner:
         if not families:
             return None
         longest = self.request_table.max_blocks * self.kv_cache.spec.block_size
-        setting = GraphSetting(own.cudagraph_mode, sizes, longest, self._graph_backend, self.streams.planning)
-        num_ranks = 1 if self.group is None else self.group.size
-        attention, wrapper = self.attention, self.wrapper
-        return GraphSteps(families, attention, wrapper, setting, num_ranks=num_ranks, tensor_parallel_size=ranks)
+        all_ranks = 1 if self.group is None else self.group.size
+        asked, backend = own.cudagraph_mode, self._graph_backend
+        setting = GraphSetting(asked, sizes, longest, backend, self.streams.planning, all_ranks, ranks)
+        return GraphSteps(families, self.attention, self.wrapper, setting)

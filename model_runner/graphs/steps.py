@@ -64,10 +64,6 @@ class _Captured:
 class GraphSteps(CapturedSteps):
     """The captured steps of one runner.
 
-    Args:
-        num_ranks: number of ranks that step together.
-        tensor_parallel_size: number of ranks that share a replica.
-
     Attributes:
         families: see above.
         setting: see above.
@@ -79,14 +75,7 @@ class GraphSteps(CapturedSteps):
 
     @torch.inference_mode(False)
     def __init__(
-        self,
-        families: Sequence[GraphFamily],
-        attention: UBatchAttention,
-        wrapper: UBatchWrapper,
-        setting: GraphSetting,
-        *,
-        num_ranks: int = 1,
-        tensor_parallel_size: int = 1,
+        self, families: Sequence[GraphFamily], attention: UBatchAttention, wrapper: UBatchWrapper, setting: GraphSetting
     ) -> None:
         self.families = tuple(families)
         self.setting = setting
@@ -95,8 +84,6 @@ class GraphSteps(CapturedSteps):
         self._by_fingerprint = {family.fingerprint: family for family in families}
         self._attention = attention
         self._wrapper = wrapper
-        self._num_ranks = num_ranks
-        self._tensor_parallel_size = tensor_parallel_size
         self._captured: dict[GraphShape, _Captured] = {}
         self._said: set[ForwardMode] = set()
 
@@ -160,33 +147,31 @@ class GraphSteps(CapturedSteps):
             plans = [self._attention.plan_for_graph(lane)]
         else:
             plans = self._attention.plan_lanes_for_graph([lane] * shape.lanes)
-        all_rows = ((rows,) * shape.lanes,) * self._num_ranks
+        all_rows = ((rows,) * shape.lanes,) * self.setting.num_ranks
         return _Captured(self._context(shape, plans, all_rows), tuple(plans), all_rows)
 
     def _context(self, shape: GraphShape, plans: Sequence[Any], rows: tuple[tuple[int, ...], ...]) -> ForwardContext:
         # Tensor-parallel ranks of a replica have equal shares, of which the last ones are padding.
-        lane_rows = padded_len(shape.lane_tokens, self._tensor_parallel_size)
-        share = lane_rows // self._tensor_parallel_size
+        lane_rows = padded_len(shape.lane_tokens, self.setting.tensor_parallel_size)
+        share = lane_rows // self.setting.tensor_parallel_size
         schedule = self._wrapper.ubatch_config.for_mode(shape.mode).schedule if shape.engaged else None
-        decision = Decision(
-            shape.engaged,
-            None if shape.engaged else DeclineReason.NOT_REQUESTED,
-            None,
-            rows,
-            graph_mode=self._by_kind[shape.mode, shape.tokens_per_request].fingerprint,
-            modes=(fingerprint(shape.mode),) * self._num_ranks,
+        reason = None if shape.engaged else DeclineReason.NOT_REQUESTED
+        family, modes = (
+            self._by_kind[shape.mode, shape.tokens_per_request],
+            (fingerprint(shape.mode),) * self.setting.num_ranks,
         )
+        decision = Decision(shape.engaged, reason, None, rows, graph_mode=family.fingerprint, modes=modes)
         lanes = tuple(
             ForwardContext(
                 attn_metadata=plan,
                 num_tokens=shape.lane_tokens,
                 mode=shape.mode,
-                tokens_across_ranks=(share,) * self._num_ranks,
+                tokens_across_ranks=(share,) * self.setting.num_ranks,
                 decision=decision,
                 num_valid=self._num_valid[lane],
                 schedule=schedule if shape.single else None,
                 local_dp_buffer_len=lane_rows,
-                global_dp_buffer_len=share * self._num_ranks,
+                global_dp_buffer_len=share * self.setting.num_ranks,
             )
             for lane, plan in enumerate(plans)
         )
@@ -195,7 +180,7 @@ class GraphSteps(CapturedSteps):
         return ForwardContext(
             num_tokens=shape.num_tokens,
             mode=shape.mode,
-            tokens_across_ranks=(share * shape.lanes,) * self._num_ranks,
+            tokens_across_ranks=(share * shape.lanes,) * self.setting.num_ranks,
             ubatch_slices=shape.slices,
             lane_contexts=lanes,
             decision=decision,
@@ -222,14 +207,11 @@ class GraphSteps(CapturedSteps):
     def _say_once(self, family: GraphFamily, requests: int, kind: str, room: int) -> None:
         if family.mode not in self._said:
             self._said.add(family.mode)
-            _logger.warning(
+            message = (
                 "a %s step of %d requests runs eagerly: the largest CUDA graph%s has room for %d "
-                "(--cudagraph-capture-sizes, --max-cudagraph-capture-size). Said once.",
-                family.mode,
-                requests,
-                kind,
-                room,
+                "(--cudagraph-capture-sizes, --max-cudagraph-capture-size). Said once."
             )
+            _logger.warning(message, family.mode, requests, kind, room)
 
     def agree(self, step: Step) -> Step:
         """Add the shape that all ranks replay in this step; if none fits, all run eagerly, with a warning.

@@ -199,10 +199,8 @@ def _drafted(requests: Sequence[Request], count: int, proposer: Proposer | None)
     """Shares of a verify step with `count` drafts each; zeros if the proposer makes fewer, or there is none."""
     drafts = [Draft(())] * len(requests) if proposer is None else proposer.propose(requests, [count] * len(requests))
     whole = [draft if len(draft.tokens) == count else Draft((0,) * count) for draft in drafts]
-    return [
-        ScheduledRequest(request, 1, draft.tokens, draft.parents, draft.probs)
-        for request, draft in zip(requests, whole, strict=True)
-    ]
+    pairs = zip(requests, whole, strict=True)
+    return [ScheduledRequest(request, 1, draft.tokens, draft.parents, draft.probs) for request, draft in pairs]
 
 
 def _graphs(runner: StepRunner, memory: DeviceMemory) -> int:

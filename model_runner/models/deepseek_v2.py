@@ -54,14 +54,9 @@ def read_deepseek(config: HFConfig, generation: HFConfig, router: Router, **diff
 
 def read_shared_moe(config: HFConfig, layers: Iterable[int], router: Router) -> MoEConfig:
     """The MoE of some layers, with shared experts, each of the size of a routed one."""
-    intermediate_size = config.integer("moe_intermediate_size")
-    return MoEConfig(
-        layers=frozenset(layers),
-        intermediate_size=intermediate_size,
-        router=router,
-        shared_intermediate_size=config.integer("n_shared_experts", at_least=0) * intermediate_size,
-        float32_gate=True,
-    )
+    size = config.integer("moe_intermediate_size")
+    shared = config.integer("n_shared_experts", at_least=0) * size
+    return MoEConfig(frozenset(layers), size, router, shared, float32_gate=True)
 
 
 def read_groups(config: HFConfig) -> tuple[int, int]:

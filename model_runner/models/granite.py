@@ -43,8 +43,8 @@ class GraniteMoeForCausalLM(DecoderLM):
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
         """See `CausalLM.read_config`."""
         shared = config.integer("shared_intermediate_size", default=0, at_least=0)
-        moe = read_softmax_moe(config, renormalize=True)
-        return _read_granite(config, generation, moe=replace(moe, shared_intermediate_size=shared, names=_NAMES))
+        moe = read_softmax_moe(config, renormalize=True, shared_intermediate_size=shared, names=_NAMES)
+        return _read_granite(config, generation, moe=moe)
 
 
 def _read_granite(config: HFConfig, generation: HFConfig, *flags: str, moe: MoEConfig | None = None) -> DecoderConfig:

@@ -58,13 +58,8 @@ def _read_linear(config: HFConfig) -> GatedDeltaShape:
     num_k_heads, num_v_heads = config.integer("linear_num_key_heads"), config.integer("linear_num_value_heads")
     if num_v_heads % num_k_heads:
         raise config.wrong("linear_num_value_heads", num_v_heads, f"a multiple of its {num_k_heads} key heads")
-    return GatedDeltaShape(
-        num_k_heads=num_k_heads,
-        num_v_heads=num_v_heads,
-        k_dim=config.integer("linear_key_head_dim"),
-        v_dim=config.integer("linear_value_head_dim"),
-        conv_kernel=config.integer("linear_conv_kernel_dim", default=4),
-    )
+    k_dim, v_dim = config.integer("linear_key_head_dim"), config.integer("linear_value_head_dim")
+    return GatedDeltaShape(num_k_heads, num_v_heads, k_dim, v_dim, config.integer("linear_conv_kernel_dim", default=4))
 
 
 def _linear_layers(config: HFConfig) -> frozenset[int]:

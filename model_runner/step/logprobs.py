@@ -76,11 +76,8 @@ def score_prompt_rows(
         tokens: `[R]` int64, the token after each row.
     """
     size = max(1, _SLICE_NUMBERS // vocab_size)
-    parts = [
-        score_tokens(compute_logits(rows), wanted, num_top)
-        for rows, wanted in zip(hidden.split(size), tokens.split(size), strict=True)
-    ]
-    return torch.cat(parts)
+    parts = zip(hidden.split(size), tokens.split(size), strict=True)
+    return torch.cat([score_tokens(compute_logits(rows), wanted, num_top) for rows, wanted in parts])
 
 
 def read_logprobs(tokens: Sequence[int], scores: Sequence[Sequence[float]], num_top: int) -> tuple[TokenLogprobs, ...]:

@@ -54,14 +54,11 @@ def log_projections(checkpoint: Checkpoint) -> None:
     if kept and not others:
         _logger.info("all %d projections of the layers stay in fp8", kept)
     elif others:
-        _logger.info(
+        message = (
             "%d of %d projections of the layers stay in fp8; the others are loaded as %s: a part of them is stored in "
-            "another way, or blocks of %s do not divide it",
-            kept,
-            kept + others,
-            checkpoint.dtype,
-            checkpoint.projection_block,
+            "another way, or blocks of %s do not divide it"
         )
+        _logger.info(message, kept, kept + others, checkpoint.dtype, checkpoint.projection_block)
 
 
 def _at_borders(rows: Sequence[Size], columns: Size, block: tuple[int, int]) -> bool:
