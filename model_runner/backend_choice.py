@@ -49,6 +49,7 @@ from ubatch.ranks.long_calls import taking_long
 __all__ = ["FP8Blocks", "resolve_attention", "resolve_experts", "resolve_fp8_blocks"]
 
 _logger = logging.getLogger(__name__)
+_Fastest = Callable[[Sequence[str]], Chosen]
 
 
 def resolve_experts(
@@ -228,11 +229,7 @@ def resolve_attention(
 
 
 def _choose(
-    what: str,
-    known: Sequence[str],
-    usable: Mapping[str, str | None],
-    fastest: Callable[[Sequence[str]], Chosen],
-    group: CommGroup | None,
+    what: str, known: Sequence[str], usable: Mapping[str, str | None], fastest: _Fastest, group: CommGroup | None
 ) -> str:
     """The fastest back end that works on every rank, as measured by the first rank.
 

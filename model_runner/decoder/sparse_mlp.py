@@ -124,26 +124,21 @@ def _untransposed(weights: Mapping[str, Tensor], activation: ClampedSwiGLU) -> d
 
 
 def _load_experts(
-    checkpoint: Checkpoint,
-    prefix: str,
-    held: Part,
-    hidden_size: int,
-    config: MoEConfig,
-    fp8_block: tuple[int, int] | None,
+    checkpoint: Checkpoint, prefix: str, held: Part, hidden_size: int, moe: MoEConfig, block: tuple[int, int] | None
 ) -> dict[str, Any]:
     """`w13` `[experts held, 2 * intermediate, hidden]`, gate first, and `w2` `[experts held, hidden, intermediate]`.
 
     Experts that stay in fp8 come with their scales, and the dtype of their results.
     """
-    names, intermediate_size = config.names, config.intermediate_size
+    names, intermediate_size = moe.names, moe.intermediate_size
     gate_up, down = names.stacked or ("experts.gate_up_proj", "experts.down_proj")
     if names.stacked or f"{prefix}.{gate_up}" in checkpoint.names:  # all experts in one tensor, in this layout
         w13 = checkpoint.load(f"{prefix}.{gate_up}", held, 2 * intermediate_size, hidden_size)
         return {"w13": w13, "w2": checkpoint.load(f"{prefix}.{down}", held, hidden_size, intermediate_size)}
     kinds, experts = (names.gate, names.up, names.down), range(held.start, held.start + held.size)
     tensors = [tuple(f"{prefix}.experts.{expert}.{kind}.weight" for kind in kinds) for expert in experts]
-    if fp8_block is not None:
-        fp8 = load_fp8_experts(checkpoint, tensors, fp8_block, hidden_size, intermediate_size)
+    if block is not None:
+        fp8 = load_fp8_experts(checkpoint, tensors, block, hidden_size, intermediate_size)
         if fp8 is not None:
             return {**fp8, "dtype": checkpoint.dtype}
     dtype, device = checkpoint.dtype, checkpoint.device

@@ -70,17 +70,14 @@ def _at_borders(rows: Sequence[Size], columns: Size, block: tuple[int, int]) -> 
 
 
 def load_fp8_experts(
-    checkpoint: Checkpoint,
-    names: Sequence[Sequence[str]],
-    block: tuple[int, int],
-    hidden_size: int,
-    intermediate_size: int,
+    checkpoint: Checkpoint, names: Sequence[Sequence[str]], block: tuple[int, int], hidden_size: int, width: int
 ) -> dict[str, Tensor] | None:
     """The weights of a layer's experts as they are stored, as arguments of `moe.make_experts`.
 
     Args:
         names: gate, up and down projection of each expert held here.
         block: rows and columns that share a scale; they divide both sizes.
+        width: intermediate size of an expert.
 
     Returns:
         `w13` `[experts, 2 * intermediate, hidden]`, gate first, and `w2` `[experts, hidden, intermediate]` in fp8, and
@@ -94,8 +91,8 @@ def load_fp8_experts(
         weights = torch.empty(len(names), rows, columns, dtype=FP8, device=device)
         return weights, torch.empty(len(names), rows // block[0], columns // block[1], device=device)
 
-    w13, w13_scale = stack(2 * intermediate_size, hidden_size)
-    w2, w2_scale = stack(hidden_size, intermediate_size)
+    w13, w13_scale = stack(2 * width, hidden_size)
+    w2, w2_scale = stack(hidden_size, width)
     for expert, (gate, up, down) in enumerate(names):
         for name, half, scales in zip((gate, up), w13[expert].chunk(2), w13_scale[expert].chunk(2), strict=True):
             checkpoint.load_blocks_into(name, half, scales)
