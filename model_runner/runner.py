@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attention import BlockAllocator, CacheSpec, KVCache, RequestToTokenTable, StatePool, UBatchAttention, make_kv_cache
+from attention import BlockAllocator, CacheSpec, RequestToTokenTable, StatePool, UBatchAttention, make_kv_cache
 from model_runner.auto.step_cost import split_cost
 from model_runner.auto.step_settings import StepSettings
 from model_runner.backend_choice import resolve_attention, resolve_experts, resolve_fp8_blocks
@@ -132,16 +131,9 @@ class ModelRunner(StepRunner):
         if config.linear is not None and config.linear_layers:
             sizes = own.max_num_seqs, own.dtype, self.device, own.num_speculative_tokens, own.num_state_snapshots
             self.states = StatePool(shard.linear(config.linear), len(config.linear_layers), *sizes)
-        shape = shard.attention(config.attention)
+        self._shape = shape = shard.attention(config.attention)
         spec = shape.cache_spec(config.num_kv_layers, own.block_size, own.dtype, fp8=own.kv_cache_dtype == "fp8")
-        prefill = own.prefill_attention_backend or own.attention_backend
-        decode = own.decode_attention_backend or own.attention_backend
-
-        def make_attention(kv_cache: KVCache) -> UBatchAttention:
-            names = resolve_attention(prefill, decode, shape, kv_cache, group=own.group)
-            return UBatchAttention(shape, kv_cache, *names, states=self.states)
-
-        open_cache = partial(self._open_cache, spec, make_attention, checkpoint)
+        open_cache = partial(self._open_cache, checkpoint, spec)
         if own.num_kv_blocks is not None:
             num_blocks = own.num_kv_blocks
         elif own.gpu_memory_utilization is not None:
@@ -154,14 +146,9 @@ class ModelRunner(StepRunner):
             num_blocks = int(self.tensor_parallel.group.least(num_blocks))
         open_cache(num_blocks)
 
-    def _open_cache(
-        self,
-        spec: CacheSpec,
-        make_attention: Callable[[KVCache], UBatchAttention],
-        checkpoint: Checkpoint,
-        num_blocks: int,
-    ) -> None:
+    def _open_cache(self, checkpoint: Checkpoint, spec: CacheSpec, num_blocks: int) -> None:
         """Make a KV cache and everything that holds its addresses; a previous cache is closed."""
+        own = self.settings
         if hasattr(self, "kv_cache"):
             self._close_cache()
             gc.collect()  # reference cycles may hold tensors
@@ -171,14 +158,17 @@ class ModelRunner(StepRunner):
         self.allocator = BlockAllocator(self.kv_cache.num_blocks)
         longest = min(spec.blocks_for(self.max_model_len), num_blocks)  # of a request; rows of a made-up length cost GB
         self.request_table = RequestToTokenTable(self.max_num_seqs, longest, spec.block_size)
-        self.attention = make_attention(self.kv_cache)
+        prefill = own.prefill_attention_backend or own.attention_backend
+        decode = own.decode_attention_backend or own.attention_backend
+        names = resolve_attention(prefill, decode, self._shape, self.kv_cache, group=own.group)
+        self.attention = UBatchAttention(self._shape, self.kv_cache, *names, states=self.states)
         if not hasattr(self, "wrapper"):
             self._make_wrapper()
         self.graphs = self._make_graph_steps()
         self.future_map, self.prompt_carry = FutureMap(self.max_num_seqs, self.device), PromptCarry()
         self.proposer = None
-        if self.draft is not None and self.settings.draft is not None:
-            self.proposer = DraftProposer(self, self.draft, self.settings.draft.shape)
+        if self.draft is not None and own.draft is not None:
+            self.proposer = DraftProposer(self, self.draft, own.draft.shape)
 
     def _close_cache(self) -> None:
         """Drop the KV cache and everything that holds its addresses, to free its memory."""
