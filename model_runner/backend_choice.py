@@ -30,7 +30,6 @@ from model_runner.decoder.base import ModelConfig
 from model_runner.weights.quantization import MXFP4, WeightQuantization
 from moe import (
     All2All,
-    All2AllTraits,
     ExpertsNeeds,
     ExpertsShape,
     check_takes_biases,
@@ -86,7 +85,14 @@ def resolve_experts(
     if name == "auto":
         held = len(all2all.experts)
         shape = ExpertsShape(held, config.num_experts, config.num_experts_per_tok, config.hidden_size, width)
-        usable = usable_experts(shape, dtype, device, _needs(config, all2all.traits, overlapping, signalled))
+        needs = ExpertsNeeds(
+            batched=all2all.traits.batched,
+            signals=signalled and not all2all.traits.sends_blocks,
+            blocks=signalled and all2all.traits.sends_blocks,
+            obeys_sms=any(schedule.comm_sms for schedule in overlapping),
+            biases=config.biased_experts,
+        )
+        usable = usable_experts(shape, dtype, device, needs)
         if quantization is not None:
             names = [each for each, why in usable.items() if why is None]
             in_fp8 = [each for each in names if _why_not_fp8(each, config, quantization, device, signalled) is None]
@@ -190,19 +196,6 @@ def _overlapping(dbo: UBatchConfig | None) -> list[Schedule]:
     """The schedules of all modes that overlap."""
     schedules = [dbo.for_mode(mode).schedule for mode in ForwardMode] if dbo is not None and dbo.enable_dbo else []
     return [schedule for schedule in schedules if schedule.overlaps]
-
-
-def _needs(
-    config: ModelConfig, traits: All2AllTraits, overlapping: Sequence[Schedule], signalled: bool
-) -> ExpertsNeeds:
-    """What the model, the transport and the schedules that overlap ask of experts."""
-    return ExpertsNeeds(
-        batched=traits.batched,
-        signals=signalled and not traits.sends_blocks,
-        blocks=signalled and traits.sends_blocks,
-        obeys_sms=any(schedule.comm_sms for schedule in overlapping),
-        biases=config.biased_experts,
-    )
 
 
 def resolve_attention(

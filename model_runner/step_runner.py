@@ -132,18 +132,13 @@ class StepRunner(CapturingRunner, RequestMemory):
         dbo, no_gain, told = self.step_settings.settings(step) if proposal is None else proposal
         size, graphs, now = self.tensor_parallel_size, self.graphs, time.perf_counter()
         voted_at, self._voted_at = self._voted_at, now
-        step = coordinate_batch_across_dp(
-            self.dbo if dbo is None else dbo,
-            step,
-            self.group,
-            size,
-            self.split_cost,
-            no_gain=no_gain,
-            told=told,
-            graph_mode=0 if graphs is None else graphs.offer(step),
-            content=content_of(step.shares) if size > 1 else 0,
-            period_us=0 if voted_at is None else int((now - voted_at) * 1e6),
-        )
+        numbers = {
+            "graph_mode": 0 if graphs is None else graphs.offer(step),
+            "content": content_of(step.shares) if size > 1 else 0,
+            "period_us": 0 if voted_at is None else int((now - voted_at) * 1e6),
+        }
+        dbo, cost = self.dbo if dbo is None else dbo, self.split_cost
+        step = coordinate_batch_across_dp(dbo, step, self.group, size, cost, no_gain=no_gain, told=told, **numbers)
         return step if graphs is None else graphs.agree(step)
 
     def run(

@@ -86,8 +86,7 @@ class GatedDeltaNet(nn.Module):
         dbo_yield(Point.ATTN_PREPARE, LINEAR_ATTENTION)
         out = plan.linear.forward(qkv, decay, strength, self.conv, self.place)
         out = F.rms_norm(out, (shape.v_dim,), self.norm, self.norm_eps) * F.silu(z.float()).view_as(out)
-        projected: Tensor = self.out(out.flatten(1).to(x.dtype))
-        return projected
+        return self.out(out.flatten(1).to(x.dtype))
 
 
 def _behind(part: Part, start: int) -> Part:

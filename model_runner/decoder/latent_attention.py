@@ -93,5 +93,4 @@ class LatentAttention(nn.Module):
         latent = rms_norm(latent, self.latent_norm, _LATENT_NORM_EPS)
         dbo_yield(Point.ATTN_PREPARE)
         inputs = MLAInputs(q_nope, q_rope, latent, k_rope, self.w_uk, self.w_uv, rope)
-        out: Tensor = self.out(plan.forward(inputs, self.layer).flatten(1))
-        return out
+        return self.out(plan.forward(inputs, self.layer).flatten(1))

@@ -236,8 +236,7 @@ class Attention(nn.Module):
         q, k, v, gate = self._heads(x, rotation)
         dbo_yield(Point.ATTN_PREPARE)
         out = plan.forward(q, k, v, self.layer, self.sinks).flatten(1)
-        projected: Tensor = self.out(out if gate is None else sigmoid_mul(gate, out))
-        return projected
+        return self.out(out if gate is None else sigmoid_mul(gate, out))
 
     def _heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys and values, each `[T, heads, size]`, as the back end takes them, and the output's gate."""
@@ -280,7 +279,10 @@ class AllHeadsNormAttention(Attention):
 
 
 class GatedMLP(nn.Module):
-    """A dense feed-forward layer, `down(silu(gate(x)) * up(x))`, or one rank's share of its intermediate columns."""
+    """A dense feed-forward layer, `down(silu(gate(x)) * up(x))`, or one rank's share of its intermediate columns.
+
+    Shared experts may have a gate on their result, `sigmoid(gate(x)) * mlp(x)`. Source of that: Qwen1.5-MoE (2024).
+    """
 
     def __init__(
         self,
@@ -291,9 +293,11 @@ class GatedMLP(nn.Module):
         *,
         bias: bool = False,
         fused: tuple[str, str] | None = None,
+        gate: str | None = None,
         shard: Shard = WHOLE,
     ) -> None:
-        """Load the weights. If gate and up are one projection, `fused` is `(gate and up, down)`: not with a shard."""
+        """Load the weights. If gate and up are one projection, `fused` is `(gate and up, down)`: not with a shard.
+        `gate` is the name of the result's gate, without `.weight`; None for none."""
         super().__init__()
         columns = shard.part(intermediate_size)
         halves = [f"{prefix}.{part}_proj" for part in ("gate", "up")]
@@ -308,8 +312,9 @@ class GatedMLP(nn.Module):
             gate_up, down = [(f"{prefix}.{fused[0]}.weight", 2 * intermediate_size)], fused[1]
         self.gate_up = load_projection(checkpoint, gate_up, hidden_size, gate_up_bias)
         self.down = load_projection(checkpoint, [(f"{prefix}.{down}.weight", hidden_size)], columns, down_bias)
+        self.gate = None if gate is None else Projection(checkpoint.load(f"{gate}.weight", 1, hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T, hidden_size]` to the same shape; the caller sums the ranks' results."""
-        out: Tensor = self.down(silu_mul(self.gate_up(x)))
-        return out
+        out = self.down(silu_mul(self.gate_up(x)))
+        return out if self.gate is None else sigmoid_mul(self.gate(x), out)

@@ -15,32 +15,13 @@ from torch import Tensor, nn
 from model_runner.decoder.base import ExpertParallel
 from model_runner.decoder.config import DecoderConfig, MoEConfig
 from model_runner.decoder.layers import GatedMLP, Projection, frozen
-from model_runner.decoder.ops import sigmoid_mul
 from model_runner.weights.fp8 import load_fp8_experts
 from model_runner.weights.weights import Checkpoint, Part
 from moe import ClampedSwiGLU, FusedMoEModularKernel, SigmoidTopKRouter, make_experts, route
 from ubatch.kernels.recording import this_thread
 from ubatch.kernels.sums import to_float
 
-__all__ = ["SharedExperts", "SparseMLP"]
-
-
-class SharedExperts(GatedMLP):
-    """The experts that every token visits, with a gate on their result: `sigmoid(gate(x)) * mlp(x)`.
-
-    Source: Qwen1.5-MoE (2024).
-    """
-
-    def __init__(
-        self, checkpoint: Checkpoint, prefix: str, hidden_size: int, intermediate_size: int, *, gate: str
-    ) -> None:
-        """Load the weights; `gate` is the name of the gate, without `.weight`."""
-        super().__init__(checkpoint, prefix, hidden_size, intermediate_size)
-        self.gate = Projection(checkpoint.load(f"{gate}.weight", 1, hidden_size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[T, hidden_size]` to the same shape."""
-        return sigmoid_mul(self.gate(x), super().forward(x))
+__all__ = ["SparseMLP"]
 
 
 class SparseMLP(nn.Module):
@@ -68,12 +49,10 @@ class SparseMLP(nn.Module):
             self.router = replace(moe.router, correction_bias=self.correction_bias)
 
         shared: GatedMLP | None = None
-        shared_sizes = hidden_size, moe.shared_intermediate_size
-        if moe.shared_intermediate_size and moe.shared_gate:
-            shared_gate_name = f"{block}.{names.shared_gate}"
-            shared = SharedExperts(checkpoint, f"{prefix}.{names.shared}", *shared_sizes, gate=shared_gate_name)
-        elif moe.shared_intermediate_size:
-            shared = GatedMLP(checkpoint, f"{prefix}.{names.shared}", *shared_sizes, fused=names.shared_fused)
+        if moe.shared_intermediate_size:
+            name, of_result = f"{prefix}.{names.shared}", f"{block}.{names.shared_gate}" if moe.shared_gate else None
+            sizes = hidden_size, moe.shared_intermediate_size
+            shared = GatedMLP(checkpoint, name, *sizes, fused=names.shared_fused, gate=of_result)
         first = parallel.all2all.experts.start
         held = Part(first, len(parallel.all2all.experts), num_experts)
 
@@ -95,8 +74,7 @@ class SparseMLP(nn.Module):
         topk_weights, topk_ids = route(self.router, logits, num_tokens)
         if this_thread.recording is not None and self.kernel.all2all.traits.other_ranks:
             return this_thread.recording.live(self.kernel, x, topk_weights, topk_ids)
-        out: Tensor = self.kernel(x, topk_weights, topk_ids)
-        return out
+        return self.kernel(x, topk_weights, topk_ids)
 
 
 def _load_transposed(

@@ -70,17 +70,14 @@ def _refuse_unread(headers: Headers, left: Mapping[str, str]) -> Counter[str]:
     """Refuse tensors that were not asked for, but those that may be left; their number by kind."""
     known = {**_LEFT, **(_LEFT_OF_QUANTIZED if headers.config.values.get("quantization_config") else {}), **left}
     patterns = {what: re.compile(pattern) for what, pattern in known.items()}
-    counts: Counter[str] = Counter()
-    strange: list[str] = []
-    for name in headers.unread:
-        found = next((what for what, pattern in patterns.items() if pattern.fullmatch(name)), None)
-        if found is None:
-            strange.append(name)
-        else:
-            counts[found] += 1
+    found = {
+        name: next((what for what, pattern in patterns.items() if pattern.fullmatch(name)), None)
+        for name in headers.unread
+    }
+    strange = sorted(name for name, what in found.items() if what is None)
     if strange:
-        raise TensorsUnread(sorted(strange), headers.path, headers.architecture)
-    return counts
+        raise TensorsUnread(strange, headers.path, headers.architecture)
+    return Counter(filter(None, found.values()))
 
 
 def log_left(checkpoint: Checkpoint, counts: Mapping[str, int]) -> None:

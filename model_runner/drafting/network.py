@@ -81,8 +81,7 @@ class DraftModel(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
         """See `DraftNetwork`."""
-        out: Tensor = self._model(input_ids, positions)
-        return out
+        return self._model(input_ids, positions)
 
 
 def load_draft(algorithm: str, path: str | Path | None, runner: CapturingRunner) -> DraftNetwork:

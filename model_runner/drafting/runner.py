@@ -176,5 +176,4 @@ class DraftRunner:
         """Copy drafts `[R, ...]` int64 to the host; all ranks of a replica get those of its first rank."""
         if self._tensor_parallel is not None:
             drafts = self._tensor_parallel.of_first_rank(drafts)
-        read: list[Any] = to_host(drafts).wait().tolist()
-        return read
+        return to_host(drafts).wait().tolist()
