@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from attention import CommonAttentionMetadata, KVCache, SpecVerifyInput
 from model_runner.step.graph_sizes import GraphFamily, GraphShape
@@ -97,10 +96,7 @@ def batch_to_capture(shape: GraphShape, kv_cache: KVCache) -> CommonAttentionMet
 
 
 def _masked_chains(requests: int, nodes: int, device: torch.device) -> SpecVerifyInput:
-    def numbers(*size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.int64, device=device)
-
     mask = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril().flatten().repeat(requests)
-    links = (numbers(requests, nodes) - 1 for _ in range(3))
-    rows = numbers(requests * nodes)
-    return SpecVerifyInput(nodes, (0,) * requests, rows, rows, mask, *links)
+    links = torch.full((requests, nodes), -1, dtype=torch.int64, device=device)
+    rows = torch.zeros(requests * nodes, dtype=torch.int64, device=device)
+    return SpecVerifyInput(nodes, (0,) * requests, rows, rows, mask, links, links, links)

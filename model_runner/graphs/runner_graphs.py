@@ -130,10 +130,9 @@ class CapturingRunner:
         asked, backend = self.settings.cudagraph_mode, self.settings.graphs
         simulated, parallel = backend is not None, self.tensor_parallel
         mode = resolve_graph_mode(asked, self.model, self.attention, simulated=simulated, tensor_parallel=parallel)
-        if mode is CUDAGraphMode.FULL:
-            self._graph_backend = CudaGraphs(self.device) if backend is None else backend
-        else:
-            self._graph_backend = None
+        if backend is None and mode is CUDAGraphMode.FULL:
+            backend = CudaGraphs(self.device)
+        self._graph_backend = backend if mode is CUDAGraphMode.FULL else None
         self.wrapper = UBatchWrapper(self.model, self.dbo, mode, self.device, self._graph_backend)
 
     def _make_graph_steps(self) -> GraphSteps | None:

@@ -152,26 +152,24 @@ class GraphSteps(CapturedSteps):
 
     def _context(self, shape: GraphShape, plans: Sequence[Any], rows: tuple[tuple[int, ...], ...]) -> ForwardContext:
         # Tensor-parallel ranks of a replica have equal shares, of which the last ones are padding.
-        lane_rows = padded_len(shape.lane_tokens, self.setting.tensor_parallel_size)
-        share = lane_rows // self.setting.tensor_parallel_size
+        size, ranks = self.setting.tensor_parallel_size, self.setting.num_ranks
+        lane_rows = padded_len(shape.lane_tokens, size)
+        share = lane_rows // size
         schedule = self._wrapper.ubatch_config.for_mode(shape.mode).schedule if shape.engaged else None
         reason = None if shape.engaged else DeclineReason.NOT_REQUESTED
-        family, modes = (
-            self._by_kind[shape.mode, shape.tokens_per_request],
-            (fingerprint(shape.mode),) * self.setting.num_ranks,
-        )
-        decision = Decision(shape.engaged, reason, None, rows, graph_mode=family.fingerprint, modes=modes)
+        kind, modes = self._by_kind[shape.mode, shape.tokens_per_request], (fingerprint(shape.mode),) * ranks
+        decision = Decision(shape.engaged, reason, None, rows, graph_mode=kind.fingerprint, modes=modes)
         lanes = tuple(
             ForwardContext(
                 attn_metadata=plan,
                 num_tokens=shape.lane_tokens,
                 mode=shape.mode,
-                tokens_across_ranks=(share,) * self.setting.num_ranks,
+                tokens_across_ranks=(share,) * ranks,
                 decision=decision,
                 num_valid=self._num_valid[lane],
                 schedule=schedule if shape.single else None,
                 local_dp_buffer_len=lane_rows,
-                global_dp_buffer_len=share * self.setting.num_ranks,
+                global_dp_buffer_len=share * ranks,
             )
             for lane, plan in enumerate(plans)
         )
@@ -180,7 +178,7 @@ class GraphSteps(CapturedSteps):
         return ForwardContext(
             num_tokens=shape.num_tokens,
             mode=shape.mode,
-            tokens_across_ranks=(share * shape.lanes,) * self.setting.num_ranks,
+            tokens_across_ranks=(share * shape.lanes,) * ranks,
             ubatch_slices=shape.slices,
             lane_contexts=lanes,
             decision=decision,

@@ -82,10 +82,8 @@ def sigmoid_mul(gate: Tensor, x: Tensor) -> Tensor:
     """`sigmoid(gate) * x`, `[T, size]`, of gates `[T, size]` or `[T, 1]`; rows may be strided."""
     rows, size = x.shape
     out, columns = x.new_empty(rows, size), int(gate.shape[1] > 1)
-    _kernels(x.dtype).sigmoid_mul(
-        *(gate.data_ptr(), gate.stride(0), columns, x.data_ptr(), x.stride(0), rows, size, out.data_ptr()),
-        torch.get_num_threads(),
-    )
+    inputs = gate.data_ptr(), gate.stride(0), columns, x.data_ptr(), x.stride(0)
+    _kernels(x.dtype).sigmoid_mul(*inputs, rows, size, out.data_ptr(), torch.get_num_threads())
     return out
 
 
@@ -101,9 +99,8 @@ def find_highest(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x if x.stride(1) == 1 else rows_contiguous(x)
     rows, size = x.shape
     place, highest = torch.empty(rows, dtype=torch.int64, device="cpu"), x.new_empty(rows)
-    _kernels(x.dtype).find_highest(
-        x.data_ptr(), x.stride(0), rows, size, place.data_ptr(), highest.data_ptr(), torch.get_num_threads()
-    )
+    outputs = place.data_ptr(), highest.data_ptr()
+    _kernels(x.dtype).find_highest(x.data_ptr(), x.stride(0), rows, size, *outputs, torch.get_num_threads())
     return place, highest
 
 

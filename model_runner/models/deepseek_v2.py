@@ -32,10 +32,10 @@ class DeepseekV2ForCausalLM(DecoderLM):
             raise config.wrong("scoring_func", scoring, "'softmax'")
         if method not in ("greedy", "group_limited_greedy"):
             raise config.wrong("topk_method", method, "'greedy' or 'group_limited_greedy'")
-        if config.flag("norm_topk_prob", False):  # the published code then drops the scaling factor, others keep it
-            raise config.wrong("norm_topk_prob", True, "false, as in all published checkpoints")
-        if config.flag("mlp_bias", False):
-            raise config.wrong("mlp_bias", True, "false, as in all published checkpoints")
+        # With norm_topk_prob the published code drops the scaling factor, others keep it.
+        for name in ("norm_topk_prob", "mlp_bias"):
+            if config.flag(name, False):
+                raise config.wrong(name, True, "false, as in all published checkpoints")
         num_groups, top_groups = (1, 1) if method == "greedy" else read_groups(config)
         scale = config.number("routed_scaling_factor")
         router = GroupLimitedRouter(read_top_k(config), num_groups, top_groups, scale=scale)

@@ -51,13 +51,13 @@ class Wanted:
         file: the file's name; files are read in the order of their names.
         source: the tensor, or the wanted part of it, in the mapped file: no byte of it is read yet.
         out: the destination, of the same shape.
-        then: what may run when it is read.
+        then: called when it is read.
     """
 
     file: str
     source: Tensor | ScaledBlocks | MXFP4Blocks
     out: Tensor
-    then: list[_Action] = field(default_factory=list)
+    then: list[Callable[[], None]] = field(default_factory=list)
 
     def read(self, index: Index, out: Tensor) -> None:
         """Write a part of the source to `out`, in the dtype of `out`."""
@@ -88,14 +88,6 @@ _Buffer = tuple[Tensor, Event]
 
 
 @dataclass
-class _Action:
-    """A function to run once all tensors it needs are read; `missing` counts those that are not."""
-
-    run: Callable[[], object]
-    missing: int
-
-
-@dataclass
 class WeightPass:
     """The wanted tensors, and the pass that reads them.
 
@@ -119,9 +111,16 @@ class WeightPass:
         first = len(self._wanted)
         yield
         needed = self._wanted[first:]
-        waiting = _Action(action, len(needed))
+        missing = len(needed)
+
+        def one_read() -> None:
+            nonlocal missing
+            missing -= 1
+            if not missing:
+                action()
+
         for wanted in needed:
-            wanted.then.append(waiting)
+            wanted.then.append(one_read)
         if not needed:
             action()
 
@@ -137,10 +136,8 @@ class WeightPass:
             done += piece.place.nbytes
             if progress is not None:
                 progress(done, total)
-            for action in piece.wanted.then if piece.last else ():
-                action.missing -= 1
-                if not action.missing:
-                    action.run()
+            for told in piece.wanted.then if piece.last else ():
+                told()
 
         streams = make_streams(self.device) if self.streams is None else self.streams
         if isinstance(streams, NullStreams):
