@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -36,17 +37,8 @@ __all__ = ["CudaMemory", "blocks_beside", "graphs_in_all", "largest_step", "meas
 
 _logger = logging.getLogger(__name__)
 
-_SAMPLED = SamplingParams(
-    max_tokens=2,
-    temperature=1.0,
-    top_p=0.9,
-    min_p=0.01,
-    repetition_penalty=1.1,
-    seed=0,
-    logprobs=1,
-    prompt_logprobs=1,
-    bad_token_sequences=((1,),),
-)
+_WIDEST: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.01, "logprobs": 1, "prompt_logprobs": 1}
+_SAMPLED = SamplingParams(max_tokens=2, repetition_penalty=1.1, seed=0, bad_token_sequences=((1,),), **_WIDEST)
 """Sampling parameters that need the most memory: logits are copied, and the vocabulary is sorted."""
 
 _USUAL_TOKENS = 2048
