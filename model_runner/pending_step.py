@@ -103,7 +103,8 @@ class PendingStep:
         self._runner = runner
         self._logits = logits
         self._prompt_hidden = prompt_hidden
-        self._hidden = hidden if runner.observer is not None else None
+        self._observer = runner.observer  # another one gets only later steps
+        self._hidden = None if self._observer is None else hidden
         self._row_sums = row_sums
         self._sampled: _Sampled | None = None
         self._output: StepOutput | None = None
@@ -310,5 +311,5 @@ class PendingStep:
                 (rows,) = to_device([torch.tensor(moves, dtype=torch.int64).T.contiguous()], step.input_ids.device)
                 sources, targets = step.metadata.slot_mapping[rows]
                 runner.kv_cache.move(sources, targets)
-            if hidden is not None and runner.observer is not None and step.num_tokens:
-                runner.observer.observe(step, hidden, new, accepted)
+            if hidden is not None and self._observer is not None and step.num_tokens:
+                self._observer.observe(step, hidden, new, accepted)

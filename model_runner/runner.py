@@ -140,8 +140,7 @@ class ModelRunner(StepRunner):
             memory = CudaMemory(self.device) if own.memory is None else own.memory
             num_blocks = measured_blocks(self, spec, own.gpu_memory_utilization, open_cache, memory)
         else:
-            given = own.kv_cache_memory
-            num_blocks = spec.blocks_in(DEFAULT_KV_CACHE_MEMORY if given is None else given)
+            num_blocks = spec.blocks_in(DEFAULT_KV_CACHE_MEMORY if own.kv_cache_memory is None else own.kv_cache_memory)
         if self.tensor_parallel is not None:  # memory may differ, but all must admit the same requests
             num_blocks = int(self.tensor_parallel.group.least(num_blocks))
         open_cache(num_blocks)
