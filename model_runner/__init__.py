@@ -1,17 +1,18 @@
 """Floor 3: models from Hugging Face checkpoints, run step by step over a paged KV cache.
 
 generate          offline generation, batched and over several ranks
-runner            the whole: `ModelRunner`, and what it is made of; `runner_options` resolves its settings
-step_runner       its steps: `ModelRunner.execute` runs one
 random_checkpoint a large model with random weights, for measuring
+runner            the whole: `ModelRunner` loads a model and makes what its steps need
 memory/           memory that a step and graphs take; the KV cache gets the rest
+step_runner       its steps: `ModelRunner.execute` runs one
+pending_step      a step between its launch and its result
 drafting/         draft networks, with a KV cache of their own
 graphs/           steps captured as CUDA graphs, and replayed
 auto/             learns from running steps when to overlap; the cost of a token and of an attended pair; a CPU's dtype
 backend_choice    resolves `auto` to an attention back end and an experts back end
 models/           model families, one file each, and the registry
 decoder/          the decoder that all families share
-pending_step      a step between its launch and its result
+settings          all settings of a runner, checked once
 speculation/      proposers of draft tokens, and the test that accepts drafts
 step/             requests flattened into a batch, the vote of all ranks on it, and its streams
 sampling/         sampling parameters of a request; from logits to tokens
@@ -49,7 +50,6 @@ from model_runner.errors import (
 )
 from model_runner.generate import FAULTS, FinishReason, GenerationOutput, check_request, generate
 from model_runner.memory.host_memory import keep_freed_memory
-from model_runner.memory.kv_memory import DEFAULT_KV_CACHE_MEMORY
 from model_runner.models import CausalLM, ExpertParallel, ModelConfig, known_architectures, model_class, register_model
 from model_runner.parallel.tensor_parallel import TensorParallel
 from model_runner.pending_step import PendingStep, StepOutput
@@ -65,6 +65,7 @@ from model_runner.sampling.penalties import SamplingRow
 from model_runner.sampling.sampler import sample
 from model_runner.sampling.sampling_params import MAX_BAD_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, SamplingParams
 from model_runner.sampling.token_ids import TokenIds
+from model_runner.settings import DEFAULT_KV_CACHE_MEMORY, RunnerSettings
 from model_runner.speculation import Acceptance, Draft, Proposer, StepObserver
 from model_runner.step.batch import build_input_batch
 from model_runner.step.dp import coordinate_batch_across_dp, make_offer
@@ -101,6 +102,7 @@ __all__ = [
     "RandomQwen3Moe",
     "Request",
     "RequestError",
+    "RunnerSettings",
     "SamplingParams",
     "SamplingRow",
     "ScheduledRequest",
@@ -142,11 +144,8 @@ def __getattr__(name: str) -> typing.Any:
     kind = _RENAMED.get(name)
     if kind is None:
         raise AttributeError(f"module 'model_runner' has no attribute {name!r}")
-    warnings.warn(
-        f"model_runner.{name} is gone in the next release. It is model_runner.{kind.__name__}.",
-        DeprecationWarning,
-        stacklevel=2,
-    )
+    message = f"model_runner.{name} is gone in the next release. It is model_runner.{kind.__name__}."
+    warnings.warn(message, DeprecationWarning, stacklevel=2)
     return kind
 
 

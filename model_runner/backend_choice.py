@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,6 @@ from model_runner.decoder.base import ModelConfig
 from model_runner.weights.quantization import MXFP4, WeightQuantization
 from moe import (
     All2All,
-    All2AllTraits,
     ExpertsNeeds,
     ExpertsShape,
     check_takes_biases,
@@ -48,6 +48,7 @@ from ubatch.ranks.long_calls import taking_long
 __all__ = ["FP8Blocks", "resolve_attention", "resolve_experts", "resolve_fp8_blocks"]
 
 _logger = logging.getLogger(__name__)
+_Fastest = Callable[[Sequence[str]], Chosen]
 
 
 def resolve_experts(
@@ -80,22 +81,26 @@ def resolve_experts(
     if config.biased_experts and name != "auto":
         check_takes_biases(name)
     overlapping = _overlapping(dbo)
+    signalled = any(schedule.signalled for schedule in overlapping)
     if name == "auto":
         held = len(all2all.experts)
         shape = ExpertsShape(held, config.num_experts, config.num_experts_per_tok, config.hidden_size, width)
-        usable = usable_experts(shape, dtype, device, _needs(config, all2all.traits, overlapping))
+        needs = ExpertsNeeds(
+            batched=all2all.traits.batched,
+            signals=signalled and not all2all.traits.sends_blocks,
+            blocks=signalled and all2all.traits.sends_blocks,
+            obeys_sms=any(schedule.comm_sms for schedule in overlapping),
+            biases=config.biased_experts,
+        )
+        usable = usable_experts(shape, dtype, device, needs)
         if quantization is not None:
             names = [each for each, why in usable.items() if why is None]
-            in_fp8 = [each for each in names if _why_not_fp8(each, config, quantization, device, overlapping) is None]
+            in_fp8 = [each for each in names if _why_not_fp8(each, config, quantization, device, signalled) is None]
             if in_fp8:
                 usable |= {each: f"it needs the fp8 experts in {dtype}" for each in names if each not in in_fp8}
-        name = _choose(
-            "experts back end",
-            experts_backends(),
-            usable,
-            lambda names: fastest_experts(names, shape, dtype, device),
-            group if measured(device) else None,
-        )
+        fastest = partial(fastest_experts, shape=shape, dtype=dtype, device=device)
+        together = group if measured(device) else None
+        name = _choose("experts back end", experts_backends(), usable, fastest, together)
     if measured(device) and any(schedule.comm_sms for schedule in overlapping) and not experts_class(name).obeys_sms:
         _logger.warning(
             "experts back end %s takes all SMs, though a schedule reserves some for communication. Set comm_sms to 0, "
@@ -140,8 +145,8 @@ def resolve_fp8_blocks(
         return FP8Blocks()
     reasons = {"projections": _why_not_fp8_projections(name, quantization, device)}
     if config is not None and config.num_experts:
-        overlapping = _overlapping(dbo)
-        reasons = {"routed experts": _why_not_fp8(name, config, quantization, device, overlapping), **reasons}
+        signalled = any(schedule.signalled for schedule in _overlapping(dbo))
+        reasons = {"routed experts": _why_not_fp8(name, config, quantization, device, signalled), **reasons}
     kept = [kind for kind, why in reasons.items() if why is None]
     others = "; ".join(f"{kind} become {dtype}: {why}" for kind, why in reasons.items() if why is not None)
     if kept:
@@ -161,11 +166,7 @@ def _why_not_fp8_projections(name: str, quantization: WeightQuantization, device
 
 
 def _why_not_fp8(
-    name: str,
-    config: ModelConfig,
-    quantization: WeightQuantization,
-    device: torch.device,
-    overlapping: Sequence[Schedule],
+    name: str, config: ModelConfig, quantization: WeightQuantization, device: torch.device, signalled: bool
 ) -> str | None:
     """Why the checkpoint's experts cannot stay in fp8 on this back end; None if they can."""
     if quantization.method == MXFP4:
@@ -179,7 +180,7 @@ def _why_not_fp8(
     sizes = config.hidden_size, config.expert_intermediate_size
     if any(size is None or size % length for size in sizes for length in block):
         return f"blocks of {block} do not divide the experts' sizes {sizes}"
-    if any(schedule.signalled for schedule in overlapping):
+    if signalled:
         return "no down projection in fp8 signals its blocks, as a schedule wants"
     return None
 
@@ -197,25 +198,8 @@ def _overlapping(dbo: UBatchConfig | None) -> list[Schedule]:
     return [schedule for schedule in schedules if schedule.overlaps]
 
 
-def _needs(config: ModelConfig, traits: All2AllTraits, overlapping: Sequence[Schedule]) -> ExpertsNeeds:
-    """What the model, the transport and the schedules that overlap ask of experts."""
-    signalled = any(schedule.signalled for schedule in overlapping)
-    return ExpertsNeeds(
-        batched=traits.batched,
-        signals=signalled and not traits.sends_blocks,
-        blocks=signalled and traits.sends_blocks,
-        obeys_sms=any(schedule.comm_sms for schedule in overlapping),
-        biases=config.biased_experts,
-    )
-
-
 def resolve_attention(
-    prefill: str,
-    decode: str,
-    shape: AttentionShape | MLAShape,
-    kv_cache: KVCache,
-    *,
-    group: CommGroup | None = None,
+    prefill: str, decode: str, shape: AttentionShape | MLAShape, kv_cache: KVCache, *, group: CommGroup | None = None
 ) -> tuple[str, str]:
     """Attention back ends for batches with a prefill and for others: `auto` is resolved, any other name is returned.
 
@@ -230,23 +214,15 @@ def resolve_attention(
         if name != "auto":
             return name
         usable = usable_attention_backends(shape, kv_cache)
-        return _choose(
-            f"{'decode' if decode else 'prefill'} attention back end",
-            attention_backends(),
-            usable,
-            lambda names: fastest_attention_backend(names, shape, kv_cache, decode=decode),
-            group if measured(kv_cache.device) else None,
-        )
+        what = f"{'decode' if decode else 'prefill'} attention back end"
+        fastest = partial(fastest_attention_backend, shape=shape, kv_cache=kv_cache, decode=decode)
+        return _choose(what, attention_backends(), usable, fastest, group if measured(kv_cache.device) else None)
 
     return resolve(prefill, decode=False), resolve(decode, decode=True)
 
 
 def _choose(
-    what: str,
-    known: Sequence[str],
-    usable: Mapping[str, str | None],
-    fastest: Callable[[Sequence[str]], Chosen],
-    group: CommGroup | None,
+    what: str, known: Sequence[str], usable: Mapping[str, str | None], fastest: _Fastest, group: CommGroup | None
 ) -> str:
     """The fastest back end that works on every rank, as measured by the first rank.
 

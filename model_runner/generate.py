@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from attention import KVCacheExhausted
@@ -92,7 +92,7 @@ def generate(
     """
     with runner.together():
         requests = _make_requests(runner, prompts, params, max_num_batched_tokens)
-        job = _Job(runner, requests, max_num_batched_tokens, on_token)
+        job = _Job(runner, deque(enumerate(requests)), max_num_batched_tokens or sys.maxsize, on_token)
         try:
             while job.step():
                 pass
@@ -151,24 +151,18 @@ def _make_requests(
     return requests
 
 
+@dataclass
 class _Job:
-    """One call of `generate`: waiting requests, running requests, and finished outputs."""
+    """One call of `generate`: waiting requests, running requests, and finished outputs, by index of the prompt."""
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        requests: Sequence[Request],
-        max_num_batched_tokens: int | None,
-        on_token: Callable[[int, int], None] | None,
-    ) -> None:
-        self.runner = runner
-        self.waiting = deque(enumerate(requests))
-        self.running: dict[int, Request] = {}
-        self.outputs: dict[int, GenerationOutput] = {}
-        self._logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
-        self._prompt_logprobs: defaultdict[int, list[TokenLogprobs | None]] = defaultdict(list)
-        self._budget = sys.maxsize if max_num_batched_tokens is None else max_num_batched_tokens
-        self._on_token = on_token
+    runner: ModelRunner
+    waiting: deque[tuple[int, Request]]
+    budget: int
+    on_token: Callable[[int, int], None] | None
+    running: dict[int, Request] = field(default_factory=dict)
+    outputs: dict[int, GenerationOutput] = field(default_factory=dict)
+    logprobs: defaultdict[int, list[TokenLogprobs]] = field(default_factory=lambda: defaultdict(list))
+    prompt_logprobs: defaultdict[int, list[TokenLogprobs | None]] = field(default_factory=lambda: defaultdict(list))
 
     def step(self) -> bool:
         """Run one step; False when no rank had anything left to run."""
@@ -176,14 +170,14 @@ class _Job:
         shares = self._prefills() or {index: ScheduledRequest(r, 1) for index, r in self.running.items()}
         output = self.runner.execute(tuple(shares.values()))
         for place, (index, share) in enumerate(shares.items()):
-            self._logprobs[index] += output.logprobs[place]
-            self._prompt_logprobs[index] += output.prompt_logprobs[place]
+            self.logprobs[index] += output.logprobs[place]
+            self.prompt_logprobs[index] += output.prompt_logprobs[place]
             token = output.tokens[place][0] if output.tokens[place] else None
             share.request.advance(share.num_tokens, token)
             if place in output.corrupted:
-                self._finish(index, share.request, FinishReason.ERROR)
+                self._finish(index, FinishReason.ERROR)
             elif place in output.out_of_tokens:
-                self._finish(index, share.request, FinishReason.NO_TOKEN_LEFT)
+                self._finish(index, FinishReason.NO_TOKEN_LEFT)
             elif token is not None:
                 self._take(index, share.request, token)
         return not output.all_idle
@@ -203,7 +197,7 @@ class _Job:
 
     def _prefills(self) -> dict[int, ScheduledRequest]:
         """Shares of prompts that are not in the cache yet, up to the budget; the last one may be a chunk."""
-        left = self._budget
+        left = self.budget
         shares: dict[int, ScheduledRequest] = {}
         for index, request in self.running.items():
             tokens = min(request.num_uncomputed_tokens, left)
@@ -214,20 +208,18 @@ class _Job:
 
     def _take(self, index: int, request: Request, token: int) -> None:
         """Handle a new token; finish the request if it was the last."""
-        if self._on_token is not None:
-            self._on_token(index, token)
-        params = request.params
-        if token in params.ending_tokens(self.runner.config.eos_token_ids):
-            self._finish(index, request, FinishReason.STOP)
-        elif request.num_output_tokens >= params.max_tokens:
-            self._finish(index, request, FinishReason.LENGTH)
+        if self.on_token is not None:
+            self.on_token(index, token)
+        if token in request.params.ending_tokens(self.runner.config.eos_token_ids):
+            self._finish(index, FinishReason.STOP)
+        elif request.num_output_tokens >= request.params.max_tokens:
+            self._finish(index, FinishReason.LENGTH)
 
-    def _finish(self, index: int, request: Request, reason: FinishReason) -> None:
-        params = request.params
+    def _finish(self, index: int, reason: FinishReason) -> None:
+        request = self.running.pop(index)
         prompt, output = request.token_ids[: request.num_prompt_tokens], request.output_token_ids
-        prompt_logprobs = None if params.prompt_logprobs is None else tuple(self._prompt_logprobs[index])
+        of_prompt = None if request.params.prompt_logprobs is None else tuple(self.prompt_logprobs[index])
         self.outputs[index] = GenerationOutput(
-            tuple(prompt), tuple(output), reason, tuple(self._logprobs[index]), prompt_logprobs
+            tuple(prompt), tuple(output), reason, tuple(self.logprobs[index]), of_prompt
         )
-        del self.running[index]
         self.runner.release(request)

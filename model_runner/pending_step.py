@@ -10,26 +10,20 @@ tokens of the previous step that are not known yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
 
-from attention import KVCache
 from model_runner.errors import RequestError, StepOrderError
-from model_runner.parallel.tensor_parallel import TensorParallel
+from model_runner.graphs.runner_graphs import CapturingRunner
 from model_runner.sampling.penalties import SamplingRow
 from model_runner.sampling.sampler import NO_TOKEN, OUT_OF_TOKENS, sample
 from model_runner.speculation.accept import Acceptance, DraftRows, accepted_nodes, sample_by_rejection
-from model_runner.speculation.proposer import StepObserver
 from model_runner.step.draft_trees import path_to
-from model_runner.step.future_map import FutureMap
 from model_runner.step.logprobs import (
-    PromptCarry,
-    PromptScores,
     TokenLogprobs,
     read_logprobs,
     score_prompt_rows,
@@ -37,11 +31,10 @@ from model_runner.step.logprobs import (
 )
 from model_runner.step.request import PENDING_TOKEN, ScheduledRequest
 from model_runner.step.step import Step
-from model_runner.step.streams import StepStreams
 from ubatch import Decision, ForwardMode
 from ubatch.streams.small_copies import HostCopy, to_device, to_host
 
-__all__ = ["PendingStep", "SamplingContext", "StepOutput"]
+__all__ = ["PendingStep", "StepOutput"]
 
 
 @dataclass(frozen=True)
@@ -71,37 +64,6 @@ class StepOutput:
 
 
 @dataclass(frozen=True)
-class SamplingContext:
-    """The runner's parts that sampling needs, the same for every step.
-
-    Attributes:
-        eos_token_ids: the model's end-of-sequence tokens.
-        future_map: tokens that the host does not know yet.
-        prompt_carry: state of prompts that run in chunks.
-        together: context whose errors are reported to the other ranks.
-        kv_cache: the model's KV cache; accepted drafts of trees are moved in it.
-        tensor_parallel: the ranks that must get the same tokens; None for a rank that is a replica by itself.
-        acceptance: when drafts of sampled requests are accepted.
-        listen: raises if a step's transfers were incomplete, which a replayed step reports late; None if the transport
-            has no such check.
-        observer: gets each step's hidden states and tokens, in the steps' order.
-    """
-
-    compute_logits: Callable[[Tensor], Tensor]
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    future_map: FutureMap
-    prompt_carry: PromptCarry
-    together: Callable[[], AbstractContextManager[None]]
-    streams: StepStreams
-    kv_cache: KVCache
-    tensor_parallel: TensorParallel | None = None
-    acceptance: Acceptance = Acceptance.MATCH
-    listen: Callable[[], None] | None = None
-    observer: StepObserver | None = None
-
-
-@dataclass(frozen=True)
 class _Sampled:
     """Copies to the host that `sample` started.
 
@@ -113,14 +75,14 @@ class _Sampled:
     told: HostCopy
     scores: HostCopy | None = None
     scored_rows: Sequence[int] = ()
-    prompt: PromptScores | None = None
+    prompt: HostCopy | None = None
 
 
 class PendingStep:
     """One launched step; made by `ModelRunner.launch`.
 
     Args:
-        context: the runner's parts.
+        runner: the runner that launched it.
         step: the step, agreed.
         logits: `[S, vocab]` of the step's `logits_rows`; None if nothing is sampled.
         prompt_hidden: hidden states of the rows of the step's prompt spans; None if there are none.
@@ -130,7 +92,7 @@ class PendingStep:
 
     def __init__(
         self,
-        context: SamplingContext,
+        runner: CapturingRunner,
         step: Step,
         logits: Tensor | None,
         prompt_hidden: Tensor | None = None,
@@ -138,10 +100,11 @@ class PendingStep:
         row_sums: Tensor | None = None,
     ) -> None:
         self.step = step
-        self._context = context
+        self._runner = runner
         self._logits = logits
         self._prompt_hidden = prompt_hidden
-        self._hidden = hidden if context.observer is not None else None
+        self._observer = runner.observer  # another one gets only later steps
+        self._hidden = None if self._observer is None else hidden
         self._row_sums = row_sums
         self._sampled: _Sampled | None = None
         self._output: StepOutput | None = None
@@ -158,8 +121,8 @@ class PendingStep:
                 outside the vocabulary.
             PeerFailed, TransferTimeout, GroupBroken: another rank of the replica did not sample.
         """
-        streams = self._context.streams
-        with self._context.together(), streams.forward():
+        streams = self._runner.streams
+        with self._runner.together(), streams.forward():
             if self._sampled is not None:
                 raise StepOrderError("sample() was called twice on a step; its tokens are drawn once.")
             streams.keep(self.step.future_places)  # uploaded for the block of the launch
@@ -176,11 +139,11 @@ class PendingStep:
         if not told:
             return _Sampled(HostCopy(torch.empty(0, dtype=torch.int64)), prompt=prompt)
         both = told[0] if len(told) == 1 else torch.cat(told)
-        if self._context.tensor_parallel is not None:
-            both = self._context.tensor_parallel.of_first_rank(both)
+        if self._runner.tensor_parallel is not None:
+            both = self._runner.tensor_parallel.of_first_rank(both)
         tokens = both[: len(step.logits_rows)].clamp_min(0)  # the next step needs valid token ids
         if step.future_owners:
-            self._context.future_map.store(step.future_places, tokens, step.future_owners)
+            self._runner.future_map.store(step.future_places, tokens, step.future_owners)
         if logits is None or not scored:
             return _Sampled(to_host(both), prompt=prompt)
         (where,) = to_device([torch.tensor(list(scored))], logits.device)
@@ -216,7 +179,7 @@ class PendingStep:
     def _drafts_to_reject(self, rows: dict[int, SamplingRow]) -> list[DraftRows]:
         """The requests whose drafts are accepted by rejection sampling; removes their rows from `rows`."""
         step = self.step
-        if step.mode is not ForwardMode.TARGET_VERIFY or self._context.acceptance is Acceptance.MATCH:
+        if step.mode is not ForwardMode.TARGET_VERIFY or self._runner.settings.acceptance is Acceptance.MATCH:
             return []
         drafted = []
         firsts = accumulate(step.rows_per_share, initial=0)
@@ -247,20 +210,20 @@ class PendingStep:
             )
         output += [share.drafts[draft] for draft in path]
         forbidden = params.bad_sequences.completing(output)
-        forbidden += params.early_tokens(index, self._context.eos_token_ids)
+        forbidden += params.early_tokens(index, self._runner.config.eos_token_ids)
         if not params.penalised:
             return SamplingRow(params, request.draw(index), forbidden=forbidden)
         return SamplingRow(params, request.draw(index), request.prompt_vocabulary, output, forbidden)
 
-    def _score_prompts(self) -> PromptScores | None:
+    def _score_prompts(self) -> HostCopy | None:
         spans, hidden = self.step.prompt_spans, self._prompt_hidden
         if hidden is None:
             return None
         targets = torch.tensor([token for span in spans for token in span.targets], dtype=torch.int64)
         (targets,) = to_device([targets], hidden.device)
         most = max(span.request.params.prompt_logprobs or 0 for span in spans)
-        context = self._context
-        return PromptScores(spans, score_prompt_rows(hidden, targets, most, context.compute_logits, context.vocab_size))
+        compute_logits, vocab_size = self._runner.model.compute_logits, self._runner.config.vocab_size
+        return to_host(score_prompt_rows(hidden, targets, most, compute_logits, vocab_size))
 
     # -- result -------------------------------------------------------------------------------------------------
 
@@ -274,7 +237,7 @@ class PendingStep:
         """
         output = self._output
         if output is None:
-            with self._context.together():
+            with self._runner.together():
                 if self._sampled is None:
                     raise StepOrderError("result() was called before sample().")
                 paths, says, output = self._read(self._sampled)
@@ -288,8 +251,8 @@ class PendingStep:
         step = self.step
         told = sampled.told.wait().tolist()
         tokens, bad_rows = iter(told), told[len(step.logits_rows_cpu) :]
-        if self._context.listen is not None:
-            self._context.listen()
+        if self._runner.listen is not None:
+            self._runner.listen()
         says = [tuple(islice(tokens, count)) for count in step.rows_per_share]
         paths = [tuple(range(count)) for count in step.rows_per_share]
         if step.mode is ForwardMode.TARGET_VERIFY:
@@ -304,35 +267,22 @@ class PendingStep:
         stuck = {index for index, own in enumerate(says) if OUT_OF_TOKENS in own} - corrupted
         faulty = corrupted | stuck
         new = tuple(own[:-1] if index in faulty else own for index, own in enumerate(says)) if faulty else tuple(says)
-        nothing: tuple[tuple[()], ...] = ((),) * len(new)
-        logprobs: Sequence[tuple[TokenLogprobs, ...]] = nothing
-        if sampled.scores is not None:
-            logprobs = self._read_logprobs(new, paths, sampled.scored_rows, sampled.scores.wait().tolist())
-        prompt: Sequence[tuple[TokenLogprobs | None, ...]] = nothing
+        logprobs = tuple(self._read_logprobs(new, paths, sampled))
+        prompt: tuple[tuple[TokenLogprobs | None, ...], ...] = ((),) * len(new)
         if sampled.prompt is not None:
-            read = sampled.prompt.read(self._context.prompt_carry)
-            prompt = [read.get(index, ()) for index in range(len(new))]
-        output = StepOutput(
-            new,
-            tuple(logprobs),
-            tuple(prompt),
-            step.decision,
-            step.all_idle,
-            frozenset(corrupted),
-            frozenset(stuck),
-        )
+            read = self._runner.prompt_carry.read_step(step.prompt_spans, sampled.prompt.wait().tolist())
+            prompt = tuple(read.get(index, ()) for index in range(len(new)))
+        output = StepOutput(new, logprobs, prompt, step.decision, step.all_idle, frozenset(corrupted), frozenset(stuck))
         if faulty:  # a missing token may be any
             says = [tuple(max(token, 0) for token in own) for own in says]
         return paths, says, output
 
     def _read_logprobs(
-        self,
-        new: Sequence[tuple[int, ...]],
-        paths: Sequence[tuple[int, ...]],
-        rows: Sequence[int],
-        scores: list[list[float]],
+        self, new: Sequence[tuple[int, ...]], paths: Sequence[tuple[int, ...]], sampled: _Sampled
     ) -> list[tuple[TokenLogprobs, ...]]:
-        by_row = dict(zip(rows, scores, strict=True))
+        if sampled.scores is None:
+            return [()] * len(new)
+        by_row = dict(zip(sampled.scored_rows, sampled.scores.wait().tolist(), strict=True))
         read: list[tuple[TokenLogprobs, ...]] = []
         firsts = accumulate(self.step.rows_per_share, initial=0)
         for share, tokens, path, first in zip(self.step.shares, new, paths, firsts, strict=False):
@@ -345,7 +295,7 @@ class PendingStep:
     @torch.inference_mode()
     def _settle(self, paths: Sequence[tuple[int, ...]], new: Sequence[tuple[int, ...]]) -> None:
         """Move the keys and values of accepted drafts to their final slots, then call the observer."""
-        context, step, hidden, self._hidden = self._context, self.step, self._hidden, None
+        runner, step, hidden, self._hidden = self._runner, self.step, self._hidden, None
         accepted: list[tuple[int, ...]] = [()] * len(paths)
         moves: list[tuple[int, int]] = []
         if step.mode is ForwardMode.TARGET_VERIFY:
@@ -355,11 +305,11 @@ class PendingStep:
             moves = [(source, target) for source, target in moves if source != target]
         if not moves and hidden is None:
             return
-        with context.streams.forward():
-            context.streams.keep(step)  # uploaded for the block of the launch
+        with runner.streams.forward():
+            runner.streams.keep(step)  # uploaded for the block of the launch
             if moves:
                 (rows,) = to_device([torch.tensor(moves, dtype=torch.int64).T.contiguous()], step.input_ids.device)
                 sources, targets = step.metadata.slot_mapping[rows]
-                context.kv_cache.move(sources, targets)
-            if hidden is not None and context.observer is not None and step.num_tokens:
-                context.observer.observe(step, hidden, new, accepted)
+                runner.kv_cache.move(sources, targets)
+            if hidden is not None and self._observer is not None and step.num_tokens:
+                self._observer.observe(step, hidden, new, accepted)

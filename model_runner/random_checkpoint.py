@@ -33,15 +33,8 @@ from ubatch import ConfigError
 __all__ = ["RandomDeepseekV3", "RandomQwen3Moe", "make_random_checkpoint", "make_random_qwen3_moe"]
 
 
-def _common_config(dtype: torch.dtype) -> dict[str, object]:
-    """Entries of `config.json` that both models have."""
-    return {
-        "dtype": str(dtype).removeprefix("torch."),
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "rms_norm_eps": 1e-6,
-        "norm_topk_prob": True,
-    }
+_COMMON = {"hidden_act": "silu", "attention_bias": False, "rms_norm_eps": 1e-6, "norm_topk_prob": True}
+"""Entries of `config.json` that both models have."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,8 @@ class RandomQwen3Moe:
     def hf_config(self, dtype: torch.dtype) -> dict[str, object]:
         """The content of `config.json`."""
         return {
-            **_common_config(dtype),
+            "dtype": str(dtype).removeprefix("torch."),
+            **_COMMON,
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
             "intermediate_size": 3 * self.hidden_size,
@@ -104,7 +98,8 @@ class RandomDeepseekV3:
     def hf_config(self, dtype: torch.dtype) -> dict[str, object]:
         """The content of `config.json`."""
         return {
-            **_common_config(dtype),
+            "dtype": str(dtype).removeprefix("torch."),
+            **_COMMON,
             "architectures": ["DeepseekV3ForCausalLM"],
             "model_type": "deepseek_v3",
             "routed_scaling_factor": 2.5,

@@ -17,64 +17,47 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from attention import KVCache, RequestToTokenTable, StatePool, UBatchAttention
 from model_runner.auto.step_settings import Proposal, StepSettings
-from model_runner.decoder.base import CausalLM
-from model_runner.graphs.steps import GraphSteps
-from model_runner.parallel.tensor_parallel import WHOLE, TensorParallel
-from model_runner.pending_step import PendingStep, SamplingContext, StepOutput
+from model_runner.drafting.network import DraftNetwork
+from model_runner.drafting.proposer import DraftProposer
+from model_runner.graphs.runner_graphs import CapturingRunner
+from model_runner.parallel.tensor_parallel import WHOLE
+from model_runner.pending_step import PendingStep, StepOutput
 from model_runner.speculation.accept import check_acceptance
 from model_runner.speculation.proposer import StepObserver
 from model_runner.step.batch import build_input_batch
 from model_runner.step.context import plan_step
 from model_runner.step.dp import content_of, coordinate_batch_across_dp
 from model_runner.step.request import ScheduledRequest
+from model_runner.step.request_memory import RequestMemory
 from model_runner.step.step import Step
-from model_runner.step.streams import StepStreams
-from ubatch import CommGroup, ForwardMode, SplitCost, UBatchConfig, UBatchWrapper
+from ubatch import ForwardMode, SplitCost, UBatchWrapper
 from ubatch.streams.small_copies import to_device
 from ubatch.wrapper import run_decided
 
 __all__ = ["StepRunner"]
 
 
-class StepRunner:
+class StepRunner(CapturingRunner, RequestMemory):
     """The steps of `ModelRunner`, which makes what they run with."""
 
-    group: CommGroup | None
-    tensor_parallel: TensorParallel | None
-    device: torch.device
-    dbo: UBatchConfig
-    model: CausalLM
-    kv_cache: KVCache
-    states: StatePool | None
-    request_table: RequestToTokenTable
-    attention: UBatchAttention
-    wrapper: UBatchWrapper
-    graphs: GraphSteps | None
     step_settings: StepSettings
     split_cost: SplitCost
-    streams: StepStreams
-    _sampling: SamplingContext
+    draft: DraftNetwork | None
+    proposer: DraftProposer | None
     _voted_at: float | None = None
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        """Number of ranks that share this rank's replica."""
-        return 1 if self.tensor_parallel is None else self.tensor_parallel.size
 
     def set_observer(self, observer: StepObserver | None) -> None:
         """Set the observer: from the next step on it gets hidden states and new tokens when a step's result is read.
 
         With an observer, read each step's result before the next launch.
         """
-        self._sampling = replace(self._sampling, observer=observer)
+        self.observer = observer
 
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> StepOutput:
         """Run one step to its end: `launch`, `sample`, `result`. The requests themselves are not changed.
@@ -108,19 +91,20 @@ class StepRunner:
         with self.together(), self.streams.forward():
             step = self.agree(self.batch(scheduled))
             if step.all_idle:
-                return PendingStep(self._sampling, step, None)
+                return PendingStep(self, step, None)
             logits = prompt_hidden = row_sums = None
-            needed = None if self._sampling.observer is not None else step.needed_rows
+            needed = None if self.observer is not None else step.needed_rows
             with self.step_settings.timed(step.decision):
                 hidden = self.run(step, needed_rows=needed)
                 if step.logits_rows_cpu:
                     logits = self.model.compute_logits(hidden.index_select(0, step.logits_rows))
             if step.prompt_spans:
-                prompt_hidden = hidden.index_select(0, self._prompt_rows(step))
+                rows = [torch.arange(span.first_row, span.first_row + len(span.targets)) for span in step.prompt_spans]
+                prompt_hidden = hidden.index_select(0, *to_device([torch.cat(rows)], self.device))
             self._keep_states(step)
             if step.num_tokens > len(step.logits_rows_cpu):  # to check rows without logits for nan and infinity
                 row_sums = hidden[: step.num_tokens].sum(dim=-1, dtype=torch.float32)
-            return PendingStep(self._sampling, step, logits, prompt_hidden, hidden, row_sums)
+            return PendingStep(self, step, logits, prompt_hidden, hidden, row_sums)
 
     def batch(self, scheduled: Step | Sequence[ScheduledRequest]) -> Step:
         """The step with its batch, whose pending tokens are looked up; and what begins with a batch, begun.
@@ -129,14 +113,14 @@ class StepRunner:
             StepOrderError, RequestError, KVCacheExhausted: see `launch`.
         """
         step = scheduled if isinstance(scheduled, Step) else Step.of(scheduled)
-        check_acceptance(step.shares, self._sampling.acceptance)
+        check_acceptance(step.shares, self.settings.acceptance)
         masked = self.graphs is not None and self.graphs.takes_trees
         step = build_input_batch(step, self.request_table, self.kv_cache.spec, self.device, mask_chains=masked)
         if step.pending:
-            step = replace(step, input_ids=self._sampling.future_map.resolve(step.input_ids, step.pending))
+            step = replace(step, input_ids=self.future_map.resolve(step.input_ids, step.pending))
         self._follow_states(step)
         for span in step.prompt_spans:
-            self._sampling.prompt_carry.launch(span)
+            self.prompt_carry.launch(span)
         return step
 
     def agree(self, step: Step, proposal: Proposal | None = None) -> Step:
@@ -148,18 +132,13 @@ class StepRunner:
         dbo, no_gain, told = self.step_settings.settings(step) if proposal is None else proposal
         size, graphs, now = self.tensor_parallel_size, self.graphs, time.perf_counter()
         voted_at, self._voted_at = self._voted_at, now
-        step = coordinate_batch_across_dp(
-            self.dbo if dbo is None else dbo,
-            step,
-            self.group,
-            size,
-            self.split_cost,
-            no_gain=no_gain,
-            told=told,
-            graph_mode=0 if graphs is None else graphs.offer(step),
-            content=content_of(step.shares) if size > 1 else 0,
-            period_us=0 if voted_at is None else int((now - voted_at) * 1e6),
-        )
+        numbers = {
+            "graph_mode": 0 if graphs is None else graphs.offer(step),
+            "content": content_of(step.shares) if size > 1 else 0,
+            "period_us": 0 if voted_at is None else int((now - voted_at) * 1e6),
+        }
+        dbo, cost = self.dbo if dbo is None else dbo, self.split_cost
+        step = coordinate_batch_across_dp(dbo, step, self.group, size, cost, no_gain=no_gain, told=told, **numbers)
         return step if graphs is None else graphs.agree(step)
 
     def run(
@@ -205,15 +184,3 @@ class StepRunner:
     def restart_clock(self) -> None:
         """Reset the step clock after an idle time, so that the next vote does not count it as the step's period."""
         self._voted_at = None
-
-    def _prompt_rows(self, step: Step) -> Tensor:
-        rows = [torch.arange(span.first_row, span.first_row + len(span.targets)) for span in step.prompt_spans]
-        (placed,) = to_device([torch.cat(rows)], self.device)
-        return placed
-
-    def together(self) -> AbstractContextManager[None]:
-        """Context for collective work: an error in the `with` block fails the other ranks at once, naming this one.
-
-        After an error the group needs `reset()` on every rank. See `CommGroup.step`.
-        """
-        return nullcontext() if self.group is None else self.group.step()

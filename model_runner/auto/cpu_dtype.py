@@ -61,11 +61,10 @@ def fastest_cpu_dtype(
         return "float32", f"bfloat16 cannot be measured here: {error}"
     finally:
         torch.set_num_threads(own)
-    ratio = math.sqrt(math.prod(slow / fast for fast, slow in zip(bfloat16, float32, strict=True)))
-    times = "; ".join(
-        f"{fast * 1e3:.2g} ms, not {slow * 1e3:.2g}, for a layer's products of {tokens} tokens"
-        for tokens, fast, slow in zip(_TOKENS, bfloat16, float32, strict=True)
-    )
+    pairs = list(zip(_TOKENS, bfloat16, float32, strict=True))
+    ratio = math.sqrt(math.prod(slow / fast for _, fast, slow in pairs))
+    words = "{:.2g} ms, not {:.2g}, for a layer's products of {} tokens"
+    times = "; ".join(words.format(fast * 1e3, slow * 1e3, tokens) for tokens, fast, slow in pairs)
     if ratio < _MARGIN:
         return "float32", f"bfloat16 is {ratio:.2f}x as fast on this CPU ({times})"
     return "bfloat16", f"{ratio:.2f}x as fast as float32 on this CPU ({times})"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from model_runner.auto.size_times import SizeTimes
 from model_runner.auto.step_stages import Stages
@@ -24,9 +24,6 @@ from ubatch.schedules.schedule import Schedule
 
 __all__ = ["Policy", "Seen"]
 
-_NEW_STEPS, _SETTLED_EVERY, _LONG_LOG_S = 8, 4, math.log(0.075)
-"""The first 8 steps of a size are timed, and the 8 after a change (its steps take another time, or the decision is
-reversed); later every fourth, unless steps are long. Timing a step takes some 0.15 ms, of a long one at most 0.2%."""
 _NOISE, _LEAST_NOISE, _MOST_NOISE, _NOISE_MEMORY = 0.06, 0.02, 0.15, 32
 """Standard deviation of the log of a step's time: at first, its limits, and the steps that it is averaged over."""
 _SLOPE, _LEAST_SPREAD = 0.35, 0.1
@@ -52,136 +49,157 @@ class Seen:
     trial: bool
 
 
+@dataclass
+class Kind:
+    """What is known of the steps of one kind.
+
+    Attributes:
+        schedule: of its overlapped steps.
+        sizes: their times by size, a power of two.
+        noise: standard deviation of the log of a step's time.
+        slope: d log seconds / d log tokens of serial steps, from the sizes that were known when it was asked for last.
+        latest: mean tokens of the latest step; 0 before the first.
+        voted: this rank's tokens in its latest vote.
+        warm: whether steps overlapped of which a time was told.
+    """
+
+    schedule: Schedule
+    sizes: dict[int, SizeTimes] = field(default_factory=dict)
+    noise: float = _NOISE
+    slope: float = _SLOPE
+    latest: int = 0
+    voted: int = 0
+    warm: set[bool] = field(default_factory=set)
+
+    def wants(self, tokens: int) -> bool:
+        """Whether a step with so many tokens should overlap, by the known size that is nearest."""
+        bits = self.size(tokens).bit_length()
+        nearest = min(self.sizes, key=lambda other: abs(other.bit_length() - bits), default=None)
+        own = SizeTimes() if nearest is None else self.sizes[nearest]
+        return own.seconds.weight > 0 and own.overlaps != own.is_due(self.believed(own))
+
+    def size(self, tokens: int) -> int:
+        """The size that a step counts for, the nearest power of two: that of the latest step, if they are alike."""
+        return 1 << round(math.log2(self.latest if _alike(tokens, self.latest) else max(1, tokens)))
+
+    def add(self, step: Seen, own: SizeTimes, stages: Stages) -> bool:
+        """Add a step's stages to its size; returns whether the times of that have changed."""
+        log_tokens = math.log(max(1, step.tokens))
+        if not own.seconds.weight:
+            if step.overlapped:
+                return False  # nothing to compare with
+            own.tokens = log_tokens
+        level, predicted = own.seconds, own.seconds.value + own.expected
+        value = math.log(stages.seconds) - self.known_slope() * (log_tokens - own.tokens)
+        if step.overlapped:
+            level, value = own.off, value - predicted
+        moved = abs(value - level.value) if level.weight else 0.0
+        changed = level.add(value, self.noise, trial=step.trial)
+        if moved:
+            variance = self.noise**2 + (min(moved, 3 * self.noise) ** 2 - self.noise**2) / _NOISE_MEMORY
+            self.noise = min(max(math.sqrt(variance), _LEAST_NOISE), _MOST_NOISE)
+        if level.far:
+            own.watch()
+        elif not step.overlapped:
+            own.add_stages(stages, self.schedule)
+        if step.trial and not step.overlapped:  # how long its overlapped steps take stays known
+            own.off.value -= own.seconds.value + own.expected - predicted
+        return changed
+
+    def believed(self, own: SizeTimes) -> float:
+        """log(time of an overlapped step / of a serial one) of a size, also from what other sizes have told."""
+        told = [each.off for each in self.sizes.values() if each is not own and each.off.weight]
+        weight = sum(each.weight for each in told)
+        elsewhere = sum(each.weight * each.value for each in told) / (weight + 1) if told else None
+        return own.believed(elsewhere, self.noise)
+
+    def known_slope(self) -> float:
+        """The slope, from the sizes that are known now."""
+        known = [each for each in self.sizes.values() if each.seconds.weight]
+        mean = sum(each.tokens for each in known) / max(1, len(known))
+        spread = sum((each.tokens - mean) ** 2 for each in known)
+        if spread > _LEAST_SPREAD:
+            found = sum((each.tokens - mean) * each.seconds.value for each in known) / spread
+            self.slope = min(max(found, 0.0), 1.2)
+        return self.slope
+
+    def in_words(self) -> str:
+        """What each size does, and why."""
+        told = []
+        for size, own in sorted((size, own) for size, own in self.sizes.items() if own.seconds.weight):
+            waits = "" if own.stages is None else f", {own.stages.waits / own.stages.seconds:.0%} waiting"
+            gain = f"{math.exp(-self.believed(own)):.2f}x" + ("" if own.off.weight else " expected")
+            does, serial_ms = "overlapped" if own.overlaps else "serial", math.exp(own.seconds.value) * 1e3
+            told.append(f"{size}: {does} ({serial_ms:.3g} ms serial{waits}; overlapped {gain})")
+        return "by tokens: " + "; ".join(told) if told else "serial: nothing is measured yet"
+
+
 class Policy:
     """Decides for kinds of steps, given the schedule of each one's overlapped steps.
 
     Attributes:
+        kinds: what is known of each.
         timed: number of steps whose times were told.
         trials: number of steps that ran the other way than decided for their size, to know.
     """
 
     def __init__(self, schedules: Mapping[str, Schedule]) -> None:
         self.timed = self.trials = 0
-        self._schedules = dict(schedules)
-        self._sizes: dict[str, dict[int, SizeTimes]] = {kind: {} for kind in schedules}
-        self._noise = dict.fromkeys(schedules, _NOISE)
-        self._slopes = dict.fromkeys(schedules, _SLOPE)
-        self._latest: dict[str, int] = {}  # kind -> mean tokens of the latest step
-        self._own: dict[str, int] = {}  # kind -> this rank's tokens in its latest vote
-        self._warm: set[tuple[str, bool]] = set()  # kind, overlapped: of which a step's time was told
+        self.kinds = {kind: Kind(schedule) for kind, schedule in schedules.items()}
         self._reasons: Mapping[str, str] | None = None  # as of the latest times; every step asks
 
     def overlaps(self, kind: str, tokens: int) -> bool:
         """Whether a step of this kind with `tokens` tokens on this rank should overlap. Ranks with other batches
         must decide alike: if this rank has a batch like its last, the size of the kind's latest step counts."""
-        before, self._own[kind] = self._own.get(kind, 0), tokens
-        return self._wants(kind, self._latest.get(kind, tokens) if before / 2 <= tokens <= before * 2 else tokens)
-
-    def _wants(self, kind: str, tokens: int) -> bool:
-        """The same, by the known size that is nearest, for all ranks."""
-        sizes, size = self._sizes[kind], self._size(kind, tokens)
-        nearest = min(sizes, key=lambda other: abs(other.bit_length() - size.bit_length()), default=None)
-        own = SizeTimes() if nearest is None else sizes[nearest]
-        return own.seconds.weight > 0 and own.overlaps != own.is_due(self._believed(kind, own))
+        own = self.kinds[kind]
+        before, own.voted = own.voted, tokens
+        return own.wants(own.latest or tokens if _alike(tokens, before) else tokens)
 
     def saw(self, kind: str, tokens: int, overlapped: bool) -> Seen | None:
         """Records a step after its vote: its kind, or another word if nothing is decided for it; the mean tokens of the
         ranks that have some; whether it runs under its kind's schedule. Returns what `learn` needs with its stages;
         None if its time is not wanted."""
-        if kind not in self._sizes:
+        known = self.kinds.get(kind)
+        if known is None:
             return None
-        wanted, size = self._wants(kind, tokens), self._size(kind, tokens)
-        own = self._sizes[kind].setdefault(size, SizeTimes())
+        wanted, size = known.wants(tokens), known.size(tokens)
+        own = known.sizes.setdefault(size, SizeTimes())
         trial = own.seconds.weight > 0 and overlapped == wanted != own.overlaps
         self.trials += trial
-        self._latest[kind] = tokens
-        own.steps += 1
-        if trial:
-            own.tried_at, own.sure = own.steps, own.sure + overlapped
-        is_long = own.seconds.weight > 0 and own.seconds.value > _LONG_LOG_S
-        timed = trial or is_long or own.steps - own.new_at <= _NEW_STEPS or own.steps % _SETTLED_EVERY == 0
-        return Seen(kind, size, tokens, overlapped, trial) if timed else None
+        known.latest = tokens
+        return Seen(kind, size, tokens, overlapped, trial) if own.starts_step(overlapped, trial) else None
 
     def learn(self, step: Seen, stages: Stages) -> bool:
         """Learns the stages of a step that `saw` returned, then decides for its size; returns whether that has changed.
         The calls are the same on every rank."""
         self._reasons = None
         self.timed += 1
-        own = self._sizes[step.kind].setdefault(step.size, SizeTimes())
+        kind = self.kinds[step.kind]
+        own = kind.sizes.setdefault(step.size, SizeTimes())
         before = own.overlaps
-        if (step.kind, step.overlapped) not in self._warm:  # the very first one connects to peers, or starts threads
-            self._warm.add((step.kind, step.overlapped))
+        if step.overlapped not in kind.warm:  # the very first one connects to peers, or starts threads
+            kind.warm.add(step.overlapped)
             own.sure = 0
             return False
-        if self._add(step, own, stages):  # nothing that was told holds on another machine or over another link
-            self._sizes = {kind: {} for kind in self._sizes}
-            own = self._sizes[step.kind][step.size] = SizeTimes()
-            self._add(step, own, stages)
+        if kind.add(step, own, stages):  # nothing that was told holds on another machine or over another link
+            for each in self.kinds.values():
+                each.sizes.clear()
+            own = kind.sizes[step.size] = SizeTimes()
+            kind.add(step, own, stages)
         if own.seconds.weight:
-            own.overlaps = self._believed(step.kind, own) < 0
+            own.overlaps = kind.believed(own) < 0
         if own.overlaps != before:
             own.watch()
         return own.overlaps != before
-
-    def _add(self, step: Seen, own: SizeTimes, stages: Stages) -> bool:
-        """Returns whether the times of its size have changed."""
-        kind, log_tokens = step.kind, math.log(max(1, step.tokens))
-        if not own.seconds.weight:
-            if step.overlapped:
-                return False  # nothing to compare with
-            own.tokens = log_tokens
-        log_s = math.log(stages.seconds) - self._slope(kind) * (log_tokens - own.tokens)
-        level, value = own.seconds, log_s
-        if step.overlapped:
-            level, value = own.off, log_s - own.seconds.value - own.expected
-        moved, noise = abs(value - level.value) if level.weight else 0.0, self._noise[kind]
-        predicted = own.seconds.value + own.expected
-        changed = level.add(value, noise, trial=step.trial)
-        if moved:
-            variance = noise**2 + (min(moved, 3 * noise) ** 2 - noise**2) / _NOISE_MEMORY
-            self._noise[kind] = min(max(math.sqrt(variance), _LEAST_NOISE), _MOST_NOISE)
-        if level.far:
-            own.watch()
-        elif not step.overlapped:
-            own.add_stages(stages, self._schedules[kind])
-        if step.trial and not step.overlapped:  # how long its overlapped steps take stays known
-            own.off.value -= own.seconds.value + own.expected - predicted
-        return changed
-
-    def _size(self, kind: str, tokens: int) -> int:
-        """The size that a step counts for, the nearest power of two: that of the kind's latest step, if it has half to
-        twice its tokens."""
-        latest = self._latest.get(kind, tokens)
-        return 1 << round(math.log2(latest if latest / 2 <= tokens <= latest * 2 else max(1, tokens)))
-
-    def _believed(self, kind: str, own: SizeTimes) -> float:
-        told = [each.off for each in self._sizes[kind].values() if each is not own and each.off.weight]
-        weight = sum(each.weight for each in told)
-        elsewhere = sum(each.weight * each.value for each in told) / (weight + 1) if told else None
-        return own.believed(elsewhere, self._noise[kind])
-
-    def _slope(self, kind: str) -> float:
-        """d log seconds / d log tokens of serial steps, from the sizes that are known."""
-        known = [each for each in self._sizes[kind].values() if each.seconds.weight]
-        mean = sum(each.tokens for each in known) / max(1, len(known))
-        spread = sum((each.tokens - mean) ** 2 for each in known)
-        if spread > _LEAST_SPREAD:
-            found = sum((each.tokens - mean) * each.seconds.value for each in known) / spread
-            self._slopes[kind] = min(max(found, 0.0), 1.2)
-        return self._slopes[kind]
 
     @property
     def reasons(self) -> Mapping[str, str]:
         """Kind -> a sentence: what each size does, and why."""
         if self._reasons is None:
-            self._reasons = {kind: self._in_words(kind) for kind in self._schedules}
+            self._reasons = {name: kind.in_words() for name, kind in self.kinds.items()}
         return self._reasons
 
-    def _in_words(self, kind: str) -> str:
-        told = []
-        for size, own in sorted((size, own) for size, own in self._sizes[kind].items() if own.seconds.weight):
-            waits = "" if own.stages is None else f", {own.stages.waits / own.stages.seconds:.0%} waiting"
-            gain = f"{math.exp(-self._believed(kind, own)):.2f}x" + ("" if own.off.weight else " expected")
-            does, serial_ms = "overlapped" if own.overlaps else "serial", math.exp(own.seconds.value) * 1e3
-            told.append(f"{size}: {does} ({serial_ms:.3g} ms serial{waits}; overlapped {gain})")
-        return "by tokens: " + "; ".join(told) if told else "serial: nothing is measured yet"
+
+def _alike(tokens: int, others: int) -> bool:
+    """Whether a step has half to twice the tokens of another one."""
+    return others <= 2 * tokens <= 4 * others

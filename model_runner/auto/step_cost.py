@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from attention import AttentionShape
+from model_runner.decoder.base import CausalLM
 from model_runner.decoder.layers import Projection
 from model_runner.parallel.tensor_parallel import Shard
 from moe import FusedExperts
 from ubatch import SplitCost
-
-if TYPE_CHECKING:
-    from model_runner.decoder.base import CausalLM
 
 __all__ = ["split_cost"]
 

@@ -69,11 +69,7 @@ class StepSettings:
     """
 
     def __init__(
-        self,
-        config: UBatchConfig,
-        group: CommGroup | None,
-        device: torch.device,
-        kinds: Sequence[str] = MODE_KEYS,
+        self, config: UBatchConfig, group: CommGroup | None, device: torch.device, kinds: Sequence[str] = MODE_KEYS
     ) -> None:
         self._group = group
         self._device = device
@@ -82,7 +78,6 @@ class StepSettings:
         free = [kind for kind in kinds if may and config.modes.get(kind, ModeSettings()).token_threshold is None]
         schedules = {kind: config.for_mode(_MODES[kind]).schedule for kind in free}
         self._schedules = {kind: each for kind, each in schedules.items() if each.overlaps}
-        self._prints = {kind: each.fingerprint for kind, each in self._schedules.items()}
         own = {
             kind: ModeSettings(each, each.lanes if each.lanes > 1 else None, token_threshold=each.lanes)
             for kind, each in self._schedules.items()
@@ -162,7 +157,8 @@ class StepSettings:
         tokens = [total for total in map(sum, decision.tokens) if total]
         modes = {mode for mode, counts in zip(decision.modes, decision.tokens, strict=True) if any(counts)}
         kind = _KINDS.get(modes.pop(), "") if len(modes) == 1 else ""
-        known = not decision.engaged or decision.schedule == self._prints.get(kind)
+        schedule = self._schedules.get(kind)
+        known = not decision.engaged or (schedule is not None and decision.schedule == schedule.fingerprint)
         return kind if known else "", sum(tokens) // len(tokens), decision.engaged
 
 

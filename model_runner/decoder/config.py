@@ -1,13 +1,13 @@
 """The config of a decoder, and the entries of `config.json` that families share.
 
-A family's `read_config` starts from `read_decoder` and replaces the entries in which it differs; `DecoderLM` builds
-the layers.
+A family's `read_config` calls `read_decoder` with the entries in which it differs; `DecoderLM` builds the layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from attention import AttentionShape, MLAShape
 from model_runner.decoder.base import ModelConfig
@@ -176,6 +176,8 @@ def read_decoder(
     layer_ropes: Sequence[Rope] | None = None,
     moe: MoEConfig | None = None,
     default_eps: float = 1e-6,
+    flags: Sequence[str] = (),
+    **differences: Any,
 ) -> DecoderConfig:
     """Read the entries that every family has, as a model without biases and without query and key norms.
 
@@ -184,6 +186,8 @@ def read_decoder(
         layer_ropes: rotary embeddings of every layer instead, without scaling.
         moe: the MoE layers; None for a dense model.
         default_eps: the family's `rms_norm_eps`, used if the config has none.
+        flags: entries that are true or false, by default false, and fields of `DecoderConfig` by the same name.
+        differences: other fields of `DecoderConfig` in which the family differs.
 
     Raises:
         CheckpointError: an entry is missing or invalid, the activation is not SiLU, or the weights are quantised in a
@@ -198,14 +202,14 @@ def read_decoder(
     activation = config.values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):  # two names of one function
         raise config.wrong("hidden_act", activation, "'silu'")
+    longest = read_longest_context(config) if layer_ropes is None else config.integer("max_position_embeddings")
+    differences |= {name: config.flag(name, False) for name in flags}
     return DecoderConfig(
         vocab_size=config.integer("vocab_size"),
         hidden_size=config.integer("hidden_size"),
         num_layers=config.integer("num_hidden_layers"),
         attention=attention,
-        max_position_embeddings=(
-            read_longest_context(config) if layer_ropes is None else config.integer("max_position_embeddings")
-        ),
+        max_position_embeddings=longest,
         num_experts=0 if moe is None else read_num_experts(config),
         num_experts_per_tok=0 if moe is None else read_top_k(config),
         full_attention_length=_read_full_attention_length(config),
@@ -216,6 +220,7 @@ def read_decoder(
         layer_ropes=None if layer_ropes is None else tuple(layer_ropes),
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         moe=moe,
+        **differences,
     )
 
 

@@ -68,12 +68,7 @@ class DecoderLM(CausalLM):
         self.config = config
         self.tensor_parallel = parallel.tensor
         vocabulary = (config.vocab_size, config.hidden_size)
-
-        def pack_output() -> None:
-            if parallel.experts == "native":
-                self.lm_head.pack()
-
-        with checkpoint.once_read(pack_output):
+        with checkpoint.once_read(lambda: pack_projections(self.lm_head, parallel.experts)):
             embedding = f"{config.tensor_prefix}.embed_tokens.weight"
             self.lm_head = self.embed_tokens = Projection(checkpoint.load(embedding, *vocabulary))
             if not config.tie_word_embeddings or checkpoint.has_other("lm_head.weight", embedding):
@@ -95,7 +90,8 @@ class DecoderLM(CausalLM):
         plan, num_tokens = current_plan()
         layout = current_layout(self.tensor_parallel)
         own_ids = input_ids if layout is None else layout.own(input_ids)
-        hidden, rotary = self._embed(own_ids), [rope(positions) for rope in self.ropes]
+        hidden, scale = self.embed_tokens.rows(own_ids), self.config.embedding_scale
+        hidden, rotary = hidden if scale == 1 else hidden * scale, [rope(positions) for rope in self.ropes]
         needed = self._needed_rows()
         if self._repeated is not None and layout is None and needed is None:
             return self._repeated(hidden, rotary, plan, num_tokens)
@@ -130,11 +126,6 @@ class DecoderLM(CausalLM):
         logits, divisor = self.lm_head.scores(hidden_states), self.config.logits_divisor
         return logits if divisor == 1 else logits / divisor
 
-    def _embed(self, input_ids: Tensor) -> Tensor:
-        """The first residual, `[T, hidden_size]`."""
-        rows, scale = self.embed_tokens.rows(input_ids), self.config.embedding_scale
-        return rows if scale == 1 else rows * scale
-
 
 class DecoderLayer(nn.Module):
     """Attention and a (dense or sparse) MLP, each behind a norm and added to the residual."""
@@ -142,27 +133,19 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, parallel: ExpertParallel, layer: int) -> None:
         super().__init__()
         self.eps = config.residual_eps
-
-        def pack() -> None:
-            if parallel.experts == "native":
-                pack_projections(self)
-
-        with checkpoint.once_read(pack):
-            self._load(config, checkpoint, parallel, layer)
-
-    def _load(self, config: DecoderConfig, checkpoint: Checkpoint, parallel: ExpertParallel, layer: int) -> None:
-        prefix, hidden_size = f"{config.tensor_prefix}.layers.{layer}", config.hidden_size
-        self.input_norm = _norm(config, checkpoint, f"{prefix}.input_layernorm.weight")
-        self.attention = _attention(config, checkpoint, prefix, layer, parallel)
-        self.post_attention_norm = _norm(config, checkpoint, f"{prefix}.post_attention_layernorm.weight")
-        self.mlp: GatedMLP | SparseMLP
-        self.mlp_mode = ScatterMode.TP_ATTN_FULL
-        if config.moe is not None and layer in config.moe.layers:
-            self.mlp = SparseMLP(checkpoint, prefix, hidden_size, config.num_experts, config.moe, parallel)
-            self.mlp_mode = ScatterMode.SCATTERED
-        else:
-            sizes = hidden_size, config.intermediate_size
-            self.mlp = GatedMLP(checkpoint, f"{prefix}.mlp", *sizes, bias=config.mlp_bias, shard=parallel.shard)
+        with checkpoint.once_read(lambda: pack_projections(self, parallel.experts)):
+            prefix = f"{config.tensor_prefix}.layers.{layer}"
+            self.input_norm = _norm(config, checkpoint, f"{prefix}.input_layernorm.weight")
+            self.attention = _attention(config, checkpoint, layer, parallel)
+            self.post_attention_norm = _norm(config, checkpoint, f"{prefix}.post_attention_layernorm.weight")
+            self.mlp: GatedMLP | SparseMLP
+            self.mlp_mode = ScatterMode.TP_ATTN_FULL
+            if config.moe is not None and layer in config.moe.layers:
+                self.mlp = SparseMLP(config.moe, config, checkpoint, layer, parallel)
+                self.mlp_mode = ScatterMode.SCATTERED
+            else:
+                sizes = config.hidden_size, config.intermediate_size
+                self.mlp = GatedMLP(checkpoint, f"{prefix}.mlp", *sizes, bias=config.mlp_bias, shard=parallel.shard)
 
     def forward(
         self,
@@ -204,13 +187,8 @@ class DecoderLayer(nn.Module):
 def _rotary(config: DecoderConfig, rope: Rope, checkpoint: Checkpoint) -> RotaryEmbedding | RotaryTable:
     shape, device = config.attention, checkpoint.device
     if isinstance(shape, MLAShape):
-        return RotaryTable(
-            rope,
-            shape.qk_rope_head_dim,
-            config.max_position_embeddings,
-            interleaved=config.rope_interleaved,
-            device=device,
-        )
+        rows, interleaved = config.max_position_embeddings, config.rope_interleaved
+        return RotaryTable(rope, shape.qk_rope_head_dim, rows, interleaved=interleaved, device=device)
     return RotaryEmbedding(rope, shape.head_dim, device)
 
 
@@ -219,28 +197,12 @@ def _norm(config: DecoderConfig, checkpoint: Checkpoint, name: str) -> nn.Parame
 
 
 def _attention(
-    config: DecoderConfig, checkpoint: Checkpoint, prefix: str, layer: int, parallel: ExpertParallel
+    config: DecoderConfig, checkpoint: Checkpoint, layer: int, parallel: ExpertParallel
 ) -> Attention | LatentAttention | GatedDeltaNet:
-    place, hidden_size, shape = config.place(layer), config.hidden_size, config.attention
-    eps, shard = config.rms_norm_eps, parallel.shard
+    shape, others = config.attention, (config, checkpoint, layer, parallel)
     if config.linear is not None and layer in config.linear_layers:
-        name, grouped = f"{prefix}.linear_attn", config.linear_grouped
-        return GatedDeltaNet(
-            checkpoint, name, place, hidden_size, config.linear, norm_eps=eps, grouped=grouped, shard=shard
-        )
-    name, bias = f"{prefix}.self_attn", config.attention_bias
+        return GatedDeltaNet(config.linear, *others)
     if isinstance(shape, MLAShape):
-        return LatentAttention(
-            checkpoint, name, place, hidden_size, shape, q_lora_rank=config.q_lora_rank, bias=bias, shard=shard
-        )
-    shape = shape.of_layer(place)
-    kind: type[Attention] = Attention
-    options: dict[str, Any] = {"bias": bias or config.qkv_bias, "out_bias": bias, "shard": shard}
-    if config.norms_all_heads:
-        kind = AllHeadsNormAttention
-        options |= {"norm_eps": eps, "clip": config.clip_qkv, "tensor": parallel.tensor}
-    else:
-        options |= {"norm_eps": eps if config.qk_norm else None}
-        options |= {"zero_centred": config.zero_centred_norms, "gated": config.output_gate}
-        options |= {"sinks_name": config.sinks_name, "value_scale": config.value_scale}
-    return kind(checkpoint, name, place, hidden_size, shape, **options)
+        return LatentAttention(shape, *others)
+    kind = AllHeadsNormAttention if config.norms_all_heads else Attention
+    return kind(shape.of_layer(config.place(layer)), *others)

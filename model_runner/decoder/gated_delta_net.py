@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention import GatedDeltaShape, HybridPlan
+from model_runner.decoder.base import ExpertParallel
+from model_runner.decoder.config import DecoderConfig
 from model_runner.decoder.layers import Projection, frozen
-from model_runner.parallel.tensor_parallel import WHOLE, Shard
 from model_runner.weights.weights import Checkpoint, Part
 from ubatch import ConfigError, Point, dbo_yield
 from ubatch.schedules.schedule import LINEAR_ATTENTION
@@ -30,62 +31,42 @@ class GatedDeltaNet(nn.Module):
     """A layer with the gated delta rule. Each tensor-parallel rank has its share of the heads."""
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        prefix: str,
-        place: int,
-        hidden_size: int,
-        shape: GatedDeltaShape,
-        *,
-        norm_eps: float,
-        grouped: bool,
-        shard: Shard = WHOLE,
+        self, full: GatedDeltaShape, config: DecoderConfig, checkpoint: Checkpoint, layer: int, parallel: ExpertParallel
     ) -> None:
-        """Load the weights of this rank's heads.
-
-        Args:
-            prefix: prefix of the tensors' names, without the last dot.
-            place: number of the layer among those with linear attention.
-            shape: heads of all ranks.
-            grouped: see `DecoderConfig.linear_grouped`.
-        """
+        """Load the weights of this rank's heads; `full` has the heads of all ranks."""
         super().__init__()
-        self.place, self.norm_eps = place, norm_eps
-        self.shape = own = shard.linear(shape)
+        prefix, shard = f"{config.tensor_prefix}.layers.{layer}.linear_attn", parallel.shard
+        self.place, self.norm_eps = config.place(layer), config.rms_norm_eps
+        self.shape = own = shard.linear(full)
+        grouped, hidden_size = config.linear_grouped, config.hidden_size
         device = checkpoint.device
-        of_keys, of_values, of_heads = map(shard.part, (shape.key_size, shape.value_size, shape.num_v_heads))
-        mixed = [of_keys, _behind(of_keys, shape.key_size), _behind(of_values, 2 * shape.key_size)]
-        mixed = [Part(part.start, part.size, shape.conv_dim) for part in mixed]
+        of_keys, of_values, of_heads = map(shard.part, (full.key_size, full.value_size, full.num_v_heads))
+        mixed = [of_keys, _behind(of_keys, full.key_size), _behind(of_values, 2 * full.key_size)]
+        mixed = [Part(part.start, part.size, full.conv_dim) for part in mixed]
         if grouped:
-            both = shard.part(2 * (shape.key_size + shape.value_size)), shard.part(2 * shape.num_v_heads)
+            both = shard.part(2 * (full.key_size + full.value_size)), shard.part(2 * full.num_v_heads)
             names = [(f"{prefix}.in_proj_{name}.weight", part) for name, part in zip(("qkvz", "ba"), both, strict=True)]
         else:
             names = [(f"{prefix}.in_proj_qkv.weight", part) for part in mixed]
             others = ("z", of_values), ("b", of_heads), ("a", of_heads)
             names += [(f"{prefix}.in_proj_{name}.weight", part) for name, part in others]
-        inputs: list[Tensor] = []
-        with checkpoint.once_read(lambda: _by_kind(inputs[0], own) if grouped else None):
-            inputs.append(checkpoint.load_fused(names, hidden_size))
-        self.inputs = Projection(inputs[0])
+        with checkpoint.once_read(lambda: _by_kind(inputs, own) if grouped else None):
+            inputs = checkpoint.load_fused(names, hidden_size)
+        self.inputs = Projection(inputs)
         self.out = Projection(checkpoint.load(f"{prefix}.out_proj.weight", hidden_size, of_values))
 
         # Small, and read in every step: float32, as they are computed with.
-        self.conv = frozen(torch.empty(shape.conv_kernel, own.conv_dim, device=device))
+        self.conv = frozen(torch.empty(full.conv_kernel, own.conv_dim, device=device))
         self.rate, self.dt_bias = (frozen(torch.empty(own.num_v_heads, device=device)) for _ in range(2))
-        self.norm = frozen(torch.empty(shape.v_dim, device=device))
+        self.norm = frozen(torch.empty(full.v_dim, device=device))
         checkpoint.load_into(f"{prefix}.norm.weight", self.norm)
-        loaded: list[Tensor] = []
-        with checkpoint.once_read(lambda: self._place_small(loaded, of_heads)):
-            loaded.append(
-                checkpoint.load_fused([(f"{prefix}.conv1d.weight", part) for part in mixed], 1, len(self.conv))
-            )
-            for name in ("A_log", "dt_bias"):
-                whole = torch.empty(shape.num_v_heads, device=device)
-                checkpoint.load_into(f"{prefix}.{name}", whole)
-                loaded.append(whole)
+        with checkpoint.once_read(lambda: self._place_small(conv, log_rate, bias, of_heads)):
+            conv = checkpoint.load_fused([(f"{prefix}.conv1d.weight", part) for part in mixed], 1, len(self.conv))
+            log_rate, bias = (torch.empty(full.num_v_heads, device=device) for _ in range(2))
+            checkpoint.load_into(f"{prefix}.A_log", log_rate)
+            checkpoint.load_into(f"{prefix}.dt_bias", bias)
 
-    def _place_small(self, loaded: list[Tensor], heads: Part) -> None:
-        conv, log_rate, bias = loaded
+    def _place_small(self, conv: Tensor, log_rate: Tensor, bias: Tensor, heads: Part) -> None:
         self.conv.copy_(conv[:, 0].T)
         self.rate.copy_(-log_rate[heads.slice].exp())
         self.dt_bias.copy_(bias[heads.slice])
@@ -105,8 +86,7 @@ class GatedDeltaNet(nn.Module):
         dbo_yield(Point.ATTN_PREPARE, LINEAR_ATTENTION)
         out = plan.linear.forward(qkv, decay, strength, self.conv, self.place)
         out = F.rms_norm(out, (shape.v_dim,), self.norm, self.norm_eps) * F.silu(z.float()).view_as(out)
-        projected: Tensor = self.out(out.flatten(1).to(x.dtype))
-        return projected
+        return self.out(out.flatten(1).to(x.dtype))
 
 
 def _behind(part: Part, start: int) -> Part:

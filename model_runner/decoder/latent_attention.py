@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from attention import MLAInputs, MLAPlan, MLAShape, RopeTable
+from model_runner.decoder.base import ExpertParallel
+from model_runner.decoder.config import DecoderConfig
 from model_runner.decoder.layers import Projection, frozen, load_projection
 from model_runner.decoder.ops import rms_norm
-from model_runner.parallel.tensor_parallel import WHOLE, Shard
 from model_runner.weights.weights import Checkpoint
 from ubatch import Point, dbo_yield
 
@@ -34,33 +35,20 @@ class LatentAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        prefix: str,
-        layer: int,
-        hidden_size: int,
-        shape: MLAShape,
-        *,
-        q_lora_rank: int | None,
-        bias: bool,
-        shard: Shard = WHOLE,
+        self, shape: MLAShape, config: DecoderConfig, checkpoint: Checkpoint, layer: int, parallel: ExpertParallel
     ) -> None:
         """Load the weights: this rank's heads, and the whole projections to the latents.
 
-        Args:
-            prefix: prefix of the tensors' names, without the last dot.
-            shape: heads of all ranks, and the latent's size.
-            q_lora_rank: size of the compressed query; None if it is not compressed.
-            bias: whether the compressing projections and the output projection have a bias.
+        With biases, the compressing projections and the output projection have one. `shape` has the heads of all ranks.
         """
         super().__init__()
-        self.layer = layer
+        self.layer, hidden_size, q_lora_rank = config.place(layer), config.hidden_size, config.q_lora_rank
+        prefix, shard = f"{config.tensor_prefix}.layers.{layer}.self_attn", parallel.shard
         whole_heads, rank = shape.num_heads, shape.kv_lora_rank
         self.shape = shape = replace(shape, num_heads=whole_heads // shard.size)
         q_part = shard.part(whole_heads * shape.qk_head_dim)
         self.sizes = (q_part.size if q_lora_rank is None else q_lora_rank, rank, shape.qk_rope_head_dim)
         first = ("q_proj", q_part) if q_lora_rank is None else ("q_a_proj", q_lora_rank)
-        parts = [(f"{prefix}.{name}", rows) for name, rows in (first, ("kv_a_proj_with_mqa", sum(self.sizes[1:])))]
         v_part = shard.part(whole_heads * shape.v_head_dim)
         self.latent_norm = frozen(checkpoint.load(f"{prefix}.kv_a_layernorm.weight", rank))
         self.q_norm: nn.Parameter | None = None
@@ -69,7 +57,7 @@ class LatentAttention(nn.Module):
             self.q_norm = frozen(checkpoint.load(f"{prefix}.q_a_layernorm.weight", q_lora_rank))
             self.q_up = load_projection(checkpoint, [(f"{prefix}.q_b_proj.weight", q_part)], q_lora_rank)
         down_bias = out_bias = None
-        if bias:
+        if config.attention_bias:
             down_bias = torch.zeros(sum(self.sizes), dtype=checkpoint.dtype, device=checkpoint.device)
             of_q, of_kv = down_bias.split([self.sizes[0], sum(self.sizes[1:])])
             checkpoint.load_into(f"{prefix}.kv_a_proj_with_mqa.bias", of_kv)
@@ -77,14 +65,14 @@ class LatentAttention(nn.Module):
                 checkpoint.load_into(f"{prefix}.q_a_proj.bias", of_q)
             if shard.rank == 0:  # the ranks' outputs are added up
                 out_bias = checkpoint.load(f"{prefix}.o_proj.bias", hidden_size)
-        down = [(f"{name}.weight", rows) for name, rows in parts]
+        parts = first, ("kv_a_proj_with_mqa", sum(self.sizes[1:]))
+        down = [(f"{prefix}.{name}.weight", rows) for name, rows in parts]
         self.down = load_projection(checkpoint, down, hidden_size, down_bias)
         self.out = load_projection(checkpoint, [(f"{prefix}.o_proj.weight", hidden_size)], v_part, out_bias)
 
         up_part = shard.part(whole_heads * (shape.qk_nope_head_dim + shape.v_head_dim))
-        up: list[Tensor] = []
-        with checkpoint.once_read(lambda: self._split_up(*up)):
-            up.append(checkpoint.load(f"{prefix}.kv_b_proj.weight", up_part, rank))
+        with checkpoint.once_read(lambda: self._split_up(up)):
+            up = checkpoint.load(f"{prefix}.kv_b_proj.weight", up_part, rank)
 
     def _split_up(self, up: Tensor) -> None:
         """Split `kv_b_proj` into `w_uk` and `w_uv`, in the layouts that the back ends need."""
@@ -105,5 +93,4 @@ class LatentAttention(nn.Module):
         latent = rms_norm(latent, self.latent_norm, _LATENT_NORM_EPS)
         dbo_yield(Point.ATTN_PREPARE)
         inputs = MLAInputs(q_nope, q_rope, latent, k_rope, self.w_uk, self.w_uv, rope)
-        out: Tensor = self.out(plan.forward(inputs, self.layer).flatten(1))
-        return out
+        return self.out(plan.forward(inputs, self.layer).flatten(1))

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention import AttentionPlan, AttentionShape
+from model_runner.decoder.base import ExpertParallel
+from model_runner.decoder.config import DecoderConfig
 from model_runner.decoder.ops import normalise_and_rotate, rms_norm, sigmoid_mul, silu_mul
 from model_runner.decoder.rope import Rotation
 from model_runner.parallel.tensor_parallel import WHOLE, Shard, TensorParallel
-from model_runner.weights.fp8_projections import load_fp8_projection
+from model_runner.weights.fp8 import load_fp8_projection
 from model_runner.weights.weights import Checkpoint, Size
 from moe import NativeLinear, fp8_linear, linear
 from ubatch import ConfigError, Point, dbo_yield
@@ -47,13 +49,9 @@ def load_norm(checkpoint: Checkpoint, name: str, size: int, *, zero_centred: boo
     if not zero_centred:
         return frozen(checkpoint.load(name, size))
     weight = torch.empty(size, dtype=torch.float32, device=checkpoint.device)
-    with checkpoint.once_read(lambda: _add_one(weight)):
+    with checkpoint.once_read(lambda: weight.add_(1)):
         checkpoint.load_into(name, weight)
     return frozen(weight)
-
-
-def _add_one(weight: Tensor) -> None:
-    weight += 1
 
 
 class Projection(nn.Module):
@@ -151,10 +149,11 @@ def load_projection(
     return Projection(weight, bias, scales)
 
 
-def pack_projections(model: nn.Module) -> None:
-    """Pack every `Projection` of a model, one after the other; raises the errors of `Projection.pack`."""
+def pack_projections(model: nn.Module, experts: str = "native") -> None:
+    """Pack every `Projection` of a model whose experts are `native`, one after the other; raises the errors of
+    `Projection.pack`."""
     for module in model.modules():
-        if isinstance(module, Projection):
+        if experts == "native" and isinstance(module, Projection):
             module.pack()
 
 
@@ -162,73 +161,46 @@ class Attention(nn.Module):
     """Grouped-query attention with rotary embeddings and, in Qwen3's and other families, normalised queries and keys.
 
     Query, key and value projections are fused into one product, in which the gates of the output are last, if the
-    family has them; query and key heads are normalised and rotated together.
+    family has them: in the checkpoint each head's is behind its query, and value heads have the size of the others.
+    Query and key heads are normalised and rotated together.
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        prefix: str,
-        layer: int,
-        hidden_size: int,
-        shape: AttentionShape,
-        *,
-        bias: bool,
-        out_bias: bool = False,
-        norm_eps: float | None,
-        zero_centred: bool = False,
-        gated: bool = False,
-        sinks_name: str = "sinks",
-        value_scale: float = 1.0,
-        shard: Shard = WHOLE,
+        self, shape: AttentionShape, config: DecoderConfig, checkpoint: Checkpoint, layer: int, parallel: ExpertParallel
     ) -> None:
-        """Load the weights of this rank's heads.
-
-        Args:
-            prefix: prefix of the tensors' names, without the last dot.
-            shape: heads of all ranks.
-            bias: whether the query, key and value projections have biases.
-            out_bias: whether the output projection has one.
-            norm_eps: epsilon of the query and key norms; None for a family without them.
-            zero_centred: see `load_norm`.
-            gated: the query projection also has a gate for every element of attention's output, each head's behind its
-                query. Value heads then have the size of the others.
-            sinks_name: name of the sinks' tensor.
-            value_scale: factor on the values; the output projection's weights are multiplied by it.
-        """
+        """Load the weights of this rank's heads; `shape` has the layer's heads of all ranks."""
         super().__init__()
-        self.layer = layer
-        self.norm_eps = norm_eps
+        prefix, shard = f"{config.tensor_prefix}.layers.{layer}.self_attn", parallel.shard
+        self.layer, self.eps, self.gated = config.place(layer), config.rms_norm_eps, config.output_gate
+        self.zero_centred, self.clip, self.tensor = config.zero_centred_norms, config.clip_qkv, parallel.tensor
         heads, kv_heads = shape.num_heads, shape.num_kv_heads
         heads_part, q_part, out_part = map(shard.part, (heads, heads * shape.head_dim, heads * shape.value_dim))
         k_part, v_part = (shard.part(kv_heads * dim, most=kv_heads) for dim in (shape.head_dim, shape.value_dim))
-        self.gated, self.zero_centred, self.shape = gated, zero_centred, shard.grouped(shape)
+        self.shape = shard.grouped(shape)
         num_qk, kv_heads = self.shape.num_heads + self.shape.num_kv_heads, self.shape.num_kv_heads
-        self._sizes = [num_qk * shape.head_dim, kv_heads * shape.value_dim, out_part.size if gated else 0]
-        parts = (("q", shard.part(2 * q_part.total) if gated else q_part), ("k", k_part), ("v", v_part))
+        self._sizes = [num_qk * shape.head_dim, kv_heads * shape.value_dim, out_part.size if self.gated else 0]
+        parts = (("q", shard.part(2 * q_part.total) if self.gated else q_part), ("k", k_part), ("v", v_part))
         weights = [(f"{prefix}.{p}_proj.weight", n) for p, n in parts]
-        if gated:  # rows are moved; those of scales in fp8 could not be
-            fused: list[Tensor] = []
-            with checkpoint.once_read(lambda: self._move_gates(fused)):
-                fused.append(checkpoint.load_fused(weights, hidden_size))
-                if bias:
-                    fused.append(checkpoint.load_fused([(f"{prefix}.{p}_proj.bias", n) for p, n in parts]))
-            self.qkv = Projection(*fused)
-        else:
-            of_qkv = checkpoint.load_fused([(f"{prefix}.{p}_proj.bias", n) for p, n in parts]) if bias else None
-            self.qkv = load_projection(checkpoint, weights, hidden_size, of_qkv)
+        of_qkv = None
+        with checkpoint.once_read(lambda: self._move_gates(self.qkv.weight, of_qkv)):
+            if config.attention_bias or config.qkv_bias:
+                of_qkv = checkpoint.load_fused([(f"{prefix}.{p}_proj.bias", n) for p, n in parts])
+            if self.gated:  # rows are moved; those of scales in fp8 could not be
+                self.qkv = Projection(checkpoint.load_fused(weights, config.hidden_size), of_qkv)
+            else:
+                self.qkv = load_projection(checkpoint, weights, config.hidden_size, of_qkv)
         of_out = None
-        if out_bias and shard.rank == 0:  # the ranks' outputs are added up
-            of_out = checkpoint.load(f"{prefix}.o_proj.bias", hidden_size)
-        with checkpoint.once_read(lambda: self._scale_values(value_scale)):
-            self.out = load_projection(checkpoint, [(f"{prefix}.o_proj.weight", hidden_size)], out_part, of_out)
+        if config.attention_bias and shard.rank == 0:  # the ranks' outputs are added up
+            of_out = checkpoint.load(f"{prefix}.o_proj.bias", config.hidden_size)
+        with checkpoint.once_read(lambda: self._scale_values(config.value_scale)):
+            of_o = [(f"{prefix}.o_proj.weight", config.hidden_size)]
+            self.out = load_projection(checkpoint, of_o, out_part, of_out)
         self.sinks: nn.Parameter | None = None
         if shape.sinks:
-            sinks: list[Tensor] = []
-            with checkpoint.once_read(lambda: self._keep_sinks(*sinks)):
-                sinks.append(checkpoint.load(f"{prefix}.{sinks_name}", heads_part))
+            with checkpoint.once_read(lambda: self._keep_sinks(sinks)):
+                sinks = checkpoint.load(f"{prefix}.{config.sinks_name}", heads_part)
         self.qk_norm: nn.Parameter | None = None
-        if norm_eps is not None:
+        if config.qk_norm or config.norms_all_heads:
             self._load_norms(checkpoint, prefix, q_part, k_part)
 
     def _scale_values(self, factor: float) -> None:
@@ -242,16 +214,14 @@ class Attention(nn.Module):
         self.sinks = frozen(sinks.float())
 
     def _load_norms(self, checkpoint: Checkpoint, prefix: str, q_part: Size, k_part: Size) -> None:
-        norms: list[Tensor] = []
+        names, size = (f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight"), self.shape.head_dim
         with checkpoint.once_read(lambda: self._repeat_norms(norms)):
-            for part in ("q", "k"):
-                name = f"{prefix}.{part}_norm.weight"
-                norms.append(load_norm(checkpoint, name, self.shape.head_dim, zero_centred=self.zero_centred))
+            norms = [load_norm(checkpoint, name, size, zero_centred=self.zero_centred) for name in names]
 
-    def _move_gates(self, fused: Sequence[Tensor]) -> None:
+    def _move_gates(self, *fused: Tensor | None) -> None:
         """Move the gates' rows behind those of queries, keys and values."""
         queries = 2 * self.shape.num_heads * self.shape.head_dim
-        for rows in fused:
+        for rows in (each for each in fused if self.gated and each is not None):
             both = rows[:queries].view(self.shape.num_heads, 2, self.shape.head_dim, *rows.shape[1:])
             rows.copy_(torch.cat((both[:, 0].flatten(0, 1), rows[queries:], both[:, 1].flatten(0, 1))))
 
@@ -266,39 +236,21 @@ class Attention(nn.Module):
         q, k, v, gate = self._heads(x, rotation)
         dbo_yield(Point.ATTN_PREPARE)
         out = plan.forward(q, k, v, self.layer, self.sinks).flatten(1)
-        projected: Tensor = self.out(out if gate is None else sigmoid_mul(gate, out))
-        return projected
+        return self.out(out if gate is None else sigmoid_mul(gate, out))
 
     def _heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys and values, each `[T, heads, size]`, as the back end takes them, and the output's gate."""
         shape, rows = self.shape, x.shape[0]
         qk, v, gate = self.qkv(x).split(self._sizes, dim=-1)
         qk = qk.view(rows, shape.num_heads + shape.num_kv_heads, shape.head_dim)
-        qk = normalise_and_rotate(qk, rotation, self.qk_norm, self.norm_eps)
+        qk = normalise_and_rotate(qk, rotation, self.qk_norm, None if self.qk_norm is None else self.eps)
         v = v.view(rows, shape.num_kv_heads, shape.value_dim)
         return qk[:, : shape.num_heads], qk[:, shape.num_heads :], v, gate if self.gated else None
 
 
 class AllHeadsNormAttention(Attention):
-    """Attention that normalises a token's queries over all heads together, and its keys, as OLMoE does.
-
-    Args:
-        norm_eps: epsilon of the norms.
-        clip: largest absolute value of queries, keys and values, before they are rotated; None for no limit.
-        tensor: the ranks that share attention, which share the norms, too; None if this rank has all heads.
-        arguments, options: see `Attention`.
-    """
-
-    def __init__(
-        self,
-        *arguments: Any,
-        norm_eps: float,
-        clip: float | None,
-        tensor: TensorParallel | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(*arguments, norm_eps=norm_eps, **options)
-        self.eps, self.clip, self.tensor = norm_eps, clip, tensor
+    """Attention that normalises a token's queries over all heads together, and its keys, as OLMoE does; then it clips
+    queries, keys and values, if the config says so."""
 
     def _load_norms(self, checkpoint: Checkpoint, prefix: str, q_part: Size, k_part: Size) -> None:
         self.q_norm = frozen(checkpoint.load(f"{prefix}.q_norm.weight", q_part))
@@ -327,7 +279,10 @@ class AllHeadsNormAttention(Attention):
 
 
 class GatedMLP(nn.Module):
-    """A dense feed-forward layer, `down(silu(gate(x)) * up(x))`, or one rank's share of its intermediate columns."""
+    """A dense feed-forward layer, `down(silu(gate(x)) * up(x))`, or one rank's share of its intermediate columns.
+
+    Shared experts may have a gate on their result, `sigmoid(gate(x)) * mlp(x)`. Source of that: Qwen1.5-MoE (2024).
+    """
 
     def __init__(
         self,
@@ -338,9 +293,11 @@ class GatedMLP(nn.Module):
         *,
         bias: bool = False,
         fused: tuple[str, str] | None = None,
+        gate: str | None = None,
         shard: Shard = WHOLE,
     ) -> None:
-        """Load the weights. If gate and up are one projection, `fused` is `(gate and up, down)`: not with a shard."""
+        """Load the weights. If gate and up are one projection, `fused` is `(gate and up, down)`: not with a shard.
+        `gate` is the name of the result's gate, without `.weight`; None for none."""
         super().__init__()
         columns = shard.part(intermediate_size)
         halves = [f"{prefix}.{part}_proj" for part in ("gate", "up")]
@@ -355,8 +312,9 @@ class GatedMLP(nn.Module):
             gate_up, down = [(f"{prefix}.{fused[0]}.weight", 2 * intermediate_size)], fused[1]
         self.gate_up = load_projection(checkpoint, gate_up, hidden_size, gate_up_bias)
         self.down = load_projection(checkpoint, [(f"{prefix}.{down}.weight", hidden_size)], columns, down_bias)
+        self.gate = None if gate is None else Projection(checkpoint.load(f"{gate}.weight", 1, hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T, hidden_size]` to the same shape; the caller sums the ranks' results."""
-        out: Tensor = self.down(silu_mul(self.gate_up(x)))
-        return out
+        out = self.down(silu_mul(self.gate_up(x)))
+        return out if self.gate is None else sigmoid_mul(self.gate(x), out)

@@ -201,16 +201,11 @@ def _read_scaling(config: HFConfig, rope: HFConfig, theta: float) -> Rope:
     if kind == "linear":
         return LinearRope(theta, factor=rope.number("factor"))
     if kind == "llama3":
-        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        factors = {name: rope.number(name) for name in ("low_freq_factor", "high_freq_factor", "factor")}
+        low, high, _ = factors.values()
         if high <= low:
             raise config.wrong("high_freq_factor", high, f"more than its low_freq_factor, {low}")
-        return Llama3Rope(
-            theta,
-            factor=rope.number("factor"),
-            low_freq_factor=low,
-            high_freq_factor=high,
-            original_max_position=_original_max_position(config, rope),
-        )
+        return Llama3Rope(theta, original_max_position=_original_max_position(config, rope), **factors)
     if kind == "yarn":
         return _read_yarn(config, rope, theta)
     raise config.wrong("rope type", kind, "one of 'default', 'linear', 'llama3', 'yarn'")
@@ -289,10 +284,7 @@ class RotaryEmbedding(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         if self.factor != 1.0:
             cos, sin = cos * self.factor, sin * self.factor
-        return Rotation(
-            torch.cat((cos, cos), dim=-1).unsqueeze(1),
-            torch.cat((-sin, sin), dim=-1).unsqueeze(1),
-        )
+        return Rotation(torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1))
 
 
 class RotaryTable(nn.Module):

@@ -13,92 +13,60 @@ import torch
 from torch import Tensor, nn
 
 from model_runner.decoder.base import ExpertParallel
-from model_runner.decoder.config import MoEConfig, TensorNames
+from model_runner.decoder.config import DecoderConfig, MoEConfig
 from model_runner.decoder.layers import GatedMLP, Projection, frozen
-from model_runner.decoder.ops import sigmoid_mul
-from model_runner.weights.fp8_experts import load_fp8_experts
+from model_runner.weights.fp8 import load_fp8_experts
 from model_runner.weights.weights import Checkpoint, Part
 from moe import ClampedSwiGLU, FusedMoEModularKernel, SigmoidTopKRouter, make_experts, route
 from ubatch.kernels.recording import this_thread
 from ubatch.kernels.sums import to_float
 
-__all__ = ["SharedExperts", "SparseMLP"]
-
-
-class SharedExperts(GatedMLP):
-    """The experts that every token visits, with a gate on their result: `sigmoid(gate(x)) * mlp(x)`.
-
-    Source: Qwen1.5-MoE (2024).
-    """
-
-    def __init__(
-        self, checkpoint: Checkpoint, prefix: str, hidden_size: int, intermediate_size: int, *, gate: str
-    ) -> None:
-        """Load the weights; `gate` is the name of the gate, without `.weight`."""
-        super().__init__(checkpoint, prefix, hidden_size, intermediate_size)
-        self.gate = Projection(checkpoint.load(f"{gate}.weight", 1, hidden_size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[T, hidden_size]` to the same shape."""
-        return sigmoid_mul(self.gate(x), super().forward(x))
+__all__ = ["SparseMLP"]
 
 
 class SparseMLP(nn.Module):
     """Router and experts; the transport determines which experts this rank holds."""
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        prefix: str,
-        hidden_size: int,
-        num_experts: int,
-        config: MoEConfig,
-        parallel: ExpertParallel,
+        self, moe: MoEConfig, config: DecoderConfig, checkpoint: Checkpoint, layer: int, parallel: ExpertParallel
     ) -> None:
-        """Load the weights.
-
-        Args:
-            prefix: prefix of the layer's tensors, without the last dot.
-            num_experts: routed experts over all ranks.
-            parallel: transport, back end and this rank's experts.
-        """
+        """Load the weights of the experts that this rank holds, and those that all ranks have."""
         super().__init__()
-        names, block = config.names, f"{prefix}.{config.names.block}"
+        num_experts, hidden_size, names = config.num_experts, config.hidden_size, moe.names
+        prefix = f"{config.tensor_prefix}.layers.{layer}"
+        block = f"{prefix}.{names.block}"
         # Scores of experts may be close together, so some families compute the gate in float32.
-        self.gate_dtype = torch.float32 if config.float32_gate else checkpoint.dtype
+        self.gate_dtype = torch.float32 if moe.float32_gate else checkpoint.dtype
         gate = torch.empty(num_experts, hidden_size, dtype=self.gate_dtype, device=checkpoint.device)
         router_name = f"{block}.{names.router}"
         checkpoint.load_into(f"{router_name}.weight", gate)
-        self.gate = Projection(gate, checkpoint.load(f"{router_name}.bias", num_experts) if config.gate_bias else None)
-        self.router = config.router
-        if isinstance(config.router, SigmoidTopKRouter):
+        self.gate = Projection(gate, checkpoint.load(f"{router_name}.bias", num_experts) if moe.gate_bias else None)
+        self.router = moe.router
+        if isinstance(moe.router, SigmoidTopKRouter):
             bias = torch.empty(num_experts, dtype=torch.float32, device=checkpoint.device)
             checkpoint.load_into(f"{block}.gate.e_score_correction_bias", bias)
             self.correction_bias = frozen(bias)
-            self.router = replace(config.router, correction_bias=self.correction_bias)
+            self.router = replace(moe.router, correction_bias=self.correction_bias)
 
         shared: GatedMLP | None = None
-        shared_sizes = hidden_size, config.shared_intermediate_size
-        if config.shared_intermediate_size and config.shared_gate:
-            shared_gate_name = f"{block}.{names.shared_gate}"
-            shared = SharedExperts(checkpoint, f"{prefix}.{names.shared}", *shared_sizes, gate=shared_gate_name)
-        elif config.shared_intermediate_size:
-            shared = GatedMLP(checkpoint, f"{prefix}.{names.shared}", *shared_sizes, fused=names.shared_fused)
-        held = parallel.all2all.experts
-        weights: dict[str, Any] = {}
+        if moe.shared_intermediate_size:
+            name, of_result = f"{prefix}.{names.shared}", f"{block}.{names.shared_gate}" if moe.shared_gate else None
+            sizes = hidden_size, moe.shared_intermediate_size
+            shared = GatedMLP(checkpoint, name, *sizes, fused=names.shared_fused, gate=of_result)
+        first = parallel.all2all.experts.start
+        held = Part(first, len(parallel.all2all.experts), num_experts)
 
         def make_kernel() -> None:  # needs the weights: a back end may pack or reorder them
-            given = weights if config.clamped is None else _untransposed(weights, config.clamped)
-            experts = make_experts(parallel.experts, first_expert=held.start, num_experts=num_experts, **given)
+            given = weights if moe.clamped is None else _untransposed(weights, moe.clamped)
+            experts = make_experts(parallel.experts, first_expert=first, num_experts=num_experts, **given)
             weights.clear()
             self.kernel = FusedMoEModularKernel(parallel.all2all, experts, shared)
 
-        sizes = (num_experts, hidden_size, config.intermediate_size)
         with checkpoint.once_read(make_kernel):
-            if config.clamped is not None:
-                weights |= _load_transposed(checkpoint, f"{block}.experts", held, *sizes)
+            if moe.clamped is not None:
+                weights = _load_transposed(checkpoint, f"{block}.experts", held, hidden_size, moe.intermediate_size)
             else:
-                weights |= _load_experts(checkpoint, block, held, *sizes, names, parallel.fp8_block)
+                weights = _load_experts(checkpoint, block, held, hidden_size, moe, parallel.fp8_block)
 
     def forward(self, x: Tensor, num_tokens: int | Tensor) -> Tensor:
         """`[T, hidden_size]` to the same shape; rows from `num_tokens` on are padding and visit no routed expert."""
@@ -106,22 +74,21 @@ class SparseMLP(nn.Module):
         topk_weights, topk_ids = route(self.router, logits, num_tokens)
         if this_thread.recording is not None and self.kernel.all2all.traits.other_ranks:
             return this_thread.recording.live(self.kernel, x, topk_weights, topk_ids)
-        out: Tensor = self.kernel(x, topk_weights, topk_ids)
-        return out
+        return self.kernel(x, topk_weights, topk_ids)
 
 
 def _load_transposed(
-    checkpoint: Checkpoint, prefix: str, held: range, num_experts: int, hidden_size: int, intermediate_size: int
-) -> dict[str, Tensor]:
+    checkpoint: Checkpoint, prefix: str, held: Part, hidden_size: int, intermediate_size: int
+) -> dict[str, Any]:
     """gpt-oss's tensors of all experts: weights `[experts, in, out]` and biases; gates and ups take turns."""
-    experts, columns = Part(held.start, len(held), num_experts), 2 * intermediate_size
+    columns = 2 * intermediate_size
     shapes = {
         "w13": ("gate_up_proj", (hidden_size, columns)),
         "w2": ("down_proj", (intermediate_size, hidden_size)),
         "b13": ("gate_up_proj_bias", (columns,)),
         "b2": ("down_proj_bias", (hidden_size,)),
     }
-    return {key: checkpoint.load(f"{prefix}.{name}", experts, *shape) for key, (name, shape) in shapes.items()}
+    return {key: checkpoint.load(f"{prefix}.{name}", held, *shape) for key, (name, shape) in shapes.items()}
 
 
 def _untransposed(weights: Mapping[str, Tensor], activation: ClampedSwiGLU) -> dict[str, Any]:
@@ -135,36 +102,27 @@ def _untransposed(weights: Mapping[str, Tensor], activation: ClampedSwiGLU) -> d
 
 
 def _load_experts(
-    checkpoint: Checkpoint,
-    prefix: str,
-    held: range,
-    num_experts: int,
-    hidden_size: int,
-    intermediate_size: int,
-    names: TensorNames,
-    fp8_block: tuple[int, int] | None,
+    checkpoint: Checkpoint, prefix: str, held: Part, hidden_size: int, moe: MoEConfig, block: tuple[int, int] | None
 ) -> dict[str, Any]:
     """`w13` `[experts held, 2 * intermediate, hidden]`, gate first, and `w2` `[experts held, hidden, intermediate]`.
 
     Experts that stay in fp8 come with their scales, and the dtype of their results.
     """
+    names, intermediate_size = moe.names, moe.intermediate_size
     gate_up, down = names.stacked or ("experts.gate_up_proj", "experts.down_proj")
     if names.stacked or f"{prefix}.{gate_up}" in checkpoint.names:  # all experts in one tensor, in this layout
-        part = Part(held.start, len(held), num_experts)
-        w13 = checkpoint.load(f"{prefix}.{gate_up}", part, 2 * intermediate_size, hidden_size)
-        return {"w13": w13, "w2": checkpoint.load(f"{prefix}.{down}", part, hidden_size, intermediate_size)}
-    if fp8_block is not None:
-        kinds = names.gate, names.up, names.down
-        of_experts = [tuple(f"{prefix}.experts.{expert}.{kind}.weight" for kind in kinds) for expert in held]
-        fp8 = load_fp8_experts(checkpoint, of_experts, fp8_block, hidden_size, intermediate_size)
+        w13 = checkpoint.load(f"{prefix}.{gate_up}", held, 2 * intermediate_size, hidden_size)
+        return {"w13": w13, "w2": checkpoint.load(f"{prefix}.{down}", held, hidden_size, intermediate_size)}
+    kinds, experts = (names.gate, names.up, names.down), range(held.start, held.start + held.size)
+    tensors = [tuple(f"{prefix}.experts.{expert}.{kind}.weight" for kind in kinds) for expert in experts]
+    if block is not None:
+        fp8 = load_fp8_experts(checkpoint, tensors, block, hidden_size, intermediate_size)
         if fp8 is not None:
             return {**fp8, "dtype": checkpoint.dtype}
     dtype, device = checkpoint.dtype, checkpoint.device
-    w13 = torch.empty(len(held), 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
-    w2 = torch.empty(len(held), hidden_size, intermediate_size, dtype=dtype, device=device)
-    for slot, expert in enumerate(held):
-        name = f"{prefix}.experts.{expert}"
-        checkpoint.load_into(f"{name}.{names.gate}.weight", w13[slot, :intermediate_size])
-        checkpoint.load_into(f"{name}.{names.up}.weight", w13[slot, intermediate_size:])
-        checkpoint.load_into(f"{name}.{names.down}.weight", w2[slot])
+    w13 = torch.empty(held.size, 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
+    w2 = torch.empty(held.size, hidden_size, intermediate_size, dtype=dtype, device=device)
+    for own, first, second in zip(tensors, w13, w2, strict=True):
+        for name, place in zip(own, (*first.chunk(2), second), strict=True):
+            checkpoint.load_into(name, place)
     return {"w13": w13, "w2": w2}

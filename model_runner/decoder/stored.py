@@ -33,6 +33,7 @@ _LEFT = {
 }
 """What a model of any family may leave, and the pattern of the whole name."""
 _LEFT_OF_QUANTIZED = {"scales of activations": r".*\.(input|output)_scale"}
+_Build = Callable[[Headers, ExpertParallel], object]
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
 
 
@@ -51,12 +52,7 @@ def check_stored(kind: type[CausalLM], config: ModelConfig, checkpoint: Checkpoi
     return check_built(checkpoint, lambda *given: kind.load(without_tables, *given), left, config.num_experts)
 
 
-def check_built(
-    checkpoint: Checkpoint,
-    build: Callable[[Headers, ExpertParallel], object],
-    left: Mapping[str, str],
-    num_experts: int = 0,
-) -> Counter[str]:
+def check_built(checkpoint: Checkpoint, build: _Build, left: Mapping[str, str], num_experts: int = 0) -> Counter[str]:
     """As `check_stored`, for any network.
 
     Args:
@@ -74,17 +70,14 @@ def _refuse_unread(headers: Headers, left: Mapping[str, str]) -> Counter[str]:
     """Refuse tensors that were not asked for, but those that may be left; their number by kind."""
     known = {**_LEFT, **(_LEFT_OF_QUANTIZED if headers.config.values.get("quantization_config") else {}), **left}
     patterns = {what: re.compile(pattern) for what, pattern in known.items()}
-    counts: Counter[str] = Counter()
-    strange: list[str] = []
-    for name in headers.unread:
-        found = next((what for what, pattern in patterns.items() if pattern.fullmatch(name)), None)
-        if found is None:
-            strange.append(name)
-        else:
-            counts[found] += 1
+    found = {
+        name: next((what for what, pattern in patterns.items() if pattern.fullmatch(name)), None)
+        for name in headers.unread
+    }
+    strange = sorted(name for name, what in found.items() if what is None)
     if strange:
-        raise TensorsUnread(sorted(strange), headers.path, headers.architecture)
-    return counts
+        raise TensorsUnread(strange, headers.path, headers.architecture)
+    return Counter(filter(None, found.values()))
 
 
 def log_left(checkpoint: Checkpoint, counts: Mapping[str, int]) -> None:

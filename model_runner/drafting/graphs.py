@@ -22,75 +22,20 @@ from torch import Tensor, nn
 
 from attention import CommonAttentionMetadata, GraphLimits, MultiStepDraftAttention, UBatchAttention
 from model_runner.drafting.network import DraftNetwork
-from model_runner.drafting.sampling import DraftDraws, draft_chain
-from model_runner.graphs.batches import GraphSetting, batch_to_capture
+from model_runner.drafting.sampling import DraftBatch, DraftDraws, draft_chain
+from model_runner.graphs.batches import CapturedSteps, GraphSetting, batch_to_capture
 from model_runner.graphs.mode import resolve_graph_mode
+from model_runner.settings import DraftShape
 from model_runner.step.graph_sizes import GraphFamily, GraphShape
-from ubatch import (
-    CapturedGraph,
-    ConfigError,
-    CUDAGraphMode,
-    ForwardContext,
-    ForwardMode,
-    GraphKey,
-    set_forward_context,
-)
+from ubatch import CapturedGraph, ConfigError, CUDAGraphMode, ForwardContext, ForwardMode, GraphKey, set_forward_context
 from ubatch.graphs.capture import record
 from ubatch.graphs.inputs_outputs import GraphOutput
 from ubatch.ranks.long_calls import taking_long
 from ubatch.streams.graph_protocols import PLAIN, Capture
 
-__all__ = ["DraftGraphs", "DraftShape", "can_capture", "most_nodes"]
+__all__ = ["DraftGraphs", "can_capture"]
 
 _logger = logging.getLogger(__name__)
-
-
-def most_nodes(num_steps: int, topk: int) -> int:
-    """Number of candidate nodes of a tree with `num_steps` levels."""
-    return topk + (num_steps - 1) * topk * topk
-
-
-@dataclass(frozen=True)
-class DraftShape:
-    """The shape of a proposer's drafts.
-
-    Attributes:
-        num_steps: drafts of a chain, or levels of a tree.
-        topk: nodes of a level; 1 for chains.
-        num_drafts: drafts of a request in a verify step.
-        sampled: drafts of sampled requests are drawn at random, for rejection sampling; chains only.
-
-    Raises:
-        ConfigError: at construction, if the numbers contradict each other.
-    """
-
-    num_steps: int
-    topk: int
-    num_drafts: int
-    sampled: bool
-
-    def __post_init__(self) -> None:
-        num_steps, topk = self.num_steps, self.topk
-        for name in ("num_steps", "topk", "num_drafts"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
-        if topk == 1 and self.num_drafts != num_steps:
-            raise ConfigError(
-                f"num_drafts is {self.num_drafts}, num_steps {num_steps}: a chain has one draft per step. Make them "
-                "equal, or choose topk above 1 for a tree."
-            )
-        if topk > 1 and self.sampled:
-            raise ConfigError(f"drafts that are drawn are chains; topk is {topk}. Use 1, or drafts that are not drawn.")
-        if self.num_drafts > most_nodes(num_steps, topk):
-            raise ConfigError(
-                f"num_drafts is {self.num_drafts}; a tree of num_steps {num_steps} and topk {topk} has "
-                f"{most_nodes(num_steps, topk)} nodes to choose from."
-            )
-
-    @property
-    def num_places(self) -> int:
-        """Positions after a request's last known token that need KV slots while drafts are made or verified."""
-        return max(self.num_drafts, (self.num_steps - 1) * self.topk if self.topk > 1 else 0)
 
 
 def can_capture(network: DraftNetwork, attention: UBatchAttention, setting: GraphSetting) -> bool:
@@ -104,8 +49,7 @@ def can_capture(network: DraftNetwork, attention: UBatchAttention, setting: Grap
             f"{type(network).__name__} drafts, but is no nn.Module, so it cannot be checked for CUDA graphs. Make it "
             "one, or use cudagraph_mode none."
         )
-    device = attention.kv_cache.device
-    mode = resolve_graph_mode(setting.asked, device, network, attention, simulated=True, steps="draft steps")
+    mode = resolve_graph_mode(setting.asked, network, attention, simulated=True, steps="draft steps")
     return mode is CUDAGraphMode.FULL
 
 
@@ -122,7 +66,7 @@ class _Captured:
     plan: Any
 
 
-class DraftGraphs:
+class DraftGraphs(CapturedSteps):
     """The captured steps of one draft network.
 
     Args:
@@ -160,6 +104,7 @@ class DraftGraphs:
             levels = GraphFamily.plain(sizes, ForwardMode.TARGET_VERIFY, shape.topk, tree=True)
             self._batches[ForwardMode.TARGET_VERIFY] = levels
         self._chains = GraphFamily.plain(sizes, ForwardMode.DECODE, 1) if chains else None
+        self.families = tuple({*self._batches.values(), *([] if self._chains is None else [self._chains])})
 
         most, longest, cache = sizes[-1], setting.max_seq_len, attention.kv_cache
         rows = most * max(family.tokens_per_request for family in self._batches.values())
@@ -180,47 +125,26 @@ class DraftGraphs:
                 torch.zeros(most, dtype=torch.bool, device=cache.device),
             )
 
-    @property
-    def shapes(self) -> tuple[GraphShape, ...]:
-        """Shapes to capture, in the order of capture: largest first."""
-        families = {*self._batches.values(), *(() if self._chains is None else (self._chains,))}
-        shapes = (shape for family in families for shape in family.shapes)
-        return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape), reverse=True))
-
     # -- capture ------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def capture(
         self, progress: Callable[[CapturedGraph], None] | None = None, only: Sequence[GraphShape] | None = None
     ) -> list[CapturedGraph]:
-        """Capture every shape. It is not collective, but peers are told that it takes long, and wait.
-
-        Raises:
-            CaptureFailed: a capture failed; no step is replayed then.
-        """
-        captured = {}
+        """See `CapturedSteps`. It is not collective, but peers are told that it takes long, and wait."""
         with taking_long("capturing draft steps"):
-            for shape in self.shapes if only is None else only:
-                captured[shape] = self._capture(shape)
-                if progress is not None:
-                    progress(captured[shape].graph)
-        self._captured = captured
-        graphs = [each.graph for each in captured.values()]
-        _logger.info(
-            "captured %d graphs of a draft network, %.1f MiB, in %.1f s",
-            len(graphs),
-            sum(graph.nbytes for graph in graphs) / 2**20,
-            sum(graph.seconds for graph in graphs),
-        )
+            graphs = super().capture(progress, only)
+        nbytes, seconds = sum(graph.nbytes for graph in graphs), sum(graph.seconds for graph in graphs)
+        message = "captured %d graphs of a draft network, %.1f MiB, in %.1f s"
+        _logger.info(message, len(graphs), nbytes / 2**20, seconds)
         return graphs
 
     def drop(self) -> None:
-        """Release all graphs; steps run eagerly until the next capture."""
+        """See `CapturedSteps`."""
         for each in self._captured.values():
             each.graph.recording.release()
         self._captured = {}
 
-    def _capture(self, shape: GraphShape) -> _Captured:
+    def _capture(self, shape: GraphShape) -> tuple[CapturedGraph, _Captured]:
         batch, rows = batch_to_capture(shape, self._attention.kv_cache), shape.num_tokens
         is_chain = shape.mode is ForwardMode.DECODE
         with self._setting.planning():
@@ -230,7 +154,8 @@ class DraftGraphs:
         inputs = {"positions": self._positions[:rows], "hidden": self._hidden[:rows]}
         body: Callable[[], Any]
         if is_chain:
-            body = partial(draft_chain, self._network, context, plan, **inputs, draws=_first_rows(self._draws, rows))
+            draws = None if self._draws is None else DraftDraws(*(each[:rows] for each in self._draws))
+            body = partial(draft_chain, self._network, context, plan, **inputs, draws=draws)
         else:
             inputs["input_ids"] = self._ids[:rows]
             body = partial(self._network, **inputs)
@@ -244,7 +169,8 @@ class DraftGraphs:
                     return body()
 
         key = GraphKey((rows,), PLAIN, shape.mode)
-        return _Captured(*record(self._setting.backend, key, inputs, run, lambda: None), plan)
+        graph, output = record(self._setting.backend, key, inputs, run, lambda: None)
+        return graph, _Captured(graph, output, plan)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -281,35 +207,23 @@ class DraftGraphs:
         return out[: ids.shape[0]]
 
     def chain(
-        self,
-        shape: GraphShape,
-        starts: Sequence[int],
-        block_table: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        hidden: Tensor,
-        draws: DraftDraws | None,
+        self, shape: GraphShape, batch: DraftBatch, slots: Tensor, hidden: Tensor, draws: DraftDraws | None
     ) -> tuple[Tensor, Tensor | None]:
         """Draft whole chains by replaying the graph that `find_chain` returned.
 
         Args:
-            starts: the position of each request's first draft.
-            block_table: `[R, pages]` int32.
             slots: `[drafts - 1, R]` int64, KV slots of the drafts; -1 for drafts that are not needed.
-            positions: `starts` on the device, `[R]` int64.
             draws: random numbers for drafts that are drawn; None if none is.
 
         Returns:
             As `draft_chain`.
         """
-        count = len(starts)
+        count = len(batch.starts)
         with self._setting.planning():
-            self._steps.replan(self._captured[shape].plan, starts, block_table, slots)
-        inputs: list[_Input] = [(self._positions, positions, 0), (self._hidden, hidden, 0)]
+            self._steps.replan(self._captured[shape].plan, batch.starts, batch.block_table, slots)
+        inputs: list[_Input] = [(self._positions, batch.starts_device, 0), (self._hidden, hidden, 0)]
         if self._draws is not None and draws is not None:
-            own = self._draws
-            inputs += [(own.temperatures, draws.temperatures, 1), (own.draws, draws.draws, 0)]
-            inputs.append((own.is_drawn, draws.is_drawn, 0))
+            inputs += zip(self._draws, draws, (1, 0, 0), strict=True)
         drafts, sources = self._replay(shape, count, inputs)
         return drafts[:count], None if sources is None else sources[:count]
 
@@ -324,9 +238,3 @@ class DraftGraphs:
         captured.graph.recording.replay()
         self.replays += 1
         return captured.output.copy()
-
-
-def _first_rows(draws: DraftDraws | None, rows: int) -> DraftDraws | None:
-    if draws is None:
-        return None
-    return DraftDraws(draws.temperatures[:rows], draws.draws[:rows], draws.is_drawn[:rows])

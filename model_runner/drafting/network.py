@@ -11,6 +11,7 @@ collective. So ranks may draft at different times, or not at all.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
@@ -20,13 +21,13 @@ from model_runner.backend_choice import resolve_experts, resolve_fp8_blocks
 from model_runner.decoder.base import CausalLM, ExpertParallel, ModelConfig
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.decoder.stored import check_built
-from model_runner.drafting.target import TargetRunner
+from model_runner.graphs.runner_graphs import CapturingRunner
 from model_runner.models.eagle import EAGLE_ARCHITECTURE, EagleHead
 from model_runner.models.mtp import MTPLayer
 from model_runner.models.registry import read_model
 from model_runner.parallel.transport import make_transport
 from model_runner.weights.dummy_weights import open_checkpoint
-from model_runner.weights.fp8_projections import log_projections
+from model_runner.weights.fp8 import log_projections
 from model_runner.weights.weights import Checkpoint
 from ubatch import ConfigError, nearest
 
@@ -80,11 +81,10 @@ class DraftModel(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
         """See `DraftNetwork`."""
-        out: Tensor = self._model(input_ids, positions)
-        return out
+        return self._model(input_ids, positions)
 
 
-def load_draft(algorithm: str, path: str | Path | None, runner: TargetRunner) -> DraftNetwork:
+def load_draft(algorithm: str, path: str | Path | None, runner: CapturingRunner) -> DraftNetwork:
     """The draft network of a runner, on its device and in its dtype.
 
     Args:
@@ -102,19 +102,14 @@ def load_draft(algorithm: str, path: str | Path | None, runner: TargetRunner) ->
     if (path is None) is not (algorithm == "mtp"):
         wanted = "is in the target's checkpoint and takes no path" if path is not None else "needs a checkpoint's path"
         raise ConfigError(f"draft algorithm {algorithm!r} {wanted}.")
-    dtype, device = runner.dtype, runner.device
-    checkpoint = open_checkpoint(
-        runner.model_path if path is None else path, runner.load_format, dtype=dtype, device=device
-    )
-    try:
+    folder, load_format = runner.model_path if path is None else path, runner.settings.load_format
+    with closing(open_checkpoint(folder, load_format, dtype=runner.dtype, device=runner.device)) as checkpoint:
         network = load(runner, checkpoint)
         log_projections(checkpoint)
-    finally:
-        checkpoint.close()
-    return network
+        return network
 
 
-def _load_eagle(runner: TargetRunner, checkpoint: Checkpoint) -> DraftNetwork:
+def _load_eagle(runner: CapturingRunner, checkpoint: Checkpoint) -> DraftNetwork:
     if checkpoint.architecture != EAGLE_ARCHITECTURE:
         raise ConfigError(
             f"{checkpoint.path} is a {checkpoint.architecture}, not a draft head ({EAGLE_ARCHITECTURE}). If it is a "
@@ -127,7 +122,7 @@ def _load_eagle(runner: TargetRunner, checkpoint: Checkpoint) -> DraftNetwork:
         return EagleHead(_decoder(runner), checkpoint, _alone(runner, None, checkpoint)).eval()
 
 
-def _load_mtp(runner: TargetRunner, checkpoint: Checkpoint) -> DraftNetwork:
+def _load_mtp(runner: CapturingRunner, checkpoint: Checkpoint) -> DraftNetwork:
     target = _decoder(runner)
     left = MTPLayer.left(target.config, checkpoint)
     check_built(checkpoint, lambda *given: MTPLayer(target, *given), left, target.config.num_experts)
@@ -135,7 +130,7 @@ def _load_mtp(runner: TargetRunner, checkpoint: Checkpoint) -> DraftNetwork:
         return MTPLayer(target, checkpoint, _alone(runner, runner.config, checkpoint)).eval()
 
 
-def _load_model(runner: TargetRunner, checkpoint: Checkpoint) -> DraftNetwork:
+def _load_model(runner: CapturingRunner, checkpoint: Checkpoint) -> DraftNetwork:
     if checkpoint.architecture == EAGLE_ARCHITECTURE:
         raise ConfigError(f"{checkpoint.path} is a draft head, not a model of its own; choose eagle.")
     _check_fits(checkpoint, "vocab_size", runner.config.vocab_size)
@@ -153,14 +148,11 @@ def _load_model(runner: TargetRunner, checkpoint: Checkpoint) -> DraftNetwork:
     return DraftModel(kind.load(config, checkpoint, _alone(runner, config, checkpoint)).eval())
 
 
-_LOADERS: dict[str, Callable[[TargetRunner, Checkpoint], DraftNetwork]] = {
-    "draft_model": _load_model,
-    "eagle": _load_eagle,
-    "mtp": _load_mtp,
-}
+_Loader = Callable[[CapturingRunner, Checkpoint], DraftNetwork]
+_LOADERS: dict[str, _Loader] = {"draft_model": _load_model, "eagle": _load_eagle, "mtp": _load_mtp}
 
 
-def _decoder(runner: TargetRunner) -> DecoderLM:
+def _decoder(runner: CapturingRunner) -> DecoderLM:
     """The target as a `DecoderLM`, whose embeddings the draft head shares."""
     if not isinstance(runner.model, DecoderLM):
         raise ConfigError(
@@ -179,12 +171,11 @@ def _check_fits(checkpoint: Checkpoint, name: str, wanted: int) -> None:
         )
 
 
-def _alone(runner: TargetRunner, config: ModelConfig | None, checkpoint: Checkpoint) -> ExpertParallel:
+def _alone(runner: CapturingRunner, config: ModelConfig | None, checkpoint: Checkpoint) -> ExpertParallel:
     """All experts on this rank, with the target's back end; `config` is None for a network without experts."""
     transport = make_transport(None, None, None, 0 if config is None else config.num_experts)
-    name = (
-        "auto" if runner.all2all.traits.batched else runner.experts_backend
-    )  # the local transport delivers rows, not batches
+    batched = runner.all2all.traits.batched  # the local transport delivers rows
+    name = "auto" if batched else runner.experts_backend
     dtype, device, stored = runner.dtype, runner.device, checkpoint.quantization
     name = resolve_experts(name, config, transport, dtype, device, quantization=stored)
     blocks = resolve_fp8_blocks(name, config, stored, dtype, device)

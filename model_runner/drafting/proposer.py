@@ -28,12 +28,13 @@ import torch
 from torch import Tensor
 
 from attention import CommonAttentionMetadata
-from model_runner.drafting.graphs import DraftShape
 from model_runner.drafting.network import DraftNetwork
-from model_runner.drafting.runner import DraftBatch, DraftRunner
-from model_runner.drafting.target import TargetRunner
+from model_runner.drafting.runner import DraftRunner
+from model_runner.drafting.sampling import DraftBatch
 from model_runner.drafting.tree import draft_trees
 from model_runner.errors import RequestError
+from model_runner.graphs.runner_graphs import CapturingRunner
+from model_runner.settings import DraftShape
 from model_runner.speculation.extend import draft_extend_batch
 from model_runner.speculation.proposer import Draft
 from model_runner.step.request import Request
@@ -58,7 +59,7 @@ class DraftProposer:
         ConfigError: drafts are trees, but the target's or the draft network's attention back end has no tree masks.
     """
 
-    def __init__(self, runner: TargetRunner, draft: DraftNetwork, shape: DraftShape) -> None:
+    def __init__(self, runner: CapturingRunner, draft: DraftNetwork, shape: DraftShape) -> None:
         self._runner = runner
         self._draft = DraftRunner(runner, draft, shape)
         for attention in (runner.attention, self._draft.attention):
@@ -80,11 +81,7 @@ class DraftProposer:
     # -- observing the target's steps -------------------------------------------------------------------------------
 
     def observe(
-        self,
-        step: Step,
-        hidden: Tensor,
-        tokens: Sequence[tuple[int, ...]],
-        accepted_rows: Sequence[tuple[int, ...]],
+        self, step: Step, hidden: Tensor, tokens: Sequence[tuple[int, ...]], accepted_rows: Sequence[tuple[int, ...]]
     ) -> None:
         """Run the step's rows through the draft network; see `StepObserver`."""
         verifies = step.mode is ForwardMode.TARGET_VERIFY
@@ -178,8 +175,5 @@ class DraftProposer:
 
 def _following(step: Step, tokens: Sequence[tuple[int, ...]]) -> list[int]:
     """The token after each share: the sampled token, or for an unfinished prompt its next token."""
-    ends = step.metadata.seq_lens_cpu
-    return [
-        own[0] if own else share.request.token_ids[end]
-        for share, own, end in zip(step.shares, tokens, ends, strict=True)
-    ]
+    shares = zip(step.shares, tokens, step.metadata.seq_lens_cpu, strict=True)
+    return [own[0] if own else share.request.token_ids[end] for share, own, end in shares]

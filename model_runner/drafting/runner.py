@@ -15,7 +15,6 @@ Draft steps are never split into lanes: they are too short to hide a transfer be
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,34 +28,16 @@ from attention import (
     UBatchAttention,
     make_kv_cache,
 )
-from model_runner.drafting.graphs import DraftGraphs, DraftShape, can_capture
+from model_runner.drafting.graphs import DraftGraphs, can_capture
 from model_runner.drafting.network import DraftNetwork
-from model_runner.drafting.sampling import DraftDraws, draft_chain
-from model_runner.drafting.target import TargetRunner
+from model_runner.drafting.sampling import DraftBatch, DraftDraws, draft_chain
+from model_runner.graphs.runner_graphs import CapturingRunner
+from model_runner.settings import DraftShape
 from model_runner.step.request import Request
 from ubatch import ForwardContext, ForwardMode, set_forward_context
 from ubatch.streams.small_copies import to_device, to_host
 
-__all__ = ["DraftBatch", "DraftRunner", "draft_cache_spec"]
-
-
-@dataclass(frozen=True)
-class DraftBatch:
-    """The requests to draft for.
-
-    Attributes:
-        requests: in order; every one has a row.
-        starts: position of each request's first draft.
-        starts_device: the same, `[R]` int64 on the device.
-        rows: rows of the request table, `[R]` int64 on the host.
-        block_table: `[R, pages]` int32 on the device.
-    """
-
-    requests: tuple[Request, ...]
-    starts: tuple[int, ...]
-    starts_device: Tensor
-    rows: Tensor
-    block_table: Tensor
+__all__ = ["DraftRunner", "draft_cache_spec"]
 
 
 def draft_cache_spec(network: DraftNetwork, spec: CacheSpec) -> CacheSpec:
@@ -78,7 +59,7 @@ class DraftRunner:
         ConfigError: graphs are required by name, but the network cannot be captured.
     """
 
-    def __init__(self, runner: TargetRunner, network: DraftNetwork, shape: DraftShape) -> None:
+    def __init__(self, runner: CapturingRunner, network: DraftNetwork, shape: DraftShape) -> None:
         self.network = network
         self.device = runner.device
         self._table = runner.request_table
@@ -158,8 +139,7 @@ class DraftRunner:
         slots[: num_drafts - 1] = self._table.slots(batch.rows.expand(num_drafts - 1, -1), places)
         (slots,) = to_device([slots], self.device)
         if self.graphs is not None and graph is not None:
-            where = (batch.starts, batch.block_table, slots, batch.starts_device)
-            return self.graphs.chain(graph, *where, hidden, draws)
+            return self.graphs.chain(graph, batch, slots, hidden, draws)
         plans = self._steps.plan(batch.starts, batch.block_table, slots)
         context = ForwardContext(num_tokens=len(batch.starts), mode=ForwardMode.DECODE)
         return draft_chain(self.network, context, plans, batch.starts_device, hidden, draws)
@@ -187,19 +167,13 @@ class DraftRunner:
         mask.index_copy_(0, where, ancestors.flatten())
         positions = (batch.starts_device + depth).repeat_interleave(width)
         verify = SpecVerifyInput(width, prefix_lens, ids.flatten(), positions, mask, links, links, links)
-        metadata = CommonAttentionMetadata.build(
-            [width] * requests,
-            [prefix + width for prefix in prefix_lens],
-            batch.block_table,
-            slots,
-            ForwardMode.TARGET_VERIFY,
-            verify,
-        )
+        lens, ends = [width] * requests, [prefix + width for prefix in prefix_lens]
+        mode = ForwardMode.TARGET_VERIFY
+        metadata = CommonAttentionMetadata.build(lens, ends, batch.block_table, slots, mode, verify)
         return self.extend(metadata, ids.flatten(), positions, hidden)
 
     def read(self, drafts: Tensor) -> list[Any]:
         """Copy drafts `[R, ...]` int64 to the host; all ranks of a replica get those of its first rank."""
         if self._tensor_parallel is not None:
             drafts = self._tensor_parallel.of_first_rank(drafts)
-        read: list[Any] = to_host(drafts).wait().tolist()
-        return read
+        return to_host(drafts).wait().tolist()

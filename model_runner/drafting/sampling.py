@@ -1,4 +1,4 @@
-"""Chains of drafts: each draft is chosen from the draft network's logits, and run to get the next logits.
+"""Batches and chains of drafts: each draft is chosen from the draft network's logits, and run to get the next logits.
 
 A draft is the most likely token, or drawn at random for rejection sampling: a drawn draft is accepted more often, and
 the check needs the distribution it was drawn from. A greedy request's drafts are never drawn.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,29 @@ from model_runner.step.request import Request
 from ubatch import ForwardContext, set_forward_context
 from ubatch.streams.small_copies import to_device
 
-__all__ = ["DraftDraws", "choose_drafts", "draft_chain"]
+__all__ = ["DraftBatch", "DraftDraws", "choose_drafts", "draft_chain"]
 
 
 @dataclass(frozen=True)
-class DraftDraws:
+class DraftBatch:
+    """The requests to draft for.
+
+    Attributes:
+        requests: in order; every one has a row.
+        starts: position of each request's first draft.
+        starts_device: the same, `[R]` int64 on the device.
+        rows: rows of the request table, `[R]` int64 on the host.
+        block_table: `[R, pages]` int32 on the device.
+    """
+
+    requests: tuple[Request, ...]
+    starts: tuple[int, ...]
+    starts_device: Tensor
+    rows: Tensor
+    block_table: Tensor
+
+
+class DraftDraws(NamedTuple):
     """Inputs for drawing the drafts of a chain.
 
     Attributes:

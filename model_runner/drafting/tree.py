@@ -16,8 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model_runner.drafting.graphs import most_nodes
-from model_runner.drafting.runner import DraftBatch, DraftRunner
+from model_runner.drafting.runner import DraftRunner
+from model_runner.drafting.sampling import DraftBatch
+from model_runner.settings import most_nodes
 from model_runner.speculation.proposer import Draft
 
 __all__ = ["draft_trees", "select_nodes"]
@@ -63,9 +64,7 @@ def draft_trees(
     everything = (torch.cat(parts, dim=1) for parts in (all_chances, all_tokens, all_parents))
     kept = select_nodes(*everything, count=max(counts))
     trees = runner.read(kept)
-    return [
-        Draft(tuple(ids[:count]), tuple(parents[:count])) for (ids, parents), count in zip(trees, counts, strict=True)
-    ]
+    return [Draft(tuple(ids[:most]), tuple(parents[:most])) for (ids, parents), most in zip(trees, counts, strict=True)]
 
 
 def select_nodes(chances: Tensor, tokens: Tensor, parents: Tensor, *, count: int) -> Tensor:

@@ -3,5 +3,5 @@
 mode             whether steps are captured: `none`, `full` or `auto`
 batches          the common interface of captured steps, and batches to capture
 steps            capture, padding and replay: `GraphSteps`
-runner_graphs    the graphs of one runner
+runner_graphs    what a runner is made of, and its graphs
 """

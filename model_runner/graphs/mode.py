@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -13,9 +13,9 @@ from attention import UBatchAttention
 from model_runner.parallel.tensor_parallel import TensorParallel
 from model_runner.step.graph_sizes import GraphFamily, GraphShape
 from moe import All2All, FusedMoEModularKernel, traits_in
-from ubatch import ConfigError, CUDAGraphMode, ForwardMode, GraphBackend, nearest
+from ubatch import ConfigError, CUDAGraphMode, ForwardMode, nearest
 
-__all__ = ["AUTO", "GraphsAsked", "capturable_families", "resolve_graph_mode"]
+__all__ = ["AUTO", "capturable_families", "resolve_graph_mode"]
 
 _logger = logging.getLogger(__name__)
 
@@ -23,25 +23,8 @@ AUTO = "auto"
 _MODES = (AUTO, *(mode.value for mode in CUDAGraphMode))
 
 
-@dataclass(frozen=True)
-class GraphsAsked:
-    """The user's settings for CUDA graphs.
-
-    Attributes:
-        backend: captures and replays; None for CUDA.
-        sizes: sizes to capture, in requests; None for the default ones.
-    """
-
-    mode: str
-    backend: GraphBackend | None
-    sizes: Sequence[int] | None
-    num_speculative_tokens: int
-    trees: bool
-
-
 def resolve_graph_mode(
     asked: str,
-    device: torch.device,
     model: nn.Module,
     attention: UBatchAttention,
     *,
@@ -63,6 +46,7 @@ def resolve_graph_mode(
         raise ConfigError(f"unknown cudagraph_mode {asked!r}{nearest(asked, _MODES)}")
     if asked == CUDAGraphMode.NONE:
         return CUDAGraphMode.NONE
+    device = attention.kv_cache.device
     on_gpu = device.type == "cuda" or simulated
     obstacle = _obstacle(model, attention) if on_gpu else f"CUDA graphs need a GPU, and the model runs on {device}"
     if obstacle is None and tensor_parallel is not None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from attention import GraphLimits, UBatchAttention, split_attn_metadata
-from model_runner.graphs.batches import GraphSetting, batch_to_capture
+from model_runner.graphs.batches import CapturedSteps, GraphSetting, batch_to_capture
 from model_runner.parallel.tensor_parallel import padded_len
 from model_runner.step.graph_sizes import GraphFamily, GraphShape, tokens_needed
 from model_runner.step.step import Step
@@ -53,18 +53,16 @@ class _Captured:
     Attributes:
         context: the forward context of capture and replays, with the static plans.
         plans: attention plans of its lanes, or of the whole batch.
+        rows: every rank's rows in each lane, padding included.
     """
 
     context: ForwardContext
     plans: tuple[Any, ...]
+    rows: tuple[tuple[int, ...], ...]
 
 
-class GraphSteps:
+class GraphSteps(CapturedSteps):
     """The captured steps of one runner.
-
-    Args:
-        num_ranks: number of ranks that step together.
-        tensor_parallel_size: number of ranks that share a replica.
 
     Attributes:
         families: see above.
@@ -77,14 +75,7 @@ class GraphSteps:
 
     @torch.inference_mode(False)
     def __init__(
-        self,
-        families: Sequence[GraphFamily],
-        attention: UBatchAttention,
-        wrapper: UBatchWrapper,
-        setting: GraphSetting,
-        *,
-        num_ranks: int = 1,
-        tensor_parallel_size: int = 1,
+        self, families: Sequence[GraphFamily], attention: UBatchAttention, wrapper: UBatchWrapper, setting: GraphSetting
     ) -> None:
         self.families = tuple(families)
         self.setting = setting
@@ -93,8 +84,6 @@ class GraphSteps:
         self._by_fingerprint = {family.fingerprint: family for family in families}
         self._attention = attention
         self._wrapper = wrapper
-        self._num_ranks = num_ranks
-        self._tensor_parallel_size = tensor_parallel_size
         self._captured: dict[GraphShape, _Captured] = {}
         self._said: set[ForwardMode] = set()
 
@@ -112,12 +101,6 @@ class GraphSteps:
         limits = GraphLimits(requests, requests * per_request, self.setting.max_seq_len)
         attention.init_graph_buffers(limits, self._num_lanes if self._num_lanes > 1 else 0)
 
-    @property
-    def shapes(self) -> tuple[GraphShape, ...]:
-        """Shapes to capture, in the order of capture: largest first, so that smaller graphs reuse its memory."""
-        shapes = [shape for family in self.families for shape in family.shapes]
-        return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape), reverse=True))
-
     # -- capture ------------------------------------------------------------------------------------------------
 
     @property
@@ -125,38 +108,27 @@ class GraphSteps:
         """Whether `capture` has succeeded."""
         return bool(self._captured)
 
-    @torch.inference_mode()
     def capture(
         self, progress: Callable[[CapturedGraph], None] | None = None, only: Sequence[GraphShape] | None = None
     ) -> list[CapturedGraph]:
-        """Capture every shape. With several ranks all must call it: captured steps are collective, too.
-
-        Args:
-            progress: called after each graph.
-            only: some of `shapes`, in their order; all by default.
+        """See `CapturedSteps`. With several ranks all must call it: captured steps are collective, too.
 
         Raises:
             ConfigError: the graphs were captured before.
-            CaptureFailed: a capture failed; no step is replayed then.
         """
         if self._captured:
             raise ConfigError("the graphs of this runner were captured already; capture them once.")
-        graphs = []
-        captured: dict[GraphShape, _Captured] = {}
-        for shape in self.shapes if only is None else only:
-            with self.setting.planning():
-                prepared = self._prepare(shape)
-            with set_forward_context(prepared.context):
-                graph = self._wrapper.capture(self._ids[: shape.num_tokens], self._positions[: shape.num_tokens])
-            captured[shape] = prepared
-            graphs.append(graph)
-            if progress is not None:
-                progress(graph)
-        self._captured = captured
-        return graphs
+        return super().capture(progress, only)
+
+    def _capture(self, shape: GraphShape) -> tuple[CapturedGraph, _Captured]:
+        with self.setting.planning():
+            prepared = self._prepare(shape)
+        with set_forward_context(prepared.context):
+            graph = self._wrapper.capture(self._ids[: shape.num_tokens], self._positions[: shape.num_tokens])
+        return graph, prepared
 
     def drop(self) -> None:
-        """Release all graphs; steps run eagerly until the next capture."""
+        """See `CapturedSteps`."""
         self._wrapper.drop_graphs()
         self._captured = {}
 
@@ -175,33 +147,29 @@ class GraphSteps:
             plans = [self._attention.plan_for_graph(lane)]
         else:
             plans = self._attention.plan_lanes_for_graph([lane] * shape.lanes)
-        return _Captured(self._context(shape, plans), tuple(plans))
+        all_rows = ((rows,) * shape.lanes,) * self.setting.num_ranks
+        return _Captured(self._context(shape, plans, all_rows), tuple(plans), all_rows)
 
-    def _context(self, shape: GraphShape, plans: Sequence[Any]) -> ForwardContext:
-        rows = ((shape.lane_tokens,) * shape.lanes,) * self._num_ranks
+    def _context(self, shape: GraphShape, plans: Sequence[Any], rows: tuple[tuple[int, ...], ...]) -> ForwardContext:
         # Tensor-parallel ranks of a replica have equal shares, of which the last ones are padding.
-        lane_rows = padded_len(shape.lane_tokens, self._tensor_parallel_size)
-        share = lane_rows // self._tensor_parallel_size
+        size, ranks = self.setting.tensor_parallel_size, self.setting.num_ranks
+        lane_rows = padded_len(shape.lane_tokens, size)
+        share = lane_rows // size
         schedule = self._wrapper.ubatch_config.for_mode(shape.mode).schedule if shape.engaged else None
-        decision = Decision(
-            shape.engaged,
-            None if shape.engaged else DeclineReason.NOT_REQUESTED,
-            None,
-            rows,
-            graph_mode=self._by_kind[shape.mode, shape.tokens_per_request].fingerprint,
-            modes=(fingerprint(shape.mode),) * self._num_ranks,
-        )
+        reason = None if shape.engaged else DeclineReason.NOT_REQUESTED
+        kind, modes = self._by_kind[shape.mode, shape.tokens_per_request], (fingerprint(shape.mode),) * ranks
+        decision = Decision(shape.engaged, reason, None, rows, graph_mode=kind.fingerprint, modes=modes)
         lanes = tuple(
             ForwardContext(
                 attn_metadata=plan,
                 num_tokens=shape.lane_tokens,
                 mode=shape.mode,
-                tokens_across_ranks=(share,) * self._num_ranks,
+                tokens_across_ranks=(share,) * ranks,
                 decision=decision,
                 num_valid=self._num_valid[lane],
                 schedule=schedule if shape.single else None,
                 local_dp_buffer_len=lane_rows,
-                global_dp_buffer_len=share * self._num_ranks,
+                global_dp_buffer_len=share * ranks,
             )
             for lane, plan in enumerate(plans)
         )
@@ -210,7 +178,7 @@ class GraphSteps:
         return ForwardContext(
             num_tokens=shape.num_tokens,
             mode=shape.mode,
-            tokens_across_ranks=(share * shape.lanes,) * self._num_ranks,
+            tokens_across_ranks=(share * shape.lanes,) * ranks,
             ubatch_slices=shape.slices,
             lane_contexts=lanes,
             decision=decision,
@@ -237,14 +205,11 @@ class GraphSteps:
     def _say_once(self, family: GraphFamily, requests: int, kind: str, room: int) -> None:
         if family.mode not in self._said:
             self._said.add(family.mode)
-            _logger.warning(
+            message = (
                 "a %s step of %d requests runs eagerly: the largest CUDA graph%s has room for %d "
-                "(--cudagraph-capture-sizes, --max-cudagraph-capture-size). Said once.",
-                family.mode,
-                requests,
-                kind,
-                room,
+                "(--cudagraph-capture-sizes, --max-cudagraph-capture-size). Said once."
             )
+            _logger.warning(message, family.mode, requests, kind, room)
 
     def agree(self, step: Step) -> Step:
         """Add the shape that all ranks replay in this step; if none fits, all run eagerly, with a warning.
@@ -282,7 +247,8 @@ class GraphSteps:
                 self._attention.replan(captured.plans[0], step.metadata)
             else:
                 self._attention.replan_lanes(captured.plans, split_attn_metadata(step.slices, step.metadata))
-        context = replace(captured.context, decision=_padded(step.decision, captured.context.decision))
+        # The graph's row counts (tokens and padding) take the place of the step's token counts.
+        context = replace(captured.context, decision=replace(step.decision, tokens=captured.rows))
         with set_forward_context(context):
             hidden: Tensor = self._wrapper(self._ids[:rows], self._positions[:rows])
         if shape.lanes == 1:
@@ -315,8 +281,3 @@ def _pieces(step: Step, shape: GraphShape) -> list[tuple[int, slice]]:
     if step.slices is None:
         return [(0, slice(0, step.num_tokens))]
     return [(lane * shape.lane_tokens, piece.token_slice) for lane, piece in enumerate(step.slices)]
-
-
-def _padded(decided: Decision, captured: Decision | None) -> Decision:
-    """The step's decision, with the graph's row counts (tokens and padding) in place of its token counts."""
-    return decided if captured is None else replace(decided, tokens=captured.tokens)

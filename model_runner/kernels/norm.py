@@ -80,17 +80,8 @@ def _launch(
     if not num_rows:
         return
     block = power_of_2(size)
+    inputs = rows, rows.stride(0), residual, 0 if residual is None else residual.stride(0), weight, eps
+    warps = 1 if INTERPRETED else max(1, min(16, block // 512))
     _norm_kernel[num_rows,](
-        out,
-        summed,
-        rows,
-        rows.stride(0),
-        residual,
-        0 if residual is None else residual.stride(0),
-        weight,
-        eps,
-        SIZE=size,
-        HAS_RESIDUAL=residual is not None,
-        BLOCK=block,
-        num_warps=1 if INTERPRETED else max(1, min(16, block // 512)),
+        out, summed, *inputs, SIZE=size, HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=warps
     )

@@ -97,21 +97,7 @@ def rotate_heads(
     half, rest = rotary_dim // 2, head_dim - rotary_dim
     block_d, block_r = power_of_2(half), power_of_2(max(1, rest))
     block_h = min(power_of_2(num_heads), max(1, _MAX_TILE // max(block_d, block_r)))
-    _rotate_kernel[tokens, cdiv(num_heads, block_h)](
-        heads,
-        heads.stride(0),
-        heads.stride(1),
-        cos,
-        sin,
-        cos.stride(0),
-        weight,
-        eps,
-        NUM_HEADS=num_heads,
-        HALF=half,
-        REST=rest,
-        HAS_NORM=weight is not None,
-        BLOCK_H=block_h,
-        BLOCK_D=block_d,
-        BLOCK_R=block_r,
-        num_warps=4,
-    )
+    inputs = heads, heads.stride(0), heads.stride(1), cos, sin, cos.stride(0), weight, eps
+    sizes = {"NUM_HEADS": num_heads, "HALF": half, "REST": rest, "HAS_NORM": weight is not None}
+    blocks = {"BLOCK_H": block_h, "BLOCK_D": block_d, "BLOCK_R": block_r}
+    _rotate_kernel[tokens, cdiv(num_heads, block_h)](*inputs, **sizes, **blocks, num_warps=4)

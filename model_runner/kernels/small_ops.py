@@ -50,19 +50,9 @@ def add_rms_norm(update: Tensor, residual: Tensor, weight: Tensor, eps: float) -
     if not (update.is_contiguous() and residual.is_contiguous()):
         update, residual = (rows_contiguous(each.reshape(-1, size)) for each in (update, residual))
         strides = update.stride(0), residual.stride(0)
-    _kernels(residual.dtype).add_norm(
-        update.data_ptr(),
-        strides[0],
-        residual.data_ptr(),
-        strides[1],
-        weight.data_ptr(),
-        eps,
-        residual.numel() // size,
-        size,
-        summed.data_ptr(),
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
+    inputs = update.data_ptr(), strides[0], residual.data_ptr(), strides[1], weight.data_ptr()
+    outputs, rows = (summed.data_ptr(), out.data_ptr()), residual.numel() // size
+    _kernels(residual.dtype).add_norm(*inputs, eps, rows, size, *outputs, torch.get_num_threads())
     return out, summed
 
 
@@ -74,21 +64,9 @@ def rotate_heads(heads: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None,
         cos, sin: `[T, 1, rotary_dim]` float32, dense, `rotary_dim` even; see `Rotation`.
         weight: `[heads, head_dim]`, dense, of the heads' dtype; None for heads that are not normalised.
     """
-    tokens, num_heads, head_dim = heads.shape
-    _kernels(heads.dtype).rotate_heads(
-        heads.data_ptr(),
-        heads.stride(0),
-        heads.stride(1),
-        tokens,
-        num_heads,
-        head_dim,
-        cos.shape[-1] // 2,
-        cos.data_ptr(),
-        sin.data_ptr(),
-        None if weight is None else weight.data_ptr(),
-        eps or 0.0,
-        torch.get_num_threads(),
-    )
+    sizes = heads.stride(0), heads.stride(1), *heads.shape, cos.shape[-1] // 2
+    tables = cos.data_ptr(), sin.data_ptr(), None if weight is None else weight.data_ptr()
+    _kernels(heads.dtype).rotate_heads(heads.data_ptr(), *sizes, *tables, eps or 0.0, torch.get_num_threads())
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -104,10 +82,8 @@ def sigmoid_mul(gate: Tensor, x: Tensor) -> Tensor:
     """`sigmoid(gate) * x`, `[T, size]`, of gates `[T, size]` or `[T, 1]`; rows may be strided."""
     rows, size = x.shape
     out, columns = x.new_empty(rows, size), int(gate.shape[1] > 1)
-    _kernels(x.dtype).sigmoid_mul(
-        *(gate.data_ptr(), gate.stride(0), columns, x.data_ptr(), x.stride(0), rows, size, out.data_ptr()),
-        torch.get_num_threads(),
-    )
+    inputs = gate.data_ptr(), gate.stride(0), columns, x.data_ptr(), x.stride(0)
+    _kernels(x.dtype).sigmoid_mul(*inputs, rows, size, out.data_ptr(), torch.get_num_threads())
     return out
 
 
@@ -123,9 +99,8 @@ def find_highest(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x if x.stride(1) == 1 else rows_contiguous(x)
     rows, size = x.shape
     place, highest = torch.empty(rows, dtype=torch.int64, device="cpu"), x.new_empty(rows)
-    _kernels(x.dtype).find_highest(
-        x.data_ptr(), x.stride(0), rows, size, place.data_ptr(), highest.data_ptr(), torch.get_num_threads()
-    )
+    outputs = place.data_ptr(), highest.data_ptr()
+    _kernels(x.dtype).find_highest(x.data_ptr(), x.stride(0), rows, size, *outputs, torch.get_num_threads())
     return place, highest
 
 

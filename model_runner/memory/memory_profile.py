@@ -19,58 +19,30 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from attention import CacheSpec
-from model_runner.drafting.proposer import DraftProposer
-from model_runner.drafting.setting import LoadedDraft
-from model_runner.drafting.target import TargetRunner
-from model_runner.graphs.batches import CapturedSteps
-from model_runner.memory.kv_memory import blocks_beside
-from model_runner.pending_step import StepOutput
+from model_runner.drafting.runner import draft_cache_spec
 from model_runner.sampling.sampling_params import SamplingParams
-from model_runner.speculation.proposer import Draft, Proposer, StepObserver
+from model_runner.settings import DeviceMemory
+from model_runner.speculation.proposer import Draft, Proposer
 from model_runner.step.graph_sizes import GraphShape
 from model_runner.step.request import Request, ScheduledRequest
-from ubatch import CapturedGraph
+from model_runner.step_runner import StepRunner
+from ubatch import ConfigError
 
-__all__ = ["CudaMemory", "DeviceMemory", "graphs_in_all", "largest_step", "measured_blocks"]
+__all__ = ["CudaMemory", "blocks_beside", "graphs_in_all", "largest_step", "measured_blocks"]
 
 _logger = logging.getLogger(__name__)
 
-_SAMPLED = SamplingParams(
-    max_tokens=2,
-    temperature=1.0,
-    top_p=0.9,
-    min_p=0.01,
-    repetition_penalty=1.1,
-    seed=0,
-    logprobs=1,
-    prompt_logprobs=1,
-    bad_token_sequences=((1,),),
-)
+_WIDEST: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.01, "logprobs": 1, "prompt_logprobs": 1}
+_SAMPLED = SamplingParams(max_tokens=2, repetition_penalty=1.1, seed=0, bad_token_sequences=((1,),), **_WIDEST)
 """Sampling parameters that need the most memory: logits are copied, and the vocabulary is sorted."""
 
 _USUAL_TOKENS = 2048
 """Tokens of the largest step, if `max_num_batched_tokens` is not given."""
-
-
-class DeviceMemory(Protocol):
-    """The memory of one device, in bytes. Call its methods only while no step is running."""
-
-    def held(self) -> int:
-        """Memory of this process's tensors; first, the allocator's unused cache is released."""
-
-    def free(self) -> int:
-        """Free memory of the device; first, the allocator's unused cache is released."""
-
-    def reset_peak(self) -> None:
-        """Reset the peak."""
-
-    def peak(self) -> int:
-        """The most that the allocator held since `reset_peak`."""
 
 
 class CudaMemory:
@@ -100,38 +72,8 @@ class CudaMemory:
         torch.cuda.empty_cache()
 
 
-class MeasuredRunner(TargetRunner, Protocol):
-    """The runner that is measured; `ModelRunner` documents each attribute and method."""
-
-    num_speculative_tokens: int
-    draft: LoadedDraft | None
-    proposer: DraftProposer | None
-
-    @property
-    def captured_steps(self) -> tuple[CapturedSteps, ...]: ...
-
-    def set_observer(self, observer: StepObserver | None) -> None: ...
-
-    def admit(self, request: Request, num_tokens: int) -> None: ...
-
-    def release(self, request: Request) -> None: ...
-
-    def execute(self, scheduled: Sequence[ScheduledRequest]) -> StepOutput: ...
-
-    def capture_graphs(
-        self,
-        progress: Callable[[CapturedGraph], None] | None = None,
-        choose: Callable[[Sequence[GraphShape]], Sequence[GraphShape]] | None = None,
-    ) -> list[CapturedGraph]: ...
-
-
 def measured_blocks(
-    runner: MeasuredRunner,
-    spec: CacheSpec,
-    share: float,
-    open_cache: Callable[[int], None],
-    memory: DeviceMemory,
-    max_num_batched_tokens: int | None,
+    runner: StepRunner, spec: CacheSpec, share: float, open_cache: Callable[[int], None], memory: DeviceMemory
 ) -> int:
     """Blocks of the KV cache that fit in addition to everything else in a share of the device's memory. Collective.
 
@@ -139,17 +81,18 @@ def measured_blocks(
         runner: a runner with its model, and no cache yet.
         share: share of the memory that is free or held by this process.
         open_cache: gives the runner a cache of this number of blocks, and closes its previous one.
-        max_num_batched_tokens: tokens of the largest step; None for the default number.
 
     Raises:
         ConfigError: not even one block fits.
     """
-    tokens = _USUAL_TOKENS if max_num_batched_tokens is None else max_num_batched_tokens
-    places = runner.num_speculative_tokens if runner.draft is None else runner.draft.shape.num_places
+    own, block_bytes = runner.settings, spec.bytes_per_block
+    tokens = _USUAL_TOKENS if own.max_num_batched_tokens is None else own.max_num_batched_tokens
+    places = own.num_speculative_tokens if own.draft is None else own.draft.shape.num_places
     if places + 2 > runner.max_model_len:  # sequences are too short for drafts
         places = 0
-    drafts = min(places, runner.num_speculative_tokens)
-    block_bytes = spec.bytes_per_block + (0 if runner.draft is None else runner.draft.bytes_per_block(spec))
+    drafts = min(places, own.num_speculative_tokens)
+    if runner.draft is not None:
+        block_bytes += draft_cache_spec(runner.draft, spec).bytes_per_block
     weights = memory.held()
     room = blocks_beside(block_bytes, int(share * (memory.free() + weights)), weights, share)
     if runner.tensor_parallel is not None:  # the ranks of a replica run the same steps
@@ -167,6 +110,26 @@ def measured_blocks(
     use = f"weights {weights}, the largest step {step}, graphs {graphs}"
     blocks = blocks_beside(block_bytes, allowed, weights + step + graphs, share, use)
     _logger.info("of %d bytes: %s, KV cache %d", allowed, use, blocks * block_bytes)
+    return blocks
+
+
+def blocks_beside(bytes_per_block: int, allowed: int, held: int, share: float, parts: str = "") -> int:
+    """Blocks that fit in `allowed - held` bytes, without the cache's additional block for padding.
+
+    Args:
+        held: bytes used by everything except the cache.
+        parts: what `held` consists of, for the message.
+
+    Raises:
+        ConfigError: not even one block fits.
+    """
+    blocks = (allowed - held) // bytes_per_block - 1
+    if blocks < 1:
+        raise ConfigError(
+            f"gpu_memory_utilization {share} allows {allowed} bytes; the model takes {held}{parts and f' ({parts})'}, "
+            f"and two KV blocks {2 * bytes_per_block}. Raise it, lower max_num_batched_tokens, or free memory of "
+            "the GPU."
+        )
     return blocks
 
 
@@ -200,7 +163,7 @@ def _kind(shape: GraphShape) -> object:
     return shape.mode, shape.tokens_per_request, shape.lanes, shape.single
 
 
-def _run(runner: MeasuredRunner, count: int, length: int, places: int, *, drafted: int, drafts: int) -> None:
+def _run(runner: StepRunner, count: int, length: int, places: int, *, drafted: int, drafts: int) -> None:
     """Run a prefill of `count` prompts of `length` tokens, each with `places` positions for drafts; then a verify step
     of `drafted` of them with `drafts` drafts each, if any; then a decode step."""
     proposer = runner.proposer
@@ -228,13 +191,11 @@ def _drafted(requests: Sequence[Request], count: int, proposer: Proposer | None)
     """Shares of a verify step with `count` drafts each; zeros if the proposer makes fewer, or there is none."""
     drafts = [Draft(())] * len(requests) if proposer is None else proposer.propose(requests, [count] * len(requests))
     whole = [draft if len(draft.tokens) == count else Draft((0,) * count) for draft in drafts]
-    return [
-        ScheduledRequest(request, 1, draft.tokens, draft.parents, draft.probs)
-        for request, draft in zip(requests, whole, strict=True)
-    ]
+    pairs = zip(requests, whole, strict=True)
+    return [ScheduledRequest(request, 1, draft.tokens, draft.parents, draft.probs) for request, draft in pairs]
 
 
-def _graphs(runner: MeasuredRunner, memory: DeviceMemory) -> int:
+def _graphs(runner: StepRunner, memory: DeviceMemory) -> int:
     """Estimate of the graphs' bytes; the graphs captured here are released when the runner's cache is closed."""
     free = [memory.free()]
     runner.capture_graphs(lambda _: free.append(memory.free()), _samples)

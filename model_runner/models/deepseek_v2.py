@@ -8,7 +8,7 @@ Source: DeepSeek-V2 (2024) and the `DeepseekV2ForCausalLM` checkpoints on the Hu
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from typing import Any
 
 from attention import MLAShape
 from model_runner.decoder.config import DecoderConfig, MoEConfig, read_decoder, read_num_experts, read_top_k
@@ -32,39 +32,31 @@ class DeepseekV2ForCausalLM(DecoderLM):
             raise config.wrong("scoring_func", scoring, "'softmax'")
         if method not in ("greedy", "group_limited_greedy"):
             raise config.wrong("topk_method", method, "'greedy' or 'group_limited_greedy'")
-        if config.flag("norm_topk_prob", False):  # the published code then drops the scaling factor, others keep it
-            raise config.wrong("norm_topk_prob", True, "false, as in all published checkpoints")
-        if config.flag("mlp_bias", False):
-            raise config.wrong("mlp_bias", True, "false, as in all published checkpoints")
+        # With norm_topk_prob the published code drops the scaling factor, others keep it.
+        for name in ("norm_topk_prob", "mlp_bias"):
+            if config.flag(name, False):
+                raise config.wrong(name, True, "false, as in all published checkpoints")
         num_groups, top_groups = (1, 1) if method == "greedy" else read_groups(config)
         scale = config.number("routed_scaling_factor")
         router = GroupLimitedRouter(read_top_k(config), num_groups, top_groups, scale=scale)
         return read_deepseek(config, generation, router)
 
 
-def read_deepseek(config: HFConfig, generation: HFConfig, router: Router) -> DecoderConfig:
+def read_deepseek(config: HFConfig, generation: HFConfig, router: Router, **differences: Any) -> DecoderConfig:
     """Read the config entries that DeepSeek-V2 and V3 share: all except the router's."""
     rope = read_rope(config)
     first, every = config.integer("first_k_dense_replace", at_least=0), config.integer("moe_layer_freq", default=1)
     layers = range(first, config.integer("num_hidden_layers"))
     moe = read_shared_moe(config, [layer for layer in layers if layer % every == 0], router)
-    return replace(
-        read_decoder(config, generation, _read_latent(config, rope), rope=rope, moe=moe),
-        attention_bias=config.flag("attention_bias", False),
-        q_lora_rank=config.optional_integer("q_lora_rank"),
-    )
+    attention, differences["q_lora_rank"] = _read_latent(config, rope), config.optional_integer("q_lora_rank")
+    return read_decoder(config, generation, attention, rope=rope, moe=moe, flags=("attention_bias",), **differences)
 
 
 def read_shared_moe(config: HFConfig, layers: Iterable[int], router: Router) -> MoEConfig:
     """The MoE of some layers, with shared experts, each of the size of a routed one."""
-    intermediate_size = config.integer("moe_intermediate_size")
-    return MoEConfig(
-        layers=frozenset(layers),
-        intermediate_size=intermediate_size,
-        router=router,
-        shared_intermediate_size=config.integer("n_shared_experts", at_least=0) * intermediate_size,
-        float32_gate=True,
-    )
+    size = config.integer("moe_intermediate_size")
+    shared = config.integer("n_shared_experts", at_least=0) * size
+    return MoEConfig(frozenset(layers), size, router, shared, float32_gate=True)
 
 
 def read_groups(config: HFConfig) -> tuple[int, int]:
@@ -86,14 +78,8 @@ def read_groups(config: HFConfig) -> tuple[int, int]:
 
 def _read_latent(config: HFConfig, rope: Rope) -> MLAShape:
     """Sizes of heads and latent; the softmax scale includes YaRN's factor for longer contexts."""
-    nope, rotated = config.integer("qk_nope_head_dim"), config.integer("qk_rope_head_dim")
+    names = ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    heads, rank, nope, rotated, values = map(config.integer, names)
     if rotated % 2:
         raise config.wrong("qk_rope_head_dim", rotated, "an even number, for rotary embeddings")
-    return MLAShape(
-        num_heads=config.integer("num_attention_heads"),
-        kv_lora_rank=config.integer("kv_lora_rank"),
-        qk_nope_head_dim=nope,
-        qk_rope_head_dim=rotated,
-        v_head_dim=config.integer("v_head_dim"),
-        scale=(nope + rotated) ** -0.5 * rope.softmax_factor,
-    )
+    return MLAShape(heads, rank, nope, rotated, values, scale=(nope + rotated) ** -0.5 * rope.softmax_factor)

@@ -7,8 +7,6 @@ Source: DeepSeek-V3 (2024) and the `DeepseekV3ForCausalLM` checkpoints on the Hu
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from model_runner.decoder.config import DecoderConfig, read_top_k
 from model_runner.models.deepseek_v2 import read_deepseek, read_groups
 from model_runner.models.mtp import LayersBehind
@@ -28,8 +26,7 @@ class DeepseekV3ForCausalLM(LayersBehind):
             if config.values.get(name, known) != known:
                 raise config.wrong(name, config.values[name], repr(known))
         router = read_sigmoid_router(config, config.number("routed_scaling_factor"))
-        interleaved = config.flag("rope_interleave", True)
-        return replace(read_deepseek(config, generation, router), rope_interleaved=interleaved)
+        return read_deepseek(config, generation, router, rope_interleaved=config.flag("rope_interleave", True))
 
 
 def read_sigmoid_router(config: HFConfig, scale: float) -> SigmoidTopKRouter:

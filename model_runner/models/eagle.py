@@ -16,7 +16,6 @@ Source: EAGLE (Li and others, 2024), which has neither the first nor the last no
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,14 +30,48 @@ from model_runner.decoder.rope import RotaryEmbedding
 from model_runner.weights.weights import Checkpoint
 from moe import linear
 
-__all__ = ["EAGLE_ARCHITECTURE", "EagleHead"]
+__all__ = ["EAGLE_ARCHITECTURE", "DraftHead", "EagleHead"]
 
 EAGLE_ARCHITECTURE = "EagleQwen3ForCausalLM"
 """Architecture name in a head's `config.json`."""
 
 
-class EagleHead(nn.Module):
-    """The head of a target. A `DraftNetwork`.
+class DraftHead(nn.Module):
+    """A head that drafts with embeddings and output layer of its target. A `DraftNetwork`.
+
+    Attributes:
+        rope, fc, layers, norm: set by the heads.
+    """
+
+    reads_hidden = True
+    rope: nn.Module
+    fc: nn.Parameter
+    layers: nn.ModuleList
+    norm: nn.Parameter
+
+    def __init__(self, target: DecoderLM, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = target.embed_tokens.rows
+        self.compute_logits = target.compute_logits
+
+    def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
+        """One step; see `DraftNetwork`."""
+        plan, num_tokens = current_plan()
+        residual = linear(torch.cat(self.inputs(self.embed(input_ids), hidden), dim=-1), self.fc)
+        rotation = self.rope(positions)
+        update: Any = None
+        for layer in self.layers:
+            residual, update = layer(residual, update, rotation, plan, num_tokens)
+        return add_rms_norm(update, residual, self.norm, self.config.rms_norm_eps)[0]
+
+    def inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The two inputs of the projection, `[T, hidden_size]` each."""
+        return embedded, hidden
+
+
+class EagleHead(DraftHead):
+    """The head of a target.
 
     Args:
         checkpoint: the head's checkpoint; its architecture is `EAGLE_ARCHITECTURE`.
@@ -48,29 +81,12 @@ class EagleHead(nn.Module):
         CheckpointError: an entry or a tensor is missing or invalid.
     """
 
-    reads_hidden = True
-
     def __init__(self, target: DecoderLM, checkpoint: Checkpoint, parallel: ExpertParallel) -> None:
-        super().__init__()
         attention = read_grouped_query(checkpoint.config)
-        plain = read_decoder(checkpoint.config, checkpoint.generation_config(), attention)
-        self.config: DecoderConfig = replace(plain, qk_norm=True)
-        hidden_size = self.config.hidden_size
-        self.embed = target.embed_tokens.rows
-        self.compute_logits = target.compute_logits
-        self.fc = frozen(checkpoint.load("model.fc.weight", hidden_size, 2 * hidden_size))
-        self.rope = RotaryEmbedding(self.config.rope, attention.head_dim, checkpoint.device)
-        self.layers = nn.ModuleList(
-            DecoderLayer(self.config, checkpoint, parallel, layer) for layer in range(self.config.num_layers)
-        )
-        self.norm = frozen(checkpoint.load("model.norm.weight", hidden_size))
-
-    def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
-        """One step; see `DraftNetwork`."""
-        plan, num_tokens = current_plan()
-        residual = linear(torch.cat((self.embed(input_ids), hidden), dim=-1), self.fc)
-        rotation = self.rope(positions)
-        update: Any = None
-        for layer in self.layers:
-            residual, update = layer(residual, update, rotation, plan, num_tokens)
-        return add_rms_norm(update, residual, self.norm, self.config.rms_norm_eps)[0]
+        config = read_decoder(checkpoint.config, checkpoint.generation_config(), attention, qk_norm=True)
+        super().__init__(target, config)
+        self.fc = frozen(checkpoint.load("model.fc.weight", config.hidden_size, 2 * config.hidden_size))
+        self.rope = RotaryEmbedding(config.rope, attention.head_dim, checkpoint.device)
+        numbers = range(config.num_layers)
+        self.layers = nn.ModuleList(DecoderLayer(config, checkpoint, parallel, layer) for layer in numbers)
+        self.norm = frozen(checkpoint.load("model.norm.weight", config.hidden_size))

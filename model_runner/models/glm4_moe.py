@@ -8,8 +8,6 @@ Source: GLM-4.5 (2025) and the `Glm4MoeForCausalLM` checkpoints on the Hugging F
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query
 from model_runner.decoder.rope import read_rope
 from model_runner.models.deepseek_v2 import read_shared_moe
@@ -31,8 +29,7 @@ class Glm4MoeForCausalLM(LayersBehind):
         moe = read_shared_moe(config, range(first, config.integer("num_hidden_layers")), router)
         rope = read_rope(config, default_partial=0.5)
         attention = read_grouped_query(config)
-        return replace(
-            read_decoder(config, generation, attention, rope=rope, moe=moe, default_eps=1e-5),
-            qkv_bias=config.flag("attention_bias", False),
-            qk_norm=config.flag("use_qk_norm", False),
+        bias, norm = config.flag("attention_bias", False), config.flag("use_qk_norm", False)
+        return read_decoder(
+            config, generation, attention, rope=rope, moe=moe, default_eps=1e-5, qkv_bias=bias, qk_norm=norm
         )

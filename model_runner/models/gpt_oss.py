@@ -7,7 +7,7 @@ Source: gpt-oss-120b and gpt-oss-20b Model Card (2025) and the `GptOssForCausalL
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 from model_runner.decoder.config import DecoderConfig, TensorNames, read_decoder, read_grouped_query, read_layer_windows
 from model_runner.decoder.decoder import DecoderLM
@@ -30,15 +30,10 @@ class GptOssForCausalLM(DecoderLM):
         num_layers = config.integer("num_hidden_layers")
         kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)]
         windows = read_layer_windows(config, config.optional_integer("sliding_window"), kinds)
-        moe = replace(
-            read_softmax_moe(config, renormalize=True),  # the softmax of the chosen ones only is the same
-            gate_bias=True,
-            clamped=ClampedSwiGLU(config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)),
-            names=TensorNames(router="router"),
-        )
+        clamped = ClampedSwiGLU(config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702))
+        own: dict[str, Any] = {"gate_bias": True, "clamped": clamped, "names": TensorNames(router="router")}
+        moe = read_softmax_moe(config, renormalize=True, **own)  # the softmax of the chosen ones only is the same
         attention = read_grouped_query(config, layer_windows=windows, sinks=True)
         rope = read_rope(config, default_theta=150_000.0)
-        return replace(
-            read_decoder(config, generation, attention, rope=rope, moe=moe, default_eps=1e-5),
-            attention_bias=config.flag("attention_bias", True),
-        )
+        bias = config.flag("attention_bias", True)
+        return read_decoder(config, generation, attention, rope=rope, moe=moe, default_eps=1e-5, attention_bias=bias)

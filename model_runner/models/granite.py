@@ -9,6 +9,7 @@ Source: Granite 3.0 Language Models (2024) and the `GraniteForCausalLM`, `Granit
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from model_runner.decoder.config import DecoderConfig, MoEConfig, TensorNames, read_decoder, read_grouped_query
 from model_runner.decoder.decoder import DecoderLM
@@ -32,7 +33,7 @@ class GraniteForCausalLM(DecoderLM):
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
         """See `CausalLM.read_config`."""
-        return replace(_read_granite(config, generation), mlp_bias=config.flag("mlp_bias", False))
+        return _read_granite(config, generation, "mlp_bias")
 
 
 class GraniteMoeForCausalLM(DecoderLM):
@@ -42,17 +43,15 @@ class GraniteMoeForCausalLM(DecoderLM):
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
         """See `CausalLM.read_config`."""
         shared = config.integer("shared_intermediate_size", default=0, at_least=0)
-        moe = read_softmax_moe(config, renormalize=True)
-        return _read_granite(config, generation, replace(moe, shared_intermediate_size=shared, names=_NAMES))
+        moe = read_softmax_moe(config, renormalize=True, shared_intermediate_size=shared, names=_NAMES)
+        return _read_granite(config, generation, moe=moe)
 
 
-def _read_granite(config: HFConfig, generation: HFConfig, moe: MoEConfig | None = None) -> DecoderConfig:
+def _read_granite(config: HFConfig, generation: HFConfig, *flags: str, moe: MoEConfig | None = None) -> DecoderConfig:
     """Read the entries that the models share: Llama's, and the factors."""
     attention = replace(read_grouped_query(config), scale=config.number("attention_multiplier", 1.0))
-    return replace(
-        read_decoder(config, generation, attention, moe=moe),
-        attention_bias=config.flag("attention_bias", False),
-        embedding_multiplier=config.number("embedding_multiplier", 1.0),
-        residual_multiplier=config.number("residual_multiplier", 1.0),
-        logits_divisor=config.number("logits_scaling", 1.0),
-    )
+    factors: dict[str, Any] = {
+        name: config.number(name, 1.0) for name in ("embedding_multiplier", "residual_multiplier")
+    }
+    factors["logits_divisor"] = config.number("logits_scaling", 1.0)
+    return read_decoder(config, generation, attention, moe=moe, flags=("attention_bias", *flags), **factors)

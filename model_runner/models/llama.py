@@ -5,8 +5,6 @@ Source: The Llama 3 Herd of Models (2024) and the `LlamaForCausalLM` checkpoints
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.weights.hf_config import HFConfig
@@ -20,8 +18,5 @@ class LlamaForCausalLM(DecoderLM):
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
         """See `CausalLM.read_config`."""
-        return replace(
-            read_decoder(config, generation, read_grouped_query(config)),
-            attention_bias=config.flag("attention_bias", False),
-            mlp_bias=config.flag("mlp_bias", False),
-        )
+        attention = read_grouped_query(config)
+        return read_decoder(config, generation, attention, flags=("attention_bias", "mlp_bias"))

@@ -51,12 +51,9 @@ class MiMoV2FlashForCausalLM(DecoderLM):
         mlps = _read_kinds(config, "mlp_layer_types", "moe_layer_freq", _MLPS, usual)
         numbers = {name: config.integer(name, default=1) for name in ("n_group", "topk_group")}
         with_groups = HFConfig({**config.values, **numbers}, config.path)
-        moe = MoEConfig(
-            layers=frozenset(layer for layer, kind in enumerate(mlps) if kind == "sparse"),
-            intermediate_size=config.integer("moe_intermediate_size"),
-            router=read_sigmoid_router(with_groups, config.number("routed_scaling_factor", 1.0)),
-            float32_gate=True,
-        )
+        layers = frozenset(layer for layer, kind in enumerate(mlps) if kind == "sparse")
+        router = read_sigmoid_router(with_groups, config.number("routed_scaling_factor", 1.0))
+        moe = MoEConfig(layers, config.integer("moe_intermediate_size"), router, float32_gate=True)
         shapes, ropes = _read_shapes(config, kinds), {kind: _read_rope(config, kind) for kind in dict.fromkeys(kinds)}
         eps = config.number("layernorm_epsilon", 1e-5)
         of_layers = [ropes[kind] for kind in kinds]

@@ -19,19 +19,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from attention import AttentionShape
-from model_runner.decoder.base import ExpertParallel, ModelConfig, current_plan
+from model_runner.decoder.base import ExpertParallel, ModelConfig
 from model_runner.decoder.config import DecoderConfig
 from model_runner.decoder.decoder import DecoderLayer, DecoderLM
 from model_runner.decoder.layers import frozen, load_norm
-from model_runner.decoder.ops import add_rms_norm, rms_norm
+from model_runner.decoder.ops import rms_norm
 from model_runner.errors import CheckpointFileMissing
+from model_runner.models.eagle import DraftHead
 from model_runner.models.registry import HYBRID
 from model_runner.weights.weights import Checkpoint
-from moe import linear
 from ubatch import ConfigError
 
 __all__ = ["LayersApart", "LayersBehind", "MTPLayer", "has_layer", "no_layer"]
@@ -99,8 +98,8 @@ def _find(config: DecoderConfig, checkpoint: Checkpoint) -> tuple[str, int, str,
     return prefix, place, f"{prefix}.layers.{place}", ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 
 
-class MTPLayer(nn.Module):
-    """The first multi-token-prediction layer of a checkpoint. A `DraftNetwork`.
+class MTPLayer(DraftHead):
+    """The first multi-token-prediction layer of a checkpoint.
 
     Args:
         target: the model; its embeddings, rotary embeddings and output layer are used.
@@ -111,10 +110,7 @@ class MTPLayer(nn.Module):
         CheckpointError: a tensor of it is missing or has a wrong shape.
     """
 
-    reads_hidden = True
-
     def __init__(self, target: DecoderLM, checkpoint: Checkpoint, parallel: ExpertParallel) -> None:
-        super().__init__()
         config: DecoderConfig = target.config
         prefix, place, own, (embedding_norm, hidden_norm, projection, last_norm) = _find(config, checkpoint)
         if isinstance(config.attention, AttentionShape) and config.attention.layers is not None:
@@ -125,18 +121,16 @@ class MTPLayer(nn.Module):
         hidden_size = config.hidden_size
         moe = None if config.moe is None else replace(config.moe, layers=frozenset({place}))
         kept = replace(config, num_layers=1, moe=moe, linear=None, linear_layers=frozenset())
-        self.config = replace(kept, tensor_prefix=prefix)
-        self.eps = config.rms_norm_eps
-        self.embed = target.embed_tokens.rows
+        super().__init__(target, replace(kept, tensor_prefix=prefix))
         self.rope = target.ropes[0]
-        self.compute_logits = target.compute_logits
         self.embedding_norm, self.hidden_norm, self.norm = (
             load_norm(checkpoint, f"{own}.{name}.weight", hidden_size, zero_centred=config.zero_centred_norms)
             for name in (embedding_norm, hidden_norm, last_norm)
         )
         self.fc = frozen(checkpoint.load(f"{own}.{projection}.weight", hidden_size, 2 * hidden_size))
-        self.layer = DecoderLayer(self.config, checkpoint, parallel, place)
-        self.layer.attention.layer = 0  # the draft cache has one layer
+        layer = DecoderLayer(self.config, checkpoint, parallel, place)
+        layer.attention.layer = 0  # the draft cache has one layer
+        self.layers = nn.ModuleList([layer])
 
     @staticmethod
     def left(config: DecoderConfig, checkpoint: Checkpoint) -> Mapping[str, str]:
@@ -148,10 +142,7 @@ class MTPLayer(nn.Module):
             "copies of embeddings and output layer": rf"{own}\.(embed_tokens|shared_head\.head)\..*",
         }
 
-    def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
-        """One step; see `DraftNetwork`."""
-        plan, num_tokens = current_plan()
-        embedded = rms_norm(self.embed(input_ids), self.embedding_norm, self.eps)
-        both = torch.cat((embedded, rms_norm(hidden, self.hidden_norm, self.eps)), dim=-1)
-        residual, update = self.layer(linear(both, self.fc), None, self.rope(positions), plan, num_tokens)
-        return add_rms_norm(update, residual, self.norm, self.eps)[0]
+    def inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See `DraftHead`: both are normalised."""
+        eps = self.config.rms_norm_eps
+        return rms_norm(embedded, self.embedding_norm, eps), rms_norm(hidden, self.hidden_norm, eps)

@@ -5,7 +5,7 @@ Source: OLMoE (2024) and the `OlmoeForCausalLM` checkpoints on the Hugging Face 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query
 from model_runner.decoder.decoder import DecoderLM
@@ -22,9 +22,7 @@ class OlmoeForCausalLM(DecoderLM):
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
         """See `CausalLM.read_config`."""
         moe = read_softmax_moe(config, renormalize=config.flag("norm_topk_prob", False))
-        return replace(
-            read_decoder(config, generation, read_grouped_query(config), moe=moe, default_eps=1e-5),
-            attention_bias=config.flag("attention_bias", False),
-            norms_all_heads=True,
-            clip_qkv=None if config.values.get("clip_qkv") is None else config.number("clip_qkv"),
-        )
+        own: dict[str, Any] = {"moe": moe, "default_eps": 1e-5, "norms_all_heads": True}
+        if config.values.get("clip_qkv") is not None:
+            own["clip_qkv"] = config.number("clip_qkv")
+        return read_decoder(config, generation, read_grouped_query(config), flags=("attention_bias",), **own)

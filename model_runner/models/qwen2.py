@@ -6,7 +6,6 @@ Source: Qwen2 Technical Report (2024) and the `Qwen2ForCausalLM` checkpoints on 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query, read_layer_windows
 from model_runner.decoder.decoder import DecoderLM
@@ -25,7 +24,7 @@ class Qwen2ForCausalLM(DecoderLM):
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
         """See `CausalLM.read_config`."""
         attention = read_grouped_query(config, layer_windows=read_windows(config))
-        return replace(read_decoder(config, generation, attention), qkv_bias=True)
+        return read_decoder(config, generation, attention, qkv_bias=True)
 
 
 def read_sliding_window(config: HFConfig) -> int | None:

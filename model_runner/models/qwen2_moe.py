@@ -8,7 +8,7 @@ Source: Qwen1.5-MoE (2024) and the `Qwen2MoeForCausalLM` checkpoints on the Hugg
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from typing import Any
 
 from model_runner.decoder.config import DecoderConfig, MoEConfig, TensorNames, read_decoder, read_grouped_query
 from model_runner.decoder.decoder import DecoderLM
@@ -28,8 +28,7 @@ class Qwen2MoeForCausalLM(DecoderLM):
         renormalize = config.flag("norm_topk_prob", False)
         moe = read_gated_moe(config, read_sparse_layers(config), renormalize=renormalize)
         attention = read_grouped_query(config, layer_windows=_windows(config))
-        common = read_decoder(config, generation, attention, moe=moe)
-        return replace(common, qkv_bias=config.flag("qkv_bias", True))
+        return read_decoder(config, generation, attention, moe=moe, qkv_bias=config.flag("qkv_bias", True))
 
 
 def _windows(config: HFConfig) -> list[int | None]:
@@ -41,12 +40,9 @@ def _windows(config: HFConfig) -> list[int | None]:
 
 def read_gated_moe(config: HFConfig, layers: Iterable[int], *, renormalize: bool) -> MoEConfig:
     """The MoE of some layers, with a shared expert that has a gate; see `read_softmax_moe`."""
-    return replace(
-        read_softmax_moe(config, renormalize=renormalize, layers=layers, size="moe_intermediate_size"),
-        shared_intermediate_size=config.integer("shared_expert_intermediate_size"),
-        shared_gate=True,
-        names=TensorNames(shared="mlp.shared_expert"),
-    )
+    names, shared = TensorNames(shared="mlp.shared_expert"), config.integer("shared_expert_intermediate_size")
+    own: dict[str, Any] = {"shared_intermediate_size": shared, "shared_gate": True, "names": names}
+    return read_softmax_moe(config, renormalize=renormalize, layers=layers, size="moe_intermediate_size", **own)
 
 
 def read_sparse_layers(config: HFConfig) -> frozenset[int]:

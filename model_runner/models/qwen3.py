@@ -5,8 +5,6 @@ Source: Qwen3 Technical Report (2025) and the `Qwen3ForCausalLM` checkpoints on 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.models.qwen2 import read_windows
@@ -22,5 +20,4 @@ class Qwen3ForCausalLM(DecoderLM):
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
         """See `CausalLM.read_config`."""
         attention = read_grouped_query(config, layer_windows=read_windows(config))
-        common = read_decoder(config, generation, attention)
-        return replace(common, attention_bias=config.flag("attention_bias", False), qk_norm=True)
+        return read_decoder(config, generation, attention, flags=("attention_bias",), qk_norm=True)

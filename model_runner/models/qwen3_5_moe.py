@@ -8,7 +8,6 @@ Source: the `Qwen3_5MoeForConditionalGeneration` checkpoints on the Hugging Face
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from model_runner.decoder.config import DecoderConfig
 from model_runner.models.mtp import LayersApart
@@ -22,17 +21,21 @@ __all__ = ["Qwen35MoeForCausalLM", "Qwen35MoeForConditionalGeneration"]
 class Qwen35MoeForCausalLM(LayersApart):
     """The text model. See `CausalLM`."""
 
+    tensor_prefix = "model"
+
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
         """See `CausalLM.read_config`."""
         layers = range(config.integer("num_hidden_layers"))
         # It has no dense MLP, and its config no size of one.
         config = HFConfig({"intermediate_size": config.integer("moe_intermediate_size"), **config.values}, config.path)
-        return read_hybrid(config, generation, sparse=layers, renormalize=True)
+        return read_hybrid(config, generation, sparse=layers, renormalize=True, tensor_prefix=cls.tensor_prefix)
 
 
 class Qwen35MoeForConditionalGeneration(Qwen35MoeForCausalLM):
     """The text model of a checkpoint that can see. See `CausalLM`."""
+
+    tensor_prefix = "model.language_model"
 
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
@@ -41,9 +44,7 @@ class Qwen35MoeForConditionalGeneration(Qwen35MoeForCausalLM):
         if not isinstance(text, dict):
             raise config.wrong("text_config", text, "the settings of its text model")
         values = {"tie_word_embeddings": config.flag("tie_word_embeddings", False), **text}
-        return replace(
-            super().read_config(HFConfig(values, config.path), generation), tensor_prefix="model.language_model"
-        )
+        return super().read_config(HFConfig(values, config.path), generation)
 
     @classmethod
     def left(cls, config: DecoderConfig, checkpoint: Checkpoint) -> Mapping[str, str]:

@@ -7,8 +7,6 @@ Source: Qwen3 Technical Report (2025) and the `Qwen3MoeForCausalLM` checkpoints 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.models.mixtral import read_softmax_moe
@@ -28,5 +26,4 @@ class Qwen3MoeForCausalLM(DecoderLM):
         renormalize, layers = config.flag("norm_topk_prob", False), read_sparse_layers(config)
         moe = read_softmax_moe(config, renormalize=renormalize, layers=layers, size="moe_intermediate_size")
         attention = read_grouped_query(config, sliding_window=read_sliding_window(config))
-        common = read_decoder(config, generation, attention, moe=moe)
-        return replace(common, attention_bias=config.flag("attention_bias", False), qk_norm=True)
+        return read_decoder(config, generation, attention, moe=moe, flags=("attention_bias",), qk_norm=True)

@@ -9,7 +9,7 @@ Source: the `Qwen3NextForCausalLM` checkpoints on the Hugging Face hub (2025).
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+from typing import Any
 
 from attention import GatedDeltaShape
 from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query
@@ -30,11 +30,13 @@ class Qwen3NextForCausalLM(LayersApart):
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
         """See `CausalLM.read_config`."""
         renormalize = config.flag("norm_topk_prob", True)
-        common = read_hybrid(config, generation, sparse=read_sparse_layers(config), renormalize=renormalize)
-        return replace(common, linear_grouped=True)
+        sparse = read_sparse_layers(config)
+        return read_hybrid(config, generation, sparse=sparse, renormalize=renormalize, linear_grouped=True)
 
 
-def read_hybrid(config: HFConfig, generation: HFConfig, *, sparse: Collection[int], renormalize: bool) -> DecoderConfig:
+def read_hybrid(
+    config: HFConfig, generation: HFConfig, *, sparse: Collection[int], renormalize: bool, **differences: Any
+) -> DecoderConfig:
     """Read the config entries that Qwen3-Next and Qwen3.5 share.
 
     Args:
@@ -46,28 +48,18 @@ def read_hybrid(config: HFConfig, generation: HFConfig, *, sparse: Collection[in
     """
     moe = read_gated_moe(config, sparse, renormalize=renormalize)
     rope = read_rope(config, default_partial=0.25)
-    return replace(
-        read_decoder(config, generation, read_grouped_query(config), rope=rope, moe=moe),
-        attention_bias=config.flag("attention_bias", False),
-        qk_norm=True,
-        output_gate=True,
-        zero_centred_norms=True,
-        linear=_read_linear(config),
-        linear_layers=_linear_layers(config),
-    )
+    differences |= {"qk_norm": True, "output_gate": True, "zero_centred_norms": True}
+    differences |= {"linear": _read_linear(config), "linear_layers": _linear_layers(config)}
+    attention = read_grouped_query(config)
+    return read_decoder(config, generation, attention, rope=rope, moe=moe, flags=("attention_bias",), **differences)
 
 
 def _read_linear(config: HFConfig) -> GatedDeltaShape:
     num_k_heads, num_v_heads = config.integer("linear_num_key_heads"), config.integer("linear_num_value_heads")
     if num_v_heads % num_k_heads:
         raise config.wrong("linear_num_value_heads", num_v_heads, f"a multiple of its {num_k_heads} key heads")
-    return GatedDeltaShape(
-        num_k_heads=num_k_heads,
-        num_v_heads=num_v_heads,
-        k_dim=config.integer("linear_key_head_dim"),
-        v_dim=config.integer("linear_value_head_dim"),
-        conv_kernel=config.integer("linear_conv_kernel_dim", default=4),
-    )
+    k_dim, v_dim = config.integer("linear_key_head_dim"), config.integer("linear_value_head_dim")
+    return GatedDeltaShape(num_k_heads, num_v_heads, k_dim, v_dim, config.integer("linear_conv_kernel_dim", default=4))
 
 
 def _linear_layers(config: HFConfig) -> frozenset[int]:

@@ -123,8 +123,5 @@ def _refuse_unsupported(architecture: str, config: HFConfig) -> None:
     text = config.values.get("text_config")  # of multimodal models
     given = [values.get("layer_types") for values in (config.values, text if isinstance(text, dict) else {})]
     layer_types = [kind for kinds in given if isinstance(kinds, list) for kind in kinds]
-    refuse_unsupported_model(
-        shown(architecture).strip("'"),
-        encoder_decoder=config.values.get("is_encoder_decoder") is True,
-        layer_types=tuple(map(str, layer_types)),
-    )
+    two_parts, kinds = config.values.get("is_encoder_decoder") is True, tuple(map(str, layer_types))
+    refuse_unsupported_model(shown(architecture).strip("'"), encoder_decoder=two_parts, layer_types=kinds)

@@ -23,6 +23,7 @@ ranked, `torch.topk` decides which are kept.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -202,23 +203,18 @@ class _Draws:
     @classmethod
     def of(cls, rows: Mapping[int, SamplingRow], vocab: int) -> tuple[_Draws, ...]:
         """The rows that are not greedy, grouped by width."""
-        drawn = {index: (row, _width(row.params, vocab)) for index, row in rows.items() if not row.params.greedy}
-        widths = sorted({width for _, width in drawn.values()})
-        return tuple(
-            cls._of_width({index: row for index, (row, own) in drawn.items() if own == width}, width, vocab)
-            for width in widths
-        )
-
-    @classmethod
-    def _of_width(cls, rows: Mapping[int, SamplingRow], width: int, vocab: int) -> _Draws:
-        pairs = [(row.params, row.draw) for row in rows.values()]
-        columns = [(own.temperature, draw, own.min_p, own.top_p, _limit(own, vocab)) for own, draw in pairs]
-        return cls(
-            torch.tensor(list(rows), dtype=torch.int64),
-            torch.tensor(columns, dtype=torch.float64).t().contiguous()[:, :, None],
-            width,
-            any(own.min_p for own, _ in pairs),
-        )
+        by_width: defaultdict[int, dict[int, SamplingRow]] = defaultdict(dict)
+        for index, row in rows.items():
+            if not row.params.greedy:
+                by_width[_width(row.params, vocab)][index] = row
+        draws = []
+        for width, own in sorted(by_width.items()):
+            pairs = [(row.params, row.draw) for row in own.values()]
+            columns = [(each.temperature, draw, each.min_p, each.top_p, _limit(each, vocab)) for each, draw in pairs]
+            where = torch.tensor(list(own), dtype=torch.int64)
+            table = torch.tensor(columns, dtype=torch.float64).t().contiguous()[:, :, None]
+            draws.append(cls(where, table, width, any(each.min_p for each, _ in pairs)))
+        return tuple(draws)
 
     def tokens(self, logits: Tensor) -> Tensor:
         """The drawn tokens, `[n]`."""

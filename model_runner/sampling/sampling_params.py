@@ -13,12 +13,18 @@ import torch
 from torch import Tensor
 
 from model_runner.errors import RequestError
-from model_runner.sampling.bad_sequences import BadSequences
 from model_runner.sampling.token_ids import TokenIds, short_repr
 from ubatch.errors import shown
 from ubatch.streams.small_copies import to_device
 
-__all__ = ["MAX_BAD_SEQUENCES", "MAX_BAD_TOKENS", "MAX_LOGIT_BIASES", "MAX_STOP_TOKEN_IDS", "SamplingParams"]
+__all__ = [
+    "MAX_BAD_SEQUENCES",
+    "MAX_BAD_TOKENS",
+    "MAX_LOGIT_BIASES",
+    "MAX_STOP_TOKEN_IDS",
+    "BadSequences",
+    "SamplingParams",
+]
 
 MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS = 1024, 128
 """Most entries of a request; vLLM's limits."""
@@ -56,6 +62,30 @@ if TYPE_CHECKING:
     AllowedTokens: TypeAlias = Sequence[int]
 else:
     AllowedTokens = TokenIds  # the type after `__post_init__`, for msgspec
+
+
+class BadSequences:
+    """Token sequences, none of them empty, indexed by their tokens before the last one; a look-up costs one step per
+    different length.
+
+    Attributes:
+        single: tokens that are a sequence by themselves, so they are always forbidden.
+        reach: number of last output tokens that a look-up needs.
+    """
+
+    def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
+        self.single = tuple(sequence[0] for sequence in sequences if len(sequence) == 1)
+        self._last_of: dict[tuple[int, ...], list[int]] = {}
+        for *before, last in sequences:
+            if before:
+                self._last_of.setdefault(tuple(before), []).append(last)
+        self._lengths = sorted(set(map(len, self._last_of)))
+        self.reach = self._lengths[-1] if self._lengths else 0
+
+    def completing(self, output: Sequence[int]) -> list[int]:
+        """Tokens that, after this output (or its last `reach` tokens), would complete a sequence of several tokens."""
+        tails = (tuple(output[-length:]) for length in self._lengths if length <= len(output))
+        return [last for tail in tails for last in self._last_of.get(tail, ())]
 
 
 @dataclass(frozen=True)

@@ -60,11 +60,7 @@ class StepObserver(Protocol):
     """A proposer that needs the target's hidden states; see `ModelRunner.set_observer`."""
 
     def observe(
-        self,
-        step: Step,
-        hidden: Tensor,
-        tokens: Sequence[tuple[int, ...]],
-        accepted_rows: Sequence[tuple[int, ...]],
+        self, step: Step, hidden: Tensor, tokens: Sequence[tuple[int, ...]], accepted_rows: Sequence[tuple[int, ...]]
     ) -> None:
         """Called once per step with tokens when its result is read, in the order of the steps.
 

@@ -144,7 +144,7 @@ class DraftTrees:
         node = torch.arange(nodes, device=input_ids.device)
         where = ends[0][:, None, None] + ends[1][:, None, None] * node[:, None] + node
         mask.index_copy_(0, where.flatten(), sees.flatten())
-        return _verify_input(prefix_lens, input_ids, positions, (index, child, sibling), mask)
+        return SpecVerifyInput(nodes, tuple(prefix_lens), input_ids, positions, mask, index, child, sibling)
 
 
 def chain_of_drafts(
@@ -162,23 +162,7 @@ def chain_of_drafts(
     index = torch.arange(requests * nodes).view(requests, nodes)
     child = torch.tensor([*range(1, nodes), _NONE]).repeat(requests, 1)
     links = to_device((index, child, torch.full_like(child, _NONE)), input_ids.device)
-    return _verify_input(prefix_lens, input_ids, positions, links, None)
-
-
-def _verify_input(
-    prefix_lens: Sequence[int], input_ids: Tensor, positions: Tensor, links: Sequence[Tensor], mask: Tensor | None
-) -> SpecVerifyInput:
-    index, child, sibling = links
-    return SpecVerifyInput(
-        num_draft_tokens=index.shape[1],
-        prefix_lens=tuple(prefix_lens),
-        draft_tokens=input_ids,
-        positions=positions,
-        custom_mask=mask,
-        retrieve_index=index,
-        retrieve_next_token=child,
-        retrieve_next_sibling=sibling,
-    )
+    return SpecVerifyInput(nodes, tuple(prefix_lens), input_ids, positions, None, *links)
 
 
 @lru_cache(maxsize=1024)

@@ -68,10 +68,8 @@ class GraphShape:
         if self.lanes == 1:
             return None
         reqs, rows = self.lane_requests, self.lane_tokens
-        return tuple(
-            UBatchSlice(slice(lane * reqs, (lane + 1) * reqs), slice(lane * rows, (lane + 1) * rows))
-            for lane in range(self.lanes)
-        )
+        firsts = range(self.lanes)
+        return tuple(UBatchSlice(slice(n * reqs, n * reqs + reqs), slice(n * rows, n * rows + rows)) for n in firsts)
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,9 @@ from torch import Tensor
 
 from model_runner.errors import RequestError
 from model_runner.step.request import Request
-from ubatch.streams.small_copies import to_host
 
 __all__ = [
     "PromptCarry",
-    "PromptScores",
     "PromptSpan",
     "TokenLogprobs",
     "read_logprobs",
@@ -78,11 +76,8 @@ def score_prompt_rows(
         tokens: `[R]` int64, the token after each row.
     """
     size = max(1, _SLICE_NUMBERS // vocab_size)
-    parts = [
-        score_tokens(compute_logits(rows), wanted, num_top)
-        for rows, wanted in zip(hidden.split(size), tokens.split(size), strict=True)
-    ]
-    return torch.cat(parts)
+    parts = zip(hidden.split(size), tokens.split(size), strict=True)
+    return torch.cat([score_tokens(compute_logits(rows), wanted, num_top) for rows, wanted in parts])
 
 
 def read_logprobs(tokens: Sequence[int], scores: Sequence[Sequence[float]], num_top: int) -> tuple[TokenLogprobs, ...]:
@@ -143,25 +138,18 @@ class PromptCarry:
             self._scores[span.request] = scored[own]
         return (first, *scored[:own])
 
+    def read_step(
+        self, spans: Sequence[PromptSpan], scores: Sequence[Sequence[float]]
+    ) -> dict[int, tuple[TokenLogprobs | None, ...]]:
+        """Index of the share -> one entry per prompt token of a step.
 
-class PromptScores:
-    """The scores of a step's prompt rows, being copied to the host.
-
-    Args:
-        spans: in the order of the rows.
-        scores: `[rows of all spans, 2 + 2 * most top tokens]` from `score_prompt_rows`.
-    """
-
-    def __init__(self, spans: Sequence[PromptSpan], scores: Tensor) -> None:
-        self._spans = spans
-        self._copy = to_host(scores)
-
-    def read(self, carry: PromptCarry) -> dict[int, tuple[TokenLogprobs | None, ...]]:
-        """Index of the share -> one entry per prompt token of the step."""
-        rows = iter(self._copy.wait().tolist())
-        read = {}
-        for span in self._spans:
-            scores = [next(rows) for _ in span.targets]
+        Args:
+            spans: in the order of the rows.
+            scores: of the rows of all spans, from `score_prompt_rows`.
+        """
+        rows, read = iter(scores), {}
+        for span in spans:
             num_top = span.request.params.prompt_logprobs or 0
-            read[span.share] = carry.read(span, read_logprobs(span.targets, scores, num_top))
+            own = [next(rows) for _ in span.targets]
+            read[span.share] = self.read(span, read_logprobs(span.targets, own, num_top))
         return read

@@ -30,10 +30,6 @@ _LATER: Any = None
 """The value of a field that is filled later."""
 
 
-def _no_pairs() -> Sequence[tuple[int, int]]:
-    return ()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Step(DecidedStep):
     """One step of one rank.
@@ -85,17 +81,17 @@ class Step(DecidedStep):
     future_owners: tuple[tuple[Request, int, int], ...] = ()
     pending: tuple[tuple[Request, int, int], ...] = ()
     prompt_spans: tuple[PromptSpan, ...] = ()
-    late_reads: Callable[[], Sequence[tuple[int, int]]] = _no_pairs
+    late_reads: Callable[[], Sequence[tuple[int, int]]] = tuple
 
     graph: GraphShape | None = None
 
     @classmethod
     def of(cls, shares: Sequence[ScheduledRequest], *, delay_sampling: bool = False) -> Step:
         """A step that runs these shares of requests, as the requests are now."""
-        prefix_lens = [share.request.num_computed_tokens for share in shares]
+        done = [share.request.num_computed_tokens for share in shares]
         drafts = [share.drafts for share in shares]
-        query_lens = [share.num_tokens + len(share.drafts) for share in shares]
-        decodes = [length == 1 and done > 0 for length, done in zip(query_lens, prefix_lens, strict=True)]
+        lens = [share.num_tokens + len(share.drafts) for share in shares]
+        decodes = [length == 1 and before > 0 for length, before in zip(lens, done, strict=True)]
         if not shares:
             mode = ForwardMode.IDLE
         elif any(drafts):
@@ -104,13 +100,7 @@ class Step(DecidedStep):
             mode = ForwardMode.DECODE
         else:
             mode = ForwardMode.MIXED if any(decodes) else ForwardMode.PREFILL
-        return cls(
-            shares=tuple(shares),
-            mode=mode,
-            query_lens=query_lens,
-            prefix_lens=prefix_lens,
-            delay_sampling=delay_sampling,
-        )
+        return cls(shares=tuple(shares), mode=mode, query_lens=lens, prefix_lens=done, delay_sampling=delay_sampling)
 
     @property
     def num_tokens(self) -> int:

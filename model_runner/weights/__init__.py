@@ -9,8 +9,7 @@ weight_pass          reads the files from front to back, through pinned memory t
 headers              what a model reads of a checkpoint, found out without reading it
 tokenizer_end        the end-of-sequence token that its tokenizer names
 weights              a checkpoint's tensors, whole or a rank's part
-fp8_experts          experts that stay in fp8
-fp8_projections      projections that stay in fp8
+fp8                  projections and experts that stay in fp8
 dummy_weights        random weights instead (`load_format dummy`)
 kv_scales            static scales of an fp8 KV cache
 """

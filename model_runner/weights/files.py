@@ -60,12 +60,10 @@ def _no_weights(folder: Path) -> CheckpointFileMissing:
 
 def _is_shard(file: object) -> bool:
     """Whether an index may name this file: a safetensors file in the checkpoint's folder, or below it."""
-    if not isinstance(file, str) or not file.endswith(".safetensors") or "\0" in file:
+    if not isinstance(file, str) or not file.endswith(".safetensors"):
         return False
-    if len(file.encode(errors="replace")) > _LONGEST_PATH:
-        return False
-    path = PurePosixPath(file)
-    return not path.is_absolute() and ".." not in path.parts
+    path, length = PurePosixPath(file), len(file.encode(errors="replace"))
+    return length <= _LONGEST_PATH and "\0" not in file and not path.is_absolute() and ".." not in path.parts
 
 
 def read_json(path: Path) -> dict[str, Any]:

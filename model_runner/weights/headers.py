@@ -59,7 +59,7 @@ class Headers(Checkpoint):
         return self.stored - self._asked
 
     @contextmanager
-    def once_read(self, action: Callable[[], None]) -> Iterator[None]:
+    def once_read(self, action: Callable[[], object]) -> Iterator[None]:
         """See `Checkpoint`: nothing is ever read."""
         yield
 

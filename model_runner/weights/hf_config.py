@@ -21,32 +21,18 @@ _REQUIRED: Any = object()
 LONGEST_CONTEXT = 1 << 23
 """Most tokens of a sequence that a config may name."""
 _MOST = {
-    "num_hidden_layers": 1 << 10,
-    "num_nextn_predict_layers": 1 << 10,
-    "max_position_embeddings": LONGEST_CONTEXT,
-    "original_max_position_embeddings": LONGEST_CONTEXT,
-    "hidden_size": 1 << 16,
-    "intermediate_size": 1 << 20,
-    "moe_intermediate_size": 1 << 20,
-    "shared_expert_intermediate_size": 1 << 20,
-    "shared_intermediate_size": 1 << 20,
-    "num_attention_heads": 1 << 16,
-    "head_dim": 1 << 16,
-    "qk_rope_head_dim": 1 << 16,
-    "num_experts": 1 << 16,
-    "num_local_experts": 1 << 16,
-    "n_routed_experts": 1 << 16,
+    **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers"), 1 << 10),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), LONGEST_CONTEXT),
+    **dict.fromkeys(("hidden_size", "num_attention_heads", "head_dim", "qk_rope_head_dim"), 1 << 16),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 1 << 20),
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 1 << 20),
 }
 _MOST_OF_OTHERS = 1 << 24
 """Largest integers; files or arithmetic bound the others below that."""
 _SIZE = re.compile(r"^(num|n)_|_(size|dim|rank|heads|experts|multiplier)$")
 _EPSILONS, _THETAS = (1e-20, 1.0), (1.5, 1e15)
-_RANGES = {
-    "rms_norm_eps": _EPSILONS,
-    "layernorm_epsilon": _EPSILONS,
-    "rope_theta": _THETAS,
-    "swa_rope_theta": _THETAS,
-}
+_RANGES = {"rms_norm_eps": _EPSILONS, "layernorm_epsilon": _EPSILONS, "rope_theta": _THETAS, "swa_rope_theta": _THETAS}
 _RANGE_OF_OTHERS = (1e-6, 1e6)
 """Smallest and largest numbers: factors, shares, limits."""
 

@@ -120,11 +120,10 @@ def _read_fp8(config: HFConfig, values: Mapping[str, Any]) -> WeightQuantization
     if scale_fmt not in (None, "float", "ue8m0"):
         raise _unsupported(config, f"scale_fmt {shown(scale_fmt)} (only 'float' and 'ue8m0')")
     ignored = _names(config, values, "modules_to_not_convert") + _names(config, values, "ignored_layers")
-    suffixes = ("_scale_inv", "_scale")
-    if values.get("weight_block_size") is None:
-        return WeightQuantization("fp8", suffixes, None, per_tensor=True, ue8m0=scale_fmt == "ue8m0", ignored=ignored)
-    block = _block(config, "weight_block_size", values["weight_block_size"])
-    return WeightQuantization("fp8", suffixes, block, ue8m0=scale_fmt == "ue8m0", ignored=ignored)
+    suffixes, size = ("_scale_inv", "_scale"), values.get("weight_block_size")
+    block = None if size is None else _block(config, "weight_block_size", size)
+    kinds = {"per_tensor": block is None, "ue8m0": scale_fmt == "ue8m0"}
+    return WeightQuantization("fp8", suffixes, block, ignored=ignored, **kinds)
 
 
 def _read_compressed(config: HFConfig, values: Mapping[str, Any]) -> WeightQuantization | None:
@@ -143,14 +142,9 @@ def _read_compressed(config: HFConfig, values: Mapping[str, Any]) -> WeightQuant
     strategies, blocks = {strategy for strategy, _ in found}, {block for _, block in found if block is not None}
     if len(blocks) > 1:
         raise _unsupported(config, f"several block sizes, {sorted(blocks)}")
-    return WeightQuantization(
-        "compressed-tensors",
-        ("_scale",),
-        next(iter(blocks), None),
-        per_tensor="tensor" in strategies,
-        per_channel="channel" in strategies,
-        ignored=_names(config, values, "ignore"),
-    )
+    kinds = {"per_tensor": "tensor" in strategies, "per_channel": "channel" in strategies}
+    ignored, block = _names(config, values, "ignore"), next(iter(blocks), None)
+    return WeightQuantization("compressed-tensors", ("_scale",), block, ignored=ignored, **kinds)
 
 
 def _read_group(config: HFConfig, name: str, group: Any, common_format: Any) -> tuple[str, tuple[int, int] | None]:

@@ -28,10 +28,8 @@ def tokenizer_end_tokens(folder: Path) -> tuple[int, ...]:
 
 def _find(name: str, folder: Path, config: Mapping[str, Any]) -> int | None:
     """The id of a token; None if no file has it."""
-    for known in _vocabularies(folder, config):
-        if type(token := known.get(name)) is int:
-            return token
-    return None
+    found = (known.get(name) for known in _vocabularies(folder, config))
+    return next((token for token in found if type(token) is int), None)
 
 
 def _vocabularies(folder: Path, config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

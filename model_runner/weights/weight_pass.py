@@ -51,13 +51,13 @@ class Wanted:
         file: the file's name; files are read in the order of their names.
         source: the tensor, or the wanted part of it, in the mapped file: no byte of it is read yet.
         out: the destination, of the same shape.
-        then: what may run when it is read.
+        then: called when it is read.
     """
 
     file: str
     source: Tensor | ScaledBlocks | MXFP4Blocks
     out: Tensor
-    then: list[_Action] = field(default_factory=list)
+    then: list[Callable[[], None]] = field(default_factory=list)
 
     def read(self, index: Index, out: Tensor) -> None:
         """Write a part of the source to `out`, in the dtype of `out`."""
@@ -83,20 +83,8 @@ class _Piece:
         return buffer[self.start : self.start + place.nbytes].view(place.dtype).view(place.shape)
 
 
-@dataclass
-class _Buffer:
-    """Pinned memory, and the event at the end of the last copy from it."""
-
-    memory: Tensor
-    copied: Event
-
-
-@dataclass
-class _Action:
-    """A function to run once all tensors it needs are read; `missing` counts those that are not."""
-
-    run: Callable[[], None]
-    missing: int
+_Buffer = tuple[Tensor, Event]
+"""Pinned memory, and the event at the end of the last copy from it."""
 
 
 @dataclass
@@ -118,14 +106,21 @@ class WeightPass:
             self._wanted.append(wanted)
 
     @contextmanager
-    def once_read(self, action: Callable[[], None]) -> Iterator[None]:
+    def once_read(self, action: Callable[[], object]) -> Iterator[None]:
         """Call `action` when all tensors wanted in the `with` block are read, in the stream's order."""
         first = len(self._wanted)
         yield
         needed = self._wanted[first:]
-        waiting = _Action(action, len(needed))
+        missing = len(needed)
+
+        def one_read() -> None:
+            nonlocal missing
+            missing -= 1
+            if not missing:
+                action()
+
         for wanted in needed:
-            wanted.then.append(waiting)
+            wanted.then.append(one_read)
         if not needed:
             action()
 
@@ -141,10 +136,8 @@ class WeightPass:
             done += piece.place.nbytes
             if progress is not None:
                 progress(done, total)
-            for action in piece.wanted.then if piece.last else ():
-                action.missing -= 1
-                if not action.missing:
-                    action.run()
+            for told in piece.wanted.then if piece.last else ():
+                told()
 
         streams = make_streams(self.device) if self.streams is None else self.streams
         if isinstance(streams, NullStreams):
@@ -163,27 +156,27 @@ class WeightPass:
         reading: deque[tuple[_Buffer, list[_Piece], Future[None]]] = deque()
 
         def send() -> None:
-            buffer, pieces, read = reading.popleft()
+            (memory, copied), pieces, read = reading.popleft()
             read.result()
             for piece in pieces:
-                piece.place.copy_(piece.staged(buffer.memory), non_blocking=True)
-            buffer.copied.record(streams.current())
+                piece.place.copy_(piece.staged(memory), non_blocking=True)
+            copied.record(streams.current())
             for piece in pieces:
                 placed(piece)
 
         with ThreadPoolExecutor(_READERS, thread_name_prefix="weights") as readers:
             for number, pieces in enumerate(_batches(ordered, room)):
                 if len(buffers) < _BUFFERS:
-                    buffers.append(_Buffer(self._pinned(room), streams.new_event()))
-                buffer = buffers[number % _BUFFERS]
-                buffer.copied.synchronize()
-                reading.append((buffer, pieces, readers.submit(_fill, buffer.memory, pieces)))
+                    buffers.append((self._pinned(room), streams.new_event()))
+                memory, copied = buffers[number % _BUFFERS]
+                copied.synchronize()
+                reading.append(((memory, copied), pieces, readers.submit(_fill, memory, pieces)))
                 if len(reading) > _READERS:
                     send()
             while reading:
                 send()
-        for buffer in buffers:  # wait before they are freed
-            buffer.copied.synchronize()
+        for _, copied in buffers:  # wait before they are freed
+            copied.synchronize()
 
     @torch.inference_mode(False)  # other threads write to it
     def _pinned(self, nbytes: int) -> Tensor:

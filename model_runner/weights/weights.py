@@ -108,7 +108,7 @@ class Checkpoint:
     """
 
     projection_block: tuple[int, int] | None = None
-    """Projections stored in fp8 with a scale per such block stay so (`model_runner.weights.fp8_projections`); None if
+    """Projections stored in fp8 with a scale per such block stay so (`model_runner.weights.fp8`); None if
     they are dequantised. Set before a model is loaded."""
     _pass: WeightPass | None = None
 
@@ -204,7 +204,7 @@ class Checkpoint:
         reading.run(self._progress)
 
     @contextmanager
-    def once_read(self, action: Callable[[], None]) -> Iterator[None]:
+    def once_read(self, action: Callable[[], object]) -> Iterator[None]:
         """Call `action` when all tensors loaded in the `with` block are read: at its end, or later during a pass."""
         if self._pass is not None:
             with self._pass.once_read(action):

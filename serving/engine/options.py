@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from model_runner.settings import ModelSettings
 from serving.engine.speculation import SpeculationConfig
 from serving.scheduler import SchedulerConfig
 from ubatch import UBatchConfig
@@ -17,14 +18,12 @@ AUTO_DTYPE = "auto"
 
 
 @dataclass(frozen=True)
-class EngineOptions:
-    """A model, its ranks, and how they run.
+class EngineOptions(ModelSettings):
+    """A model, its ranks, and how they run. What is not listed here is in `ModelSettings`.
 
     Attributes:
         model: folder of a Hugging Face checkpoint.
-        load_format: `auto`, `safetensors`, or `dummy` for random weights.
         dbo: when and how to overlap; its group is set on the rank.
-        dbo_kinds: kinds of steps that overlap only if running steps show that it pays; see `model_runner.StepSettings`.
         scheduler: how steps are filled.
         speculation: how draft tokens are proposed, and how many; None for no speculation.
         data_parallel_size: data-parallel ranks over all nodes; each request runs on one of them.
@@ -33,7 +32,7 @@ class EngineOptions:
         enable_expert_parallel: all processes share the experts, and step together.
         emulated_link: latency in microseconds and bandwidth in MB/s of an emulated link; None for none.
         dtype: of computation and KV cache; `AUTO_DTYPE` on a node other than node 0, until it has joined.
-        moe_backend: `experts_backend` of `ModelRunner`. Those not listed here have the same name there.
+        moe_backend: `experts_backend` of `ModelRunner`.
         overlap_schedule: schedule the next step while the current one runs; None: on a GPU only.
         profile_folder: where profiles are written; None for a new temporary folder.
         log_level: of the rank's own log, as in `serving.logs`; None leaves logging unchanged.
@@ -46,28 +45,14 @@ class EngineOptions:
     """
 
     model: Path
-    load_format: str = "auto"
-    allow_long_max_model_len: bool = False
-    dbo: UBatchConfig = field(default_factory=lambda: UBatchConfig(enable_dbo=False))
-    dbo_kinds: tuple[str, ...] = ()
+    dbo: UBatchConfig = field(default_factory=lambda: UBatchConfig(enable_dbo=False), kw_only=True)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig | None = None
     data_parallel_size: int = 1
-    tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
-    all2all_backend: str | None = None
-    all2all_options: Mapping[str, object] | None = None
     moe_backend: str = "auto"
     emulated_link: tuple[float, float] | None = None
-    attention_backend: str = "auto"
-    prefill_attention_backend: str | None = None
-    decode_attention_backend: str | None = None
-    cudagraph_mode: str = "auto"
-    cudagraph_capture_sizes: tuple[int, ...] | None = None
-    kv_cache_dtype: str = "auto"
-    block_size: int = 16
-    kv_cache_memory: int | None = None
-    gpu_memory_utilization: float | None = None
+    cudagraph_mode: str = field(default="auto", kw_only=True)
     dtype: str = "float32"
     device: str = "cpu"
     overlap_schedule: bool | None = None

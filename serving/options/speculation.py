@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import closing
 
 from model_runner import Checkpoint, CheckpointError, ModelConfig
-from model_runner.drafting.graphs import most_nodes
 from model_runner.models.mtp import has_layer, no_layer
+from model_runner.settings import most_nodes
 from model_runner.speculation import Acceptance
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.options.sources import Settings

@@ -24,7 +24,7 @@ from model_runner import (
     build_input_batch,
     generate,
 )
-from model_runner.memory.kv_memory import KVMemory, blocks_beside
+from model_runner.memory.memory_profile import blocks_beside
 from ubatch import ConfigError, UBatchConfig
 from ubatch.streams.small_copies import to_device, to_host
 
@@ -290,5 +290,5 @@ def test_gpu_memory_utilization(tmp_path: Path) -> None:
     available = free + torch.cuda.memory_reserved()
     with ModelRunner(checkpoint, device="cuda", gpu_memory_utilization=0.25, dtype=torch.bfloat16) as runner:
         assert 0.2 * available < torch.cuda.memory_reserved() < 0.26 * available
-        assert KVMemory(runner.device, gpu_memory_utilization=0.25).num_kv_blocks is None
+        assert runner.settings.num_kv_blocks is None
         assert len(generate(runner, PROMPTS[:1], SamplingParams(max_tokens=3))[0].token_ids) == 3

@@ -103,7 +103,7 @@ class Served:
 
 
 def overlapping(served: Served) -> dict[int, bool]:
-    return {size: own.overlaps for size, own in sorted(served.policy._sizes["decode"].items())}
+    return {size: own.overlaps for size, own in sorted(served.policy.kinds["decode"].sizes.items())}
 
 
 def serial(kind: str, tokens: int) -> bool:

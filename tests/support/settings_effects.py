@@ -68,8 +68,8 @@ def _of_runner(seen: Seen, engine: EngineOptions) -> None:
         mock.patch.object(build, "EngineCore", seen.note("core")),
     ):
         build.make_core(engine, build.make_runner(engine, group))  # type: ignore[arg-type]
-    ((_, kwargs),) = seen["runner"]
-    kwargs["group"] = engine.step_size
+    (((_, settings), _),) = seen["runner"]
+    seen["runner"] = vars(settings) | {"group": engine.step_size}
     ((args, _),) = seen["scheduler"]
     seen["scheduler"] = args[:2]
 

@@ -229,7 +229,7 @@ class Recorder(TorchDispatchMode):
 def recording(runner: ModelRunner, fake: StepStreamsFake, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     """All of the runner's steps in the `with` block go to the fake streams."""
     device = [*runner.model.parameters(), *runner.model.buffers(), *tensors_of(runner.kv_cache)]
-    device += tensors_of(runner._sampling.future_map)
+    device += tensors_of(runner.future_map)
     recorder = Recorder(fake, device, tensors_of(runner.request_table))
     with recorded(recorder, monkeypatch):
         yield recorder

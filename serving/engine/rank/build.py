@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 from tqdm import tqdm
 
-from model_runner import ModelRunner, SamplingParams, generate
+from model_runner import ModelRunner, RunnerSettings, SamplingParams, generate
 from moe import EmulatedLink
 from serving.engine.options import EngineOptions
 from serving.engine.rank.core import EngineCore
@@ -22,13 +23,6 @@ _logger = logging.getLogger(__name__)
 
 _WARM_UP_TOKENS = 16
 _MIB = 2**20
-# What `ModelRunner` calls by the same name.
-_OF_OPTIONS = (
-    *("load_format", "tensor_parallel_size", "all2all_backend", "all2all_options", "dbo", "dbo_kinds"),
-    *("attention_backend", "prefill_attention_backend", "decode_attention_backend", "block_size", "kv_cache_dtype"),
-    *("allow_long_max_model_len", "cudagraph_mode", "cudagraph_capture_sizes"),
-)
-_OF_SCHEDULER = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
 
 
 def make_runner(
@@ -42,27 +36,28 @@ def make_runner(
     Raises:
         CheckpointError, ConfigError: see `ModelRunner`.
     """
-    link = None
+    if num_kv_blocks is not None:
+        options = replace(options, kv_cache_memory=None, gpu_memory_utilization=None)
+    scheduler, link = options.scheduler, None
     if options.emulated_link is not None:
         latency_us, megabytes_per_s = options.emulated_link
         link = EmulatedLink(latency_us * 1e-6, megabytes_per_s * 1e6)
-    scheduler, size_given = options.scheduler, num_kv_blocks is not None
-    return ModelRunner(
-        options.model,
-        **{name: getattr(options, name) for name in _OF_OPTIONS},
-        **{name: getattr(scheduler, name) for name in _OF_SCHEDULER},
+    settings = RunnerSettings(
+        **options.shared(),
         group=group,
         experts_backend=options.moe_backend,
         link=link,
         num_kv_blocks=num_kv_blocks,
-        kv_cache_memory=None if size_given else options.kv_cache_memory,
-        gpu_memory_utilization=None if size_given else options.gpu_memory_utilization,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
         num_state_snapshots=scheduler.num_state_snapshots if scheduler.enable_prefix_caching else 0,
+        max_model_len=scheduler.max_model_len,
         **runner_options(options.speculation),
         dtype=getattr(torch, options.dtype),
         device=f"cuda:{device_index}" if options.device == "cuda" else options.device,
         on_weights=WeightsBar(show=group is None or group.rank == 0),
     )
+    return ModelRunner(options.model, settings)
 
 
 def make_core(options: EngineOptions, runner: ModelRunner) -> EngineCore:

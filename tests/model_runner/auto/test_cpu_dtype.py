@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,8 +141,8 @@ def test_sizes_are_those_of_the_ranks_layers(
     """Tensor parallelism: also where more ranks than key/value heads repeat them."""
     config: Any = configs[family]
     with closing(Checkpoint(make_checkpoint(tmp_path, family))) as checkpoint:
-        bias: dict[str, Any] = {"bias": False, "norm_eps": None, "shard": Shard(0, ranks)}
-        attention = Attention(checkpoint, "model.layers.1.self_attn", 1, config.hidden_size, config.attention, **bias)
+        parallel: Any = SimpleNamespace(shard=Shard(0, ranks), tensor=None)
+        attention = Attention(config.attention, config, checkpoint, 1, parallel)
         sizes = (config.hidden_size, config.dense_intermediate_size)
         dense = GatedMLP(checkpoint, "model.layers.1.mlp", *sizes, shard=Shard(0, ranks))
     loaded = [attention.qkv, attention.out, dense.gate_up, dense.down]

@@ -83,13 +83,13 @@ def test_what_one_size_told_of_a_new_link_sends_the_others_through_a_serial_step
     served = Served(Policy(DECODES), 2.0, spread=0.0)
     for step in range(100):
         served.step("decode", (16, 200)[step % 2])
-    slope = served.policy._slope("decode")
+    slope = served.policy.kinds["decode"].known_slope()
     assert 0.0 < slope < 0.6
     assert overlapping(served) == {16: True, 256: True}
     served.link = 5.0
     for _ in range(20):
         served.step("decode", 200)
-    assert (overlapping(served), served.policy._slope("decode")) == ({256: True}, slope)
+    assert (overlapping(served), served.policy.kinds["decode"].known_slope()) == ({256: True}, slope)
     assert [served.step("decode", 16) for _ in range(7)] == [True, False, False, *[True] * 4]
 
 
@@ -351,7 +351,7 @@ def learn_serial(policy: Policy, tokens: int, stages: Stages) -> SizeTimes:
     step = policy.saw("decode", tokens, False)
     assert step is not None
     policy.learn(step, stages)
-    return policy._sizes[step.kind].get(step.size, SizeTimes())
+    return policy.kinds[step.kind].sizes.get(step.size, SizeTimes())
 
 
 def test_stages_of_a_size_are_their_mean() -> None:

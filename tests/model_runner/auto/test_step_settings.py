@@ -64,7 +64,7 @@ def test_on_a_gpu_the_time_is_between_two_events(monkeypatch: pytest.MonkeyPatch
         assert log[:place].count("forward") >= waits + 4 or what != "wait"  # the last four may still run
     found = auto.policy
     assert 5 <= found.timed == waits <= 36
-    assert found._sizes["decode"][64].seconds.value == pytest.approx(math.log(0.003))
+    assert found.kinds["decode"].sizes[64].seconds.value == pytest.approx(math.log(0.003))
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def decode_steps(rank: int, world_size: int, path: str) -> dict[str, object]:
         runner.step_settings = StepSettings(runner.dbo, group, runner.device)
         tokens, modes = run_steps(runner, rank)
         policy = runner.step_settings.policy
-        overlapping = {size: own.overlaps for size, own in policy._sizes["decode"].items()}
+        overlapping = {size: own.overlaps for size, own in policy.kinds["decode"].sizes.items()}
         found = {"timed": policy.timed, "overlapping": overlapping}
         declined = runner.statistics().declined
     return {"tokens": tokens, "modes": modes, "found": found, "declined": declined, "measured": list(MEASURED)}

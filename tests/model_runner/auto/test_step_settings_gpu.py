@@ -40,4 +40,4 @@ def test_times_are_the_devices_own() -> None:
     wall = time.perf_counter() - start
     found = auto.policy
     assert found.timed > 5
-    assert math.exp(found._sizes["decode"][64].seconds.value) == pytest.approx(wall / STEPS, rel=0.35)
+    assert math.exp(found.kinds["decode"].sizes[64].seconds.value) == pytest.approx(wall / STEPS, rel=0.35)

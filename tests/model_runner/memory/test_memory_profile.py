@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_leaves
 from attention import KVCacheSpec
 from model_runner import Acceptance, GraphShape, ModelRunner, Request, SamplingParams, ScheduledRequest, generate
 from model_runner import runner as runner_module
-from model_runner.memory.kv_memory import blocks_beside
-from model_runner.memory.memory_profile import graphs_in_all, largest_step
+from model_runner.memory.memory_profile import blocks_beside, graphs_in_all, largest_step
 from model_runner.step.step import Step
 from ranks import run_ranks
 from serving.engine.speculation import Algorithm, SpeculationConfig, runner_options

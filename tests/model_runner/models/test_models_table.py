@@ -36,7 +36,7 @@ from model_runner.decoder.layers import Projection
 from model_runner.graphs.mode import _obstacle
 from model_runner.models import DecoderLM
 from model_runner.parallel.transport import make_transport
-from model_runner.runner_options import refuse_trees
+from model_runner.settings import refuse_trees
 from model_runner.weights.quantization import read_quantization
 from moe.experts import registry
 from ubatch import ConfigError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,8 +231,7 @@ def test_min_tokens_keeps_stop_tokens_away(checkpoint: Path) -> None:
             assert output.finish_reason is (FinishReason.STOP if reached else FinishReason.LENGTH)
 
         # The model's own end-of-sequence tokens as well; also those that would not end the output, as vLLM does it.
-        context = runner._sampling
-        object.__setattr__(context, "eos_token_ids", (stop,))
+        runner.config = replace(runner.config, eos_token_ids=(stop,))
         for ignore_eos in (False, True):
             own = SamplingParams(max_tokens=3, min_tokens=3, ignore_eos=ignore_eos)
             (output,) = generate(runner, PROMPTS[:1], own)

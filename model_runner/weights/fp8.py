@@ -1,4 +1,4 @@
-"""Projections that stay in fp8: the weight and scales of a linear layer, or of several that are one product."""
+"""Weights that stay in fp8, with their scales: linear layers, several that are one product, and routed experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from model_runner.weights.scaled import FP8
 from model_runner.weights.weights import Checkpoint, Part, Size, part_size
 
-__all__ = ["load_fp8_projection", "log_projections"]
+__all__ = ["load_fp8_experts", "load_fp8_projection", "log_projections"]
 
 _logger = logging.getLogger(__name__)
 
@@ -54,14 +54,11 @@ def log_projections(checkpoint: Checkpoint) -> None:
     if kept and not others:
         _logger.info("all %d projections of the layers stay in fp8", kept)
     elif others:
-        _logger.info(
+        message = (
             "%d of %d projections of the layers stay in fp8; the others are loaded as %s: a part of them is stored in "
-            "another way, or blocks of %s do not divide it",
-            kept,
-            kept + others,
-            checkpoint.dtype,
-            checkpoint.projection_block,
+            "another way, or blocks of %s do not divide it"
         )
+        _logger.info(message, kept, kept + others, checkpoint.dtype, checkpoint.projection_block)
 
 
 def _at_borders(rows: Sequence[Size], columns: Size, block: tuple[int, int]) -> bool:
@@ -70,3 +67,34 @@ def _at_borders(rows: Sequence[Size], columns: Size, block: tuple[int, int]) -> 
         size.start % length or size.size % length if isinstance(size, Part) else size % length
         for size, length in (*cuts, (columns, block[1]))
     )
+
+
+def load_fp8_experts(
+    checkpoint: Checkpoint, names: Sequence[Sequence[str]], block: tuple[int, int], hidden_size: int, width: int
+) -> dict[str, Tensor] | None:
+    """The weights of a layer's experts as they are stored, as arguments of `moe.make_experts`.
+
+    Args:
+        names: gate, up and down projection of each expert held here.
+        block: rows and columns that share a scale; they divide both sizes.
+        width: intermediate size of an expert.
+
+    Returns:
+        `w13` `[experts, 2 * intermediate, hidden]`, gate first, and `w2` `[experts, hidden, intermediate]` in fp8, and
+        `w13_scale` and `w2_scale` with one float32 per block. None if some of these weights are stored in another way.
+    """
+    if not checkpoint.has_blocks([name for expert in names for name in expert], block):
+        return None
+
+    def stack(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        device = checkpoint.device
+        weights = torch.empty(len(names), rows, columns, dtype=FP8, device=device)
+        return weights, torch.empty(len(names), rows // block[0], columns // block[1], device=device)
+
+    w13, w13_scale = stack(2 * width, hidden_size)
+    w2, w2_scale = stack(hidden_size, width)
+    for expert, (gate, up, down) in enumerate(names):
+        for name, half, scales in zip((gate, up), w13[expert].chunk(2), w13_scale[expert].chunk(2), strict=True):
+            checkpoint.load_blocks_into(name, half, scales)
+        checkpoint.load_blocks_into(down, w2[expert], w2_scale[expert])
+    return {"w13": w13, "w2": w2, "w13_scale": w13_scale, "w2_scale": w2_scale}
