@@ -30,17 +30,15 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from ubatch.errors import ForgedValue
+from ubatch.process.heartbeat import BEATS_ASIDE, SignOfLife, listeners, longest_silence_s
 from ubatch.process.job_store import JobStore
-from ubatch.process.silences import listeners, longest_silence_s, silences_in_force
 
 __all__ = ["PeerWatch", "weak_call"]
 
 _BEAT_S = 1.0
-_BEATS_ASIDE = 2
-"""Beats. If this thread was paused for longer, that time does not count; a silence is withdrawn after as many."""
 
 
-class PeerWatch:
+class PeerWatch(SignOfLife):
     """A thread that watches until the connection is broken, stopped or deleted.
 
     Args:
@@ -63,16 +61,15 @@ class PeerWatch:
         forged: Callable[[str], object],
         beat_s: float = _BEAT_S,
     ) -> None:
+        super().__init__(beat_s)
         self._own, self._silence, self._store = f"beat/{rank}", f"silence/{rank}", store
         self._peers = [each for each in ranks if each != rank]
-        self._patience_s, self._beat_s = patience_s, beat_s
+        self._patience_s = patience_s
         self._failed, self._lost, self._forged = failed, lost, forged
         self._stop = threading.Event()
         self._looked_s = 0.0  # total running time of this thread; the times below use this clock
         self._beats = 0
         self._seen: dict[int, tuple[int, float]] = {}
-        self._lock = threading.Lock()
-        self._told_s = 0.0
         self._thread = threading.Thread(target=self._look, name="ubatch-peer-watch", daemon=True)
 
     def start(self) -> None:
@@ -86,19 +83,10 @@ class PeerWatch:
         self._stop.set()
         listeners.discard(self)
 
-    def tell_silence(self, limit_s: float) -> None:
-        """Tell peers to wait `limit_s` seconds longer for this rank's beat; in effect when this returns."""
-        with self._lock, suppress(dist.DistError):  # the store is gone: the thread notices
-            if limit_s > self._told_s:
-                self._store.set(self._silence, str(limit_s))
-                self._told_s = limit_s
-
-    def _withdraw_silence(self) -> None:
-        """Withdraw the silence after a beat, so that a peer that sees the withdrawal also sees the beat."""
-        with self._lock:
-            if self._told_s and not silences_in_force(_BEATS_ASIDE * self._beat_s):
-                self._store.set(self._silence, "0")
-                self._told_s = 0.0
+    def _announce(self, silence_s: float) -> None:
+        with suppress(dist.DistError):  # the store is gone: the thread notices
+            self._store.set(self._silence, str(silence_s))
+            self._silence_s = silence_s
 
     def _look(self) -> None:
         last = time.monotonic()
@@ -106,7 +94,9 @@ class PeerWatch:
             try:
                 self._beats += 1
                 self._store.set(self._own, str(self._beats))
-                self._withdraw_silence()
+                with self._lock:
+                    if self._is_withdrawn():  # after the beat, so that a peer that sees this also sees the beat
+                        self._announce(0)
                 if self._failed():
                     return
                 silent = self._silent_peer()
@@ -119,9 +109,9 @@ class PeerWatch:
                 if not self._stop.is_set():
                     self._lost(silent)
                 return
-            self._stop.wait(self._beat_s)
+            self._stop.wait(self._every_s)
             now = time.monotonic()
-            self._looked_s += min(now - last, _BEATS_ASIDE * self._beat_s)
+            self._looked_s += min(now - last, BEATS_ASIDE * self._every_s)  # if it was paused for longer, that is lost
             last = now
 
     def _silent_peer(self) -> int | None:
