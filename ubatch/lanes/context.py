@@ -26,18 +26,11 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
-from ubatch.errors import (
-    ConfigError,
-    ForkedLaneError,
-    LaneAborted,
-    UBatchError,
-    UnvotedCollectiveError,
-    describe,
-    note,
-)
+from ubatch.errors import ConfigError, ForkedLaneError, LaneAborted, UBatchError, UnvotedCollectiveError, describe, note
 from ubatch.lanes.baton import Baton
+from ubatch.lanes.wakeup import Gate
 from ubatch.schedules.forward_context import ForwardContext, _forward_context
 from ubatch.schedules.schedule import SERIAL, Recv, Schedule, get_schedule
 from ubatch.streams.lane_streams import LaneStreams
@@ -48,7 +41,6 @@ from ubatch.trace.recorder import LaneRecorder, make_recorder
 from ubatch.trace.spans import LinkTime, Trace, current_trace
 
 __all__ = [
-    "ReadyBarrier",
     "UBatchContext",
     "check_voted",
     "current_lane",
@@ -58,13 +50,6 @@ __all__ = [
 
 
 Hook = Callable[[], object]
-
-
-class ReadyBarrier(Protocol):
-    """Where lanes report that they are parked and warm (`ubatch.lanes.wakeup.Gate`)."""
-
-    def arrive(self) -> None:
-        """One lane is ready."""
 
 
 class UBatchContext(LaneStreams):
@@ -88,25 +73,18 @@ class UBatchContext(LaneStreams):
     """
 
     def __init__(
-        self,
-        lane: int,
-        baton: Baton,
-        ready: ReadyBarrier,
-        streams: StreamBackend,
-        compute_stream: Any,
-        comm_stream: Any,
-        forward_context: ForwardContext | None,
+        self, lane: int, baton: Baton, ready: Gate, streams: StreamBackend, compute_stream: Any, comm_stream: Any
     ) -> None:
         super().__init__(streams, compute_stream, comm_stream)
         self.id = lane
         self.baton = baton
-        self.forward_context = forward_context
+        self.forward_context: ForwardContext | None = None
         self.schedule = SERIAL
         self.voted_ranks: frozenset[int] = frozenset()
         self.trace: Trace | None = None
         self.sm_budget: SMBudget | None = None
         self.sm_users: dict[str, bool] = {}
-        self.peers: Sequence[UBatchContext] = ()
+        self.peers: Sequence[UBatchContext] = (self,)
         self._ready = ready
         self._tokens: tuple[Token[Any], Token[Any]] | None = None
         self._reset()
@@ -156,7 +134,9 @@ class UBatchContext(LaneStreams):
                     while self._hook is not None:  # a hook may register another one
                         self._run_hook_of(self)
             finally:
-                self._rejoin(failed=error is not None)
+                if not self.baton.abandoned(self.id):  # else the caller has done it, and may run another step already
+                    # Join only this lane's transfers: those of other lanes may still travel while their lanes compute.
+                    self.rejoin(failed=error is not None)
         except BaseException as late:
             if error is None:
                 self.baton.abort(self.id)
@@ -175,12 +155,6 @@ class UBatchContext(LaneStreams):
             _forward_context.reset(self._tokens[1])
             self._tokens = None
         self.baton.leave(self.id)
-
-    def _rejoin(self, *, failed: bool) -> None:
-        """Join only this lane's transfers: those of other lanes may still travel while their lanes compute."""
-        if self.baton.abandoned(self.id):
-            return  # the caller has done it, and may already run another step
-        self.rejoin(failed=failed)
 
     def begin_step(
         self,
@@ -322,7 +296,7 @@ def make_ubatch_contexts(
     compute_stream: Any,
     comm_stream: Any,
     forward_contexts: Sequence[ForwardContext | None],
-    ready_barrier: ReadyBarrier,
+    ready_barrier: Gate,
     *,
     schedule: Schedule | str = "mlp_shared_overlap",
     streams: StreamBackend | None = None,
@@ -349,12 +323,12 @@ def make_ubatch_contexts(
     baton = Baton(num_ubatches)
     baton.prepare(chosen.lead)
     contexts = [
-        UBatchContext(lane, baton, ready_barrier, backend, compute_stream, comm_stream, forward_contexts[lane])
-        for lane in range(num_ubatches)
+        UBatchContext(lane, baton, ready_barrier, backend, compute_stream, comm_stream) for lane in range(num_ubatches)
     ]
-    for context in contexts:
+    for context, forward_context in zip(contexts, forward_contexts, strict=True):
         context.peers = contexts
         context.schedule = chosen
+        context.forward_context = forward_context
     return contexts
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, NoReturn
+from typing import Any
 
 from ubatch.errors import note
 from ubatch.lanes.ambient import Ambient
@@ -52,22 +52,19 @@ class Job:
             self.variables.run(self._run_in_context)
         except BaseException as error:
             self.error = error
-        if self.context.baton.forked:
-            _end_forked_child(self.error)
+        if self.context.baton.forked:  # the child has no caller to return to
+            traceback.print_exception(self.error)
+            os._exit(1)
         self.ended = True
 
     def forget(self) -> None:
         """Drop references to tensors. A stored error would otherwise keep the job, its body and tracebacks alive."""
         self.error = self.result = None
-        self.body = _nothing
+        self.body = lambda: None
 
     def _run_in_context(self) -> None:
         with self.ambient.applied(), self.part(), self.context:
             self.result = self.body()
-
-
-def _nothing() -> None:
-    """The body of a job that has ended."""
 
 
 @dataclass
@@ -104,12 +101,6 @@ def _work(worker: Worker) -> None:
         job.run()
         del job  # so that it keeps no tensors alive after the step
         done.arrive()
-
-
-def _end_forked_child(error: BaseException | None) -> NoReturn:
-    """End the child process after a lane's forked copy has ended: the child has no caller to return to."""
-    traceback.print_exception(error)
-    os._exit(1)
 
 
 @dataclass

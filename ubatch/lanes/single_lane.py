@@ -21,7 +21,8 @@ from ubatch.errors import ConfigError
 from ubatch.lanes.baton import Baton
 from ubatch.lanes.context import UBatchContext
 from ubatch.lanes.crew import note_lane
-from ubatch.lanes.time_limit import transfers_end_within
+from ubatch.lanes.transfer_limit import transfers_end_within
+from ubatch.lanes.wakeup import Gate
 from ubatch.lanes.workers import PoolStatistics
 from ubatch.schedules.forward_context import ForwardContext
 from ubatch.schedules.schedule import Schedule
@@ -31,13 +32,6 @@ from ubatch.streams.sm_budget import merge_sm_use, share_out_sms
 from ubatch.streams.streams import StreamBackend, make_streams
 
 __all__ = ["SingleLane"]
-
-
-class _Ready:
-    """The ready barrier of a single lane: it never blocks."""
-
-    def arrive(self) -> None:
-        """Do nothing: the caller's device context is already warm."""
 
 
 class SingleLane:
@@ -88,12 +82,15 @@ class SingleLane:
         self._steps += 1
         if self._in_step:
             self._discard()
-        context = self._context = self._context or self._new_context()
+        stream = self._streams.current()
+        if self._context is None:
+            nobody_waits = Gate(0)  # the caller's device context is already warm
+            self._context = UBatchContext(0, Baton(1), nobody_waits, self._streams, stream, self._comm_stream)
+        context = self._context
         self._in_step = True
         context.baton.prepare(schedule.lead)
         context.baton.start()
         budget = share_out_sms(schedule.comm_sms, self._streams)
-        stream = self._streams.current()
         context.begin_step(forward_contexts[0], schedule, voted_ranks, stream, budget)
         part: AbstractContextManager[None] = nullcontext()
         if capture is not None:
@@ -128,9 +125,3 @@ class SingleLane:
             merge_sm_use(self._sm_users, self._context.sm_users)
             abandon_transfers(self._context.settle())
         self._context = None
-
-    def _new_context(self) -> UBatchContext:
-        stream = self._streams.current()
-        context = UBatchContext(0, Baton(1), _Ready(), self._streams, stream, self._comm_stream, None)
-        context.peers = (context,)
-        return context

@@ -79,8 +79,7 @@ def _after_fork_in_child() -> None:
         wakeup.renew()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class LockWakeUp:

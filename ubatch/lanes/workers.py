@@ -177,14 +177,8 @@ class LanePool:
             self._discard()
         if self._crew is None:
             ready, done = Gate(self.lanes), Gate(self.lanes)
-            contexts = make_ubatch_contexts(
-                self.lanes,
-                self._streams.current(),
-                self._comm_stream,
-                [None] * self.lanes,
-                ready,
-                streams=self._streams,
-            )
+            stream, unset = self._streams.current(), [None] * self.lanes
+            contexts = make_ubatch_contexts(self.lanes, stream, self._comm_stream, unset, ready, streams=self._streams)
             workers = [Worker(f"ubatch-lane-{lane}") for lane in range(self.lanes)]
             self._crew = Crew(contexts, ready, done, workers, LanePool.run.__code__)
             self._closer = weakref.finalize(self, self._crew.dismiss)

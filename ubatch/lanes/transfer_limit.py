@@ -1,4 +1,4 @@
-"""Time limit for waiting on a transfer that neither a connection's nor a lane's time-out would end."""
+"""The longest wait for a transfer that neither a connection's nor a lane's time-out would end."""
 
 from __future__ import annotations
 
@@ -11,21 +11,12 @@ from ubatch.process.interrupts import changing
 __all__ = ["transfer_limit_s", "transfers_end_within"]
 
 
-class _Limit:
-    """A time limit in seconds. It ends with the block that set it, even if Ctrl-C interrupted the block."""
+class _Limit(changing["weakref.ref[_Limit] | None"]):
+    """A limit in seconds, and its `with` block. It ends with the block, even if Ctrl-C interrupted that."""
 
     def __init__(self, seconds: float | None) -> None:
+        super().__init__(_limit, weakref.ref(self))
         self.seconds = seconds
-
-
-class _Within(changing["weakref.ref[_Limit] | None"]):
-    """The `with` block that keeps a limit alive."""
-
-    __slots__ = ("_limit",)
-
-    def __init__(self, limit: _Limit) -> None:
-        super().__init__(_limit, weakref.ref(limit))
-        self._limit = limit
 
 
 _limit: ContextVar[weakref.ref[_Limit] | None] = ContextVar("ubatch_transfer_limit", default=None)
@@ -46,4 +37,4 @@ def transfers_end_within(seconds: float | None) -> AbstractContextManager[object
     Args:
         seconds: None waits for ever.
     """
-    return _Within(_Limit(seconds))
+    return _Limit(seconds)
