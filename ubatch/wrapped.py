@@ -46,6 +46,7 @@ from ubatch.errors import (
     note,
 )
 from ubatch.graphs.capture import Capturer
+from ubatch.graphs.captured import CaptureFailed
 from ubatch.graphs.cuda import CudaGraphs
 from ubatch.graphs.table import GraphTable, Hit
 from ubatch.lanes.context import current_lane
@@ -55,7 +56,7 @@ from ubatch.ranks.group import CommGroup
 from ubatch.schedules.forward_context import ForwardContext, get_forward_context
 from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide
-from ubatch.streams.graph_protocols import CaptureFailed, GraphBackend
+from ubatch.streams.graph_protocols import GraphBackend
 from ubatch.streams.sm_budget import merge_sm_use
 from ubatch.trace.spans import current_trace, note_step, traced_step
 from ubatch.wrapping.config import CUDAGraphMode, UBatchConfig
@@ -103,7 +104,7 @@ class WrappedModule:
         self.intercepts = intercept
         self.eligibility = Eligibility(model, config, intercept=intercept)
         self.execution = Execution(model, config, self.device, intercept=intercept)
-        self.table = _table(mode, graphs, self.eligibility, model, self.device)
+        self.table = _table(mode, graphs, self.eligibility, model, self.device, self._several_ranks)
         self.tally = Tally()
         self._claims = Claims()
 
@@ -215,9 +216,8 @@ class WrappedModule:
         context, eligibility, table = get_forward_context(), self.eligibility, self.table
         if table is not None and why_not_in_lanes() is not None:
             table = None  # a replay would ignore the caller's modes
-        several_ranks = self._several_ranks
         if table is not None and context is not None:
-            hit = table.planned(args, kwargs, context, several_ranks=several_ranks)
+            hit = table.planned(args, kwargs, context)
             if hit is not None:
                 schedule = context.schedule or self.config.for_mode(context.mode).schedule
                 note_step(context.mode, context.num_tokens, schedule.name)
@@ -230,7 +230,7 @@ class WrappedModule:
         decision = self._decide(intent, context)
         intent = eligibility.settle(intent, decision)
         if table is not None and lookup is not None:
-            hit = lookup.settle(decision, several_ranks=several_ranks)
+            hit = lookup.settle(decision)
             if hit is not None:
                 return self._replay(table, hit, decision, intent.why, intent.schedule)
         step = Step(args, kwargs, intent, decision, context)
@@ -412,6 +412,7 @@ def _table(
     eligibility: Eligibility,
     model: nn.Module,
     device: torch.device | None,
+    several_ranks: bool,
 ) -> GraphTable | None:
     if mode is CUDAGraphMode.NONE:
         if graphs is not None:
@@ -419,4 +420,4 @@ def _table(
         return None
     if graphs is None:
         graphs = CudaGraphs(device_of(model) if device is None else device)
-    return GraphTable(graphs, eligibility, model)
+    return GraphTable(graphs, eligibility, model, several_ranks)

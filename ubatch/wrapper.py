@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from ubatch.errors import ConfigError, NestedUBatchError
+from ubatch.graphs.captured import CapturedGraph, GraphKey
 from ubatch.schedules.forward_context import get_forward_context
-from ubatch.streams.graph_protocols import CapturedGraph, GraphBackend, GraphKey
+from ubatch.streams.graph_protocols import GraphBackend
 from ubatch.wrapped import WrappedModule
 from ubatch.wrapping.config import CUDAGraphMode, UBatchConfig
 from ubatch.wrapping.stand_in import StandIn

@@ -36,9 +36,10 @@ from ubatch import (
     set_forward_context,
 )
 from ubatch.graphs.capture import record
+from ubatch.graphs.captured import PLAIN
 from ubatch.graphs.inputs_outputs import GraphOutput
 from ubatch.ranks.long_calls import taking_long
-from ubatch.streams.graph_protocols import PLAIN, Capture
+from ubatch.streams.graph_protocols import Capture
 
 __all__ = ["DraftGraphs", "DraftShape", "can_capture", "most_nodes"]
 

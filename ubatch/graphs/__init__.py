@@ -1,5 +1,6 @@
 """CUDA graphs of a wrapper's calls. `ubatch.streams.graph_protocols` defines what a device must offer for them.
 
+captured        a captured graph and its key
 capture         rehearses and records a call
 inputs_outputs  static inputs, frozen arguments, copied outputs
 table           all captured graphs, and which one a call may replay

@@ -20,19 +20,12 @@ from ubatch.calls.caches import splitter_for
 from ubatch.calls.call_leaves import CallLeaves, leaves_of, replace_tensors
 from ubatch.calls.call_plan import CallPlan, CannotSplit
 from ubatch.errors import ConfigError, describe
+from ubatch.graphs.captured import CapturedGraph, CaptureFailed, GraphKey
 from ubatch.graphs.inputs_outputs import GraphInputs, GraphOutput, RowDims, find_row_dims
 from ubatch.graphs.table import Entry, GraphTable, Setting, wants_gradients
 from ubatch.schedules.forward_context import ForwardContext
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
-from ubatch.streams.graph_protocols import (
-    Capture,
-    CapturedGraph,
-    CaptureFailed,
-    GraphBackend,
-    GraphKey,
-    Recording,
-    mark_capturing,
-)
+from ubatch.streams.graph_protocols import Capture, GraphBackend, Recording, mark_capturing
 from ubatch.trace.spans import current_trace, tracing
 from ubatch.wrapping.config import UBatchConfig, Verify
 from ubatch.wrapping.eligibility import Eligibility
