@@ -166,7 +166,7 @@ def _compile_into_cache(source: str, compiler: tuple[str, ...], flags: tuple[str
         except OSError:
             if os.environ.get(CACHE_VARIABLE):
                 raise
-            path = _own_folder() / path.name
+            path = Path(_own_folder().name) / path.name
             _compile(source, compiler, flags, path)
     except OSError as error:
         raise ConfigError(
@@ -262,7 +262,7 @@ def _folder() -> Path:
     except (OSError, RuntimeError):  # RuntimeError: this user has no home folder
         if given:
             raise ConfigError(f"{CACHE_VARIABLE}={given} cannot be written to. Choose another folder.") from None
-        return _own_folder()
+        return Path(_own_folder().name)
     if exposed:
         raise ConfigError(
             f"{folder} can be written to by others (or its group), and what lies there would be run. Make it yours "
@@ -271,16 +271,12 @@ def _folder() -> Path:
     return folder
 
 
-def _own_folder() -> Path:
+@cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
     """A folder of this process, deleted with it."""
-    if not _own_folders:
-        try:
-            _own_folders.append(tempfile.TemporaryDirectory(prefix="ubatch-c-"))
-        except OSError as error:
-            raise ConfigError(
-                f"no folder for compiled kernels can be made: {error}. Choose one: {CACHE_VARIABLE}."
-            ) from error
-    return Path(_own_folders[-1].name)
-
-
-_own_folders: list[tempfile.TemporaryDirectory[str]] = []
+    try:
+        return tempfile.TemporaryDirectory(prefix="ubatch-c-")
+    except OSError as error:
+        raise ConfigError(
+            f"no folder for compiled kernels can be made: {error}. Choose one: {CACHE_VARIABLE}."
+        ) from error

@@ -121,7 +121,18 @@ class LanePool:
         crew = self._crew_for_a_step()
         try:
             crew.patient = patient or capture is not None
-            jobs = self._jobs(crew, bodies, schedule, forward_contexts, voted_ranks, capture)
+            crew.baton.prepare(schedule.lead, one_core() if self._gathers else None)
+            crew.ready.close_again()
+            crew.done.close_again()
+            ambient, compute_stream = Ambient.capture(), self._streams.current()
+            sm_budget = share_out_sms(schedule.comm_sms, self._streams)
+            jobs = []
+            for context, body, forward_context in zip(crew.contexts, bodies, forward_contexts, strict=True):
+                context.begin_step(forward_context, schedule, voted_ranks, compute_stream, sm_budget)
+                jobs.append(Job(context, body, ambient, contextvars.copy_context(), crew.done))
+                if capture is not None:
+                    jobs[-1].part = capture.part
+            self._steps += 1
             if self._watch(crew, jobs, capture):
                 self._count(crew)
                 crew.settle()
@@ -130,31 +141,6 @@ class LanePool:
             if crew.in_step:
                 self._discard()
         return self._results(jobs)
-
-    def _jobs(
-        self,
-        crew: Crew,
-        bodies: Sequence[Callable[[], Any]],
-        schedule: Schedule,
-        forward_contexts: Sequence[ForwardContext | None],
-        voted_ranks: frozenset[int],
-        capture: Capture | None,
-    ) -> list[Job]:
-        """Prepare the crew for a step; returns one job per worker."""
-        crew.baton.prepare(schedule.lead, one_core() if self._gathers else None)
-        ambient = Ambient.capture()
-        compute_stream = self._streams.current()
-        crew.ready.close_again()
-        crew.done.close_again()
-        sm_budget = share_out_sms(schedule.comm_sms, self._streams)
-        jobs = []
-        for context, body, forward_context in zip(crew.contexts, bodies, forward_contexts, strict=True):
-            context.begin_step(forward_context, schedule, voted_ranks, compute_stream, sm_budget)
-            jobs.append(Job(context, body, ambient, contextvars.copy_context(), crew.done))
-            if capture is not None:
-                jobs[-1].part = capture.part
-        self._steps += 1
-        return jobs
 
     def _count(self, crew: Crew) -> None:
         self._handoffs += crew.baton.handoffs

@@ -326,7 +326,10 @@ class _Step(AbstractContextManager[None]):
         if len(connection.ranks) > 1 and not in_step:
             what = f"{type(error).__name__}: {describe(error, str)}".splitlines()[0][:500]
             connection.fail(f"rank {connection.rank} failed with {what}.")
-            _note_order(error, connection)
+            if connection.order is not None and not isinstance(error, LaunchOrderError):
+                told = first_difference(connection.orders(_PATIENCE_S), ended=False)
+                if told is not None:
+                    note(error, f"since the last vote, {told}")
 
 
 def _meeting_of(text: str) -> tuple[int, frozenset[int]]:
@@ -348,15 +351,6 @@ def _update(
         if now == wanted:
             return outcome
         seen = now
-
-
-def _note_order(error: BaseException, connection: Connection) -> None:
-    """Note on an error where the ranks' launches differ, if the launch order is checked."""
-    if connection.order is None or isinstance(error, LaunchOrderError):
-        return
-    told = first_difference(connection.orders(_PATIENCE_S), ended=False)
-    if told is not None:
-        note(error, f"since the last vote, {told}")
 
 
 _groups: weakref.WeakSet[CommGroup] = weakref.WeakSet()

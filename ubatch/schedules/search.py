@@ -97,12 +97,12 @@ def search_schedules(
             seconds = _estimate(schedule, group, handoff_s)
             best.append(Candidate(schedule, seconds, group.bound_s, serial_s))
         best = _sorted(best)[:keep]
-    exact = []
-    for found in best:
-        own = found.schedule
-        of_lane = times(own.lanes, own.chunks, own.chunk_dispatch)
-        exact.append(replace(found, seconds=_seconds(own, of_lane, layers, handoff_s)))
-    return _sorted(exact)
+
+    def exact(schedule: Schedule) -> float:
+        of_lane = times(schedule.lanes, schedule.chunks, schedule.chunk_dispatch)
+        return _seconds(schedule, of_lane, layers, handoff_s)
+
+    return _sorted([replace(found, seconds=exact(found.schedule)) for found in best])
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,8 @@ def _variants(base: Schedule, times: Sequence[LayerTimes]) -> Iterator[Schedule]
     """Variants with a different time line: with one lane the points do not matter, without a shared expert its place
     does not."""
     places = tuple(SharedExpert) if any(each.shared for each in times) else (base.shared_expert,)
-    optional = (
-        *_OPTIONAL_POINTS,
-        *(point for point in _SHARED_ATTENTION if any(getattr(each, point) for each in times)),
-    )
+    passed = [point for point in _SHARED_ATTENTION if any(getattr(each, point) for each in times)]
+    optional = (*_OPTIONAL_POINTS, *passed)
     most_active, most_lead = (len(optional), _MAX_LEAD) if base.lanes > 1 else (0, 0)
     active = [points for count in range(most_active + 1) for points in combinations(optional, count)]
     for points, lead, place in product(active, range(most_lead + 1), places):

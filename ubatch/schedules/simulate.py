@@ -307,8 +307,13 @@ def _median_op(ops: Sequence[Op]) -> Op:
 
 
 def _program_of(events: Sequence[Event]) -> list[Op]:
-    waits = {event.name: event for event in events if event.kind is EventKind.WAIT}
-    hooked = _waited_behind_a_point(events)
+    waits: dict[str, tuple[Event, bool]] = {}
+    behind_a_point = False
+    for event in events:
+        if event.kind is EventKind.WAIT:
+            waits[event.name] = event, behind_a_point
+        elif event.kind in (EventKind.POINT, EventKind.LAUNCH):
+            behind_a_point = event.kind is EventKind.POINT
     program: list[Op] = []
     for event in events:
         program.append(Compute(event.cpu_s))
@@ -317,18 +322,7 @@ def _program_of(events: Sequence[Event]) -> list[Op]:
         elif event.kind is EventKind.WAIT:
             program.append(Wait(event.name))
         elif event.kind is EventKind.LAUNCH and event.name in waits:
-            wait = waits[event.name]
-            transfer = Launch(event.name, wait.link.send_s, wait.link.receive_s, hooked=event.name in hooked)
+            wait, hooked = waits[event.name]
+            transfer = Launch(event.name, wait.link.send_s, wait.link.receive_s, hooked)
             program += [transfer, Compute(wait.wait_cpu_s)]
     return program
-
-
-def _waited_behind_a_point(events: Sequence[Event]) -> set[str]:
-    found: set[str] = set()
-    behind = False
-    for event in events:
-        if event.kind is EventKind.WAIT and behind:
-            found.add(event.name)
-        elif event.kind in (EventKind.POINT, EventKind.LAUNCH):
-            behind = event.kind is EventKind.POINT
-    return found

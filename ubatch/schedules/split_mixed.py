@@ -25,11 +25,7 @@ _LAYERS = 3  # enough that start and end effects do not decide
 
 
 def split_mixed(
-    query_lens: Sequence[int],
-    prefix_lens: Sequence[int],
-    cost: SplitCost,
-    schedule: Schedule,
-    threshold: float = 0.0,
+    query_lens: Sequence[int], prefix_lens: Sequence[int], cost: SplitCost, schedule: Schedule, threshold: float = 0.0
 ) -> tuple[UBatchSlice, ...]:
     """The faster of `split_by_cost` and the cut between decodes and prefills.
 

@@ -166,9 +166,8 @@ def chrome_events(
         handed_on = {} if mark.to is None else {"handed_on_to": lane_name(mark.to)}
         args = {"step": mark.step, **handed_on}
         events.append(draw.event("i", mark.name, "point", lane_row(mark.lane), mark.at, s="t", args=args))
-    for number, flow in enumerate(flows(spans), rank << 32):  # each end lies in the slice that encloses its time
-        wait = flow.wait
-        events.append(draw.event("s", wait.name, "launch", lane_row(flow.lane), flow.at, id=number))
+    for number, (launcher, at, wait) in enumerate(flows(spans), rank << 32):  # its ends lie in slices of their times
+        events.append(draw.event("s", wait.name, "launch", lane_row(launcher), at, id=number))
         events.append(draw.event("f", wait.name, "launch", lane_row(wait.lane), wait.start, id=number, bp="e"))
 
     names = _named("process", rank, 0, f"rank {rank}", rank)

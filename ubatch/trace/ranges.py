@@ -56,9 +56,8 @@ class LaneRanges:
 _wanted: ContextVar[bool] = ContextVar("ubatch_profile_ranges", default=False)
 
 
-def ranges_wanted() -> bool:
-    """Whether lanes that start now show their ranges."""
-    return _wanted.get()
+ranges_wanted = _wanted.get
+"""Returns whether lanes that start now show their ranges."""
 
 
 def profile_ranges(wanted: bool = True) -> AbstractContextManager[object]:
