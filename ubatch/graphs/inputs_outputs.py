@@ -31,6 +31,7 @@ __all__ = [
     "find_row_dims",
 ]
 
+_Shapes = Mapping[str, torch.Size]
 RowDims = Mapping[str, tuple[int, int]]
 """Path of an output tensor -> (dimension of its rows, number of its rows per row of the call)."""
 
@@ -205,10 +206,7 @@ class GraphOutput:
 
 
 def find_row_dims(
-    more: Mapping[str, torch.Size],
-    fewer: Mapping[str, torch.Size],
-    rows: tuple[int, int],
-    output_dims: Mapping[str, int | None],
+    more: _Shapes, fewer: _Shapes, rows: tuple[int, int], output_dims: Mapping[str, int | None]
 ) -> RowDims:
     """Which dimension of each output has the rows, found from the shapes of two calls with different numbers of rows.
 

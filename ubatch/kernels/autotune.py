@@ -24,7 +24,7 @@ from dataclasses import asdict
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypedDict, TypeVar, Unpack
 
 import torch
 
@@ -46,6 +46,8 @@ class Config(Protocol):
 
 
 C = TypeVar("C", bound=Config)
+_Launch = Callable[[C], object]
+_Answer = Callable[[C], torch.Tensor]
 
 _logger = logging.getLogger(__name__)
 
@@ -103,12 +105,12 @@ class Autotuner:
         self,
         key: str,
         configs: Sequence[C],
-        run: Callable[[C], object],
+        run: _Launch[C],
         *,
         device: torch.device,
-        prepare: Callable[[C], object] | None = None,
-        also: Sequence[Callable[[C], object]] = (),
-        answer: Callable[[C], torch.Tensor] | None = None,
+        prepare: _Launch[C] | None = None,
+        also: Sequence[_Launch[C]] = (),
+        answer: _Answer[C] | None = None,
     ) -> C:
         """The fastest of `configs`; see `autotune`."""
         chosen: C | None = self._chosen.get((device, key))  # taken at every launch: no lock
@@ -140,9 +142,9 @@ class Autotuner:
         self,
         key: str,
         configs: Sequence[C],
-        runs: Sequence[Callable[[C], object]],
+        runs: Sequence[_Launch[C]],
         device: torch.device,
-        answer: Callable[[C], torch.Tensor] | None,
+        answer: _Answer[C] | None,
     ) -> C:
         times: list[tuple[float, int]] = []
         failure: Exception | None = None
@@ -201,15 +203,14 @@ class Autotuner:
             )
 
 
+class _Options(TypedDict, Generic[C], total=False):
+    prepare: _Launch[C] | None
+    also: Sequence[_Launch[C]]
+    answer: _Answer[C] | None
+
+
 def autotune(
-    key: str,
-    configs: Sequence[C],
-    run: Callable[[C], object],
-    *,
-    device: torch.device,
-    prepare: Callable[[C], object] | None = None,
-    also: Sequence[Callable[[C], object]] = (),
-    answer: Callable[[C], torch.Tensor] | None = None,
+    key: str, configs: Sequence[C], run: _Launch[C], *, device: torch.device, **options: Unpack[_Options[C]]
 ) -> C:
     """The config of `configs` with which `run` is fastest.
 
@@ -231,8 +232,7 @@ def autotune(
         ConfigError: no configs; every config fails; the file cannot be read.
         torch.OutOfMemoryError: there is no room to measure.
     """
-    tuner = _process_wide(os.environ.get(_CACHE_VARIABLE))
-    return tuner.choose(key, configs, run, device=device, prepare=prepare, also=also, answer=answer)
+    return _process_wide(os.environ.get(_CACHE_VARIABLE)).choose(key, configs, run, device=device, **options)
 
 
 def autotune_path() -> Path:

@@ -3,7 +3,7 @@
 With gloo the lane that waits for a transfer reads the store. With NCCL the host queues more work and finally blocks in
 a device synchronisation, which a dead peer would never let end. So one thread per connection watches:
 
-    every `_BEAT_S`     write beat/R, this rank's counter, plus one
+    every `beat_s`      write beat/R, this rank's counter, plus one
                         a peer posted a failure               -> break the connection, abort the communicator
                         a peer's beat has not risen within the time-out   -> the peer is dead; the same
 
@@ -35,8 +35,6 @@ from ubatch.process.job_store import JobStore
 
 __all__ = ["PeerWatch", "weak_call"]
 
-_BEAT_S = 1.0
-
 
 class PeerWatch(SignOfLife):
     """A thread that watches until the connection is broken, stopped or deleted.
@@ -47,6 +45,7 @@ class PeerWatch(SignOfLife):
         lost: called with a rank whose beat has stopped, -1 if the store itself is gone. None of the three functions may
             hold a reference to the connection.
         forged: called if the store holds a forged value.
+        beat_s: seconds between two beats.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class PeerWatch(SignOfLife):
         failed: Callable[[], object],
         lost: Callable[[int], object],
         forged: Callable[[str], object],
-        beat_s: float = _BEAT_S,
+        beat_s: float,
     ) -> None:
         super().__init__(beat_s)
         self._own, self._silence, self._store = f"beat/{rank}", f"silence/{rank}", store

@@ -72,6 +72,10 @@ class Wait:
 
 
 Op = Compute | Launch | Pass | Wait
+Programs = Sequence[Sequence[Op]]
+"""One program per lane."""
+Launches = Mapping[tuple[int, str], float]
+"""`(lane, key)` of a transfer -> when it was launched."""
 
 
 @dataclass(frozen=True)
@@ -94,17 +98,17 @@ class Timeline:
     exposed_s: float
     order: tuple[tuple[int, str], ...]
     spans: tuple[Span, ...]
-    launched: Mapping[tuple[int, str], float]
+    launched: Launches
 
 
 @dataclass(eq=False)
 class _Machine:
     """The state of one simulated step; of the link, that of sending and that of receiving."""
 
-    programs: Sequence[Sequence[Op]]
+    programs: Programs
     schedule: Schedule
     handoff_s: float
-    peers: Mapping[tuple[int, str], float]
+    peers: Launches
     launched: dict[tuple[int, str], float] = field(default_factory=dict)
     arrival: dict[tuple[int, str], float] = field(default_factory=dict)
     now: float = 0.0
@@ -186,12 +190,7 @@ class _Machine:
             self.wait(owner, runner, key)
 
 
-def simulate(
-    programs: Sequence[Sequence[Op]],
-    schedule: Schedule,
-    handoff_s: float = 0.0,
-    peers: Mapping[tuple[int, str], float] | None = None,
-) -> Timeline:
+def simulate(programs: Programs, schedule: Schedule, handoff_s: float = 0.0, peers: Launches | None = None) -> Timeline:
     """Run one program per lane under `schedule`.
 
     Args:
@@ -217,9 +216,7 @@ def simulate(
     )
 
 
-def simulate_ranks(
-    of_ranks: Sequence[Sequence[Sequence[Op]]], schedule: Schedule, handoff_s: float = 0.0
-) -> list[Timeline]:
+def simulate_ranks(of_ranks: Sequence[Programs], schedule: Schedule, handoff_s: float = 0.0) -> list[Timeline]:
     """Run every rank's programs under `schedule`; a transfer arrives only after every rank has launched it.
 
     Each rank has its own link, like an emulated link. A rank that is slower in one layer, because its experts got more
@@ -246,7 +243,7 @@ def simulate_ranks(
             return lines
 
 
-def _launches(programs: Sequence[Sequence[Op]]) -> int:
+def _launches(programs: Programs) -> int:
     return sum(isinstance(op, Launch) for program in programs for op in program)
 
 
@@ -267,7 +264,7 @@ def programs_of(trace: Trace, step: int) -> list[list[Op]]:
     return [_program_of([event for event in events if event.lane == lane]) for lane in range(lanes)]
 
 
-def median_programs(samples: Sequence[Sequence[Sequence[Op]]]) -> list[list[Op]]:
+def median_programs(samples: Sequence[Programs]) -> list[list[Op]]:
     """One program per lane; every time, and the total, is the median over several measurements of the same step.
 
     A single measurement is not enough for `simulate`: if compute and communication are balanced, every stage that was
@@ -289,7 +286,7 @@ def median_programs(samples: Sequence[Sequence[Sequence[Op]]]) -> list[list[Op]]
     ]
 
 
-def _compute_s(programs: Sequence[Sequence[Op]]) -> float:
+def _compute_s(programs: Programs) -> float:
     return sum(op.seconds for program in programs for op in program if isinstance(op, Compute))
 
 

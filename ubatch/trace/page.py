@@ -40,6 +40,8 @@ class Remark:
     text: str
 
 
+_Steps = Mapping[int, Mapping[int, Sequence[Span]]]
+"""Rank -> step -> its spans."""
 _Json = dict[str, Any]
 """What the page's script reads. Times are microseconds since the step's start on the earliest rank; a step's `start` is
 since the page's first step.
@@ -119,12 +121,7 @@ def _rows(cell: str, rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"<tr>{row}</tr>" for row in made)
 
 
-def _step(
-    number: int,
-    steps_of: Mapping[int, Mapping[int, Sequence[Span]]],
-    notes: Mapping[tuple[int, int], StepNote],
-    begin: float,
-) -> _Json:
+def _step(number: int, steps_of: _Steps, notes: Mapping[tuple[int, int], StepNote], begin: float) -> _Json:
     """A step on all ranks that recorded it: its spans, or only a note."""
     noted = {rank: notes[rank, number] for rank in steps_of if (rank, number) in notes}
     spans_of = {rank: own.get(number, []) for rank, own in steps_of.items() if number in own or rank in noted}
