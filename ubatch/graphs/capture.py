@@ -150,22 +150,14 @@ class Capturer:
         plan = self.eligibility.plan(*call)
         if plan.rows == 1:
             return None
-        shapes, plain = [], []
+        described = []
         with self._rehearsing(), self.table.backend.warming_up():
             for rows in (plan.rows, plan.rows - 1):
                 part = plan.cut([slice(0, rows)])[0][0]
                 intent = replace(self.eligibility.intent(*part, context), cut=None, single=False)
                 output = self.execution.unsplit(Step(*part, intent, self._unsplit_decision(intent), context))
-                shapes.append(GraphOutput(output).shapes())
-                plain.append(GraphOutput(output).plain())
-        for path in plain[0]:
-            more, fewer = plain[0][path], plain[1].get(path)
-            if more != fewer:
-                raise ConfigError(
-                    f"{path} is {more!r} for {plan.rows} rows and {fewer!r} for {plan.rows - 1}, which a graph cannot "
-                    "give back. Return a tensor."
-                )
-        return find_row_dims(shapes[0], shapes[1], (plan.rows, plan.rows - 1), self.config.output_dims)
+                described.append(GraphOutput(output).described)
+        return find_row_dims(described[0], described[1], (plan.rows, plan.rows - 1), self.config.output_dims)
 
     def _one_size(
         self, part: _Call, context: ForwardContext | None, row_dims: RowDims | None
