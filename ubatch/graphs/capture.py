@@ -39,6 +39,7 @@ _WARM_UP_RUNS = 2
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Run = Callable[[Capture | None], Any]
+_Where = Callable[[], tuple[int, str] | None]
 _NOT_THE_MODELS = (str(Path(torch.__file__).parent), contextlib.__file__)
 _MODES = frozenset({"__torch_dispatch__", "__torch_function__"})
 
@@ -239,11 +240,7 @@ class Capturer:
 
 
 def record(
-    backend: GraphBackend,
-    key: GraphKey,
-    statics: Mapping[str, Tensor],
-    run: _Run,
-    where: Callable[[], tuple[int, str] | None],
+    backend: GraphBackend, key: GraphKey, statics: Mapping[str, Tensor], run: _Run, where: _Where
 ) -> tuple[CapturedGraph, GraphOutput]:
     """Warm up and capture.
 

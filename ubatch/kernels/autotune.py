@@ -49,6 +49,15 @@ C = TypeVar("C", bound=Config)
 _Launch = Callable[[C], object]
 _Answer = Callable[[C], torch.Tensor]
 
+
+class _Options(TypedDict, Generic[C], total=False):
+    """See `autotune`."""
+
+    prepare: _Launch[C] | None
+    also: Sequence[_Launch[C]]
+    answer: _Answer[C] | None
+
+
 _logger = logging.getLogger(__name__)
 
 _CACHE_VARIABLE = "UBATCH_AUTOTUNE_CACHE"
@@ -102,15 +111,7 @@ class Autotuner:
         self._untuned: set[tuple[torch.device, str]] = set()
 
     def choose(
-        self,
-        key: str,
-        configs: Sequence[C],
-        run: _Launch[C],
-        *,
-        device: torch.device,
-        prepare: _Launch[C] | None = None,
-        also: Sequence[_Launch[C]] = (),
-        answer: _Answer[C] | None = None,
+        self, key: str, configs: Sequence[C], run: _Launch[C], *, device: torch.device, **options: Unpack[_Options[C]]
     ) -> C:
         """The fastest of `configs`; see `autotune`."""
         chosen: C | None = self._chosen.get((device, key))  # taken at every launch: no lock
@@ -131,9 +132,11 @@ class Autotuner:
                     self._warn_untuned(key, device)
                     return configs[0]
                 with taking_long("autotuning"):
+                    prepare = options.get("prepare")
                     if prepare is not None:
                         _prepare(configs, prepare, device)
-                    chosen = self._fastest(key, configs, (run, *also), device, answer)
+                    runs = (run, *options.get("also", ()))
+                    chosen = self._fastest(key, configs, runs, device, options.get("answer"))
                 self._store(fingerprint, key, asdict(chosen))
             self._chosen[device, key] = chosen
             return chosen
@@ -201,12 +204,6 @@ class Autotuner:
                 self.path,
                 error,
             )
-
-
-class _Options(TypedDict, Generic[C], total=False):
-    prepare: _Launch[C] | None
-    also: Sequence[_Launch[C]]
-    answer: _Answer[C] | None
 
 
 def autotune(

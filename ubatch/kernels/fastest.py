@@ -33,6 +33,8 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 5, 12
 
 Launches = Sequence[Callable[[], object]]
 """A back end's launches, one function per batch."""
+_Makers = Mapping[str, Callable[[], Launches]]
+"""Name -> function that makes the back end."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,7 @@ def measured(device: torch.device) -> bool:
 
 
 def fastest(
-    what: str,
-    makers: Mapping[str, Callable[[], Launches]],
-    batches: Sequence[str],
-    *,
-    device: torch.device,
-    packages: Sequence[str] = (),
+    what: str, makers: _Makers, batches: Sequence[str], *, device: torch.device, packages: Sequence[str] = ()
 ) -> Chosen:
     """The fastest of several back ends; the first one if nothing can be timed and no choice is stored.
 
@@ -89,9 +86,7 @@ def fastest(
 
 
 def best_times(
-    ways: Sequence[Callable[[], object]],
-    limit_s: float = math.inf,
-    before: Callable[[int], object] = lambda place: None,
+    ways: Launches, limit_s: float = math.inf, before: Callable[[int], object] = lambda place: None
 ) -> list[float]:
     """The best time of each way on a CPU, in seconds. They run in turns, so that load on the machine slows all alike.
 
@@ -124,7 +119,7 @@ class _Bench:
     """Holds the back end that is being measured."""
 
     what: str
-    makers: Mapping[str, Callable[[], Launches]]
+    makers: _Makers
     batches: int
     known: dict[str, bool] = field(default_factory=dict)
     name: str = ""

@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from threading import get_ident
-from types import TracebackType
 from typing import Any
 
 from ubatch.errors import ConfigError, ForkedLaneError, LaneAborted, UBatchError, UnvotedCollectiveError, describe, note
@@ -124,9 +123,7 @@ class UBatchContext(LaneStreams):
             self._recorder.begin()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         try:
             try:
                 if error is None:

@@ -16,7 +16,7 @@ threads.
 from __future__ import annotations
 
 import functools
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -80,13 +80,10 @@ def _mode() -> str | None:
 def _usual_keys(inference: bool) -> tuple[int, int]:
     """Dispatch keys (bit sets) that a fresh thread includes and excludes, in inference mode or not. Autocast removes
     some of the excluded ones."""
-    seen: list[tuple[int, int]] = []
 
-    def look() -> None:
+    def look() -> tuple[int, int]:
         with torch.inference_mode(inference):
-            seen.append((include_set().raw_repr(), exclude_set().raw_repr()))
+            return include_set().raw_repr(), exclude_set().raw_repr()
 
-    thread = threading.Thread(target=look, name="ubatch-usual-keys")
-    thread.start()
-    thread.join()
-    return seen[0]
+    with ThreadPoolExecutor(1, "ubatch-usual-keys") as fresh:
+        return fresh.submit(look).result()

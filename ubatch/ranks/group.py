@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from types import TracebackType
 from typing import cast
 
 import torch
@@ -304,9 +303,7 @@ class _Step(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._leading.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         try:
             if error is not None:
                 self._failed(error)
@@ -317,7 +314,7 @@ class _Step(AbstractContextManager[None]):
                 self._failed(late)
                 raise
         finally:
-            self._leading.__exit__(kind, error, traceback)
+            self._leading.__exit__(None, None, None)
 
     def _failed(self, error: BaseException) -> None:
         connection = self._group._connection
