@@ -74,16 +74,9 @@ class Worker:
     name: str
     wake: WakeUp = field(default_factory=make_wakeup)
     job: Job | None = None
-    thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Start the thread.
-
-        Raises:
-            RuntimeError: the process has reached its limit of threads.
-        """
+    def __post_init__(self) -> None:
         self.thread = threading.Thread(target=_work, args=(self,), name=self.name, daemon=True)
-        self.thread.start()
 
     def give(self, job: Job | None) -> None:
         """Hand over a job, or None to stop."""
@@ -152,7 +145,7 @@ class Crew:
         for worker in self.workers:
             worker.give(None)
         for worker in self.workers:
-            if worker.thread is not None and worker.thread is not threading.current_thread():
+            if worker.thread.is_alive() and worker.thread is not threading.current_thread():
                 worker.thread.join(timeout=UNWIND_S)
 
 

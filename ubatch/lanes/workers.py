@@ -170,7 +170,7 @@ class LanePool:
             self._closer = weakref.finalize(self, self._crew.dismiss)
             for worker in workers:
                 try:
-                    worker.start()
+                    worker.thread.start()
                 except RuntimeError as error:  # the process has reached its limit of threads
                     self._discard()
                     raise UBatchError(
