@@ -83,8 +83,7 @@ class CudaTimer:
 
     def fingerprint(self, device: torch.device) -> str:
         """The section of the file: the device's name and the versions of the compilers, on which times depend."""
-        name = torch.cuda.get_device_name(device)
-        return f"{name} | torch {torch.__version__} | triton {version_of('triton')}"
+        return f"{torch.cuda.get_device_name(device)} | torch {torch.__version__} | triton {version_of('triton')}"
 
     def seconds(self, run: Callable[[], object], device: torch.device) -> float:
         """Seconds that the work launched by `run` takes: the median of several samples, on the current stream."""

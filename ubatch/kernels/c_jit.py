@@ -212,8 +212,7 @@ def _checksum(path: Path, content: Path) -> str:
 def _is_whole(path: Path) -> bool:
     """Whether the library exists and is undamaged. Loading a damaged one can kill the process without a message."""
     try:
-        kept = _checksum_file(path).read_text(encoding="ascii")
-        return not _others_may_write(path) and kept == _checksum(path, path)
+        return not _others_may_write(path) and _checksum_file(path).read_text(encoding="ascii") == _checksum(path, path)
     except (OSError, ValueError):
         return False
 

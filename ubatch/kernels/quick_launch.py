@@ -90,8 +90,7 @@ def _binder(params: Any) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]
     source = f"def bind({', '.join([*heads, '**options'])}): return ({each_kind}*options.items(),), ({each_value})"
     scope = {"_Tensor": torch.Tensor, "_kind": _kind, "_defaults": [param.default for param in params]}
     exec(source, scope)
-    bind: Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]] = scope["bind"]  # type: ignore[assignment]
-    return bind
+    return scope["bind"]  # type: ignore[return-value]
 
 
 def _kind(value: Any, specialized: bool) -> Any:

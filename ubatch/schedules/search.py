@@ -93,9 +93,9 @@ def search_schedules(
     for group in groups:
         if len(best) == keep and group.bound_s >= best[-1].seconds:
             break
-        for schedule in group.schedules:
-            seconds = _estimate(schedule, group, handoff_s)
-            best.append(Candidate(schedule, seconds, group.bound_s, serial_s))
+        best += [
+            Candidate(each, _estimate(each, group, handoff_s), group.bound_s, serial_s) for each in group.schedules
+        ]
         best = _sorted(best)[:keep]
 
     def exact(schedule: Schedule) -> float:
@@ -154,8 +154,7 @@ def _variants(base: Schedule, times: Sequence[LayerTimes]) -> Iterator[Schedule]
 
 
 def _seconds(schedule: Schedule, times: LayerTimes | Sequence[LayerTimes], layers: int, handoff_s: float) -> float:
-    program = layer_program(times, layers, schedule)
-    return simulate([program] * schedule.lanes, schedule, handoff_s).seconds
+    return simulate([layer_program(times, layers, schedule)] * schedule.lanes, schedule, handoff_s).seconds
 
 
 def _estimate(schedule: Schedule, group: _Group, handoff_s: float) -> float:

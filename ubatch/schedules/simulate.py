@@ -320,6 +320,6 @@ def _program_of(events: Sequence[Event]) -> list[Op]:
             program.append(Wait(event.name))
         elif event.kind is EventKind.LAUNCH and event.name in waits:
             wait, hooked = waits[event.name]
-            transfer = Launch(event.name, wait.link.send_s, wait.link.receive_s, hooked)
-            program += [transfer, Compute(wait.wait_cpu_s)]
+            program.append(Launch(event.name, wait.link.send_s, wait.link.receive_s, hooked))
+            program.append(Compute(wait.wait_cpu_s))
     return program

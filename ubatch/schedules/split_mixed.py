@@ -38,8 +38,7 @@ def split_mixed(
     """
     equal = split_by_cost(query_lens, prefix_lens, cost, schedule.lanes, threshold)
     decodes = sum(1 for _ in takewhile(lambda length: length == 1, query_lens))
-    prefills = len(query_lens) - decodes
-    if not decodes or prefills < schedule.lanes - 1:
+    if not decodes or len(query_lens) - decodes < schedule.lanes - 1:
         return equal
     cuts = [decodes]  # all decodes are in the first lane, the prefills in the others
     if schedule.lanes > 2:

@@ -163,8 +163,7 @@ def chrome_events(
         events.append(draw.slice(name, str(span.kind), row, (span.start, span.end), args))
 
     for mark in points(spans):
-        handed_on = {} if mark.to is None else {"handed_on_to": lane_name(mark.to)}
-        args = {"step": mark.step, **handed_on}
+        args = {"step": mark.step} | ({} if mark.to is None else {"handed_on_to": lane_name(mark.to)})
         events.append(draw.event("i", mark.name, "point", lane_row(mark.lane), mark.at, s="t", args=args))
     for number, (launcher, at, wait) in enumerate(flows(spans), rank << 32):  # its ends lie in slices of their times
         events.append(draw.event("s", wait.name, "launch", lane_row(launcher), at, id=number))

@@ -97,8 +97,7 @@ def write_html(
     pages = [_step(number, steps_of, noted, begin) for number in kept]
     first = kept.index(step) if step is not None else _most_telling(pages)
     facts = ((html.escape(name), html.escape(value)) for name, value in (summary or {}).items())
-    content = {"steps": pages, "first": first, "steps_in_all": len(numbers)}
-    data = json.dumps(content, separators=(",", ":"))
+    data = json.dumps({"steps": pages, "first": first, "steps_in_all": len(numbers)}, separators=(",", ":"))
     slots = {
         "title": html.escape(title),
         "facts": "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts),

@@ -160,8 +160,7 @@ def flows(spans: Iterable[Span]) -> Iterator[tuple[int, float, Span]]:
         (seconds of `time.monotonic`); and the wait.
     """
     for step in by_step(spans).values():
-        computes = (span for span in step if span.kind is SpanKind.COMPUTE)
-        rows = by_lane(sorted(computes, key=lambda span: span.end))
+        rows = by_lane(sorted((span for span in step if span.kind is SpanKind.COMPUTE), key=lambda span: span.end))
         for wait in (span for span in step if span.kind is SpanKind.WAIT and span.launched):
             row = rows.get(wait.launcher, [])
             at = bisect_left(row, wait.launched, key=lambda span: span.end)
