@@ -40,7 +40,6 @@ class Job:
     body: Callable[[], Any]
     ambient: Ambient
     variables: contextvars.Context
-    done: Gate
     part: Callable[[], AbstractContextManager[None]] = nullcontext
     result: Any = None
     error: BaseException | None = None
@@ -69,9 +68,10 @@ class Job:
 
 @dataclass
 class Worker:
-    """A thread and its mailbox."""
+    """A thread, its mailbox, and the gate where it reports that a job has ended."""
 
     name: str
+    done: Gate
     wake: WakeUp = field(default_factory=make_wakeup)
     job: Job | None = None
 
@@ -90,10 +90,9 @@ def _work(worker: Worker) -> None:
         job, worker.job = worker.job, None
         if job is None:
             break
-        done = job.done
         job.run()
         del job  # so that it keeps no tensors alive after the step
-        done.arrive()
+        worker.done.arrive()
 
 
 @dataclass

@@ -129,7 +129,7 @@ class LanePool:
             jobs = []
             for context, body, forward_context in zip(crew.contexts, bodies, forward_contexts, strict=True):
                 context.begin_step(forward_context, schedule, voted_ranks, compute_stream, sm_budget)
-                jobs.append(Job(context, body, ambient, contextvars.copy_context(), crew.done))
+                jobs.append(Job(context, body, ambient, contextvars.copy_context()))
                 if capture is not None:
                     jobs[-1].part = capture.part
             self._steps += 1
@@ -165,7 +165,7 @@ class LanePool:
             ready, done = Gate(self.lanes), Gate(self.lanes)
             stream, unset = self._streams.current(), [None] * self.lanes
             contexts = make_ubatch_contexts(self.lanes, stream, self._comm_stream, unset, ready, streams=self._streams)
-            workers = [Worker(f"ubatch-lane-{lane}") for lane in range(self.lanes)]
+            workers = [Worker(f"ubatch-lane-{lane}", done) for lane in range(self.lanes)]
             self._crew = Crew(contexts, ready, done, workers, LanePool.run.__code__)
             self._closer = weakref.finalize(self, self._crew.dismiss)
             for worker in workers:
