@@ -151,11 +151,10 @@ def _compiler() -> tuple[str, ...]:
     """The compiler command; `$CC` may have arguments (`ccache gcc`)."""
     named = shlex.split(os.environ.get("CC", ""))
     names = named[:1] or ["cc", "gcc", "clang"]
-    for name in names:
-        found = shutil.which(name)
-        if found is not None:
-            return found, *named[1:]
-    raise ConfigError(f"no C compiler ({', '.join(names)}) is installed. Install one, such as gcc, or set CC.")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        raise ConfigError(f"no C compiler ({', '.join(names)}) is installed. Install one, such as gcc, or set CC.")
+    return found, *named[1:]
 
 
 def _compile_into_cache(source: str, compiler: tuple[str, ...], flags: tuple[str, ...], path: Path) -> Path:

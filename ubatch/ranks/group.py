@@ -244,10 +244,9 @@ class CommGroup:
         """
         connection = self._connection
         connection.fail(f"rank {connection.rank} gave up a part of its step after {what.splitlines()[0][:500]}.")
-        used = [group for group in _groups if connection.used(group._connection)]
+        used = {group for group in _groups if connection.used(group._connection)}
         self.reset()
-        parts = set(self._parts.values())
-        for group in sorted(set(used) - parts - {self}, key=lambda each: each._name):
+        for group in sorted(used - {self, *self._parts.values()}, key=lambda each: each._name):
             group.reset()
 
     def _connect(self) -> Connection:
