@@ -39,10 +39,10 @@ from ubatch.errors import UBatchError as UBatchError
 from ubatch.errors import UBatchTimeout as UBatchTimeout
 from ubatch.errors import UnvotedCollectiveError as UnvotedCollectiveError
 from ubatch.errors import nearest as nearest
-from ubatch.graphs.captured import CapturedGraph as CapturedGraph
-from ubatch.graphs.captured import CaptureFailed as CaptureFailed
-from ubatch.graphs.captured import GraphKey as GraphKey
+from ubatch.graphs.capture import CaptureFailed as CaptureFailed
 from ubatch.graphs.cuda import CudaGraphs as CudaGraphs
+from ubatch.graphs.table import CapturedGraph as CapturedGraph
+from ubatch.graphs.table import GraphKey as GraphKey
 from ubatch.lanes.context import UBatchContext as UBatchContext
 from ubatch.lanes.context import current_schedule as current_schedule
 from ubatch.lanes.context import make_ubatch_contexts as make_ubatch_contexts

@@ -45,8 +45,7 @@ from ubatch.errors import (
     describe,
     note,
 )
-from ubatch.graphs.capture import Capturer
-from ubatch.graphs.captured import CaptureFailed
+from ubatch.graphs.capture import CaptureFailed, Capturer
 from ubatch.graphs.cuda import CudaGraphs
 from ubatch.graphs.table import GraphTable, Hit
 from ubatch.lanes.context import current_lane

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ubatch.errors import ConfigError, NestedUBatchError
-from ubatch.graphs.captured import CapturedGraph, GraphKey
+from ubatch.graphs.table import CapturedGraph, GraphKey
 from ubatch.schedules.forward_context import get_forward_context
 from ubatch.streams.graph_protocols import GraphBackend
 from ubatch.wrapped import WrappedModule

@@ -36,8 +36,8 @@ from ubatch import (
     set_forward_context,
 )
 from ubatch.graphs.capture import record
-from ubatch.graphs.captured import PLAIN
 from ubatch.graphs.inputs_outputs import GraphOutput
+from ubatch.graphs.table import PLAIN
 from ubatch.ranks.long_calls import taking_long
 from ubatch.streams.graph_protocols import Capture
 

@@ -1,8 +1,7 @@
 """CUDA graphs of a wrapper's calls. `ubatch.streams.graph_protocols` defines what a device must offer for them.
 
-captured        a captured graph and its key
 capture         rehearses and records a call
 inputs_outputs  static inputs, frozen arguments, copied outputs
-table           all captured graphs, and which one a call may replay
+table           all captured graphs and their keys, and which one a call may replay
 cuda            captures through `torch.cuda.CUDAGraph`
 """

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from ubatch.calls.caches import splitter_for
 from ubatch.calls.call_leaves import CallLeaves, leaves_of, replace_tensors
 from ubatch.calls.call_plan import CallPlan, CannotSplit
-from ubatch.errors import ConfigError, describe
-from ubatch.graphs.captured import CapturedGraph, CaptureFailed, GraphKey
+from ubatch.errors import ConfigError, UBatchError, describe
 from ubatch.graphs.inputs_outputs import GraphInputs, GraphOutput, RowDims, find_row_dims
-from ubatch.graphs.table import Entry, GraphTable, Setting, wants_gradients
+from ubatch.graphs.table import CapturedGraph, Entry, GraphKey, GraphTable, Setting, wants_gradients
 from ubatch.schedules.forward_context import ForwardContext
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
 from ubatch.streams.graph_protocols import Capture, GraphBackend, Recording, mark_capturing
@@ -32,7 +31,7 @@ from ubatch.wrapping.eligibility import Eligibility
 from ubatch.wrapping.execution import Execution, Step
 from ubatch.wrapping.intent import Intent
 
-__all__ = ["Capturer", "record"]
+__all__ = ["CaptureFailed", "Capturer", "record"]
 
 _WARM_UP_RUNS = 2
 """Warm-up runs: the first compiles and allocates; the second runs with everything in place."""
@@ -42,6 +41,26 @@ _Run = Callable[[Capture | None], Any]
 _Where = Callable[[], tuple[int, str] | None]
 _NOT_THE_MODELS = (str(Path(torch.__file__).parent), contextlib.__file__)
 _MODES = frozenset({"__torch_dispatch__", "__torch_function__"})
+
+
+class CaptureFailed(UBatchError):
+    """A call could not be captured. The capture has ended on every thread and its memory is released: the wrapper can
+    run eagerly at once, and can capture again. The original error is the cause.
+
+    Attributes:
+        key: key of the graph.
+        lane: the lane that failed; None if the call was unsplit or its lanes had ended.
+        point: the last point that this lane had passed.
+        op: the line of code that launched the failed operation.
+    """
+
+    def __init__(self, key: GraphKey, lane: int | None, point: str | None, op: str, why: str) -> None:
+        where = "" if lane is None else f" in lane {lane} after point {point!r}"
+        super().__init__(f"capturing a graph of {key} failed{where}, at {op}: {why}")
+        self.key = key
+        self.lane = lane
+        self.point = point
+        self.op = op
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,21 +23,73 @@ import torch
 from torch import nn
 
 from ubatch.calls.call_leaves import CallLeaves, leaves_of
-from ubatch.graphs.captured import PLAIN, CapturedGraph, GraphKey
 from ubatch.graphs.inputs_outputs import GraphInputs, GraphOutput, StaticBuffers
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
 from ubatch.schedules.vote import Decision, fingerprint
-from ubatch.streams.graph_protocols import GraphBackend, GraphMiss
+from ubatch.streams.graph_protocols import GraphBackend, GraphMiss, Recording
 from ubatch.wrapping.eligibility import Eligibility
 from ubatch.wrapping.intent import Intent
 
-__all__ = ["Entry", "GraphTable", "Hit", "Lookup", "Setting", "wants_gradients"]
+__all__ = ["PLAIN", "CapturedGraph", "Entry", "GraphKey", "GraphTable", "Hit", "Lookup", "Setting", "wants_gradients"]
 
 _log = logging.getLogger(__name__)
+
+PLAIN = "plain"
+"""In place of the schedule's name, in the key of a call that was captured unsplit."""
 
 _Miss = tuple[GraphMiss, str]
 _NO_MISS: _Miss = GraphMiss.NO_GRAPH, "there is no graph of these tokens"
 _NO_CONTEXT = ForwardContext()
+
+
+@dataclass(frozen=True)
+class GraphKey:
+    """Identifies one graph.
+
+    Attributes:
+        tokens: tokens of every lane, padding included; one entry for an unsplit call.
+        schedule: the schedule's name, or `PLAIN`.
+        mode: the step's mode.
+    """
+
+    tokens: tuple[int, ...]
+    schedule: str
+    mode: ForwardMode
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether it was captured in lanes."""
+        return self.schedule != PLAIN
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all lanes together."""
+        return sum(self.tokens)
+
+    def __str__(self) -> str:
+        return f"{'+'.join(map(str, self.tokens))} tokens, {self.mode}, {self.schedule}"
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """A graph that can be replayed.
+
+    Attributes:
+        key: identifies the graph.
+        nbytes: bytes by which the pool grew. All sizes share the pool, so the largest one needs most of it.
+        seconds: time of its warm-up and capture.
+    """
+
+    key: GraphKey
+    nbytes: int
+    seconds: float
+    recording: Recording = field(repr=False, compare=False)
+
+    def replay(self) -> None:
+        """Launch it with the current contents of its static inputs, without copying the output. For benchmarks: a call
+        of the wrapper copies its arguments in and its output out."""
+        self.recording.take_turn()
+        self.recording.replay()
 
 
 @dataclass(frozen=True)
