@@ -46,9 +46,6 @@ class CudaGraphs:
     Args:
         device: a CUDA device; without an index, the current one.
 
-    Attributes:
-        device: with its index.
-
     Raises:
         ConfigError: it is not a CUDA device, or does not exist.
     """
@@ -60,33 +57,37 @@ class CudaGraphs:
                 f"CUDA graphs need a CUDA device, not {str(chosen)!r}. Move the module there, or use "
                 "cudagraph_mode none."
             )
-        self.device = CudaStreams(chosen).device
-        self._warm_up_stream = torch.cuda.Stream(self.device)
-        self._capture_stream = torch.cuda.Stream(self.device)
+        self._device = CudaStreams(chosen).device
+        self._warm_up_stream = torch.cuda.Stream(self._device)
+        self._capture_stream = torch.cuda.Stream(self._device)
         self._pool: Any = None
         self._alive = 0
         self._last_stream: torch.cuda.Stream | None = None
 
     def another(self) -> CudaGraphs:
-        return CudaGraphs(self.device)
+        return CudaGraphs(self._device)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        side, current = self._warm_up_stream, torch.cuda.current_stream(self.device)
+        side, current = self._warm_up_stream, torch.cuda.current_stream(self._device)
         side.wait_stream(current)
         try:
-            with torch.cuda.device(self.device), torch.cuda.stream(side):
+            with torch.cuda.device(self._device), torch.cuda.stream(side):
                 yield
         finally:
             current.wait_stream(side)
 
     @contextmanager
     def capture(self) -> Iterator[Capture]:
-        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # the capture stream cannot use memory that the warm-up stream has cached
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.device(self.device), torch.cuda.stream(self._capture_stream):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._capture_stream):
             capture = _CudaCapture(self)
             try:
                 yield capture
@@ -96,7 +97,7 @@ class CudaGraphs:
     def start_over(self) -> None:
         """Use a new pool and stream for later captures; existing graphs keep theirs."""
         self._pool = None
-        self._capture_stream = torch.cuda.Stream(self.device)
+        self._capture_stream = torch.cuda.Stream(self._device)
 
     def _end_captures(self) -> None:
         """Capture one small kernel and forget it: then random numbers can be drawn outside graphs again."""
@@ -104,16 +105,16 @@ class CudaGraphs:
         try:
             with torch.cuda.stream(self._capture_stream):
                 graph.capture_begin(capture_error_mode="thread_local")
-                torch.zeros(1, device=self.device)
+                torch.zeros(1, device=self._device)
                 graph.capture_end()
             graph.reset()
         except RuntimeError as error:  # the error that ended the first capture is the one to raise
             _broken.append(graph)
-            _log.warning("random numbers cannot be drawn on %s until a graph is captured: %s", self.device, error)
+            _log.warning("random numbers cannot be drawn on %s until a graph is captured: %s", self._device, error)
 
     def take_turn(self) -> None:
         """See `Recording.take_turn`."""
-        stream = torch.cuda.current_stream(self.device)
+        stream = torch.cuda.current_stream(self._device)
         if self._last_stream is not None and stream != self._last_stream:
             stream.wait_stream(self._last_stream)
         self._last_stream = stream

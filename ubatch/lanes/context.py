@@ -25,11 +25,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from threading import get_ident
-from typing import Any
+from typing import Any, Protocol
 
 from ubatch.errors import ConfigError, ForkedLaneError, LaneAborted, UBatchError, UnvotedCollectiveError, describe, note
 from ubatch.lanes.baton import Baton
-from ubatch.lanes.wakeup import Gate
 from ubatch.schedules.forward_context import ForwardContext, _forward_context
 from ubatch.schedules.schedule import SERIAL, Recv, Schedule, get_schedule
 from ubatch.streams.lane_streams import LaneStreams
@@ -40,6 +39,7 @@ from ubatch.trace.recorder import LaneRecorder, make_recorder
 from ubatch.trace.spans import LinkTime, Trace, current_trace
 
 __all__ = [
+    "ReadyBarrier",
     "UBatchContext",
     "check_voted",
     "current_lane",
@@ -49,6 +49,13 @@ __all__ = [
 
 
 Hook = Callable[[], object]
+
+
+class ReadyBarrier(Protocol):
+    """Where lanes report that they are parked and warm (`ubatch.lanes.wakeup.Gate`)."""
+
+    def arrive(self) -> None:
+        """One lane is ready."""
 
 
 class UBatchContext(LaneStreams):
@@ -72,12 +79,19 @@ class UBatchContext(LaneStreams):
     """
 
     def __init__(
-        self, lane: int, baton: Baton, ready: Gate, streams: StreamBackend, compute_stream: Any, comm_stream: Any
+        self,
+        lane: int,
+        baton: Baton,
+        ready: ReadyBarrier,
+        streams: StreamBackend,
+        compute_stream: Any,
+        comm_stream: Any,
+        forward_context: ForwardContext | None,
     ) -> None:
         super().__init__(streams, compute_stream, comm_stream)
         self.id = lane
         self.baton = baton
-        self.forward_context: ForwardContext | None = None
+        self.forward_context = forward_context
         self.schedule = SERIAL
         self.voted_ranks: frozenset[int] = frozenset()
         self.trace: Trace | None = None
@@ -293,7 +307,7 @@ def make_ubatch_contexts(
     compute_stream: Any,
     comm_stream: Any,
     forward_contexts: Sequence[ForwardContext | None],
-    ready_barrier: Gate,
+    ready_barrier: ReadyBarrier,
     *,
     schedule: Schedule | str = "mlp_shared_overlap",
     streams: StreamBackend | None = None,
@@ -320,12 +334,12 @@ def make_ubatch_contexts(
     baton = Baton(num_ubatches)
     baton.prepare(chosen.lead)
     contexts = [
-        UBatchContext(lane, baton, ready_barrier, backend, compute_stream, comm_stream) for lane in range(num_ubatches)
+        UBatchContext(lane, baton, ready_barrier, backend, compute_stream, comm_stream, forward_contexts[lane])
+        for lane in range(num_ubatches)
     ]
-    for context, forward_context in zip(contexts, forward_contexts, strict=True):
+    for context in contexts:
         context.peers = contexts
         context.schedule = chosen
-        context.forward_context = forward_context
     return contexts
 
 

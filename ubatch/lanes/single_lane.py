@@ -85,7 +85,7 @@ class SingleLane:
         stream = self._streams.current()
         if self._context is None:
             nobody_waits = Gate(0)  # the caller's device context is already warm
-            self._context = UBatchContext(0, Baton(1), nobody_waits, self._streams, stream, self._comm_stream)
+            self._context = UBatchContext(0, Baton(1), nobody_waits, self._streams, stream, self._comm_stream, None)
         context = self._context
         self._in_step = True
         context.baton.prepare(schedule.lead)

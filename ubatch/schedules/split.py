@@ -22,7 +22,6 @@ from itertools import accumulate, pairwise
 from ubatch.errors import ConfigError, SplitError
 
 __all__ = [
-    "Lengths",
     "UBatchSlice",
     "check_threshold",
     "cuts_by_weight",
@@ -33,9 +32,6 @@ __all__ = [
     "split_requests",
     "split_two_chunk",
 ]
-
-Lengths = Sequence[int]
-"""A number of tokens for every request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +70,7 @@ class UBatchSlice:
 
 
 def split_requests(
-    query_lens: Lengths, *, decode: bool, num_ubatches: int = 2, two_chunk_threshold: float = 0.0
+    query_lens: Sequence[int], *, decode: bool, num_ubatches: int = 2, two_chunk_threshold: float = 0.0
 ) -> tuple[UBatchSlice, ...]:
     """Split a batch as its mode requires.
 
@@ -126,7 +122,7 @@ def split_fixed(num_requests: int, tokens_per_request: int = 1, num_ubatches: in
     return _slices(_even_cuts(num_requests, num_ubatches), offsets)
 
 
-def split_balanced(query_lens: Lengths, num_ubatches: int = 2) -> tuple[UBatchSlice, ...]:
+def split_balanced(query_lens: Sequence[int], num_ubatches: int = 2) -> tuple[UBatchSlice, ...]:
     """Split between requests so that the largest lane is as small as possible.
 
     Among the splits that reach that minimum, each cut is the one nearest to an even share of what is left, and of
@@ -168,7 +164,7 @@ def cuts_by_weight(weights: Sequence[int], num_ubatches: int) -> list[int]:
     return cuts
 
 
-def slices_at(cuts: Iterable[int], query_lens: Lengths) -> tuple[UBatchSlice, ...]:
+def slices_at(cuts: Iterable[int], query_lens: Sequence[int]) -> tuple[UBatchSlice, ...]:
     """The lanes between cuts at request boundaries.
 
     Raises:
@@ -178,7 +174,7 @@ def slices_at(cuts: Iterable[int], query_lens: Lengths) -> tuple[UBatchSlice, ..
 
 
 def keep_together(
-    slices: Sequence[UBatchSlice], query_lens: Lengths, spans: Iterable[tuple[int, int]]
+    slices: Sequence[UBatchSlice], query_lens: Sequence[int], spans: Iterable[tuple[int, int]]
 ) -> tuple[UBatchSlice, ...]:
     """Move cuts out of spans of requests: each to the nearest place outside, ties to the later place.
 
@@ -213,7 +209,7 @@ def keep_together(
     return _slices([min(places, key=lambda cut: (abs(offsets[cut] - at), -cut)) for at in token_cuts], offsets)
 
 
-def split_two_chunk(query_lens: Lengths, threshold: float, num_ubatches: int = 2) -> tuple[UBatchSlice, ...]:
+def split_two_chunk(query_lens: Sequence[int], threshold: float, num_ubatches: int = 2) -> tuple[UBatchSlice, ...]:
     """Split two lanes at the token midpoint, through a request, when whole requests balance badly.
 
     The balanced split is kept if each lane gets at least the share `threshold` of the tokens, or if the batch has too
@@ -269,7 +265,7 @@ def check_threshold(threshold: float, num_ubatches: int) -> None:
         )
 
 
-def _offsets(query_lens: Lengths) -> list[int]:
+def _offsets(query_lens: Sequence[int]) -> list[int]:
     """Start offset of every request's tokens, followed by the total."""
     for request, length in enumerate(query_lens):
         if length < 0:

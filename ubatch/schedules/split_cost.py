@@ -21,7 +21,7 @@ from enum import StrEnum
 from itertools import accumulate
 
 from ubatch.errors import ConfigError, SplitError
-from ubatch.schedules.split import Lengths, UBatchSlice, check_threshold, cuts_by_weight, slices_at
+from ubatch.schedules.split import UBatchSlice, check_threshold, cuts_by_weight, slices_at
 
 __all__ = ["SplitBy", "SplitCost", "split_by_cost"]
 
@@ -82,7 +82,11 @@ class SplitCost:
 
 
 def split_by_cost(
-    query_lens: Lengths, prefix_lens: Lengths, cost: SplitCost, num_ubatches: int = 2, threshold: float = 0.0
+    query_lens: Sequence[int],
+    prefix_lens: Sequence[int],
+    cost: SplitCost,
+    num_ubatches: int = 2,
+    threshold: float = 0.0,
 ) -> tuple[UBatchSlice, ...]:
     """Split so that the costliest lane is as cheap as possible.
 
@@ -118,7 +122,7 @@ def split_by_cost(
 
 
 def _cut_inside(
-    query_lens: Lengths, prefix_lens: Lengths, cost: SplitCost, weights: Sequence[float]
+    query_lens: Sequence[int], prefix_lens: Sequence[int], cost: SplitCost, weights: Sequence[float]
 ) -> tuple[UBatchSlice, ...] | None:
     """Two lanes of equal cost, cut at a token; None where a lane would be empty."""
     starts = list(accumulate(query_lens, initial=0))

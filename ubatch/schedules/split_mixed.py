@@ -16,7 +16,7 @@ from itertools import accumulate, takewhile
 from ubatch.schedules.layer_program import LayerTimes, layer_program
 from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.simulate import simulate
-from ubatch.schedules.split import Lengths, UBatchSlice, slices_at
+from ubatch.schedules.split import UBatchSlice, slices_at
 from ubatch.schedules.split_cost import SplitCost, split_by_cost
 
 __all__ = ["predicted_cost", "split_mixed"]
@@ -25,7 +25,7 @@ _LAYERS = 3  # enough that start and end effects do not decide
 
 
 def split_mixed(
-    query_lens: Lengths, prefix_lens: Lengths, cost: SplitCost, schedule: Schedule, threshold: float = 0.0
+    query_lens: Sequence[int], prefix_lens: Sequence[int], cost: SplitCost, schedule: Schedule, threshold: float = 0.0
 ) -> tuple[UBatchSlice, ...]:
     """The faster of `split_by_cost` and the cut between decodes and prefills.
 
@@ -50,7 +50,11 @@ def split_mixed(
 
 
 def predicted_cost(
-    slices: Sequence[UBatchSlice], query_lens: Lengths, prefix_lens: Lengths, cost: SplitCost, schedule: Schedule
+    slices: Sequence[UBatchSlice],
+    query_lens: Sequence[int],
+    prefix_lens: Sequence[int],
+    cost: SplitCost,
+    schedule: Schedule,
 ) -> float:
     """Simulated duration of a few layers for this split, in the cost's unit."""
     plain = replace(schedule, signalled=False)  # the best split does not depend on when a combine starts
