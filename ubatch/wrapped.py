@@ -359,7 +359,7 @@ class WrappedModule:
 
     def statistics(self) -> UBatchStatistics:
         """How often calls overlapped, and why others did not."""
-        pools = [pool.statistics() for pool in self.execution.pools.values()]
+        pools = [pool.counts for pool in self.execution.pools.values()]
         sm_use: dict[str, bool] = {}
         merge_sm_use(sm_use, *(pool.sm_users for pool in pools))
         table, tally = self.table, self.tally

@@ -23,7 +23,7 @@ from ubatch.lanes.context import UBatchContext
 from ubatch.lanes.crew import note_lane
 from ubatch.lanes.transfer_limit import transfers_end_within
 from ubatch.lanes.wakeup import Gate
-from ubatch.lanes.workers import PoolStatistics
+from ubatch.lanes.workers import PoolCounts
 from ubatch.schedules.forward_context import ForwardContext
 from ubatch.schedules.schedule import Schedule
 from ubatch.streams.graph_protocols import Capture
@@ -41,6 +41,7 @@ class SingleLane:
         timeout_s: the longest wait for a transfer that has no time-out of its own; None waits for ever.
 
     Attributes:
+        counts: what it has done so far.
         failure: lane 0 and the last point it had passed, if the last step failed; else None.
     """
 
@@ -55,8 +56,7 @@ class SingleLane:
         self._comm_stream = self._streams.new_stream()
         self._context: UBatchContext | None = None
         self._in_step = False
-        self._steps = 0
-        self._sm_users: dict[str, bool] = {}
+        self.counts = PoolCounts()
 
     def run(
         self,
@@ -79,7 +79,7 @@ class SingleLane:
                 f"{schedule.lanes}."
             )
         self.failure = None
-        self._steps += 1
+        self.counts.steps += 1
         if self._in_step:
             self._discard()
         stream = self._streams.current()
@@ -105,14 +105,10 @@ class SingleLane:
             self._streams.set_current(stream)  # Ctrl-C may have interrupted the lane's exit
             self._discard()
             raise
-        merge_sm_use(self._sm_users, context.sm_users)
+        merge_sm_use(self.counts.sm_users, context.sm_users)
         abandon_transfers(context.settle())
         self._in_step = False
         return [result]
-
-    def statistics(self) -> PoolStatistics:
-        """Counts since it was made."""
-        return PoolStatistics(self._steps, 0, 0, dict(self._sm_users))
 
     def close(self) -> None:
         """Do nothing: there is no thread to stop."""
@@ -122,6 +118,6 @@ class SingleLane:
         needed."""
         if self._context is not None and not self._context.baton.forked:
             self._context.baton.discard()
-            merge_sm_use(self._sm_users, self._context.sm_users)
+            merge_sm_use(self.counts.sm_users, self._context.sm_users)
             abandon_transfers(self._context.settle())
         self._context = None

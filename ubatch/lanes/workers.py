@@ -22,8 +22,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,15 +41,15 @@ from ubatch.streams.graph_protocols import Capture
 from ubatch.streams.sm_budget import merge_sm_use, share_out_sms
 from ubatch.streams.streams import StreamBackend, make_streams
 
-__all__ = ["LanePool", "PoolStatistics"]
+__all__ = ["LanePool", "PoolCounts"]
 
 _LOOK_UP_S = 0.5
 """Seconds between two checks for hung lanes; a hang is noticed at most this much late."""
 
 
-@dataclass(frozen=True)
-class PoolStatistics:
-    """Counts since the pool was made.
+@dataclass
+class PoolCounts:
+    """Counts since a pool was made.
 
     Attributes:
         steps: steps run in lanes.
@@ -57,10 +57,10 @@ class PoolStatistics:
         sm_users: name -> whether that kernel or back end keeps to the SM budget (`ubatch.streams.sm_budget`).
     """
 
-    steps: int
-    handoffs: int
-    threads_started: int
-    sm_users: Mapping[str, bool]
+    steps: int = 0
+    handoffs: int = 0
+    threads_started: int = 0
+    sm_users: dict[str, bool] = field(default_factory=dict)
 
 
 class LanePool:
@@ -71,6 +71,7 @@ class LanePool:
         timeout_s: a lane that holds the baton longer counts as hung.
 
     Attributes:
+        counts: what it has done so far.
         failure: the lane that failed in the last step, and the last point it had passed; None if none did.
     """
 
@@ -85,10 +86,7 @@ class LanePool:
         self._comm_stream = self._streams.new_stream()
         self._crew: Crew | None = None
         self._closer: weakref.finalize[..., Any] | None = None
-        self._steps = 0
-        self._handoffs = 0
-        self._threads_started = 0
-        self._sm_users: dict[str, bool] = {}
+        self.counts = PoolCounts()
 
     def run(
         self,
@@ -132,7 +130,7 @@ class LanePool:
                 jobs.append(Job(context, body, ambient, contextvars.copy_context()))
                 if capture is not None:
                     jobs[-1].part = capture.part
-            self._steps += 1
+            self.counts.steps += 1
             if self._watch(crew, jobs, capture):
                 self._count(crew)
                 crew.settle()
@@ -143,13 +141,9 @@ class LanePool:
         return self._results(jobs)
 
     def _count(self, crew: Crew) -> None:
-        self._handoffs += crew.baton.handoffs
+        self.counts.handoffs += crew.baton.handoffs
         crew.baton.handoffs = 0
-        merge_sm_use(self._sm_users, *(context.sm_users for context in crew.contexts))
-
-    def statistics(self) -> PoolStatistics:
-        """Counts since the pool was made."""
-        return PoolStatistics(self._steps, self._handoffs, self._threads_started, dict(self._sm_users))
+        merge_sm_use(self.counts.sm_users, *(context.sm_users for context in crew.contexts))
 
     def close(self) -> None:
         """Stop the threads. A later step makes new ones."""
@@ -177,7 +171,7 @@ class LanePool:
                         f"thread {worker.name!r} could not be started: {error}. Nothing ran. Allow this process more "
                         "threads (ulimit -u, the container's pids limit), or end some."
                     ) from error
-                self._threads_started += 1
+                self.counts.threads_started += 1
         self._crew.thread = threading.get_ident()
         self._crew.in_step = True
         return self._crew
