@@ -170,13 +170,13 @@ class WrappedModule:
             return claims.alone(otherwise, work, *args)
         return claims.alone(_refuse, apart, _in_step, group, work, *args)
 
-    def capture(self, context: ForwardContext | None, work: Callable[[Capturer], T]) -> T:
-        """Run `work` like a call, with a `Capturer` for `context`, and return its result.
+    def capture(self, work: Callable[[Capturer], T]) -> T:
+        """Run `work` like a call, with a `Capturer` for the current forward context, and return its result.
 
         Raises:
             CaptureFailed, ConfigError: see `UBatchWrapper.capture`.
         """
-        table = self.table
+        table, context = self.table, get_forward_context()
         if table is None:
             raise ConfigError("nothing is captured with cudagraph_mode NONE. Make the UBatchWrapper with FULL.")
         if not table.graphs:
@@ -188,6 +188,7 @@ class WrappedModule:
                 self.eligibility,
                 self.execution,
                 table,
+                context,
                 decide=lambda intent: self._decide(intent, context),
                 prove=self._prove,
             )

@@ -68,6 +68,7 @@ class Capturer:
     """Captures calls of one module into a table.
 
     Attributes:
+        context: the forward context that the calls are captured under.
         decide: the ranks' decision on a call.
         prove: proves a call after the decision.
     """
@@ -77,42 +78,42 @@ class Capturer:
     eligibility: Eligibility
     execution: Execution
     table: GraphTable
+    context: ForwardContext | None
     decide: Callable[[Intent], Decision]
     prove: Callable[[Step], object]
 
-    def one(self, call: _Call, context: ForwardContext | None) -> CapturedGraph:
+    def one(self, call: _Call) -> CapturedGraph:
         """Prove a call, then capture it as it would run now.
 
         Raises:
             CaptureFailed, ConfigError: see `record`.
         """
         leaves, static = self._static(call)
-        intent = self.eligibility.intent(*static, context)
+        intent = self.eligibility.intent(*static, self.context)
         if not intent.num_tokens:
             raise ConfigError(f"the call has no tokens that could be counted. {intent.why or ''}".strip())
-        return self._capture(leaves, self._proved(static, intent, context))
+        return self._capture(leaves, self._proved(static, intent))
 
-    def _proved(self, static: _Call, intent: Intent, context: ForwardContext | None) -> Step:
+    def _proved(self, static: _Call, intent: Intent) -> Step:
         """The ranks' decision on a call, after every rank has proved it or failed to."""
-        step = Step(*static, intent, self.decide(intent), context)
+        step = Step(*static, intent, self.decide(intent), self.context)
         with self._rehearsing():
             while step.decision.prove:
                 self.prove(step)
-                intent = self.eligibility.intent(*static, context)
-                step = Step(*static, intent, self.decide(intent), context)
+                intent = self.eligibility.intent(*static, self.context)
+                step = Step(*static, intent, self.decide(intent), self.context)
                 if self.config.verify == Verify.ALWAYS:
                     break
         return step
 
-    def sizes(
-        self, call: _Call, context: ForwardContext | None, progress: Callable[[CapturedGraph], None] | None
-    ) -> list[CapturedGraph]:
+    def sizes(self, call: _Call, progress: Callable[[CapturedGraph], None] | None) -> list[CapturedGraph]:
         """For each of `cudagraph_capture_sizes` (tokens), largest first: capture the call's first rows of that size, in
         lanes if it would overlap, and unsplit.
 
         Raises:
             CaptureFailed, ConfigError: see `record`; or the call cannot be cut to these sizes, or ranks disagree.
         """
+        context = self.context
         if context is not None and (context.attn_metadata is not None or context.ubatch_slices is not None):
             raise ConfigError(
                 "the forward context has a plan for one batch, but capture_sizes() captures many. Capture each size "
@@ -124,11 +125,11 @@ class Capturer:
             parts = {size: plan.cut([slice(0, rows)])[0][0] for size, rows in self._rows_of_sizes(plan).items()}
         except CannotSplit as cannot:
             raise ConfigError(f"the call cannot be cut to cudagraph_capture_sizes: {cannot}") from cannot
-        self._agree(parts, context)
-        row_dims = self._rows_of_outputs(next(iter(parts.values())), context)
+        self._agree(parts)
+        row_dims = self._rows_of_outputs(next(iter(parts.values())))
         captured = []
         for part in parts.values():
-            for graph in self._one_size(part, context, row_dims):
+            for graph in self._one_size(part, row_dims):
                 captured.append(graph)
                 if progress is not None:
                     progress(graph)
@@ -148,12 +149,12 @@ class Capturer:
             raise ConfigError(f"cudagraph_capture_sizes {odd} are no whole rows of {plan.tokens_per_row} tokens.")
         return {size: size // plan.tokens_per_row for size in sizes}
 
-    def _agree(self, parts: Mapping[int, _Call], context: ForwardContext | None) -> None:
+    def _agree(self, parts: Mapping[int, _Call]) -> None:
         """Check that all ranks capture the same graphs; otherwise their collectives would dead-lock."""
         group = self.config.group
         if group is None or group.size == 1:
             return
-        intents = {size: self.eligibility.intent(*part, context) for size, part in parts.items()}
+        intents = {size: self.eligibility.intent(*part, self.context) for size, part in parts.items()}
         plan = [(size, str(intent.mode), intent.offer.tokens) for size, intent in intents.items()]
         offer = Offer(Wish.NO, (max(parts),), 1, DeclineReason.NOT_REQUESTED, graph_mode=fingerprint(str(plan)) or 1)
         if not group.vote(offer).graph_mode:
@@ -162,7 +163,7 @@ class Capturer:
                 "cudagraph_capture_sizes, thresholds, schedule and arguments."
             )
 
-    def _rows_of_outputs(self, call: _Call, context: ForwardContext | None) -> RowDims | None:
+    def _rows_of_outputs(self, call: _Call) -> RowDims | None:
         """Which dimension of each output has the rows. The call runs twice: as it is, and with one row fewer.
 
         None if the call has one row: no smaller call can be padded to it.
@@ -174,16 +175,14 @@ class Capturer:
         with self._rehearsing(), self.table.backend.warming_up():
             for rows in (plan.rows, plan.rows - 1):
                 part = plan.cut([slice(0, rows)])[0][0]
-                intent = replace(self.eligibility.intent(*part, context), cut=None, single=False)
-                output = self.execution.unsplit(Step(*part, intent, self._unsplit_decision(intent), context))
+                intent = replace(self.eligibility.intent(*part, self.context), cut=None, single=False)
+                output = self.execution.unsplit(Step(*part, intent, self._unsplit_decision(intent), self.context))
                 described.append(GraphOutput(output).described)
         return find_row_dims(described[0], described[1], (plan.rows, plan.rows - 1), self.config.output_dims)
 
-    def _one_size(
-        self, part: _Call, context: ForwardContext | None, row_dims: RowDims | None
-    ) -> Iterable[CapturedGraph]:
+    def _one_size(self, part: _Call, row_dims: RowDims | None) -> Iterable[CapturedGraph]:
         leaves, static = self._static(part)
-        step = self._proved(static, self.eligibility.intent(*static, context), context)
+        step = self._proved(static, self.eligibility.intent(*static, self.context))
         if step.intent.engages(step.decision):
             yield self._capture(leaves, step, row_dims)
         whole = replace(step.intent, cut=None, single=False)
