@@ -177,8 +177,7 @@ def _compile_into_cache(source: str, compiler: tuple[str, ...], flags: tuple[str
 
 def _compile(source: str, compiler: tuple[str, ...], flags: tuple[str, ...], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        names = ("kernel.c", "kernel.o", "kernel.so", "kernel.sha256")
-        code, built, linked, checksum = (Path(folder) / name for name in names)
+        code, built, linked, checksum = (Path(folder) / f"kernel.{kind}" for kind in ("c", "o", "so", "sha256"))
         code.write_text(source, encoding="utf-8")
         _run([*compiler, *flags, "-c", str(code), "-o", str(built)])
         _run([*compiler, "-shared", str(built), "-lm", "-o", str(linked)])

@@ -36,12 +36,10 @@ __all__ = ["function_transform", "why_not_in_lanes"]
 
 def why_not_in_lanes() -> tuple[DeclineReason, str] | None:
     """Why a call from this thread must not run in lanes now; None if it may. Takes some microseconds."""
-    transform = function_transform()
-    if transform is not None:
-        return DeclineReason.FUNCTION_TRANSFORM, f"the call is inside {transform}; it stays in its thread."
-    mode = _mode()
-    if mode is not None:
-        return DeclineReason.TORCH_MODE, f"the call is inside {mode}; it stays in its thread."
+    for reason, look in ((DeclineReason.FUNCTION_TRANSFORM, function_transform), (DeclineReason.TORCH_MODE, _mode)):
+        found = look()
+        if found is not None:
+            return reason, f"the call is inside {found}; it stays in its thread."
     return None
 
 

@@ -87,9 +87,8 @@ class SignOfLife(ABC):
 
     def _is_withdrawn(self) -> bool:
         """Whether a silence was announced, and no silent call runs or has ended a short time ago."""
-        return bool(self._silence_s and not len(_calls)) and (
-            time.monotonic() - _last_call_ended >= BEATS_ASIDE * self._every_s
-        )
+        aside_s = BEATS_ASIDE * self._every_s
+        return self._silence_s > 0 and not len(_calls) and time.monotonic() - _last_call_ended >= aside_s
 
 
 class Heart(SignOfLife):
