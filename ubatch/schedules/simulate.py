@@ -78,9 +78,9 @@ Launches = Mapping[tuple[int, str], float]
 """`(lane, key)` of a transfer -> when it was launched."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Timeline:
-    """A simulated step.
+    """A simulated step, filled while it is simulated.
 
     Attributes:
         seconds: from the first op to the last.
@@ -92,13 +92,13 @@ class Timeline:
         launched: `(lane, key)` of every transfer -> when it was launched.
     """
 
-    seconds: float
-    compute_s: float
-    communication_s: float
-    exposed_s: float
-    order: tuple[tuple[int, str], ...]
-    spans: tuple[Span, ...]
-    launched: Launches
+    seconds: float = 0.0
+    compute_s: float = 0.0
+    communication_s: float = 0.0
+    exposed_s: float = 0.0
+    order: list[tuple[int, str]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    launched: dict[tuple[int, str], float] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -109,15 +109,11 @@ class _Machine:
     schedule: Schedule
     handoff_s: float
     peers: Launches
-    launched: dict[tuple[int, str], float] = field(default_factory=dict)
+    line: Timeline = field(default_factory=Timeline)
     arrival: dict[tuple[int, str], float] = field(default_factory=dict)
     now: float = 0.0
     link_free: list[float] = field(default_factory=lambda: [0.0, 0.0])
     link_busy: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    compute_s: float = 0.0
-    exposed_s: float = 0.0
-    order: list[tuple[int, str]] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.ring = Ring(len(self.programs), self.schedule.lead)
@@ -140,7 +136,7 @@ class _Machine:
                 case Wait(key):
                     self.wait(lane, lane, key)
                 case Pass(point) if self.schedule.active(point):
-                    self.order.append((lane, str(point)))
+                    self.line.order.append((lane, str(point)))
                     following = self.ring.at_point(lane)
                     if following != lane:
                         self.now += self.handoff_s
@@ -149,14 +145,14 @@ class _Machine:
                 case Pass():
                     self.wait_for_all(lane, lane)
         self.wait_for_all(lane, lane)
-        self.order.append((lane, "end"))
+        self.line.order.append((lane, "end"))
         return self.ring.at_end(lane)
 
     def compute(self, lane: int, seconds: float) -> None:
         if seconds > 0:
-            self.spans.append(Span(SpanKind.COMPUTE, "compute", lane, self.now, self.now + seconds, 1))
+            self.line.spans.append(Span(SpanKind.COMPUTE, "compute", lane, self.now, self.now + seconds, 1))
         self.now += seconds
-        self.compute_s += seconds
+        self.line.compute_s += seconds
 
     def launch(self, lane: int, op: Launch) -> None:
         """Launch a transfer. A direction without data is not occupied. It arrives after all peers have launched it."""
@@ -167,12 +163,12 @@ class _Machine:
             self.link_busy[way] += seconds[way]
         start = min(begins.values(), default=self.now)
         finish = max((self.link_free[way] for way in begins), default=self.now)
-        self.launched[lane, op.key] = self.now
+        self.line.launched[lane, op.key] = self.now
         finish = max(finish, self.peers.get((lane, op.key), finish))
         self.arrival[lane, op.key] = finish
         if op.hooked:
             self.pending[lane].append(op.key)
-        self.spans.append(Span(SpanKind.TRANSFER, op.key, lane, start, finish, 1))
+        self.line.spans.append(Span(SpanKind.TRANSFER, op.key, lane, start, finish, 1))
 
     def wait(self, owner: int, runner: int, key: str) -> None:
         if (owner, key) not in self.arrival:
@@ -181,8 +177,8 @@ class _Machine:
             self.pending[owner].remove(key)
         arrival = self.arrival[owner, key]
         if arrival > self.now:
-            self.spans.append(Span(SpanKind.WAIT, key, runner, self.now, arrival, 1))
-            self.exposed_s += arrival - self.now
+            self.line.spans.append(Span(SpanKind.WAIT, key, runner, self.now, arrival, 1))
+            self.line.exposed_s += arrival - self.now
             self.now = arrival
 
     def wait_for_all(self, owner: int, runner: int) -> None:
@@ -205,15 +201,8 @@ def simulate(programs: Programs, schedule: Schedule, handoff_s: float = 0.0, pee
     lane = 0
     while lane >= 0:
         lane = machine.run_lane(lane)
-    return Timeline(
-        seconds=machine.now,
-        compute_s=machine.compute_s,
-        communication_s=max(machine.link_busy),
-        exposed_s=machine.exposed_s,
-        order=tuple(machine.order),
-        spans=tuple(machine.spans),
-        launched=machine.launched,
-    )
+    machine.line.seconds, machine.line.communication_s = machine.now, max(machine.link_busy)
+    return machine.line
 
 
 def simulate_ranks(of_ranks: Sequence[Programs], schedule: Schedule, handoff_s: float = 0.0) -> list[Timeline]:
