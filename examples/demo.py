@@ -31,7 +31,7 @@ import torch.distributed as dist
 from model_runner import ModelRunner, SamplingParams, generate
 from moe import EmulatedLink
 from serving.ranks import run_ranks
-from serving.text.tokenizer_files import TOKENIZER, read_tokenizer
+from serving.text.tokenizer import TOKENIZER, read_tokenizer
 from serving.workbench.bench.corpus import read_corpus
 from serving.workbench.bench.runtime.overlap import OverlapResult, measure_overlap
 from serving.workbench.bench.statistics import Interval, paired

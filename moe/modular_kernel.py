@@ -138,7 +138,9 @@ class FusedMoEModularKernel(nn.Module):
         self._check(hidden_states, topk_weights, topk_ids, schedule)
         if capturing():
             self._check_capturable()
-        first, *others = self._pieces(hidden_states, topk_weights, topk_ids)
+        first, others = (hidden_states, topk_weights, topk_ids), []
+        if self.all2all.traits.max_tokens is not None:
+            first, *others = self._pieces(*first, self.all2all.traits.max_tokens)
 
         # --- prepare: tokens travel to their experts ---
         if self._marks_inputs is not None:
@@ -174,22 +176,18 @@ class FusedMoEModularKernel(nn.Module):
         dbo_yield(Point.COMBINE)
         if shared is not None and schedule.shared_expert is SharedExpert.COMBINE_RETURN:
             shared_out = shared(hidden_states)
-        parts = [transfer.wait() for transfer in combines]
+        output = combines[0].wait() if len(combines) == 1 else _put_together(combines, schedule.chunks)
         del combines
-        output = parts[0] if len(parts) == 1 else _put_together(parts, schedule.chunks)
-        del parts
         dbo_yield(Point.OUTPUT)
         return output if shared_out is None else add(output, shared_out)
 
-    def _pieces(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    @staticmethod
+    def _pieces(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, room: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """The arguments of as many dispatches as the rank with most tokens needs, one after the other.
 
         If the ranks did not vote they cannot know the number, so there is one piece; a transport refuses it if it is
         too large.
         """
-        room = self.all2all.traits.max_tokens
-        if room is None:
-            return [(x, topk_weights, topk_ids)]
         context = get_forward_context()
         voted = context.tokens_across_ranks if context is not None else None
         count = -(-max(voted) // room) if voted else 1
@@ -204,8 +202,10 @@ class FusedMoEModularKernel(nn.Module):
         if schedule.signalled and self.all2all.traits.sends_blocks:
             whole = cast(SendsBlocks, self.all2all).dispatch_blocks(x, topk_ids, topk_weights)
             return _Arrivals([whole])
+        if schedule.chunks == 1:
+            return _Arrivals([self.all2all.dispatch(x, topk_ids, topk_weights)])
         blocks = blocks_of(len(self.all2all.experts), schedule.chunks)
-        if schedule.chunk_dispatch or len(blocks) == 1:
+        if schedule.chunk_dispatch:
             chunks = dispatch_chunks(self.all2all, x, topk_ids, topk_weights, blocks)
             return _Arrivals(list(chunks))
         return _Arrivals([dispatch_cut(self.all2all, x, topk_ids, topk_weights, blocks)], cut=True)
@@ -216,7 +216,13 @@ class FusedMoEModularKernel(nn.Module):
 
     def _computed(self, received: _Received) -> Transfer[Tensor]:
         """Run the experts, then launch the combine of their results."""
-        results = self._run_experts(received)
+        if isinstance(received, BatchedDispatch):
+            experts = cast(BatchedExperts, self.experts)  # checked when this kernel was made
+            results = experts.run_batched(received.hidden_states, received.rows_per_expert, received.scales)
+        else:
+            rows = (received.hidden_states, received.topk_ids, received.topk_weights)
+            results = self.experts(*rows) if received.scales is None else self.experts(*rows, received.scales)
+            del rows
         dbo_maybe_run_recv_hook()
         return self.all2all.combine(results, received.handle)
 
@@ -239,14 +245,6 @@ class FusedMoEModularKernel(nn.Module):
             dbo_maybe_run_recv_hook()
             transfers.append(combine.send(y))
         return _InBlocks(transfers, combine.sum_up)
-
-    def _run_experts(self, received: _Received) -> Tensor:
-        """The experts' results for the rows that arrived, in the same layout."""
-        if isinstance(received, BatchedDispatch):
-            experts = cast(BatchedExperts, self.experts)  # checked when this kernel was made
-            return experts.run_batched(received.hidden_states, received.rows_per_expert, received.scales)
-        rows = (received.hidden_states, received.topk_ids, received.topk_weights)
-        return self.experts(*rows) if received.scales is None else self.experts(*rows, received.scales)
 
     def _check_capturable(self) -> None:
         if not self.all2all.traits.capturable:
@@ -338,8 +336,9 @@ def _wait_for_all(transfers: Sequence[_Combine]) -> list[Tensor]:
     return [transfer.wait() for transfer in transfers]
 
 
-def _put_together(parts: list[Tensor], chunks: int) -> Tensor:
+def _put_together(combines: Sequence[_Combine], chunks: int) -> Tensor:
     """Sum the chunks of every piece, and concatenate the pieces."""
+    parts = _wait_for_all(combines)
     sums = [_sum_of_chunks(parts[start : start + chunks]) for start in range(0, len(parts), chunks)]
     return sums[0] if len(sums) == 1 else torch.cat(sums)
 

@@ -24,89 +24,57 @@ __all__ = ["main"]
 
 _WIDTH = 80
 
+_WORKBENCH = "serving.workbench"
+_BENCHMARKS = {
+    "handoff": ("runtime.handoff", "the time of a hand-off between lanes, against a threading.Event ring"),
+    "wrapper": (
+        "runtime.wrapper",
+        "what a wrapped call costs in addition to the module: its guard, its look-up, a decline",
+    ),
+    "lanes": ("runtime.lanes", "the cost of lanes without anything to overlap"),
+    "experts": ("runtime.experts", "the experts of a layer on this CPU, with every back end that runs here"),
+    "attention": ("runtime.attention", "attention against simpler code, and a model against transformers"),
+    "step": (
+        "server.step",
+        "where the time of a decode step and of a prefill goes, with torch's kernels and those in C",
+    ),
+    "overlap": ("runtime.overlap", "how much communication is hidden, and how close a step is to the bound"),
+    "auto": ("runtime.auto", "what --enable-dbo decides over a mixed load, against serial and every fixed setting"),
+    "schedules": ("runtime.schedules", "every named schedule, and the best of the search"),
+    "speculation": (
+        "runtime.speculation",
+        "generating with and without guessed tokens: speed, and share of right guesses",
+    ),
+    "transformers": (
+        "runtime.transformers_step",
+        "a model that transformers itself shards, with and without our wrapper",
+    ),
+    "serve": ("server.serve", "a load on an OpenAI-compatible server: latency and throughput"),
+    "abuse": ("server.abuse", "a server under attack during a steady load: checks that it keeps serving"),
+    "fairness": ("server.fairness", "how much long prompts delay decoding requests, and what a limit costs"),
+    "link": ("link", "settings of overlap over a real link between two servers; needs root"),
+    "engine": ("server.compare", "whole engines: offline and served, with overlap, and the scheduler"),
+    "results": ("results", "when the stored figures were measured, and which are older than what they measure"),
+    "peers": ("peers", "this engine, vLLM and transformers on a CPU, each in an environment of its own"),
+}
+"""`ubatch bench NAME` -> its module in `serving.workbench.bench`, and what it measures."""
+
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("serving.serve", "an OpenAI-compatible server over one or several ranks"),
     "generate": ("serving.generate", "generate text from a checkpoint, on one or several expert-parallel ranks"),
     "simulate": (
-        "serving.workbench.planning.simulate",
+        f"{_WORKBENCH}.planning.simulate",
         "predict the best schedule for a machine that is not at hand, or check predictions",
     ),
-    "trace": ("serving.workbench.tracing.trace", "record a server's or a run's steps: timeline, summary, diagnosis"),
+    "trace": (f"{_WORKBENCH}.tracing.trace", "record a server's or a run's steps: timeline, summary, diagnosis"),
     "tune": (
-        "serving.workbench.tuning.tune",
+        f"{_WORKBENCH}.tuning.tune",
         "measure when overlap pays on this model, these ranks and this link; write settings",
     ),
     "completion": ("serving.completion", "print a script with which bash and zsh complete commands and flags"),
-    "bench handoff": (
-        "serving.workbench.bench.runtime.handoff",
-        "the time of a hand-off between lanes, against a threading.Event ring",
-    ),
-    "bench wrapper": (
-        "serving.workbench.bench.runtime.wrapper",
-        "what a wrapped call costs in addition to the module: its guard, its look-up, a decline",
-    ),
-    "bench lanes": ("serving.workbench.bench.runtime.lanes", "the cost of lanes without anything to overlap"),
-    "bench experts": (
-        "serving.workbench.bench.runtime.experts",
-        "the experts of a layer on this CPU, with every back end that runs here",
-    ),
-    "bench attention": (
-        "serving.workbench.bench.runtime.attention",
-        "attention against simpler code, and a model against transformers",
-    ),
-    "bench step": (
-        "serving.workbench.bench.server.step",
-        "where the time of a decode step and of a prefill goes, with torch's kernels and those in C",
-    ),
-    "bench overlap": (
-        "serving.workbench.bench.runtime.overlap",
-        "how much communication is hidden, and how close a step is to the bound",
-    ),
-    "bench auto": (
-        "serving.workbench.bench.runtime.auto",
-        "what --enable-dbo decides over a mixed load, against serial and every fixed setting",
-    ),
-    "bench schedules": (
-        "serving.workbench.bench.runtime.schedules",
-        "every named schedule, and the best of the search",
-    ),
-    "bench speculation": (
-        "serving.workbench.bench.runtime.speculation",
-        "generating with and without guessed tokens: speed, and share of right guesses",
-    ),
-    "bench transformers": (
-        "serving.workbench.bench.runtime.transformers_step",
-        "a model that transformers itself shards, with and without our wrapper",
-    ),
-    "bench serve": (
-        "serving.workbench.bench.server.serve",
-        "a load on an OpenAI-compatible server: latency and throughput",
-    ),
-    "bench abuse": (
-        "serving.workbench.bench.server.abuse",
-        "a server under attack during a steady load: checks that it keeps serving",
-    ),
-    "bench fairness": (
-        "serving.workbench.bench.server.fairness",
-        "how much long prompts delay decoding requests, and what a limit costs",
-    ),
-    "bench link": (
-        "serving.workbench.bench.link",
-        "settings of overlap over a real link between two servers; needs root",
-    ),
-    "bench engine": (
-        "serving.workbench.bench.server.compare",
-        "whole engines: offline and served, with overlap, and the scheduler",
-    ),
-    "bench results": (
-        "serving.workbench.bench.results",
-        "when the stored figures were measured, and which are older than what they measure",
-    ),
-    "bench peers": (
-        "serving.workbench.bench.peers",
-        "this engine, vLLM and transformers on a CPU, each in an environment of its own",
-    ),
+    **{f"bench {name}": (f"{_WORKBENCH}.bench.{module}", text) for name, (module, text) in _BENCHMARKS.items()},
 }
+"""Command -> its module, and what it does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,6 +27,7 @@ from serving.options import (
     resolve_settings,
     to_engine_options,
 )
+from serving.options.sources import spelled_flag
 from serving.requests import DraftCounts, EngineStatistics
 from serving.text.tokenizer import check_tokenizer
 from ubatch import ConfigError, DeclineReason
@@ -100,13 +101,10 @@ def resolve_offline(layers: Sequence[Layer], table: Table, *, print_config: bool
     if ignored and settings["temperature"] == 0:
         told.append(f"{', '.join(ignored)} without --temperature: the likeliest token is taken")
     prompts, engine = settings["prompt"], to_engine_options(settings)
-    params = tuple(_sampling_params(settings, index) for index in range(len(prompts)))
+    chosen = {name: settings[name] for name in ("max_tokens", "temperature", "top_k", "top_p")}
+    seeds = [None if settings["seed"] is None else settings["seed"] + index for index in range(len(prompts))]
+    params = tuple(SamplingParams(**chosen, seed=seed) for seed in seeds)
     return GenerateCommand(settings, engine, print_config, tuple(told), prompts, params)
-
-
-def _sampling_params(s: Settings, index: int) -> SamplingParams:
-    chosen = {name: s[name] for name in ("max_tokens", "temperature", "top_k", "top_p")}
-    return SamplingParams(**chosen, seed=None if s["seed"] is None else s["seed"] + index)
 
 
 def _check_model(given: Settings) -> None:
@@ -226,4 +224,4 @@ def _why_no_overlap(s: Settings, statistics: Mapping[int, EngineStatistics]) -> 
 
 
 _THRESHOLDS = ("dbo_decode_token_threshold", "dbo_prefill_token_threshold")
-_FLAGS = ("--dbo-decode-token-threshold", "--dbo-prefill-token-threshold")
+_FLAGS = [spelled_flag(name) for name in _THRESHOLDS]

@@ -131,29 +131,26 @@ def _download(
             allow_patterns=list(patterns),
             ignore_patterns=list(_DOUBLES),
         )
-    except errors.GatedRepoError as error:
-        raise ModelNotFound(
-            f"{what} is gated: ask for access on https://huggingface.co/{name}, then log in with `hf auth login` or "
-            "set HF_TOKEN."
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise ModelNotFound(
-            f"{what}: the hub has no such branch, tag or commit. https://huggingface.co/{name} lists them."
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise ModelNotFound(
-            f"{what} is no folder here, and the hub has no model of that name, or a private one. Correct the name; for "
-            "a private one log in with `hf auth login` or set HF_TOKEN."
-        ) from error
-    except errors.HFValidationError as error:
-        raise ModelNotFound(f"{what} is no folder here, and no name that the hub allows: {_line(error)}") from error
-    except (errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError) as error:
-        why = "HF_HUB_OFFLINE forbids to download it" if offline else "the hub does not answer"
-        raise ModelNotFound(
-            f"{what} is no folder here, is not (or not whole) in the cache {cache}, and {why}. {_again(offline)}"
-        ) from error
     except Exception as error:  # the network, the disk and the client's libraries raise many kinds
-        raise ModelNotFound(f"{what} could not be had from the hub: {type(error).__name__}: {_line(error)}") from error
+        login = "log in with `hf auth login` or set HF_TOKEN."
+        match error:
+            case errors.GatedRepoError():
+                why = f" is gated: ask for access on https://huggingface.co/{name}, then {login}"
+            case errors.RevisionNotFoundError():
+                why = f": the hub has no such branch, tag or commit. https://huggingface.co/{name} lists them."
+            case errors.RepositoryNotFoundError():
+                why = (
+                    " is no folder here, and the hub has no model of that name, or a private one. Correct the name; "
+                    f"for a private one {login}"
+                )
+            case errors.HFValidationError():
+                why = f" is no folder here, and no name that the hub allows: {_line(error)}"
+            case errors.LocalEntryNotFoundError() | errors.IncompleteSnapshotError():
+                reason = "HF_HUB_OFFLINE forbids to download it" if offline else "the hub does not answer"
+                why = f" is no folder here, is not (or not whole) in the cache {cache}, and {reason}. {_again(offline)}"
+            case _:
+                why = f" could not be had from the hub: {type(error).__name__}: {_line(error)}"
+        raise ModelNotFound(what + why) from error
     return Path(folder)
 
 

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeAlias, cast
 
 from tqdm import tqdm
@@ -261,9 +260,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _running(self) -> OfflineEngine:
@@ -334,16 +331,19 @@ class _Job:
 
     def result(self) -> LLMOutput:
         """The finished output."""
-        stopped, last = self._finish_text(), self.last
-        reason: FinishReason = FinishReason.STOP
-        if stopped is None and last is not None and last.finish_reason is not None:
+        text, last = self.text, self.last
+        if text is not None and last is not None and not self.stops:
+            text.take(replace(last, token_ids=self.token_ids))  # all at once
+        stopped, count, reason = None, len(self.token_ids), FinishReason.STOP
+        if text is not None and text.stopped is not None:
+            stopped, count = text.stopped, text.num_tokens
+        elif last is not None and last.finish_reason is not None:
             reason = last.finish_reason
-        count = len(self.token_ids) if stopped is None or self.text is None else self.text.num_tokens
         completion = CompletionResult(
-            text="" if self.text is None else self.text.text,
+            text="" if text is None else text.text,
             token_ids=tuple(self.token_ids[:count]),
             finish_reason=reason,
-            stop_reason=stopped if stopped is not None else last.stop_token if last is not None else None,
+            stop_reason=stopped if stopped is not None or last is None else last.stop_token,
             logprobs=tuple(self.logprobs[:count]),
             drafts=self.drafts,
         )
@@ -354,20 +354,6 @@ class _Job:
             self.prompt_logprobs,
             self.num_cached_tokens,
         )
-
-    def _finish_text(self) -> str | None:
-        """Detokenise everything now if there are no stop strings. Returns the stop string that was found, or None."""
-        if self.text is None:
-            return None
-        if not self.stops and self.last is not None:
-            whole = RequestOutput(
-                self.request.request_id,
-                self.token_ids,
-                finish_reason=self.last.finish_reason,
-                stop_token=self.last.stop_token,
-            )
-            self.text.take(whole)
-        return self.text.stopped
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -96,36 +96,28 @@ class _Engines(Collector):
         self._statistics = statistics
 
     def collect(self) -> Iterator[Family]:
-        ranks = sorted(self._statistics().items())
-        families: list[tuple[type[Family], Mapping[str, tuple[str, str]]]] = [
-            (GaugeMetricFamily, _GAUGES),
-            (CounterMetricFamily, _COUNTERS),
-        ]
-        for kind, metrics in families:
+        ranks = [([self._model_name, str(rank)], totals) for rank, totals in sorted(self._statistics().items())]
+        labels = ["model_name", "engine"]
+        kinds: dict[type[Family], Mapping[str, tuple[str, str]]]
+        kinds = {GaugeMetricFamily: _GAUGES, CounterMetricFamily: _COUNTERS}
+        for kind, metrics in kinds.items():
             for name, (statistic, text) in metrics.items():
-                family = kind(name, text, labels=["model_name", "engine"])
+                family = kind(name, text, labels=labels)
                 for rank, totals in ranks:
-                    family.add_metric([self._model_name, str(rank)], getattr(totals, statistic))
+                    family.add_metric(rank, getattr(totals, statistic))
                 yield family
-        steps = CounterMetricFamily(
-            "ubatch:steps",
-            "Steps by what they ran, and whether they overlapped (engaged, engaged_single) or why not.",
-            labels=["model_name", "engine", "mode", "outcome"],
-        )
+        text = "Steps by what they ran, and whether they overlapped (engaged, engaged_single) or why not."
+        steps = CounterMetricFamily("ubatch:steps", text, labels=[*labels, "mode", "outcome"])
+        text = "Guessed tokens that were right, by their place among those of a step; the first is 0."
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        places = CounterMetricFamily(name, text, labels=[*labels, "position"])
         for rank, totals in ranks:
             for step, count in totals.steps.items():
                 mode, _, outcome = step.partition("/")
-                steps.add_metric([self._model_name, str(rank), mode, outcome], count)
-        yield steps
-        places = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Guessed tokens that were right, by their place among those of a step; the first is 0.",
-            labels=["model_name", "engine", "position"],
-        )
-        for rank, totals in ranks:
+                steps.add_metric([*rank, mode, outcome], count)
             for place, count in enumerate(totals.accepted_per_position):
-                places.add_metric([self._model_name, str(rank), str(place)], count)
-        yield places
+                places.add_metric([*rank, str(place)], count)
+        yield from (steps, places)
 
 
 @dataclass
@@ -179,10 +171,7 @@ class RequestMetrics:
             _ACCEPTED,
         )
         ended = Counter(
-            "vllm:request_success",
-            "Requests that ended, by why.",
-            ["model_name", "finished_reason"],
-            registry=registry,
+            "vllm:request_success", "Requests that ended, by why.", ["model_name", "finished_reason"], registry=registry
         )
         self._ended = {reason: ended.labels(model_name, reason) for reason in ("stop", "length", "abort", "error")}
 

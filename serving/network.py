@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import array
 import ctypes
+import fcntl
 import ipaddress
 import logging
 import os
 import socket
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -81,23 +83,17 @@ def warn_of_loopback(host: str) -> None:
 
     A loopback address (not a name) gives no warning: the user chose it.
     """
-    try:
+    with suppress(ValueError):
         ipaddress.ip_address(host)
-    except ValueError:
-        pass
-    else:
         return
-    try:
-        address = numeric_address(host)
-    except OSError:
-        return  # listening or connecting there fails later, with the reason
-    if _is_loopback(address):
-        log_event(
-            _logger,
-            f"master_addr {host} is {address} on this machine, which no other machine reaches; give an address of the "
-            f"network that the machines share",
-            level=logging.WARNING,
-        )
+    with suppress(OSError):  # listening or connecting there fails later, with the reason
+        if _is_loopback(address := numeric_address(host)):
+            log_event(
+                _logger,
+                f"master_addr {host} is {address} on this machine, which no other machine reaches; give an address of "
+                f"the network that the machines share",
+                level=logging.WARNING,
+            )
 
 
 def numeric_address(host: str) -> str:
@@ -210,13 +206,9 @@ def _netmask(interface: str) -> str:
 
 
 def _ioctl(request: int, argument: bytes) -> bytes | None:
-    try:
-        import fcntl
-
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            return fcntl.ioctl(probe.fileno(), request, argument)
-    except (ImportError, OSError):
-        return None
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return fcntl.ioctl(probe.fileno(), request, argument)
+    return None
 
 
 def _family_of(address: str) -> socket.AddressFamily:

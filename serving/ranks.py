@@ -28,6 +28,7 @@ import torch.multiprocessing as mp
 from serving.logs import log_event
 from serving.network import LOOPBACK, choose_interface
 from serving.pinning import pin_rank
+from serving.processes import how_it_ended, kill
 from ubatch import ConfigError, UBatchError
 
 __all__ = ["RankFailed", "free_port", "run_ranks", "terminated_as_exit"]
@@ -84,10 +85,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, device: str =
                 process.join()
             return result
         finally:
-            for process in ranks:
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+            kill(ranks)
 
 
 def _collect(readers: Sequence[Any], ranks: Sequence[Any]) -> Any:
@@ -102,7 +100,7 @@ def _collect(readers: Sequence[Any], ranks: Sequence[Any]) -> Any:
                 value, error = reader.recv()
             except EOFError:
                 ranks[rank].join()
-                raise RankFailed(f"rank {rank} died with exit status {ranks[rank].exitcode}.") from None
+                raise RankFailed(f"rank {rank} {how_it_ended(ranks[rank])}.") from None
             if error is not None:
                 raise RankFailed(f"rank {rank} failed:\n{error}")
             if rank == 0:

@@ -142,9 +142,7 @@ class _Serve:
         self.listener = listener
         self.most_connections = self.settings["max_connections"] or most_connections(files)
         self._around = partial(
-            RequestLog,
-            access_log=self.settings["access_log"],
-            headers=self.settings["enable_request_id_headers"],
+            RequestLog, access_log=self.settings["access_log"], headers=self.settings["enable_request_id_headers"]
         )
 
     async def run(self) -> int:

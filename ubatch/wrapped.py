@@ -24,7 +24,7 @@ import gc
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
@@ -54,19 +54,18 @@ from ubatch.process.interrupts import Claim, Claims, apart
 from ubatch.ranks.group import CommGroup
 from ubatch.schedules.forward_context import ForwardContext, get_forward_context
 from ubatch.schedules.schedule import Schedule
-from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide
+from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish
 from ubatch.streams.graph_protocols import GraphBackend
 from ubatch.streams.sm_budget import merge_sm_use
 from ubatch.trace.spans import current_trace, note_step, traced_step
 from ubatch.wrapping.config import CUDAGraphMode, UBatchConfig
 from ubatch.wrapping.eligibility import Eligibility
-from ubatch.wrapping.execution import Execution, Step, checked_device, device_of, span
+from ubatch.wrapping.execution import Execution, checked_device, device_of, span
 from ubatch.wrapping.guard import Finding, Guard
-from ubatch.wrapping.intent import CutCall, Intent
 from ubatch.wrapping.proof import Proof
 from ubatch.wrapping.stand_in import refuse_tracing, uncompiled
 from ubatch.wrapping.statistics import Tally, UBatchStatistics
-from ubatch.wrapping.step import DecidedStep
+from ubatch.wrapping.step import DecidedStep, Intent, Step
 
 __all__ = ["WrappedModule"]
 
@@ -103,7 +102,12 @@ class WrappedModule:
         self.intercepts = intercept
         self.eligibility = Eligibility(model, config, intercept=intercept)
         self.execution = Execution(model, config, self.device, intercept=intercept)
-        self.table = _table(mode, graphs, self.eligibility, model, self.device, self._several_ranks)
+        self.table: GraphTable | None = None
+        if mode is not CUDAGraphMode.NONE:
+            own = CudaGraphs(device_of(model) if self.device is None else self.device) if graphs is None else graphs
+            self.table = GraphTable(own, self.eligibility, model, self._several_ranks)
+        elif graphs is not None:
+            raise ConfigError("graphs was given, but cudagraph_mode is NONE. Set it to FULL.")
         self.tally = Tally()
         self._claims = Claims()
 
@@ -143,9 +147,8 @@ class WrappedModule:
         this one comes from."""
         self.tally.beside(nested=other is None or other.thread == threading.get_ident())
         if self.config.require_overlap:
-            raise OverlapDeclined(
-                "require_overlap is set, but another call runs in this UBatchWrapper.", DeclineReason.CONCURRENT_CALL
-            )
+            why = "require_overlap is set, but another call runs in this UBatchWrapper."
+            raise OverlapDeclined(why, DeclineReason.CONCURRENT_CALL)
         return self.model(*args, **kwargs)
 
     def _alone(self, otherwise: Callable[..., Any], work: Callable[..., Any], *args: Any) -> Any:
@@ -156,16 +159,14 @@ class WrappedModule:
         refuse_tracing()
         lane = current_lane()
         if lane is not None and lane.baton.forked:
-            raise ForkedLaneError(
-                f"a UBatchWrapper was called in the child of lane {lane.id}, which was forked. Fork outside of calls."
-            )
+            what = f"a UBatchWrapper was called in the child of lane {lane.id}, which was forked."
+            raise ForkedLaneError(f"{what} Fork outside of calls.")
         claims, group = self._claims, self.config.group
         if lane is not None:
             if otherwise is not _refuse and group is None and claims.held():
                 return otherwise(None, *args)
-            raise NestedUBatchError(
-                f"a UBatchWrapper was called inside lane {lane.id}. Wrap only the outermost module."
-            )
+            what = f"a UBatchWrapper was called inside lane {lane.id}."
+            raise NestedUBatchError(f"{what} Wrap only the outermost module.")
         if group is None:
             return claims.alone(otherwise, work, *args)
         return claims.alone(_refuse, apart, _in_step, group, work, *args)
@@ -182,15 +183,9 @@ class WrappedModule:
         if not table.graphs:
             gc.collect()  # memory held by reference cycles would count as the graph's
         try:
+            decide = functools.partial(self._decide, context=context)
             capturer = Capturer(
-                self.model,
-                self.config,
-                self.eligibility,
-                self.execution,
-                table,
-                context,
-                decide=lambda intent: self._decide(intent, context),
-                prove=self._prove,
+                self.model, self.config, self.eligibility, self.execution, table, context, decide, self._prove
             )
             result: T = self._alone(_refuse, apart, work, capturer)
             return result
@@ -206,9 +201,7 @@ class WrappedModule:
         return self.config.group is not None and self.config.group.size > 1
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if current_trace() is None:
-            return self._step(args, kwargs)
-        with traced_step():
+        with nullcontext() if current_trace() is None else traced_step():
             return self._step(args, kwargs)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -234,20 +227,20 @@ class WrappedModule:
             if hit is not None:
                 return self._replay(table, hit, decision, intent.why, intent.schedule)
         step = Step(args, kwargs, intent, decision, context)
+        if decision.engaged and intent.calls:
+            return self._prove(step) if decision.prove else self._in_lanes(step)
         if decision.engaged and intent.single:
             self.tally.overlapped((intent.num_tokens,), intent.schedule)
-            return self.execution.single(step)
-        if decision.engaged and intent.cut is not None:
-            return self._prove(step) if decision.prove else self._in_lanes(step, intent.cut)
-        self._count_declined(decision, intent.why)
-        return self.execution.unsplit(step)
+        else:
+            self._count_declined(decision, intent.why)
+        return self.execution.call(step)
 
-    def _in_lanes(self, step: Step, cut: CutCall) -> Any:
+    def _in_lanes(self, step: Step) -> Any:
         """Run a call in lanes; then unsplit, if it differs from its proof and can run again."""
         guard = self.eligibility.guard(step.intent, self.tally.neighbours)
         error: Exception
         try:
-            output = self.execution.lanes(step, cut, guard=guard)
+            output = self.execution.call(step, guard=guard)
         except CannotSplit as cannot:  # known only after the outputs exist
             error, reason, why = cannot, cannot.reason, str(cannot)
         except UBatchError:
@@ -258,11 +251,11 @@ class WrappedModule:
             error, reason = raised, DeclineReason.LANE_FAILED
             why = f"{describe(raised)} (raised in a lane)"
         else:
-            self.tally.overlapped(cut.tokens, step.intent.schedule)
+            self.tally.overlapped(step.intent.offer.tokens, step.intent.schedule)
             return output
         return self._unsplit_after(step, guard, error, reason, why)
 
-    def _unsplit_after(self, step: Step, guard: Guard | None, error: Exception, reason: DeclineReason, why: str) -> Any:
+    def _unsplit_after(self, step: Step, guard: Guard, error: Exception, reason: DeclineReason, why: str) -> Any:
         """Run a call unsplit that ended with `error` in lanes, if what they changed can be put back.
 
         Raises:
@@ -270,39 +263,40 @@ class WrappedModule:
             Exception: `error`, if it is the module's own and lanes have changed something for good; or if the caller
                 asked for these lanes, or for no proof.
         """
-        lost, intent, proofs = [] if guard is None else guard.put_back(), step.intent, self.eligibility.proofs
+        lost, proofs, signature = guard.put_back(), self.eligibility.proofs, step.intent.signature
         asked = step.context is not None and step.context.ubatch_slices is not None
-        if lost and intent.signature is not None:
-            proofs.failed(intent.signature, reason, why)
         if lost:
+            proofs.failed(signature, reason, why)
             what = f"the lanes have changed {', '.join(map(repr, lost))}, which cannot be put back"
             if isinstance(error, CannotSplit):
                 raise SideEffectError(f"{why} But {what}: what the call did is invalid.") from error
             note(error, f"{what}: what the call wrote is incomplete")
-        if lost or guard is None or asked or (intent.signature is None and not isinstance(error, Finding)):
+        if lost or asked or (signature is None and not isinstance(error, Finding)):
             raise error
-        decision = self._decide_again(intent, reason)
-        step = replace(step, decision=decision)
-        output = self.execution.unsplit(step)  # an error here would have been raised without the wrapper too
+        # All ranks repeat the step, or none does: one that has merged its outputs is already at its next step.
+        offer = step.intent.offer
+        decision = self.execution.vote(Offer(Wish.NO, (sum(offer.tokens),), offer.lanes, reason, again=True))
+        output = self.execution.call(replace(step, decision=decision))  # its error is that of the bare module
         guard.give_back()
-        if intent.signature is not None and isinstance(error, OtherValue):
-            proofs.prove_again(intent.signature)
-        elif intent.signature is not None:
-            proofs.failed(intent.signature, reason, why)
+        if signature is not None and isinstance(error, OtherValue):
+            proofs.prove_again(signature)
+        else:
+            proofs.failed(signature, reason, why)
         self._count_declined(decision, why)
         return output
 
     def _prove(self, step: Step) -> Any:
         """Run a call unsplit, and prove whether calls of its signature may overlap."""
-        proofs = self.eligibility.proofs
-        outcome = Proof(self.model, self.config, self.execution, proofs, step, self.tally.neighbours).run()
-        self.tally.proof_seconds += outcome.seconds
-        if outcome.reason is None:
-            self.tally.passed()
+        tally = self.tally
+        proof = Proof(self.execution, self.eligibility.proofs, step, tally.neighbours)
+        result = proof.run()
+        tally.proof_seconds += proof.seconds
+        if proof.no is None:
+            tally.passed()
         else:
-            no = replace(step.decision.whole(), reason=outcome.reason, declined_by=outcome.declined_by)
-            self._count_declined(no, outcome.why)
-        return outcome.result
+            reason, why = proof.no
+            self._count_declined(replace(step.decision.whole(), reason=reason, declined_by=proof.declined_by), why)
+        return result
 
     def _replay(
         self, table: GraphTable, hit: Hit, decision: Decision | None, why: str | None, schedule: Schedule
@@ -316,16 +310,8 @@ class WrappedModule:
             return table.replay(hit)
 
     def _decide(self, intent: Intent, context: ForwardContext | None) -> Decision:
-        group = self.config.group
-        if context is not None and context.decision is not None:
-            return context.decision
-        return _decide_alone(intent.offer) if group is None else group.vote(intent.offer)
-
-    def _decide_again(self, intent: Intent, reason: DeclineReason) -> Decision:
-        """Repeat the step unsplit, if all ranks do: a rank that merged its outputs is already at its next step."""
-        group = self.config.group
-        offer = Offer(Wish.NO, (sum(intent.offer.tokens),), intent.offer.lanes, reason, again=True)
-        return decide([offer]) if group is None else group.vote(offer)
+        decided = None if context is None else context.decision
+        return self.execution.vote(intent.offer) if decided is None else decided
 
     def _count_declined(self, decision: Decision | None, why: str | None) -> None:
         """Count a call that runs unsplit."""
@@ -342,8 +328,7 @@ class WrappedModule:
             yield
         finally:
             now = self.eligibility.known
-            changed = now is not None and now.moved() and now.changed_items()
-            if changed or (now is not None and now is state and now.hooks != hooks):
+            if now is not None and ((now is state and now.hooks != hooks) or (now.moved() and now.changed_items())):
                 self.module_changed(how)
 
     def module_changed(self, how: str) -> None:
@@ -376,11 +361,6 @@ class WrappedModule:
         )
 
 
-@functools.lru_cache(1024)
-def _decide_alone(offer: Offer) -> Decision:
-    return decide([offer])
-
-
 _SAME_MODULE = frozenset({"train", "eval", "zero_grad"})
 """Methods that do not invalidate proofs: the module computes the same after them, or has another signature."""
 
@@ -400,24 +380,5 @@ def _refuse(other: Claim, *_: object) -> NoReturn:
     """Refuse a call while `other` is in a call."""
     if other.thread == threading.get_ident():
         raise NestedUBatchError("a UBatchWrapper was called from inside its own call. Wrap a module once.")
-    raise ConcurrentCallError(
-        "another thread is in a call of this UBatchWrapper, whose steps all ranks take together. Use one wrapper per "
-        "thread."
-    )
-
-
-def _table(
-    mode: CUDAGraphMode,
-    graphs: GraphBackend | None,
-    eligibility: Eligibility,
-    model: nn.Module,
-    device: torch.device | None,
-    several_ranks: bool,
-) -> GraphTable | None:
-    if mode is CUDAGraphMode.NONE:
-        if graphs is not None:
-            raise ConfigError("graphs was given, but cudagraph_mode is NONE. Set it to FULL.")
-        return None
-    if graphs is None:
-        graphs = CudaGraphs(device_of(model) if device is None else device)
-    return GraphTable(graphs, eligibility, model, several_ranks)
+    what = "another thread is in a call of this UBatchWrapper, whose steps all ranks take together."
+    raise ConcurrentCallError(f"{what} Use one wrapper per thread.")

@@ -157,8 +157,10 @@ class RepeatedLayers:
 
 def _of_step(rotary: _Rotary) -> list[Tensor]:
     """The tensors that change from step to step."""
-    of_each = [(each.cos, each.sin) if isinstance(each, Rotation) else (each.positions,) for each in rotary]
-    return [tensor for tensors in of_each for tensor in tensors]
+    tensors: list[Tensor] = []
+    for each in rotary:
+        tensors += (each.cos, each.sin) if isinstance(each, Rotation) else (each.positions,)
+    return tensors
 
 
 def _copied(rotary: Rotation | RopeTable) -> Rotation | RopeTable:

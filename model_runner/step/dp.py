@@ -1,6 +1,6 @@
 """The vote of all ranks whether a step overlaps, and the split of this rank's batch if it does.
 
-Every rank votes at every step, idle ones too: one small all-reduce, which also gives each rank all token counts.
+Every rank votes at every step, idle ones too: one small all-gather, which also gives each rank all token counts.
     too few tokens, dbo off, a lane would be empty      votes no, with the reason
     no gain is expected (`model_runner.auto`)           votes no
     one lane that overlaps in itself (single-batch)     votes yes, without a split

@@ -24,11 +24,10 @@ from moe.all2all.base import (
     refuse_gradients,
 )
 from moe.all2all.payload import pack_rows, unpack_rows
-from moe.all2all.voted import voted_tokens
+from moe.all2all.voted import unpadded, voted_tokens
 from moe.placement import local_experts
 from ubatch import (
     CommGroup,
-    ConfigError,
     Transfer,
     launch_all_gather,
     launch_reduce_scatter,
@@ -84,14 +83,13 @@ class AllGatherReduceScatterAll2All:
         """
         check_dispatch(x, topk_ids, topk_weights, name="allgather_reducescatter")
         sizes = self._tokens_across_ranks(x)
-        own = sizes[self.group.rank]
-        padding = x.shape[0] - own
+        padding = x.shape[0] - sizes[self.group.rank]
+        hidden_size, handle = x.shape[1], Handle(sizes, padding)
         if padding:
-            self._check_padding(topk_ids, own)
-        handle = Handle(sizes, padding)
-        rows = pack_rows(x[:own], topk_ids[:own], topk_weights[:own])
+            x, topk_ids, topk_weights = unpadded(x, topk_ids, topk_weights, sizes, self.group)
+        rows = pack_rows(x, topk_ids, topk_weights)
         gathered = launch_all_gather(rows, self.group, sizes=sizes, name="dispatch")
-        return gathered.map(lambda arrived: self._unpack(arrived, x.shape[1], handle))
+        return gathered.map(lambda arrived: self._unpack(arrived, hidden_size, handle))
 
     def combine(self, y: Tensor, handle: Handle) -> Transfer[Tensor]:
         refuse_gradients(y, name="allgather_reducescatter")
@@ -108,20 +106,6 @@ class AllGatherReduceScatterAll2All:
         counts = launch_all_gather(own, self.group, name="dispatch_counts", to_host=True).off_link()
         sizes: list[int] = self.on_counts(counts).wait().tolist()
         return sizes
-
-    def _check_padding(self, topk_ids: Tensor, own: int) -> None:
-        """Check that rows behind those that the ranks voted on are routed nowhere, because they are not sent."""
-        wrong = (
-            f"the ranks voted on {own} tokens for rank {self.group.rank}, but the MoE layer got {topk_ids.shape[0]}. "
-            "Route padding to no expert (mask_padding), or use 'torch_dist', which exchanges counts."
-        )
-        if topk_ids.shape[0] < own:
-            raise ConfigError(wrong)
-        unrouted = (topk_ids[own:] < 0).all()
-        if topk_ids.device.type != "cpu":
-            torch._assert_async(unrouted, wrong)  # the host does not wait; the device stops with this message
-        elif not unrouted:
-            raise ConfigError(wrong)
 
     def _unpack(self, rows: Tensor, hidden_size: int, handle: Handle) -> Dispatched[Handle]:
         hidden_states, topk_ids, topk_weights = unpack_rows(rows, hidden_size)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -48,6 +49,7 @@ __all__ = [
     "check_dispatch",
     "refuse_gradients",
     "traits_in",
+    "visited",
 ]
 
 HandleT = TypeVar("HandleT")
@@ -136,7 +138,7 @@ class All2AllTraits:
         elif self.routed:
             held = num_experts // ranks
             blocks = [(block + 1) * held // chunks - block * held // chunks for block in range(chunks)]
-            apart = sum(_visited(size, num_experts, top_k) for size in blocks) / _visited(held, num_experts, top_k)
+            apart = sum(visited(size, num_experts, top_k) for size in blocks) / visited(held, num_experts, top_k)
         else:
             apart = float(chunks)
         if chunk_dispatch:
@@ -156,8 +158,8 @@ class All2AllTraits:
             return (even if chunk_dispatch else (1.0,)), even
         held = num_experts // (self.other_ranks + 1)
         bounds = [chunk * held // chunks for chunk in range(chunks + 1)]
-        first = [_visited(bound, num_experts, top_k) for bound in bounds]
-        last = [_visited(held - bound, num_experts, top_k) for bound in reversed(bounds)]
+        first = [visited(bound, num_experts, top_k) for bound in bounds]
+        last = [visited(held - bound, num_experts, top_k) for bound in reversed(bounds)]
         return (_steps(first) if chunk_dispatch else (1.0,)), _steps(last)[::-1]
 
 
@@ -166,7 +168,8 @@ def _steps(reached: list[float]) -> tuple[float, ...]:
     return tuple((to - before) / reached[-1] for before, to in pairwise(reached))
 
 
-def _visited(block: int, num_experts: int, top_k: int) -> float:
+@lru_cache(64)
+def visited(block: int, num_experts: int, top_k: int) -> float:
     """The probability that a token has an expert in a block of `block` experts."""
     return 1.0 - math.comb(num_experts - block, top_k) / math.comb(num_experts, top_k)
 

@@ -70,8 +70,6 @@ def dispatch_chunks(
     all2all: All2All[Any], x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
 ) -> Sequence[Transfer[Any]]:
     """Launch one dispatch per block, all at once. See `ServesChunks`."""
-    if len(blocks) == 1:
-        return [all2all.dispatch(x, topk_ids, topk_weights)]
     if isinstance(all2all, ServesChunks):
         return all2all.dispatch_chunks(x, topk_ids, topk_weights, blocks)
     masked = ids_of_blocks(topk_ids, blocks, len(all2all.experts))

@@ -3,15 +3,14 @@
 http/                              the app, its routes, bodies, connections and `/openapi.json`
 schema/                            request and response models for FastAPI; unsupported fields; OpenAI's error bodies
 completions, chat                  the answers of `/v1/completions` and `/v1/chat/completions`
-prompts, sampling, token_limits    from a request's fields to token ids and sampling parameters
+prompts, sampling, allowed_tokens  from a request's fields to token ids and sampling parameters
 generation                         runs the outputs of a request concurrently
 logprobs, answer, sse              turn outputs into the response: one JSON body, or server-sent events
-service                            state shared by all routes; `long_work` runs blocking work in threads
-observer, request_log              events for the metrics; the request log
+service                            state shared by all routes, events for the metrics
+long_work, request_log             runs blocking work in threads; the request log
 """
 
 from serving.api.http.app import create_app
-from serving.api.observer import RequestObserver
-from serving.api.service import Service
+from serving.api.service import RequestObserver, Service
 
 __all__ = ["RequestObserver", "Service", "create_app"]

@@ -6,18 +6,18 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from model_runner import SamplingParams
 from serving.api.generation import Delta, Output, run_outputs
-from serving.api.logprobs import TokenNames, prompt_logprobs
+from serving.api.logprobs import JsonLists, TokenNames, prompt_logprobs
 from serving.api.request_log import log_outputs
 from serving.api.schema.errors import ApiError
-from serving.api.schema.json_lists import JsonLists
 from serving.api.schema.request_models import GenerationRequest
 from serving.api.service import Service
 from serving.api.sse import event
@@ -29,7 +29,6 @@ __all__ = ["MAX_LOGPROBS", "SCORED_AT_ONCE", "Answer", "Gathered", "check_common
 MAX_LOGPROBS = 1_000_000
 """Most log-probabilities of one answer. Each needs some 100 bytes until the answer is sent, and twice that while it is
 encoded."""
-TOLD = "prompt_logprobs"
 SCORED_AT_ONCE = 256  # prompt tokens whose log-probabilities are encoded as JSON in one go
 
 
@@ -55,14 +54,16 @@ def check_outputs(service: Service, num_prompts: int, n: int | None) -> None:
         raise ApiError(400, message, param="prompt" if num_prompts > limit else "n")
 
 
-def check_logprobs(of_prompts: int, of_outputs: int, body: GenerationRequest) -> None:
+def check_logprobs(of_prompts: int, params: Iterable[SamplingParams], body: GenerationRequest) -> None:
     """Refuse a body that asks for more log-probabilities than one answer may have.
 
     Args:
         of_prompts: log-probabilities of prompt tokens in the answer.
-        of_outputs: most log-probabilities of output tokens in the answer. A stream sends them one by one: not counted.
+        params: of every output. A stream sends log-probabilities of outputs one by one: these are not counted.
     """
-    of_outputs = 0 if body.stream else of_outputs
+    of_outputs = 0
+    if not body.stream:
+        of_outputs = sum(each.max_tokens * (each.logprobs + 1) for each in params if each.logprobs is not None)
     if of_prompts + of_outputs > MAX_LOGPROBS:
         scored = of_prompts > of_outputs
         instead = "top tokens (prompt_logprobs, logprobs)" if scored else "top tokens, set max_tokens lower"
@@ -105,7 +106,7 @@ class Answer(ABC):
         self._begun: set[int] = set()  # outputs whose first event was sent
         self._outputs = outputs
         self._scores_prompts = any(output.request.params.prompt_logprobs is not None for output in outputs)
-        self._scored: dict[int, dict[str, JsonLists]] = {}  # prompt -> its log-probabilities
+        self._scored: dict[int, JsonLists] = {}  # prompt -> its log-probabilities
         self._include_usage = options is not None and options.include_usage
         self._continuous_usage = options is not None and options.include_usage and options.continuous_usage_stats
         self._about: dict[str, Any] = {
@@ -173,14 +174,14 @@ class Answer(ABC):
                 for other in held.pop(prompt, ()):
                     yield other
 
-    def _score(self, delta: Delta) -> dict[str, JsonLists]:
+    def _score(self, delta: Delta) -> JsonLists:
         """The answer's log-probabilities of a prompt, from the first delta of its first output."""
-        lists, entries = JsonLists([TOLD]), delta.prompt_logprobs or ()
+        lists, entries = JsonLists(["prompt_logprobs"]), delta.prompt_logprobs or ()
         if (num_top := self._body.prompt_logprobs) is not None:
             for first in range(0, len(entries), SCORED_AT_ONCE):
                 some = entries[first : first + SCORED_AT_ONCE]
-                lists.add({TOLD: prompt_logprobs(self._names.vocabulary, some, num_top)})
-        return {TOLD: lists}
+                lists.add({"prompt_logprobs": prompt_logprobs(self._names.vocabulary, some, num_top)})
+        return lists
 
     def _begins(self, index: int) -> bool:
         """Whether this is the output's first event; also marks the output as begun."""
@@ -198,7 +199,7 @@ class Answer(ABC):
         if self._body.return_token_ids:
             asked["prompt_token_ids"] = list(output.request.token_ids)
         if self._body.prompt_logprobs is not None:
-            asked |= self._scored[output.prompt][TOLD].raw()
+            asked |= self._scored[output.prompt].raw()
         return asked
 
     def _usage(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from serving.api.allowed_tokens import allowed_tokens
 from serving.api.answer import Answer, Gathered, check_common, check_logprobs, check_outputs
 from serving.api.generation import Delta, Output, make_outputs
 from serving.api.logprobs import chat_logprobs
@@ -23,7 +24,6 @@ from serving.api.sampling import sampling_params
 from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import ChatCompletionRequest
 from serving.api.service import Service
-from serving.api.token_limits import token_limits
 
 __all__ = ["ChatAnswer"]
 
@@ -56,7 +56,7 @@ class ChatAnswer(Answer):
         """
         _refuse(body)
         check_outputs(service, 1, body.n)
-        limits = await token_limits(service, body, 1, size)
+        limits = await allowed_tokens(service, body, 1, size)
         wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         text, token_ids = await service.long_work.run(lambda: _text_and_ids(service, body, wanted or 1), size)
         if not token_ids:
@@ -72,8 +72,7 @@ class ChatAnswer(Answer):
             limits=limits,
         )
         of_prompt = 0 if body.prompt_logprobs is None else len(token_ids) * (body.prompt_logprobs + 1)
-        of_outputs = sum(each.max_tokens for each in params) * ((body.top_logprobs or 0) + 1) if body.logprobs else 0
-        check_logprobs(of_prompt, of_outputs, body)
+        check_logprobs(of_prompt, params, body)
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
         return cls(service, body, answer_id, make_outputs(service, body, answer_id, [(token_ids, params)]), text)
 

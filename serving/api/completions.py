@@ -8,21 +8,20 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from model_runner import SamplingParams
+from serving.api.allowed_tokens import allowed_tokens
 from serving.api.answer import SCORED_AT_ONCE, Answer, Gathered, check_common, check_logprobs, check_outputs
 from serving.api.generation import Delta, Output, make_outputs
-from serving.api.logprobs import COMPLETION_LISTS, CompletionLogprobsWriter
+from serving.api.logprobs import COMPLETION_LISTS, CompletionLogprobsWriter, JsonLists
 from serving.api.prompts import check_length, decode, prompts_in, prompts_of
 from serving.api.sampling import sampling_params
 from serving.api.schema.errors import ApiError
-from serving.api.schema.json_lists import JsonLists
 from serving.api.schema.request_models import DEFAULT_MAX_TOKENS, CompletionRequest
 from serving.api.service import Service
-from serving.api.token_limits import token_limits
 
 __all__ = ["CompletionAnswer"]
 
 
-ECHO = "echo"
 _PROMPTS_AT_ONCE = 16  # prompts of a large body tokenized in one piece of work; then another body has its turn
 _LENGTH_AT_ONCE = 100_000  # most characters or tokens of such a piece: tens of milliseconds
 
@@ -43,6 +42,7 @@ class CompletionAnswer(Answer):
     ) -> None:
         super().__init__(service, body, answer_id, outputs)
         self._echoes = echoes  # the text of each prompt; None without `echo`
+        self._echoes_scored: dict[int, JsonLists] = {}  # prompt -> log-probabilities of its echo
         self._writers: Mapping[int, CompletionLogprobsWriter] = {}
         if body.logprobs is not None:
             self._writers = {
@@ -60,15 +60,15 @@ class CompletionAnswer(Answer):
         _refuse(body)
         given = prompts_in(body.prompt)
         check_outputs(service, len(given), body.n)
-        limits = await token_limits(service, body, len(given), size)
+        limits = await allowed_tokens(service, body, len(given), size)
         room = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         pieces = [
             partial(prompts_of, service, given[first:last], body, room)
             for first, last in _pieces([len(prompt) for prompt in given])
         ]
         prompts = list(chain(*await service.long_work.run_pieces(pieces, size)))
-        asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
-        requested: list[tuple[Sequence[int], Any]] = []
+        asked = [count for count in (body.prompt_logprobs, body.logprobs if body.echo else None) if count is not None]
+        requested: list[tuple[Sequence[int], list[SamplingParams]]] = []
         for _, token_ids in prompts:
             left = check_length(service, len(token_ids), {"max_tokens": body.max_tokens}, "prompt")
             default = service.default_max_tokens(left, DEFAULT_MAX_TOKENS)
@@ -77,18 +77,13 @@ class CompletionAnswer(Answer):
                 body,
                 max_tokens=default if body.max_tokens is None else max(1, body.max_tokens),  # an engine makes one
                 logprobs=body.logprobs,
-                prompt_logprobs=max((count for count in asked if count is not None), default=None),
+                prompt_logprobs=max(asked, default=None),
                 limits=limits,
             )
             requested.append((token_ids, params))
-        check_logprobs(
-            sum(len(token_ids) * len(params) for token_ids, params in requested)
-            * sum(count + 1 for count in asked if count is not None),
-            sum(each.max_tokens * ((each.logprobs or 0) + 1) for _, params in requested for each in params)
-            if body.logprobs is not None
-            else 0,
-            body,
-        )
+        num_scored = sum(len(token_ids) * len(params) for token_ids, params in requested)
+        of_outputs = chain.from_iterable(params for _, params in requested)
+        check_logprobs(num_scored * sum(count + 1 for count in asked), of_outputs, body)
         answer_id = f"cmpl-{uuid.uuid4().hex}"
         outputs = make_outputs(service, body, answer_id, requested)
         for output in outputs:
@@ -106,14 +101,14 @@ class CompletionAnswer(Answer):
     def _logprobs_of(self, delta: Delta) -> Mapping[str, Sequence[Any]]:
         return self._writers[delta.output.index].write([(entry.token, entry) for entry in delta.logprobs])
 
-    def _score(self, delta: Delta) -> dict[str, JsonLists]:
+    def _score(self, delta: Delta) -> JsonLists:
         """Also the log-probabilities of the echoed prompt, which come first in the choice's lists."""
         scored = super()._score(delta)
         writer, entries = self._writers.get(delta.output.index), delta.prompt_logprobs or ()
         echo = self._echoes[delta.output.prompt]
         if writer is None or echo is None:
             return scored
-        lists = scored[ECHO] = JsonLists(self.lists)
+        lists = self._echoes_scored[delta.output.prompt] = JsonLists(self.lists)
         own = self._writer(writer.num_top, 0)
         for first in range(0, len(entries), SCORED_AT_ONCE):
             some = slice(first, first + SCORED_AT_ONCE)
@@ -124,7 +119,7 @@ class CompletionAnswer(Answer):
     def _echoed(self, output: Output) -> JsonLists:
         """The log-probabilities that precede an output's own: its prompt's with `echo`, otherwise none."""
         lists = JsonLists(self.lists)
-        if (scored := self._scored.get(output.prompt, {}).get(ECHO)) is not None:
+        if (scored := self._echoes_scored.get(output.prompt)) is not None:
             lists.extend(scored)
         return lists
 

@@ -12,7 +12,6 @@ from jinja2 import Environment
 from model_runner import RequestError
 from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import ChatMessage, ConversationOptions, GenerationRequest
-from serving.api.schema.token_ids import check_token_ids
 from serving.api.schema.unsupported_fields import log_unused
 from serving.api.service import Service
 from serving.text.chat_template import ChatTemplate
@@ -86,7 +85,7 @@ def prompts_of(
             cut = truncated(service, whole, body, wanted)
             prompts.append((one if cut is whole else None, cut))
         else:
-            check_token_ids(one, service.engine.info.vocab_size, "prompt")
+            service.check_token_ids(one, "prompt")
             prompts.append((None, truncated(service, one, body, wanted)))
     if not all(ids for _, ids in prompts):
         raise ApiError(400, "A prompt has no tokens; nothing can be generated after it.", param="prompt")

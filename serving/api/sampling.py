@@ -10,7 +10,6 @@ from model_runner import CheckpointError, RequestError, SamplingParams
 from model_runner.weights.files import read_json
 from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import GenerationRequest
-from serving.api.schema.token_ids import check_token_ids
 from serving.api.service import Service
 from ubatch import ConfigError
 from ubatch.errors import shown
@@ -61,12 +60,12 @@ def sampling_params(
 ) -> list[SamplingParams]:
     """The parameters of each of the request's `n` outputs; output i has the request's seed + i.
 
-    `limits` has the request's allowed and forbidden tokens (`serving.api.token_limits`).
+    `limits` has the request's allowed and forbidden tokens (`serving.api.allowed_tokens`).
     """
     vocab_size = service.engine.info.vocab_size
     own = {name: value for name in _DEFAULTED if (value := getattr(request, name)) is not None}
     stop_token_ids = tuple(request.stop_token_ids or ())
-    check_token_ids(stop_token_ids, vocab_size, "stop_token_ids")
+    service.check_token_ids(stop_token_ids, "stop_token_ids")
     params = SamplingParams(
         **{**_OPENAI, **service.defaults, **own, "max_tokens": max_tokens},
         presence_penalty=request.presence_penalty or 0.0,

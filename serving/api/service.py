@@ -1,17 +1,19 @@
-"""State shared by all routes: engine, tokenizer, model names, and the checks before a request is accepted."""
+"""State shared by all routes: engine, tokenizer, model names, and the checks before a request is accepted.
+
+`RequestObserver` is the interface by which the API reports events of requests to the metrics.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from serving.api.long_work import LongWork
-from serving.api.observer import NoObserver, RequestObserver
 from serving.api.schema.errors import ApiError, shutting_down
-from serving.requests import QueueFull
+from serving.requests import DraftCounts, QueueFull
 from ubatch.errors import shown
 
 if TYPE_CHECKING:
@@ -19,7 +21,27 @@ if TYPE_CHECKING:
 
     from serving.engine.client import EngineClient
 
-__all__ = ["Service"]
+__all__ = ["RequestObserver", "Service"]
+
+
+class RequestObserver(Protocol):
+    """Receives the events of each generated output. Called in the event loop, so its methods must return at once."""
+
+    def started(self, request_id: str, num_prompt_tokens: int) -> None:
+        """An output was requested."""
+
+    def tokens(self, request_id: str, count: int) -> None:
+        """The output got `count` new tokens."""
+
+    def drafts(self, request_id: str, counts: DraftCounts) -> None:
+        """A step verified draft tokens of the output."""
+
+    def finished(self, request_id: str, reason: str) -> None:
+        """The output ended. `reason`: `stop`, `length`, `abort` (the client left, or it was aborted) or `error`."""
+
+
+class _NoObserver(RequestObserver):
+    """An observer that ignores all events."""
 
 
 @dataclass
@@ -44,7 +66,7 @@ class Service:
     tokenizer: PreTrainedTokenizerBase
     names: tuple[str, ...]
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    observer: RequestObserver = field(default_factory=NoObserver)
+    observer: RequestObserver = field(default_factory=_NoObserver)
     max_waiting_requests: int | None = None
     max_outputs_per_request: int | None = None
     profiles: bool = False
@@ -67,6 +89,14 @@ class Service:
             message = f"The model {shown(name)} does not exist; this server has {known}."
             raise ApiError(404, message, param="model", code="model_not_found")
         return name
+
+    def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
+        """Refuse ids outside the model's vocabulary."""
+        vocab_size = self.engine.info.vocab_size
+        for token in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= token < vocab_size:
+                message = f"{param}: {shown(token)} is not a token id from 0 to {vocab_size - 1}."
+                raise ApiError(400, message, param=param)
 
     def default_max_tokens(self, left: int, otherwise: int) -> int:
         """Tokens of an output whose request does not limit them: the checkpoint's `max_new_tokens`, if it has them, but

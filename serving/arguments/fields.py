@@ -23,7 +23,7 @@ class Flag:
         metavar: what `--help` shows for the value.
         default: text that `--help` shows as the default; "" shows none.
         name: name of the flag, without dashes, in snake case.
-        short: a second name, dash included.
+        alias: a second name, dashes included.
         positional: the field is a positional argument, without a flag.
         has_off: a switch also has a `--no-` flag, which turns it off.
         many: the flag takes any number of words.
@@ -34,7 +34,7 @@ class Flag:
     metavar: str | None = None
     default: str | None = None
     name: str | None = None
-    short: str | None = None
+    alias: str | None = None
     positional: bool = False
     has_off: bool = True
     many: bool = False

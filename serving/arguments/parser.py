@@ -212,7 +212,7 @@ def _make_parser(
 
 def _add_flag(section: argparse._ArgumentGroup, each: _Field) -> None:
     nargs, metavar = _words_of(each.field.annotation)
-    names = [each.label, *filter(None, [each.flag.short])]
+    names = [each.label, *filter(None, [each.flag.alias])]
     if nargs == 0 and each.flag.has_off:
         names.append(f"--no-{each.label[2:]}")
     section.add_argument(

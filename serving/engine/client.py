@@ -21,14 +21,13 @@ from pathlib import Path
 import msgspec
 
 from model_runner import FinishReason, RequestError
-from serving.engine.failures import FirstCause, dead_error, start_error
 from serving.engine.launch import EngineMain, LocalEngines, require_descriptors
+from serving.engine.liveness import FirstCause, VitalSigns, dead_error, start_error
 from serving.engine.options import EngineOptions
 from serving.engine.profiles import Profiles
 from serving.engine.rank.process import run_engine
 from serving.engine.routing import RequestStream, Router
 from serving.engine.run_host import RunHost
-from serving.engine.vital_signs import VitalSigns
 from serving.engine.wire import messages as wire
 from serving.engine.wire.agreement import is_of_this_run, node_identity, rank_identity
 from serving.engine.wire.gate import Seldom
@@ -101,20 +100,16 @@ class EngineClient:
         require_descriptors(options)
         client = cls(options)
         try:
-            client._launch(engine_main)
+            place = client._host.open(client._signs.heard_node, client._cause.report)
+            client._tasks += [asyncio.create_task(work) for work in (client._receive(), client._signs.watch())]
+            client._engines = engines = LocalEngines(options, place, engine_main)
+            for rank, sentinel in engines.sentinels.items():
+                client._loop.add_reader(sentinel, client._exited, engines, rank, sentinel)
             await client._all_ready
         except BaseException:
             await client._end(timeout_s=0.0)
             raise
         return client
-
-    def _launch(self, engine_main: EngineMain) -> None:
-        place = self._host.open(self._signs.heard_node, self._cause.report)
-        self._tasks.append(asyncio.create_task(self._receive()))
-        self._tasks.append(asyncio.create_task(self._signs.watch()))
-        self._engines = engines = LocalEngines(self.options, place, engine_main)
-        for rank, sentinel in engines.sentinels.items():
-            self._loop.add_reader(sentinel, self._exited, engines, rank, sentinel)
 
     async def close(self) -> None:
         """End the engines, whatever still runs; requests in flight raise `EngineDead`."""
@@ -344,7 +339,7 @@ class EngineClient:
     def _exited(self, engines: LocalEngines, rank: int, sentinel: int) -> None:
         """The process of a rank ended."""
         self._loop.remove_reader(sentinel)
-        self._cause.report(wire.Failed(rank, "", "", engines.describe_exit(rank), "", echo=False))
+        self._cause.report(wire.Failed(rank, engines.describe_exit(rank)))
 
     def _failed(self, failed: wire.Failed) -> None:
         """The cause of a failure is known: fail all waiting calls, and end the other engines."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import resource
-import signal
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
@@ -13,6 +12,7 @@ from typing import TypeAlias
 
 from serving.engine.options import EngineOptions
 from serving.engine.wire.rendezvous import Place
+from serving.processes import how_it_ended, kill
 from ubatch import ConfigError
 
 __all__ = ["EngineMain", "LocalEngines", "require_descriptors"]
@@ -78,13 +78,8 @@ class LocalEngines:
         return self._processes[rank].exitcode
 
     def describe_exit(self, rank: int) -> str:
-        """`died with exit status 1` or `was killed by SIGKILL`."""
-        self._processes[rank].join(1.0)
-        status = self.exit_status(rank)
-        if status is not None and status < 0:
-            known = {int(each): each.name for each in signal.Signals}
-            return f"was killed by {known.get(-status, f'signal {-status}')}"
-        return f"died with exit status {status}"
+        """See `how_it_ended`."""
+        return how_it_ended(self._processes[rank])
 
     def join(self, timeout_s: float) -> bool:
         """Wait until all processes have ended; returns False if some still run after `timeout_s`."""
@@ -98,8 +93,4 @@ class LocalEngines:
     def kill(self) -> None:
         """Kill the processes that still run, and wait for them."""
         atexit.unregister(self.kill)
-        started = [process for process in self._processes.values() if process.pid is not None]
-        for process in started:
-            process.kill()
-        for process in started:
-            process.join()
+        kill(self._processes.values())

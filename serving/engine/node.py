@@ -14,15 +14,16 @@ import socket
 import threading
 import time
 from concurrent import futures
+from contextlib import ExitStack
 from multiprocessing.connection import wait
 from threading import current_thread, main_thread
 from typing import Self
 
 from serving.engine.launch import EngineMain, LocalEngines, require_descriptors
+from serving.engine.liveness import node_beat_s, node_silent_s
 from serving.engine.options import EngineOptions
 from serving.engine.rank.process import run_engine
 from serving.engine.run_folder import RunFolder
-from serving.engine.vital_signs import node_beat_s, node_silent_s
 from serving.engine.wire.agreement import node_identity
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import Failed, NodeAlive, NodeHeard
@@ -64,23 +65,19 @@ def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) ->
     if options.node_rank == 0:
         raise ConfigError("node 0 has the client: start it with EngineClient.start.")
     require_descriptors(options)
-    with _Told() as told:
+    with _Told() as told, ExitStack() as ending:
         warn_of_loopback(options.master_addr)
         _await_node_0(options)
         folder = RunFolder()
+        ending.callback(folder.remove)
         place = Place(folder.path, options.master_addr, options.master_port)
-        try:
-            run, options = _join(place, options)
-            link = EngineLink(run.address, node_identity(options.node_rank).decode(), run.curve)
-            told.listen()
-            engines = LocalEngines(options, place, engine_main)
-            try:
-                return _Supervisor(options, engines, link, told).run()
-            finally:
-                engines.kill()
-                link.close()
-        finally:
-            folder.remove()
+        run, options = _join(place, options)
+        link = EngineLink(run.address, node_identity(options.node_rank).decode(), run.curve)
+        ending.callback(link.close)
+        told.listen()
+        engines = LocalEngines(options, place, engine_main)
+        ending.callback(engines.kill)
+        return _Supervisor(options, engines, link, told).run()
 
 
 def _await_node_0(options: EngineOptions) -> None:
@@ -158,11 +155,11 @@ class _Told:
     def __init__(self) -> None:
         self.pipe, self._other_end = os.pipe()
         self.number = 0
-        self._numbers = (signal.SIGINT, signal.SIGTERM) if current_thread() is main_thread() else ()
-        self._before = {number: signal.getsignal(number) for number in self._numbers}
+        numbers = (signal.SIGINT, signal.SIGTERM) if current_thread() is main_thread() else ()
+        # Connecting blocks, and could not be interrupted otherwise.
+        self._before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
 
     def __enter__(self) -> Self:
-        self._leave_to_the_system()  # connecting blocks, and could not be interrupted otherwise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -173,17 +170,14 @@ class _Told:
 
     def listen(self) -> None:
         """Handle signals from now on: there are engines to end cleanly."""
-        for number in self._numbers:
+        for number in self._before:
             signal.signal(number, self._came)
 
     def _came(self, number: int, _: object) -> None:
-        self._leave_to_the_system()
+        for each in self._before:  # the next signal ends the process
+            signal.signal(each, signal.SIG_DFL)
         self.number = number
         os.write(self._other_end, b"!")
-
-    def _leave_to_the_system(self) -> None:
-        for number in self._numbers:
-            signal.signal(number, signal.SIG_DFL)
 
 
 class _Supervisor:
@@ -226,7 +220,7 @@ class _Supervisor:
         name = signal.Signals(self._told.number).name
         log_event(_logger, "told to end", node_rank=self._node_rank, signal=name)
         what = f"is lost: node {self._node_rank} was told to end ({name})"
-        self._link.send(Failed(rank, "", "", what, "", echo=False))
+        self._link.send(Failed(rank, what))
         return 128 + self._told.number
 
     def _ended(self, rank: int) -> None:
@@ -235,7 +229,7 @@ class _Supervisor:
             return
         self._failed = True
         log_event(_logger, "engine ended", level=logging.ERROR, rank=rank, how=what)
-        self._link.send(Failed(rank, "", "", what, "", echo=False))
+        self._link.send(Failed(rank, what))
 
     def _node_0_lost(self) -> str | None:
         """Send a heartbeat, and read the answers to earlier ones. Returns what is wrong with node 0, or None."""

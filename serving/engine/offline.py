@@ -58,10 +58,8 @@ class InProcessEngine:
                 running.add(request.request_id)
             while running:
                 for output in core.step():
-                    goes_on = on_output(output)
-                    if output.finish_reason is None and not goes_on:
-                        core.abort(output.request_id)
-                    if output.finish_reason is not None or not goes_on:
+                    if not on_output(output) or output.finish_reason is not None:
+                        core.abort(output.request_id)  # which does nothing to a request that has ended
                         running.discard(output.request_id)
         finally:
             for request_id in running:

@@ -8,6 +8,7 @@ soon on all ranks, and would draw every new conversation to the first one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 __all__ = ["Prefixes"]
 
@@ -19,6 +20,7 @@ _PAGES_OF_A_PROMPT = 1024
 """Pages of a prompt that are looked at, so that a long one takes a millisecond."""
 
 
+@dataclass(slots=True)
 class _Page:
     """A prefix that ends with a page.
 
@@ -28,12 +30,9 @@ class _Page:
         shared: whether different pages followed it, so that it is of several conversations.
     """
 
-    __slots__ = ("next", "ranks", "shared")
-
-    def __init__(self) -> None:
-        self.ranks = 0
-        self.next: int | None = None
-        self.shared = False
+    ranks: int = 0
+    next: int | None = None
+    shared: bool = False
 
 
 class Prefixes:

@@ -76,19 +76,11 @@ _open: set[RunFolder] = set()
 
 def _remove_left() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # another server removes it at the same time
+        with suppress(OSError):  # its server lives, or another server removes it at the same time
             if folder.lstat().st_uid != os.geteuid():
                 continue  # root could open it, but whoever made it chose what its lock leads to
-            if time.time() - folder.stat().st_mtime > _YOUNG_S and _is_left(folder / _LOCK):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_left(path: Path) -> bool:
-    try:
-        with path.open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return True
-    except BlockingIOError:
-        return False
-    return True
+            if time.time() - folder.stat().st_mtime <= _YOUNG_S:
+                continue
+            with suppress(FileNotFoundError), (folder / _LOCK).open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)

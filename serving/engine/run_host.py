@@ -119,6 +119,6 @@ class RunHost:
                     return
                 except ConfigError as error:
                     rank = node * self._options.local_size
-                    failed(Failed(rank, error_kind(error), "ConfigError", str(error), "", False))
+                    failed(Failed(rank, str(error), error_kind(error), "ConfigError"))
                     return
             time.sleep(_LOOK_FOR_NODES_S)

@@ -9,6 +9,7 @@ resolve                 all of these steps, up to `EngineOptions`
 """
 
 from serving.options.checks import notes
+from serving.options.command_line import read_layers
 from serving.options.flags.commands import GENERATE, TRACE, TUNE
 from serving.options.flags.tables import SERVE, Table
 from serving.options.folders import fetch_checkpoints
@@ -16,7 +17,6 @@ from serving.options.resolve import (
     Command,
     chosen_dtype,
     describe_settings,
-    read_layers,
     read_serve_command,
     resolve_keywords,
     resolve_settings,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
-from model_runner import ModelConfig
+from model_runner import ModelConfig, check_tensor_parallel
 from model_runner.parallel.transport import LOCAL, check_schedules_by_name
 from model_runner.runner_options import beyond_full_attention
 from moe import check_all2all_options
-from serving.engine.rank.runner_setup import backend_faults, tensor_parallel_faults
 from serving.engine.wire.secret import read_secret
 from serving.options.flags.server_flags import Parallelism, PerMode, Server
 from serving.options.overlap import overlap_config
@@ -27,9 +27,9 @@ _MOST_NODES = 4096
 
 def check_alone(settings: Settings) -> None:
     """Check the settings that need neither the checkpoint nor the machine."""
-    for check in (_model, _overlap, _parallelism, _nodes, _memory, _graphs, check_speculation):
-        for message in check(settings):
-            raise ConfigError(message)
+    checks = (_model, _overlap, _parallelism, _nodes, _memory, _graphs, check_speculation)
+    for message in chain.from_iterable(check(settings) for check in checks):
+        raise ConfigError(message)
 
 
 def check_sizes(settings: Settings, model: ModelConfig) -> None:
@@ -49,9 +49,8 @@ def check_with_model(settings: Settings, model: ModelConfig, gpus: int) -> None:
         ConfigError: a setting exceeds what the checkpoint or the machine has, or contradicts another.
     """
     checks = (_checkpoint(settings, model), _device(settings, gpus), _steps(settings), _graph_sizes(settings))
-    for check in (*checks, _transport(settings), _signals(settings, model)):
-        for message in check:
-            raise ConfigError(message)
+    for message in chain(*checks, _transport(settings), _signals(settings, model)):
+        raise ConfigError(message)
 
 
 def notes(settings: Settings) -> Iterator[str]:
@@ -139,6 +138,12 @@ def _overlap(s: Settings) -> Iterator[str]:
         yield str(error)
 
 
+_NO_EXCHANGE = {
+    "local": "local exchanges nothing, but the ranks share experts. Use torch_dist.",
+    "emulated_link": "emulated_link is chosen by --emulated-link US MB/S, which also says how fast it is.",
+}
+
+
 def _parallelism(s: Settings) -> Iterator[str]:
     if s["enable_expert_parallel"]:
         if _num_processes(s) == 1:
@@ -146,7 +151,8 @@ def _parallelism(s: Settings) -> Iterator[str]:
                 f"{s.spell('enable_expert_parallel')} needs --data-parallel-size 2 or more, or --tensor-parallel-size; "
                 "one rank has all experts."
             )
-        yield from backend_faults(s["all2all_backend"], s.spell("all2all_backend"))
+        if s["all2all_backend"] in _NO_EXCHANGE:
+            yield f"{s.spell('all2all_backend')} {_NO_EXCHANGE[s['all2all_backend']]}"
         return
     for name in ("all2all_backend", "all2all_options"):
         if s[name]:
@@ -217,13 +223,9 @@ def _memory(s: Settings) -> Iterator[str]:
 def _graphs(s: Settings) -> Iterator[str]:
     if s["enforce_eager"] and s["cudagraph_mode"] == "full":
         yield f"{s.spell('enforce_eager')} and {s.spell('cudagraph_mode')} full contradict each other. Remove one."
-    off = None
-    if s["enforce_eager"]:
-        off = s.spell("enforce_eager")
-    elif s["cudagraph_mode"] == "none":
-        off = f"{s.spell('cudagraph_mode')} none"
+    off = s.spell("enforce_eager") if s["enforce_eager"] else f"{s.spell('cudagraph_mode')} none"
     for name in _SIZES:
-        if s[name] is not None and off is not None:
+        if s[name] is not None and (s["enforce_eager"] or s["cudagraph_mode"] == "none"):
             yield f"{s.spell(name)} has no effect with {off}: nothing is captured. Remove one."
     sizes, largest = s["cudagraph_capture_sizes"], s["max_cudagraph_capture_size"]
     if sizes is not None and largest is not None and max(sizes) > largest:
@@ -237,10 +239,17 @@ _SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
 
 def _shares(s: Settings, model: ModelConfig) -> Iterator[str]:
-    yield from tensor_parallel_faults(
-        model, s["tensor_parallel_size"], s.spell("tensor_parallel_size"), expert_parallel=s["enable_expert_parallel"]
-    )
+    size, flag = s["tensor_parallel_size"], s.spell("tensor_parallel_size")
+    try:
+        check_tensor_parallel(model, size)
+    except ConfigError as error:
+        yield f"{flag}: {error}"
     if not s["enable_expert_parallel"]:
+        if size > 1 and model.num_experts:
+            yield (
+                f"{flag} {size} shares attention and dense layers, and this model has {model.num_experts} experts. Add "
+                "--enable-expert-parallel to share those too."
+            )
         return
     ranks = _num_processes(s)
     if model.num_experts == 0:
@@ -276,17 +285,10 @@ def _checkpoint(s: Settings, model: ModelConfig) -> Iterator[str]:
 def _device(s: Settings, gpus: int) -> Iterator[str]:
     local = _num_processes(s) // s["nnodes"]
     if s["device"] == "cpu":
-        if s["gpu_memory_utilization"] is not None:
-            yield (
-                f"{s.spell('gpu_memory_utilization')} is for GPUs, and the ranks run on a CPU. Use --kv-cache-memory."
-            )
-        if s["cudagraph_mode"] == "full":
-            yield f"{s.spell('cudagraph_mode')} full needs a GPU, and the ranks run on a CPU. Remove it."
-        for name in _SIZES:
-            if s[name] is not None:
-                yield f"{s.spell(name)} is for CUDA graphs, and the ranks run on a CPU. Remove it."
-        if s["comm_sms"]:
-            yield f"{s.spell('comm_sms')} shares out a GPU's SMs, and the ranks run on a CPU. Remove it."
+        for name, why in _ON_A_GPU.items():
+            if s[name] not in (None, 0, "none"):
+                instead = "Use --kv-cache-memory" if name == "gpu_memory_utilization" else "Remove it"
+                yield f"{s.spell(name)} {why}, and the ranks run on a CPU. {instead}."
     elif gpus == 0:
         yield f"{s.spell('device')} cuda: there is no GPU here that torch can use. Use --device cpu."
     elif local > gpus:
@@ -295,20 +297,30 @@ def _device(s: Settings, gpus: int) -> Iterator[str]:
         )
 
 
+_ON_A_GPU = {
+    "gpu_memory_utilization": "is for GPUs",
+    "cudagraph_mode": "full needs a GPU",
+    **dict.fromkeys(_SIZES, "is for CUDA graphs"),
+    "comm_sms": "shares out a GPU's SMs",
+}
+
+
+def _below(s: Settings, name: str, least: str, why: str) -> Iterator[str]:
+    if s[name] < s[least]:
+        yield (
+            f"{s.spell(name)} is {s[name]}, below {s.spell(least)} ({s[least]}): {why}. Raise the one or lower the "
+            "other."
+        )
+
+
 def _steps(s: Settings) -> Iterator[str]:
     if "max_num_batched_tokens" not in s.table.settings:
         return  # a command that fills its steps without the scheduler
     tokens = s["max_num_batched_tokens"]
-    if s["enable_chunked_prefill"] and tokens < s["block_size"]:
-        yield (
-            f"{s.spell('max_num_batched_tokens')} is {tokens}, below {s.spell('block_size')} ({s['block_size']}): "
-            "prompts are cut between pages. Raise the one or lower the other."
-        )
-    if tokens < s["max_num_seqs"]:
-        yield (
-            f"{s.spell('max_num_batched_tokens')} is {tokens}, below {s.spell('max_num_seqs')} ({s['max_num_seqs']}): "
-            "not every running request could decode in a step. Raise the one or lower the other."
-        )
+    if s["enable_chunked_prefill"]:
+        yield from _below(s, "max_num_batched_tokens", "block_size", "prompts are cut between pages")
+    why = "not every running request could decode in a step"
+    yield from _below(s, "max_num_batched_tokens", "max_num_seqs", why)
     if not s["enable_chunked_prefill"] and tokens < s["max_model_len"]:
         yield (
             f"{s.spell('enable_chunked_prefill')}: a prompt then runs in one step, so "
@@ -328,11 +340,7 @@ def _mixed_steps(s: Settings) -> Iterator[str]:
         yield f"{name} cuts prompts, and {s.spell('enable_chunked_prefill')} forbids that. Remove one."
     if limit == "auto":
         return
-    if limit < s["block_size"]:
-        yield (
-            f"{name} is {limit}, below {s.spell('block_size')} ({s['block_size']}): prompts are cut between pages. "
-            "Raise the one or lower the other."
-        )
+    yield from _below(s, "max_prefill_tokens_per_mixed_step", "block_size", "prompts are cut between pages")
     if limit >= s["max_num_batched_tokens"]:
         yield (
             f"{name} is {limit}, and no step has more than {s.spell('max_num_batched_tokens')} "

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from serving.hub import Located, fetch_weights, find_checkpoint
+from serving.hub import fetch_weights, find_checkpoint
 from serving.options.sources import Settings
 from ubatch import ConfigError
 
 __all__ = ["fetch_checkpoints", "locate"]
-
-_CHECKPOINTS = ("model", "speculative_draft_model_path")
 
 
 def locate(s: Settings) -> Settings:
@@ -20,7 +18,11 @@ def locate(s: Settings) -> Settings:
         ModelNotFound, CheckpointError: a checkpoint cannot be found or downloaded, or a folder has no weights.
         ConfigError: `revision` or `download_dir` is given, but the checkpoints are folders here.
     """
-    located = {name: _find(s, name) for name in _CHECKPOINTS if s[name] is not None}
+    located = {
+        name: find_checkpoint(s[name], s.spell(name), revision=revision, download_dir=s["download_dir"])
+        for name, revision in (("model", s["revision"]), ("speculative_draft_model_path", None))
+        if s[name] is not None
+    }
     if located["model"].name is None and s["revision"] is not None:
         raise ConfigError(f"{s.spell('revision')} has no effect: {s['model']} is a folder here. Remove it.")
     if s["download_dir"] is not None and all(each.name is None for each in located.values()):
@@ -36,8 +38,3 @@ def fetch_checkpoints(s: Settings) -> None:
     for name, each in s.located.items():
         if each.name is not None and s["load_format"] != "dummy":
             fetch_weights(each, s.spell(name))
-
-
-def _find(s: Settings, name: str) -> Located:
-    revision = s["revision"] if name == "model" else None
-    return find_checkpoint(s[name], s.spell(name), revision=revision, download_dir=s["download_dir"])

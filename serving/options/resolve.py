@@ -8,17 +8,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from model_runner import (
-    DEFAULT_KV_CACHE_MEMORY,
-    CheckpointError,
-    ModelConfig,
-    capture_sizes,
-)
+from model_runner import DEFAULT_KV_CACHE_MEMORY, CheckpointError, ModelConfig, capture_sizes
 from model_runner.parallel.transport import AUTO, choose_all2all
 from serving.engine.options import AUTO_DTYPE, EngineOptions
 from serving.engine.rank.runner_setup import choose_dtype, count_gpus, read_checkpoint
 from serving.options.checks import check_alone, check_sizes, check_with_model, notes
-from serving.options.command_line import read_command_line
+from serving.options.command_line import read_layers
 from serving.options.flags.tables import SERVE, Table
 from serving.options.folders import locate
 from serving.options.overlap import derive_overlap, measured_kinds, overlap_config
@@ -30,7 +25,6 @@ from serving.options.sources import (
     Source,
     merge,
     read_environment,
-    read_file,
     read_keywords,
     settle_environment,
 )
@@ -42,7 +36,6 @@ __all__ = [
     "Command",
     "chosen_dtype",
     "describe_settings",
-    "read_layers",
     "read_serve_command",
     "resolve_keywords",
     "resolve_settings",
@@ -80,13 +73,6 @@ def read_serve_command(program: str, description: str, words: Sequence[str]) -> 
     layers, print_config = read_layers(SERVE, program, description, words)
     settings = resolve_settings(*layers)
     return Command(settings, to_engine_options(settings), print_config, tuple(notes(settings)))
-
-
-def read_layers(table: Table, program: str, description: str, words: Sequence[str]) -> tuple[list[Layer], bool]:
-    """Settings from file, environment and command line, the weakest first; and whether to only print them."""
-    line = read_command_line(table, program, description, words)
-    file = {} if line.config is None else read_file(line.config, table)
-    return [file, read_environment(table), line.settings], line.print_config
 
 
 def resolve_keywords(model: str | Path, keywords: Mapping[str, Any]) -> Settings:
@@ -141,48 +127,45 @@ def _derive(s: Settings, model: ModelConfig, stored: Sequence[str], gpus: int) -
     if s["device"] == "auto":
         s = s.derive("device", "cuda" if gpus else "cpu", f"{gpus or 'no'} GPU here")
     on_gpu = s["device"] == "cuda"
-    if s["dtype"] == "auto" and (on_gpu or s["node_rank"] == 0):
-        ranks = s["data_parallel_size"] * s["tensor_parallel_size"] // s["nnodes"]
-        threads = 1 if ranks > 1 else None  # see `pin_rank`
-        sharing = s["moe_backend"], threads, s["tensor_parallel_size"]
-        s = s.derive("dtype", *choose_dtype(s["device"], stored, model, *sharing))
-    elif s["dtype"] == "auto":  # processors may differ, but all ranks must compute alike
-        s = s.derive("dtype", AUTO_DTYPE, "machine 0 chooses")
-    if on_gpu and s["kv_cache_memory"] is None and s["gpu_memory_utilization"] is None:
-        s = s.derive("gpu_memory_utilization", _GPU_MEMORY_UTILIZATION, "on a GPU")
-    elif s["kv_cache_memory"] is None and not on_gpu:
-        s = s.derive("kv_cache_memory", DEFAULT_KV_CACHE_MEMORY, "on a CPU")
+    where = "on a GPU" if on_gpu else "on a CPU"
+    if s["dtype"] == "auto":
+        s = s.derive("dtype", *_chosen_dtype(s, model, stored))
+    if not on_gpu:
+        s = s.fill("kv_cache_memory", DEFAULT_KV_CACHE_MEMORY, where)
+    elif s["kv_cache_memory"] is None:
+        s = s.fill("gpu_memory_utilization", _GPU_MEMORY_UTILIZATION, where)
     if s["all2all_backend"] in (None, AUTO) and s["enable_expert_parallel"]:
         s = s.derive("all2all_backend", *choose_all2all(stream_ordered=on_gpu, one_machine=s["nnodes"] == 1))
-    if s["max_model_len"] is None:
-        s = s.derive("max_model_len", model.max_position_embeddings, "the checkpoint's")
-    if s["served_model_name"] is None:
-        s = s.derive("served_model_name", str(s["model"]), "MODEL")
+    s = s.fill("max_model_len", model.max_position_embeddings, "the checkpoint's")
+    s = s.fill("served_model_name", str(s["model"]), "MODEL")
     if s.given("num_state_snapshots") and not model.linear_layers:
         note = f"{s.spell('num_state_snapshots')} has no effect: no layer of this model has linear attention"
         s = replace(s, notes=(*s.notes, note))
-    s = _derive_graphs(_derive_steps(s))
-    s = derive_speculation(s)
-    if s["overlap_schedule"] is None:
-        speculates = s["speculative_algorithm"] is not None
-        why = "speculation needs the step before" if speculates else f"on a {'GPU' if on_gpu else 'CPU'}"
-        s = s.derive("overlap_schedule", on_gpu and not speculates, why)
-    return s
+    s = derive_speculation(_derive_graphs(_derive_steps(s)))
+    speculates = s["speculative_algorithm"] is not None
+    why = "speculation needs the step before" if speculates else where
+    return s.fill("overlap_schedule", on_gpu and not speculates, why)
+
+
+def _chosen_dtype(s: Settings, model: ModelConfig, stored: Sequence[str]) -> tuple[str, str]:
+    """The dtype for `auto`, and why."""
+    if s["device"] == "cpu" and s["node_rank"] > 0:  # processors may differ, but all ranks must compute alike
+        return AUTO_DTYPE, "machine 0 chooses"
+    size = s["tensor_parallel_size"]
+    threads = 1 if s["data_parallel_size"] * size // s["nnodes"] > 1 else None  # see `pin_rank`
+    return choose_dtype(s["device"], stored, model, s["moe_backend"], threads, size)
 
 
 def _derive_steps(s: Settings) -> Settings:
-    if s["max_num_batched_tokens"] is None:
-        tokens, why = _MAX_NUM_BATCHED_TOKENS, ""
-        if (s["max_num_seqs"] or 0) > tokens:
-            tokens, why = s["max_num_seqs"], "one token for each of --max-num-seqs"
-        if not s["enable_chunked_prefill"] and s["max_model_len"] > tokens:
-            tokens, why = s["max_model_len"], "a whole prompt, as prompts are not chunked"
-        s = s.derive("max_num_batched_tokens", tokens, why)
-    if s["max_num_seqs"] is None:
-        limited = s["max_num_batched_tokens"] < _MAX_NUM_SEQS
-        most = s["max_num_batched_tokens"] if limited else _MAX_NUM_SEQS
-        s = s.derive("max_num_seqs", most, "as many as a step has tokens" if limited else "")
-    return s
+    tokens, why = _MAX_NUM_BATCHED_TOKENS, ""
+    if (s["max_num_seqs"] or 0) > tokens:
+        tokens, why = s["max_num_seqs"], "one token for each of --max-num-seqs"
+    if not s["enable_chunked_prefill"] and s["max_model_len"] > tokens:
+        tokens, why = s["max_model_len"], "a whole prompt, as prompts are not chunked"
+    s = s.fill("max_num_batched_tokens", tokens, why)
+    limited = s["max_num_batched_tokens"] < _MAX_NUM_SEQS
+    most = s["max_num_batched_tokens"] if limited else _MAX_NUM_SEQS
+    return s.fill("max_num_seqs", most, "as many as a step has tokens" if limited else "")
 
 
 def _derive_graphs(s: Settings) -> Settings:
@@ -192,12 +175,9 @@ def _derive_graphs(s: Settings) -> Settings:
         s = s.derive("cudagraph_mode", "none", why)
     if s["cudagraph_mode"] == "none" or s["device"] == "cpu":
         return s
-    if s["cudagraph_capture_sizes"] is None:
-        sizes = capture_sizes(s["max_num_seqs"], None, s["max_cudagraph_capture_size"])
-        s = s.derive("cudagraph_capture_sizes", sizes, "usual ones")
-    if s["max_cudagraph_capture_size"] is None:
-        s = s.derive("max_cudagraph_capture_size", max(s["cudagraph_capture_sizes"]), "largest that is captured")
-    return s
+    sizes = capture_sizes(s["max_num_seqs"], None, s["max_cudagraph_capture_size"])
+    s = s.fill("cudagraph_capture_sizes", sizes, "usual ones")
+    return s.fill("max_cudagraph_capture_size", max(s["cudagraph_capture_sizes"]), "largest that is captured")
 
 
 def to_engine_options(s: Settings) -> EngineOptions:

@@ -134,6 +134,10 @@ class Settings:
         setting = Setting(value, Source.DERIVED if why else Source.DEFAULT, spelled_flag(name), why)
         return replace(self, all={**self.all, name: setting})
 
+    def fill(self, name: str, value: Any, why: str = "") -> Settings:
+        """A copy in which a setting without a value has this one; see `derive`."""
+        return self if self[name] is not None else self.derive(name, value, why)
+
     def without_effect(self, name: str, why: str) -> Settings:
         """A copy with the default in place of a value that has no effect; adds a note."""
         note = f"{self.spell(name)} ({_shown(name, self[name])}) has no effect: {why}"

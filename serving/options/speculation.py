@@ -54,18 +54,14 @@ def check_speculation(s: Settings) -> Iterator[str]:
 
 def _of_others(s: Settings, algorithm: Algorithm) -> Iterator[str]:
     """Settings that were given but belong to another algorithm; one sentence each."""
-    given = s.spell("speculative_algorithm")
-    if algorithm is Algorithm.NGRAM:
-        for name in _NETWORK:
-            if s[name] is not None:
-                yield f"{s.spell(name)} has no effect with {given} ngram, which has no draft network. Remove it."
-        return
-    for name in _NGRAM:
+    given = f"{s.spell('speculative_algorithm')} {algorithm}"
+    others, why = (_NETWORK, ", which has no draft network") if algorithm is Algorithm.NGRAM else (_NGRAM, "")
+    for name in others:
         if s[name] is not None:
-            yield f"{s.spell(name)} has no effect with {given} {algorithm}. Remove it."
+            yield f"{s.spell(name)} has no effect with {given}{why}. Remove it."
     if algorithm is Algorithm.MTP and s["speculative_draft_model_path"] is not None:
         yield (
-            f"{s.spell('speculative_draft_model_path')} has no effect with {given} mtp: the layer is in the model's "
+            f"{s.spell('speculative_draft_model_path')} has no effect with {given}: the layer is in the model's "
             "own checkpoint. Remove it."
         )
 
@@ -98,32 +94,21 @@ def derive_speculation(s: Settings) -> Settings:
     """Derive the speculation settings that nobody gave; without an algorithm all stay None."""
     if s["speculative_algorithm"] is None:
         return s
-    if s["speculative_accept"] is None:
-        s = s.derive("speculative_accept", Acceptance.MATCH.value)
+    s = s.fill("speculative_accept", Acceptance.MATCH.value)
     if s["speculative_algorithm"] == Algorithm.NGRAM:
-        return _derive_ngram(s)
-    if s["speculative_eagle_topk"] is None:
-        s = s.derive("speculative_eagle_topk", 1)
-    chain, drafts = s["speculative_eagle_topk"] == 1, s["speculative_num_draft_tokens"]
-    if s["speculative_num_steps"] is None:
-        as_many = chain and drafts is not None
-        s = s.derive("speculative_num_steps", drafts if as_many else _STEPS, "one per draft" if as_many else "")
-    if drafts is None:
-        steps, topk = s["speculative_num_steps"], s["speculative_eagle_topk"]
-        drafts = steps if chain else min(_TREE_TOKENS, most_nodes(steps, topk))
-        s = s.derive("speculative_num_draft_tokens", drafts, "one per step" if chain else "of a tree")
-    return s
-
-
-def _derive_ngram(s: Settings) -> Settings:
-    if s["speculative_num_draft_tokens"] is None:
-        s = s.derive("speculative_num_draft_tokens", _NGRAM_TOKENS)
-    longest, shortest = s["speculative_ngram_max"], s["speculative_ngram_min"]
-    if longest is None:
-        s = s.derive("speculative_ngram_max", max(SpeculationConfig.ngram_max, shortest or 0))
-    if shortest is None:
-        s = s.derive("speculative_ngram_min", min(SpeculationConfig.ngram_min, longest or SpeculationConfig.ngram_min))
-    return s
+        s = s.fill("speculative_num_draft_tokens", _NGRAM_TOKENS)
+        s = s.fill("speculative_ngram_max", max(SpeculationConfig.ngram_max, s["speculative_ngram_min"] or 0))
+        shortest = min(SpeculationConfig.ngram_min, s["speculative_ngram_max"])
+        return s.fill("speculative_ngram_min", shortest)
+    s = s.fill("speculative_eagle_topk", 1)
+    topk, drafts = s["speculative_eagle_topk"], s["speculative_num_draft_tokens"]
+    chain = topk == 1
+    as_many = chain and drafts is not None
+    s = s.fill("speculative_num_steps", drafts if as_many else _STEPS, "one per draft" if as_many else "")
+    steps = s["speculative_num_steps"]
+    if chain:
+        return s.fill("speculative_num_draft_tokens", steps, "one per step")
+    return s.fill("speculative_num_draft_tokens", min(_TREE_TOKENS, most_nodes(steps, topk)), "of a tree")
 
 
 def check_draft_network(s: Settings, model: ModelConfig) -> None:
@@ -142,9 +127,8 @@ def check_draft_network(s: Settings, model: ModelConfig) -> None:
         return
     name = "hidden_size" if s["speculative_algorithm"] == Algorithm.EAGLE else "vocab_size"
     try:
-        checkpoint = Checkpoint(path)
-        values = checkpoint.config.values
-        checkpoint.close()
+        with closing(Checkpoint(path)) as checkpoint:
+            values = checkpoint.config.values
     except CheckpointError as error:
         raise ConfigError(f"{s.spell('speculative_draft_model_path')}: {error}") from error
     ours, theirs = getattr(model, name), values.get(name)

@@ -21,6 +21,7 @@ class TrackedRequest(Request):
     plain loop; in the overlapped loop one, or two between `advance` of a step and `process` of the step before.
 
     Attributes:
+        name: its id, which is a string here.
         group: the HTTP body it belongs to; groups take turns, see `serving.scheduler.admission.waiting`.
         limit: most tokens, prompt and output; the request ends when it has as many.
         ends: token ids that end the output.
@@ -80,10 +81,9 @@ class TrackedRequest(Request):
             ends=frozenset(params.ending_tokens(eos_token_ids)),
         )
 
-    @property
-    def name(self) -> str:
-        """Its id, which is a string here."""
-        return str(self.request_id)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.name = str(self.request_id)
 
     @property
     def tokens_known(self) -> bool:

@@ -24,14 +24,12 @@ from collections.abc import Sequence
 from attention import BlockAllocator, KVCacheError, RequestToTokenTable
 from model_runner import FAULTS, PENDING_TOKEN, FinishReason, Proposer, RequestError, Step, StepOutput, TokenLogprobs
 from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput, SchedulerTotals
-from serving.scheduler.admission.budget import NewTokenRatio, choose_victim
 from serving.scheduler.admission.checks import check_input
-from serving.scheduler.admission.sharing import PrefixWaits
-from serving.scheduler.admission.waiting import WaitingQueue
+from serving.scheduler.admission.prefills import Prefill, Prefills
+from serving.scheduler.admission.retraction import choose_victim
 from serving.scheduler.config import SchedulerConfig, SchedulingPolicy
 from serving.scheduler.kv_manager import KVManager
 from serving.scheduler.mixed_steps import MixedSteps
-from serving.scheduler.radix_cache import PrefixMatch
 from serving.scheduler.request import TrackedRequest, TrackedShare, plan_step, plan_verify, shares_of
 from serving.scheduler.speculation import Speculation
 from ubatch import ForwardMode, UBatchError
@@ -39,9 +37,6 @@ from ubatch import ForwardMode, UBatchError
 __all__ = ["Scheduler"]
 
 _NO_DRAFTS = DraftCounts()
-# Limits of the requests that one step looks at in a long queue; the next step looks further.
-_MAX_OWN = 128  # requests skipped because they are in the split prompt's group: as many as `lpm` sorts
-_MAX_TOLD = 256  # requests newly found to wait for a prefix that another request computes
 
 
 class Scheduler:
@@ -77,16 +72,11 @@ class Scheduler:
         snapshots = config.num_state_snapshots
         self.kv = KVManager(allocator, table, prefix_caching=config.enable_prefix_caching, num_snapshots=snapshots)
         self._requests: dict[str, TrackedRequest] = {}  # all unfinished requests
-        self._running: dict[str, TrackedRequest] = {}  # those with a row, in the order of their admission
-        self._waiting = WaitingQueue(config.policy, lambda request: len(self.kv.lookup(request).blocks))
-        self._chunked: TrackedRequest | None = None  # the request whose prompt is split over several steps
-        self._paused: dict[str, TrackedRequest] = {}  # prompts cut at a checkpoint; each goes on in the next step
-        self._others_had_last = True  # in turns: other prompts had the last step
-        self._sharing = PrefixWaits(table.block_size, snapshots=snapshots > 0)
-        self._ratio = NewTokenRatio()
+        self._counts = SchedulerTotals()
+        self._prefills = Prefills(config, self.kv, self._counts)
+        self._running, self._waiting = self._prefills.running, self._prefills.waiting
         self._speculation = Speculation(config, self.kv, min(config.max_model_len, self.kv.max_tokens), proposer)
         self._num_arrived = 0
-        self._counts = SchedulerTotals()
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -143,21 +133,21 @@ class Scheduler:
     def schedule(self) -> Step:
         """Plan a step; it has no shares if nothing can run now."""
         if not self._requests:
-            self._ratio.reset()
+            self._prefills.ratio.reset()
             return Step.of(())
         budget = self._config.max_num_batched_tokens
-        prefills: list[tuple[TrackedRequest, int]] = []
+        prefills: list[Prefill] = []
         decodes: list[TrackedRequest] = []
         if self._config.prefill_first:
-            prefills = self._plan_prefills(budget)
+            prefills = self._prefills.plan(budget)
             if not prefills:
                 decodes, _ = self._reserve_decodes()
         else:
             decodes, pressed = self._reserve_decodes()
             if not pressed:
-                prefills = self._plan_prefills(self._mixed_steps.room(budget - len(decodes), len(decodes)))
+                prefills = self._prefills.plan(self._mixed_steps.room(budget - len(decodes), len(decodes)))
         if decodes:
-            self._ratio.decay()
+            self._prefills.ratio.decay()
         suspects = [request for request in decodes if request.suspect]
         if decodes and not prefills and not suspects and (found := self._speculation.draft(decodes)) is not None:
             return plan_verify(decodes, found.drafts, found.num_real, found.reach)
@@ -202,10 +192,7 @@ class Scheduler:
     def statistics(self) -> EngineStatistics:
         """The scheduler's part of the statistics: its state and totals."""
         return EngineStatistics(
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            kv_usage=self.kv.usage,
-            **vars(self._counts),
+            num_running=len(self._running), num_waiting=len(self._waiting), kv_usage=self.kv.usage, **vars(self._counts)
         )
 
     def check(self, *, idle: bool = False) -> None:
@@ -243,135 +230,13 @@ class Scheduler:
         """Free a request's KV and put it back into the queue. Its written pages stay in the prefix cache, evictable."""
         self.kv.release(request)
         self._speculation.forget(request)
-        self._leave(request)
+        self._prefills.leave(request)
         request.incarnation += 1
         request.prefilling = False
         request.retracted = True
         self._waiting.push(request)
         self._counts.preemptions += 1
-        self._ratio.estimate(self._running.values())
-
-    # -- prefills -----------------------------------------------------------------------------------------------
-
-    def _plan_prefills(self, budget: int) -> list[tuple[TrackedRequest, int]]:
-        """Prompts that paused at a checkpoint, the split one, then new ones, with the tokens that each runs."""
-        resumed: list[tuple[TrackedRequest, int]] = []
-        for request in tuple(self._paused.values()):
-            num_tokens = request.next_stop - request.num_computed_tokens
-            if num_tokens <= budget:
-                resumed.append((request, num_tokens))
-                budget -= num_tokens
-                self._run_to_stop(request)
-            elif self._chunked is None:
-                self._chunked = self._paused.pop(request.name)
-        return resumed + self._plan_others(budget)
-
-    def _run_to_stop(self, request: TrackedRequest) -> None:
-        """The step runs a request up to its next stop; it pauses there, if that is not its end."""
-        self._paused.pop(request.name, None)
-        if request.next_stop < len(request.token_ids):
-            self._paused[request.name] = request
-
-    def _plan_others(self, budget: int) -> list[tuple[TrackedRequest, int]]:
-        """The split prompt, then new ones. Only one prompt is split at a time. While it needs more steps, it leaves
-        half of each to whole prompts of other groups; if a step has no room for two pages, they take turns.
-        """
-        request = self._chunked
-        if request is None:
-            return self._admit_waiting(budget)
-        start, missing = request.num_computed_tokens, request.next_stop - request.num_computed_tokens
-        if missing <= budget:
-            self._chunked = None
-            self._run_to_stop(request)
-            return [(request, missing), *self._admit_waiting(budget - missing)]
-        page = self.kv.block_size
-        share = budget // 2
-        if budget < 2 * page:  # no room for both: in turns
-            share = 0 if self._others_had_last or budget < page else budget
-        others = self._admit_waiting(share, beside=request)
-        num_tokens = self._cut(start, missing, budget - sum(count for _, count in others))
-        if budget >= page:
-            self._others_had_last = bool(others) and not num_tokens
-        return [(request, num_tokens), *others] if num_tokens else others
-
-    def _admit_waiting(self, budget: int, *, beside: TrackedRequest | None = None) -> list[tuple[TrackedRequest, int]]:
-        """Admit requests in the policy's order until one does not fit; later ones do not overtake it.
-
-        Args:
-            budget: most tokens to run.
-            beside: the split prompt, if it needs more steps: then only whole prompts of other groups are admitted.
-        """
-        admitted: list[tuple[TrackedRequest, int]] = []
-        rows = min(self._config.max_num_seqs - len(self._running), self.kv.num_free_rows)
-        if budget < 1 or rows < 1 or not self._waiting:
-            return admitted
-        kept = self._ratio.tokens(self._running.values())
-        own = told_to_wait = 0
-        for request in self._waiting.in_order():
-            if budget < 1 or len(admitted) == rows or not request.tokens_known or told_to_wait == _MAX_TOLD:
-                break
-            if beside is not None:
-                if self._by_priority and request.priority > beside.priority:
-                    break
-                if request.group == beside.group:
-                    own += not request.retracted
-                    if own > _MAX_OWN:
-                        break
-                    continue
-            if self._sharing.still_waits(request):
-                continue
-            match = self.kv.lookup(request)
-            start = len(match.blocks) * self.kv.block_size
-            if self.kv.prefix_caching and self._sharing.should_wait(request, start):
-                told_to_wait += 1
-                continue
-            stops = self.kv.checkpoints(request, match) if self._config.enable_chunked_prefill else ()
-            missing = (stops[0] if stops else len(request.token_ids)) - start
-            num_tokens = self._cut(start, missing, budget)
-            if beside is not None and num_tokens < missing:
-                break
-            needed = self._ratio.tokens((request,))
-            if num_tokens == 0 or not self._fits(request, match, kept + needed):
-                break
-            self._admit(request, match)
-            request.checkpoints = stops
-            admitted.append((request, num_tokens))
-            kept += needed
-            budget -= num_tokens
-            if num_tokens < missing:
-                self._chunked = request
-                break
-            self._run_to_stop(request)
-        return admitted
-
-    def _cut(self, start: int, wanted: int, budget: int) -> int:
-        """How many of `wanted` tokens from index `start` a step runs within `budget`: all, or up to a page's end."""
-        if wanted <= budget:
-            return wanted
-        if not self._config.enable_chunked_prefill:
-            return 0
-        return max(0, (start + budget) // self.kv.block_size * self.kv.block_size - start)
-
-    def _fits(self, request: TrackedRequest, match: PrefixMatch, kept_tokens: int) -> bool:
-        """Whether there are blocks for the whole prompt and, if any request runs, for `kept_tokens` future tokens."""
-        needed = self.kv.blocks_for(len(request.token_ids)) - len(match.blocks)
-        if self._running:  # else no request could be retracted later
-            needed += self.kv.blocks_for(kept_tokens)
-        return needed <= self.kv.num_available_beside(match)
-
-    def _admit(self, request: TrackedRequest, match: PrefixMatch) -> None:
-        self.kv.admit(request, match, len(request.token_ids))
-        self._waiting.admit(request)
-        self._running[request.name] = request
-        self._sharing.start(request)
-        request.prefilling, request.retracted = True, False
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = request.num_computed_tokens
-            if self.kv.prefix_caching and request.params.prompt_logprobs is None:
-                self._counts.prefix_queries += request.num_prompt_tokens
-                self._counts.prefix_hits += request.num_computed_tokens
-        if request.params.prompt_logprobs is not None and request.num_output_tokens == 0:
-            request.prompt_logprobs = []
+        self._prefills.ratio.estimate(self._running.values())
 
     # -- results ------------------------------------------------------------------------------------------------
 
@@ -383,7 +248,7 @@ class Scheduler:
         if share.incarnation == request.incarnation:
             request.num_written_tokens = start + share.num_tokens
             self.kv.cache_written(request)
-            self._sharing.wrote(request)
+            self._prefills.sharing.wrote(request)
 
     def _take_tokens(self, step: Step, index: int, share: TrackedShare, output: StepOutput) -> RequestOutput:
         """Add the tokens of a step to its request: they replace the pending one, or are appended after a verify step.
@@ -441,13 +306,4 @@ class Scheduler:
             self._waiting.remove(request)
         else:
             self.kv.release(request, keep=keep)
-        self._leave(request)
-
-    def _leave(self, request: TrackedRequest) -> None:
-        """Remove a request from the running ones."""
-        request.decode_share = None
-        self._running.pop(request.name, None)
-        self._sharing.drop(request)
-        self._paused.pop(request.name, None)
-        if self._chunked is request:
-            self._chunked = None
+        self._prefills.leave(request)

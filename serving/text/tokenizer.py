@@ -13,14 +13,17 @@ from weakref import WeakKeyDictionary
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from serving.text.chat_template import ChatTemplate
-from serving.text.tokenizer_files import TOKENIZER, find_vocabulary, no_vocabulary, read_tokenizer
 from ubatch import ConfigError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Vocabulary", "check_chat_template", "check_tokenizer", "load_tokenizer"]
+__all__ = ["TOKENIZER", "Vocabulary", "check_chat_template", "check_tokenizer", "load_tokenizer", "read_tokenizer"]
 
+TOKENIZER = "tokenizer.json"
+_SLOW = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")
+"""Files of slow tokenizers, which `transformers` converts."""
 MAX_TOKENS = 2**32  # `tokenizers` fails on ids from here on
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 # Decoders that work token by token, given the tokens before. Others need the whole text (CTC drops repetitions).
@@ -42,7 +45,7 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
     own_class = _has_own_class(model)
     if own_class and not (model / TOKENIZER).is_file():
         raise ConfigError(f"{model}: its tokenizer is code, which is never run. Put a tokenizer.json there.")
-    find_vocabulary(model)
+    _find_vocabulary(model)
     kind = PreTrainedTokenizerFast if own_class else AutoTokenizer
     try:
         tokenizer = kind.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
@@ -52,7 +55,7 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
             f"tokenizer_config.json there."
         ) from error
     if not Vocabulary.of(tokenizer).size:
-        raise no_vocabulary(model)
+        raise _no_vocabulary(model)
     tokenizer.model_max_length = 1 << 40  # the engine checks lengths; the tokenizer would only warn
     return tokenizer
 
@@ -67,6 +70,41 @@ def check_tokenizer(model: Path) -> None:
         read_tokenizer(model / TOKENIZER)
     else:
         load_tokenizer(model)
+
+
+def _find_vocabulary(model: Path) -> Path:
+    """The vocabulary file of a checkpoint's tokenizer. Without one, `transformers` would make an empty tokenizer."""
+    for pattern in (TOKENIZER, *_SLOW):
+        for file in sorted(model.glob(pattern)):
+            if file.is_file():
+                return file
+    raise ConfigError(
+        f"{model} has no tokenizer: neither {TOKENIZER} nor another vocabulary ({', '.join(_SLOW)}). Put the model's "
+        f"{TOKENIZER} and tokenizer_config.json there."
+    )
+
+
+def read_tokenizer(file: Path) -> Tokenizer:
+    """Read a `tokenizer.json`."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises no narrower type
+        raise ConfigError(
+            f"{file} is not a tokenizer that can be read ({error}). Put the model's own {TOKENIZER} there."
+        ) from error
+    if not tokenizer.get_vocab_size(with_added_tokens=False):
+        raise _no_vocabulary(file)
+    return tokenizer
+
+
+def _no_vocabulary(where: Path) -> ConfigError:
+    """The error for a tokenizer with an empty vocabulary, which would turn every text into no tokens."""
+    return ConfigError(
+        f"{where}: its vocabulary is empty, or has only added tokens, so that text would give no tokens. Put the "
+        f"model's own {TOKENIZER} there."
+    )
 
 
 def _has_own_class(model: Path) -> bool:

@@ -36,8 +36,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ubatch import CommGroup, dbo_current_ubatch_id, dbo_enabled, wrapped
 from ubatch.lanes import single_lane, workers
 from ubatch.lanes.crew import Job
-from ubatch.ranks import collectives, host_copy, two_connections
+from ubatch.ranks import collectives, host_copy, ways
 from ubatch.ranks.connection import Connection
+from ubatch.ranks.ways import Way, way_of
 from ubatch.wrapping import eligibility
 
 Clock = dict[str, int]
@@ -283,6 +284,10 @@ class FakeCuda:
             with self.watching():
                 run_lane(job)
 
+        def far(*args: Any) -> Way:
+            way = way_of(*args)  # NCCL has no other way for small messages
+            return Way.ONE if way is Way.NEAR else way
+
         def unwatched_vote(group: CommGroup, offer: Any) -> Any:
             with _disable_current_modes():  # on the CPU, by its own group
                 return vote(group, offer)
@@ -297,8 +302,9 @@ class FakeCuda:
                 (CommGroup, "vote", unwatched_vote),
                 (Connection, "is_stream_ordered", lambda connection, device: True),
                 (collectives, "dist", FakeCollectives(self)),
-                (two_connections, "dist", FakeCollectives(self)),
-                (collectives, "_all_gather_single", FakeCollectives(self).all_gather_single),
+                (ways, "dist", FakeCollectives(self)),
+                (collectives, "way_of", far),
+                (ways, "all_gather_single", FakeCollectives(self).all_gather_single),
                 (host_copy, "host_like", self.host_like),
                 (collectives, "host_like", self.host_like),
             ):

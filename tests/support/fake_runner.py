@@ -331,6 +331,6 @@ def make_loop(
 
 def be_optimistic(loop: Loop) -> None:
     """Keep no KV for outputs: as many requests as can be are admitted, and many retracted."""
-    loop.scheduler._ratio = SimpleNamespace(  # type: ignore[assignment]
+    loop.scheduler._prefills.ratio = SimpleNamespace(  # type: ignore[assignment]
         decay=lambda: None, reset=lambda: None, estimate=lambda running: None, tokens=lambda requests: 0
     )

@@ -1,12 +1,10 @@
 """A call: its arguments split into lanes, and the lanes' outputs merged.
 
-call_leaves  a call as named tensors and plain values
 containers   nested arguments and outputs, taken apart and rebuilt
 arguments    decides where to split each argument
-call_plan    how one call is split
+call_plan    a call as named leaves; how it is split, and copied for a proof
 caches       splits and merges caches that a model changes in place
-copies       of the arguments, for a proof
-outputs      merges the outputs of an unproved call
-merging      merges outputs by the rules that a proof has learned
+merging      merges outputs by rules, and learns the rules in a proof
+outputs      the rule of a call that was not proved
 closeness    whether two results are equal except for rounding
 """

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, strided
 
 from ubatch.calls.caches import CacheSplitter, splitter_for
-from ubatch.calls.call_leaves import named_positionals
-from ubatch.calls.call_plan import CallPlan, CannotSplit, Leaf
+from ubatch.calls.call_plan import CallPlan, CannotSplit, Leaf, named_positionals
 from ubatch.calls.containers import FUNCTIONS, LEAF_CLASSES, PLAIN, attributes_of, children_of
 from ubatch.errors import ConfigError, nearest
 from ubatch.schedules.vote import DeclineReason
@@ -98,17 +97,25 @@ def plan_call(
     Raises:
         CannotSplit: the call cannot be split. Has the counted reason; the message names the argument and the remedy.
     """
-    named = named_positionals(names, args)
+    named = *named_positionals(names, args), *kwargs.items()
     rules = _rules_of(names[0], tuple(split_dims.items()) if split_dims else ())
     found: list[_Found] = []
-    _find((*named, *kwargs.items()), rules, found)
+    _find(named, rules, found)
     if tried and len(found) > 1:
         found.sort(key=lambda leaf: leaf[0].order)
     settled = _settled(found, tried)
-    plan = _plan(settled, named, kwargs)
-    if not tried and plan.rows == plan.tokens_per_row > 1:
-        _refuse_rows_or_columns(settled, plan.rows)
-    return plan
+    rows = _common_rows(settled)
+    tokens_per_row, likeliest = None, len(_TOKEN_IDS)
+    for (rule, value, shape, _), dim in settled:
+        if dim is not None and rule.token_ids < likeliest and isinstance(value, Tensor):
+            likeliest = rule.token_ids  # [B, S], or embeddings [B, S, hidden]
+            in_rows = dim < 2 and len(shape) - value.is_floating_point() == 2
+            tokens_per_row = shape[1 - dim] if in_rows else None
+    if not tried and 1 < rows == tokens_per_row:
+        _refuse_rows_or_columns(settled, rows)
+    leaves = tuple([Leaf(rule.path, value, dim, splitter) for (rule, value, _, splitter), dim in settled])
+    tokens = 1 if tokens_per_row is None else tokens_per_row
+    return CallPlan(leaves, rows, tokens, tokens_per_row == 1, named, len(args))
 
 
 # --------------------------------------------------------------------------------------------------- rules by path
@@ -294,19 +301,6 @@ def _common_rows(settled: list[_Settled]) -> int:
             what = f"has {size} rows where others have {rows}. Fix split_dims or the batch."
             raise _cannot(path, what)
     return rows
-
-
-def _plan(settled: list[_Settled], named: tuple[tuple[str, Any], ...], kwargs: Mapping[str, Any]) -> CallPlan:
-    rows = _common_rows(settled)
-    tokens_per_row, likeliest = None, len(_TOKEN_IDS)
-    for (rule, value, shape, _), dim in settled:
-        if dim is not None and rule.token_ids < likeliest and isinstance(value, Tensor):
-            likeliest = rule.token_ids  # [B, S], or embeddings [B, S, hidden]
-            in_rows = dim < 2 and len(shape) - value.is_floating_point() == 2
-            tokens_per_row = shape[1 - dim] if in_rows else None
-    leaves = tuple([Leaf(rule.path, value, dim, splitter) for (rule, value, _, splitter), dim in settled])
-    decode, tokens = tokens_per_row == 1, 1 if tokens_per_row is None else tokens_per_row
-    return CallPlan(leaves, rows, tokens, decode, named, kwargs)
 
 
 def _refuse_rows_or_columns(settled: Sequence[_Settled], rows: int) -> None:

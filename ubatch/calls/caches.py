@@ -10,15 +10,14 @@ split in one way: by a walk through their attributes and those of their layers.
     number, flag, name, class         the same for all lanes, before and after
     dict, list, tuple                 item by item
 
-A layer or attribute that is not known here is refused by name when the cache is split, before the model runs.
+A layer of another package, and a tensor in an attribute that is not known here, or an empty layer's attribute that may
+become one, are refused by name when the cache is split, before the model runs.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -82,35 +81,17 @@ _CACHES = (
 )
 """Cache classes, subclasses included. Reformer's and xLSTM's caches hold their states directly, without layers."""
 
-_UTILS = "transformers.cache_utils."
-_DEEPSEEK = "transformers.models.deepseek_v4.modeling_deepseek_v4."
-_MINIMAX = "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl."
-_LAYERS = frozenset(
-    {_UTILS + "DynamicLayer", _UTILS + "DynamicSlidingWindowLayer", _UTILS + "DynamicIndexedLayer"}
-    | {_UTILS + "StaticLayer", _UTILS + "StaticSlidingWindowLayer", _UTILS + "StaticIndexedLayer"}
-    | {_UTILS + "LinearAttentionLayer", _UTILS + "LinearAttentionAndFullAttentionLayer"}
-    | {_UTILS + "LinearAttentionAndSlidingWindowAttentionLayer", _UTILS + "DummyLayer"}
-    | {_UTILS + "LinearAttentionAndStaticFullAttentionLayer"}
-    | {_UTILS + "LinearAttentionAndStaticSlidingWindowAttentionLayer"}
-    | {_DEEPSEEK + "DeepseekV4HCACache", _DEEPSEEK + "DeepseekV4CSACache"}
-    | {_MINIMAX + "MiniMaxM3VLSparseCacheLayer", _MINIMAX + "MiniMaxM3VLSparseStaticCacheLayer"}
-)
-"""Layers whose rows are independent. Those with "Static" in their name write keys and values in place, the others grow
-them. Quantised layers are not here: they scale by the largest value of the whole batch."""
-
-_ROWS: Mapping[str, int] = {
-    **dict.fromkeys(("keys", "values", "conv_states", "recurrent_states", "indexer_keys", "idx_keys"), 0),
-    **dict.fromkeys(("buffer_kv", "buffer_gate", "compressed_kv", "overlap_kv", "overlap_gate", "linear_cache"), 0),
-    **dict.fromkeys(("rnn_state", "states_cache", "buckets_cache"), 0),
-    "indexer_position_ids": 1,
-}
-"""Attribute -> dimension of its tensors that has one entry per row."""
-
 _IN_PLACE = frozenset({"conv_states", "recurrent_states", "rnn_state"})
 """Attributes that every layer writes in place."""
 
-_GROWN = frozenset(name for name, dim in _ROWS.items() if dim == 0) - _IN_PLACE
+_GROWN = frozenset(
+    {"keys", "values", "indexer_keys", "idx_keys", "buffer_kv", "buffer_gate", "compressed_kv", "overlap_kv"}
+    | {"overlap_gate", "linear_cache", "states_cache", "buckets_cache"}
+)
 """Attributes that all but static layers grow, along another dimension than 0."""
+
+_ROWS = {**dict.fromkeys(_IN_PLACE | _GROWN, 0), "indexer_position_ids": 1}
+"""Attribute -> dimension of its tensors that has one entry per row."""
 
 _FOR_ALL = frozenset(
     {"cumulative_length", "idx_cumulative_length", "indexer_cumulative_length", "seqlen_offset"}
@@ -118,11 +99,16 @@ _FOR_ALL = frozenset(
 )
 """Attributes whose tensors are the same for all rows."""
 
+_LATER = frozenset({*_ROWS, *_FOR_ALL, "dtype", "device"})
+"""Attributes of an empty layer that may be None."""
+
 _ROW_COUNT = "batch_size"
 """The attribute that holds the number of rows."""
 
 _SHARED = frozenset({"config"})
 """Objects that are only read: all lanes share them."""
+
+_CONTAINERS = (list, tuple, dict)
 
 _SIMPLE = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 """Exact types of most plain values; a look-up in this set is faster than `isinstance` with `PLAIN`."""
@@ -141,10 +127,7 @@ class _AttributeSplitter:
     """Splits and merges objects of the classes above, attribute by attribute."""
 
     def split(self, cache: Any, bounds: Sequence[slice]) -> list[Any]:
-        sizes = [rows.stop - rows.start for rows in bounds]
-        # Autograd refuses writes to views that one operator made together.
-        together = 0 < sum(sizes) == bounds[-1].stop and not torch.is_grad_enabled()
-        return list(_Cut(bounds, sizes, _GROWN if together else frozenset()).cut(cache, _START))
+        return list(_Cut(bounds).cut(cache, _START))
 
     def merge(self, parts: Sequence[Any], whole: Any | None) -> Any:
         rows = [_rows_of(part) for part in parts]
@@ -156,7 +139,6 @@ class _AttributeSplitter:
         return merged
 
 
-@dataclass(frozen=True)
 class _Cut:
     """One walk that splits a cache.
 
@@ -166,15 +148,20 @@ class _Cut:
         seen: tensors already split, because a layer may hold one under two names.
     """
 
-    bounds: Sequence[slice]
-    sizes: list[int]
-    together: frozenset[str]
-    seen: dict[int, Sequence[Tensor]] = field(default_factory=dict)
+    def __init__(self, bounds: Sequence[slice]) -> None:
+        self.bounds = bounds
+        self.sizes = [rows.stop - rows.start for rows in bounds]
+        # Autograd refuses writes to views that one operator made together.
+        together = 0 < sum(self.sizes) == bounds[-1].stop and not torch.is_grad_enabled()
+        self.together = _GROWN if together else frozenset()
+        self.seen: dict[int, Sequence[Tensor]] = {}
 
     def cut(self, value: Any, at: _Place) -> Sequence[Any]:
         """The lanes' parts of the value at place `at`."""
         kind: Any = type(value)
         if (in_static := _is_static(kind)) is not None:
+            if not getattr(value, "is_initialized", True):
+                _refuse_unknown(value, at)
             return self._object(value, in_static, at)
         if isinstance(value, Tensor):
             if id(value) not in self.seen:
@@ -183,15 +170,12 @@ class _Cut:
         if at[0] == _ROW_COUNT and kind is int:
             self._check_rows(value, at)
             return self.sizes
-        lanes = range(len(self.sizes))
         if isinstance(value, PLAIN) or at[0] in _SHARED:
-            return [value for _ in lanes]
-        if kind in (list, tuple):
-            items = [self.cut(item, _within(at, index)) for index, item in enumerate(value)]
-            return [kind([own[lane] for own in items]) for lane in lanes]
-        if kind is dict:
-            pairs = {key: self.cut(item, _within(at, key)) for key, item in value.items()}
-            return [{key: own[lane] for key, own in pairs.items()} for lane in lanes]
+            return [value] * len(self.sizes)
+        if kind in _CONTAINERS:
+            owned = {key: self.cut(item, _within(at, key)) for key, item in _items_of(value).items()}
+            lanes = [{key: own[lane] for key, own in owned.items()} for lane in range(len(self.sizes))]
+            return lanes if kind is dict else [kind(own.values()) for own in lanes]
         if not isinstance(splitter_for(value), _AttributeSplitter):
             raise SplitError(
                 f"a cache with {_named(value, at)} cannot be split: its class is unknown. Use a DynamicCache or a "
@@ -214,13 +198,12 @@ class _Cut:
                 owned[name] = seen[id(item)] = item.unsafe_split_with_sizes(sizes)
             elif type(item) not in _SIMPLE or name == _ROW_COUNT:  # the new objects have the others already
                 owned[name] = self.cut(item, _within(at, name, in_static))
-        parts = []
-        for lane in range(len(self.sizes)):
-            part, state = object.__new__(type(value)), vars(value).copy()
+        parts = [object.__new__(type(value)) for _ in sizes]
+        for lane, part in enumerate(parts):
+            state = vars(value).copy()
             for name, own in owned.items():
                 state[name] = own[lane]
             object.__setattr__(part, "__dict__", state)  # not through a `__setattr__` of a user's class
-            parts.append(part)
         return parts
 
     def _tensor(self, value: Tensor, at: _Place) -> list[Tensor]:
@@ -242,7 +225,6 @@ class _Cut:
             raise SplitError(f"it holds {held} sequences, but the call has {self.bounds[-1].stop} rows ({at[2]}).")
 
 
-@dataclass(frozen=True)
 class _Join:
     """One walk that merges parts. The caller's cache changes only once all parts are known to fit, by `writes`.
 
@@ -251,8 +233,9 @@ class _Join:
         seen: tensors already merged, as in `_Cut`.
     """
 
-    writes: list[Callable[[], object]] = field(default_factory=list)
-    seen: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.writes: list[Callable[[], object]] = []
+        self.seen: dict[tuple[int, ...], Tensor] = {}
 
     def join(self, values: Sequence[Any], whole: Any, at: _Place) -> Any:
         """The lanes' `values` merged: `whole` itself if it can hold them, else a new value."""
@@ -272,43 +255,31 @@ class _Join:
             if any(value is not first and value != first for value in values):
                 raise _differ(values, at)
             return first
-        known = whole if type(whole) is kind else None
-        if kind in (list, tuple):
-            return self._sequence(values, known, at)
-        if kind is dict:
-            merged = {} if known is None else known
-            items = self._items(values, merged, at, None)
-            self.writes.append(lambda: (merged.clear(), merged.update(items)))
-            return merged
-        merged = object.__new__(kind) if known is None else known
-        old = {} if known is None else vars(known)
-        owned = self._items([vars(value) for value in values], old, at, bool(in_static))
-        self.writes.append(lambda: vars(merged).update(owned))
-        return merged
+        return self._items(values, whole if type(whole) is kind else None, at, in_static)
 
-    def _sequence(self, values: Sequence[Any], known: Any, at: _Place) -> Any:
-        first = values[0]
-        if any(len(value) != len(first) for value in values):
-            raise _differ([f"{len(value)} items" for value in values], at)
-        old = itertools.chain(known or (), itertools.repeat(None))
-        columns = enumerate(zip(zip(*values, strict=True), old, strict=False))
-        joined = type(first)(self.join(own, was, _within(at, index)) for index, (own, was) in columns)
-        if known is None or isinstance(joined, tuple):
-            return joined
-        self.writes.append(lambda: known.__setitem__(slice(None), joined))
-        return known
-
-    def _items(self, values: Sequence[Any], old: Any, at: _Place, in_static: bool | None) -> dict[Any, Any]:
-        """The items of dicts merged: attributes, or the items of a dict if `in_static` is None."""
-        keys = [value.keys() for value in values]
+    def _items(self, values: Sequence[Any], whole: Any, at: _Place, in_static: bool | None) -> Any:
+        """Containers or objects merged, item by item."""
+        kind: Any = type(values[0])
+        held, old = [_items_of(value) for value in values], {} if whole is None else _items_of(whole)
+        keys = [own.keys() for own in held]
         if keys.count(keys[0]) < len(keys):
-            raise _differ([list(value) for value in values], at)
-        joined = {}
-        for key, item in values[0].items():
-            own = [value[key] for value in values]
+            raise _differ([list(own) for own in keys], at)
+        within = None if kind in _CONTAINERS else bool(in_static)
+        items = {}
+        for key, item in held[0].items():
+            own = [each[key] for each in held]
             same = type(item) in _SIMPLE and key != _ROW_COUNT and own.count(item) == len(own)
-            joined[key] = item if same else self.join(own, old.get(key), _within(at, key, in_static))
-        return joined
+            items[key] = item if same else self.join(own, old.get(key), _within(at, key, within))
+        if kind is tuple:
+            return tuple(items.values())
+        merged = whole if whole is not None else kind() if kind in _CONTAINERS else object.__new__(kind)
+        if kind is list:
+            self.writes.append(lambda: merged.__setitem__(slice(None), items.values()))
+        elif kind is dict:
+            self.writes.append(lambda: (merged.clear(), merged.update(items)))
+        else:
+            self.writes.append(lambda: vars(merged).update(items))
+        return merged
 
     def _tensor(self, values: Sequence[Tensor], whole: Tensor | None, at: _Place) -> Tensor:
         first, (name, in_place, path) = values[0], at
@@ -347,8 +318,25 @@ def _named(value: object, at: _Place) -> str:
 
 @functools.lru_cache(1024)
 def _is_static(kind: Any) -> bool | None:
-    """Whether layers of this class write in place; None if it is no known layer."""
-    return "Static" in kind.__name__ if _qualified(kind) in _LAYERS else None
+    """Whether layers of this class write keys and values in place, which they do to be compiled; None if it is no layer
+    of transformers' own whose rows can be reordered. Quantised layers scale by the largest value of the whole batch."""
+    own = kind.__module__.startswith("transformers.") and hasattr(kind, "reorder_cache")
+    static = getattr(kind, "is_compileable", None)  # a cache has a property of that name
+    return static if own and isinstance(static, bool) and not hasattr(kind, "_quantize") else None
+
+
+def _refuse_unknown(layer: Any, at: _Place) -> None:
+    """Refuse an empty layer with an attribute that may become a tensor of which it is not known whether it has rows."""
+    for name, item in vars(layer).items():
+        if item is None and name not in _LATER:
+            raise SplitError(f"its {_within(at, name, False)[2]} may get one entry per row, or not: {_REGISTER}")
+
+
+def _items_of(value: Any) -> Mapping[Any, Any]:
+    """Items of a container by key or place; attributes of any other object."""
+    if isinstance(value, dict):
+        return value
+    return dict(enumerate(value)) if isinstance(value, list | tuple) else vars(value)
 
 
 def _is_unfilled(value: Tensor) -> bool:
@@ -384,10 +372,9 @@ def _rows_of(value: Any, name: str = "") -> int | None:
         return value.shape[_ROWS[name]] if name in _ROWS and not _is_unfilled(value) else None
     if isinstance(value, PLAIN) or name in _SHARED:
         return None
-    if isinstance(value, dict):
-        value = list(value.values())
-    items = [(name, item) for item in value] if isinstance(value, list | tuple) else vars(value).items()
-    return next((rows for own, item in items if (rows := _rows_of(item, own)) is not None), None)
+    in_container = type(value) in _CONTAINERS
+    found = (_rows_of(item, name if in_container else own) for own, item in _items_of(value).items())
+    return next((rows for rows in found if rows is not None), None)
 
 
 def _differ(values: Sequence[object], at: _Place) -> SplitError:

@@ -106,10 +106,8 @@ class Comparison:
         columns = tuple(range(size.dim() - 1))
         rows = _at_least(size.amax(-1, keepdim=True), size)
         noise = _NOISE * torch.finfo(size.dtype).eps * rows
-        for what, allowed in (
-            ("row", _FINE * rows),
-            ("column", (_FINE * _at_least(size.amax(columns, keepdim=True), size)).maximum(noise)),
-        ):
+        in_column = (_FINE * _at_least(size.amax(columns, keepdim=True), size)).maximum(noise)
+        for what, allowed in (("row", _FINE * rows), ("column", in_column)):
             excess = difference / allowed
             worst = int(excess.argmax())
             if float(excess.flatten()[worst]) > 1:
@@ -123,10 +121,10 @@ class Comparison:
         off = relative > _OUTLIER
         outliers, median = float(off.float().mean()), float(relative.flatten().median())
         if median > _MEDIAN or outliers > _OUTLIERS:
-            raise Unequal(
-                f"{path} differs by {median:.2g} of a row (median over rows), and {outliers:.0%} of its rows by more "
-                f"than {_OUTLIER:.0%}"
+            how = (
+                f"{median:.2g} of a row (median over rows), and {outliers:.0%} of its rows by more than {_OUTLIER:.0%}"
             )
+            raise Unequal(f"{path} differs by {how}")
         columns, rest = tuple(range(size.dim() - 1)), difference.masked_fill(off.unsqueeze(-1), 0.0)
         worst = float((_rms(rest, columns) / _at_least(_rms(size, columns), size)).max())
         if worst > _COLUMN:

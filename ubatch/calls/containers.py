@@ -75,9 +75,8 @@ def tensor_kind(value: Tensor) -> Hashable:
     own = value.__dict__ and attributes_of(value)
     if not own and type(value) in LEAF_CLASSES:
         return None
-    return type(value), tuple(
-        (name, type(own[name]), own[name]) for name in sorted(own) if isinstance(own[name], PLAIN)
-    )
+    plain = [(name, type(own[name]), own[name]) for name in sorted(own) if isinstance(own[name], PLAIN)]
+    return type(value), tuple(plain)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

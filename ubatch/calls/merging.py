@@ -12,7 +12,7 @@ The proof runs two lanes of unequal size. A size follows the batch if it is `k` 
 and in the unsplit run. Lanes may agree on what is not the whole's, such as a count or a message. So `Same` takes only
 values that proofs had, until there were four of them; another value is proved by itself (`OtherValue`).
 
-A call without a proof has no rules: its outputs are merged as their shapes suggest (`ubatch.calls.outputs`).
+A call without a proof has one rule, which merges outputs as their shapes suggest (`Guess` in `ubatch.calls.outputs`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from ubatch.calls.caches import splitter_for
 from ubatch.calls.call_plan import CallPlan, CannotSplit, LaneParts, Leaf, merge_cache
 from ubatch.calls.closeness import Comparison, identical
 from ubatch.calls.containers import PLAIN, attributes_of, children_of, rebuild
-from ubatch.calls.copies import Copier
 from ubatch.schedules.vote import DeclineReason
 
-__all__ = ["Cached", "Given", "Items", "Learner", "OtherValue", "Rows", "Rule", "Same", "named_dim"]
+__all__ = ["ENOUGH", "Cached", "Given", "Items", "Learner", "OtherValue", "Rows", "Rule", "Same", "named_dim"]
 
-_ENOUGH = 4
+ENOUGH = 4
 """Different values that proofs must have had before any value will do."""
 _KEPT_BYTES = 1 << 16
 _UNLIKE = "in the lanes, unlike in the call that was proved"
@@ -72,7 +71,7 @@ class Same(Rule):
     def merge(self, path: str, values: Sequence[Any], parts: LaneParts) -> Any:
         if not _all_equal(values):
             raise mismatch(path, values, _UNLIKE)
-        if 0 < len(self.proved) < _ENOUGH and not any(identical(values[0], each) for each in self.proved):
+        if 0 < len(self.proved) < ENOUGH and not any(identical(values[0], each) for each in self.proved):
             raise OtherValue(DeclineReason.CANNOT_MERGE, f"{path} is {values[0]!r:.40}, unlike in the proof.")
         return values[0]
 
@@ -109,7 +108,7 @@ class Given(Rule):
     def merge(self, path: str, values: Sequence[Any], parts: LaneParts) -> Any:
         if not self.fits(values, parts):
             raise mismatch(path, values, _UNLIKE)
-        return next(leaf.value for leaf in parts.leaves if leaf.path == self.argument)
+        return next(leaf.value for leaf in parts.plan.leaves if leaf.path == self.argument)
 
 
 @dataclass(frozen=True)
@@ -241,7 +240,7 @@ class Learner:
         if (dim is not None or splitter is not None) and list(order) != list(range(rows)):
             each = 1 if dim is None else sizes_of([whole], dim)[0] // rows
             order = [row * each + offset for row in order for offset in range(each)]
-            whole = Copier(order, rows).copy(whole, dim, splitter)
+            whole = leaf.copied(order, rows)
         if isinstance(whole, Tensor):
             self.compare.tensors(path, whole, got, dim)
         else:

@@ -1,12 +1,10 @@
 """Merging the lanes' outputs of a call that was not proved, as their shapes suggest.
 
-    tensor    concatenated along the dimension that `output_dims` names, else along dimension 0 if only that one has
-              the size of the call's rows or tokens; otherwise it is ambiguous. 0-dim tensors are refused
-    cache     the caller's, where it was an argument; else a new one, through its registered splitter
-    tuple, list, dict, dataclass      item by item
-    number, string, None, ...         kept if equal in all lanes; an int might count a lane's rows, so it must be named
-
-The caller's caches change only after all other outputs have been merged.
+tensor    concatenated along the dimension that `output_dims` names, else along dimension 0 if only that one has
+          the size of the call's rows or tokens; otherwise it is ambiguous. 0-dim tensors are refused
+cache     the caller's, where it was an argument; else a new one, through its registered splitter
+tuple, list, dict, dataclass      item by item
+number, string, None, ...         kept if equal in all lanes; an int might count a lane's rows, so it must be named
 """
 
 from __future__ import annotations
@@ -20,55 +18,28 @@ import torch
 from torch import Tensor
 
 from ubatch.calls.caches import splitter_for
-from ubatch.calls.call_plan import CallPlan, LaneParts
+from ubatch.calls.call_plan import LaneParts
 from ubatch.calls.containers import PLAIN
-from ubatch.calls.merging import Cached, cannot, columns_of, concatenated, mismatch, named_dim, rebuilt, sizes_of
+from ubatch.calls.merging import Cached, Rule, cannot, columns_of, concatenated, mismatch, named_dim, rebuilt, sizes_of
 from ubatch.schedules.vote import DeclineReason
 
-__all__ = ["merge_outputs", "named_dim"]
+__all__ = ["Guess", "named_dim"]
 
 _LANES = "in the lanes"
 
 
-def merge_outputs(
-    outputs: Sequence[Any], plan: CallPlan, parts: LaneParts, output_dims: Mapping[str, int | None]
-) -> Any:
-    """Merge the lanes' outputs into what the unsplit model would have returned.
-
-    Args:
-        outputs: one per lane, of one structure.
-        parts: the lanes' parts of the arguments; their caches are merged in place after all other outputs.
-        output_dims: output -> dimension to concatenate, if it is not 0; None if all lanes return the same value.
-
-    Raises:
-        CannotSplit: an output has no batch dimension, or its size does not follow the number of rows.
-    """
-    split = [(leaf, leaf.dim) for leaf in plan.leaves if leaf.dim is not None]
-    shapes = [(leaf.value.shape, dim) for leaf, dim in split if isinstance(leaf.value, Tensor) and leaf.value.dim() > 1]
-    multiples = {1, *(shape[1 - dim] for shape, dim in shapes if dim < 2)}
-    guess = _Guess(parts, output_dims, multiples, all(dim == 0 for _, dim in split))
-    merged = guess.merge("output", outputs)
-    parts.merge_caches()
-    return merged
-
-
 @dataclass(frozen=True)
-class _Guess:
-    """Guesses how the outputs of one call merge.
+class Guess(Rule):
+    """Any output of a call that was not proved, and what it holds.
 
     Attributes:
-        parts, dims: see `merge_outputs`.
-        multiples: how many output rows one row of the call may have: 1, or an argument's size other than the rows.
-        batch_first: whether every argument that is split is split along dimension 0.
+        dims: `UBatchConfig.output_dims`: output -> dimension to concatenate, if it is not 0; None if all lanes return
+            the same value.
     """
 
-    parts: LaneParts
     dims: Mapping[str, int | None]
-    multiples: set[int]
-    batch_first: bool
 
-    def merge(self, path: str, values: Sequence[Any]) -> Any:
-        """The lanes' `values` at `path` merged; `CannotSplit` if nothing tells how."""
+    def merge(self, path: str, values: Sequence[Any], parts: LaneParts) -> Any:
         first = values[0]
         dim, named = named_dim(path, self.dims)
         if named and dim is None:
@@ -80,57 +51,64 @@ class _Guess:
         if any(type(value) is not type(first) for value in values):
             raise mismatch(path, values, _LANES)
         if isinstance(first, Tensor):
-            return self._tensor(path, values, dim)
+            return _tensor(path, values, dim, parts)
         if splitter_for(first) is not None:
-            return Cached().merge(path, values, self.parts)
+            return Cached().merge(path, values, parts)
         if isinstance(first, PLAIN) and all(value == first for value in values):
             return first
         if type(first) in (list, tuple) and all(isinstance(item, PLAIN) for item in itertools.chain(*values)):
             if named:
                 return concatenated(values, 0)
-            if any(item is not None for item in first) and [*map(len, values)] == [*self.parts.rows]:
+            if any(item is not None for item in first) and [*map(len, values)] == [*parts.rows]:
                 raise cannot(path, f"is a {type(first).__name__} of plain values, maybe one per row")
         columns = columns_of(path, values, _LANES)
-        return rebuilt(path, first, [self.merge(f"{path}.{key}", column) for key, column in columns.items()])
+        return rebuilt(path, first, [self.merge(f"{path}.{key}", column, parts) for key, column in columns.items()])
 
-    def _tensor(self, path: str, values: Sequence[Tensor], dim: int | None) -> Tensor:
-        """Tensors merged, of which the user named dimension `dim`, or none."""
-        first = values[0]
-        if first.dim() == 0:
-            raise cannot(path, "has no dimensions (a loss?)", DeclineReason.ZERO_DIM_OUTPUT)
-        if all(_overlap(value, first) for value in values[1:]):
-            views = {(value.data_ptr(), value.shape, value.stride()) for value in values}
-            if len(views) == 1 and not self._follow([value.shape[0] for value in values]):
-                return first  # a parameter or buffer handed through
-            raise cannot(path, "is the same memory in all lanes, which overwrite each other (return a new tensor)")
-        sizes = sizes_of(values, dim or 0)
-        if not (self._follow(sizes) if dim is None else self._proportional(sizes)):
-            raise mismatch(path, values, f"in lanes of {list(self.parts.rows)} rows")
-        if dim is None and self._has_two_readings(first):
-            raise cannot(path, f"has shape {tuple(first.shape)} for {self.parts.rows[0]} rows, along either dimension")
-        return torch.cat(list(values), dim or 0)
 
-    def _follow(self, sizes: Sequence[int]) -> bool:
-        """Whether these sizes are of the batch dimension. Between equal lanes any size is proportional to the rows, so
-        there the size must be a known multiple of them."""
-        return any(list(sizes) == [own * multiple for own in self.parts.rows] for multiple in self.multiples)
+def _tensor(path: str, values: Sequence[Tensor], dim: int | None, parts: LaneParts) -> Tensor:
+    """Tensors merged, of which the user named dimension `dim`, or none."""
+    first, rows = values[0], parts.rows
+    if first.dim() == 0:
+        raise cannot(path, "has no dimensions (a loss?)", DeclineReason.ZERO_DIM_OUTPUT)
+    split = [(leaf.value, leaf.dim) for leaf in parts.plan.leaves if leaf.dim is not None]
+    shapes = [(value.shape, along) for value, along in split if isinstance(value, Tensor) and value.dim() > 1]
+    multiples = {1, *(shape[1 - along] for shape, along in shapes if along < 2)}
+    if all(_overlap(value, first) for value in values[1:]):
+        views = {(value.data_ptr(), value.shape, value.stride()) for value in values}
+        if len(views) == 1 and not _follow([value.shape[0] for value in values], rows, multiples):
+            return first  # a parameter or buffer handed through
+        raise cannot(path, "is the same memory in all lanes, which overwrite each other (return a new tensor)")
+    sizes = sizes_of(values, dim or 0)
+    if not (_follow(sizes, rows, multiples) if dim is None else _proportional(sizes, rows)):
+        raise mismatch(path, values, f"in lanes of {list(rows)} rows")
+    batch_first = all(along == 0 for _, along in split)
+    if dim is None and _has_two_readings(first, rows, multiples, batch_first=batch_first):
+        raise cannot(path, f"has shape {tuple(first.shape)} for {rows[0]} rows, along either dimension")
+    return torch.cat(list(values), dim or 0)
 
-    def _proportional(self, sizes: Sequence[int]) -> bool:
-        """Whether these sizes, of a dimension that the user named, have the proportion of the lanes' rows."""
-        rows, total = self.parts.rows, sum(sizes)
-        return len(sizes) > 0 and all(size * sum(rows) == total * own for size, own in zip(sizes, rows, strict=True))
 
-    def _has_two_readings(self, value: Tensor) -> bool:
-        """Whether this could be a batch-first output or another layout, such as an RNN's `[layers, batch, hidden]`.
+def _follow(sizes: Sequence[int], rows: Sequence[int], multiples: set[int]) -> bool:
+    """Whether these sizes are of the batch dimension. Between equal lanes any size is proportional to the rows, so
+    there the size must be a known multiple of them: 1, or an argument's size other than the rows."""
+    return any(list(sizes) == [own * multiple for own in rows] for multiple in multiples)
 
-        Only possible with equal lanes that have as many rows as there are layers. If the arguments are batch-first and
-        a later size of the output is one of theirs, such as the sequence length, it is batch-first.
-        """
-        if len(set(self.parts.rows)) > 1 or value.dim() < (3 if self.batch_first else 2):
-            return False
-        first, second = value.shape[:2]
-        told = self.batch_first and not (self.multiples - {1}).isdisjoint(value.shape[1:])
-        return first == second == self.parts.rows[0] and not told
+
+def _has_two_readings(value: Tensor, rows: Sequence[int], multiples: set[int], *, batch_first: bool) -> bool:
+    """Whether this could be a batch-first output or another layout, such as an RNN's `[layers, batch, hidden]`.
+
+    Only possible with equal lanes that have as many rows as there are layers. If the arguments are batch-first and a
+    later size of the output is one of theirs, such as the sequence length, it is batch-first.
+    """
+    if len(set(rows)) > 1 or value.dim() < (3 if batch_first else 2):
+        return False
+    told = batch_first and not (multiples - {1}).isdisjoint(value.shape[1:])
+    return value.shape[0] == value.shape[1] == rows[0] and not told
+
+
+def _proportional(sizes: Sequence[int], rows: Sequence[int]) -> bool:
+    """Whether these sizes, of a dimension that the user named, have the proportion of the lanes' rows."""
+    total = sum(sizes)
+    return len(sizes) > 0 and all(size * sum(rows) == total * own for size, own in zip(sizes, rows, strict=True))
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ubatch.calls.caches import splitter_for
-from ubatch.calls.call_leaves import CallLeaves, leaves_of, replace_tensors
-from ubatch.calls.call_plan import CallPlan, CannotSplit
+from ubatch.calls.call_plan import CallLeaves, CallPlan, CannotSplit, leaves_of, replace_tensors
 from ubatch.errors import ConfigError, UBatchError, describe
 from ubatch.graphs.inputs_outputs import GraphInputs, GraphOutput, RowDims, find_row_dims
 from ubatch.graphs.table import CapturedGraph, Entry, GraphKey, GraphTable, Setting, wants_gradients
@@ -28,8 +27,8 @@ from ubatch.streams.graph_protocols import Capture, GraphBackend, Recording, mar
 from ubatch.trace.spans import current_trace, tracing
 from ubatch.wrapping.config import UBatchConfig, Verify
 from ubatch.wrapping.eligibility import Eligibility
-from ubatch.wrapping.execution import Execution, Step
-from ubatch.wrapping.intent import Intent
+from ubatch.wrapping.execution import Execution
+from ubatch.wrapping.step import Intent, Step
 
 __all__ = ["CaptureFailed", "Capturer", "record"]
 
@@ -175,8 +174,8 @@ class Capturer:
         with self._rehearsing(), self.table.backend.warming_up():
             for rows in (plan.rows, plan.rows - 1):
                 part = plan.cut([slice(0, rows)])[0][0]
-                intent = replace(self.eligibility.intent(*part, self.context), cut=None, single=False)
-                output = self.execution.unsplit(Step(*part, intent, self._unsplit_decision(intent), self.context))
+                intent = replace(self.eligibility.intent(*part, self.context), calls=(), single=False)
+                output = self.execution.call(Step(*part, intent, self._unsplit_decision(intent), self.context))
                 described.append(GraphOutput(output).described)
         return find_row_dims(described[0], described[1], (plan.rows, plan.rows - 1), self.config.output_dims)
 
@@ -185,7 +184,7 @@ class Capturer:
         step = self._proved(static, self.eligibility.intent(*static, self.context))
         if step.intent.engages(step.decision):
             yield self._capture(leaves, step, row_dims)
-        whole = replace(step.intent, cut=None, single=False)
+        whole = replace(step.intent, calls=(), single=False)
         step = replace(step, intent=whole, decision=self._unsplit_decision(whole))
         yield self._capture(leaves, step, row_dims)
 
@@ -226,7 +225,7 @@ class Capturer:
         """Record a call, and put it into the table. `output_rows`: given if smaller calls may be padded to this one."""
         table, plan = self.table, step.intent.plan
         setting = Setting.current(self.model, table.backend.device, step.context)
-        run = functools.partial(self._run, step)  # a closure would outlive a failure
+        run = functools.partial(self.execution.call, step)  # a closure would outlive a failure
         key = table.key(step.intent, engaged=step.intent.engages(step.decision))
         with self._rehearsing():
             graph, output = record(table.backend, key, leaves.tensors, run, lambda: self.execution.failure)
@@ -248,13 +247,6 @@ class Capturer:
         """Mark runs as rehearsals: they have no time limit and are not recorded in the caller's trace."""
         with self.execution.no_timeout(), nullcontext() if current_trace() is None else tracing():
             yield
-
-    def _run(self, step: Step, capture: Capture | None) -> Any:
-        if step.decision.engaged and step.intent.single:
-            return self.execution.single(step, capture)
-        if step.decision.engaged and step.intent.cut is not None:
-            return self.execution.lanes(step, step.intent.cut, capture)
-        return self.execution.unsplit(step, capture)
 
 
 def record(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ubatch.calls.call_leaves import CallLeaves, children_unless_leaf
+from ubatch.calls.call_plan import CallLeaves, children_unless_leaf
 from ubatch.calls.containers import PLAIN, rebuild
 from ubatch.calls.outputs import named_dim
 from ubatch.errors import ConfigError

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ubatch.calls.call_leaves import CallLeaves, leaves_of
+from ubatch.calls.call_plan import CallLeaves, leaves_of
 from ubatch.graphs.inputs_outputs import GraphInputs, GraphOutput, StaticBuffers
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
 from ubatch.schedules.vote import Decision, fingerprint
 from ubatch.streams.graph_protocols import GraphBackend, GraphMiss, Recording
 from ubatch.wrapping.eligibility import Eligibility
-from ubatch.wrapping.intent import Intent
+from ubatch.wrapping.step import Intent
 
 __all__ = ["PLAIN", "CapturedGraph", "Entry", "GraphKey", "GraphTable", "Hit", "Lookup", "Setting", "wants_gradients"]
 

@@ -252,7 +252,7 @@ class UBatchContext(LaneStreams):
         was_on_comm = self.on_comm
         if was_on_comm:
             self.leave_comm()
-        if joins:
+        if joins and owner.asynchronous:
             if owner.on_comm:
                 owner.mark_comm()
             owner.join_comm()

@@ -4,10 +4,11 @@ group                 ranks that share collectives, vote, and restart after a fa
 connection            the process groups of a group, between two resets
 peer_watch            a thread that watches for failed peers
 long_calls            calls that may take longer than `timeout_s`
+near                  small messages between ranks of one machine
 transfer_times        when transfers were launched and arrived
 transfer              communication that was launched and can be waited for
 collectives           collectives that hand on while the data travels
-two_connections       a large all-to-all over gloo, with a connection for each direction
+ways                  how rows travel over gloo: by their own sockets, or in one piece, or in two
 collective_gradients  their gradients
 launch_checks         checks before a collective is launched
 launch_order          checks that all ranks launch in the same order (`UBATCH_CHECK_ORDER=1`)

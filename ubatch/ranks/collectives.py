@@ -39,7 +39,7 @@ from ubatch.ranks.group import CommGroup
 from ubatch.ranks.host_copy import CopiedWork, check_not_capturing, host_like, mark_copied
 from ubatch.ranks.launch_checks import block_sizes, check_launch, check_summable, rows_of
 from ubatch.ranks.transfer import Transfer
-from ubatch.ranks.two_connections import all_to_all_rows, takes_two
+from ubatch.ranks.ways import Way, all_to_all_rows, as_bytes, sends_whole, way_of
 from ubatch.schedules.schedule import Point
 
 __all__ = [
@@ -200,8 +200,7 @@ def launch_all_to_all_single(
     to_host: bool = False,
     most_rows: int | None = None,
 ) -> Transfer[Tensor]:
-    """Launch an all-to-all of rows. Over gloo, a large one has a connection for each direction
-    (`ubatch.ranks.two_connections`).
+    """Launch an all-to-all of rows. Over gloo its size decides how they travel (`ubatch.ranks.ways`).
 
     Args:
         x: `[sum(input_split_sizes), ...]`.
@@ -211,8 +210,8 @@ def launch_all_to_all_single(
         name: for traces and errors.
         to_host: the result is a few numbers that the host reads. It arrives in host memory, and `wait` waits for it
             only, not for queued compute.
-        most_rows: rows that a rank sends another at most; None if unknown. It tells more than two ranks whether the
-            transfer is large, and must be the same on all: else they wait for each other until the time-out.
+        most_rows: rows that a rank sends another at most; None if unknown. It tells more than two ranks how large the
+            transfer is, and must be the same on all: else they wait for each other until the time-out.
 
     Returns:
         A transfer of `[sum(output_split_sizes), ...]`.
@@ -230,13 +229,10 @@ def launch_all_to_all_single(
     source = x.contiguous()
     row_bytes = math.prod(source.shape[1:]) * source.element_size()
     result = _new_result(source, sum(received))
-    two = takes_two(connection, source.device, sent, received, row_bytes, most_rows)
-
-    def exchange() -> Sequence[Work]:
-        return all_to_all_rows(
-            _as_bytes(result, row_bytes), _as_bytes(source, row_bytes), received, sent, connection, two=two
-        )
-
+    if input_split_sizes is None and output_split_sizes is None:
+        most_rows = sent[0]
+    way = way_of(connection, source.device, sent, received, row_bytes, most_rows)
+    exchange = functools.partial(all_to_all_rows, result, source, received, sent, row_bytes, connection, way, name)
     bytes_sent = (sum(sent) - sent[group.rank]) * row_bytes
     bytes_received = (sum(received) - received[group.rank]) * row_bytes
     return _launch(name, connection, source, result, exchange, bytes_sent, bytes_received, to_host)
@@ -258,25 +254,22 @@ def launch_all_gather(
         A transfer of `[sum(sizes), ...]`, in rank order.
     """
     connection = check_launch(x, group, name)
-    rows = rows_of(x)
+    rows = x.shape[0] if x.dim() else rows_of(x)
     sizes = [rows] * group.size if sizes is None else list(sizes)
     if len(sizes) != group.size or min(sizes) < 0 or sizes[group.rank] != rows:
         raise ConfigError(f"sizes {sizes} must have one number per rank ({group.size}), and this rank has {rows} rows.")
     source = x.contiguous()
     result = _new_result(source, sum(sizes))
 
-    row_bytes, own = math.prod(source.shape[1:]) * source.element_size(), [rows] * group.size
-    two = takes_two(connection, source.device, own, sizes, row_bytes, max(sizes))
-    whole = len(set(sizes)) == 1 and not (two and group.size == 2)  # more ranks would copy it for each
-    sent = _as_bytes(source, row_bytes) if whole else _as_bytes(source, row_bytes).repeat(group.size, 1)
-
-    def send_to_all() -> Sequence[Work]:
-        if whole:
-            return [_all_gather_single(_as_bytes(result, row_bytes), sent, group=connection.pg, async_op=True)]
-        return all_to_all_rows(_as_bytes(result, row_bytes), sent, sizes, own, connection, two=two)
-
+    row_bytes = math.prod(source.shape[1:]) * source.element_size()
+    own = [rows] * group.size
+    way = way_of(connection, source.device, own, sizes, row_bytes, max(sizes))
+    sent = None if way is Way.NEAR or sends_whole(way, sizes) else own
+    if sent is not None:
+        source = as_bytes(source, row_bytes).repeat(group.size, 1)
+    gather = functools.partial(all_to_all_rows, result, source, sizes, sent, row_bytes, connection, way, name)
     bytes_sent, bytes_received = rows * (group.size - 1) * row_bytes, (sum(sizes) - rows) * row_bytes
-    return _launch(name, connection, sent, result, send_to_all, bytes_sent, bytes_received, to_host)
+    return _launch(name, connection, source, result, gather, bytes_sent, bytes_received, to_host)
 
 
 def launch_all_reduce(x: Tensor, group: CommGroup, *, name: str = "all_reduce") -> Transfer[Tensor]:
@@ -375,12 +368,3 @@ class _CarriedWork:
 
     def wait(self, timeout: object = None) -> bool:
         return True
-
-
-# Renamed in torch 2.13.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def _as_bytes(x: Tensor, row_bytes: int) -> Tensor:
-    """A view `[rows, bytes]`: data that is only moved is sent as bytes, because no transport supports every dtype."""
-    return x.view(-1).view(torch.uint8).view(x.shape[0], row_bytes)

@@ -38,14 +38,19 @@ from ubatch.process.interrupts import changing
 from ubatch.process.job_store import JobStore
 from ubatch.process.lateness import LATE_S, Patience, late_ranks
 from ubatch.ranks.launch_order import VARIABLE, LaunchOrder
+from ubatch.ranks.near import Channel, NearRanks, connect_near
 from ubatch.ranks.peer_watch import PeerWatch, weak_call
 
-__all__ = ["Connection", "Work", "lead_again", "leading_connection"]
+__all__ = ["Connection", "Work", "all_gather_single", "lead_again", "leading_connection"]
+
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Renamed in torch 2.13."""
 
 _SLICE = timedelta(milliseconds=200)
 _LOOK_S = 0.02
 _GRACE_S = 0.5
 """Seconds that the last missing rank has to answer a roll call before it counts as dead."""
+_TEXT_BYTES = 256
 _WAIT_SLACK_S = 1.0
 """Seconds that slices of waiting and reads of the store may add to a time-out."""
 _TRANSPORT_SLACK = 4
@@ -68,11 +73,13 @@ class Connection:
 
     Attributes:
         ranks: global ranks, in group order.
+        place: this rank's place among them.
         timeout_s: how long a transfer or a vote may take.
         longest_wait_s: longest time of `wait_for_works` if no peer is late: its time-out plus a roll call.
         pg: carries the data.
-        down_pg: with gloo, carries large data to lower ranks (`ubatch.ranks.two_connections`); else None.
-        vote_pg: carries the votes; always gloo, on the CPU.
+        down_pg: with gloo, carries large data to lower ranks (`ubatch.ranks.ways`); else None.
+        vote_pg: carries what ranks tell each other on the CPU; always gloo.
+        near: carries the votes, and with gloo small data, if all ranks are on one machine; else None.
         broken: why nothing may be launched any more, or None.
         order: the launches since the last vote if `UBATCH_CHECK_ORDER=1`, else None.
     """
@@ -80,6 +87,7 @@ class Connection:
     def __init__(self, ranks: Sequence[int], backend: str, timeout_s: float, name: str, store: JobStore) -> None:
         self.ranks = tuple(ranks)
         self.rank = dist.get_rank()
+        self.place = self.ranks.index(self.rank)
         self.timeout_s = timeout_s
         self.longest_wait_s = 2 * timeout_s + _WAIT_SLACK_S
         self.broken: str | None = None
@@ -94,6 +102,11 @@ class Connection:
         pgs = [self.pg, self.vote_pg, *([] if self.down_pg is None else [self.down_pg])]
         weakref.finalize(self, _keep, pgs, self._transport_timeout_s)
         self._watch: PeerWatch | None = None
+        self.near: NearRanks | None = None
+        if len(self.ranks) > 1:
+            self.near = connect_near(self.place, len(self.ranks), self._tell, timeout_s)
+        if self.near is not None:
+            weakref.finalize(self, _keep_open, self.near, self._transport_timeout_s)
         _connections.add(self)
         if torch.cuda.is_available() and self.is_stream_ordered(torch.device("cuda")):
             self.watch()
@@ -123,11 +136,24 @@ class Connection:
         """Whether a step of this connection has launched on `other`."""
         return other in self._dependents
 
-    def note_launch(self, lane: int, name: str, x: Tensor) -> None:
-        """Note that a transfer is launched. See `ubatch.ranks.launch_order`."""
-        order = (_leader.get() or self).order
-        if order is not None:
-            order.note(lane, name, x)
+    def launch_gather(self, own: Tensor, everyone: Tensor) -> Work:
+        """Launch the exchange of a few numbers on the CPU.
+
+        Args:
+            own: `[n]`, this rank's.
+            everyone: `[ranks, n]`, filled in group order.
+        """
+        if self.near is None:
+            work: Work = all_gather_single(everyone.view(-1), own, group=self.vote_pg, async_op=True)
+            return work
+        return self.near.exchange(Channel.VOTES, own, everyone, None, [1] * len(self.ranks), own.nbytes)
+
+    def _tell(self, text: str) -> list[str]:
+        """Every rank's text, in group order."""
+        own = torch.tensor(list(text.encode().ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8, device="cpu")
+        everyone = torch.empty(len(self.ranks), _TEXT_BYTES, dtype=torch.uint8, device="cpu")
+        self.wait_for_works([self.launch_gather(own, everyone)], "connecting")
+        return [bytes(row).rstrip(b"\0").decode() for row in everyone.tolist()]
 
     def orders(self, patience_s: float) -> dict[int, list[str]]:
         """Rank -> its launches since the last vote, for ranks that answer within `patience_s` seconds."""
@@ -158,7 +184,13 @@ class Connection:
         leader = _leader.get() or self
         patience: Patience | None = None
         for work in works:
-            while not self._arrived(work, name):
+            while True:
+                try:
+                    work.wait(_SLICE)
+                    break
+                except RuntimeError as error:
+                    if self._is_over(work, name, error):
+                        break
                 patience = patience or Patience(self.timeout_s, {*leader.ranks, *self.ranks} - {self.rank})
                 beat()
                 if check is not None:
@@ -236,23 +268,24 @@ class Connection:
 
     def _abort(self) -> None:
         """Abort the communicator, so that kernels that wait for a peer end and the device becomes free."""
+        if self.near is not None:
+            self.near.stop()
         if self._watch is not None:
             self._watch.stop()
             self.pg.abort()
 
     # -- waiting --------------------------------------------------------------------------------------------------
 
-    def _arrived(self, work: Work, name: str) -> bool:
-        """Wait for one slice; returns whether the work is over."""
+    def _is_over(self, work: Work, name: str, error: RuntimeError) -> bool:
+        """Whether a work has ended that was waited for in vain, with `error`."""
+        if not work.is_completed():
+            return False
+        if self.broken is not None:
+            raise GroupBroken(f"gave up waiting for {name!r}: {self.broken}")
         try:
-            work.wait(_SLICE)
-        except RuntimeError as error:
-            if not work.is_completed():
-                return False
-            try:
-                work.wait()  # returns at once; the work may have completed just after the slice
-            except RuntimeError:
-                raise self._connection_lost(name, error) from error
+            work.wait()  # returns at once; the work may have completed just after the slice
+        except RuntimeError:
+            raise self._connection_lost(name, error) from error
         return True
 
     def _look_out(self, name: str) -> None:
@@ -371,6 +404,8 @@ def _failure_of(text: str) -> tuple[str, int]:
 def _after_fork_in_child() -> None:
     for connection in [each for each in _connections if len(each.ranks) > 1]:
         connection.broken = "this process was forked, and its peers know its parent only. Make a group here."
+        if connection.near is not None:
+            connection.near.close_in_child()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -378,9 +413,8 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 _leader: ContextVar[Connection | None] = ContextVar("ubatch_leading_connection", default=None)
 
 
-def leading_connection() -> Connection | None:
-    """The connection whose ranks take the current step together; None outside of steps."""
-    return _leader.get()
+leading_connection = _leader.get
+"""Returns the connection whose ranks take the current step together; None outside of steps."""
 
 
 def lead_again(leader: Connection | None) -> AbstractContextManager[object]:
@@ -394,6 +428,8 @@ def lead_again(leader: Connection | None) -> AbstractContextManager[object]:
 # A process group's destructor waits for stuck operations, up to the transport's time-out, also at exit. So none is
 # destroyed before that time: it is kept by a reference that the interpreter's exit does not drop.
 _kept: list[tuple[float, dist.ProcessGroup]] = []
+# So long, peers may still read what was sent to them.
+_open: list[tuple[float, NearRanks]] = []
 
 
 def _keep(pgs: Sequence[dist.ProcessGroup], seconds: float) -> None:
@@ -402,8 +438,16 @@ def _keep(pgs: Sequence[dist.ProcessGroup], seconds: float) -> None:
         _kept.append((time.monotonic() + seconds, pg))
 
 
+def _keep_open(near: NearRanks, seconds: float) -> None:
+    near.stop()
+    _open.append((time.monotonic() + seconds, near))
+
+
 def _let_go_of_expired() -> None:
     now = time.monotonic()
+    for near in [near for until, near in _open if until <= now]:
+        near.close()
+    _open[:] = [(until, near) for until, near in _open if until > now]
     expired = [pg for until, pg in _kept if until <= now]
     _kept[:] = [(until, pg) for until, pg in _kept if until > now]
     for pg in expired:

@@ -151,7 +151,7 @@ class CommGroup:
         return self._connection
 
     def vote(self, offer: Offer) -> Decision:
-        """Exchange offers with all ranks and return the common decision: one small all-reduce on the CPU.
+        """Exchange offers with all ranks and return the common decision: one small all-gather on the CPU.
 
         Raises:
             GroupBroken: a rank has failed since the last `reset()`.
@@ -162,12 +162,11 @@ class CommGroup:
             return decide([offer])
         connection = self.usable_connection()
         order = connection.order
-        own = [*encode_offer(offer), *(order.ballot() if order is not None else [0] * BALLOT_WIDTH)]
-        ballot = torch.zeros(self.size, OFFER_WIDTH + BALLOT_WIDTH, dtype=torch.int64, device="cpu")
-        ballot[self.rank] = torch.tensor(own, dtype=torch.int64, device="cpu")
-        work = dist.all_reduce(ballot, group=connection.vote_pg, async_op=True)
-        connection.wait_for_works((work,), "vote")
-        rows = ballot.tolist()
+        numbers = [*encode_offer(offer), *(order.ballot() if order is not None else [0] * BALLOT_WIDTH)]
+        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        ballots = torch.empty(self.size, len(numbers), dtype=torch.int64, device="cpu")
+        connection.wait_for_works((connection.launch_gather(own, ballots),), "vote")
+        rows = ballots.tolist()
         if not check_ballots([row[OFFER_WIDTH:] for row in rows]):
             told = first_difference(connection.orders(self.timeout_s))
             connection.fail("the ranks launched in different orders.")

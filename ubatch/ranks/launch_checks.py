@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from ubatch.errors import ConfigError, GradientError
 from ubatch.lanes.context import UBatchContext, check_voted, current_lane
 from ubatch.lanes.torch_modes import function_transform
-from ubatch.ranks.connection import Connection
+from ubatch.ranks.connection import Connection, leading_connection
 from ubatch.ranks.group import CommGroup, check_group
 
 __all__ = ["block_sizes", "check_launch", "check_summable", "rows_of"]
@@ -39,9 +39,11 @@ def check_launch(x: Tensor, group: CommGroup, launches: str | None = None) -> Co
         _check_gradients(x, lane)
     if lane is not None and not lane.voted_ranks.issuperset(group.ranks):
         check_voted(lane, group.ranks, "a collective")
-    connection = group.usable_connection()
-    if launches is not None:
-        connection.note_launch(-1 if lane is None else lane.id, launches, x)
+    connection = group._connection
+    connection.check_usable()
+    order = (leading_connection() or connection).order
+    if order is not None and launches is not None:
+        order.note(-1 if lane is None else lane.id, launches, x)
     return connection
 
 

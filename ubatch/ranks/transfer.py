@@ -21,7 +21,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from ubatch.errors import TransferTimeout, UBatchError
 from ubatch.lanes.context import UBatchContext, current_lane
@@ -63,6 +63,7 @@ class Transfer(Generic[T]):
     bytes_sent = bytes_received = 0
     _works: tuple[Work, ...] = ()
     _finish: Callable[[], object] | None = None
+    _mapped: tuple[Callable[[Any], object], ...] = ()
     _is_ready = False  # complete from the start, and neither waited for nor delayed yet
     _error: BaseException | None = None
     _connection: Connection | None = None
@@ -126,10 +127,9 @@ class Transfer(Generic[T]):
         """Let `wait` return `then(result)`. `then` runs once, in the thread that waits. Returns this transfer."""
         if self._is_ready:
             self._reopen()
-        finish = cast("Callable[[], T] | None", self._finish)
-        if finish is None:
+        if self._finish is None:
             raise RuntimeError(f"transfer {self.name!r} was already waited for.")
-        self._finish = lambda: then(finish())
+        self._mapped = (*self._mapped, then)
         return cast("Transfer[U]", self)
 
     def delay_until(self, deadline: float, *, started: float | None = None, link: LinkTime | None = None) -> None:
@@ -190,7 +190,13 @@ class Transfer(Generic[T]):
         if lane is not None:
             lane.begin_wait(self.name, start + self._longest_s if self._longest_s else 0.0)
         try:
-            self._arrive(lane)
+            if self._connection is not None and not self._stream_ordered:
+                check = None if lane is None else functools.partial(self._look_up, lane)
+                self._connection.wait_for_works(self._works, self.name, check)
+            else:
+                self._wait_without_peers()
+            if self._deadline > start:
+                self._wait_for_link(lane)
             arrived = self._deadline or time.monotonic()
             if self._on_link and lane is not None and lane.trace is not None:
                 link = self._link or LinkTime(arrived - self._started, arrived - self._started)
@@ -209,20 +215,21 @@ class Transfer(Generic[T]):
             launcher.join_comm(self._mark)  # the mark is the launching lane's, whichever lane waits
         try:
             value = self._finish()
+            for then in self._mapped:
+                value = then(value)
         except BaseException as error:
             self._settle(error=error)
             raise
         self._settle(value=value)
         return cast("T", value)
 
-    def _arrive(self, lane: UBatchContext | None) -> None:
-        if self._connection is not None and not self._stream_ordered:
-            check = None if lane is None else functools.partial(self._look_up, lane)
-            self._connection.wait_for_works(self._works, self.name, check)
-        else:
-            limit_s = None if self._stream_ordered else transfer_limit_s()
-            for work in self._works:
-                _wait(work, self.name, limit_s)
+    def _wait_without_peers(self) -> None:
+        limit_s = None if self._stream_ordered else transfer_limit_s()
+        for work in self._works:
+            _wait(work, self.name, limit_s)
+
+    def _wait_for_link(self, lane: UBatchContext | None) -> None:
+        """Wait until the emulated link has delivered."""
         remaining = self._deadline - time.monotonic()
         if remaining > 0:
             if lane is not None:
@@ -243,7 +250,7 @@ class Transfer(Generic[T]):
             trace.add_wait(self.name, UNSPLIT, start, time.monotonic(), UNSPLIT, self._launched)
 
     def _settle(self, *, value: object = None, error: BaseException | None = None) -> None:
-        self._value, self._error, self._finish = value, error, None
+        self._value, self._error, self._finish, self._mapped = value, error, None, ()
         lane, self._lane = self._lane, None
         if lane is not None:
             lane.ledger.launched.discard(self)

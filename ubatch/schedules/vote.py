@@ -277,7 +277,7 @@ def _common_reason(offers: Sequence[Offer]) -> tuple[DeclineReason | None, int |
 
 
 def encode_offer(offer: Offer) -> list[int]:
-    """The offer as `OFFER_WIDTH` integers, for one small all-reduce."""
+    """The offer as `OFFER_WIDTH` integers, for one small all-gather."""
     reason = _REASONS.index(offer.reason) + 1 if offer.reason is not None else 0
     prints = [offer.schedule, offer.mode, offer.graph_mode, int(offer.again), offer.content, int(offer.unproved)]
     head = [int(offer.wish), offer.lanes, reason, *prints, offer.prefill_tokens, offer.period_us, len(offer.told)]

@@ -32,6 +32,7 @@ __all__ = [
     "GraphBackend",
     "GraphMiss",
     "Recording",
+    "capture_mark",
     "capturing",
     "current_capture",
     "mark_capturing",
@@ -131,6 +132,10 @@ def current_capture() -> object | None:
     if capture is None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return object()
     return capture
+
+
+capture_mark = _capture.get
+"""Returns what `mark_capturing` has set here; None outside of its block."""
 
 
 def mark_capturing() -> AbstractContextManager[object]:

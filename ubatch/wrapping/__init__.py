@@ -3,12 +3,10 @@
 config        `UBatchConfig`
 stand_in      an object that behaves as the module, apart from its call
 eligibility   whether this rank would overlap a call, and why not
-intent        what this rank would do with a call, and how the call is cut
-signature     which calls share a proof
 proof         runs a call unsplit and in lanes, and compares
-proof_table   the result of the proofs per signature
+proof_table   which calls share a proof, and the results of the proofs
 guard         around a call in lanes: what changed unlike in its proof, and putting it back
-step          a step that is decided: what both doors to the lanes hand in
+step          what this rank would do with a call; and a step that is decided: what both doors to the lanes hand in
 execution     runs a step in lanes, as one lane, or unsplit
 statistics    a wrapper's counters
 """

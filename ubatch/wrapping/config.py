@@ -124,14 +124,12 @@ class UBatchConfig:
         if min(sizes, default=1) < 1:
             raise ConfigError(f"cudagraph_capture_sizes {list(sizes)}: a size must be at least 1 token.")
         if not 2 <= self.num_ubatches <= MAX_LANES:
-            raise ConfigError(
-                f"num_ubatches must be 2 to {MAX_LANES}, not {self.num_ubatches}. Set enable_dbo=False to run unsplit."
-            )
+            what = f"num_ubatches must be 2 to {MAX_LANES}, not {self.num_ubatches}."
+            raise ConfigError(f"{what} Set enable_dbo=False to run unsplit.")
         self._check_schedules()
-        if not 0 <= self.tbo_token_distribution_threshold <= 0.5:
-            raise ConfigError(
-                f"tbo_token_distribution_threshold is {self.tbo_token_distribution_threshold}; it must be 0 to 0.5."
-            )
+        share = self.tbo_token_distribution_threshold
+        if not 0 <= share <= 0.5:
+            raise ConfigError(f"tbo_token_distribution_threshold is {share}; it must be 0 to 0.5.")
         check_known("split_by", self.split_by, tuple(SplitBy))
         check_known("verify", self.verify, tuple(Verify))
         if not self.timeout_s > 0:
@@ -276,11 +274,8 @@ class UBatchConfig:
                 arguments[name] = "off" if value is False else value
             else:
                 check_type(str(key), value, *kinds[name])
-        modes = {
-            key: ModeSettings.from_mapping(key, arguments.pop(key))
-            for key in MODE_KEYS
-            if isinstance(arguments.get(key), Mapping)
-        }
+        given = [key for key in MODE_KEYS if isinstance(arguments.get(key), Mapping)]
+        modes = {key: ModeSettings.from_mapping(key, arguments.pop(key)) for key in given}
         schedules = arguments.pop("schedules", {})
         for name, each in schedules.items():
             check_type(f"schedules[{shown(name)}]", each, Mapping)

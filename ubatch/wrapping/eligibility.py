@@ -17,16 +17,16 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ubatch.calls.arguments import parameter_names, plan_call
-from ubatch.calls.call_leaves import leaves_of
 from ubatch.calls.call_plan import CallPlan, CannotSplit, even_bounds
-from ubatch.calls.merging import Rule
+from ubatch.calls.containers import tensors_in
+from ubatch.calls.merging import ENOUGH, Rule
 from ubatch.errors import SplitError, UBatchError, describe
 from ubatch.lanes.torch_modes import why_not_in_lanes
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
@@ -36,14 +36,15 @@ from ubatch.schedules.vote import MAX_LANES, Decision, DeclineReason, Offer, Wis
 from ubatch.wrapping.config import UBatchConfig, Verify
 from ubatch.wrapping.effects.state import State
 from ubatch.wrapping.guard import Guard
-from ubatch.wrapping.intent import CutCall, Intent
-from ubatch.wrapping.proof_table import OFTEN, ProofTable
-from ubatch.wrapping.signature import Signature, is_flag, signature_of
+from ubatch.wrapping.proof_table import ProofTable, Signature, is_flag, signature_of
+from ubatch.wrapping.step import Intent
 
 __all__ = ["Eligibility"]
 
 _MOST_KEPT = 1024
-"""Most refusals, and most changed attributes, that are kept; with more, all are forgotten."""
+"""Most changed attributes that are kept; with more, all are forgotten."""
+_Learned = tuple[Signature | None, Rule | None, frozenset[str]]
+"""What a proof has learned; see `Intent`."""
 
 
 class Eligibility:
@@ -64,7 +65,6 @@ class Eligibility:
         self._config = config
         self.names = parameter_names(model.forward)
         self.proofs = ProofTable()
-        self._refusals: dict[tuple[int, ForwardMode, DeclineReason], Offer] = {}
         self.forget()
 
     def intent(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext | None) -> Intent:
@@ -74,9 +74,11 @@ class Eligibility:
             SplitError: `context` asks for a split that these arguments, or this module, do not allow.
         """
         if context is not None and context.ubatch_slices is not None:
-            return self._requested(args, kwargs, context.ubatch_slices, context)
+            return self._requested(self.plan(args, kwargs), context.ubatch_slices, context)
         if context is not None and context.decision is not None and context.decision.engaged:
-            return self._requested_whole(args, kwargs, context, context.decision)
+            if context.decision.num_lanes > 1:
+                raise SplitError("the forward context's decision says to overlap, but it has no ubatch_slices.")
+            return self._requested_whole(args, kwargs, context)
         num_tokens = 0 if context is None else context.num_tokens
         mode = context.mode if context is not None and num_tokens else ForwardMode.PREFILL
         plan: CallPlan | None = None
@@ -85,17 +87,17 @@ class Eligibility:
             if plan.decode and not num_tokens:
                 mode = ForwardMode.DECODE
             num_tokens = plan.num_tokens
-            no = self._unwanted(plan, mode, args, kwargs, context)
-            if no is not None:
-                return self._no(*no, num_tokens, mode, plan)
+            self._refuse_unwanted(plan, mode, context)
             return self._provable(plan, mode)
         except CannotSplit as cannot:
-            return self._no(cannot.reason, str(cannot), num_tokens, mode, plan)
+            reason, why = cannot.reason, str(cannot)
         except UBatchError:
             raise
         except Exception as error:  # an argument that is not what it seems; the module may not mind
-            why = f"the call cannot be taken apart ({describe(error)})."
-            return self._no(DeclineReason.CANNOT_PROVE, why, num_tokens, mode, plan)
+            reason, why = DeclineReason.CANNOT_PROVE, f"the call cannot be taken apart ({describe(error)})."
+        schedule = self._config.for_mode(mode).schedule
+        offer = _offer((num_tokens,), mode, schedule.lanes, schedule.fingerprint, reason, False)
+        return Intent(offer, schedule, mode, plan, why)
 
     def settle(self, intent: Intent, decision: Decision) -> Intent:
         """The intent after the vote: a rank without tokens takes the lanes and schedule of the others.
@@ -114,7 +116,8 @@ class Eligibility:
 
     def forget(self) -> None:
         """Forget what was learned about the module, because it was changed through its wrapper."""
-        self._suspects = [item for item in self._model.named_modules() if _is_suspect(item[1])]
+        modules = self._model.named_modules()
+        self._suspects = [item for item in modules if isinstance(item[1], _BatchNorm) or _dropout_rates(item[1])]
         self.known: State | None = None
         self._changes = Counter[str]()
         self.proofs.clear()
@@ -125,10 +128,9 @@ class Eligibility:
         Raises:
             CannotSplit: something in it cannot be read, so changes would go unseen.
         """
-        known = self.known
-        if known is not None and known.mark() and not self._is_usual("buffers", known):
+        state = self.known
+        if state is not None and state.mark() and not self._is_usual("buffers", state):
             self.proofs.doubt(["buffers"])
-        state = known
         if state is None or (state.unreadable is None and state.moved()):
             changed = {} if state is None else state.changed_items()
             self.proofs.doubt([path for path, value in changed.items() if not self._is_usual(path, value)])
@@ -148,26 +150,23 @@ class Eligibility:
         if len(self._changes) >= _MOST_KEPT:
             self._changes.clear()
         self._changes[path] += 1
-        return self._changes[path] > OFTEN and not is_flag(value)
+        return self._changes[path] > ENOUGH and not is_flag(value)
 
-    def guard(self, intent: Intent, neighbours: Callable[[], int]) -> Guard | None:
+    def guard(self, intent: Intent, neighbours: Callable[[], int]) -> Guard:
         """The guard of a call that is about to run in lanes. `neighbours`: see `Guard`."""
-        plan, cut = intent.plan, intent.cut
-        if plan is None or cut is None:
-            return None
-        call = State.of_call((*plan.args, *plan.kwargs.items()), cut.calls)
-        return Guard(self.known or self.state(), call, cut.writes, neighbours)
+        call = State.of_call(intent.parts.plan.named, intent.calls)
+        return Guard(self.known or self.state(), call, intent.writes, neighbours)
 
     def _provable(self, plan: CallPlan, mode: ForwardMode) -> Intent:
-        """The intent of a call that is to overlap, with its proof's result: the merge rule; a request for a proof if
-        there is none yet; or a no.
+        """The intent of a call that is to overlap, with its proof's result: the merge rule; or a request for a proof if
+        there is none yet. A rank without rows has nothing to prove, and merges nothing.
 
-        A rank without rows has nothing to prove, and merges nothing.
+        Raises:
+            CannotSplit: its proof failed, or would.
         """
-        schedule = self._config.for_mode(mode).schedule
+        schedule, verify = self._config.for_mode(mode).schedule, self._config.verify
         if schedule.lanes == 1:
             return self._even(plan, mode, schedule)
-        verify = self._config.verify
         if verify == Verify.OFF or not plan.rows:
             self.state()  # which the guard compares with
             return self._even(plan, mode, schedule)
@@ -175,47 +174,29 @@ class Eligibility:
         signature = signature_of(plan, mode, schedule.lanes, training=self._model.training, trains=trains)
         standing = self.proofs.find(signature)
         if standing.retired is not None:
-            return self._no(*standing.retired, plan.num_tokens, mode, plan)
+            raise CannotSplit(*standing.retired)
         self.state()  # may doubt the proof
-        vain = self.proofs.vain(standing)
-        if vain is not None:
-            return self._no(*vain, plan.num_tokens, mode, plan)
-        if standing.writes and plan.shares_memory():
-            why = "the call writes to arguments that share memory with each other. Give it tensors of their own."
-            return self._no(DeclineReason.CANNOT_PROVE, why, plan.num_tokens, mode, plan)
-        unproved = standing.rule is None or verify == Verify.ALWAYS
-        return self._even(plan, mode, schedule, _Proved(signature, standing.rule, standing.writes, unproved))
+        self.proofs.refuse_vain(standing)
+        if standing.writes:
+            plan.refuse_shared_memory()
+        return self._even(plan, mode, schedule, (signature, standing.rule, standing.writes))
 
-    def _requested(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        slices: Sequence[UBatchSlice],
-        context: ForwardContext,
-    ) -> Intent:
-        plan = self.plan(args, kwargs)
-        bounds = _explicit_bounds(slices, plan)
-        schedule = context.schedule or self._config.for_mode(context.mode).schedule
-        no = self._config.switched_off(schedule) or self._not_in_lanes(plan, args, kwargs)
-        if no is not None:
-            raise CannotSplit(no[0], f"the forward context has ubatch_slices, but {no[1]}")
+    def _requested(self, plan: CallPlan, slices: Sequence[UBatchSlice], context: ForwardContext) -> Intent:
+        bounds, mode = _explicit_bounds(slices, plan), context.mode
+        schedule = context.schedule or self._config.for_mode(mode).schedule
+        try:
+            _refuse(self._config.switched_off(schedule))
+            self._refuse_lanes(plan)
+        except CannotSplit as no:
+            raise CannotSplit(no.reason, f"the forward context has ubatch_slices, but {no}") from None
         self.state()  # which the guard compares with
-        return self._yes(
-            plan,
-            bounds,
-            context.mode,
-            schedule.with_lanes(len(slices)),
-            [part.num_tokens for part in slices],
-            _UNKNOWN,
-        )
+        schedule, (calls, parts) = schedule.with_lanes(len(slices)), plan.cut(bounds)
+        tokens = tuple([part.num_tokens for part in slices])
+        offer = _offer(tokens, mode, schedule.lanes, schedule.fingerprint, None, False)
+        return Intent(offer, schedule, mode, plan, calls=calls, parts=parts)
 
-    def _requested_whole(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext, decision: Decision
-    ) -> Intent:
-        """The intent of a call whose context already has a decision: single-batch overlap, unless slices are
-        missing."""
-        if decision.num_lanes > 1:
-            raise SplitError("the forward context's decision says to overlap, but it has no ubatch_slices.")
+    def _requested_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext) -> Intent:
+        """The intent of a call whose context already has the decision for single-batch overlap."""
         schedule = context.schedule or self._config.for_mode(context.mode).schedule
         if not schedule.single_batch:
             raise SplitError(
@@ -226,146 +207,94 @@ class Eligibility:
             plan = self.plan(args, kwargs)
         except CannotSplit:  # nothing is cut
             plan = None
-        return self._single(plan, context.mode, schedule, context.num_tokens)
+        offer = _offer((context.num_tokens,), context.mode, 1, schedule.fingerprint, None, False)
+        return Intent(offer, schedule, context.mode, plan, single=True)
 
-    def _unwanted(
-        self,
-        plan: CallPlan,
-        mode: ForwardMode,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        context: ForwardContext | None,
-    ) -> tuple[DeclineReason, str] | None:
-        """Why this rank does not want to split a call that could be split; None for an idle rank."""
-        settings, idle = self._config.for_mode(mode), plan.rows == 0 and self._config.group is not None
-        off = self._config.switched_off(None if idle else settings.schedule)
-        if off is not None:
-            return off
+    def _refuse_unwanted(self, plan: CallPlan, mode: ForwardMode, context: ForwardContext | None) -> None:
+        """Refuse a call that could be split, but which this rank does not want to split; none of an idle rank.
+
+        Raises:
+            CannotSplit: overlap is off, or not asked for; or the call is too small, or must not run in lanes.
+        """
+        schedule, idle = self._config.for_mode(mode).schedule, plan.rows == 0 and self._config.group is not None
+        _refuse(self._config.switched_off(None if idle else schedule))
         if context is not None and context.attn_metadata is not None:
-            return (
-                DeclineReason.NOT_REQUESTED,
-                "the forward context has attention metadata but no ubatch_slices: its caller wants one batch.",
-            )
+            why = "the forward context has attention metadata but no ubatch_slices: its caller wants one batch."
+            raise CannotSplit(DeclineReason.NOT_REQUESTED, why)
         if idle:
-            return None
-        too_small, lanes = self._config.below_threshold(mode, plan.num_tokens), settings.schedule.lanes
-        if too_small is not None or lanes == 1:
-            return too_small
-        if plan.rows < lanes:
-            return DeclineReason.LAST_UBATCH_EMPTY, f"{plan.rows} rows leave a lane of {lanes} empty."
-        return self._not_in_lanes(plan, args, kwargs)
+            return
+        _refuse(self._config.below_threshold(mode, plan.num_tokens))
+        if schedule.lanes == 1:
+            return
+        if plan.rows < schedule.lanes:
+            why = f"{plan.rows} rows leave a lane of {schedule.lanes} empty."
+            raise CannotSplit(DeclineReason.LAST_UBATCH_EMPTY, why)
+        self._refuse_lanes(plan)
 
-    def _not_in_lanes(
-        self, plan: CallPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[DeclineReason, str] | None:
-        """Reasons against lanes that are known without running the call."""
-        return self._layout(plan) or why_not_in_lanes() or self._batch_dependence() or self._gradients(args, kwargs)
+    def _refuse_lanes(self, plan: CallPlan) -> None:
+        """Refuse a call of which it is known without running it that it must not run in lanes.
 
-    def _layout(self, plan: CallPlan) -> tuple[DeclineReason, str] | None:
-        """Refuse a module whose batch is not in dimension 0, or which cannot run in lanes."""
+        Raises:
+            CannotSplit: the module cannot stop at points, has its batch in another dimension, mixes its rows, or draws
+                random numbers; the caller's modes stay in its thread; intercepted collectives would need gradients.
+        """
         model = self._model
         if isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction):
-            return (
-                DeclineReason.JIT_MODULE,
-                "the module is compiled by torch.jit, so no lane can stop at a point in it.",
-            )
+            why = "the module is compiled by torch.jit, so no lane can stop at a point in it."
+            raise CannotSplit(DeclineReason.JIT_MODULE, why)
         for leaf in plan.leaves:
             if leaf.dim == 0 and leaf.path not in self._config.split_dims and _is_sequence_first(model):
-                return (
-                    DeclineReason.SEQUENCE_FIRST,
-                    f"{type(model).__name__} has batch_first=False, so dimension 0 of {leaf.path!r} is the sequence. "
-                    f"Say split_dims={{{leaf.path!r}: 1}}.",
-                )
-        return None
-
-    def _gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DeclineReason, str] | None:
-        """Refuse gradients with intercepted collectives, which have none in lanes."""
-        if not self._intercept or not torch.is_grad_enabled():
-            return None
-        given = leaves_of(self.names, args, kwargs).tensors.values()
-        if any(tensor.requires_grad for tensor in itertools.chain(given, self._model.parameters())):
-            return (
-                DeclineReason.GRADIENTS,
-                "torch's collectives in lanes carry no gradients. Run under torch.no_grad(), or train unsplit.",
-            )
-        return None
-
-    def _batch_dependence(self) -> tuple[DeclineReason, str] | None:
-        """Refuse modules in which a row's result depends on other rows, or on the order of random numbers."""
-        model = self._model
+                why = f"{type(model).__name__} has batch_first=False, so dimension 0 of {leaf.path!r} is the sequence. "
+                raise CannotSplit(DeclineReason.SEQUENCE_FIRST, f"{why}Say split_dims={{{leaf.path!r}: 1}}.")
+        _refuse(why_not_in_lanes())
         for name, module in model.named_modules() if model.training else self._suspects:
             where = name or "the module"
             if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
-                return DeclineReason.BATCH_NORM_IN_TRAINING, f"{where} normalises over the whole batch."
+                raise CannotSplit(DeclineReason.BATCH_NORM_IN_TRAINING, f"{where} normalises over the whole batch.")
             if module.training and any(rate > 0 for rate in _dropout_rates(module)):
-                return DeclineReason.DROPOUT_IN_TRAINING, f"{where} drops out at random; call eval()."
-        return None
+                raise CannotSplit(DeclineReason.DROPOUT_IN_TRAINING, f"{where} drops out at random; call eval().")
+        if self._intercept and torch.is_grad_enabled():
+            given = tensors_in([value for _, value in plan.named])
+            if any(tensor.requires_grad for tensor in itertools.chain(given, model.parameters())):
+                why = "torch's collectives in lanes carry no gradients. Run under torch.no_grad(), or train unsplit."
+                raise CannotSplit(DeclineReason.GRADIENTS, why)
 
-    def _no(self, reason: DeclineReason, why: str, tokens: int, mode: ForwardMode, plan: CallPlan | None) -> Intent:
-        schedule, key = self._config.for_mode(mode).schedule, (tokens, mode, reason)
-        offer = self._refusals.get(key)
-        if offer is None:
-            if len(self._refusals) == _MOST_KEPT:
-                self._refusals.clear()
-            offer = self._refusals[key] = _offer((tokens,), mode, schedule, reason)
-        return Intent(offer, why, schedule, None, mode, tokens, plan)
-
-    def _even(self, plan: CallPlan, mode: ForwardMode, schedule: Schedule, proved: _Proved | None = None) -> Intent:
-        if schedule.lanes == 1:
-            return self._single(plan, mode, schedule, plan.num_tokens)
-        bounds = even_bounds(plan.rows, schedule.lanes)
-        tokens = [(rows.stop - rows.start) * plan.tokens_per_row for rows in bounds]
-        return self._yes(plan, bounds, mode, schedule, tokens, proved or _UNKNOWN)
-
-    def _single(self, plan: CallPlan | None, mode: ForwardMode, schedule: Schedule, tokens: int) -> Intent:
-        return Intent(_offer((tokens,), mode, schedule), None, schedule, None, mode, tokens, plan, single=True)
-
-    def _yes(
-        self,
-        plan: CallPlan,
-        bounds: Sequence[slice],
-        mode: ForwardMode,
-        schedule: Schedule,
-        tokens: Sequence[int],
-        proved: _Proved,
+    def _even(
+        self, plan: CallPlan, mode: ForwardMode, schedule: Schedule, learned: _Learned = (None, None, frozenset())
     ) -> Intent:
-        cut = CutCall(plan, tuple(bounds), *plan.cut(bounds), proved.rule, proved.writes)
-        offer = _offer(tuple(tokens), mode, schedule, None, proved.unproved)
-        return Intent(offer, None, schedule, cut, mode, sum(tokens), plan, False, proved.signature)
-
-
-class _Proved(NamedTuple):
-    """What is known of a call that is to overlap; see `CutCall`, `Intent` and `Offer`."""
-
-    signature: Signature | None = None
-    rule: Rule | None = None
-    writes: frozenset[str] = frozenset()
-    unproved: bool = False
-
-
-_UNKNOWN = _Proved()
+        """The intent of a call that is cut evenly, or runs as one lane."""
+        lanes, schedule_print = schedule.lanes, schedule.fingerprint
+        if lanes == 1:
+            offer = _offer((plan.num_tokens,), mode, lanes, schedule_print, None, False)
+            return Intent(offer, schedule, mode, plan, single=True)
+        calls, parts = plan.cut(even_bounds(plan.rows, lanes))
+        signature, rule, _ = learned
+        unproved = signature is not None and (rule is None or self._config.verify == Verify.ALWAYS)
+        tokens = tuple([rows * plan.tokens_per_row for rows in parts.rows])
+        offer = _offer(tokens, mode, lanes, schedule_print, None, unproved)
+        return Intent(offer, schedule, mode, plan, None, False, calls, parts, *learned)
 
 
 @functools.lru_cache(1024)
 def _offer(
-    tokens: tuple[int, ...],
-    mode: ForwardMode,
-    schedule: Schedule,
-    reason: DeclineReason | None = None,
-    unproved: bool = False,
+    tokens: tuple[int, ...], mode: ForwardMode, lanes: int, schedule: int, reason: DeclineReason | None, unproved: bool
 ) -> Offer:
-    """A no where there is a `reason`; else a yes, or idle if there are no tokens."""
+    """A no where there is a `reason`; else a yes, or idle if there are no tokens. `schedule`: its fingerprint."""
     wish = Wish.NO if reason is not None else Wish.YES if any(tokens) else Wish.IDLE
-    prints = schedule.fingerprint, fingerprint(mode)
-    return Offer(wish, tokens, schedule.lanes, reason, *prints, unproved=unproved)
+    return Offer(wish, tokens, lanes, reason, schedule, fingerprint(mode), unproved=unproved)
+
+
+def _refuse(no: tuple[DeclineReason, str] | None) -> None:
+    """Raise `CannotSplit` for a reason and its message."""
+    if no is not None:
+        raise CannotSplit(*no)
 
 
 def _explicit_bounds(slices: Sequence[UBatchSlice], plan: CallPlan) -> list[slice]:
     """Row ranges for the slices that a forward context asks for."""
     if not 2 <= len(slices) <= MAX_LANES:
-        raise SplitError(
-            f"ubatch_slices needs 2 to {MAX_LANES} slices, not {len(slices)}. Leave it None to run unsplit."
-        )
+        what = f"ubatch_slices needs 2 to {MAX_LANES} slices, not {len(slices)}."
+        raise SplitError(f"{what} Leave it None to run unsplit.")
     by_token = plan.tokens_per_row == 1 and not plan.decode
     bounds = [part.token_slice if by_token else part.request_slice for part in slices]
     rows, row = ("tokens", "token") if by_token else ("requests", "request")
@@ -389,11 +318,6 @@ def _is_sequence_first(module: nn.Module) -> bool:
     if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
         module = module.self_attn
     return isinstance(module, nn.Transformer | nn.MultiheadAttention | nn.RNNBase) and not module.batch_first
-
-
-def _is_suspect(module: nn.Module) -> bool:
-    """Whether a module can depend on the whole batch."""
-    return isinstance(module, _BatchNorm) or bool(_dropout_rates(module))
 
 
 def _dropout_rates(module: nn.Module) -> list[float]:

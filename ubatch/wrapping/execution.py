@@ -1,7 +1,7 @@
 """Running a call after the decision, eagerly or inside a capture.
 
 `Execution.run` is the room; a runner's step (`ubatch.wrapping.step`) enters it as it is. A call of the wrapper comes in
-one of three ways:
+(`Execution.call`) in one of three ways:
 
     lanes      one body per lane, one forward context per lane, the outputs merged
     single     the module itself as the only lane: its chunks of experts overlap (single-batch overlap)
@@ -16,13 +16,13 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ubatch.calls.outputs import merge_outputs
+from ubatch.calls.outputs import Guess
 from ubatch.errors import ConfigError
 from ubatch.lanes.context import current_lane
 from ubatch.lanes.single_lane import SingleLane
@@ -32,28 +32,17 @@ from ubatch.process.interrupts import Marks
 from ubatch.ranks.fsdp import sharing_weights
 from ubatch.ranks.long_calls import taking_long
 from ubatch.schedules.forward_context import ForwardContext, set_forward_context
-from ubatch.schedules.vote import Decision
+from ubatch.schedules.schedule import Schedule
+from ubatch.schedules.vote import Decision, Offer, decide
 from ubatch.streams.graph_protocols import Capture
 from ubatch.streams.streams import make_streams
 from ubatch.trace.ranges import profile_ranges
 from ubatch.trace.spans import UNSPLIT, SpanKind, Trace, current_trace
 from ubatch.wrapping.config import UBatchConfig
 from ubatch.wrapping.guard import Guard
-from ubatch.wrapping.intent import CutCall, Intent
-from ubatch.wrapping.step import Call, DecidedStep
+from ubatch.wrapping.step import Call, DecidedStep, Step
 
-__all__ = ["Execution", "Step", "checked_device", "device_of", "span"]
-
-
-@dataclass(frozen=True)
-class Step:
-    """One call of the wrapper after the decision."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    intent: Intent
-    decision: Decision
-    context: ForwardContext | None
+__all__ = ["Execution", "checked_device", "device_of", "span"]
 
 
 class Execution:
@@ -71,8 +60,8 @@ class Execution:
     def __init__(
         self, model: nn.Module, config: UBatchConfig, device: torch.device | None, *, intercept: bool = False
     ) -> None:
-        self._model = model
-        self._config = config
+        self.model = model
+        self.config = config
         self._device = device
         self._intercept = intercept
         self.pools: dict[tuple[int, torch.device], LanePool | SingleLane] = {}
@@ -80,43 +69,38 @@ class Execution:
         self._patient = Marks()
         self.failure: tuple[int, str] | None = None
 
-    def lanes(self, step: Step, cut: CutCall, capture: Capture | None = None, guard: Guard | None = None) -> Any:
-        """Run a call in lanes, split as in `cut`; returns the merged outputs.
+    def call(self, step: Step, capture: Capture | None = None, guard: Guard | None = None) -> Any:
+        """Run a call as it was decided; outputs of lanes are merged. If the ranks voted, the forward context of a call
+        without lanes has their decision.
 
         Raises:
             ConfigError: `context` has slices, but no matching lane contexts.
             Finding: `guard` found a change.
             Others: what the lanes raised; see `LanePool.run`.
         """
-        outputs = self.outputs(step, cut, capture, None if guard is None else guard.at_handover)
+        intent = step.intent
+        engaged = intent.engages(step.decision)
+        if intent.single or not engaged:
+            voted = self.config.group is not None and (step.context is None or step.context.decision is None)
+            contexts = [self._whole_context(step)] if voted or engaged else []
+            schedule = intent.schedule if engaged else None
+            return self.run(_decided(step, [(step.args, step.kwargs)], contexts, schedule), capture)[0]
+        outputs = self.outputs(step, capture, None if guard is None else guard.at_handover)
         if guard is not None:
             guard.check()
         with nullcontext() if capture is None else capture.part():
-            if cut.rule is None:
-                return merge_outputs(outputs, cut.plan, cut.parts, self._config.output_dims)
-            merged = cut.rule.merge("output", outputs, cut.parts)
-            cut.parts.merge_caches()
+            rule = intent.rule or Guess(self.config.output_dims)
+            merged = rule.merge("output", outputs, intent.parts)
+            intent.parts.merge_caches()
             return merged
 
     def outputs(
-        self,
-        step: Step,
-        cut: CutCall,
-        capture: Capture | None = None,
-        at_handover: Callable[[], None] | None = None,
+        self, step: Step, capture: Capture | None = None, at_handover: Callable[[], None] | None = None
     ) -> list[Any]:
         """Run a call in lanes; returns one output per lane. Each lane runs `at_handover` before it hands over and when
-        it has its output. Errors as in `lanes`."""
-        return self.run(_decided(step, cut.calls, _lane_contexts(step)), capture, at_handover)
-
-    def single(self, step: Step, capture: Capture | None = None) -> Any:
-        """Run a call unsplit, as the only lane of the schedule.
-
-        Raises:
-            Exception: the module's own error; see `SingleLane.run`.
-        """
-        (output,) = self.run(_decided(step, [(step.args, step.kwargs)], [self._whole_context(step)]), capture)
-        return output
+        it has its output. Errors as in `call`."""
+        intent = step.intent
+        return self.run(_decided(step, intent.calls, _lane_contexts(step), intent.schedule), capture, at_handover)
 
     def run(
         self, step: DecidedStep, capture: Capture | None = None, at_handover: Callable[[], None] | None = None
@@ -126,18 +110,17 @@ class Execution:
         self.failure = None
         if step.schedule is None:
             return [self._whole(step, capture)]
-        model = self._model if at_handover is None else functools.partial(_watched, self._model, at_handover)
+        model = self.model if at_handover is None else functools.partial(_watched, self.model, at_handover)
         bodies = [functools.partial(model, *args, **kwargs) for args, kwargs in step.calls]
         pool = self._pool(len(bodies))
         try:  # keeps a lane's context variables out of the caller's, also if the lane runs in this thread
-            return contextvars.copy_context().run(
-                self._run_in, pool, bodies, step.schedule, step.contexts, self._voted, capture
-            )
+            context = contextvars.copy_context()
+            return context.run(self._run_in, pool, bodies, step.schedule, step.contexts, self._voted, capture)
         finally:
             self.failure = pool.failure
 
     def _run_in(self, pool: LanePool | SingleLane, *step: Any) -> list[Any]:
-        with profile_ranges(self._config.profile_ranges), self._intercepting(), sharing_weights():
+        with profile_ranges(self.config.profile_ranges), self._intercepting(), sharing_weights():
             return pool.run(*step, patient=bool(self._patient))
 
     def _whole(self, step: DecidedStep, capture: Capture | None) -> Any:
@@ -145,35 +128,32 @@ class Execution:
         ((args, kwargs),) = step.calls
         around = set_forward_context(step.contexts[0]) if step.contexts else _NO_SPAN
         patient = bool(self._patient) or capture is not None
-        with around, transfers_end_within(None if patient else self._config.timeout_s), span("unsplit"):
+        with around, transfers_end_within(None if patient else self.config.timeout_s), span("unsplit"):
             if capture is None:
-                return self._model(*args, **kwargs)
+                return self.model(*args, **kwargs)
             capture.begin()
             with capture.part():
-                return self._model(*args, **kwargs)
+                return self.model(*args, **kwargs)
 
     def _intercepting(self) -> AbstractContextManager[None]:
         if not self._intercept:
             return nullcontext()
-        from ubatch.ranks.intercept import (
-            intercepting,
-        )  # imported here, because some builds of torch lack torch.distributed
+        from ubatch.ranks.intercept import intercepting  # some builds of torch lack torch.distributed
 
         return intercepting()
-
-    def unsplit(self, step: Step, capture: Capture | None = None) -> Any:
-        """Run a call unsplit. If the ranks voted, its forward context has their decision."""
-        voted = self._config.group is not None and (step.context is None or step.context.decision is None)
-        contexts = [self._whole_context(step)] if voted else []
-        return self.run(replace(_decided(step, [(step.args, step.kwargs)], contexts), schedule=None), capture)[0]
 
     def _whole_context(self, step: Step) -> ForwardContext:
         """The forward context of an unsplit call: the caller's, with the ranks' decision."""
         base = step.context or ForwardContext(num_tokens=step.intent.num_tokens, mode=step.intent.mode)
-        if self._config.group is None or base.decision is not None:
+        if self.config.group is None or base.decision is not None:
             return base
         across = step.decision.lane_tokens(0) if base.tokens_across_ranks is None else base.tokens_across_ranks
         return replace(base, tokens_across_ranks=across, decision=step.decision)
+
+    def vote(self, offer: Offer) -> Decision:
+        """The ranks' decision on a step; without a group, that of this rank alone."""
+        group = self.config.group
+        return _decide_alone(offer) if group is None else group.vote(offer)
 
     @contextmanager
     def no_timeout(self) -> Iterator[None]:
@@ -189,14 +169,17 @@ class Execution:
     def _pool(self, lanes: int) -> LanePool | SingleLane:
         device = self._device
         if device is None:  # the module may have moved since the last call
-            device = device_of(self._model)
-        if (lanes, device) not in self.pools:
-            self.pools[lanes, device] = (
-                SingleLane(device, timeout_s=self._config.timeout_s)
-                if lanes == 1
-                else LanePool(lanes, device, self._config.timeout_s)
-            )
-        return self.pools[lanes, device]
+            device = device_of(self.model)
+        pool, limit = self.pools.get((lanes, device)), self.config.timeout_s
+        if pool is None:
+            pool = SingleLane(device, timeout_s=limit) if lanes == 1 else LanePool(lanes, device, limit)
+            self.pools[lanes, device] = pool
+        return pool
+
+
+@functools.lru_cache(1024)
+def _decide_alone(offer: Offer) -> Decision:
+    return decide([offer])
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -221,38 +204,30 @@ def checked_device(device: torch.device | str) -> torch.device:
 
 def _watched(model: nn.Module, at_handover: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
     lane = current_lane()
-    if lane is None:
-        return model(*args, **kwargs)
-    lane.at_handover = at_handover
+    if lane is not None:
+        lane.at_handover = at_handover
     result = model(*args, **kwargs)
     at_handover()
     return result
 
 
-def _decided(step: Step, calls: Sequence[Call], contexts: Sequence[ForwardContext]) -> DecidedStep:
-    intent = step.intent
-    return DecidedStep(
-        mode=intent.mode, decision=step.decision, schedule=intent.schedule, calls=calls, contexts=contexts
-    )
+def _decided(
+    step: Step, calls: Sequence[Call], contexts: Sequence[ForwardContext], schedule: Schedule | None
+) -> DecidedStep:
+    return DecidedStep(mode=step.intent.mode, decision=step.decision, schedule=schedule, calls=calls, contexts=contexts)
 
 
 def _lane_contexts(step: Step) -> list[ForwardContext]:
-    intent, decision, context = step.intent, step.decision, step.context
+    tokens, decision, context = step.intent.offer.tokens, step.decision, step.context
     if context is not None and context.lane_contexts is not None:
-        if len(context.lane_contexts) != len(intent.offer.tokens):
-            raise ConfigError(
-                f"{len(intent.offer.tokens)} ubatch_slices need as many lane_contexts, "
-                f"not {len(context.lane_contexts)}."
-            )
+        lanes, given = len(tokens), len(context.lane_contexts)
+        if given != lanes:
+            raise ConfigError(f"{lanes} ubatch_slices need as many lane_contexts, not {given}.")
         return list(context.lane_contexts)
     if context is not None and context.attn_metadata is not None:
         raise ConfigError("a forward context with ubatch_slices and attn_metadata needs lane_contexts, one per slice.")
-    return [
-        ForwardContext(
-            num_tokens=tokens, mode=intent.mode, tokens_across_ranks=decision.lane_tokens(lane), decision=decision
-        )
-        for lane, tokens in enumerate(intent.offer.tokens)
-    ]
+    make = functools.partial(ForwardContext, mode=step.intent.mode, decision=decision)
+    return [make(num_tokens=own, tokens_across_ranks=decision.lane_tokens(lane)) for lane, own in enumerate(tokens)]
 
 
 def span(name: str) -> AbstractContextManager[None]:

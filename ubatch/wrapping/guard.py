@@ -19,7 +19,9 @@ from ubatch.schedules.vote import DeclineReason
 from ubatch.wrapping.effects.random_state import RandomState, others_are_busy
 from ubatch.wrapping.effects.state import State
 
-__all__ = ["Finding", "Guard"]
+__all__ = ["HAND_OVER", "Finding", "Guard"]
+
+HAND_OVER = "Hand over in an argument what it keeps between calls."
 
 
 class Finding(CannotSplit):
@@ -60,17 +62,12 @@ class Guard:
         """
         changed = self._module.changes() or ([] if self._left is None else [self._left])
         if changed:
-            raise Finding(
-                DeclineReason.MODULE_KEEPS_STATE,
-                f"the module changed {changed[0]!r}, unlike in the call that was proved. Hand over in an argument what "
-                "it keeps between calls.",
-            )
+            why = f"the module changed {changed[0]!r}, unlike in the call that was proved. "
+            raise Finding(DeclineReason.MODULE_KEEPS_STATE, why + HAND_OVER)
         written = [path for path in self._call.changes() if path not in self._learned]
         if written:
-            raise Finding(
-                DeclineReason.ARGUMENTS_CHANGED,
-                f"the call changed argument {written[0]!r}, unlike the call that was proved.",
-            )
+            why = f"the call changed argument {written[0]!r}, unlike the call that was proved."
+            raise Finding(DeclineReason.ARGUMENTS_CHANGED, why)
         if self._random.moved():
             raise Finding(DeclineReason.DRAWS_RANDOM, "the call drew random numbers, unlike the call that was proved.")
 

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,16 +33,16 @@ from ubatch.calls.closeness import Comparison, Unequal, identical
 from ubatch.calls.containers import children_of
 from ubatch.calls.merging import Learner, Rule
 from ubatch.errors import GroupBroken, PeerFailed, SideEffectError
-from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
+from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish
 from ubatch.trace.spans import current_trace, tracing
-from ubatch.wrapping.config import UBatchConfig
 from ubatch.wrapping.effects.random_state import RandomState, busy_threads
 from ubatch.wrapping.effects.state import State
-from ubatch.wrapping.execution import Execution, Step
-from ubatch.wrapping.intent import CutCall, Intent
+from ubatch.wrapping.execution import Execution
+from ubatch.wrapping.guard import HAND_OVER
 from ubatch.wrapping.proof_table import ProofTable
+from ubatch.wrapping.step import Intent, Step
 
-__all__ = ["Outcome", "Proof"]
+__all__ = ["Proof"]
 
 _No = tuple[DeclineReason, str]
 _MORE_ROWS = 64
@@ -52,74 +52,51 @@ _APART = ((210, 0), (6, 0), (6, 8), (1, _MORE_ROWS))
 two or three rows would not show that they belong together."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a proving call ended.
-
-    Attributes:
-        result: of the call that ran whole.
-        reason: why the signature is not proved; None if this call passed.
-        why: the same in a sentence.
-        declined_by: the first rank that declined, or None.
-        seconds: time of the proof, without the call itself.
-    """
-
-    result: Any
-    reason: DeclineReason | None
-    why: str | None
-    declined_by: int | None
-    seconds: float
-
-
-@dataclass(frozen=True)
-class _Rehearsal:
+class _Rehearsal(NamedTuple):
     """The call in lanes, on copies.
 
     Attributes:
         plan: plan of the copies.
         order: row numbers of the call that the copies have.
-        bounds: row ranges of the two lanes.
+        cut: the first row of the second lane.
     """
 
     plan: CallPlan
     order: Sequence[int]
-    bounds: tuple[slice, slice]
+    cut: int
 
 
-@dataclass
 class Proof:
     """One proof.
 
-    Attributes:
+    Args:
         step: a call that would overlap, and whose signature is not proved.
         neighbours: see `Guard`.
+
+    Attributes:
+        no: after `run`, why the signature is not proved: the reason, and a sentence where one is known; None if it
+            passed.
+        declined_by: the first rank that declined, or None.
+        seconds: time of the proof, without the call itself.
     """
 
-    model: nn.Module
-    config: UBatchConfig
-    execution: Execution
-    table: ProofTable
-    step: Step
-    neighbours: Callable[[], int]
-
-    def __post_init__(self) -> None:
-        intent = self.step.intent
-        if intent.cut is None:
-            raise ValueError("a proof needs a call that would run in lanes.")
-        self._intent, self._signature, self._plan = intent, intent.signature, intent.cut.plan
-        self._named = (*self._plan.args, *self._plan.kwargs.items())
+    def __init__(self, execution: Execution, table: ProofTable, step: Step, neighbours: Callable[[], int]) -> None:
+        self._execution, self._model, self._table = execution, execution.model, table
+        self._step, self._neighbours, self._begun = step, neighbours, neighbours()
+        self._signature, self._plan = step.intent.signature, step.intent.parts.plan
         self._coarse = False
-        self._used = () if self._signature is None else self.table.cuts_of(self._signature)
-        self._begun = self.neighbours()
+        self._used = () if self._signature is None else table.cuts_of(self._signature)
         self._rehearsals: list[_Rehearsal] = []
-        self._no: _No | None = None
         self._writes: frozenset[str] = frozenset()
         self._left: str | None = None
         self._rule: Rule | None = None
         self._comparisons: list[Comparison] = []
+        self.no: _No | None = None
+        self.declined_by: int | None = None
+        self.seconds = 0.0
 
-    def run(self) -> Outcome:
-        """Run the call unsplit, and prove its signature.
+    def run(self) -> Any:
+        """Run the call unsplit, and prove its signature. Returns the call's result.
 
         Raises:
             SideEffectError: the lanes changed what cannot be put back.
@@ -129,119 +106,129 @@ class Proof:
         begun = time.monotonic()
         self._prepare()
         started = time.monotonic()
-        result = self.execution.unsplit(replace(self.step, decision=self.step.decision.whole()))
+        result = self._execution.call(replace(self._step, decision=self._step.decision.whole()))
         ended = time.monotonic()
-        reason, why, by = self._rehearse(result)
-        return Outcome(result, reason, why, by, time.monotonic() - ended + started - begun)
+        self._rehearse(result)
+        self.seconds = time.monotonic() - ended + started - begun
+        return result
 
     def _prepare(self) -> None:
         """Before the call: copy its arguments, and take snapshots of everything that it may change."""
         self._random = RandomState()
-        try:
-            self._coarse = _is_coarse(self.model, self._plan)
+        with self._noting("what it could change is not known"):
+            self._coarse = _is_coarse(self._model, self._plan)
             for _ in range(2 if self._coarse else 1):  # all made now, as the call may write to its arguments
                 self._rehearsals.append(self._copies())
-            self._call = State.of_call(self._named, thorough=True)
-            self._module = State.of_module(self.model, thorough=True)
+            self._call = State.of_call(self._plan.named, thorough=True)
+            self._module = State.of_module(self._model, thorough=True)
+
+    @contextmanager
+    def _noting(self, what: str) -> Iterator[None]:
+        """Note an error in the `with` block as a no, and say `what` an unknown one means. It concerns only the proof,
+        so it must not reach the caller, and the other ranks wait for this one."""
+        try:
+            yield
         except CannotSplit as cannot:
-            self._no = cannot.reason, str(cannot)
+            self.no = cannot.reason, str(cannot)
+        except Unequal as unequal:
+            self.no = (
+                DeclineReason.ROWS_DEPEND,
+                f"{unequal}: what one row gives depends on the others, or on where the batch is cut. If it is cut "
+                "along the wrong dimension, say the right one in split_dims.",
+            )
         except (MemoryError, torch.OutOfMemoryError) as error:
-            self._no = DeclineReason.CANNOT_PROVE, f"there is no memory for a copy of the arguments ({error})."
-        except Exception as error:  # must not reach the caller: it concerns only the proof
-            why = f"what it could change is not known ({type(error).__name__}: {error})."
-            self._no = DeclineReason.CANNOT_PROVE, why
+            self.no = DeclineReason.CANNOT_PROVE, f"there is no memory for a copy of the arguments ({error})."
+        except Exception as error:
+            self.no = DeclineReason.CANNOT_PROVE, f"{what} ({type(error).__name__}: {error})."
 
     def _copies(self) -> _Rehearsal:
         plan = self._plan
         if not plan.rows:
-            return _Rehearsal(plan, (), (slice(0, 0), slice(0, 0)))
-        rows, cut = _cut_of(plan, self._intent, self._used)
+            return _Rehearsal(plan, (), 0)
+        rows, cut = _cut_of(plan, self._step.intent, self._used)
         self._used = (*self._used, cut)
         order = _order_of(plan.rows, rows, cut)
-        copied = plan.copied(order if rows > plan.rows else None)
-        return _Rehearsal(copied, order, (slice(0, cut), slice(cut, rows)))
+        return _Rehearsal(plan.copied(order if rows > plan.rows else None), order, cut)
 
-    def _rehearse(self, result: Any) -> tuple[DeclineReason | None, str | None, int | None]:
-        """After the call: run it in lanes and compare, if all ranks agree. Returns reason and message of a failure, and
-        the rank that found it."""
-        if self._no is None:
-            self._no = self._side_effect()
-        agreed = self._agree(self._intent) if self._no is not None else None
-        for rehearsal in self._rehearsals if self._no is None else ():
+    def _rehearse(self, result: Any) -> None:
+        """After the call: run it in lanes and compare, if all ranks agree."""
+        agreed, signature = self._step.decision, self._signature
+        if self.no is None:
+            with self._noting("what it changed is not known"):
+                self._refuse_side_effects()
+        if self.no is not None:
+            agreed = self._agree(self._step.intent)
+        for rehearsal in self._rehearsals if self.no is None else ():
             intent = self._intent_of(rehearsal)
             agreed = self._agree(intent)
-            if not agreed.engaged or intent.cut is None:
+            if not agreed.engaged or not intent.calls:
                 break
             failed: BaseException | None = None
             try:
-                step = replace(self.step, intent=intent, decision=agreed)
-                self._no = self._in_lanes(step, intent.cut, rehearsal, result)
+                self._in_lanes(replace(self._step, intent=intent, decision=agreed), rehearsal, result)
             except BaseException as error:
                 failed = error
-            put_back = self._put_back()
-            self._no = self._no or put_back
+            self._put_back()
             agreed = self._agree_after(intent, failed)
             if not agreed.prove:
                 break
-        if self._no is not None:
-            if self._signature is not None:
-                self.table.failed(self._signature, *self._no)
-        elif agreed is not None and agreed.engaged:
-            if self._rule is not None and self._signature is not None:
-                cut, writes = self._comparisons[0].cut, self._writes
-                self.table.passed(self._signature, self._rule, cut=cut, coarse=self._coarse, writes=writes)
-            return None, None, None
-        told = agreed or self.step.decision
-        reason, why = self._no or (told.reason or DeclineReason.PEER_DECLINED, None)
-        return reason, why, told.declined_by
+        if self.no is not None:
+            self._table.failed(signature, *self.no)
+        elif agreed.engaged:
+            if self._rule is not None and signature is not None:
+                cut = self._rehearsals[0].cut
+                self._table.passed(signature, self._rule, cut=cut, coarse=self._coarse, writes=self._writes)
+            return
+        self.no = self.no or (agreed.reason or DeclineReason.PEER_DECLINED, "")
+        self.declined_by = agreed.declined_by
 
-    def _side_effect(self) -> _No | None:
-        """A side effect of the unsplit call that lanes cannot have; None if there is none."""
+    def _refuse_side_effects(self) -> None:
+        """Refuse side effects of the unsplit call that lanes cannot have.
+
+        Raises:
+            CannotSplit: it had one, or wrote to what cannot be told apart.
+        """
         unreadable = self._call.unreadable
         if unreadable is not None:
-            return DeclineReason.CANNOT_PROVE, f"argument {unreadable[0]!r} is {unreadable[1]}."
+            raise CannotSplit(DeclineReason.CANNOT_PROVE, f"argument {unreadable[0]!r} is {unreadable[1]}.")
         changed = self._module.changes()
         if changed:
-            return (
-                DeclineReason.MODULE_KEEPS_STATE,
-                f"the module changed {changed[0]!r} in the call. Hand over in an argument what it keeps between calls.",
-            )
+            why = f"the module changed {changed[0]!r} in the call. "
+            raise CannotSplit(DeclineReason.MODULE_KEEPS_STATE, why + HAND_OVER)
         if self._random.moved():
             why = "the call drew random numbers, and lanes would draw others. Draw them outside the wrapped module."
-            return DeclineReason.DRAWS_RANDOM, why
+            raise CannotSplit(DeclineReason.DRAWS_RANDOM, why)
         if self._call.changed_items():
             why = "the call changed a container that it was given. Return what it adds or removes instead."
-            return DeclineReason.ARGUMENTS_CHANGED, why
+            raise CannotSplit(DeclineReason.ARGUMENTS_CHANGED, why)
         self._writes = frozenset(self._call.written_tensors())
-        if self._writes and self._plan.shares_memory():
-            why = "the call writes to arguments that share memory with each other. Give it tensors of their own."
-            return DeclineReason.CANNOT_PROVE, why
+        if self._writes:
+            self._plan.refuse_shared_memory()
         given = (leaf.value for leaf in self._plan.leaves if isinstance(leaf.value, Tensor))
-        trains = torch.is_grad_enabled() and any(each.requires_grad for each in (*self.model.parameters(), *given))
+        trains = torch.is_grad_enabled() and any(each.requires_grad for each in (*self._model.parameters(), *given))
         if self._writes and trains:
-            return (
+            raise CannotSplit(
                 DeclineReason.GRADIENTS,
                 "the call writes to its arguments and records gradients: to torch, the lanes' parts are one tensor, "
                 "which the second lane changes after the first has saved it. Write to a new tensor.",
             )
-        self._call = State.of_call(self._named)
+        self._call = State.of_call(self._plan.named)
         self._others = busy_threads()
-        return None
 
     def _look(self) -> None:
         """At a hand-over: note what the lane leaves on the module for later, which other lanes would overwrite."""
         if self._left is None and self._module.moved():
             self._left = next(iter(self._module.changed_items()), None)
 
-    def _put_back(self) -> _No | None:
-        """Put back what only the lanes have changed, and tell what that was. Nothing is put back if another thread was
+    def _put_back(self) -> None:
+        """Put back what only the lanes have changed, and note what that was. Nothing is put back if another thread was
         in a call meanwhile, no random state if one was at work.
 
         Raises:
             SideEffectError: something cannot be put back.
         """
         changed, drawn = self._left or next(iter(self._module.changes()), None), self._random.moved()
-        if self.neighbours() == self._begun:
+        if self._neighbours() == self._begun:
             if drawn and busy_threads() == self._others:
                 self._random.restore()
             lost = [*(self._module.restore() if changed else ()), *self._call.restore()]
@@ -250,57 +237,47 @@ class Proof:
                     f"in a proof, the lanes changed {lost[0]!r}, which the whole call leaves alone, and of which there "
                     'is no copy. Do not wrap this module, or set verify="off" if the change does no harm.'
                 )
-        if changed is not None:
-            return DeclineReason.MODULE_KEEPS_STATE, f"the module changed {changed!r}, in lanes only."
-        return (DeclineReason.DRAWS_RANDOM, "random numbers were drawn while the call ran in lanes.") if drawn else None
+        if self.no is None and changed is not None:
+            self.no = DeclineReason.MODULE_KEEPS_STATE, f"the module changed {changed!r}, in lanes only."
+        elif self.no is None and drawn:
+            self.no = DeclineReason.DRAWS_RANDOM, "random numbers were drawn while the call ran in lanes."
 
     def _intent_of(self, rehearsal: _Rehearsal) -> Intent:
-        plan, bounds = rehearsal.plan, rehearsal.bounds
+        plan, whole = rehearsal.plan, self._step.intent
         try:
-            cut = CutCall(plan, bounds, *plan.cut(bounds))
+            calls, parts = plan.cut([slice(0, rehearsal.cut), slice(rehearsal.cut, plan.rows)])
         except Exception as error:  # a splitter may raise any error, and the other ranks wait for this one
             reason = error.reason if isinstance(error, CannotSplit) else DeclineReason.NO_SPLITTER
-            self._no = self._no or (reason, str(error))
-            return replace(self._intent, cut=None)
-        schedule, tokens = self._intent.schedule.with_lanes(2), cut.tokens
+            self.no = self.no or (reason, str(error))
+            return replace(whole, calls=())
+        schedule, tokens = whole.schedule.with_lanes(2), tuple([rows * plan.tokens_per_row for rows in parts.rows])
         wish = Wish.YES if any(tokens) else Wish.IDLE
-        offer = Offer(wish, tokens, 2, None, fingerprint(schedule.describe()), self._intent.offer.mode)
-        return replace(self._intent, offer=offer, schedule=schedule, cut=cut, num_tokens=sum(tokens), plan=plan)
+        offer = Offer(wish, tokens, 2, None, schedule.fingerprint, whole.offer.mode)
+        return replace(whole, offer=offer, schedule=schedule, calls=calls, parts=parts, plan=plan)
 
     def _agree(self, intent: Intent) -> Decision:
         """Vote whether all ranks continue, and whether with another cut."""
-        group, explained = self.config.group, not self._comparisons or not self._comparisons[-1].off
+        explained = not self._comparisons or not self._comparisons[-1].off
         offer = replace(intent.offer, unproved=len(self._comparisons) == 1 and not explained)
-        if self._no is not None:
-            offer = Offer(Wish.NO, (sum(offer.tokens),), offer.lanes, self._no[0])
-        return decide([offer]) if group is None else group.vote(offer)
+        if self.no is not None:
+            offer = Offer(Wish.NO, (sum(offer.tokens),), offer.lanes, self.no[0])
+        return self._execution.vote(offer)
 
-    def _in_lanes(self, step: Step, cut: CutCall, rehearsal: _Rehearsal, result: Any) -> _No | None:
-        """Run the copies in lanes; returns the first difference from the unsplit call, or None."""
+    def _in_lanes(self, step: Step, rehearsal: _Rehearsal, result: Any) -> None:
+        """Run the copies in lanes, and note the first difference from the unsplit call."""
         kept = [(tensor, tensor.detach().clone()) for tensor in _results_in(result)]
         with nullcontext() if current_trace() is None else tracing():  # keeps this run out of the caller's trace
-            outputs = self.execution.outputs(step, cut, at_handover=self._look)
+            outputs = self._execution.outputs(step, at_handover=self._look)
         overwritten = [(tensor, was) for tensor, was in kept if not identical(tensor, was)]
         if overwritten:
             with torch.inference_mode():  # inference mode allows writes to any tensor
                 for tensor, was in overwritten:
                     tensor.copy_(was)
             why = "the module writes its result into memory that it uses again. Return a new tensor."
-            return DeclineReason.MODULE_KEEPS_STATE, why
-        try:
-            if self._plan.rows:
-                self._compare(rehearsal, cut.parts, result, outputs)
-        except CannotSplit as cannot:
-            return cannot.reason, str(cannot)
-        except Unequal as unequal:
-            return (
-                DeclineReason.ROWS_DEPEND,
-                f"{unequal}: what one row gives depends on the others, or on where the batch is cut. If it is cut "
-                "along the wrong dimension, say the right one in split_dims.",
-            )
-        except Exception as error:  # the other ranks wait for this rank's result
-            return DeclineReason.CANNOT_PROVE, f"its result cannot be compared: {type(error).__name__}: {error}."
-        return None
+            self.no = DeclineReason.MODULE_KEEPS_STATE, why
+        elif self._plan.rows:
+            with self._noting("its result cannot be compared"):
+                self._compare(rehearsal, step.intent.parts, result, outputs)
 
     def _compare(self, rehearsal: _Rehearsal, parts: LaneParts, result: Any, outputs: Sequence[Any]) -> None:
         """Learn how the outputs merge.
@@ -309,8 +286,8 @@ class Proof:
             CannotSplit: the outputs cannot be merged.
             Unequal: the results differ.
         """
-        compare = Comparison(self._coarse, rehearsal.order, rehearsal.bounds[1].start)
-        learner = Learner(compare, parts, self._plan, self.config.output_dims)
+        compare = Comparison(self._coarse, rehearsal.order, rehearsal.cut)
+        learner = Learner(compare, parts, self._plan, self._execution.config.output_dims)
         self._rule = learner.learn("output", result, outputs)
         parts.merge_caches()
         for leaf, copied in zip(self._plan.leaves, rehearsal.plan.leaves, strict=True):
@@ -328,7 +305,7 @@ class Proof:
         Raises:
             BaseException: `failed`, if it is no `Exception`.
         """
-        group, error = self.config.group, failed
+        group, error = self._execution.config.group, failed
         try:
             if error is None:
                 return self._agree(intent)
@@ -340,7 +317,7 @@ class Proof:
             group.recover(f"{type(error).__name__}: {error}")
         if isinstance(error, PeerFailed | GroupBroken):
             return Decision(False, DeclineReason.PEER_DECLINED, getattr(error, "rank", None), ((0,),))
-        self._no = (
+        self.no = (
             DeclineReason.LANE_FAILED,
             f"{type(error).__name__}: {error} (raised in a lane, where the whole call raised nothing). A module may "
             "need the whole batch, or its arguments another split_dims.",

@@ -1,37 +1,153 @@
-"""Results of the proofs per signature: proved, with the rule that merges its outputs, or failed, and why.
+"""Signatures, and the results of their proofs: two calls of a module with the same signature share a proof.
 
-Ordinary numbers in a signature are part of it until calls with four different values were proved; then any value will
-do. So a flag or a scale proves for itself, and a position that grows does not prove for ever. Where no value comes
-twice, such as the id of a request, calls run unsplit after sixteen proofs.
+A signature has names, structure, classes, dtypes, numbers of dimensions, values, the split dimensions, mode, training,
+gradients and autocast. It has no sizes, with one exception: lanes of a single row have their own signature, because a
+module that squeezes treats them differently.
+
+    bool, string, enum, function, 0, 1, -1, an infinity, NaN      by value
+    any other number, also in a 0-dim tensor on a CPU             by value, until four were proved
+    list of numbers with one entry per row                        by type
+    tensor                                                        by class, attributes, dtype, dimensions
+    other object                                                  by class, and its attributes by these rules; without
+                                                                  any, such as a set or slice, by value
+
+A signature is proved, with the rule that merges its outputs, or has failed, and why. Ordinary numbers are part of it
+until calls with four different values were proved; then any value will do. So a flag or a scale proves for itself, and
+a position that grows does not prove for ever. Where no value comes twice, such as the id of a request, calls run
+unsplit after sixteen proofs.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+import pickle
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
+from operator import itemgetter
+from types import MethodType
+from typing import Any, NamedTuple
 
-from ubatch.calls.merging import Rule
+import torch
+from torch import Tensor, nn
+
+from ubatch.calls.caches import splitter_for
+from ubatch.calls.call_plan import CallPlan, CannotSplit
+from ubatch.calls.containers import FUNCTIONS, PLAIN, children_of, tensor_kind, tensors_in
+from ubatch.calls.merging import ENOUGH, Rule
+from ubatch.schedules.forward_context import ForwardMode
 from ubatch.schedules.vote import DeclineReason
-from ubatch.wrapping.signature import Signature
 
-__all__ = ["OFTEN", "ProofTable", "Standing"]
+__all__ = ["ProofTable", "Signature", "Standing", "is_flag", "signature_of"]
 
+_SPECIAL = frozenset({0, 1, -1, math.inf, -math.inf})
+_DEEP = 3
+"""How deep attributes of objects are looked at."""
 _LIMIT = 1024
 """Most signatures kept, so that a module called with new values each time does not fill the memory."""
-OFTEN = 4
-"""Different values with which calls must be proved before any value will do."""
 _NEVER_TWICE = 16
 """Signatures that differ in values only, and of which none came twice, after which no more are proved."""
 _MAY_BE_CHANCE = frozenset(
-    {
-        DeclineReason.ROWS_DEPEND,
-        DeclineReason.LANE_FAILED,
-        DeclineReason.CANNOT_PROVE,
-        DeclineReason.DRAWS_RANDOM,  # another thread may have drawn
-        DeclineReason.MODULE_KEEPS_STATE,  # state initialised once, in the first call, is harmless
-    }
+    {DeclineReason.ROWS_DEPEND, DeclineReason.LANE_FAILED, DeclineReason.CANNOT_PROVE}
+    | {DeclineReason.DRAWS_RANDOM, DeclineReason.MODULE_KEEPS_STATE}
 )
+"""Reasons that may be chance: another thread may have drawn, and state that the first call initialises is harmless."""
+
+
+class Signature(NamedTuple):
+    """A call's signature.
+
+    Attributes:
+        base: everything but `numbers`.
+        numbers: values of ordinary numbers, in order.
+    """
+
+    base: Hashable
+    numbers: tuple[complex, ...]
+
+
+def signature_of(plan: CallPlan, mode: ForwardMode, lanes: int, *, training: bool, trains: bool) -> Signature:
+    """The signature of a call.
+
+    Args:
+        mode: what the step does.
+        training: whether the module is in training mode.
+        trains: whether gradients are recorded, and some tensor of the module requires them.
+    """
+    numbers: list[complex] = []
+    named = *plan.named[: plan.positional], *sorted(plan.named[plan.positional :], key=itemgetter(0))
+    base = (
+        mode,
+        training,
+        trains,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        torch.cuda.is_available() and torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        plan.rows // lanes == 1,
+        tuple([(leaf.path, leaf.dim) for leaf in plan.leaves]),
+        *[(name, _kind(name, value, plan, numbers)) for name, value in named],
+    )
+    return Signature(base, tuple(numbers))
+
+
+def is_flag(value: object) -> bool:
+    """Whether another value makes another call of it."""
+    if isinstance(value, int | float | complex) and not isinstance(value, bool):
+        return value != value or value in _SPECIAL
+    return isinstance(value, PLAIN)
+
+
+def _kind(path: str, value: Any, plan: CallPlan, numbers: list[complex], deep: int = 0) -> object:
+    if isinstance(value, Tensor):
+        if value.dim() == 0 and value.device.type == "cpu":
+            return tensor_kind(value), value.dtype, value.requires_grad, _number(value.item(), numbers)
+        return tensor_kind(value), value.dtype, value.dim(), value.requires_grad
+    if isinstance(value, int | float | complex) and not isinstance(value, bool | Enum):
+        return _number(value, numbers)
+    if isinstance(value, MethodType):
+        return value.__func__, _kind(path, value.__self__, plan, numbers, deep)
+    if isinstance(value, functools.partial):
+        return value.func, _kind(path, (value.args, value.keywords), plan, numbers, deep)
+    if isinstance(value, (*PLAIN, *FUNCTIONS)):
+        return type(value), value  # another function is another call
+    children = children_of(value)
+    if children is None:
+        own = getattr(value, "__dict__", None)
+        if splitter_for(value) is not None:
+            return type(value)
+        if own and deep < _DEEP and not isinstance(value, nn.Module) and not hasattr(value, "__slots__"):
+            return type(value), *[(key, _kind("", child, plan, numbers, deep + 1)) for key, child in own.items()]
+        return type(value), _value_of(value)
+    if len(children) > 1 and isinstance(value, list | tuple):
+        if any(leaf.path == path and leaf.dim is not None for leaf in plan.leaves):
+            return type(value), frozenset(type(child) for _, child in children)
+        if all(isinstance(child, Tensor) for _, child in children):  # as many as there may be
+            kinds = {_kind("", child, plan, []) for _, child in children}
+            return type(value), kinds.pop() if len(kinds) == 1 else frozenset(kinds)
+    return type(value), *[(key, _kind(f"{path}.{key}", child, plan, numbers, deep)) for key, child in children]
+
+
+def _value_of(value: Any) -> object:
+    """What tells a value of any other class from another one: its pickled form, or itself where that cannot be had."""
+    if isinstance(value, nn.Module) or any(True for _ in tensors_in(value)):
+        return id(value)
+    try:
+        return pickle.dumps(value)
+    except Exception:
+        return id(value)
+
+
+def _number(value: complex, numbers: list[complex]) -> object:
+    if is_flag(value):
+        return type(value), "nan" if value != value else value
+    numbers.append(value)
+    return type(value)
+
+
+# --------------------------------------------------------------------------------------------------------- the table
 
 
 @dataclass
@@ -99,7 +215,7 @@ class ProofTable:
         if proved is None:
             return signature
         pairs = zip(signature.numbers, proved, strict=True)
-        return signature.base, tuple(None if len(values) >= OFTEN else number for number, values in pairs)
+        return signature.base, tuple(None if len(values) >= ENOUGH else number for number, values in pairs)
 
     def passed(self, signature: Signature, rule: Rule, *, cut: int, coarse: bool, writes: frozenset[str]) -> None:
         """Record a proof that passed."""
@@ -121,8 +237,10 @@ class ProofTable:
         standing = self._standings.setdefault(self._key(signature), Standing())
         standing.before, standing.rule = standing.rule, None
 
-    def failed(self, signature: Signature, reason: DeclineReason, why: str) -> None:
-        """Record a failed proof: the signature runs unsplit from now on, or after a second failure."""
+    def failed(self, signature: Signature | None, reason: DeclineReason, why: str) -> None:
+        """Record a failed proof: a signature that there is runs unsplit from now on, or after a second failure."""
+        if signature is None:
+            return
         standing = self._standings.setdefault(self._key(signature), Standing())
         standing.rule = None
         standing.strikes += 1
@@ -139,14 +257,13 @@ class ProofTable:
         for standing in self._standings.values():
             standing.rule, standing.cuts = None, ()
 
-    def vain(self, standing: Standing) -> tuple[DeclineReason, str] | None:
-        """Why this would be proved in vain, as the module is another one again and again; None if it holds, or may."""
+    def refuse_vain(self, standing: Standing) -> None:
+        """Refuse what would be proved in vain, as the module is another one again and again; `CannotSplit` then."""
         if standing.rule is not None:
             self._doubts = max(0, self._doubts - 1)
-        if standing.rule is not None or self._doubts < _NEVER_TWICE:
-            return None
-        why = f"the module's {self._doubted!r} was changed between calls, time and again."
-        return DeclineReason.MODULE_KEEPS_STATE, why
+        elif self._doubts >= _NEVER_TWICE:
+            why = f"the module's {self._doubted!r} was changed between calls, time and again."
+            raise CannotSplit(DeclineReason.MODULE_KEEPS_STATE, why)
 
 
 def _types_in(base: object) -> Hashable:

@@ -75,6 +75,7 @@ class ChunkHandle:
     Attributes:
         rows: all rows of this dispatch here; results are added to them.
         sent, received: rows that come back to this rank from every rank, and go back from it, in this chunk's combine.
+        most: the most tokens that a rank has; None if the ranks do not know it.
         row_of_visit, visit_offsets: how what comes back is added up.
     """
 
@@ -82,6 +83,7 @@ class ChunkHandle:
     chunk: int
     sent: list[int]
     received: list[int]
+    most: int | None
     row_of_visit: Tensor
     visit_offsets: Tensor
 

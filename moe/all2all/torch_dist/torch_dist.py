@@ -8,9 +8,10 @@
     combine  one row per (token, rank) travels back, already summed over that rank's experts
     sum      the owner adds a token's rows in rank order
 
-Counts make the host wait once per layer for a round trip, in exchange for sending no padding. Where all ranks know
-each other's token counts from the vote, `allgather_reducescatter` does without. On CUDA the host waits for the counts
-alone, not for what the device has queued meanwhile; everything after them has a size that the host knows.
+Counts make the host wait once per layer for a round trip, in exchange for sending no padding. On CUDA the host waits
+for the counts alone, not for what the device has queued meanwhile; everything after them has a size that it knows. If
+the ranks know each other's numbers of tokens from the vote, and no more than `spare_bytes` of rows would be sent in
+vain, every token of a decode step travels to every rank instead, without counts.
 
 Chunks of experts exchange their counts together, so the host waits once for all of them, and send together what one
 chunk would (`moe.all2all.torch_dist.chunks`). A signalled combine sends what blocks of experts have completed
@@ -19,10 +20,10 @@ chunk would (`moe.all2all.torch_dist.chunks`). A signalled combine sends what bl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,20 +35,33 @@ from moe.all2all.base import (
     at_once,
     check_dispatch,
     refuse_gradients,
+    visited,
 )
 from moe.all2all.chunks import only_block
 from moe.all2all.payload import pack_rows, unpack_rows
 from moe.all2all.torch_dist.blocks import BlockRoutes, BlocksHandle, TorchDistBlocks
 from moe.all2all.torch_dist.chunks import ChunkedRows, ChunkHandle, Cube, Routes, tokens_of, visits_of
-from moe.all2all.voted import most_voted_tokens
+from moe.all2all.voted import most_voted_tokens, tokens_in, unpadded
 from moe.placement import local_experts
 from moe.segments import segment_sum
-from ubatch import CommGroup, Transfer, copy_to_host, launch_all_to_all_single
+from ubatch import (
+    CommGroup,
+    ConfigError,
+    ForwardMode,
+    Transfer,
+    copy_to_host,
+    get_forward_context,
+    launch_all_gather,
+    launch_all_to_all_single,
+)
 from ubatch.ranks.group import check_group
 
 __all__ = ["TorchDistAll2All"]
 
 H = TypeVar("H")
+
+_EVERY_ROW = frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY})
+"""Modes in which every layer runs on all the tokens that the ranks voted on; else the last one may run on fewer."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +70,14 @@ class Handle:
 
     Attributes:
         sent, received: rows this rank sent to, and got from, every rank.
+        most: the most tokens that a rank has; None if the ranks do not know it.
         row_of_visit: `[sum(sent)]`, the sent row of each (token, rank) visit, in token order.
         visit_offsets: `[T + 1]`, where each token's visits begin.
     """
 
     sent: list[int]
     received: list[int]
+    most: int | None
     row_of_visit: Tensor
     visit_offsets: Tensor
 
@@ -69,13 +85,22 @@ class Handle:
 class TorchDistAll2All:
     """Sends each token once to every rank that holds one of its experts.
 
+    Args:
+        group: the expert-parallel ranks.
+        num_experts: of all ranks.
+        spare_bytes: how many bytes of a layer may travel in vain, so that no counts are exchanged in decode and verify
+            steps (`ForwardContext.global_mode`). The default is what a link of 1 Gbit/s carries in the time of a round
+            trip.
+
     Raises:
-        ConfigError: the experts do not divide by the ranks.
+        ConfigError: the experts do not divide by the ranks, or `spare_bytes` is negative.
     """
 
-    def __init__(self, *, group: CommGroup, num_experts: int) -> None:
+    def __init__(self, *, group: CommGroup, num_experts: int, spare_bytes: int = 16 << 10) -> None:
         check_group(group, "all2all back end 'torch_dist' needs")
+        self.check_options({"spare_bytes": spare_bytes}, group.size)
         self.group = group
+        self.spare_bytes = spare_bytes
         self.on_counts: OnCounts = at_once
         self.num_experts = num_experts
         self.experts = local_experts(num_experts, group.rank, group.size)
@@ -92,8 +117,21 @@ class TorchDistAll2All:
             sends_blocks=True,
         )
 
+    @staticmethod
+    def check_options(options: Mapping[str, Any], num_ranks: int) -> None:
+        """See `ChecksOptions`."""
+        if options.get("spare_bytes", 0) < 0:
+            raise ConfigError(f"spare_bytes must be at least 0, not {options['spare_bytes']}.")
+
     def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[Handle]]:
+        """See `All2All`.
+
+        Raises:
+            ConfigError: a decode step's layer has other tokens than those that the ranks voted on.
+        """
         check_dispatch(x, topk_ids, topk_weights, name="torch_dist")
+        if (tokens := self._sent_to_all(x, topk_ids.shape[1])) is not None:
+            return self._dispatch_to_all(x, topk_ids, topk_weights, tokens)
         (hit,) = self._ranks_hit(topk_ids, [range(len(self.experts))])
         counts = self._exchange(hit.sum(1, keepdim=True))
         rows = pack_rows(x, topk_ids, topk_weights)
@@ -101,7 +139,8 @@ class TorchDistAll2All:
         rows = rows.index_select(0, tokens_of(hit, sum(sent)))
         visits = visits_of(hit, sum(sent))
         (received,) = counts.received()
-        return self._send(rows, sent, received, x.shape[1], Handle(sent, received, *visits))
+        most = most_voted_tokens(self.group)
+        return self._send(rows, sent, received, most, x.shape[1], Handle(sent, received, most, *visits))
 
     def dispatch_blocks(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[BlocksHandle]]:
         """See `SendsBlocks`."""
@@ -115,7 +154,7 @@ class TorchDistAll2All:
         visits = visits_of(routes.hit, sum(going), routes.rows)
         received = counts.received()
         handle = BlocksHandle(routes.blocks, sent, received, *visits)
-        return self._send(rows, going, _sum_of(received), x.shape[1], handle)
+        return self._send(rows, going, _sum_of(received), most_voted_tokens(self.group), x.shape[1], handle)
 
     def combine_blocks(self, handle: BlocksHandle) -> TorchDistBlocks:
         """See `SendsBlocks`."""
@@ -150,13 +189,36 @@ class TorchDistAll2All:
 
     def combine(self, y: Tensor, handle: Handle | ChunkHandle) -> Transfer[Tensor]:
         """See `All2All`. For a chunk, it returns the rows whose last chunk this is."""
-        refuse_gradients(y, name="torch_dist")
+        if torch.is_grad_enabled():
+            refuse_gradients(y, name="torch_dist")
         if isinstance(handle, ChunkHandle):
             y = handle.rows.add(handle.chunk, y)
-        most = most_voted_tokens(self.group)
-        results = launch_all_to_all_single(y, self.group, handle.sent, handle.received, name="combine", most_rows=most)
-        row_of_visit, visit_offsets = handle.row_of_visit, handle.visit_offsets
-        return results.map(lambda rows: segment_sum(rows, row_of_visit, visit_offsets))
+        sent, received = handle.sent, handle.received
+        results = launch_all_to_all_single(y, self.group, sent, received, name="combine", most_rows=handle.most)
+        return results.map(partial(segment_sum, index=handle.row_of_visit, offsets=handle.visit_offsets))
+
+    def _sent_to_all(self, x: Tensor, top_k: int) -> list[int] | None:
+        """Every rank's tokens if all of them travel to every rank; None if counts are exchanged."""
+        context = get_forward_context()
+        if context is None or context.global_mode not in _EVERY_ROW:
+            return None
+        known = tokens_in(context, self.group)
+        if known is None:
+            return None
+        needless = 1.0 - visited(len(self.experts), self.num_experts, top_k)
+        row_bytes = 2 * x.shape[1] * x.element_size() + 8 * top_k  # there and back
+        return list(known) if max(known) * self.traits.other_ranks * needless * row_bytes <= self.spare_bytes else None
+
+    def _dispatch_to_all(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, tokens: list[int]
+    ) -> Transfer[Dispatched[Handle]]:
+        own, ranks, (rows, hidden_size) = tokens[self.group.rank], self.group.size, x.shape
+        if rows != own:
+            x, topk_ids, topk_weights = unpadded(x, topk_ids, topk_weights, tokens, self.group)
+        packed = pack_rows(x, topk_ids, topk_weights)
+        handle = Handle([own] * ranks, tokens, max(tokens), *_visits_of_all(own, rows, ranks, x.device))
+        gathered = launch_all_gather(packed, self.group, sizes=tokens, name="dispatch")
+        return gathered.map(partial(self._delivered, hidden_size=hidden_size, handle=handle))
 
     def _dispatch(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range], *, together: bool
@@ -175,12 +237,13 @@ class TorchDistAll2All:
 
         visits, ends = _cubes(counts.received(), len(blocks))
         rows = ChunkedRows(visits, ends, blocks, self.experts, x.shape[1])
+        most = most_voted_tokens(self.group)
         handles = [
-            ChunkHandle(rows, chunk, back[chunk], _sum_of([came[chunk] for came in ends]), *returns[chunk])
+            ChunkHandle(rows, chunk, back[chunk], _sum_of([came[chunk] for came in ends]), most, *returns[chunk])
             for chunk in chunks
         ]
         transfers = [
-            self._launch(payload, sent[chunk], _sum_of(ends[chunk]))
+            self._launch(payload, sent[chunk], _sum_of(ends[chunk]), most)
             for chunk, payload in zip(launches, payloads, strict=True)
         ]
         return transfers, rows, handles
@@ -202,14 +265,16 @@ class TorchDistAll2All:
         return _Counts(copy_to_host(counts, group=self.group, name="dispatch_counts"), theirs)
 
     def _send(
-        self, rows: Tensor, sent: list[int], received: list[int], hidden_size: int, handle: H
+        self, rows: Tensor, sent: list[int], received: list[int], most: int | None, hidden_size: int, handle: H
     ) -> Transfer[Dispatched[H]]:
         """Launch one dispatch's packed rows."""
-        payload = self._launch(rows, sent, received)
-        return payload.map(lambda arrived: Dispatched(*unpack_rows(arrived, hidden_size), handle, self.experts))
+        payload = self._launch(rows, sent, received, most)
+        return payload.map(partial(self._delivered, hidden_size=hidden_size, handle=handle))
 
-    def _launch(self, rows: Tensor, sent: list[int], received: list[int]) -> Transfer[Tensor]:
-        most = most_voted_tokens(self.group)
+    def _delivered(self, rows: Tensor, hidden_size: int, handle: H) -> Dispatched[H]:
+        return Dispatched(*unpack_rows(rows, hidden_size), handle, self.experts)
+
+    def _launch(self, rows: Tensor, sent: list[int], received: list[int], most: int | None) -> Transfer[Tensor]:
         return launch_all_to_all_single(rows, self.group, received, sent, name="dispatch", most_rows=most)
 
 
@@ -235,6 +300,13 @@ class _Counts:
         """`[n][R]`, from every rank."""
         rows: list[list[int]] = self.theirs.wait().t().tolist()
         return rows
+
+
+@lru_cache(256)
+def _visits_of_all(tokens: int, rows: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`visits_of` for `tokens` that visit every rank, and padding behind them, `rows` in all, that visits none."""
+    row_of_visit = torch.arange(ranks * tokens, device=device).view(ranks, tokens).t().flatten()
+    return row_of_visit, torch.arange(rows + 1, device=device).clamp(max=tokens) * ranks
 
 
 def _cubes(numbers: list[list[int]], chunks: int) -> tuple[Cube, Cube]:

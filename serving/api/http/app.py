@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from secrets import compare_digest
 
-from fastapi import FastAPI, Security
+from fastapi import FastAPI, Request, Response, Security
 from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
 from starlette.routing import Route
@@ -17,9 +17,11 @@ from serving.api.http.routes import router
 from serving.api.request_log import RequestLog
 from serving.api.schema.errors import ApiError, add_error_handlers, error_response
 from serving.api.service import Service
+from serving.api.sse import ClientLeft
 
 __all__ = ["create_app"]
 
+CLIENT_LEFT = 499  # nginx's status for a client that has left; it is only logged
 # Paths that need no API key: health, metrics and descriptions.
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs", "/redoc"})
 
@@ -44,6 +46,7 @@ def create_app(
     app = FastAPI(title="ubatch", description="An OpenAI-compatible server.")
     app.state.service = service
     add_error_handlers(app, router.routes)
+    app.add_exception_handler(ClientLeft, _nobody_reads)
     if max_request_bytes is not None:
         app.add_middleware(BodyLimit, max_bytes=max_request_bytes)
     if api_key is not None:
@@ -57,6 +60,10 @@ def create_app(
     build = app.build_middleware_stack  # `add_middleware` would not see the answers to unexpected errors
     app.build_middleware_stack = lambda: around(build())  # type: ignore[method-assign]
     return app
+
+
+async def _nobody_reads(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_LEFT)
 
 
 class _Forwarded:

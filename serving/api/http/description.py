@@ -8,9 +8,9 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
+from serving.api.allowed_tokens import MAX_ALLOWED_OF_ALL
 from serving.api.http.routes import STREAMED
 from serving.api.service import Service
-from serving.api.token_limits import MAX_ALLOWED_OF_ALL
 
 __all__ = ["complete_description"]
 
@@ -58,36 +58,35 @@ def _add_limits(properties: dict[str, Any], service: Service) -> None:
         for item in _items(properties.get(field, {})):
             if item.get("type") == "integer":
                 item |= {"minimum": 0, "maximum": info.vocab_size - 1}
-    for kind in _kinds(properties.get("allowed_token_ids", {}), "array"):
+    for kind in _kinds(properties, "array", "allowed_token_ids"):
         kind["maxItems"] = MAX_ALLOWED_OF_ALL
-    for field in ("max_tokens", "max_completion_tokens", "min_tokens"):
-        for kind in _kinds(properties.get(field, {}), "integer"):
-            kind["maximum"] = info.max_model_len - 1
-    for field in ("seed", "top_k", "priority"):
-        for kind in _kinds(properties.get(field, {}), "integer"):  # FastAPI stores bounds as floats, which rounds them
-            kind |= {"minimum": max(int(kind["minimum"]), -(2**63)), "maximum": 2**63 - 1}
-    for kind in _kinds(properties.get("logit_bias", {}), "object"):
+    for kind in _kinds(properties, "integer", "max_tokens", "max_completion_tokens", "min_tokens"):
+        kind["maximum"] = info.max_model_len - 1
+    for kind in _kinds(properties, "integer", "seed", "top_k", "priority"):  # FastAPI rounds bounds, as floats
+        kind |= {"minimum": max(int(kind["minimum"]), -(2**63)), "maximum": 2**63 - 1}
+    for kind in _kinds(properties, "object", "logit_bias"):
         kind["propertyNames"] = {"pattern": f"^({_up_to(info.vocab_size - 1)})$"}
         kind["additionalProperties"] = {"type": "number", "minimum": -100, "maximum": 100}
     if "n" not in properties:
         return
-    for kind in _kinds(properties.get("prompt", {}), "array"):
+    for kind in _kinds(properties, "array", "prompt"):
         if service.max_outputs_per_request is not None and kind["items"]["type"] != "integer":
             kind["maxItems"] = service.max_outputs_per_request
     if not service.tokenizer.encode(""):
-        for text in (*_kinds(properties.get("prompt", {}), "string"), *_items(properties.get("prompt", {}))):
+        for text in (*_kinds(properties, "string", "prompt"), *_items(properties.get("prompt", {}))):
             if text["type"] == "string":
                 text["minLength"] = 1
 
 
-def _kinds(schema: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
-    """The alternatives of a field's schema with type `kind`."""
-    return (one for one in (*schema.get("anyOf", ()), schema) if one.get("type") == kind)
+def _kinds(properties: dict[str, Any], kind: str, *names: str) -> Iterator[dict[str, Any]]:
+    """The alternatives of some fields' schemas with type `kind`."""
+    for schema in (properties.get(name, {}) for name in names):
+        yield from (one for one in (*schema.get("anyOf", ()), schema) if one.get("type") == kind)
 
 
 def _items(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Schemas of the items of a field's lists, nested lists included."""
-    for kind in _kinds(schema, "array"):
+    for kind in _kinds({"": schema}, "array", ""):
         yield kind["items"]
         yield from _items(kind["items"])
 

@@ -44,15 +44,13 @@ from serving.api.schema.response_models import (
     Tokenized,
     Version,
 )
-from serving.api.schema.token_ids import check_token_ids
 from serving.api.service import Service
-from serving.api.sse import ClientLeft, EventStream, until_client_leaves
+from serving.api.sse import EventStream, until_client_leaves
 from serving.requests import EngineDead
 from ubatch import UBatchError
 
 __all__ = ["STREAMED", "router"]
 
-CLIENT_LEFT = 499  # nginx's status for a client that has left; it is only logged
 JSON = "application/json"
 STREAMED = (CompletionChunk, ChatCompletionChunk)
 _Asked = TypeVar("_Asked", bound=GenerationRequest)
@@ -115,24 +113,16 @@ def _admit(request: Request, model: str | None) -> Service:
 
 async def _generate(request: Request, body: _Asked, make: Callable[[Service, _Asked, int], _Making]) -> Response:
     service = _admit(request, body.model)
-    try:
-        answer = await until_client_leaves(request.receive, make(service, body, await _size(request)))
-        if body.stream:
-            return EventStream(answer.events())
-        whole = await until_client_leaves(request.receive, answer.collect())
-    except ClientLeft:
-        return Response(status_code=CLIENT_LEFT)
-    return Response(whole, media_type=JSON)
+    answer = await until_client_leaves(request.receive, make(service, body, await _size(request)))
+    if body.stream:
+        return EventStream(answer.events())
+    return Response(await until_client_leaves(request.receive, answer.collect()), media_type=JSON)
 
 
 async def _run(request: Request, work: Callable[[], BaseModel]) -> Response:
     """Answer a request that needs no engine; a large body's work runs in a thread."""
-    size = await _size(request)
-    try:
-        answered = _service(request).long_work.run(lambda: work().model_dump_json(), size)
-        return Response(await until_client_leaves(request.receive, answered), media_type=JSON)
-    except ClientLeft:
-        return Response(status_code=CLIENT_LEFT)
+    answered = _service(request).long_work.run(lambda: work().model_dump_json(), await _size(request))
+    return Response(await until_client_leaves(request.receive, answered), media_type=JSON)
 
 
 async def _size(request: Request) -> int:
@@ -203,7 +193,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         raise ApiError(400, message, param="tokens")
 
     def work() -> Detokenized:
-        check_token_ids(body.tokens, service.engine.info.vocab_size, "tokens")
+        service.check_token_ids(body.tokens, "tokens")
         return Detokenized(prompt=decode(service, body.tokens, skip_special_tokens=bool(body.skip_special_tokens)))
 
     return await _run(request, work)

@@ -102,47 +102,48 @@ PromptLogprobs = Annotated[
 TokenIds = Annotated[list[int], Field(description="with return_token_ids only")]
 
 
-class CompletionChoice(BaseModel):
+class _Answer(BaseModel):
+    id: str
+    created: int
+    model: str
+
+
+class _Choice(BaseModel):
+    index: int
+    token_ids: TokenIds = []
+
+
+class CompletionChoice(_Choice):
     """One output."""
 
-    index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReasonName
-    token_ids: TokenIds = []
     prompt_token_ids: TokenIds = []
     prompt_logprobs: PromptLogprobs = []
 
 
-class Completion(BaseModel):
+class Completion(_Answer):
     """The answer of /v1/completions."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: Usage
 
 
-class CompletionChunkChoice(BaseModel):
+class CompletionChunkChoice(_Choice):
     """The new part of one output."""
 
-    index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReasonName | None
-    token_ids: TokenIds = []
     prompt_token_ids: TokenIds = Field([], description="with the first event of each choice")
 
 
-class CompletionChunk(BaseModel):
+class CompletionChunk(_Answer):
     """One event of a streamed completion."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     choices: list[CompletionChunkChoice] = Field(description="empty in the chunk with the usage only")
     usage: Usage | None = Field(None, description="with stream_options.include_usage only")
 
@@ -176,23 +177,18 @@ class AssistantMessage(BaseModel):
     refusal: None = None
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(_Choice):
     """One answer."""
 
-    index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonName
-    token_ids: TokenIds = []
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(_Answer):
     """The answer of /v1/chat/completions."""
 
-    id: str
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: TokenIds = []
@@ -206,23 +202,18 @@ class ChatDelta(BaseModel):
     content: str | None = None
 
 
-class ChatChunkChoice(BaseModel):
+class ChatChunkChoice(_Choice):
     """The new part of one answer."""
 
-    index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonName | None
-    token_ids: TokenIds = []
 
 
-class ChatCompletionChunk(BaseModel):
+class ChatCompletionChunk(_Answer):
     """One event of a streamed chat completion."""
 
-    id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChatChunkChoice] = Field(description="empty in the chunk with the usage only")
     prompt_token_ids: TokenIds = Field([], description="with the first event")
     usage: Usage | None = Field(None, description="with stream_options.include_usage only")

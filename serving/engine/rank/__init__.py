@@ -4,7 +4,7 @@ process        the process: it reads messages, runs steps, sends outputs
 core           the loop: schedule, launch, sample, process
 lockstep       tensor-parallel ranks handle the same messages before the same step
 build          makes a runner and its loop from `EngineOptions`; captures graphs, warms up
-runner_setup   checks and descriptions of a runner
+runner_setup   what a checkpoint has, and descriptions of a runner
 listeners      refuses strangers on the ports of gloo
 tracing        traces of steps, for statistics and profiles
 """

@@ -8,9 +8,10 @@ import torch
 from tqdm import tqdm
 
 from model_runner import ModelRunner, SamplingParams, generate
+from moe import EmulatedLink
 from serving.engine.options import EngineOptions
 from serving.engine.rank.core import EngineCore
-from serving.engine.rank.runner_setup import WeightsBar, make_link
+from serving.engine.rank.runner_setup import WeightsBar
 from serving.engine.speculation import make_scheduler, runner_options
 from serving.logs import log_event
 from ubatch import CapturedGraph, CommGroup
@@ -21,6 +22,13 @@ _logger = logging.getLogger(__name__)
 
 _WARM_UP_TOKENS = 16
 _MIB = 2**20
+# What `ModelRunner` calls by the same name.
+_OF_OPTIONS = (
+    *("load_format", "tensor_parallel_size", "all2all_backend", "all2all_options", "dbo", "dbo_kinds"),
+    *("attention_backend", "prefill_attention_backend", "decode_attention_backend", "block_size", "kv_cache_dtype"),
+    *("allow_long_max_model_len", "cudagraph_mode", "cudagraph_capture_sizes"),
+)
+_OF_SCHEDULER = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
 
 
 def make_runner(
@@ -34,32 +42,22 @@ def make_runner(
     Raises:
         CheckpointError, ConfigError: see `ModelRunner`.
     """
+    link = None
+    if options.emulated_link is not None:
+        latency_us, megabytes_per_s = options.emulated_link
+        link = EmulatedLink(latency_us * 1e-6, megabytes_per_s * 1e6)
+    scheduler, size_given = options.scheduler, num_kv_blocks is not None
     return ModelRunner(
         options.model,
-        load_format=options.load_format,
+        **{name: getattr(options, name) for name in _OF_OPTIONS},
+        **{name: getattr(scheduler, name) for name in _OF_SCHEDULER},
         group=group,
-        tensor_parallel_size=options.tensor_parallel_size,
-        all2all_backend=options.all2all_backend,
-        all2all_options=options.all2all_options,
         experts_backend=options.moe_backend,
-        link=make_link(options.emulated_link),
-        dbo=options.dbo,
-        dbo_kinds=options.dbo_kinds,
-        attention_backend=options.attention_backend,
-        prefill_attention_backend=options.prefill_attention_backend,
-        decode_attention_backend=options.decode_attention_backend,
-        block_size=options.block_size,
-        kv_cache_dtype=options.kv_cache_dtype,
+        link=link,
         num_kv_blocks=num_kv_blocks,
-        kv_cache_memory=options.kv_cache_memory if num_kv_blocks is None else None,
-        gpu_memory_utilization=options.gpu_memory_utilization if num_kv_blocks is None else None,
-        max_num_seqs=options.scheduler.max_num_seqs,
-        max_num_batched_tokens=options.scheduler.max_num_batched_tokens,
-        num_state_snapshots=options.scheduler.num_state_snapshots if options.scheduler.enable_prefix_caching else 0,
-        max_model_len=options.scheduler.max_model_len,
-        allow_long_max_model_len=options.allow_long_max_model_len,
-        cudagraph_mode=options.cudagraph_mode,
-        cudagraph_capture_sizes=options.cudagraph_capture_sizes,
+        kv_cache_memory=None if size_given else options.kv_cache_memory,
+        gpu_memory_utilization=None if size_given else options.gpu_memory_utilization,
+        num_state_snapshots=scheduler.num_state_snapshots if scheduler.enable_prefix_caching else 0,
         **runner_options(options.speculation),
         dtype=getattr(torch, options.dtype),
         device=f"cuda:{device_index}" if options.device == "cuda" else options.device,

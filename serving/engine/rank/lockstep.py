@@ -80,17 +80,28 @@ def _address(folder: Path, follower: int) -> str:
     return f"ipc://{folder}/turns-{follower}"
 
 
-class LeaderLink:
+class _TurnsLink:
+    """A connection to the client, beside one to the ranks of the group."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._context = zmq.Context()
+        self._told = 0
+        self._number = 0
+
+    def close(self) -> None:
+        self._context.destroy()
+        self._link.close()
+
+
+class LeaderLink(_TurnsLink):
     """Receives the client's messages, and forwards them to the followers before this process handles them."""
 
     def __init__(self, link: Link, addresses: Sequence[str]) -> None:
-        self._link = link
-        self._context = zmq.Context()
+        super().__init__(link)
         self._sockets = [_socket(self._context, zmq.PUSH) for _ in addresses]
         for socket, address in zip(self._sockets, addresses, strict=True):
             socket.connect(address)
-        self._told = 0
-        self._number = 0
 
     def send(self, message: wire.FromEngine) -> None:
         self._told = _with_outputs(self._told, message)
@@ -106,12 +117,8 @@ class LeaderLink:
                 socket.send(turn)
         yield from messages
 
-    def close(self) -> None:
-        self._context.destroy()
-        self._link.close()
 
-
-class FollowerLink:
+class FollowerLink(_TurnsLink):
     """Receives the leader's turns.
 
     Args:
@@ -123,15 +130,12 @@ class FollowerLink:
     def __init__(
         self, link: Link, listen_on: str, names: tuple[str, str], timeout_s: float, look_out: Callable[[], None]
     ) -> None:
-        self._link = link
+        super().__init__(link)
         self._name, self._leader = names
         self._timeout_s = timeout_s
         self._look_out = look_out
-        self._context = zmq.Context()
         self._socket = _socket(self._context, zmq.PULL)
         self._socket.bind(listen_on)
-        self._told = 0
-        self._number = 0
 
     def send(self, message: wire.FromEngine) -> None:
         """See `Link`. Messages about requests are dropped: the leader sends them."""
@@ -162,10 +166,6 @@ class FollowerLink:
                     f"host is slow, raise timeout_s."
                 )
         yield from self._next()
-
-    def close(self) -> None:
-        self._context.destroy()
-        self._link.close()
 
     def _next(self) -> Sequence[wire.ToEngine]:
         turn = wire.decode_turn(self._socket.recv())

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -50,10 +49,12 @@ from serving.engine.rank.lockstep import Link, join_turns
 from serving.engine.rank.runner_setup import describe_memory, describe_transport
 from serving.engine.rank.tracing import TEMPORARY, profile_file
 from serving.engine.wire import messages as wire
+from serving.engine.wire.agreement import rank_identity
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.rendezvous import Place, Run, connect_store, init_ranks, join_run
 from serving.logs import configure_logging, log_event
 from serving.pinning import pin_rank
+from serving.processes import Orphaned, check_parent
 from serving.requests import RequestOutput
 from ubatch import CommGroup, ConfigError, GroupBroken, PeerFailed, TransferTimeout, UBatchError
 from ubatch.process.heartbeat import Heart, stop_hearts
@@ -61,11 +62,9 @@ from ubatch.ranks.long_calls import taking_long
 
 __all__ = [
     "Engine",
-    "Orphaned",
     "RankWork",
     "ToldToEnd",
     "beating",
-    "check_parent",
     "place_rank",
     "run_engine",
     "run_rank",
@@ -103,7 +102,7 @@ def run_rank(options: EngineOptions, rank: int, place: Place, work: RankWork) ->
     check_parent()  # if it is gone, so is the store, and connecting would be tried for minutes
     store = connect_store(place)
     run, _ = join_run(store, options)
-    client = EngineLink(run.address, f"rank-{rank}", run.curve)
+    client = EngineLink(run.address, rank_identity(rank).decode(), run.curve)
     try:
         work(run, client)
     except BaseException as error:
@@ -130,23 +129,8 @@ def _serve(options: EngineOptions, rank: int, place: Place, run: Run, client: En
     link.close()
 
 
-class Orphaned(UBatchError):
-    """The process that started this rank is gone."""
-
-
 class ToldToEnd(UBatchError):
     """The client sent `Shutdown` before this rank had done its job."""
-
-
-def check_parent() -> None:
-    """Check that the process that started this one, as a rank's, still runs.
-
-    Raises:
-        Orphaned: it is gone.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:
-        raise Orphaned(f"the process that started it ({parent.pid}) is gone.")
 
 
 @contextmanager
@@ -162,12 +146,10 @@ def _loaded(
     ):
         starting.enter_context(beating(client, rank))
         bar.set_postfix_str("meet the other ranks")
-        group = None
         if collective:
             init_ranks(run, rank, options)
         starting.enter_context(taking_long("starting"))  # ranks load and compile at different speeds
-        if collective:
-            group = CommGroup.from_process_group(timeout_s=options.dbo.timeout_s)
+        group = CommGroup.from_process_group(timeout_s=options.dbo.timeout_s) if collective else None
         bar.update()
         bar.set_postfix_str("load the model")
         with make_runner(options, group, device_index=local_rank) as runner:
@@ -235,7 +217,7 @@ def _report_failure(link: EngineLink, rank: int, error: BaseException) -> None:
     if _logger.hasHandlers():
         told = isinstance(error, ConfigError | CheckpointError | Orphaned)  # the message is enough: no traceback
         _logger.error("engine failed\n%s" if not told else "engine failed: %s", error if told else text)
-    link.send(wire.Failed(rank, wire.error_kind(error), type(error).__name__, str(error), text, echo))
+    link.send(wire.Failed(rank, str(error), wire.error_kind(error), type(error).__name__, text, echo))
 
 
 class Engine:

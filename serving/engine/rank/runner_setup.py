@@ -1,10 +1,10 @@
-"""Helpers for a `ModelRunner`, shared by `ubatch generate` and the engines: checks, its link, and descriptions."""
+"""What the settings and the engines ask of a checkpoint and a `ModelRunner`: dtype, progress, descriptions."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,24 +12,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from model_runner import Checkpoint, CheckpointError, ModelConfig, ModelRunner, check_tensor_parallel, fastest_cpu_dtype
+from model_runner import Checkpoint, CheckpointError, ModelConfig, ModelRunner, fastest_cpu_dtype
 from model_runner.models.registry import read_sizes
 from model_runner.weights.dummy_weights import open_checkpoint
-from moe import All2AllTraits, EmulatedLink, traits_in
+from moe import All2AllTraits, traits_in
 from serving.logs import log_event
-from ubatch import ConfigError, ForwardMode
+from ubatch import ForwardMode
 
-__all__ = [
-    "WeightsBar",
-    "backend_faults",
-    "choose_dtype",
-    "count_gpus",
-    "describe_memory",
-    "describe_transport",
-    "make_link",
-    "read_checkpoint",
-    "tensor_parallel_faults",
-]
+__all__ = ["WeightsBar", "choose_dtype", "count_gpus", "describe_memory", "describe_transport", "read_checkpoint"]
 
 _logger = logging.getLogger(__name__)
 
@@ -37,14 +27,6 @@ _logger = logging.getLogger(__name__)
 def count_gpus() -> int:
     """Number of CUDA devices that torch can use here."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def backend_faults(backend: str | None, flag: str) -> Iterator[str]:
-    """Why several ranks that share experts cannot use an all-to-all back end."""
-    if backend == "local":
-        yield f"{flag} local exchanges nothing, but the ranks share experts. Use torch_dist."
-    if backend == "emulated_link":
-        yield f"{flag} emulated_link is chosen by --emulated-link US MB/S, which also says how fast it is."
 
 
 def choose_dtype(
@@ -73,14 +55,6 @@ def choose_dtype(
     return (stored[0], "the checkpoint's") if known else ("bfloat16", "usual on a GPU")
 
 
-def make_link(emulated_link: tuple[float, float] | None) -> EmulatedLink | None:
-    """The link of `--emulated-link`, from latency in microseconds and bandwidth in MB/s; None for none."""
-    if emulated_link is None:
-        return None
-    latency_us, megabytes_per_s = emulated_link
-    return EmulatedLink(latency_us * 1e-6, megabytes_per_s * 1e6)
-
-
 def read_checkpoint(
     model: Path, load_format: str = "auto"
 ) -> tuple[ModelConfig, tuple[str, ...], CheckpointError | None]:
@@ -95,19 +69,6 @@ def read_checkpoint(
         _, config, fault = read_sizes(checkpoint)
     with closing(Checkpoint(model)) as checkpoint:
         return config, checkpoint.stored_dtypes(), fault
-
-
-def tensor_parallel_faults(model: ModelConfig, size: int, flag: str, *, expert_parallel: bool) -> Iterator[str]:
-    """Why a model cannot be split over `size` tensor-parallel processes."""
-    try:
-        check_tensor_parallel(model, size)
-    except ConfigError as error:
-        yield f"{flag}: {error}"
-    if size > 1 and model.num_experts and not expert_parallel:
-        yield (
-            f"{flag} {size} shares attention and dense layers, and this model has {model.num_experts} experts. Add "
-            "--enable-expert-parallel to share those too."
-        )
 
 
 class WeightsBar:

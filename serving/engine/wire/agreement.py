@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
+from typing import Any
 
 import msgspec
 
@@ -114,17 +115,15 @@ def is_of_this_run(options: EngineOptions, sender: bytes, message: wire.FromEngi
             return rank in range(options.world_size) and sender == rank_identity(rank)
 
 
-def _settings(options: EngineOptions) -> Iterator[tuple[str, object]]:
+def _settings(options: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
     for each in fields(options):
         value = getattr(options, each.name)
         if each.name in _NESTED:
-            prefix = _NESTED[each.name]
-            parts = [(part.name, getattr(value, part.name)) for part in fields(value)] if value is not None else []
-            yield from ((prefix + name, part) for name, part in parts if name not in _MAY_DIFFER)
+            yield from _settings(value, _NESTED[each.name]) if value is not None else ()
         elif each.name == "job":
             yield from value.items()
         elif each.name not in _MAY_DIFFER:
-            yield each.name, value
+            yield prefix + each.name, value
 
 
 def _text(shape: Mapping[str, object], name: str) -> str:

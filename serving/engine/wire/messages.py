@@ -50,30 +50,34 @@ __all__ = [
 ]
 
 
-class Add(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class _Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """What all messages have in common: they are tagged with the name of their class."""
+
+
+class Add(_Message, frozen=True):
     """Serve a request."""
 
     request: RequestInput
     epoch: int
 
 
-class Abort(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Abort(_Message, frozen=True):
     """Abort a request, which may have ended already."""
 
     request_id: str
 
 
-class Wake(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Wake(_Message, frozen=True):
     """Another rank got request number `epoch`: run steps together with it."""
 
     epoch: int
 
 
-class StartProfile(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class StartProfile(_Message, frozen=True):
     """Start to record steps."""
 
 
-class StopProfile(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class StopProfile(_Message, frozen=True):
     """Stop recording, and write the trace, every rank to a file of its own, in the folder that it was started with.
 
     Attributes:
@@ -83,11 +87,11 @@ class StopProfile(msgspec.Struct, tag=True, array_like=True, frozen=True):
     name: str
 
 
-class Shutdown(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Shutdown(_Message, frozen=True):
     """End the process, even if requests still run."""
 
 
-class NodeHeard(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class NodeHeard(_Message, frozen=True):
     """Node 0's answer to `NodeAlive`; it also comes unasked when the run has failed.
 
     Attributes:
@@ -97,7 +101,7 @@ class NodeHeard(msgspec.Struct, tag=True, array_like=True, frozen=True):
     failure: str = ""
 
 
-class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Ready(_Message, frozen=True):
     """The rank has loaded its model and can serve.
 
     Attributes:
@@ -110,7 +114,7 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     memory: str
 
 
-class Alive(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Alive(_Message, frozen=True):
     """The heartbeat of a rank, idle or not, from `Ready` on.
 
     Attributes:
@@ -121,7 +125,7 @@ class Alive(msgspec.Struct, tag=True, array_like=True, frozen=True):
     silence_s: float
 
 
-class Outputs(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Outputs(_Message, frozen=True):
     """The outputs of a step.
 
     Attributes:
@@ -135,7 +139,7 @@ class Outputs(msgspec.Struct, tag=True, array_like=True, frozen=True):
     statistics: EngineStatistics
 
 
-class Refused(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Refused(_Message, frozen=True):
     """A request that cannot be served; `kind`, `text` and `param` as for `make_error`."""
 
     rank: int
@@ -145,24 +149,26 @@ class Refused(msgspec.Struct, tag=True, array_like=True, frozen=True):
     param: str | None = None
 
 
-class Failed(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A rank ends because of an error.
+class Failed(_Message, frozen=True):
+    """A rank ends because of an error, or it ended without a report: then there is only the text.
 
     Attributes:
+        text: the error's, or what happened to the rank.
         kind: kind of the error, as for `make_error`.
+        name: name of its class.
         traceback: its traceback; empty if the process died without a report.
         echo: the error is only that another rank failed.
     """
 
     rank: int
-    kind: str
-    name: str
     text: str
-    traceback: str
-    echo: bool
+    kind: str = ""
+    name: str = ""
+    traceback: str = ""
+    echo: bool = False
 
 
-class ProfileWritten(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class ProfileWritten(_Message, frozen=True):
     """The answer to `StopProfile`; `error` says why there is no file."""
 
     rank: int
@@ -170,7 +176,7 @@ class ProfileWritten(msgspec.Struct, tag=True, array_like=True, frozen=True):
     error: str | None
 
 
-class Finished(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Finished(_Message, frozen=True):
     """From rank 0: the ranks have done their job (`EngineOptions.job`), and wait for `Shutdown`.
 
     Attributes:
@@ -181,7 +187,7 @@ class Finished(msgspec.Struct, tag=True, array_like=True, frozen=True):
     result: str
 
 
-class NodeAlive(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class NodeAlive(_Message, frozen=True):
     """The heartbeat of a node other than node 0."""
 
     node_rank: int
@@ -191,7 +197,7 @@ ToEngine: TypeAlias = Add | Abort | Wake | StartProfile | StopProfile | Shutdown
 FromEngine: TypeAlias = Ready | Alive | Outputs | Refused | Failed | Finished | ProfileWritten | NodeAlive
 
 
-class Turn(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Turn(_Message, frozen=True):
     """The messages that a leader handles before a step, or during a pause.
 
     Attributes:

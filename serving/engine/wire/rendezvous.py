@@ -1,4 +1,4 @@
-"""The rendezvous of the processes: a key-value store. With one node, files in the run's folder (`folder_store`); with
+"""The rendezvous of the processes: a key-value store. With one node, files in the run's folder (`stores`); with
 several, node 0's launching process listens.
 
     "client"        the run's name, the client's zmq address, and node 0's settings (`agreement`)
@@ -12,7 +12,7 @@ The launching process outlives every rank, so the store stays when a rank dies.
 
 With a cluster secret (`secret`) all values and counters carry a keyed hash (`ubatch.process.job_store`): "client" and
 "nodes/N" use a key derived from the secret alone, the others a key derived from the secret and the run's name. So do
-what gloo keeps there (`signed_store`), but not what NCCL does. Without a secret, anyone who reaches the ports of node 0
+what gloo keeps there (`stores`), but not what NCCL does. Without a secret, anyone who reaches the ports of node 0
 can take part. A store that listens, gloo and NCCL have no authentication in either case: their network must be private.
 """
 
@@ -30,9 +30,8 @@ import torch.distributed as dist
 
 from serving.engine.options import EngineOptions
 from serving.engine.wire.agreement import describe_shape, require_same_shape, settle_dtype
-from serving.engine.wire.folder_store import FolderStore
 from serving.engine.wire.secret import ClusterSecret, CurveKeys, read_secret
-from serving.engine.wire.signed_store import SignedStore
+from serving.engine.wire.stores import FolderStore, SignedStore
 from serving.logs import log_event
 from serving.network import LOOPBACK, choose_interface, listening_store, warn_of_loopback
 from ubatch import ConfigError, ForgedValue, UBatchError

@@ -11,12 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from serving.arguments.fields import Flag, Group
 from serving.options.flags.fields import ApiKey, Positive
 from serving.options.flags.model_flags import Model
-from serving.options.flags.server_flags import (
-    Attention,
-    Cache,
-    Parallelism,
-    PerMode,
-)
+from serving.options.flags.server_flags import Attention, Cache, Parallelism, PerMode
 from serving.options.flags.tables import SERVE, Table, pick
 from ubatch.schedules.vote import MAX_LANES
 
@@ -43,7 +38,9 @@ class Prompts(Group):
 class Source(Group):
     """What to look at, and where to write."""
 
-    url: str | None = Field(None, description="record a running server, such as http://127.0.0.1:8000")
+    url: Annotated[str | None, Flag(alias="--base-url")] = Field(
+        None, description="record a running server, such as http://127.0.0.1:8000"
+    )
     seconds: float = Field(5.0, gt=0, description="with --url: how long; send requests meanwhile")
     api_key: Annotated[ApiKey, Flag(secret=True)] = Field(
         None, min_length=1, description="with --url: sent as a bearer token; better use UBATCH_API_KEY"

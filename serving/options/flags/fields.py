@@ -14,16 +14,7 @@ from moe import experts_backends
 from ubatch import nearest
 from ubatch.errors import cut, shown
 
-__all__ = [
-    "ApiKey",
-    "ExpertsName",
-    "NamedValues",
-    "Names",
-    "Positive",
-    "TokensAutoOff",
-    "one_of",
-    "parse_bytes",
-]
+__all__ = ["ApiKey", "ExpertsName", "NamedValues", "Names", "Positive", "TokensAutoOff", "one_of", "parse_bytes"]
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -151,8 +142,5 @@ def _read_names(value: Any) -> Any:
 Names = Annotated[str | tuple[str, ...] | None, BeforeValidator(_read_names)]
 """A name, or several: the flag's values on the command line, a string or a list in a file."""
 
-NamedValues = Annotated[
-    dict[str, bool | int | float | str] | None,
-    BeforeValidator(_check_values),
-]
+NamedValues = Annotated[dict[str, bool | int | float | str] | None, BeforeValidator(_check_values)]
 """A mapping in a file, words on the command line; names in kebab or snake case."""

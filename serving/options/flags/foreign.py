@@ -7,11 +7,6 @@ from collections.abc import Callable, Mapping
 
 __all__ = ["FOREIGN", "spell_hint"]
 
-_SIZE = "--max-num-batched-tokens"
-_EXPERTS = "--enable-expert-parallel, which shares the experts among all processes"
-_TOKENIZER = "a checkpoint's folder with that tokenizer in it"
-_DRAFTS = "--speculative-algorithm and the other --speculative- flags"
-
 
 def spell_hint(text: str, spell: Callable[[str, bool], str]) -> str:
     """A hint for a file or Python. `spell(flag, off)` spells each flag, given without dashes and without `no-`."""
@@ -19,20 +14,14 @@ def spell_hint(text: str, spell: Callable[[str, bool], str]) -> str:
 
 
 FOREIGN: Mapping[str, str] = {
-    "model_path": "--model",
-    "named_model": "--model",
-    "tokenizer": _TOKENIZER,
-    "tokenizer_path": _TOKENIZER,
+    **dict.fromkeys(("model_path", "named_model"), "--model"),
+    **dict.fromkeys(("tokenizer", "tokenizer_path"), "a checkpoint's folder with that tokenizer in it"),
     "context_length": "--max-model-len",
     "quantization": "a checkpoint in fp8, whose config says so, or in bf16, fp16 or fp32",
-    "tp": "--tensor-parallel-size",
-    "tp_size": "--tensor-parallel-size",
-    "dp": "--data-parallel-size",
-    "dp_size": "--data-parallel-size",
-    "ep": _EXPERTS,
-    "ep_size": _EXPERTS,
-    "pipeline_parallel_size": "--tensor-parallel-size or --data-parallel-size",
-    "pp_size": "--tensor-parallel-size or --data-parallel-size",
+    **dict.fromkeys(("tp", "tp_size"), "--tensor-parallel-size"),
+    **dict.fromkeys(("dp", "dp_size"), "--data-parallel-size"),
+    **dict.fromkeys(("ep", "ep_size"), "--enable-expert-parallel, which shares the experts among all processes"),
+    **dict.fromkeys(("pipeline_parallel_size", "pp_size"), "--tensor-parallel-size or --data-parallel-size"),
     "data_parallel_address": "--master-addr",
     "data_parallel_rpc_port": "--master-port",
     "dist_init_addr": "--master-addr and --master-port",
@@ -46,17 +35,15 @@ FOREIGN: Mapping[str, str] = {
     "page_size": "--block-size",
     "disable_radix_cache": "--no-enable-prefix-caching",
     "max_running_requests": "--max-num-seqs",
-    "chunked_prefill_size": _SIZE,
-    "max_prefill_tokens": _SIZE,
+    **dict.fromkeys(("chunked_prefill_size", "max_prefill_tokens"), "--max-num-batched-tokens"),
     "schedule_policy": "--scheduling-policy",
     "disable_overlap_schedule": "--no-overlap-schedule",
     "async_scheduling": "--overlap-schedule",
     "cuda_graph_max_bs": "--max-cudagraph-capture-size",
-    "cuda_graph_bs": "--cudagraph-capture-sizes",
-    "cuda_graph_sizes": "--cudagraph-capture-sizes",
+    **dict.fromkeys(("cuda_graph_bs", "cuda_graph_sizes"), "--cudagraph-capture-sizes"),
     "disable_cuda_graph": "--enforce-eager",
     "compilation_config": "--cudagraph-mode and --cudagraph-capture-sizes",
-    "speculative_config": _DRAFTS,
+    "speculative_config": "--speculative-algorithm and the other --speculative- flags",
     "speculative_num_tokens": "--speculative-num-draft-tokens",
     "disable_log_requests": "--no-enable-log-requests",
     "disable_uvicorn_access_log": "--no-access-log",

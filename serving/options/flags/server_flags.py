@@ -46,8 +46,10 @@ ALIASES: Mapping[str, str] = {
     "enable_two_batch_overlap": "enable_dbo",
     "num_ubatches": "ubatch_size",
     "named_model": "model",
+    "base_url": "url",
 }
-"""Alias -> setting: SGLang's names, names of `UBatchConfig`, and the flag form of a positional argument."""
+"""Alias -> setting: SGLang's names, names of `UBatchConfig`, the flag form of a positional argument, and the name that
+vLLM's benchmarks have for a server."""
 
 
 def _read_link(value: Any) -> Any:
@@ -71,7 +73,7 @@ class Parallelism(Group):
     copy of the model, except the experts if they are shared."""
 
     data_parallel_size: Positive = Field(1, description="ranks in all; each request runs on one of them")
-    tensor_parallel_size: Annotated[Positive, Flag(short="-tp")] = Field(
+    tensor_parallel_size: Annotated[Positive, Flag(alias="-tp")] = Field(
         1, description="processes of a rank; they share its attention heads and dense layers"
     )
     enable_expert_parallel: bool = Field(False, description="the ranks share the experts, and step together")
@@ -107,8 +109,7 @@ class Overlap(Group):
     """When and how a step runs as two or more microbatches, one computing while the other's tokens travel."""
 
     enable_dbo: bool = Field(
-        False,
-        description="overlap microbatches: from a given threshold on, else where steps show a gain",
+        False, description="overlap microbatches: from a given threshold on, else where steps show a gain"
     )
     enable_two_batch_overlap: bool = Field(False, description="SGLang's name of --enable-dbo")
     dbo_auto: bool = Field(False, description="deprecated, without effect: --enable-dbo decides so without it")

@@ -18,11 +18,12 @@ import torch.distributed as dist
 from serving.engine.options import EngineOptions
 from serving.engine.rank.build import make_runner
 from serving.engine.rank.listeners import refuse_strangers
-from serving.engine.rank.process import ToldToEnd, beating, check_parent, place_rank, run_rank
+from serving.engine.rank.process import ToldToEnd, beating, place_rank, run_rank
 from serving.engine.rank.runner_setup import describe_memory
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import Alive, Finished, Ready, Shutdown
 from serving.engine.wire.rendezvous import Place, Run, init_ranks
+from serving.processes import check_parent
 from serving.workbench.arms.batches import kv_blocks_needed
 from serving.workbench.arms.cells import Arm
 from serving.workbench.arms.programs import gather_texts

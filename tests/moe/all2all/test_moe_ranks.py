@@ -17,6 +17,7 @@ from ubatch import (
     CommGroup,
     ConfigError,
     ForwardContext,
+    ForwardMode,
     GradientError,
     SpanKind,
     Trace,
@@ -35,7 +36,7 @@ EXPERTS, HIDDEN, TOP_K = 8, 12, 2
 
 
 def test_results_and_traffic() -> None:
-    run_ranks(_check_all, 2, ["results", "nan", "traffic", "known_sizes", "dtypes", "refusals"])
+    run_ranks(_check_all, 2, ["results", "nan", "traffic", "known_sizes", "sent_to_all", "dtypes", "refusals"])
 
 
 def test_inside_lanes() -> None:
@@ -138,6 +139,40 @@ def _known_sizes(rank: int, group: CommGroup) -> None:
         assert _exchanged_counts(trace)
 
 
+def _sent_to_all(rank: int, group: CommGroup) -> None:
+    """In decode steps a few tokens travel without counts, with the same results; more of them only where needed."""
+    layer = make_layer(EXPERTS, HIDDEN)
+    kernel = layer.kernel(make_all2all("torch_dist", group=group, num_experts=EXPERTS))
+    exact = layer.kernel(make_all2all("torch_dist", group=group, num_experts=EXPERTS, spare_bytes=0))
+    modes = {ForwardMode.DECODE: False, ForwardMode.TARGET_VERIFY: False, ForwardMode.PREFILL: True, None: True}
+    for tokens in ((3, 4), (4, 4)):
+        routed = make_tokens(layer, tokens[rank], TOP_K, seed=rank, unrouted=0.3)
+        expected = exact(routed.x, routed.weights, routed.ids)
+        for mode, counts in modes.items():
+            context = ForwardContext(tokens_across_ranks=tokens, global_mode=mode)
+            with tracing() as trace, set_forward_context(context):
+                assert torch.equal(kernel(routed.x, routed.weights, routed.ids), expected), mode
+            assert _exchanged_counts(trace) is counts, mode
+            with tracing() as trace, set_forward_context(context):
+                exact(routed.x, routed.weights, routed.ids)
+            assert _exchanged_counts(trace)
+
+    decode = ForwardContext(tokens_across_ranks=(2, 3), global_mode=ForwardMode.DECODE)
+    padded = make_tokens(layer, 3 + rank, TOP_K, seed=rank)
+    ids = mask_padding(padded.ids, 2 + rank)
+    with set_forward_context(decode):
+        actual = kernel(padded.x, padded.weights, ids)
+        torch.testing.assert_close(actual, layer.expected(Routed(padded.x, ids, padded.weights)))
+        with pytest.raises(ConfigError, match=f"voted on {2 + rank} tokens for rank {rank}, .* got {3 + rank}"):
+            kernel(padded.x, padded.weights, padded.ids)
+
+    many = make_tokens(layer, 1200, TOP_K, seed=rank)
+    context = ForwardContext(tokens_across_ranks=(1200, 1200), global_mode=ForwardMode.DECODE)
+    with tracing() as trace, set_forward_context(context):
+        torch.testing.assert_close(kernel(many.x, many.weights, many.ids), layer.expected(many))
+    assert _exchanged_counts(trace)
+
+
 def _dtypes(rank: int, group: CommGroup) -> None:
     for dtype, tolerance in ((torch.float64, 1e-6), (torch.bfloat16, 5e-2)):
         layer = make_layer(4, 7, dtype=dtype)  # an odd width: rows are not aligned
@@ -155,6 +190,8 @@ def _refusals(rank: int, group: CommGroup) -> None:
     for name in BACKENDS:
         with pytest.raises(ConfigError, match="7 experts do not divide by 2 ranks"):
             make_all2all(name, group=group, num_experts=7)
+        with pytest.raises(ConfigError, match="spare_bytes must be at least 0, not -1"):
+            make_all2all("torch_dist", group=group, num_experts=EXPERTS, spare_bytes=-1)
         all2all = make_all2all(name, group=group, num_experts=EXPERTS)
         assert all2all.traits.is_async
         with torch.inference_mode(False), torch.enable_grad():
@@ -279,6 +316,7 @@ CHECKS: dict[str, Callable[[int, CommGroup], None]] = {
     "nan": _nan,
     "traffic": _traffic,
     "known_sizes": _known_sizes,
+    "sent_to_all": _sent_to_all,
     "dtypes": _dtypes,
     "refusals": _refusals,
     "lanes": _lanes,

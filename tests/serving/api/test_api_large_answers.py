@@ -17,7 +17,7 @@ from fake_engine import FakeEngine, FakeInfo
 from serving.api import answer as answers
 from serving.api import completions
 from serving.api.answer import MAX_LOGPROBS
-from serving.api.schema.json_lists import JsonLists
+from serving.api.logprobs import JsonLists
 
 LONG = FakeInfo(max_model_len=10_000)
 IDS = list(range(300, 1300))

@@ -156,7 +156,7 @@ def test_of_a_message_that_node_0_would_not_take_the_longest_request_is_refused(
                 link._socket.linger = 0
                 link.send(Outputs(1, 7, outputs, EngineStatistics(num_running=8)))
                 with pytest.raises(UBatchError, match=r"Failed, has .* bytes for node 0, which takes 600"):
-                    link.send(Failed(1, "", "", "x" * 900, "", False))
+                    link.send(Failed(1, "x" * 900))
                 link.send(NodeAlive(1))
                 came: list[FromEngine] = []
                 while not came or came[-1] != NodeAlive(1):

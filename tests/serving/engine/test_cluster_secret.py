@@ -21,7 +21,7 @@ from repository import TINY_MOE
 from serving.engine import EngineOptions
 from serving.engine.wire.rendezvous import Run, announce_network, check_node, join_run, post_node
 from serving.engine.wire.secret import ClusterSecret, read_secret
-from serving.engine.wire.signed_store import SignedStore
+from serving.engine.wire.stores import SignedStore
 from serving.network import listening_store
 from serving.options import describe_settings, read_serve_command
 from ubatch import ConfigError, ForgedValue, UBatchError

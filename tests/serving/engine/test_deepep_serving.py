@@ -30,7 +30,7 @@ from serving.engine.rank.build import make_core, make_runner, warm_up
 from serving.engine.rank.process import run_engine
 from serving.engine.wire.rendezvous import Place
 from serving.options import SERVE, resolve_settings, to_engine_options
-from serving.options.command_line import read_command_line
+from serving.options.command_line import read_layers
 from serving.requests import RequestInput
 from ubatch import CommGroup
 
@@ -61,7 +61,7 @@ def options_of(checkpoint: str, ranks: int, backend: str) -> EngineOptions:
         *("--kv-cache-memory", "16M"),
         *("--dbo-decode-token-threshold", "2", "--dbo-prefill-token-threshold", "2"),  # so few steps decide nothing
     )
-    settings = resolve_settings(read_command_line(SERVE, "ubatch serve", "", command).settings, gpus=0)
+    settings = resolve_settings(*read_layers(SERVE, "ubatch serve", "", command)[0], gpus=0)
     return replace(
         to_engine_options(settings),
         attention_backend=static_attention.NAME,

@@ -169,7 +169,7 @@ STRANGE: dict[str, tuple[str, Callable[[int], Any]]] = {
     "alive": ("rank-9", lambda rank: Alive(rank, 0.0)),
     "outputs": ("rank-9", lambda rank: Outputs(rank, 0, (), EngineStatistics())),
     "refused": ("rank-9", lambda rank: Refused(rank, "a", "RequestError", "no")),
-    "failed": ("rank-9", lambda rank: Failed(rank, "", "", "is no more", "", False)),
+    "failed": ("rank-9", lambda rank: Failed(rank, "is no more")),
     "a result": ("rank-9", lambda rank: Finished(rank, "")),
     "a result in rank 0's name": ("rank-9", lambda rank: Finished(0, "")),
     "a profile": ("rank-9", lambda rank: ProfileWritten(rank, "", None)),

@@ -14,11 +14,11 @@ from engine_mains import is_alive, tiny, tokens_of, wait_for
 from repository import TINY_MOE
 
 from model_runner import ModelRunner, SamplingParams, generate
-from serving.engine import EngineClient, EngineOptions, vital_signs
+from serving.engine import EngineClient, EngineOptions, liveness
 from serving.engine.launch import EngineMain
+from serving.engine.liveness import VitalSigns
 from serving.engine.rank import process
 from serving.engine.rank.process import run_engine
-from serving.engine.vital_signs import VitalSigns
 from serving.engine.wire.messages import Alive, Failed
 from serving.engine.wire.rendezvous import Place
 from serving.requests import EngineDead
@@ -105,7 +105,7 @@ def join_late(options: EngineOptions, rank: int, place: Place) -> None:
 def test_an_engine_that_is_stopped_while_it_starts_is_named(
     main: EngineMain, who: str, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vital_signs, "_LEAST_START_S", START_S)
+    monkeypatch.setattr(liveness, "_LEAST_START_S", START_S)
     options = impatient(options, 1.0)
 
     async def scenario() -> None:

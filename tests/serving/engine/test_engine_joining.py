@@ -17,8 +17,8 @@ from engine_mains import tiny
 
 from ranks import free_port
 from serving.engine import EngineOptions, node, run_node
+from serving.engine.liveness import VitalSigns
 from serving.engine.node import _await_node_0
-from serving.engine.vital_signs import VitalSigns
 from serving.engine.wire.messages import Failed
 from serving.network import admit_no_more
 from ubatch import UBatchConfig, UBatchError

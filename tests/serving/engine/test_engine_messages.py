@@ -11,7 +11,7 @@ from repository import TINY_MOE
 from attention import KVCacheExhausted
 from model_runner import CheckpointError, FinishReason, RequestError, SamplingParams, TensorMissing, TokenLogprobs
 from serving.engine import EngineOptions
-from serving.engine.failures import dead_error, start_error
+from serving.engine.liveness import dead_error, start_error
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.engine.wire import messages
 from serving.engine.wire.messages import (
@@ -86,7 +86,7 @@ def test_messages_to_an_engine_come_back(message: messages.ToEngine) -> None:
         ),
         Refused(0, "a", "RequestError", "no"),
         Refused(0, "a", "RequestError", "no", "min_tokens"),
-        Failed(1, "UBatchError", "PeerFailed", "rank 0 died", "Traceback", echo=True),
+        Failed(1, "rank 0 died", "UBatchError", "PeerFailed", "Traceback", echo=True),
         Finished(0, "42"),
         ProfileWritten(0, "/somewhere", None),
         NodeAlive(1),
@@ -127,7 +127,7 @@ def test_errors_of_others_do_not_become_ours() -> None:
 
 
 def failed(error: Exception, rank: int = 1) -> Failed:
-    return Failed(rank, error_kind(error), type(error).__name__, str(error), "Traceback ...", echo=False)
+    return Failed(rank, str(error), error_kind(error), type(error).__name__, "Traceback ...")
 
 
 def test_a_failed_start_raises_the_ranks_own_error_where_the_user_can_mend_it() -> None:
@@ -142,7 +142,7 @@ def test_a_dead_engine_is_one_line_with_the_traceback_as_a_note() -> None:
     error = dead_error(failed(PeerFailed(0, "rank 0 died\nand more")), "rank 1")
     assert str(error) == "rank 1 failed: PeerFailed: rank 0 died"
     assert error.__notes__ == ["on rank 1:\nTraceback ..."]
-    silent = Failed(2, "", "", "was killed by SIGKILL", "", echo=False)
+    silent = Failed(2, "was killed by SIGKILL")
     assert str(dead_error(silent, "rank 2 (DP 1, TP 0)")) == "rank 2 (DP 1, TP 0) was killed by SIGKILL."
 
 

@@ -92,7 +92,7 @@ class Stranger:
     def _run(self) -> None:
         context = zmq.Context()
         sockets = []
-        ends = (Failed(1, "", "ValueError", "forged", "forged", echo=False), NodeAlive(7))
+        ends = (Failed(1, "forged", name="ValueError", traceback="forged"), NodeAlive(7))
         while not self._stop.wait(0.1):
             found = {
                 (each.laddr.ip, each.laddr.port)

@@ -11,7 +11,7 @@ import pytest
 
 from model_runner import FinishReason, RequestError, SamplingParams
 from serving.engine import prefixes
-from serving.engine.failures import FirstCause
+from serving.engine.liveness import FirstCause
 from serving.engine.routing import RequestStream, Router
 from serving.engine.wire.messages import Failed, Outputs
 from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
@@ -253,11 +253,11 @@ def test_a_refusal_concerns_one_request() -> None:
     asyncio.run(scenario())
 
 
-OWN = Failed(1, "", "ValueError", "boom", "Traceback", echo=False)
-OWN_EXIT = Failed(1, "", "", "died with exit status 1", "", echo=False)
-ECHO = Failed(0, "UBatchError", "PeerFailed", "rank 1 failed", "Traceback", echo=True)
-ECHO_EXIT = Failed(0, "", "", "died with exit status 1", "", echo=False)
-KILLED = Failed(1, "", "", "was killed by SIGKILL", "", echo=False)
+OWN = Failed(1, "boom", name="ValueError", traceback="Traceback")
+OWN_EXIT = Failed(1, "died with exit status 1")
+ECHO = Failed(0, "rank 1 failed", "UBatchError", "PeerFailed", "Traceback", echo=True)
+ECHO_EXIT = Failed(0, "died with exit status 1")
+KILLED = Failed(1, "was killed by SIGKILL")
 
 
 @pytest.mark.parametrize(
@@ -276,8 +276,8 @@ KILLED = Failed(1, "", "", "was killed by SIGKILL", "", echo=False)
 def test_the_first_cause_counts_whatever_order_the_reports_come_in(
     reports: Sequence[Failed], cause: Failed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serving.engine.failures._GRACE_S", 0.05)
-    monkeypatch.setattr("serving.engine.failures._ECHO_GRACE_S", 0.1)
+    monkeypatch.setattr("serving.engine.liveness._GRACE_S", 0.05)
+    monkeypatch.setattr("serving.engine.liveness._ECHO_GRACE_S", 0.1)
 
     async def scenario() -> None:
         decided: asyncio.Queue[Failed] = asyncio.Queue()

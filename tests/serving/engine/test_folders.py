@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from serving.engine.run_folder import RunFolder
-from serving.engine.wire.folder_store import FolderStore
+from serving.engine.wire.stores import FolderStore
 from ubatch import ConfigError
 from ubatch.process.job_store import JobStore
 
@@ -69,7 +69,7 @@ MANY = """
 import sys
 from datetime import timedelta
 from pathlib import Path
-from serving.engine.wire.folder_store import FolderStore
+from serving.engine.wire.stores import FolderStore
 store = FolderStore(Path(sys.argv[1]), timedelta(seconds=10))
 for _ in range(200):
     store.add("count", 1)

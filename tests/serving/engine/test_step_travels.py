@@ -15,23 +15,25 @@ from c_kernels import needs_c
 from repository import ROOT, TINY_MOE
 
 from model_runner import ModelRunner, SamplingParams, Step
+from ranks import run_ranks
 from serving.engine.rank.core import EngineCore
 from serving.requests import RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
-from ubatch import UBatchConfig
+from ubatch import CommGroup, UBatchConfig
 from ubatch.wrapping.execution import Execution
 
 REQUESTS = 8
 MOST_CALLS = 1400
-"""Of functions of this project, on all threads, in a step of 8 requests: 690 where it was written, 3,181 before."""
+"""Of functions of this project, on all threads, in a step of 8 requests: on one rank, and on each of two that share the
+experts."""
 PACKAGES = tuple(f"{ROOT}/{name}/" for name in ("ubatch", "moe", "attention", "model_runner", "serving"))
 
 
 @contextmanager
-def overlapping_core() -> Iterator[EngineCore]:
+def overlapping_core(group: CommGroup | None = None) -> Iterator[EngineCore]:
     """Decodes in two lanes."""
     dbo = UBatchConfig(dbo_decode_token_threshold=2, dbo_prefill_token_threshold=100_000)
-    with ModelRunner(TINY_MOE, dbo=dbo, max_num_seqs=REQUESTS) as runner:
+    with ModelRunner(TINY_MOE, group=group, dbo=dbo, max_num_seqs=REQUESTS) as runner:
         scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=REQUESTS, max_model_len=128),
             runner.allocator,
@@ -39,9 +41,9 @@ def overlapping_core() -> Iterator[EngineCore]:
             eos_token_ids=(),
             vocab_size=runner.config.vocab_size,
         )
-        core = EngineCore(runner, scheduler, overlap_schedule=False)
+        core = EngineCore(runner, scheduler, overlap_schedule=group is not None)
         for index in range(REQUESTS):
-            core.add(RequestInput(str(index), [index + 1, 7, 9], SamplingParams(max_tokens=60)))
+            core.add(RequestInput(str(index), [index + 1, 7, 9], SamplingParams(max_tokens=60, ignore_eos=True)))
         yield core
 
 
@@ -65,8 +67,7 @@ def test_what_the_scheduler_has_planned_enters_the_lanes(monkeypatch: pytest.Mon
         assert sum(context.num_tokens for context in step.contexts) == step.num_tokens
 
 
-@needs_c
-def test_a_decode_step_in_lanes_calls_little_python() -> None:
+def calls_of_a_step(group: CommGroup | None = None) -> Counter[str]:
     calls = Counter[str]()
     counting = False
 
@@ -78,14 +79,32 @@ def test_a_decode_step_in_lanes_calls_little_python() -> None:
     threading.setprofile(count)
     sys.setprofile(count)
     try:
-        with overlapping_core() as core:
+        with overlapping_core(group) as core:
             for _ in range(12):
                 core.step()
             counting = True
             core.step()
             counting = False
-            assert core.statistics().steps["decode/engaged"] == 12
+            assert core.statistics().steps["decode/engaged"] >= 11
+            core.drain()
     finally:
         threading.setprofile(None)  # type: ignore[arg-type]
         sys.setprofile(outer)
+    return calls
+
+
+@needs_c
+def test_a_decode_step_in_lanes_calls_little_python() -> None:
+    calls = calls_of_a_step()
     assert 200 < calls.total() <= MOST_CALLS, calls.most_common(20)
+
+
+def calls_of_a_rank(rank: int, world_size: int) -> Counter[str]:
+    return calls_of_a_step(CommGroup.from_process_group(timeout_s=30.0))
+
+
+@needs_c
+@pytest.mark.ranks
+def test_a_step_whose_experts_are_on_two_ranks_calls_little_python() -> None:
+    for calls in run_ranks(calls_of_a_rank, 2):
+        assert 400 < calls.total() <= MOST_CALLS, calls.most_common(40)

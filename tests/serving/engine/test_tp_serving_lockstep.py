@@ -121,7 +121,7 @@ def test_a_request_without_a_seed_gets_one_for_all(group: Group) -> None:
 
 def test_a_follower_says_nothing_of_requests(group: Group) -> None:
     ready = Ready(1, 1, 1, "")
-    written, failed = ProfileWritten(1, "x", None), Failed(1, "", "", "", "", echo=False)
+    written, failed = ProfileWritten(1, "x", None), Failed(1, "")
     for message in (ready, outputs("a", 1), Refused(0, "b", "RequestError", "no"), written, failed):
         group.followers[0].send(message)
         group.leader.send(message)

@@ -26,7 +26,7 @@ from model_runner.step.graph_sizes import graph_families
 from moe import StepSizes, check_all2all_options, check_schedule, default_all2all_options, make_all2all, traits_in
 from serving.engine.rank.runner_setup import describe_transport
 from serving.options import SERVE, Settings, describe_settings, resolve_settings, to_engine_options
-from serving.options.command_line import read_command_line
+from serving.options.command_line import read_layers
 from serving.options.sources import Source, read_file, read_keywords
 from serving.workbench.arms.stages import LayerStages
 from serving.workbench.arms.steps import ArmSteps, NoStageTimes
@@ -46,7 +46,7 @@ DECODE, PREFILL, VERIFY = ForwardMode.DECODE, ForwardMode.PREFILL, ForwardMode.T
 
 
 def resolve(*words: str, machine: dict[str, int] = GPUS) -> Settings:
-    return resolve_settings(read_command_line(SERVE, "ubatch serve", "", [TINY, *words]).settings, **machine)
+    return resolve_settings(*read_layers(SERVE, "ubatch serve", "", [TINY, *words])[0], **machine)
 
 
 @contextmanager
@@ -89,8 +89,8 @@ def test_options_are_written_alike_in_a_file_and_on_the_line(tmp_path: Path) -> 
     [("1e3", 1000.0), ("-3", -3), ("0.5", 0.5), ("True", True), (": :", ": :"), ('"', '"'), ("[1", "[1"), ("a", "a")],
 )
 def test_values_are_numbers_truths_or_text(text: str, value: object) -> None:
-    line = read_command_line(SERVE, "ubatch serve", "", [TINY, "--all2all-options", f"x={text}"])
-    read = line.settings["all2all_options"].value["x"]
+    layers, _ = read_layers(SERVE, "ubatch serve", "", [TINY, "--all2all-options", f"x={text}"])
+    read = layers[-1]["all2all_options"].value["x"]
     assert (type(read), read) == (type(value), value)
 
 

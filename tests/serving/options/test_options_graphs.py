@@ -13,7 +13,7 @@ from repository import TINY_MOE
 
 from serving.cli import main
 from serving.options import SERVE, Settings, describe_settings, notes, resolve_settings, to_engine_options
-from serving.options.command_line import read_command_line
+from serving.options.command_line import read_layers
 from serving.options.sources import Source, read_file, read_keywords
 from ubatch import ConfigError
 
@@ -23,7 +23,7 @@ SHARED = ["--tensor-parallel-size", "2", "--enable-expert-parallel"]
 
 
 def resolve(*words: str, machine: dict[str, int] = GPU) -> Settings:
-    return resolve_settings(read_command_line(SERVE, "ubatch serve", "", [TINY, *words]).settings, **machine)
+    return resolve_settings(*read_layers(SERVE, "ubatch serve", "", [TINY, *words])[0], **machine)
 
 
 def refusal(*words: str, machine: dict[str, int] = GPU) -> str:

@@ -97,7 +97,7 @@ def test_room_is_kept_for_what_those_that_run_will_generate() -> None:
 @pytest.mark.long
 def test_the_ratio_falls_while_things_go_well_and_starts_anew_when_idle() -> None:
     loop = make_loop(max_model_len=1024, num_blocks=256)
-    ratio = loop.scheduler._ratio
+    ratio = loop.scheduler._prefills.ratio
     loop.add("a", [1], max_tokens=1000, ignore_eos=True)
     loop.step()
     assert ratio.value == pytest.approx(0.7)

@@ -9,13 +9,13 @@ from fake_runner import Loop, expected, make_loop
 
 from model_runner import FinishReason, SamplingParams
 from serving.scheduler import SchedulingPolicy
-from serving.scheduler.admission.budget import NewTokenRatio, choose_victim
+from serving.scheduler.admission.retraction import NewTokenRatio, choose_victim
 from serving.scheduler.request import shares_of
 
 
 def optimistic(loop: Loop) -> Loop:
     """Keep no KV for outputs."""
-    loop.scheduler._ratio = SimpleNamespace(  # type: ignore[assignment]
+    loop.scheduler._prefills.ratio = SimpleNamespace(  # type: ignore[assignment]
         decay=lambda: None, reset=lambda: None, estimate=lambda running: None, tokens=lambda requests: 0
     )
     return loop

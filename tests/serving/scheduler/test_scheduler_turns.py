@@ -96,7 +96,7 @@ def test_long_prompts_that_share_their_beginning_hold_up_nobody(policy: Scheduli
         loop.add(f"long{number}", shared + own, group="body", max_tokens=1)
     for _ in range(6):
         loop.step()
-    assert loop.scheduler._chunked is not None
+    assert loop.scheduler._prefills.split is not None
     loop.add("short", [5, 6], max_tokens=1)
     assert "short" in admitted(loop.step())
 
@@ -107,7 +107,7 @@ def test_beside_a_prompt_that_is_cut_few_of_its_own_body_are_looked_at(monkeypat
     for number in range(5000):
         loop.add(f"tail{number}", [2, 3], group="body", max_tokens=1)
     loop.step()
-    assert loop.scheduler._chunked is not None
+    assert loop.scheduler._prefills.split is not None
     looked = Counter[str]()
     in_order = WaitingQueue.in_order
 
@@ -153,12 +153,12 @@ def test_with_any_limit_a_short_request_runs_beside_a_prompt_that_is_cut(limit: 
     loop.add("runs", [1] * 8, max_tokens=900, ignore_eos=True)
     loop.step()
     loop.add("long", [place * place % 49 + 1 for place in range(1000)], max_tokens=1)
-    while loop.scheduler._chunked is None:  # `auto` looks at decodes alone first
+    while loop.scheduler._prefills.split is None:  # `auto` looks at decodes alone first
         loop.step()
     for number in range(20):
         loop.add(f"short{number}", [5, 6, *[number] * 10], group="shorts", max_tokens=1)
     names = []
-    while loop.scheduler._chunked is not None:
+    while loop.scheduler._prefills.split is not None:
         names.append(admitted(loop.step()))
     limited = [each for each in names if each]  # `auto` leaves a step to the decodes now and then
     assert any("short0" in each for each in limited[:3])
@@ -202,7 +202,7 @@ def test_half_of_each_step_stays_with_the_prompt_that_is_cut() -> None:
     while "long1" not in admitted(step := loop.step()):
         steps += 1
         of_long = [share.num_tokens for share in step.shares if share.request.request_id == "long0"]
-        assert (of_long and of_long[0] >= 32) or loop.scheduler._chunked is None
+        assert (of_long and of_long[0] >= 32) or loop.scheduler._prefills.split is None
     assert steps <= 1000 / 32
     loop.run()
     assert len(loop.outputs) == 42

@@ -174,10 +174,13 @@ def test_words_need_no_tokenizer(stub: Stub) -> None:
     assert all(isinstance(task.prompt, str) and len(task.prompt.split()) == 7 for task in tasks)
 
 
-def test_the_command_prints_and_writes(stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["--url", "--base-url"])
+def test_the_command_prints_and_writes(
+    name: str, stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stub.api_key = "secret"
     file = tmp_path / "serve.json"
-    flags = ["--base-url", stub.url + "/v1/", "--api-key", "secret", "--num-prompts", "10", "--input-len", "8"]
+    flags = [name, stub.url + "/v1/", "--api-key", "secret", "--num-prompts", "10", "--input-len", "8"]
     flags += ["--output-len", "6", "--cancel-ratio", "0.2", "--ignore-eos", "--endpoint", "chat", "--json", str(file)]
     flags += ["--request-rate", "inf", "--timeout-s", "inf"]
     assert run(parse_options(Options, "ubatch bench serve", "", flags)) == 0
@@ -196,7 +199,7 @@ def test_the_command_prints_and_writes(stub: Stub, tmp_path: Path, capsys: pytes
 
 def test_answers_without_usage_are_counted_by_events(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
     stub.usage = False
-    options = Options(base_url=stub.url, num_prompts=3, output_len=5, request_rate=200.0)
+    options = Options(url=stub.url, num_prompts=3, output_len=5, request_rate=200.0)
     assert run(options) == 0
     assert "3 answers without `usage`" in capsys.readouterr().out
 
@@ -205,7 +208,7 @@ def test_a_failed_request_is_exit_status_1(stub: Stub, capsys: pytest.CaptureFix
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("serving.workbench.bench.server.load.Load.lengths", lambda self, rng: (1, 1))
         patch.setattr("random.Random.choices", lambda self, pool, k: [Wrong.REFUSED])
-        assert run(Options(base_url=stub.url, num_prompts=2)) == 1
+        assert run(Options(url=stub.url, num_prompts=2)) == 1
     output = capsys.readouterr().out
     assert "0 ok, 2 failed" in output
     assert "first error: RequestFailed" in output
@@ -218,18 +221,18 @@ def test_a_failed_request_is_exit_status_1(stub: Stub, capsys: pytest.CaptureFix
         ({"cancel_ratio": 0.5, "stream": False}, ConfigError, "--cancel-ratio"),
         ({"input_len": 500, "output_len": 13}, ConfigError, "513 tokens"),
         ({"model": "gpt"}, ConfigError, "does not serve 'gpt', but stub, other"),
-        ({"base_url": "http://127.0.0.1:9"}, RequestFailed, "cannot reach http://127.0.0.1:9"),
+        ({"url": "http://127.0.0.1:9"}, RequestFailed, "cannot reach http://127.0.0.1:9"),
     ],
 )
 def test_what_cannot_work_is_said_first(
     stub: Stub, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        run(Options(**{"base_url": stub.url, **changes}))
+        run(Options(**{"url": stub.url, **changes}))
     assert stub.bodies == []
 
 
 def test_a_wrong_key_is_said(stub: Stub) -> None:
     stub.api_key = "secret"
     with pytest.raises(RequestFailed, match="answers 401: wrong key"):
-        run(Options(base_url=stub.url, api_key="guess"))
+        run(Options(url=stub.url, api_key="guess"))

@@ -137,9 +137,12 @@ def test_the_page_says_it_too_and_loads_nothing(files: list[str], tmp_path: Path
     assert rows["link"] == rows["lane 1"] == []
 
 
-def test_a_server_records_and_is_told_to_stop(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["--url", "--base-url"])
+def test_a_server_records_and_is_told_to_stop(
+    name: str, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "trace"
-    words = ["trace", "--url", f"{url}/v1/", "--seconds", "0.01", "--api-key", KEY, "--out", str(out)]
+    words = ["trace", name, f"{url}/v1/", "--seconds", "0.01", "--api-key", KEY, "--out", str(out)]
     assert main(words) == 0
     assert Recorder.asked == ["/start_profile", "/stop_profile"]
     assert "6 of 12 steps overlapped" in capsys.readouterr().out

@@ -193,7 +193,7 @@ def test_a_part_has_the_class_and_the_attributes_of_the_whole(make: Callable[[],
     _, module = call_both(scaled, x, x, settings={"split_dims": {"table": None}})
     kinds = [(type(args[0]), args[0].scale, hasattr(args[0], "_dynamo_dynamic_indices")) for args, _ in module.calls]
     assert kinds == [(Tensor if isinstance(x, nn.Parameter) else type(x), 3.0, False)] * 2
-    copied = plan(scaled, x, x, split_dims={"table": None}).copied([0, 2, 2]).args[0][1]
+    copied = plan(scaled, x, x, split_dims={"table": None}).copied([0, 2, 2]).named[0][1]
     assert (copied.scale, copied.shape, copied.data_ptr() == x.data_ptr()) == (3.0, (3, 3), False)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache
 from transformers.cache_utils import DynamicLayer
 from transformers.models.reformer.modeling_reformer import ReformerDynamicCache
+from transformers.models.unlimited_ocr.modeling_unlimited_ocr import UnlimitedOcrDynamicReferenceSlidingWindowLayer
 from wrapping import wrapped
 
 from ubatch import DeclineReason, SplitError
@@ -180,6 +181,7 @@ REFUSED = {
     "its beside, a tensor of shape": lambda: OwnCache(torch.zeros(ROWS, 2)),
     "a function .its beside": lambda: OwnCache(lambda: None),
     r"a set .its beside\[0\]": lambda: OwnCache([set()]),
+    "its layers.0..prefill_length may get": lambda: with_layer(UnlimitedOcrDynamicReferenceSlidingWindowLayer(4)),
     "its self_attention_cache.layers.0.": lambda: EncoderDecoderCache(with_layer(OwnLayer()), DynamicCache()),
 }
 

@@ -24,7 +24,7 @@ from ubatch import (
     tracing,
 )
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
-from ubatch.wrapping.signature import signature_of
+from ubatch.wrapping.proof_table import signature_of
 
 pytestmark = pytest.mark.long
 
@@ -318,7 +318,7 @@ def test_a_proof_that_does_not_fit_in_memory_is_none(monkeypatch: pytest.MonkeyP
     def refuse(*args: Any) -> Any:
         raise MemoryError("no more")
 
-    monkeypatch.setattr("ubatch.calls.copies.Copier.copy", refuse)
+    monkeypatch.setattr("ubatch.calls.call_plan.Leaf.copied", refuse)
     with wrapped(Plain(lambda x: x * 2), **FIRST) as wrapper:
         for _ in range(3):
             assert torch.equal(wrapper(rows(8)), rows(8) * 2)

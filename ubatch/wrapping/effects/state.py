@@ -17,10 +17,9 @@ import ctypes
 import gc
 import itertools
 import sys
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
-from types import MethodType
+from contextlib import suppress
+from operator import attrgetter, ne
 from typing import Any
 
 import torch
@@ -28,16 +27,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ubatch.calls.containers import PLAIN
-from ubatch.wrapping.effects.walk import SMALL_BYTES, Kept, Walk
+from ubatch.wrapping.effects.walk import SMALL_BYTES, Walk
 
 __all__ = ["State"]
 
 _BLOCK = 1024
 _MOST_COMPARED = 16
 """Most tensors that are compared by contents in every call."""
-_DEEP = 16
-"""How deep two containers are compared."""
 _version = attrgetter("_version")
+_Calls = Iterable[tuple[Sequence[Any], Mapping[str, Any]]]
 
 
 class State:
@@ -58,18 +56,21 @@ class State:
         self._found = found
         self.unreadable, self.has_scratch = found.unreadable, bool(found.scratch)
         self._given = [] if module else [*found.tensors.values(), *parts]
-        self._alive = gc.get_referents(*found.holders), gc.get_referents(*found.scratch)  # so that identities stay
-        self._held, self._scratch = self._holding(), identities(self._alive[1])
-        self._readable = [(path, each) for path, each in found.tensors.items() if not is_lazy(each)]
-        self._small = [(path, each) for path, each in self._readable if _is_small(each, module=module)]
-        self._versioned = [(path, each) for path, each in self._readable if not each.is_inference()]
-        self._counting = [each for _, each in self._versioned]
+        self._note_items()
+        readable = {path: each for path, each in found.tensors.items() if not is_lazy(each)}
+        self._small = {path: each for path, each in readable.items() if _is_small(each, module=module)}
+        self._versioned = {path: each for path, each in readable.items() if not each.is_inference()}
         self._compared = _compared(self._small, module=module)
-        self._sums = [(_block_sums(each), _grad_of(each)) for _, each in self._readable] if thorough else []
+        self._sums = {path: (_block_sums(each), _grad_of(each)) for path, each in readable.items() if thorough}
         self._versions: list[int] | None = None
         self._contents: list[bytes] = []
         self._copies: dict[str, tuple[int, bytes | Tensor]] = {}
         self.mark()
+
+    def _note_items(self) -> None:
+        found = self._found
+        self._alive = gc.get_referents(*found.holders), gc.get_referents(*found.scratch)  # so that identities stay
+        self._held, self._scratch = self._holding(), identities(self._alive[1])
 
     @classmethod
     def of_module(cls, model: nn.Module, *, thorough: bool = False) -> State:
@@ -79,27 +80,15 @@ class State:
         return cls(found, module=True, thorough=thorough)
 
     @classmethod
-    def of_call(
-        cls,
-        named: Iterable[tuple[str, Any]],
-        lanes: Iterable[tuple[Sequence[Any], Mapping[str, Any]]] = (),
-        *,
-        thorough: bool = False,
-    ) -> State:
+    def of_call(cls, named: Iterable[tuple[str, Any]], lanes: _Calls = (), *, thorough: bool = False) -> State:
         """The state of a call's arguments, by name; and of the containers that were made anew for `lanes`."""
         found = Walk(thorough=thorough, caches=False)
-        for name, value in named:
-            if type(value) is Tensor:
-                found.tensors[name] = value
-            else:
-                found.visit(name, value, scratch=True)
-        own, parts = dict(found.tensors), []
+        found.visit_arguments(named)
+        own = dict(found.tensors)
         for lane, (args, kwargs) in enumerate(lanes):
-            for place, value in (*enumerate(args), *kwargs.items()):
-                if type(value) is Tensor:
-                    parts.append(value)
-                else:
-                    found.visit(f"lane {lane}'s {place}", value, scratch=True)
+            places = (*enumerate(args), *kwargs.items())
+            found.visit_arguments([(f"lane {lane}'s {place}", value) for place, value in places])
+        parts = [tensor for path, tensor in found.tensors.items() if path not in own]
         found.tensors = own  # the lanes' are parts of these
         return cls(found, module=False, thorough=thorough, parts=parts)
 
@@ -116,10 +105,9 @@ class State:
             return False
         rewritten = self._versions is not None and contents != self._contents
         self._versions, self._contents = versions, contents
-        compared = {path for path, _ in self._compared}
-        for path, tensor in self._small:
+        for path, tensor in self._small.items():
             version = -1 if tensor.is_inference() else tensor._version
-            if self._copies.get(path, (None,))[0] != version or path in compared:
+            if self._copies.get(path, (None,))[0] != version or path in self._compared:
                 on_cpu = tensor.device.type == "cpu"
                 self._copies[path] = version, _bytes_of(tensor) if on_cpu else tensor.detach().clone()
         return rewritten
@@ -127,22 +115,23 @@ class State:
     def moved(self) -> bool:
         """Whether attributes or items may have changed since the snapshot. Cheap; `changed_items` knows which."""
         try:
-            kept = self._found.kept
-            return self._holding() != self._held or any(kept[at].take() != kept[at].was for at in self._found.read)
+            return self._holding() != self._held or any(each.take() != each.was for each in self._found.read)
         except Exception:  # a value cannot be read any more
             return True
 
     def renew(self) -> bool:
         """Take what is there now for what was; False if there may be more in it than one can see, so that it needs
         another walk."""
-        kept = self._found.kept
-        renewed = [each._replace(was=each.take()) for each in kept]
-        others = (value for one, two in zip(kept, renewed, strict=True) for value in _others(one.was, two.was))
-        if not all(isinstance(value, PLAIN) or (type(value) is tuple and _is_plain(value)) for value in others):
+        taken = [(kept, kept.take()) for kept in self._found.kept]
+        others = [value for kept, now in taken for value in _others(kept.was, now)]
+        plain = (
+            all(isinstance(each, PLAIN) for each in (value if type(value) is tuple else [value])) for value in others
+        )
+        if not all(plain):
             return False
-        kept[:] = renewed
-        self._alive = gc.get_referents(*self._found.holders), gc.get_referents(*self._found.scratch)
-        self._held, self._scratch = self._holding(), identities(self._alive[1])
+        for kept, now in taken:
+            kept.was = now
+        self._note_items()
         return True
 
     def scratch_moved(self) -> bool:
@@ -160,7 +149,7 @@ class State:
         )
 
     def _tensors_now(self) -> tuple[list[int], list[bytes]]:
-        return [*map(_version, self._counting)], [_bytes_of(each) for _, each in self._compared]
+        return [*map(_version, self._versioned.values())], [*map(_bytes_of, self._compared.values())]
 
     def changes(self) -> list[str]:
         """Paths of what has changed since the snapshot, and of tensors that were written to since `mark`."""
@@ -174,18 +163,18 @@ class State:
 
     def changed_items(self) -> dict[str, Any]:
         """Paths of attributes and items that have changed since the snapshot, and what is there now."""
-        changed = {path: value for kept in self._found.kept for path, value in _changed(kept).items()}
+        changed = {path: value for kept in self._found.kept for path, value in kept.changed().items()}
         if not changed and self._holding()[3] != self._held[3]:
             changed = dict.fromkeys(self._found.tensors)
         return changed
 
     def written_tensors(self) -> list[str]:
         """Paths of tensors that were written to since `mark`."""
-        versions, contents = self._versions or [], self._contents
-        pairs = zip(self._versioned, versions, strict=True)
-        written = [path for (path, tensor), version in pairs if tensor._version != version]
-        written += [path for (path, each), was in zip(self._compared, contents, strict=True) if _bytes_of(each) != was]
-        for (path, tensor), (sums, grad) in zip(self._readable, self._sums, strict=False):
+        versions, contents = self._tensors_now()
+        moved = [*map(ne, versions, self._versions or ()), *map(ne, contents, self._contents)]
+        written = [*itertools.compress([*self._versioned, *self._compared], moved)]
+        for path, (sums, grad) in self._sums.items():
+            tensor = self._found.tensors[path]
             now = _block_sums(tensor)
             if now is not sums and (now is None or sums is None or not torch.equal(now, sums)):
                 written.append(path)
@@ -201,14 +190,11 @@ class State:
             if copy is None or tensor.grad_fn is not None or not _write(tensor, copy):
                 lost.append(path)
         for kept in self._found.kept:
-            changed = _changed(kept)
-            try:
-                if changed and kept.put is not None:
+            if kept.put is not None and kept.changed():
+                with suppress(Exception):  # an object of a user's class may refuse
                     kept.put(kept.was)
-                    changed = {}
-            except Exception:  # an object of a user's class may refuse
-                changed = _changed(kept)
-            lost += changed
+                    continue
+            lost += kept.changed()
         return [path for path in lost if path not in self._found.tensors or self._differs(path)]
 
     def _differs(self, path: str) -> bool:
@@ -243,25 +229,9 @@ def _any_identities(items: list[Any]) -> bytes:
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 _PROBE: list[Any] = [None, "probe", 1.5]
-identities = (
-    _list_identities
-    if sys.implementation.name == "cpython" and _list_identities(_PROBE) == _any_identities(_PROBE)
-    else _any_identities
-)
+_READ = sys.implementation.name == "cpython" and _list_identities(_PROBE) == _any_identities(_PROBE)
+identities = _list_identities if _READ else _any_identities
 """The identities of a list's items; reading them from its memory, where that is known to work, is ten times faster."""
-
-
-def _changed(kept: Kept) -> dict[str, Any]:
-    """Paths of what has changed of one object, and what is there now."""
-    try:
-        now, was = kept.take(), kept.was
-    except Exception:  # it cannot be read any more
-        return {kept.path.rstrip("."): None}
-    if type(now) is not dict:
-        return {} if _same(now, was) else {kept.path.rstrip("."): now}
-    if list(now) == list(was):
-        return {f"{kept.path}{key}": value for key, value in now.items() if not _same(value, was[key])}
-    return {f"{kept.path}{key}": now.get(key) for key in now.keys() ^ was.keys()} or {f"{kept.path}order": None}
 
 
 def _others(was: Any, now: Any) -> Iterable[Any]:
@@ -273,35 +243,12 @@ def _others(was: Any, now: Any) -> Iterable[Any]:
     return now - was if isinstance(now, set) else ()
 
 
-def _is_plain(values: tuple[Any, ...]) -> bool:
-    return all(isinstance(each, PLAIN) for each in values)
-
-
-def _same(one: Any, other: Any, depth: int = 0) -> bool:
-    """Whether an item is the same object as before, or a new one that says the same."""
-    if one is other:
-        return True
-    if isinstance(one, Tensor) or isinstance(other, Tensor):  # FSDP gathers a sharded weight and lets it go again
-        return hasattr(one, "to_local") or hasattr(other, "to_local")
-    if type(one) is not type(other) or depth > _DEEP:
-        return False
-    if isinstance(one, (*PLAIN, set, frozenset, MethodType, torch.Size)):
-        return bool(one == other or (one != one and other != other))
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(_same(one[key], other[key], depth + 1) for key in one)
-    if isinstance(one, list | tuple | deque):
-        return len(one) == len(other) and all(map(_same, one, other, itertools.repeat(depth + 1)))
-    own = getattr(one, "__dict__", None)
-    return bool(own) and not isinstance(one, nn.Module) and _same(own, other.__dict__, depth + 1)
-
-
 def _is_small(tensor: Tensor, *, module: bool) -> bool:
     """Whether a copy of a tensor is kept: where reading it is cheap."""
     if not _is_readable(tensor) or not 0 < tensor.nbytes <= SMALL_BYTES:
         return False
-    if isinstance(tensor, nn.Parameter):
-        return tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() > 0
-    return module or tensor.device.type == "cpu"
+    gathered = not isinstance(tensor, nn.Parameter) or tensor.untyped_storage().nbytes() > 0
+    return gathered and (tensor.device.type == "cpu" or (module and not isinstance(tensor, nn.Parameter)))
 
 
 def _is_readable(tensor: Tensor) -> bool:
@@ -311,14 +258,14 @@ def _is_readable(tensor: Tensor) -> bool:
     return not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
 
 
-def _compared(small: Iterable[tuple[str, Tensor]], *, module: bool) -> list[tuple[str, Tensor]]:
+def _compared(small: Mapping[str, Tensor], *, module: bool) -> dict[str, Tensor]:
     """Small tensors without a version counter, and small buffers, up to a limit in all. Reading a GPU's would wait."""
-    found: list[tuple[str, Tensor]] = []
+    found: dict[str, Tensor] = {}
     room = SMALL_BYTES
-    for path, tensor in small:
+    for path, tensor in small.items():
         wanted = tensor.is_inference() or (module and not isinstance(tensor, nn.Parameter))
         if wanted and tensor.device.type == "cpu" and tensor.nbytes <= room and len(found) < _MOST_COMPARED:
-            found.append((path, tensor))
+            found[path] = tensor
             room -= tensor.nbytes
     return found
 
@@ -343,8 +290,6 @@ def _block_sums(tensor: Tensor) -> Tensor | None:
     flat = flat if flat.storage_offset() % 8 == 0 else flat.clone()
     whole = flat.numel() // 8 * 8
     words = flat[:whole].view(torch.int64)
-    if not words.numel():
-        return flat.sum(dtype=torch.int64).view(1)
     blocks = words.numel() // _BLOCK * _BLOCK
     rest = words[blocks:].sum().view(1), flat[whole:].sum(dtype=torch.int64).view(1)
     return torch.cat([words[:blocks].view(-1, _BLOCK).sum(1), *rest])

@@ -59,9 +59,8 @@ def _of_code(kind: type, forward: Any) -> tuple[bool, str | None]:
             stores = stores or any(each.opname in ("STORE_ATTR", "DELETE_ATTR") for each in dis.get_instructions(code))
             stores = stores or "setattr" in code.co_names
             reached += [(name, function.__globals__.get(name)) for name in code.co_names]
-            waiting += [
-                each for name in code.co_names for each in _functions_in(inspect.getattr_static(kind, name, None))
-            ]
+            own = [inspect.getattr_static(kind, name, None) for name in code.co_names]
+            waiting += [each for value in own for each in _functions_in(value)]
         for name, value in reached:
             inside = vars(value).values() if isinstance(value, SimpleNamespace) else ()
             local = name if any(isinstance(each, threading.local) for each in (value, *inside)) else local

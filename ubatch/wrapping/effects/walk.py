@@ -22,11 +22,12 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,8 @@ __all__ = ["SMALL_BYTES", "Kept", "Walk"]
 
 SMALL_BYTES = 1 << 16
 """Most bytes of one value that are read in every call."""
+_DEEP = 16
+"""How deep two containers are compared."""
 _MANY = 1 << 16
 """Of a container with more items, only their number is compared in every call."""
 _MACHINERY = (
@@ -64,7 +67,8 @@ _HIDING = frozenset({"_queue", "_hashlib"})
 """Modules in C whose objects change, and let nobody look."""
 
 
-class Kept(NamedTuple):
+@dataclass
+class Kept:
     """Something that a call may change, and what it was.
 
     Attributes:
@@ -76,7 +80,41 @@ class Kept(NamedTuple):
     path: str
     take: Callable[[], Any]
     put: Callable[[Any], object] | None
-    was: Any
+    was: Any = None
+
+    def __post_init__(self) -> None:
+        self.was = self.take()
+
+    def changed(self) -> dict[str, Any]:
+        """Paths of what has changed, and what is there now."""
+        path, was = self.path, self.was
+        try:
+            now = self.take()
+        except Exception:  # it cannot be read any more
+            return {path.rstrip("."): None}
+        if type(now) is not dict:
+            return {} if _same(now, was) else {path.rstrip("."): now}
+        if list(now) == list(was):
+            return {f"{path}{key}": value for key, value in now.items() if not _same(value, was[key])}
+        return {f"{path}{key}": now.get(key) for key in now.keys() ^ was.keys()} or {f"{path}order": None}
+
+
+def _same(one: Any, other: Any, depth: int = 0) -> bool:
+    """Whether an item is the same object as before, or a new one that says the same."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) or isinstance(other, Tensor):  # FSDP gathers a sharded weight and lets it go again
+        return hasattr(one, "to_local") or hasattr(other, "to_local")
+    if type(one) is not type(other) or depth > _DEEP:
+        return False
+    if isinstance(one, (*PLAIN, set, frozenset, MethodType, torch.Size)):
+        return bool(one == other or (one != one and other != other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_same(one[key], other[key], depth + 1) for key in one)
+    if isinstance(one, list | tuple | deque):
+        return len(one) == len(other) and all(map(_same, one, other, itertools.repeat(depth + 1)))
+    own = getattr(one, "__dict__", None)
+    return bool(own) and not isinstance(one, nn.Module) and _same(own, other.__dict__, depth + 1)
 
 
 class Walk:
@@ -88,7 +126,7 @@ class Walk:
         holders: objects among it of which the garbage collector lists what they hold.
         keyed: dicts, of which it does not list the keys.
         counted: containers of which only the number of items is compared in every call.
-        read: places in `kept` of the rest, which has to be read.
+        read: the rest of `kept`, which has to be read.
         scratch: holders that code of the module may change between two points.
         hooks: tables of hooks.
         unreadable: a path, and what is there that cannot be read; None if all can.
@@ -100,7 +138,7 @@ class Walk:
         self.holders: list[Any] = []
         self.keyed: list[Any] = []
         self.counted: list[Any] = []
-        self.read: list[int] = []
+        self.read: list[Kept] = []
         self.scratch: list[Any] = []
         self.hooks: list[Any] = []
         self.unreadable: tuple[str, str] | None = None
@@ -118,6 +156,14 @@ class Walk:
             except Exception as error:
                 self.unreadable = where, f"a {type(each).__name__}, which cannot be read ({describe(error)})"
 
+    def visit_arguments(self, named: Iterable[tuple[str, Any]]) -> None:
+        """Find what a call's arguments consist of."""
+        for name, value in named:
+            if type(value) is Tensor:
+                self.tensors[name] = value
+            else:
+                self.visit(name, value, scratch=True)
+
     def _visit(self, path: str, value: Any, scratch: bool) -> None:
         kind: Any = type(value)  # not `__class__`, which a proxy may forward
         if issubclass(kind, PLAIN) or issubclass(kind, _OPAQUE) or id(value) in self._seen:
@@ -134,8 +180,7 @@ class Walk:
             if value.is_leaf and value.grad is not None:
                 self._later(f"{prefix}grad", value.grad)
             if self._thorough:  # without what torch's compiler sets
-                take = functools.partial(attributes_of, value)
-                self.kept.append(Kept(prefix, take, None, take()))
+                self.kept.append(Kept(prefix, functools.partial(attributes_of, value), None))
             elif any(not name.startswith("_") for name in value.__dict__):
                 self._keep(prefix, value.__dict__)
         elif issubclass(kind, nn.Module):
@@ -164,13 +209,10 @@ class Walk:
         """Visit a container or any other object."""
         if _where_from(_class_of(value)) == "user" and (local := methods_read_local(_class_of(value))) is not None:
             self.unreadable = prefix.rstrip("."), f"reading {local!r}, a threading.local"
-        slots, own = _slots_of(_class_of(value)), getattr(value, "__dict__", None)
+        own, children = getattr(value, "__dict__", None), self._keep_slots(prefix, value, scratch)
         if isinstance(value, dict | list | deque | set):
             self._keep(prefix, value, scratch, table=True)
             self.keyed += [value] if isinstance(value, dict) else []
-        if slots:
-            self._keep(prefix, value, scratch, slots=True)
-        children: list[tuple[Any, Any]] = [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
         if isinstance(own, dict):
             self._keep(prefix, own, scratch)
             children += own.items()
@@ -201,19 +243,20 @@ class Walk:
             if local is not None:
                 self.unreadable = f"{prefix}forward", f"reading {local!r}, a threading.local"
             self.hooks += [table for name, table in own.items() if name.endswith("_hooks") and isinstance(table, dict)]
-            linear, slots = _is_linear(module, own), _slots_of(_class_of(module))
-            if slots:
-                self._keep(prefix, module, scratch, slots=True)
-                children += [(name, getattr(module, name)) for name in slots if hasattr(module, name)]
+            linear = _is_linear(module, own)
+            children += self._keep_slots(prefix, module, scratch)
             self._keep(prefix, own, scratch, counted=linear)
             for name in _TABLES if not linear else ("_parameters",):
                 self._keep(prefix, own[name], table=True)
             children += [item for item in own.items() if item[0] not in _OF_TORCH]
             self.holders += [] if linear else [module]  # for its class
             put = functools.partial(setattr, module, "__class__")
-            self.kept.append(Kept(f"{prefix}__class__", functools.partial(type, module), put, type(module)))
-        if of_user:
-            children += self._class_attributes(prefix, type(module))
+            self.kept.append(Kept(f"{prefix}__class__", functools.partial(type, module), put))
+        for each in type(module).__mro__ if of_user else ():
+            if _where_from(each) == "user" and id(each) not in self._seen:
+                self._seen[id(each)] = each
+                self._keep(prefix, each)
+                children += [item for item in vars(each).items() if not item[0].startswith("__")]
         for name, child in children:
             self._later(f"{prefix}{name}", child, scratch if isinstance(child, nn.Module) else of_user)
 
@@ -235,44 +278,33 @@ class Walk:
         for name, child in (*tensors, *own, *module.named_children()):
             self._later(f"{prefix}{name}", child)
 
-    def _class_attributes(self, prefix: str, kind: type) -> list[tuple[str, Any]]:
-        """What a user's classes hold."""
-        found: list[tuple[str, Any]] = []
-        for each in kind.__mro__:
-            if _where_from(each) == "user" and id(each) not in self._seen:
-                self._seen[id(each)] = each
-                self._keep(prefix, each)
-                found += [item for item in vars(each).items() if not item[0].startswith("__")]
-        return found
-
     def _read(self, path: str, take: Callable[[], Any], put: Callable[[Any], object] | None) -> None:
         """Keep what has to be read to be compared."""
-        self.read.append(len(self.kept))
-        self.kept.append(Kept(path, take, put, take()))
+        self.read.append(Kept(path, take, put))
+        self.kept.append(self.read[-1])
+
+    def _keep_slots(self, prefix: str, value: Any, scratch: bool) -> list[tuple[Any, Any]]:
+        """Take a shallow copy of what an object has in slots; returns it."""
+        if _slots_of(_class_of(value)):
+            put = functools.partial(_put_attributes, value)
+            self.kept.append(Kept(prefix, functools.partial(_slots_in, value), put))
+            self.holders.append(value)
+            self.scratch += [value] if scratch else []
+        return [*_slots_in(value).items()]
 
     def _keep(
-        self,
-        prefix: str,
-        holder: Any,
-        scratch: bool = False,
-        *,
-        table: bool = False,
-        counted: bool = False,
-        slots: bool = False,
+        self, prefix: str, holder: Any, scratch: bool = False, *, table: bool = False, counted: bool = False
     ) -> None:
-        """Take a shallow copy of an object's attributes (those in `slots`) or, of a `table`, of its items. `counted`:
-        see there."""
-        take = functools.partial(_slots_in if slots else _items_of, holder)
-        put = functools.partial(_put_attributes if slots or isinstance(holder, type) else _put_items, holder)
-        self.kept.append(Kept(prefix, take, put, take()))
+        """Take a shallow copy of an object's attributes or, of a `table`, of its items. `counted`: see there."""
+        put = functools.partial(_put_attributes if isinstance(holder, type) else _put_items, holder)
+        self.kept.append(Kept(prefix, functools.partial(_items_of, holder), put))
         if isinstance(holder, type):
             holder = gc.get_referents(holder.__dict__)[0]
         if counted or (table and len(holder) > _MANY):
             self.counted.append(holder)
             return
         self.holders.append(holder)
-        if scratch:
-            self.scratch.append(holder)
+        self.scratch += [holder] if scratch else []
 
 
 # ---------------------------------------------------------------------------------------------------- kinds of objects

@@ -24,8 +24,7 @@ from serving.workbench.bench.options import BlockOptions
 from serving.workbench.bench.statistics import bootstrap, columns, interleave_arms
 from ubatch import ForwardMode, UBatchConfig, UBatchWrapper
 from ubatch.calls.caches import splitter_for
-from ubatch.wrapping.proof_table import Standing
-from ubatch.wrapping.signature import signature_of
+from ubatch.wrapping.proof_table import Standing, signature_of
 
 __all__ = ["Options", "run"]
 
@@ -112,9 +111,7 @@ def _guard(wrapper: UBatchWrapper, x: Tensor) -> Callable[[], None]:
 
     def guarded() -> None:
         held.eligibility.state()
-        guard = held.eligibility.guard(intent, held.tally.neighbours)
-        if guard is not None:
-            guard.check()
+        held.eligibility.guard(intent, held.tally.neighbours).check()
 
     return guarded
 

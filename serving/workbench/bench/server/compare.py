@@ -43,7 +43,7 @@ class Options(BlockOptions):
     ranks: Annotated[tuple[int, ...], Field(description="offline, served: numbers of data-parallel ranks")] = (1, 2)
     tensor_parallel_size: Annotated[
         tuple[Annotated[int, Field(ge=1)], ...],
-        Flag(short="-tp"),
+        Flag(alias="-tp"),
         Field(min_length=1, description="offline, served: processes per rank; combined with every --ranks"),
     ] = (1,)
     prompts: Annotated[int, Field(ge=1, description="offline, served: prompts")] = 64

@@ -30,7 +30,9 @@ class Options(Load, ReportOptions):
     unwritten: ClassVar[frozenset[str]] = frozenset({"api_key"})
     measures = SERVER
 
-    base_url: Annotated[str, Field(description="the server, with or without /v1")] = "http://127.0.0.1:8000"
+    url: Annotated[str, Flag(alias="--base-url"), Field(description="the server, with or without /v1")] = (
+        "http://127.0.0.1:8000"
+    )
     model: Annotated[str | None, Field(description="served name; the first of /v1/models if not given")] = None
     endpoint: Annotated[Endpoint, Field(description="which API")] = Endpoint.COMPLETIONS
     api_key: Annotated[ApiKey, Flag(secret=True), Field(description="sent as a bearer token")] = None
@@ -58,7 +60,7 @@ def run(options: Options) -> int:
 
 
 async def _measure(options: Options) -> tuple[str, list[Outcome]]:
-    url = options.base_url.rstrip("/").removesuffix("/v1")
+    url = options.url.rstrip("/").removesuffix("/v1")
     asked = Server(url, "", options.endpoint, options.stream, options.api_key, options.timeout_s)
     model = await served_model(asked, options.model)
     if model.max_model_len is not None and options.longest > model.max_model_len:

@@ -7,41 +7,40 @@ from collections.abc import Sequence
 from model_runner import SamplingParams
 from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import GenerationRequest
-from serving.api.schema.token_ids import check_token_ids
 from serving.api.service import Service
 from serving.text.bad_words import bad_token_sequences
 
-__all__ = ["MAX_ALLOWED_OF_ALL", "token_limits"]
+__all__ = ["MAX_ALLOWED_OF_ALL", "allowed_tokens"]
 
 MAX_ALLOWED_OF_ALL = 2**20
 """Most allowed token ids in a body's list, and most distinct ones times its outputs. Every output's request carries the
 list to the engine, which decodes it between steps."""
 
 
-async def token_limits(service: Service, body: GenerationRequest, num_prompts: int, size: int) -> SamplingParams:
+async def allowed_tokens(service: Service, body: GenerationRequest, num_prompts: int, size: int) -> SamplingParams:
     """Sampling parameters with only the allowed and forbidden tokens of a body of `size` bytes set, checked.
 
     Raises:
         RequestError, ApiError: a limit is invalid.
         QueueFull: too many long bodies wait to be tokenized.
     """
-    vocab_size, outputs = service.engine.info.vocab_size, num_prompts * (body.n or 1)
+    vocab_size = service.engine.info.vocab_size
 
     def make() -> SamplingParams:
         allowed, words = body.allowed_token_ids, body.bad_words or ()
         if allowed is not None:
-            _check_allowed(allowed, vocab_size, outputs)
+            _check_allowed(service, allowed, num_prompts * (body.n or 1))
         bad = bad_token_sequences(service.tokenizer, words, vocab_size) if words else ()
         return SamplingParams(allowed_token_ids=allowed, bad_token_sequences=bad)
 
     return await service.long_work.run(make, size)
 
 
-def _check_allowed(allowed: Sequence[int], vocab_size: int, outputs: int) -> None:
+def _check_allowed(service: Service, allowed: Sequence[int], outputs: int) -> None:
     name = "allowed_token_ids"
     if len(allowed) > MAX_ALLOWED_OF_ALL:
         raise ApiError(400, f"{name} has {len(allowed)} ids; at most {MAX_ALLOWED_OF_ALL} are taken.", param=name)
-    check_token_ids(allowed, vocab_size, name)
+    service.check_token_ids(allowed, name)
     count = len(set(allowed))
     if count * outputs > MAX_ALLOWED_OF_ALL:
         message = (

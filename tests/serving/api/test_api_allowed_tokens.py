@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_runner import RequestError, TokenIds
-from serving.api import token_limits
+from serving.api import allowed_tokens
+from serving.api.allowed_tokens import MAX_ALLOWED_OF_ALL
 from serving.api.long_work import SHORT_BYTES
-from serving.api.token_limits import MAX_ALLOWED_OF_ALL
 from serving.text.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, bad_token_sequences
 
 pytestmark = pytest.mark.long
@@ -153,7 +153,7 @@ def test_what_is_left_out_does_not_count() -> None:
 
 
 def test_long_lists_are_for_few_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_limits, "MAX_ALLOWED_OF_ALL", 12)
+    monkeypatch.setattr(allowed_tokens, "MAX_ALLOWED_OF_ALL", 12)
     engine = FakeEngine()
     body = {"allowed_token_ids": [1, 2, 3], "n": 2, "max_tokens": 1}
     assert post(engine, COMPLETIONS, {**body, "prompt": ["a", "b"]}).status_code == 200

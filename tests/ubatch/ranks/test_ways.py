@@ -1,4 +1,4 @@
-"""A large all-to-all over gloo has a connection for each direction, and brings the same rows as a small one."""
+"""Rows over gloo: few travel over the ranks' own sockets, many have a connection for each direction."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from ranks import run_ranks
 from ubatch import CommGroup, launch_all_gather, launch_all_to_all_single
-from ubatch.ranks import two_connections
-from ubatch.ranks.two_connections import takes_two
+from ubatch.ranks import ways
+from ubatch.ranks.ways import Way, way_of
 
 ROW = 1024  # floats, 4 KiB
 
@@ -46,7 +46,7 @@ def exchange(rank: int, world_size: int, each: int) -> list[tuple[int, int]]:
     received = [of[rank] for of in sizes]
     most = max(map(max, sizes))
     expected = torch.cat([torch.full((size, ROW), 10.0 * source + rank) for source, size in enumerate(received)])
-    with mock.patch.object(two_connections.dist, "all_to_all_single", counted):
+    with mock.patch.object(ways.dist, "all_to_all_single", counted):
         transfers = [
             launch_all_to_all_single(blocks(rank, sizes[rank]), group, received, sizes[rank], most_rows=most)
             for _ in range(3)  # several under way at once
@@ -68,17 +68,30 @@ def test_large_rows_have_a_connection_for_each_direction(world_size: int) -> Non
         assert sum(down for _, down in launched) > 0 or rank == 0
 
 
-def test_small_rows_travel_in_one_piece() -> None:
-    for launched in run_ranks(exchange, 2, 8):
+@pytest.mark.parametrize(("world_size", "each"), [(2, 8), (3, 2)])
+def test_rows_in_between_travel_in_one_piece(world_size: int, each: int) -> None:
+    for launched in run_ranks(exchange, world_size, each):
         assert len(launched) == 3
 
 
-def test_all_ranks_reckon_alike() -> None:
-    def two(rank: int, sent: list[int], received: list[int], most_rows: int | None = None) -> bool:
-        connection: Any = SimpleNamespace(down_pg="gloo", ranks=[4, 6, 9][: len(sent)], rank=[4, 6, 9][rank])
-        return takes_two(connection, torch.device("cpu"), sent, received, 64 << 10, most_rows)
+@pytest.mark.parametrize(("world_size", "each"), [(2, 4), (3, 0)])
+def test_few_rows_need_no_gloo(world_size: int, each: int) -> None:
+    assert run_ranks(exchange, world_size, each) == [[]] * world_size
 
-    for large, rows in ((True, 4), (False, 3)):  # of 64 KiB
-        assert two(0, [9, rows], [9, 7]) is two(1, [7, 4], [rows, 4]) is large
-    assert not two(0, [9, 5, 9], [9, 7, 9])  # nobody knows what the others send
-    assert two(2, [1, 1, 1], [0, 0, 1], most_rows=40)
+
+def test_all_ranks_reckon_alike() -> None:
+    def way(
+        rank: int, sent: list[int], received: list[int], most_rows: int | None = None, row: int = 64 << 10, **other: Any
+    ) -> Way:
+        connection: Any = SimpleNamespace(**{"down_pg": "gloo", "place": rank, "near": "sockets"} | other)
+        return way_of(connection, torch.device("cpu"), sent, received, row, most_rows)
+
+    for rows, expected in ((4, Way.TWO), (3, Way.ONE)):  # of 64 KiB
+        assert way(0, [9, rows], [9, 7]) is way(1, [7, 4], [rows, 4]) is expected
+    assert way(0, [9, 5, 9], [9, 7, 9]) is Way.ONE  # nobody knows what the others send
+    assert way(2, [1, 1, 1], [0, 0, 1], most_rows=40) is Way.TWO
+    for rows, expected in ((32, Way.NEAR), (33, Way.ONE)):  # of 1 KiB
+        assert way(0, [99, rows], [99, 7], row=1024) is way(1, [7, 0], [rows, 0], row=1024) is expected
+        assert way(0, [9, 9, 9], [1, 1, 9], rows, row=1024) is expected
+    assert way(0, [9, 1], [9, 1], row=1024, near=None) is Way.ONE
+    assert way(0, [9, 1], [9, 1], row=1024, down_pg=None) is Way.ONE

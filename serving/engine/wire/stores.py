@@ -1,6 +1,7 @@
-"""The rendezvous store of a run on one machine: a private folder with a file for each value. Nothing listens on a port.
+"""The stores of a run: a folder, where all processes run on one machine; and what torch keeps in one that listens.
 
-Every write replaces a file as a whole, under a lock that ends with the process that holds it.
+A run on one machine has a private folder with a file for each value. Nothing listens on a port. Every write replaces a
+file as a whole, under a lock that ends with the process that holds it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import fcntl
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +18,9 @@ from urllib.parse import quote
 
 import torch.distributed as dist
 
-__all__ = ["FolderStore"]
+from ubatch.process.job_store import JobStore
+
+__all__ = ["FolderStore", "SignedStore"]
 
 _LOOK_S = 0.005
 _LOCK, _NEW = ".lock", ".new"
@@ -52,12 +55,8 @@ class FolderStore:
 
     def get(self, name: str) -> bytes:
         """Read a value; waits until there is one."""
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        while (value := self._read(name)) is None:
-            if time.monotonic() > deadline:
-                raise dist.DistStoreError(f"nobody has written {name!r} within {self._timeout}.")
-            time.sleep(_LOOK_S)
-        return value
+        _await(lambda: self.check([name]), [name], self._timeout)
+        return self._read(name) or b""
 
     def multi_get(self, names: Sequence[str]) -> list[bytes]:
         """Like `get`, for several names."""
@@ -113,3 +112,44 @@ class FolderStore:
 def _file(name: str) -> str:
     quoted = quote(name, safe="")
     return quoted if len(quoted) <= _LONGEST else hashlib.sha256(name.encode()).hexdigest()
+
+
+def _await(there: Callable[[], bool], names: Sequence[str], timeout: timedelta) -> None:
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not there():
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"nobody has written {', '.join(names)} within {timeout}.")
+        time.sleep(_LOOK_S)
+
+
+class SignedStore(dist.Store):
+    """A store for gloo whose values carry a keyed hash. torch keeps no reference to this object: its user must.
+
+    Args:
+        values: where they are kept.
+        timeout: how long `wait` waits, unless it is told.
+    """
+
+    def __init__(self, values: JobStore, timeout: timedelta) -> None:
+        super().__init__()
+        self._values, self._timeout = values, timeout
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value."""
+        self._values.set(key, value if isinstance(value, str) else bytes(value).decode("latin-1"))
+
+    def get(self, key: str) -> bytes:
+        """Read a value; waits until there is one. Raises ForgedValue if its hash is missing or wrong."""
+        return self._values.get(key).encode("latin-1")
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter; returns its new value."""
+        return self._values.add(key, amount)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all have a value."""
+        return self._values.check(list(keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all have a value."""
+        _await(lambda: self.check(keys), keys, timeout or self._timeout)

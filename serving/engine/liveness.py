@@ -1,10 +1,20 @@
-"""Finds ranks and nodes that are silent for too long: ranks send heartbeats (`Alive`), nodes send `NodeAlive`.
+"""Which ranks and nodes live, and which report names the cause if one does not.
+
+Ranks send heartbeats (`Alive`), nodes send `NodeAlive`. Silence for too long is reported:
 
     rank    while all start: five times `--timeout-s`, at least 60 s; from `begin` on: `--timeout-s` plus the silence
             announced by it or by a rank that steps with it
     node    five minutes to join, then `--timeout-s` between two messages, but at most 15 s
 
 Only the time in which this process was running counts, not the time while it was stopped or its machine slept.
+
+One failure causes many reports. The failed rank sends its error and exits; ranks that shared its step report a failed
+peer, sometimes earlier; and the exit of every process is noticed. So after the first report the client waits a moment
+for others, and uses the best one:
+
+    1   a rank's own error
+    2   a process that ended without a report (a process that sent one ends, too)
+    3   a rank that reports a failed peer
 """
 
 from __future__ import annotations
@@ -14,9 +24,11 @@ import time
 from collections.abc import Callable, Set
 
 from serving.engine.options import EngineOptions
-from serving.engine.wire.messages import Alive, Failed
+from serving.engine.wire.messages import Alive, Failed, make_error
+from serving.requests import EngineDead
+from ubatch import ConfigError, UBatchError
 
-__all__ = ["VitalSigns", "node_beat_s", "node_silent_s"]
+__all__ = ["FirstCause", "VitalSigns", "dead_error", "node_beat_s", "node_silent_s", "start_error"]
 
 _START_SILENCES, _LEAST_START_S = 5, 60.0
 """Of a rank that starts: its heart beats in a thread, which imports and compilers may hold up."""
@@ -26,6 +38,10 @@ _NODE_BEAT_S = 2.0
 _BEATS_PER_SILENCE = 4
 _LOOK_S = 0.5
 _LOOKS_PER_TIMEOUT = 10
+_GRACE_S = 0.5
+"""How long to wait for the report of a process that has ended, in seconds."""
+_ECHO_GRACE_S = 3.0
+"""How long to wait for the failed peer's own report after a rank reported a failed peer, in seconds."""
 
 
 def node_silent_s(timeout_s: float) -> float:
@@ -92,7 +108,7 @@ class VitalSigns:
                 rank = node * self._options.local_size
                 joined = rank in self._heard
                 what = "cannot be reached" if joined else f"has not joined within {_NODE_JOINS_S:g} s"
-                self._report(Failed(rank, "", "", f"is lost: node {node} {what}", "", echo=False))
+                self._report(Failed(rank, f"is lost: node {node} {what}"))
         silent = [
             rank
             for rank, heard in self._heard.items()
@@ -103,7 +119,7 @@ class VitalSigns:
             what = f"hangs: it has given no sign of life for {self._timeout_s:g} s (timeout_s)"
             if not self._begun:
                 what = f"hangs while it starts: it has given no sign of life for {self._start_s:g} s"
-            self._report(Failed(first, "", "", what, "", echo=False))
+            self._report(Failed(first, what))
 
     def _is_unreachable(self, rank: int) -> bool:
         """Whether the rank's node is silent, too: then it is the node that is to be named."""
@@ -123,3 +139,54 @@ class VitalSigns:
         size = self._options.step_size
         first = rank - rank % size
         return frozenset(range(first, first + size))
+
+
+class FirstCause:
+    """Collects reports, and decides once which one names the cause."""
+
+    def __init__(self, decided: Callable[[Failed], None]) -> None:
+        self._decided = decided
+        self._reports: dict[int, Failed] = {}
+        self._over = False
+
+    def report(self, failed: Failed) -> None:
+        """Take a report: a rank failed, a rank noticed a failed peer, or a process ended without a report."""
+        if self._over or (failed.rank in self._reports and not failed.traceback):
+            return
+        self._reports[failed.rank] = failed
+        asyncio.get_running_loop().call_later(_grace_s(failed), self._decide)  # the first of them decides
+
+    def close(self) -> None:
+        """Ignore all further reports."""
+        self._over = True
+
+    def _decide(self) -> None:
+        if not self._over:
+            self.close()
+            self._decided(min(self._reports.values(), key=_grace_s))
+
+
+def _grace_s(failed: Failed) -> float:
+    """How long to wait for a better report, in seconds: the better this one is, the shorter."""
+    if failed.echo:
+        return _ECHO_GRACE_S
+    return 0.0 if failed.traceback else _GRACE_S
+
+
+def start_error(failed: Failed, name: str) -> UBatchError:
+    """The error of a failed start: the rank's own error if it concerns the settings or the checkpoint."""
+    error = make_error(failed.kind, failed.text)
+    if isinstance(error, ConfigError) or (error is not None and failed.kind.startswith("Checkpoint")):
+        error.add_note(f"on {name}")
+        return error
+    return dead_error(failed, name, "did not start")
+
+
+def dead_error(failed: Failed, name: str, what: str = "failed") -> EngineDead:
+    """An error with one line that names the rank and the cause, and the rank's traceback as a note."""
+    if not failed.traceback:
+        return EngineDead(f"{name} {failed.text}.")
+    first_line = failed.text.partition("\n")[0]  # a time-out, for example, goes on with the stack of every lane
+    error = EngineDead(f"{name} {what}: {failed.name}: {first_line}")
+    error.add_note(f"on {name}:\n{failed.traceback}")
+    return error

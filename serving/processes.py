@@ -1,0 +1,47 @@
+"""Processes of ours: whether the one that started this one lives, how one has ended, and their end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterable
+from multiprocessing.process import BaseProcess
+
+from ubatch.errors import UBatchError
+
+__all__ = ["Orphaned", "check_parent", "how_it_ended", "kill"]
+
+
+class Orphaned(UBatchError):
+    """The process that started this one is gone."""
+
+
+def check_parent() -> None:
+    """Check that the process that started this one still runs.
+
+    Raises:
+        Orphaned: it is gone.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:
+        raise Orphaned(f"the process that started it ({parent.pid}) is gone.")
+
+
+def how_it_ended(process: BaseProcess) -> str:
+    """`died with exit status 1` or `was killed by SIGKILL`, of a process that ends now."""
+    process.join(1.0)
+    status = process.exitcode
+    if status is not None and status < 0:
+        known = {int(each): each.name for each in signal.Signals}
+        return f"was killed by {known.get(-status, f'signal {-status}')}"
+    return f"died with exit status {status}"
+
+
+def kill(processes: Iterable[BaseProcess]) -> None:
+    """Kill those that still run, and wait for them."""
+    started = [process for process in processes if process.pid is not None]
+    for process in started:
+        process.kill()
+    for process in started:
+        process.join()

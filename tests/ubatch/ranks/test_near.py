@@ -1,0 +1,275 @@
+"""Small messages between ranks of one machine: what arrives, in which order, and what a failure does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import ubatch
+from ranks import run_ranks
+from ubatch import CommGroup, GroupBroken, PeerFailed
+from ubatch.ranks import near
+from ubatch.ranks.near import MOST_BYTES, Channel, NearRanks, NearWork, connect_near
+
+SOON = timedelta(seconds=5)
+
+
+@contextlib.contextmanager
+def connected(ranks: int = 2) -> Iterator[list[NearRanks]]:
+    """The ranks' ends, all in this process."""
+    ends: list[list[socket.socket | None]] = [[None] * ranks for _ in range(ranks)]
+    for low in range(ranks):
+        for high in range(low + 1, ranks):
+            ends[low][high], ends[high][low] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made = [NearRanks(own) for own in ends]
+    try:
+        yield made
+    finally:
+        for each in made:
+            each.close()
+
+
+def launch(
+    ranks: NearRanks, rows: list[int], *, mark: int = 0, channel: Channel = Channel.DATA
+) -> tuple[NearWork, Tensor]:
+    """Send one number to every rank."""
+    result = torch.full((len(rows),), -1)
+    source = torch.tensor(rows)
+    ones = [1] * len(rows)
+    return ranks.exchange(channel, source, result, ones, ones, source.element_size(), mark), result
+
+
+def test_rows_arrive_whatever_is_launched_and_waited_for_first() -> None:
+    with connected(3) as ranks:
+        first = [launch(each, [10 * rank + to for to in range(3)]) for rank, each in enumerate(ranks)]
+        votes = [launch(each, [rank] * 3, channel=Channel.VOTES) for rank, each in enumerate(ranks)]
+        second = [launch(each, [100 + rank] * 3) for rank, each in enumerate(reversed(ranks))][::-1]
+        for rank in range(3):
+            for launched, expected in (
+                (second, [102, 101, 100]),
+                (votes, [0, 1, 2]),
+                (first, [rank, 10 + rank, 20 + rank]),
+            ):
+                work, result = launched[rank]
+                assert work.wait(SOON)
+                assert work.is_completed()
+                assert result.tolist() == expected
+
+
+def test_uneven_and_empty_parts_and_all_rows_to_each() -> None:
+    with connected(3) as ranks:
+        sizes = [[2, 0, 1], [1, 1, 0], [0, 3, 0]]  # [from][to]
+        works = []
+        for rank, each in enumerate(ranks):
+            source = torch.arange(sum(sizes[rank])) + 10 * rank
+            received = [of[rank] for of in sizes]
+            result = torch.full((sum(received),), -1)
+            works.append((each.exchange(Channel.DATA, source, result, sizes[rank], received, 8), result))
+        for (work, result), expected in zip(works, ([0, 1, 10], [11, 20, 21, 22], [2]), strict=True):
+            work.wait(SOON)
+            assert result.tolist() == expected
+        works = []
+        for rank, each in enumerate(ranks):
+            result = torch.full((3, 2), -1)
+            works.append(
+                (each.exchange(Channel.DATA, torch.full((rank, 2), rank), result, None, [0, 1, 2], 16), result)
+            )
+        for work, result in works:
+            work.wait(SOON)
+            assert result[:, 0].tolist() == [1, 2, 2]
+
+
+def test_full_sockets_lose_nothing() -> None:
+    """Nobody reads for a long time: what has no room is sent on while ranks wait."""
+    with connected() as ranks:
+        size, count = MOST_BYTES // 8, 400
+        works = []
+        for number in range(count):
+            for rank, each in enumerate(ranks):
+                result = torch.full((2, size), -1)
+                source = torch.full((size,), 1000 * rank + number)
+                works.append((each.exchange(Channel.DATA, source, result, None, [1, 1], MOST_BYTES), result, number))
+        assert all(peer.unsent for each in ranks for peer in each._peers if peer), "the sockets have no room left"
+        threads = [
+            threading.Thread(target=lambda own: [each.wait(SOON) for each, *_ in own], args=(works[at::2],))
+            for at in (0, 1)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        for work, result, number in works:
+            assert work.is_completed()
+            assert (result == torch.tensor([[number], [1000 + number]])).all()
+
+
+def test_a_wait_has_a_limit_and_can_be_repeated() -> None:
+    with connected() as (low, high):
+        work, result = launch(low, [1, 2])
+        begun, busy = time.monotonic(), time.process_time()
+        with pytest.raises(RuntimeError, match="not over within"):
+            work.wait(timedelta(seconds=0.3))
+        assert time.monotonic() - begun < 2
+        assert time.process_time() - busy < 0.2
+        assert not work.is_completed()
+        launch(high, [3, 4])
+        assert work.wait(SOON)
+        assert result.tolist() == [1, 3]
+
+
+def test_threads_wait_for_different_exchanges_at_once() -> None:
+    with connected() as (low, high):
+        works = [launch(low, [number, number])[0] for number in range(8)]
+        done: list[int] = []
+
+        def wait(number: int) -> None:
+            works[number].wait(SOON)
+            done.append(number)
+
+        threads = [threading.Thread(target=wait, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for number in range(8):
+            time.sleep(0.01)
+            launch(high, [number, number])
+        for thread in threads:
+            thread.join(5)
+        assert sorted(done) == list(range(8))
+
+
+def test_ranks_that_launch_different_things_are_told() -> None:
+    with connected() as (low, high):
+        work, result = launch(low, [1, 2], mark=7)
+        launch(high, [3, 4], mark=8)
+        with pytest.raises(
+            RuntimeError, match="rank 1 of the group sent something else: the ranks launch in different"
+        ):
+            work.wait(SOON)
+        assert result.tolist() == [1, -1]
+        launch(high, [5, 6])  # arrives first
+        result = torch.full((4,), -1)
+        work = low.exchange(Channel.DATA, torch.zeros(2), result, [1, 1], [1, 3], 4)
+        with pytest.raises(RuntimeError, match="rank 1 of the group sent 8 bytes in place of 12"):
+            work.wait(SOON)
+
+
+def test_a_lost_rank_fails_only_what_needs_it() -> None:
+    with connected(3) as ranks:
+        waiting = launch(ranks[0], [0, 1, 2])[0]
+        ranks[2].close()
+        with pytest.raises(RuntimeError, match="rank 2 of the group"):
+            waiting.wait(SOON)
+        assert waiting.is_completed()
+        with pytest.raises(RuntimeError, match="rank 2"):
+            launch(ranks[0], [0, 1, 2])[0].wait(SOON)
+        result = torch.full((2,), -1)
+        without = ranks[0].exchange(Channel.DATA, torch.arange(2), result, [1, 1, 0], [1, 1, 0], 8)
+        for number in (1, 1, 0):
+            ranks[1].exchange(
+                Channel.DATA, torch.tensor([8, 9]), torch.zeros(2, dtype=torch.int64), [1, 1, 0], [1, 1, 0], 8
+            )
+            if number == 0:
+                without.wait(SOON)
+                assert result.tolist() == [0, 8]
+
+
+def test_what_is_given_up_ends_here_and_arrives_there() -> None:
+    with connected() as (low, high):
+        work, result = launch(high, [3, 4])
+        launch(low, [1, 2])
+        given_up = launch(low, [5, 6])[0]
+        low.stop()
+        with pytest.raises(RuntimeError, match="was given up"):
+            given_up.wait(SOON)
+        assert work.wait(SOON)
+        assert result.tolist() == [2, 4]
+
+
+def test_ranks_that_cannot_meet_use_gloo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(near.tempfile, "tempdir", str(tmp_path))
+    asked: list[str] = []
+
+    def tell(text: str) -> list[str]:
+        asked.append(text)
+        return [text, text.replace("\n", "elsewhere\n")]
+
+    assert connect_near(0, 2, tell, 5.0) is None
+    assert asked[-1] == "no"
+    assert not caplog.records
+    monkeypatch.setattr(near.tempfile, "tempdir", str(tmp_path / "missing"))
+    assert connect_near(0, 2, lambda text: [text, text], 5.0) is None
+    assert "exchange small messages over gloo" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(near.tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(RuntimeError, match="ranks of this machine could not connect"):  # the other never comes
+        connect_near(0, 2, lambda text: [text, text], 0.2)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- between processes ---------------------------------------------------------------------------------------------
+
+
+def near_or_not(rank: int, world_size: int) -> None:
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    assert group.usable_connection().near is not None
+    with mock.patch.object(near, "_network", return_value=rank):  # a slower link may be between them
+        apart = CommGroup.from_process_group(timeout_s=20.0)
+    assert apart.usable_connection().near is None
+    for each in (group, apart):
+        gathered = ubatch.all_gather(torch.tensor([float(rank)]), each)
+        assert gathered.tolist() == [float(number) for number in range(world_size)]
+    group.reset()
+    assert group.usable_connection().near is not None
+    assert ubatch.all_gather(torch.tensor([rank]), group).tolist() == list(range(world_size))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_of_one_network_are_near(world_size: int) -> None:
+    run_ranks(near_or_not, world_size)
+
+
+def killed(rank: int, world_size: int) -> None:
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    ubatch.all_gather(torch.tensor([rank]), group)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    with pytest.raises(PeerFailed, match="rank 1 died") as failed:
+        ubatch.all_gather(torch.tensor([rank]), group)
+    assert failed.value.rank == 1
+    assert time.monotonic() - begun < 5
+    with pytest.raises(GroupBroken):
+        ubatch.all_gather(torch.tensor([rank]), group)
+
+
+def test_a_killed_rank_is_noticed() -> None:
+    run_ranks(killed, 2, dying=[1])
+
+
+def forks(rank: int, world_size: int) -> None:
+    """A forked child neither reads what is its parent's nor keeps a dead parent's connections alive."""
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    child = os.fork()
+    if child == 0:
+        closed = [peer.socket.fileno() for peer in group._connection.near._peers if peer]  # type: ignore[union-attr]
+        os._exit(0 if closed == [-1] and group.broken is not None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert ubatch.all_gather(torch.tensor([rank]), group).tolist() == [0, 1]
+
+
+def test_a_forked_child_has_no_part_in_it() -> None:
+    run_ranks(forks, 2)
