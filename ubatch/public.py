@@ -39,7 +39,10 @@ from ubatch.errors import UBatchError as UBatchError
 from ubatch.errors import UBatchTimeout as UBatchTimeout
 from ubatch.errors import UnvotedCollectiveError as UnvotedCollectiveError
 from ubatch.errors import nearest as nearest
+from ubatch.graphs.capture import CaptureFailed as CaptureFailed
 from ubatch.graphs.cuda import CudaGraphs as CudaGraphs
+from ubatch.graphs.table import CapturedGraph as CapturedGraph
+from ubatch.graphs.table import GraphKey as GraphKey
 from ubatch.lanes.context import UBatchContext as UBatchContext
 from ubatch.lanes.context import current_schedule as current_schedule
 from ubatch.lanes.context import make_ubatch_contexts as make_ubatch_contexts
@@ -85,10 +88,7 @@ from ubatch.schedules.vote import Offer as Offer
 from ubatch.schedules.vote import Wish as Wish
 from ubatch.schedules.vote import decide as decide
 from ubatch.schedules.vote import fingerprint as fingerprint
-from ubatch.streams.graph_protocols import CapturedGraph as CapturedGraph
-from ubatch.streams.graph_protocols import CaptureFailed as CaptureFailed
 from ubatch.streams.graph_protocols import GraphBackend as GraphBackend
-from ubatch.streams.graph_protocols import GraphKey as GraphKey
 from ubatch.streams.graph_protocols import GraphMiss as GraphMiss
 from ubatch.streams.graph_protocols import capturing as capturing
 from ubatch.streams.sm_budget import SMBudget as SMBudget

@@ -45,7 +45,7 @@ from ubatch.errors import (
     describe,
     note,
 )
-from ubatch.graphs.capture import Capturer
+from ubatch.graphs.capture import CaptureFailed, Capturer
 from ubatch.graphs.cuda import CudaGraphs
 from ubatch.graphs.table import GraphTable, Hit
 from ubatch.lanes.context import current_lane
@@ -55,7 +55,7 @@ from ubatch.ranks.group import CommGroup
 from ubatch.schedules.forward_context import ForwardContext, get_forward_context
 from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish
-from ubatch.streams.graph_protocols import CaptureFailed, GraphBackend
+from ubatch.streams.graph_protocols import GraphBackend
 from ubatch.streams.sm_budget import merge_sm_use
 from ubatch.trace.spans import current_trace, note_step, traced_step
 from ubatch.wrapping.config import CUDAGraphMode, UBatchConfig
@@ -105,7 +105,7 @@ class WrappedModule:
         self.table: GraphTable | None = None
         if mode is not CUDAGraphMode.NONE:
             own = CudaGraphs(device_of(model) if self.device is None else self.device) if graphs is None else graphs
-            self.table = GraphTable(own, self.eligibility, model)
+            self.table = GraphTable(own, self.eligibility, model, self._several_ranks)
         elif graphs is not None:
             raise ConfigError("graphs was given, but cudagraph_mode is NONE. Set it to FULL.")
         self.tally = Tally()
@@ -171,20 +171,22 @@ class WrappedModule:
             return claims.alone(otherwise, work, *args)
         return claims.alone(_refuse, apart, _in_step, group, work, *args)
 
-    def capture(self, context: ForwardContext | None, work: Callable[[Capturer], T]) -> T:
-        """Run `work` like a call, with a `Capturer` for `context`, and return its result.
+    def capture(self, work: Callable[[Capturer], T]) -> T:
+        """Run `work` like a call, with a `Capturer` for the current forward context, and return its result.
 
         Raises:
             CaptureFailed, ConfigError: see `UBatchWrapper.capture`.
         """
-        table = self.table
+        table, context = self.table, get_forward_context()
         if table is None:
             raise ConfigError("nothing is captured with cudagraph_mode NONE. Make the UBatchWrapper with FULL.")
         if not table.graphs:
             gc.collect()  # memory held by reference cycles would count as the graph's
         try:
             decide = functools.partial(self._decide, context=context)
-            capturer = Capturer(self.model, self.config, self.eligibility, self.execution, table, decide, self._prove)
+            capturer = Capturer(
+                self.model, self.config, self.eligibility, self.execution, table, context, decide, self._prove
+            )
             result: T = self._alone(_refuse, apart, work, capturer)
             return result
         except CaptureFailed as failed:  # the cause tells where; the frames in between hold the static inputs
@@ -207,9 +209,8 @@ class WrappedModule:
         context, eligibility, table = get_forward_context(), self.eligibility, self.table
         if table is not None and why_not_in_lanes() is not None:
             table = None  # a replay would ignore the caller's modes
-        several_ranks = self._several_ranks
         if table is not None and context is not None:
-            hit = table.planned(args, kwargs, context, several_ranks=several_ranks)
+            hit = table.planned(args, kwargs, context)
             if hit is not None:
                 schedule = context.schedule or self.config.for_mode(context.mode).schedule
                 note_step(context.mode, context.num_tokens, schedule.name)
@@ -222,7 +223,7 @@ class WrappedModule:
         decision = self._decide(intent, context)
         intent = eligibility.settle(intent, decision)
         if table is not None and lookup is not None:
-            hit = lookup.settle(decision, several_ranks=several_ranks)
+            hit = lookup.settle(decision)
             if hit is not None:
                 return self._replay(table, hit, decision, intent.why, intent.schedule)
         step = Step(args, kwargs, intent, decision, context)
@@ -344,7 +345,7 @@ class WrappedModule:
 
     def statistics(self) -> UBatchStatistics:
         """How often calls overlapped, and why others did not."""
-        pools = [pool.statistics() for pool in self.execution.pools.values()]
+        pools = [pool.counts for pool in self.execution.pools.values()]
         sm_use: dict[str, bool] = {}
         merge_sm_use(sm_use, *(pool.sm_users for pool in pools))
         table, tally = self.table, self.tally

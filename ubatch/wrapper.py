@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ubatch.errors import ConfigError, NestedUBatchError
-from ubatch.schedules.forward_context import get_forward_context
-from ubatch.streams.graph_protocols import CapturedGraph, GraphBackend, GraphKey
+from ubatch.graphs.table import CapturedGraph, GraphKey
+from ubatch.streams.graph_protocols import GraphBackend
 from ubatch.wrapped import WrappedModule
 from ubatch.wrapping.config import CUDAGraphMode, UBatchConfig
 from ubatch.wrapping.stand_in import StandIn
@@ -116,8 +116,7 @@ class UBatchWrapper(StandIn):
                 argument is on another device, is a cache, or is written to.
             Others: see `forward`.
         """
-        context = get_forward_context()
-        return self._ubatch_wrapped.capture(context, lambda capturer: capturer.one((args, kwargs), context))
+        return self._ubatch_wrapped.capture(lambda capturer: capturer.one((args, kwargs)))
 
     def capture_sizes(
         self, *args: Any, progress: Callable[[CapturedGraph], None] | None = None, **kwargs: Any
@@ -134,8 +133,7 @@ class UBatchWrapper(StandIn):
             CaptureFailed, ConfigError: as `capture`; or the call cannot be cut to these sizes, its output not to fewer
                 rows, or ranks disagree.
         """
-        context = get_forward_context()
-        return self._ubatch_wrapped.capture(context, lambda capturer: capturer.sizes((args, kwargs), context, progress))
+        return self._ubatch_wrapped.capture(lambda capturer: capturer.sizes((args, kwargs), progress))
 
     @property
     def graphs(self) -> Mapping[GraphKey, CapturedGraph]:

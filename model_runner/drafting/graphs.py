@@ -30,8 +30,9 @@ from model_runner.step.graph_sizes import GraphFamily, GraphShape
 from ubatch import CapturedGraph, ConfigError, CUDAGraphMode, ForwardContext, ForwardMode, GraphKey, set_forward_context
 from ubatch.graphs.capture import record
 from ubatch.graphs.inputs_outputs import GraphOutput
+from ubatch.graphs.table import PLAIN
 from ubatch.ranks.long_calls import taking_long
-from ubatch.streams.graph_protocols import PLAIN, Capture
+from ubatch.streams.graph_protocols import Capture
 
 __all__ = ["DraftGraphs", "can_capture"]
 

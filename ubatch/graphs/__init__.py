@@ -2,6 +2,6 @@
 
 capture         rehearses and records a call
 inputs_outputs  static inputs, frozen arguments, copied outputs
-table           all captured graphs, and which one a call may replay
+table           all captured graphs and their keys, and which one a call may replay
 cuda            captures through `torch.cuda.CUDAGraph`
 """

@@ -18,35 +18,48 @@ from torch import Tensor, nn
 
 from ubatch.calls.caches import splitter_for
 from ubatch.calls.call_plan import CallLeaves, CallPlan, CannotSplit, leaves_of, replace_tensors
-from ubatch.errors import ConfigError, describe
+from ubatch.errors import ConfigError, UBatchError, describe
 from ubatch.graphs.inputs_outputs import GraphInputs, GraphOutput, RowDims, find_row_dims
-from ubatch.graphs.table import Entry, GraphTable, Setting, wants_gradients
+from ubatch.graphs.table import CapturedGraph, Entry, GraphKey, GraphTable, Setting, wants_gradients
 from ubatch.schedules.forward_context import ForwardContext
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish, decide, fingerprint
-from ubatch.streams.graph_protocols import (
-    Capture,
-    CapturedGraph,
-    CaptureFailed,
-    GraphBackend,
-    GraphKey,
-    Recording,
-    mark_capturing,
-)
+from ubatch.streams.graph_protocols import Capture, GraphBackend, Recording, mark_capturing
 from ubatch.trace.spans import current_trace, tracing
 from ubatch.wrapping.config import UBatchConfig, Verify
 from ubatch.wrapping.eligibility import Eligibility
 from ubatch.wrapping.execution import Execution
 from ubatch.wrapping.step import Intent, Step
 
-__all__ = ["Capturer", "record"]
+__all__ = ["CaptureFailed", "Capturer", "record"]
 
 _WARM_UP_RUNS = 2
 """Warm-up runs: the first compiles and allocates; the second runs with everything in place."""
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Run = Callable[[Capture | None], Any]
+_Where = Callable[[], tuple[int, str] | None]
 _NOT_THE_MODELS = (str(Path(torch.__file__).parent), contextlib.__file__)
 _MODES = frozenset({"__torch_dispatch__", "__torch_function__"})
+
+
+class CaptureFailed(UBatchError):
+    """A call could not be captured. The capture has ended on every thread and its memory is released: the wrapper can
+    run eagerly at once, and can capture again. The original error is the cause.
+
+    Attributes:
+        key: key of the graph.
+        lane: the lane that failed; None if the call was unsplit or its lanes had ended.
+        point: the last point that this lane had passed.
+        op: the line of code that launched the failed operation.
+    """
+
+    def __init__(self, key: GraphKey, lane: int | None, point: str | None, op: str, why: str) -> None:
+        where = "" if lane is None else f" in lane {lane} after point {point!r}"
+        super().__init__(f"capturing a graph of {key} failed{where}, at {op}: {why}")
+        self.key = key
+        self.lane = lane
+        self.point = point
+        self.op = op
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +67,7 @@ class Capturer:
     """Captures calls of one module into a table.
 
     Attributes:
+        context: the forward context that the calls are captured under.
         decide: the ranks' decision on a call.
         prove: proves a call after the decision.
     """
@@ -63,42 +77,42 @@ class Capturer:
     eligibility: Eligibility
     execution: Execution
     table: GraphTable
+    context: ForwardContext | None
     decide: Callable[[Intent], Decision]
     prove: Callable[[Step], object]
 
-    def one(self, call: _Call, context: ForwardContext | None) -> CapturedGraph:
+    def one(self, call: _Call) -> CapturedGraph:
         """Prove a call, then capture it as it would run now.
 
         Raises:
             CaptureFailed, ConfigError: see `record`.
         """
         leaves, static = self._static(call)
-        intent = self.eligibility.intent(*static, context)
+        intent = self.eligibility.intent(*static, self.context)
         if not intent.num_tokens:
             raise ConfigError(f"the call has no tokens that could be counted. {intent.why or ''}".strip())
-        return self._capture(leaves, self._proved(static, intent, context))
+        return self._capture(leaves, self._proved(static, intent))
 
-    def _proved(self, static: _Call, intent: Intent, context: ForwardContext | None) -> Step:
+    def _proved(self, static: _Call, intent: Intent) -> Step:
         """The ranks' decision on a call, after every rank has proved it or failed to."""
-        step = Step(*static, intent, self.decide(intent), context)
+        step = Step(*static, intent, self.decide(intent), self.context)
         with self._rehearsing():
             while step.decision.prove:
                 self.prove(step)
-                intent = self.eligibility.intent(*static, context)
-                step = Step(*static, intent, self.decide(intent), context)
+                intent = self.eligibility.intent(*static, self.context)
+                step = Step(*static, intent, self.decide(intent), self.context)
                 if self.config.verify == Verify.ALWAYS:
                     break
         return step
 
-    def sizes(
-        self, call: _Call, context: ForwardContext | None, progress: Callable[[CapturedGraph], None] | None
-    ) -> list[CapturedGraph]:
+    def sizes(self, call: _Call, progress: Callable[[CapturedGraph], None] | None) -> list[CapturedGraph]:
         """For each of `cudagraph_capture_sizes` (tokens), largest first: capture the call's first rows of that size, in
         lanes if it would overlap, and unsplit.
 
         Raises:
             CaptureFailed, ConfigError: see `record`; or the call cannot be cut to these sizes, or ranks disagree.
         """
+        context = self.context
         if context is not None and (context.attn_metadata is not None or context.ubatch_slices is not None):
             raise ConfigError(
                 "the forward context has a plan for one batch, but capture_sizes() captures many. Capture each size "
@@ -110,11 +124,11 @@ class Capturer:
             parts = {size: plan.cut([slice(0, rows)])[0][0] for size, rows in self._rows_of_sizes(plan).items()}
         except CannotSplit as cannot:
             raise ConfigError(f"the call cannot be cut to cudagraph_capture_sizes: {cannot}") from cannot
-        self._agree(parts, context)
-        row_dims = self._rows_of_outputs(next(iter(parts.values())), context)
+        self._agree(parts)
+        row_dims = self._rows_of_outputs(next(iter(parts.values())))
         captured = []
         for part in parts.values():
-            for graph in self._one_size(part, context, row_dims):
+            for graph in self._one_size(part, row_dims):
                 captured.append(graph)
                 if progress is not None:
                     progress(graph)
@@ -134,12 +148,12 @@ class Capturer:
             raise ConfigError(f"cudagraph_capture_sizes {odd} are no whole rows of {plan.tokens_per_row} tokens.")
         return {size: size // plan.tokens_per_row for size in sizes}
 
-    def _agree(self, parts: Mapping[int, _Call], context: ForwardContext | None) -> None:
+    def _agree(self, parts: Mapping[int, _Call]) -> None:
         """Check that all ranks capture the same graphs; otherwise their collectives would dead-lock."""
         group = self.config.group
         if group is None or group.size == 1:
             return
-        intents = {size: self.eligibility.intent(*part, context) for size, part in parts.items()}
+        intents = {size: self.eligibility.intent(*part, self.context) for size, part in parts.items()}
         plan = [(size, str(intent.mode), intent.offer.tokens) for size, intent in intents.items()]
         offer = Offer(Wish.NO, (max(parts),), 1, DeclineReason.NOT_REQUESTED, graph_mode=fingerprint(str(plan)) or 1)
         if not group.vote(offer).graph_mode:
@@ -148,7 +162,7 @@ class Capturer:
                 "cudagraph_capture_sizes, thresholds, schedule and arguments."
             )
 
-    def _rows_of_outputs(self, call: _Call, context: ForwardContext | None) -> RowDims | None:
+    def _rows_of_outputs(self, call: _Call) -> RowDims | None:
         """Which dimension of each output has the rows. The call runs twice: as it is, and with one row fewer.
 
         None if the call has one row: no smaller call can be padded to it.
@@ -156,28 +170,18 @@ class Capturer:
         plan = self.eligibility.plan(*call)
         if plan.rows == 1:
             return None
-        shapes, plain = [], []
+        described = []
         with self._rehearsing(), self.table.backend.warming_up():
             for rows in (plan.rows, plan.rows - 1):
                 part = plan.cut([slice(0, rows)])[0][0]
-                intent = replace(self.eligibility.intent(*part, context), calls=(), single=False)
-                output = self.execution.call(Step(*part, intent, self._unsplit_decision(intent), context))
-                shapes.append(GraphOutput(output).shapes())
-                plain.append(GraphOutput(output).plain())
-        for path in plain[0]:
-            more, fewer = plain[0][path], plain[1].get(path)
-            if more != fewer:
-                raise ConfigError(
-                    f"{path} is {more!r} for {plan.rows} rows and {fewer!r} for {plan.rows - 1}, which a graph cannot "
-                    "give back. Return a tensor."
-                )
-        return find_row_dims(shapes[0], shapes[1], (plan.rows, plan.rows - 1), self.config.output_dims)
+                intent = replace(self.eligibility.intent(*part, self.context), calls=(), single=False)
+                output = self.execution.call(Step(*part, intent, self._unsplit_decision(intent), self.context))
+                described.append(GraphOutput(output).described)
+        return find_row_dims(described[0], described[1], (plan.rows, plan.rows - 1), self.config.output_dims)
 
-    def _one_size(
-        self, part: _Call, context: ForwardContext | None, row_dims: RowDims | None
-    ) -> Iterable[CapturedGraph]:
+    def _one_size(self, part: _Call, row_dims: RowDims | None) -> Iterable[CapturedGraph]:
         leaves, static = self._static(part)
-        step = self._proved(static, self.eligibility.intent(*static, context), context)
+        step = self._proved(static, self.eligibility.intent(*static, self.context))
         if step.intent.engages(step.decision):
             yield self._capture(leaves, step, row_dims)
         whole = replace(step.intent, calls=(), single=False)
@@ -246,11 +250,7 @@ class Capturer:
 
 
 def record(
-    backend: GraphBackend,
-    key: GraphKey,
-    statics: Mapping[str, Tensor],
-    run: _Run,
-    where: Callable[[], tuple[int, str] | None],
+    backend: GraphBackend, key: GraphKey, statics: Mapping[str, Tensor], run: _Run, where: _Where
 ) -> tuple[CapturedGraph, GraphOutput]:
     """Warm up and capture.
 

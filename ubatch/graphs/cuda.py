@@ -64,12 +64,12 @@ class CudaGraphs:
         self._alive = 0
         self._last_stream: torch.cuda.Stream | None = None
 
+    def another(self) -> CudaGraphs:
+        return CudaGraphs(self._device)
+
     @property
     def device(self) -> torch.device:
         return self._device
-
-    def another(self) -> CudaGraphs:
-        return CudaGraphs(self._device)
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:

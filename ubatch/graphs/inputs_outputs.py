@@ -101,20 +101,17 @@ class GraphInputs:
                 path = min(own.keys() ^ captured.keys())
                 return f"{what}argument {path!r} is {'missing' if path in captured else 'new'}"
         for path, value in call.tensors.items():
-            static = self.tensors[path]
-            if value.dtype != static.dtype or not self._fits(path, value, static, rows):
+            static, dim = self.tensors[path], self.row_dims.get(path)
+            shape = tuple(static.shape)
+            if rows is not None and dim is not None:
+                shape = (*shape[:dim], rows, *shape[dim + 1 :])
+            if value.dtype != static.dtype or value.shape != shape:
                 was = f"{static.dtype} {list(static.shape)}"
                 return f"argument {path!r} is {value.dtype} {list(value.shape)}, was captured as {was}"
         for path, value in call.others.items():
             if not _same(value, self.others[path]):
                 return f"argument {path!r} is {value!r:.80}, was captured as {self.others[path]!r:.80}"
         return None
-
-    def _fits(self, path: str, value: Tensor, static: Tensor, rows: int | None) -> bool:
-        dim = self.row_dims.get(path)
-        if rows is None or dim is None:
-            return value.shape == static.shape
-        return value.shape == (*static.shape[:dim], rows, *static.shape[dim + 1 :])
 
     def fill(self, call: CallLeaves, rows: int | None = None) -> None:
         """Copy a call's tensors into the static inputs. If `rows` is given, the call has that many; the rest become
@@ -142,6 +139,9 @@ class GraphOutput:
     Args:
         value: the captured call's output: tensors, plain values, and containers of them.
 
+    Attributes:
+        described: path -> shape of a tensor in it, or a plain value; a replay returns the values of the capture.
+
     Raises:
         ConfigError: it holds another kind of object, which cannot be copied.
     """
@@ -149,15 +149,9 @@ class GraphOutput:
     def __init__(self, value: Any) -> None:
         self._value = value
         self._dims: RowDims = {}
-        self.shapes()
-
-    def shapes(self) -> dict[str, torch.Size]:
-        """Path -> shape of every tensor in it."""
-        return {path: leaf.shape for path, leaf in self._leaves("output", self._value) if isinstance(leaf, Tensor)}
-
-    def plain(self) -> dict[str, Any]:
-        """Path -> every other value; a replay returns the values of the capture."""
-        return {path: leaf for path, leaf in self._leaves("output", self._value) if not isinstance(leaf, Tensor)}
+        self.described = {
+            path: leaf.shape if isinstance(leaf, Tensor) else leaf for path, leaf in self._leaves("output", value)
+        }
 
     def cut_along(self, row_dims: RowDims, rows: int) -> None:
         """Allow copies of fewer rows.
@@ -169,9 +163,9 @@ class GraphOutput:
         Raises:
             ConfigError: a tensor has another size along its dimension of rows.
         """
-        for path, shape in self.shapes().items():
-            where = row_dims.get(path)
-            if where is not None and shape[where[0]] != rows * where[1]:
+        for path, (dim, times) in row_dims.items():
+            shape = self.described.get(path)
+            if isinstance(shape, torch.Size) and shape[dim] != rows * times:
                 raise ConfigError(f"{path} has shape {list(shape)} for {rows} rows, unlike in a call of other rows.")
         self._dims = row_dims
 
@@ -205,27 +199,32 @@ class GraphOutput:
 
 
 def find_row_dims(
-    more: Mapping[str, torch.Size],
-    fewer: Mapping[str, torch.Size],
-    rows: tuple[int, int],
-    output_dims: Mapping[str, int | None],
+    more: Mapping[str, Any], fewer: Mapping[str, Any], rows: tuple[int, int], output_dims: Mapping[str, int | None]
 ) -> RowDims:
     """Which dimension of each output has the rows, found from the shapes of two calls with different numbers of rows.
 
     Args:
-        more, fewer: path -> shape, of the call with more and the one with fewer rows.
+        more, fewer: `GraphOutput.described` of the call with more and the one with fewer rows.
         rows: numbers of rows of the two calls.
         output_dims: see `UBatchConfig`; None means that the output does not depend on the rows.
 
     Raises:
-        ConfigError: an output's size does not follow the number of rows, so it may mix rows.
+        ConfigError: an output's size does not follow the number of rows, so it may mix rows; or a plain value does.
     """
     found: dict[str, tuple[int, int]] = {}
     for path, shape in more.items():
+        other = fewer.get(path)
+        if not isinstance(shape, torch.Size):
+            if shape != other:
+                raise ConfigError(
+                    f"{path} is {shape!r} for {rows[0]} rows and {other!r} for {rows[1]}, which a graph cannot give "
+                    "back. Return a tensor."
+                )
+            continue
         dim, named = named_dim(path, output_dims)
         if named and dim is None:
             continue
-        other = fewer.get(path, torch.Size())
+        other = other if isinstance(other, torch.Size) else torch.Size()
         differ = [at for at, sizes in enumerate(zip(shape, other, strict=False)) if sizes[0] != sizes[1]]
         follows = (
             len(shape) == len(other) and len(differ) == 1 and shape[differ[0]] * rows[1] == other[differ[0]] * rows[0]

@@ -26,17 +26,70 @@ from ubatch.calls.call_plan import CallLeaves, leaves_of
 from ubatch.graphs.inputs_outputs import GraphInputs, GraphOutput, StaticBuffers
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
 from ubatch.schedules.vote import Decision, fingerprint
-from ubatch.streams.graph_protocols import PLAIN, CapturedGraph, GraphBackend, GraphKey, GraphMiss
+from ubatch.streams.graph_protocols import GraphBackend, GraphMiss, Recording
 from ubatch.wrapping.eligibility import Eligibility
 from ubatch.wrapping.step import Intent
 
-__all__ = ["Entry", "GraphTable", "Hit", "Lookup", "Setting", "wants_gradients"]
+__all__ = ["PLAIN", "CapturedGraph", "Entry", "GraphKey", "GraphTable", "Hit", "Lookup", "Setting", "wants_gradients"]
 
 _log = logging.getLogger(__name__)
+
+PLAIN = "plain"
+"""In place of the schedule's name, in the key of a call that was captured unsplit."""
 
 _Miss = tuple[GraphMiss, str]
 _NO_MISS: _Miss = GraphMiss.NO_GRAPH, "there is no graph of these tokens"
 _NO_CONTEXT = ForwardContext()
+
+
+@dataclass(frozen=True)
+class GraphKey:
+    """Identifies one graph.
+
+    Attributes:
+        tokens: tokens of every lane, padding included; one entry for an unsplit call.
+        schedule: the schedule's name, or `PLAIN`.
+        mode: the step's mode.
+    """
+
+    tokens: tuple[int, ...]
+    schedule: str
+    mode: ForwardMode
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether it was captured in lanes."""
+        return self.schedule != PLAIN
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all lanes together."""
+        return sum(self.tokens)
+
+    def __str__(self) -> str:
+        return f"{'+'.join(map(str, self.tokens))} tokens, {self.mode}, {self.schedule}"
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """A graph that can be replayed.
+
+    Attributes:
+        key: identifies the graph.
+        nbytes: bytes by which the pool grew. All sizes share the pool, so the largest one needs most of it.
+        seconds: time of its warm-up and capture.
+    """
+
+    key: GraphKey
+    nbytes: int
+    seconds: float
+    recording: Recording = field(repr=False, compare=False)
+
+    def replay(self) -> None:
+        """Launch it with the current contents of its static inputs, without copying the output. For benchmarks: a call
+        of the wrapper copies its arguments in and its output out."""
+        self.recording.take_turn()
+        self.recording.replay()
 
 
 @dataclass(frozen=True)
@@ -119,10 +172,15 @@ class Hit:
 
 
 class GraphTable:
-    """All captured graphs, and counts of replays and misses."""
+    """All captured graphs, and counts of replays and misses.
 
-    def __init__(self, backend: GraphBackend, eligibility: Eligibility, model: nn.Module) -> None:
+    Args:
+        several_ranks: whether there are other ranks; then all replay, or none does.
+    """
+
+    def __init__(self, backend: GraphBackend, eligibility: Eligibility, model: nn.Module, several_ranks: bool) -> None:
         self.backend = backend
+        self.several_ranks = several_ranks
         self.buffers = StaticBuffers(backend.device)
         self.replays = 0
         self.misses: Counter[GraphMiss] = Counter()
@@ -187,9 +245,7 @@ class GraphTable:
         if self._entries and (certainly or _addresses(self._model) != self._addresses):
             self.drop(how)
 
-    def planned(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext, *, several_ranks: bool
-    ) -> Hit | None:
+    def planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext) -> Hit | None:
         """The graph that was captured with the context's attention plans, if this call may replay it. A fast path: a
         plan belongs to one graph, so no split or vote is needed. Counts no miss.
         """
@@ -200,7 +256,7 @@ class GraphTable:
         decision = context.decision
         if decision is not None and decision.engaged != entry.graph.key.overlapped:
             return None
-        if several_ranks and (decision is None or not decision.graph_mode):
+        if self.several_ranks and (decision is None or not decision.graph_mode):
             return None
         call = leaves_of(self._eligibility.names, args, kwargs)
         now = Setting.current(self._model, self.backend.device, context)
@@ -233,6 +289,7 @@ class GraphTable:
             _log.warning("a call runs without its graph (%s): %s. Said once; statistics() counts.", reason, why)
 
 
+@dataclass
 class Lookup:
     """The search for one call's graph.
 
@@ -240,69 +297,62 @@ class Lookup:
         graph_mode: for the vote: fingerprint of the graphs that this rank could replay, 0 for none.
     """
 
-    def __init__(
-        self, table: GraphTable, call: CallLeaves, intent: Intent, context: ForwardContext | None, setting: Setting
-    ) -> None:
-        self._table = table
-        self._call = call
-        self._intent = intent
-        self._context = context
-        self._setting = setting
-        found = self._find_family()
-        self._family = found if isinstance(found, _Family) else None
-        self._why_not = _NO_MISS if isinstance(found, _Family) else found
+    table: GraphTable
+    call: CallLeaves
+    intent: Intent
+    context: ForwardContext | None
+    setting: Setting
+
+    def __post_init__(self) -> None:
+        self._family, self._why_not = self._find_family()
         self.graph_mode = 0 if self._family is None else self._family.fingerprint
 
-    def _find_family(self) -> _Family | _Miss:
-        """The graphs to which this call could be padded, or the miss."""
-        table, intent, plan = self._table, self._intent, self._intent.plan
-        if wants_gradients(table._model, self._call):
-            return GraphMiss.GRADIENTS, "gradients are recorded; use torch.no_grad() or inference_mode()"
-        nothing = GraphMiss.NO_GRAPH, f"nothing was captured for {intent.num_tokens} tokens, {intent.mode}"
+    def _find_family(self) -> tuple[_Family | None, _Miss]:
+        """The graphs to which this call could be padded; else None and the miss."""
+        table, intent, plan = self.table, self.intent, self.intent.plan
+        if wants_gradients(table._model, self.call):
+            return None, (GraphMiss.GRADIENTS, "gradients are recorded; use torch.no_grad() or inference_mode()")
         family = table._families.get(intent.mode)
-        if plan is None or family is None or _is_planned(self._context):
-            return nothing
+        if plan is None or family is None or _is_planned(self.context):
+            return None, (GraphMiss.NO_GRAPH, f"nothing was captured for {intent.num_tokens} tokens, {intent.mode}")
         size = family.at_least(intent.num_tokens)
         if size is None:
-            largest = max(family.plain, default=0)
-            return GraphMiss.LARGER_THAN_LARGEST, f"{intent.num_tokens} tokens, the largest captured size is {largest}"
-        return family.plain[size].mismatch(self._call, self._setting, plan.rows) or family
+            why = f"{intent.num_tokens} tokens, the largest captured size is {max(family.plain, default=0)}"
+            return None, (GraphMiss.LARGER_THAN_LARGEST, why)
+        miss = family.plain[size].mismatch(self.call, self.setting, plan.rows)
+        return (family, _NO_MISS) if miss is None else (None, miss)
 
-    def settle(self, decision: Decision, *, several_ranks: bool) -> Hit | None:
-        """The graph to replay; None after counting a miss.
-
-        Args:
-            several_ranks: whether there are other ranks; then all replay, or none does.
-        """
-        found = self._settle(decision, several_ranks)
+    def settle(self, decision: Decision) -> Hit | None:
+        """The graph to replay; None after counting a miss."""
+        found = self._settle(decision)
         if isinstance(found, Hit):
             return found
-        self._table.miss(*found, self._intent.mode)
+        self.table.miss(*found, self.intent.mode)
         return None
 
-    def _settle(self, decision: Decision, several_ranks: bool) -> Hit | _Miss:
-        intent, context, table = self._intent, self._context, self._table
+    def _settle(self, decision: Decision) -> Hit | _Miss:
+        intent, context, table = self.intent, self.context, self.table
         nothing = self._why_not
         if nothing[0] is GraphMiss.GRADIENTS:
             return nothing
         engaged = intent.engages(decision)
         exact = None
-        if not several_ranks or (context is not None and context.decision is not None):
+        if not table.several_ranks or (context is not None and context.decision is not None):
             exact = table._entries.get(table.key(intent, engaged=engaged))
-        if several_ranks and not decision.graph_mode:
+        if table.several_ranks and not decision.graph_mode:
             if exact is None and self._family is None:
                 return nothing
             return GraphMiss.PEER_HAS_NONE, "not every rank can replay this step"
         if exact is not None:
-            return exact.mismatch(self._call, self._setting) or Hit(exact, self._call, None)
-        return self._padded(decision, several_ranks, engaged) or nothing
+            return exact.mismatch(self.call, self.setting) or Hit(exact, self.call, None)
+        return self._padded(decision, engaged) or nothing
 
-    def _padded(self, decision: Decision, several_ranks: bool, engaged: bool) -> Hit | _Miss | None:
+    def _padded(self, decision: Decision, engaged: bool) -> Hit | _Miss | None:
         family = self._family
-        if several_ranks:  # a rank without tokens can replay a graph of any mode
-            families = self._table._families.values()
+        if self.table.several_ranks:  # a rank without tokens can replay a graph of any mode
+            families = self.table._families.values()
             family = next((each for each in families if each.fingerprint == decision.graph_mode), None)
-        plan = self._intent.plan
+        plan = self.intent.plan
         if family is None or plan is None:
             return None
         most = max(map(sum, decision.tokens))
@@ -310,7 +360,7 @@ class Lookup:
         entry = (family.overlapped if engaged else family.plain).get(-1 if size is None else size)
         if entry is None:
             return GraphMiss.NO_GRAPH, f"no graph of at least {most} tokens, {'overlapped' if engaged else 'plain'}"
-        return entry.mismatch(self._call, self._setting, plan.rows) or Hit(entry, self._call, plan.rows)
+        return entry.mismatch(self.call, self.setting, plan.rows) or Hit(entry, self.call, plan.rows)
 
 
 def _plans(contexts: Sequence[ForwardContext]) -> tuple[int, ...] | None:

@@ -24,7 +24,7 @@ from dataclasses import asdict
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypedDict, TypeVar, Unpack
 
 import torch
 
@@ -46,6 +46,17 @@ class Config(Protocol):
 
 
 C = TypeVar("C", bound=Config)
+_Launch = Callable[[C], object]
+_Answer = Callable[[C], torch.Tensor]
+
+
+class _Options(TypedDict, Generic[C], total=False):
+    """See `autotune`."""
+
+    prepare: _Launch[C] | None
+    also: Sequence[_Launch[C]]
+    answer: _Answer[C] | None
+
 
 _logger = logging.getLogger(__name__)
 
@@ -72,8 +83,7 @@ class CudaTimer:
 
     def fingerprint(self, device: torch.device) -> str:
         """The section of the file: the device's name and the versions of the compilers, on which times depend."""
-        name = torch.cuda.get_device_name(device)
-        return f"{name} | torch {torch.__version__} | triton {version_of('triton')}"
+        return f"{torch.cuda.get_device_name(device)} | torch {torch.__version__} | triton {version_of('triton')}"
 
     def seconds(self, run: Callable[[], object], device: torch.device) -> float:
         """Seconds that the work launched by `run` takes: the median of several samples, on the current stream."""
@@ -100,15 +110,7 @@ class Autotuner:
         self._untuned: set[tuple[torch.device, str]] = set()
 
     def choose(
-        self,
-        key: str,
-        configs: Sequence[C],
-        run: Callable[[C], object],
-        *,
-        device: torch.device,
-        prepare: Callable[[C], object] | None = None,
-        also: Sequence[Callable[[C], object]] = (),
-        answer: Callable[[C], torch.Tensor] | None = None,
+        self, key: str, configs: Sequence[C], run: _Launch[C], *, device: torch.device, **options: Unpack[_Options[C]]
     ) -> C:
         """The fastest of `configs`; see `autotune`."""
         chosen: C | None = self._chosen.get((device, key))  # taken at every launch: no lock
@@ -129,9 +131,11 @@ class Autotuner:
                     self._warn_untuned(key, device)
                     return configs[0]
                 with taking_long("autotuning"):
+                    prepare = options.get("prepare")
                     if prepare is not None:
                         _prepare(configs, prepare, device)
-                    chosen = self._fastest(key, configs, (run, *also), device, answer)
+                    runs = (run, *options.get("also", ()))
+                    chosen = self._fastest(key, configs, runs, device, options.get("answer"))
                 self._store(fingerprint, key, asdict(chosen))
             self._chosen[device, key] = chosen
             return chosen
@@ -140,9 +144,9 @@ class Autotuner:
         self,
         key: str,
         configs: Sequence[C],
-        runs: Sequence[Callable[[C], object]],
+        runs: Sequence[_Launch[C]],
         device: torch.device,
-        answer: Callable[[C], torch.Tensor] | None,
+        answer: _Answer[C] | None,
     ) -> C:
         times: list[tuple[float, int]] = []
         failure: Exception | None = None
@@ -202,14 +206,7 @@ class Autotuner:
 
 
 def autotune(
-    key: str,
-    configs: Sequence[C],
-    run: Callable[[C], object],
-    *,
-    device: torch.device,
-    prepare: Callable[[C], object] | None = None,
-    also: Sequence[Callable[[C], object]] = (),
-    answer: Callable[[C], torch.Tensor] | None = None,
+    key: str, configs: Sequence[C], run: _Launch[C], *, device: torch.device, **options: Unpack[_Options[C]]
 ) -> C:
     """The config of `configs` with which `run` is fastest.
 
@@ -231,8 +228,7 @@ def autotune(
         ConfigError: no configs; every config fails; the file cannot be read.
         torch.OutOfMemoryError: there is no room to measure.
     """
-    tuner = _process_wide(os.environ.get(_CACHE_VARIABLE))
-    return tuner.choose(key, configs, run, device=device, prepare=prepare, also=also, answer=answer)
+    return _process_wide(os.environ.get(_CACHE_VARIABLE)).choose(key, configs, run, device=device, **options)
 
 
 def autotune_path() -> Path:

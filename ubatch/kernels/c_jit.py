@@ -151,11 +151,10 @@ def _compiler() -> tuple[str, ...]:
     """The compiler command; `$CC` may have arguments (`ccache gcc`)."""
     named = shlex.split(os.environ.get("CC", ""))
     names = named[:1] or ["cc", "gcc", "clang"]
-    for name in names:
-        found = shutil.which(name)
-        if found is not None:
-            return found, *named[1:]
-    raise ConfigError(f"no C compiler ({', '.join(names)}) is installed. Install one, such as gcc, or set CC.")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        raise ConfigError(f"no C compiler ({', '.join(names)}) is installed. Install one, such as gcc, or set CC.")
+    return found, *named[1:]
 
 
 def _compile_into_cache(source: str, compiler: tuple[str, ...], flags: tuple[str, ...], path: Path) -> Path:
@@ -166,7 +165,7 @@ def _compile_into_cache(source: str, compiler: tuple[str, ...], flags: tuple[str
         except OSError:
             if os.environ.get(CACHE_VARIABLE):
                 raise
-            path = _own_folder() / path.name
+            path = Path(_own_folder().name) / path.name
             _compile(source, compiler, flags, path)
     except OSError as error:
         raise ConfigError(
@@ -178,8 +177,7 @@ def _compile_into_cache(source: str, compiler: tuple[str, ...], flags: tuple[str
 
 def _compile(source: str, compiler: tuple[str, ...], flags: tuple[str, ...], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        names = ("kernel.c", "kernel.o", "kernel.so", "kernel.sha256")
-        code, built, linked, checksum = (Path(folder) / name for name in names)
+        code, built, linked, checksum = (Path(folder) / f"kernel.{kind}" for kind in ("c", "o", "so", "sha256"))
         code.write_text(source, encoding="utf-8")
         _run([*compiler, *flags, "-c", str(code), "-o", str(built)])
         _run([*compiler, "-shared", str(built), "-lm", "-o", str(linked)])
@@ -212,8 +210,7 @@ def _checksum(path: Path, content: Path) -> str:
 def _is_whole(path: Path) -> bool:
     """Whether the library exists and is undamaged. Loading a damaged one can kill the process without a message."""
     try:
-        kept = _checksum_file(path).read_text(encoding="ascii")
-        return not _others_may_write(path) and kept == _checksum(path, path)
+        return not _others_may_write(path) and _checksum_file(path).read_text(encoding="ascii") == _checksum(path, path)
     except (OSError, ValueError):
         return False
 
@@ -262,7 +259,7 @@ def _folder() -> Path:
     except (OSError, RuntimeError):  # RuntimeError: this user has no home folder
         if given:
             raise ConfigError(f"{CACHE_VARIABLE}={given} cannot be written to. Choose another folder.") from None
-        return _own_folder()
+        return Path(_own_folder().name)
     if exposed:
         raise ConfigError(
             f"{folder} can be written to by others (or its group), and what lies there would be run. Make it yours "
@@ -271,16 +268,12 @@ def _folder() -> Path:
     return folder
 
 
-def _own_folder() -> Path:
+@cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
     """A folder of this process, deleted with it."""
-    if not _own_folders:
-        try:
-            _own_folders.append(tempfile.TemporaryDirectory(prefix="ubatch-c-"))
-        except OSError as error:
-            raise ConfigError(
-                f"no folder for compiled kernels can be made: {error}. Choose one: {CACHE_VARIABLE}."
-            ) from error
-    return Path(_own_folders[-1].name)
-
-
-_own_folders: list[tempfile.TemporaryDirectory[str]] = []
+    try:
+        return tempfile.TemporaryDirectory(prefix="ubatch-c-")
+    except OSError as error:
+        raise ConfigError(
+            f"no folder for compiled kernels can be made: {error}. Choose one: {CACHE_VARIABLE}."
+        ) from error

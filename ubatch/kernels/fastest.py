@@ -33,6 +33,8 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 5, 12
 
 Launches = Sequence[Callable[[], object]]
 """A back end's launches, one function per batch."""
+_Makers = Mapping[str, Callable[[], Launches]]
+"""Name -> function that makes the back end."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,7 @@ def measured(device: torch.device) -> bool:
 
 
 def fastest(
-    what: str,
-    makers: Mapping[str, Callable[[], Launches]],
-    batches: Sequence[str],
-    *,
-    device: torch.device,
-    packages: Sequence[str] = (),
+    what: str, makers: _Makers, batches: Sequence[str], *, device: torch.device, packages: Sequence[str] = ()
 ) -> Chosen:
     """The fastest of several back ends; the first one if nothing can be timed and no choice is stored.
 
@@ -79,19 +76,40 @@ def fastest(
         return Chosen(names[0], "the only one that can run here")
     versions = [f"{package} {version_of(package)}" for package in packages]
     key = ", ".join([f"{what}: {' or '.join(names)}", *batches, *versions])
-    bench = _Bench(what, makers, len(batches))
-    first, *rest = (partial(bench.run, batch) for batch in range(len(batches)))
+    made: dict[str, Launches] = {}  # the back end that is being measured
+    known: dict[str, bool] = {}
+
+    def run(batch: int, way: _Way) -> None:
+        """Launch a batch on a back end. Any error counts, because other libraries raise errors of any class."""
+        try:
+            if way.name not in made:
+                made.clear()
+                made[way.name] = makers[way.name]()
+            made[way.name][batch]()
+            known.setdefault(way.name, True)
+        except Exception as error:
+            known[way.name] = False
+            _logger.warning("%s: %s is left out, as it fails here: %s", what, way.name, describe(error))
+            raise _LeftOut(way.name) from error
+
+    def works(name: str) -> bool:
+        if name not in known:
+            with torch.inference_mode(), suppress(_LeftOut):
+                for batch in range(len(batches)):
+                    run(batch, _Way(name))
+            made.clear()
+        return known[name]
+
+    first, *rest = (partial(run, batch) for batch in range(len(batches)))
     with torch.inference_mode():
         way = autotune(key, [_Way(name) for name in names], first, device=device, also=rest)
-    bench.clear()
+    made.clear()
     others = f"fastest of {', '.join(names)} with {' and '.join(batches)}"
-    return Chosen(way.name, f"{others} on this device, kept in {autotune_path()}", bench.works)
+    return Chosen(way.name, f"{others} on this device, kept in {autotune_path()}", works)
 
 
 def best_times(
-    ways: Sequence[Callable[[], object]],
-    limit_s: float = math.inf,
-    before: Callable[[int], object] = lambda place: None,
+    ways: Launches, limit_s: float = math.inf, before: Callable[[int], object] = lambda place: None
 ) -> list[float]:
     """The best time of each way on a CPU, in seconds. They run in turns, so that load on the machine slows all alike.
 
@@ -117,48 +135,6 @@ def best_times(
 @dataclass(frozen=True)
 class _Way:
     name: str
-
-
-@dataclass
-class _Bench:
-    """Holds the back end that is being measured."""
-
-    what: str
-    makers: Mapping[str, Callable[[], Launches]]
-    batches: int
-    known: dict[str, bool] = field(default_factory=dict)
-    name: str = ""
-    launches: Launches = ()
-
-    def clear(self) -> None:
-        """Drop the back end."""
-        self.name, self.launches = "", ()
-
-    def works(self, name: str) -> bool:
-        """Whether back end `name` runs without an error; runs it now if it has not run yet."""
-        if name not in self.known:
-            with torch.inference_mode(), suppress(_LeftOut):
-                for batch in range(self.batches):
-                    self.run(batch, _Way(name))
-            self.clear()
-        return self.known[name]
-
-    def run(self, batch: int, way: _Way) -> None:
-        """Launch a batch on a back end.
-
-        Raises:
-            _LeftOut: it failed. Any error counts, because other libraries raise errors of any class.
-        """
-        try:
-            if self.name != way.name:
-                self.clear()
-                self.name, self.launches = way.name, self.makers[way.name]()
-            self.launches[batch]()
-            self.known.setdefault(way.name, True)
-        except Exception as error:
-            self.known[way.name] = False
-            _logger.warning("%s: %s is left out, as it fails here: %s", self.what, way.name, describe(error))
-            raise _LeftOut(way.name) from error
 
 
 class _LeftOut(Exception):

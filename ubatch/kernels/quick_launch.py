@@ -15,7 +15,6 @@ do not notice that a global constant was changed, which Triton's refuse.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,14 +28,6 @@ __all__ = ["QuickFunction"]
 _WORD, _LONG = 1 << 31, 1 << 63
 
 
-@dataclass(frozen=True, slots=True)
-class _Compiled:
-    kernel: Any
-    launch: Callable[..., None]
-    function: Any
-    metadata: Any
-
-
 class QuickFunction(JITFunction):  # type: ignore[misc]  # Triton has no types
     """A `triton.jit` function; see this module.
 
@@ -47,7 +38,7 @@ class QuickFunction(JITFunction):  # type: ignore[misc]  # Triton has no types
 
     def __init__(self, function: Callable[..., Any], unspecialized: Collection[str]) -> None:
         super().__init__(function, do_not_specialize=list(unspecialized))
-        self._kept: dict[Any, _Compiled] = {}
+        self._kept: dict[Any, tuple[Any, Callable[..., None], Any, Any]] = {}
         self._bind = _binder(self.params)
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -61,12 +52,13 @@ class QuickFunction(JITFunction):  # type: ignore[misc]  # Triton has no types
         if found is None:
             kernel = super().run(*args, grid=grid, warmup=False, **kwargs)
             if kernel is not None:
-                self._kept[device, kinds] = _Compiled(kernel, kernel.run, kernel.function, kernel.packed_metadata)
+                self._kept[device, kinds] = kernel, kernel.run, kernel.function, kernel.packed_metadata
             return kernel
+        kernel, launch, function, metadata = found
         x, y, z = (*grid, 1, 1)[:3]
         stream = driver.active.get_current_stream(device)
-        found.launch(x, y, z, stream, found.function, found.metadata, None, None, None, *values)
-        return found.kernel
+        launch(x, y, z, stream, function, metadata, None, None, None, *values)
+        return kernel
 
 
 def _listens(runtime: Any) -> bool:
@@ -98,8 +90,7 @@ def _binder(params: Any) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]
     source = f"def bind({', '.join([*heads, '**options'])}): return ({each_kind}*options.items(),), ({each_value})"
     scope = {"_Tensor": torch.Tensor, "_kind": _kind, "_defaults": [param.default for param in params]}
     exec(source, scope)
-    bind: Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]] = scope["bind"]  # type: ignore[assignment]
-    return bind
+    return scope["bind"]  # type: ignore[return-value]
 
 
 def _kind(value: Any, specialized: bool) -> Any:

@@ -16,7 +16,7 @@ pool.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,45 +54,28 @@ def _flags() -> tuple[tuple[Callable[[], bool], Callable[[bool], object]], ...]:
 _FLAGS = _flags()
 
 
-@dataclass(frozen=True)
-class _Autocast:
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-
-    @classmethod
-    def current(cls, device_type: str) -> _Autocast:
-        return cls(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
-
-
-@dataclass(frozen=True)
-class _SavedTensorHooks:
-    """Hooks for tensors that are saved for the backward.
-
-    Attributes:
-        pair: pack hook and unpack hook, or None.
-        forbidden: error message if setting hooks is forbidden, else None.
-    """
-
-    pair: tuple[Callable[..., Any], Callable[..., Any]] | None
-    forbidden: str | None
-
-    @classmethod
-    def current(cls) -> _SavedTensorHooks:
-        pair = _autograd._top_saved_tensors_default_hooks(False)
-        return cls(pair, _autograd._saved_tensors_hooks_get_disabled_error_message())
+def _autocast(kind: str) -> tuple[bool, torch.dtype]:
+    """Whether autocast is on for a kind of device, and its dtype."""
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 @dataclass(frozen=True)
 class Ambient:
-    """A snapshot of the calling thread's state; `capture` takes it, a lane runs inside `applied`."""
+    """A snapshot of the calling thread's state; `capture` takes it, a lane runs inside `applied`.
+
+    Attributes:
+        autocast: kind of device -> whether it is on, and its dtype.
+        saved_tensor_hooks: for tensors that are saved for the backward: pack hook and unpack hook, or None.
+        hooks_forbidden: error message if setting such hooks is forbidden, else None.
+    """
 
     grad: bool
     inference: bool
-    autocast: tuple[_Autocast, ...]
+    autocast: Mapping[str, tuple[bool, torch.dtype]]
     autocast_cache: bool
     default_device: torch.device
-    saved_tensors: _SavedTensorHooks
+    saved_tensor_hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
+    hooks_forbidden: str | None
     flags: tuple[bool, ...]
     threads: int
 
@@ -103,10 +86,11 @@ class Ambient:
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            autocast=tuple(_Autocast.current(kind) for kind in kinds),
+            autocast={kind: _autocast(kind) for kind in kinds},
             autocast_cache=torch.is_autocast_cache_enabled(),
             default_device=torch.get_default_device(),
-            saved_tensors=_SavedTensorHooks.current(),
+            saved_tensor_hooks=_autograd._top_saved_tensors_default_hooks(False),
+            hooks_forbidden=_autograd._saved_tensors_hooks_get_disabled_error_message(),
             flags=tuple([get() for get, _ in _FLAGS]),
             threads=torch.get_num_threads(),
         )
@@ -120,24 +104,17 @@ class Ambient:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.grad))
-            for autocast in self.autocast:
-                if autocast != _Autocast.current(autocast.device_type) or autocast.enabled:
-                    stack.enter_context(
-                        torch.autocast(
-                            autocast.device_type,
-                            dtype=autocast.dtype,
-                            enabled=autocast.enabled,
-                            cache_enabled=self.autocast_cache,
-                        )
-                    )
+            for kind, (enabled, dtype) in self.autocast.items():
+                if enabled or (enabled, dtype) != _autocast(kind):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, self.autocast_cache))
             if self.default_device != torch.get_default_device():
                 stack.enter_context(torch.device(self.default_device))
             for (get, set_), flag in zip(_FLAGS, self.flags, strict=True):
                 if flag != get():
                     stack.callback(set_, not flag)
                     set_(flag)
-            if self.saved_tensors.pair is not None:
-                stack.enter_context(saved_tensors_hooks(*self.saved_tensors.pair))
-            if self.saved_tensors.forbidden is not None:
-                stack.enter_context(disable_saved_tensors_hooks(self.saved_tensors.forbidden))
+            if self.saved_tensor_hooks is not None:
+                stack.enter_context(saved_tensors_hooks(*self.saved_tensor_hooks))
+            if self.hooks_forbidden is not None:
+                stack.enter_context(disable_saved_tensors_hooks(self.hooks_forbidden))
             yield

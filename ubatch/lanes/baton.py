@@ -85,7 +85,14 @@ class Baton:
 
     def acquire(self, lane: int) -> None:
         """Park until the baton comes to `lane` for the first time."""
-        self._park(lane)
+        core = self._core
+        if core is not None:
+            core.park()
+        try:
+            self._wake[lane].wait()
+        finally:
+            if core is not None:
+                core.go_on()
         self.check(lane)
 
     def pass_on(self, lane: int) -> bool:
@@ -191,16 +198,6 @@ class Baton:
         held = time.monotonic() - self.since
         return BatonStatistics(ring.holder, self.handoffs, held, tuple(ring.alive), self.aborted_by is not None)
 
-    def _park(self, lane: int) -> None:
-        core = self._core
-        if core is not None:
-            core.park()
-        try:
-            self._wake[lane].wait()
-        finally:
-            if core is not None:
-                core.go_on()
-
     def interrupted(self, lane: int) -> None:
         """Ctrl-C arrived while the main thread was parked as a lane: it unwinds like any failed lane, on its turn."""
         self.abort(lane)
@@ -226,5 +223,4 @@ def _after_fork_in_child() -> None:
         baton.in_trouble |= baton.running
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -25,18 +25,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from threading import get_ident
-from types import TracebackType
 from typing import Any, Protocol
 
-from ubatch.errors import (
-    ConfigError,
-    ForkedLaneError,
-    LaneAborted,
-    UBatchError,
-    UnvotedCollectiveError,
-    describe,
-    note,
-)
+from ubatch.errors import ConfigError, ForkedLaneError, LaneAborted, UBatchError, UnvotedCollectiveError, describe, note
 from ubatch.lanes.baton import Baton
 from ubatch.schedules.forward_context import ForwardContext, _forward_context
 from ubatch.schedules.schedule import SERIAL, Recv, Schedule, get_schedule
@@ -106,7 +97,7 @@ class UBatchContext(LaneStreams):
         self.trace: Trace | None = None
         self.sm_budget: SMBudget | None = None
         self.sm_users: dict[str, bool] = {}
-        self.peers: Sequence[UBatchContext] = ()
+        self.peers: Sequence[UBatchContext] = (self,)
         self._ready = ready
         self._tokens: tuple[Token[Any], Token[Any]] | None = None
         self._reset()
@@ -146,9 +137,7 @@ class UBatchContext(LaneStreams):
             self._recorder.begin()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         try:
             try:
                 if error is None:
@@ -156,7 +145,9 @@ class UBatchContext(LaneStreams):
                     while self._hook is not None:  # a hook may register another one
                         self._run_hook_of(self)
             finally:
-                self._rejoin(failed=error is not None)
+                if not self.baton.abandoned(self.id):  # else the caller has done it, and may run another step already
+                    # Join only this lane's transfers: those of other lanes may still travel while their lanes compute.
+                    self.rejoin(failed=error is not None)
         except BaseException as late:
             if error is None:
                 self.baton.abort(self.id)
@@ -175,12 +166,6 @@ class UBatchContext(LaneStreams):
             _forward_context.reset(self._tokens[1])
             self._tokens = None
         self.baton.leave(self.id)
-
-    def _rejoin(self, *, failed: bool) -> None:
-        """Join only this lane's transfers: those of other lanes may still travel while their lanes compute."""
-        if self.baton.abandoned(self.id):
-            return  # the caller has done it, and may already run another step
-        self.rejoin(failed=failed)
 
     def begin_step(
         self,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, NoReturn
+from typing import Any
 
 from ubatch.errors import note
 from ubatch.lanes.ambient import Ambient
@@ -40,7 +40,6 @@ class Job:
     body: Callable[[], Any]
     ambient: Ambient
     variables: contextvars.Context
-    done: Gate
     part: Callable[[], AbstractContextManager[None]] = nullcontext
     result: Any = None
     error: BaseException | None = None
@@ -52,41 +51,32 @@ class Job:
             self.variables.run(self._run_in_context)
         except BaseException as error:
             self.error = error
-        if self.context.baton.forked:
-            _end_forked_child(self.error)
+        if self.context.baton.forked:  # the child has no caller to return to
+            traceback.print_exception(self.error)
+            os._exit(1)
         self.ended = True
 
     def forget(self) -> None:
         """Drop references to tensors. A stored error would otherwise keep the job, its body and tracebacks alive."""
         self.error = self.result = None
-        self.body = _nothing
+        self.body = lambda: None
 
     def _run_in_context(self) -> None:
         with self.ambient.applied(), self.part(), self.context:
             self.result = self.body()
 
 
-def _nothing() -> None:
-    """The body of a job that has ended."""
-
-
 @dataclass
 class Worker:
-    """A thread and its mailbox."""
+    """A thread, its mailbox, and the gate where it reports that a job has ended."""
 
     name: str
+    done: Gate
     wake: WakeUp = field(default_factory=make_wakeup)
     job: Job | None = None
-    thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Start the thread.
-
-        Raises:
-            RuntimeError: the process has reached its limit of threads.
-        """
+    def __post_init__(self) -> None:
         self.thread = threading.Thread(target=_work, args=(self,), name=self.name, daemon=True)
-        self.thread.start()
 
     def give(self, job: Job | None) -> None:
         """Hand over a job, or None to stop."""
@@ -100,16 +90,9 @@ def _work(worker: Worker) -> None:
         job, worker.job = worker.job, None
         if job is None:
             break
-        done = job.done
         job.run()
         del job  # so that it keeps no tensors alive after the step
-        done.arrive()
-
-
-def _end_forked_child(error: BaseException | None) -> NoReturn:
-    """End the child process after a lane's forked copy has ended: the child has no caller to return to."""
-    traceback.print_exception(error)
-    os._exit(1)
+        worker.done.arrive()
 
 
 @dataclass
@@ -161,7 +144,7 @@ class Crew:
         for worker in self.workers:
             worker.give(None)
         for worker in self.workers:
-            if worker.thread is not None and worker.thread is not threading.current_thread():
+            if worker.thread.is_alive() and worker.thread is not threading.current_thread():
                 worker.thread.join(timeout=UNWIND_S)
 
 

@@ -56,9 +56,7 @@ def one_core() -> OneCore | None:
     return _kept(core, free) if len(free) > 1 and core in free else None
 
 
-@cache
-def _kept(core: int, free: frozenset[int]) -> OneCore:
-    return OneCore(core, free)
+_kept = cache(OneCore)
 
 
 @cache

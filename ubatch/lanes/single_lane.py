@@ -21,8 +21,9 @@ from ubatch.errors import ConfigError
 from ubatch.lanes.baton import Baton
 from ubatch.lanes.context import UBatchContext
 from ubatch.lanes.crew import note_lane
-from ubatch.lanes.time_limit import transfers_end_within
-from ubatch.lanes.workers import PoolStatistics
+from ubatch.lanes.transfer_limit import transfers_end_within
+from ubatch.lanes.wakeup import Gate
+from ubatch.lanes.workers import PoolCounts
 from ubatch.schedules.forward_context import ForwardContext
 from ubatch.schedules.schedule import Schedule
 from ubatch.streams.graph_protocols import Capture
@@ -33,13 +34,6 @@ from ubatch.streams.streams import StreamBackend, make_streams
 __all__ = ["SingleLane"]
 
 
-class _Ready:
-    """The ready barrier of a single lane: it never blocks."""
-
-    def arrive(self) -> None:
-        """Do nothing: the caller's device context is already warm."""
-
-
 class SingleLane:
     """Runs a batch as the only lane, with the interface of `LanePool`.
 
@@ -47,6 +41,7 @@ class SingleLane:
         timeout_s: the longest wait for a transfer that has no time-out of its own; None waits for ever.
 
     Attributes:
+        counts: what it has done so far.
         failure: lane 0 and the last point it had passed, if the last step failed; else None.
     """
 
@@ -61,8 +56,7 @@ class SingleLane:
         self._comm_stream = self._streams.new_stream()
         self._context: UBatchContext | None = None
         self._in_step = False
-        self._steps = 0
-        self._sm_users: dict[str, bool] = {}
+        self.counts = PoolCounts()
 
     def run(
         self,
@@ -85,15 +79,18 @@ class SingleLane:
                 f"{schedule.lanes}."
             )
         self.failure = None
-        self._steps += 1
+        self.counts.steps += 1
         if self._in_step:
             self._discard()
-        context = self._context = self._context or self._new_context()
+        stream = self._streams.current()
+        if self._context is None:
+            nobody_waits = Gate(0)  # the caller's device context is already warm
+            self._context = UBatchContext(0, Baton(1), nobody_waits, self._streams, stream, self._comm_stream, None)
+        context = self._context
         self._in_step = True
         context.baton.prepare(schedule.lead)
         context.baton.start()
         budget = share_out_sms(schedule.comm_sms, self._streams)
-        stream = self._streams.current()
         context.begin_step(forward_contexts[0], schedule, voted_ranks, stream, budget)
         part: AbstractContextManager[None] = nullcontext()
         if capture is not None:
@@ -108,14 +105,10 @@ class SingleLane:
             self._streams.set_current(stream)  # Ctrl-C may have interrupted the lane's exit
             self._discard()
             raise
-        merge_sm_use(self._sm_users, context.sm_users)
+        merge_sm_use(self.counts.sm_users, context.sm_users)
         abandon_transfers(context.settle())
         self._in_step = False
         return [result]
-
-    def statistics(self) -> PoolStatistics:
-        """Counts since it was made."""
-        return PoolStatistics(self._steps, 0, 0, dict(self._sm_users))
 
     def close(self) -> None:
         """Do nothing: there is no thread to stop."""
@@ -125,12 +118,6 @@ class SingleLane:
         needed."""
         if self._context is not None and not self._context.baton.forked:
             self._context.baton.discard()
-            merge_sm_use(self._sm_users, self._context.sm_users)
+            merge_sm_use(self.counts.sm_users, self._context.sm_users)
             abandon_transfers(self._context.settle())
         self._context = None
-
-    def _new_context(self) -> UBatchContext:
-        stream = self._streams.current()
-        context = UBatchContext(0, Baton(1), _Ready(), self._streams, stream, self._comm_stream, None)
-        context.peers = (context,)
-        return context

@@ -16,7 +16,7 @@ threads.
 from __future__ import annotations
 
 import functools
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -36,12 +36,10 @@ __all__ = ["function_transform", "why_not_in_lanes"]
 
 def why_not_in_lanes() -> tuple[DeclineReason, str] | None:
     """Why a call from this thread must not run in lanes now; None if it may. Takes some microseconds."""
-    transform = function_transform()
-    if transform is not None:
-        return DeclineReason.FUNCTION_TRANSFORM, f"the call is inside {transform}; it stays in its thread."
-    mode = _mode()
-    if mode is not None:
-        return DeclineReason.TORCH_MODE, f"the call is inside {mode}; it stays in its thread."
+    for reason, look in ((DeclineReason.FUNCTION_TRANSFORM, function_transform), (DeclineReason.TORCH_MODE, _mode)):
+        found = look()
+        if found is not None:
+            return reason, f"the call is inside {found}; it stays in its thread."
     return None
 
 
@@ -80,13 +78,10 @@ def _mode() -> str | None:
 def _usual_keys(inference: bool) -> tuple[int, int]:
     """Dispatch keys (bit sets) that a fresh thread includes and excludes, in inference mode or not. Autocast removes
     some of the excluded ones."""
-    seen: list[tuple[int, int]] = []
 
-    def look() -> None:
+    def look() -> tuple[int, int]:
         with torch.inference_mode(inference):
-            seen.append((include_set().raw_repr(), exclude_set().raw_repr()))
+            return include_set().raw_repr(), exclude_set().raw_repr()
 
-    thread = threading.Thread(target=look, name="ubatch-usual-keys")
-    thread.start()
-    thread.join()
-    return seen[0]
+    with ThreadPoolExecutor(1, "ubatch-usual-keys") as fresh:
+        return fresh.submit(look).result()

@@ -13,26 +13,12 @@ import os
 import select
 import threading
 import weakref
-from typing import Protocol
 
 __all__ = ["EventFdWakeUp", "Gate", "LockWakeUp", "WakeUp", "make_wakeup"]
 
 
-class WakeUp(Protocol):
-    """A private wake-up: one thread waits, another thread sets it. A `set` before the `wait` is not lost."""
-
-    def set(self) -> None:
-        """Let the waiter go on."""
-
-    def wait(self) -> None:
-        """Wait until `set`, then clear it."""
-
-    def wait_for(self, seconds: float) -> bool:
-        """Wait at most `seconds`; False if it was not set in that time."""
-
-
 class EventFdWakeUp:
-    """A Linux eventfd."""
+    """A Linux eventfd, with which another thread wakes the one that waits. A `set` before the `wait` is not lost."""
 
     __slots__ = ("__weakref__", "_fd", "_owner", "_poll")
 
@@ -44,9 +30,11 @@ class EventFdWakeUp:
         _eventfds.add(self)
 
     def set(self) -> None:
+        """Let the waiter go on."""
         os.eventfd_write(self._fd, 1)
 
     def wait(self) -> None:
+        """Wait until `set`, then clear it."""
         while True:
             try:
                 os.eventfd_read(self._fd)
@@ -55,6 +43,7 @@ class EventFdWakeUp:
                 continue
 
     def wait_for(self, seconds: float) -> bool:
+        """Wait at most `seconds`; False if it was not set in that time."""
         if self._poll is None:
             self._poll = select.poll()
             self._poll.register(self._fd, select.POLLIN)
@@ -79,12 +68,11 @@ def _after_fork_in_child() -> None:
         wakeup.renew()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class LockWakeUp:
-    """A raw lock: held until `set` releases it. Works on every platform."""
+    """A raw lock, for the same: held until `set` releases it. Works on every platform."""
 
     __slots__ = ("_lock",)
 
@@ -101,6 +89,9 @@ class LockWakeUp:
 
     def wait_for(self, seconds: float) -> bool:
         return self._lock.acquire(timeout=max(0.0, seconds))
+
+
+WakeUp = EventFdWakeUp | LockWakeUp
 
 
 def make_wakeup() -> WakeUp:

@@ -22,8 +22,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,15 +41,15 @@ from ubatch.streams.graph_protocols import Capture
 from ubatch.streams.sm_budget import merge_sm_use, share_out_sms
 from ubatch.streams.streams import StreamBackend, make_streams
 
-__all__ = ["LanePool", "PoolStatistics"]
+__all__ = ["LanePool", "PoolCounts"]
 
 _LOOK_UP_S = 0.5
 """Seconds between two checks for hung lanes; a hang is noticed at most this much late."""
 
 
-@dataclass(frozen=True)
-class PoolStatistics:
-    """Counts since the pool was made.
+@dataclass
+class PoolCounts:
+    """Counts since a pool was made.
 
     Attributes:
         steps: steps run in lanes.
@@ -57,10 +57,10 @@ class PoolStatistics:
         sm_users: name -> whether that kernel or back end keeps to the SM budget (`ubatch.streams.sm_budget`).
     """
 
-    steps: int
-    handoffs: int
-    threads_started: int
-    sm_users: Mapping[str, bool]
+    steps: int = 0
+    handoffs: int = 0
+    threads_started: int = 0
+    sm_users: dict[str, bool] = field(default_factory=dict)
 
 
 class LanePool:
@@ -71,6 +71,7 @@ class LanePool:
         timeout_s: a lane that holds the baton longer counts as hung.
 
     Attributes:
+        counts: what it has done so far.
         failure: the lane that failed in the last step, and the last point it had passed; None if none did.
     """
 
@@ -85,10 +86,7 @@ class LanePool:
         self._comm_stream = self._streams.new_stream()
         self._crew: Crew | None = None
         self._closer: weakref.finalize[..., Any] | None = None
-        self._steps = 0
-        self._handoffs = 0
-        self._threads_started = 0
-        self._sm_users: dict[str, bool] = {}
+        self.counts = PoolCounts()
 
     def run(
         self,
@@ -121,7 +119,18 @@ class LanePool:
         crew = self._crew_for_a_step()
         try:
             crew.patient = patient or capture is not None
-            jobs = self._jobs(crew, bodies, schedule, forward_contexts, voted_ranks, capture)
+            crew.baton.prepare(schedule.lead, one_core() if self._gathers else None)
+            crew.ready.close_again()
+            crew.done.close_again()
+            ambient, compute_stream = Ambient.capture(), self._streams.current()
+            sm_budget = share_out_sms(schedule.comm_sms, self._streams)
+            jobs = []
+            for context, body, forward_context in zip(crew.contexts, bodies, forward_contexts, strict=True):
+                context.begin_step(forward_context, schedule, voted_ranks, compute_stream, sm_budget)
+                jobs.append(Job(context, body, ambient, contextvars.copy_context()))
+                if capture is not None:
+                    jobs[-1].part = capture.part
+            self.counts.steps += 1
             if self._watch(crew, jobs, capture):
                 self._count(crew)
                 crew.settle()
@@ -131,39 +140,10 @@ class LanePool:
                 self._discard()
         return self._results(jobs)
 
-    def _jobs(
-        self,
-        crew: Crew,
-        bodies: Sequence[Callable[[], Any]],
-        schedule: Schedule,
-        forward_contexts: Sequence[ForwardContext | None],
-        voted_ranks: frozenset[int],
-        capture: Capture | None,
-    ) -> list[Job]:
-        """Prepare the crew for a step; returns one job per worker."""
-        crew.baton.prepare(schedule.lead, one_core() if self._gathers else None)
-        ambient = Ambient.capture()
-        compute_stream = self._streams.current()
-        crew.ready.close_again()
-        crew.done.close_again()
-        sm_budget = share_out_sms(schedule.comm_sms, self._streams)
-        jobs = []
-        for context, body, forward_context in zip(crew.contexts, bodies, forward_contexts, strict=True):
-            context.begin_step(forward_context, schedule, voted_ranks, compute_stream, sm_budget)
-            jobs.append(Job(context, body, ambient, contextvars.copy_context(), crew.done))
-            if capture is not None:
-                jobs[-1].part = capture.part
-        self._steps += 1
-        return jobs
-
     def _count(self, crew: Crew) -> None:
-        self._handoffs += crew.baton.handoffs
+        self.counts.handoffs += crew.baton.handoffs
         crew.baton.handoffs = 0
-        merge_sm_use(self._sm_users, *(context.sm_users for context in crew.contexts))
-
-    def statistics(self) -> PoolStatistics:
-        """Counts since the pool was made."""
-        return PoolStatistics(self._steps, self._handoffs, self._threads_started, dict(self._sm_users))
+        merge_sm_use(self.counts.sm_users, *(context.sm_users for context in crew.contexts))
 
     def close(self) -> None:
         """Stop the threads. A later step makes new ones."""
@@ -177,27 +157,21 @@ class LanePool:
             self._discard()
         if self._crew is None:
             ready, done = Gate(self.lanes), Gate(self.lanes)
-            contexts = make_ubatch_contexts(
-                self.lanes,
-                self._streams.current(),
-                self._comm_stream,
-                [None] * self.lanes,
-                ready,
-                streams=self._streams,
-            )
-            workers = [Worker(f"ubatch-lane-{lane}") for lane in range(self.lanes)]
+            stream, unset = self._streams.current(), [None] * self.lanes
+            contexts = make_ubatch_contexts(self.lanes, stream, self._comm_stream, unset, ready, streams=self._streams)
+            workers = [Worker(f"ubatch-lane-{lane}", done) for lane in range(self.lanes)]
             self._crew = Crew(contexts, ready, done, workers, LanePool.run.__code__)
             self._closer = weakref.finalize(self, self._crew.dismiss)
             for worker in workers:
                 try:
-                    worker.start()
+                    worker.thread.start()
                 except RuntimeError as error:  # the process has reached its limit of threads
                     self._discard()
                     raise UBatchError(
                         f"thread {worker.name!r} could not be started: {error}. Nothing ran. Allow this process more "
                         "threads (ulimit -u, the container's pids limit), or end some."
                     ) from error
-                self._threads_started += 1
+                self.counts.threads_started += 1
         self._crew.thread = threading.get_ident()
         self._crew.in_step = True
         return self._crew

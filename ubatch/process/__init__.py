@@ -5,10 +5,9 @@ interrupts  state that stays correct when Ctrl-C arrives between any two lines
 patches     temporary replacement of torch's functions
 cores       number of cores for this process
 machine     identity of the machine
-heartbeat   sign of life for a watching process
+heartbeat   sign of life for a watching process, and calls during which there is none
 files       writing files whole
 yaml_file   reading a YAML file of settings, within bounds
-silences    calls during which the process cannot send a heartbeat
 foreign     packages of other projects that shadow ours
 lateness    a rank tells its peers that it needs longer
 job_store   messages between ranks in the rendezvous store

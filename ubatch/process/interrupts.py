@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar, Token
+from dataclasses import dataclass
 from threading import RLock, get_ident
 from types import CodeType
 from typing import Any, TypeVar
@@ -46,6 +47,7 @@ def is_inside(thread: int, function: CodeType, name: str, value: object) -> bool
     return False
 
 
+@dataclass(frozen=True, eq=False)
 class Claim:
     """One thread's claim to be the only one in a call.
 
@@ -53,10 +55,7 @@ class Claim:
         thread: identifier of the thread.
     """
 
-    __slots__ = ("thread",)
-
-    def __init__(self, thread: int) -> None:
-        self.thread = thread
+    thread: int
 
     def holds(self) -> bool:
         """Whether its thread is still in the call."""

@@ -78,5 +78,4 @@ class LazyRegistry:
         check_known(self._kind, name, self._targets)
         module, _, attribute = self._targets[name].partition(":")
         advice = f"{self._kind} {shown(name)} needs it: repair what it imports, or choose another one."
-        loaded: object = getattr(import_optional(module, advice), attribute)
-        return loaded
+        return getattr(import_optional(module, advice), attribute)

@@ -16,7 +16,7 @@ needed, the connection that leads the step, is passed along.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -43,8 +43,7 @@ def differentiable(x: Tensor, run: Map, transpose: Map) -> Tensor:
 
 
 def _applied(x: Tensor, run: Map, transpose: Map) -> Tensor:
-    result: Tensor = _Collective.apply(x, run, transpose)  # type: ignore[no-untyped-call]
-    return result
+    return cast("Tensor", _Collective.apply(x, run, transpose))  # type: ignore[no-untyped-call]
 
 
 class _Collective(torch.autograd.Function):

@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from types import TracebackType
 from typing import cast
 
 import torch
@@ -244,10 +243,9 @@ class CommGroup:
         """
         connection = self._connection
         connection.fail(f"rank {connection.rank} gave up a part of its step after {what.splitlines()[0][:500]}.")
-        used = [group for group in _groups if connection.used(group._connection)]
+        used = {group for group in _groups if connection.used(group._connection)}
         self.reset()
-        parts = set(self._parts.values())
-        for group in sorted(set(used) - parts - {self}, key=lambda each: each._name):
+        for group in sorted(used - {self, *self._parts.values()}, key=lambda each: each._name):
             group.reset()
 
     def _connect(self) -> Connection:
@@ -303,9 +301,7 @@ class _Step(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._leading.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         try:
             if error is not None:
                 self._failed(error)
@@ -316,7 +312,7 @@ class _Step(AbstractContextManager[None]):
                 self._failed(late)
                 raise
         finally:
-            self._leading.__exit__(kind, error, traceback)
+            self._leading.__exit__(None, None, None)
 
     def _failed(self, error: BaseException) -> None:
         connection = self._group._connection
@@ -325,7 +321,10 @@ class _Step(AbstractContextManager[None]):
         if len(connection.ranks) > 1 and not in_step:
             what = f"{type(error).__name__}: {describe(error, str)}".splitlines()[0][:500]
             connection.fail(f"rank {connection.rank} failed with {what}.")
-            _note_order(error, connection)
+            if connection.order is not None and not isinstance(error, LaunchOrderError):
+                told = first_difference(connection.orders(_PATIENCE_S), ended=False)
+                if told is not None:
+                    note(error, f"since the last vote, {told}")
 
 
 def _meeting_of(text: str) -> tuple[int, frozenset[int]]:
@@ -347,15 +346,6 @@ def _update(
         if now == wanted:
             return outcome
         seen = now
-
-
-def _note_order(error: BaseException, connection: Connection) -> None:
-    """Note on an error where the ranks' launches differ, if the launch order is checked."""
-    if connection.order is None or isinstance(error, LaunchOrderError):
-        return
-    told = first_difference(connection.orders(_PATIENCE_S), ended=False)
-    if told is not None:
-        note(error, f"since the last vote, {told}")
 
 
 _groups: weakref.WeakSet[CommGroup] = weakref.WeakSet()

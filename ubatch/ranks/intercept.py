@@ -170,6 +170,5 @@ def _check(lane: UBatchContext, name: str, inputs: Sequence[Tensor], group: Any)
             f"torch's {name} in lane {lane.id} got a tensor that requires grad. Run under torch.no_grad() or "
             "torch.inference_mode(); training with collectives runs unsplit."
         )
-    resolved = functional._resolve_group_name(group)
-    process_group = dist.distributed_c10d._resolve_process_group(resolved)
+    process_group = dist.distributed_c10d._resolve_process_group(functional._resolve_group_name(group))
     check_voted(lane, dist.get_process_group_ranks(process_group), f"torch's {name}")

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ubatch.lanes.context import current_lane
+from ubatch.process.heartbeat import silence
 from ubatch.process.lateness import LATE_S, late
-from ubatch.process.silences import silence
 
 __all__ = ["holding_gil", "taking_long"]
 

@@ -3,7 +3,7 @@
 With gloo the lane that waits for a transfer reads the store. With NCCL the host queues more work and finally blocks in
 a device synchronisation, which a dead peer would never let end. So one thread per connection watches:
 
-    every `_BEAT_S`     write beat/R, this rank's counter, plus one
+    every `beat_s`      write beat/R, this rank's counter, plus one
                         a peer posted a failure               -> break the connection, abort the communicator
                         a peer's beat has not risen within the time-out   -> the peer is dead; the same
 
@@ -30,17 +30,13 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from ubatch.errors import ForgedValue
+from ubatch.process.heartbeat import BEATS_ASIDE, SignOfLife, listeners, longest_silence_s
 from ubatch.process.job_store import JobStore
-from ubatch.process.silences import listeners, longest_silence_s, silences_in_force
 
 __all__ = ["PeerWatch", "weak_call"]
 
-_BEAT_S = 1.0
-_BEATS_ASIDE = 2
-"""Beats. If this thread was paused for longer, that time does not count; a silence is withdrawn after as many."""
 
-
-class PeerWatch:
+class PeerWatch(SignOfLife):
     """A thread that watches until the connection is broken, stopped or deleted.
 
     Args:
@@ -49,6 +45,7 @@ class PeerWatch:
         lost: called with a rank whose beat has stopped, -1 if the store itself is gone. None of the three functions may
             hold a reference to the connection.
         forged: called if the store holds a forged value.
+        beat_s: seconds between two beats.
     """
 
     def __init__(
@@ -61,18 +58,17 @@ class PeerWatch:
         failed: Callable[[], object],
         lost: Callable[[int], object],
         forged: Callable[[str], object],
-        beat_s: float = _BEAT_S,
+        beat_s: float,
     ) -> None:
+        super().__init__(beat_s)
         self._own, self._silence, self._store = f"beat/{rank}", f"silence/{rank}", store
         self._peers = [each for each in ranks if each != rank]
-        self._patience_s, self._beat_s = patience_s, beat_s
+        self._patience_s = patience_s
         self._failed, self._lost, self._forged = failed, lost, forged
         self._stop = threading.Event()
         self._looked_s = 0.0  # total running time of this thread; the times below use this clock
         self._beats = 0
         self._seen: dict[int, tuple[int, float]] = {}
-        self._lock = threading.Lock()
-        self._told_s = 0.0
         self._thread = threading.Thread(target=self._look, name="ubatch-peer-watch", daemon=True)
 
     def start(self) -> None:
@@ -86,19 +82,10 @@ class PeerWatch:
         self._stop.set()
         listeners.discard(self)
 
-    def tell_silence(self, limit_s: float) -> None:
-        """Tell peers to wait `limit_s` seconds longer for this rank's beat; in effect when this returns."""
-        with self._lock, suppress(dist.DistError):  # the store is gone: the thread notices
-            if limit_s > self._told_s:
-                self._store.set(self._silence, str(limit_s))
-                self._told_s = limit_s
-
-    def _withdraw_silence(self) -> None:
-        """Withdraw the silence after a beat, so that a peer that sees the withdrawal also sees the beat."""
-        with self._lock:
-            if self._told_s and not silences_in_force(_BEATS_ASIDE * self._beat_s):
-                self._store.set(self._silence, "0")
-                self._told_s = 0.0
+    def _announce(self, silence_s: float) -> None:
+        with suppress(dist.DistError):  # the store is gone: the thread notices
+            self._store.set(self._silence, str(silence_s))
+            self._silence_s = silence_s
 
     def _look(self) -> None:
         last = time.monotonic()
@@ -106,7 +93,9 @@ class PeerWatch:
             try:
                 self._beats += 1
                 self._store.set(self._own, str(self._beats))
-                self._withdraw_silence()
+                with self._lock:
+                    if self._is_withdrawn():  # after the beat, so that a peer that sees this also sees the beat
+                        self._announce(0)
                 if self._failed():
                     return
                 silent = self._silent_peer()
@@ -119,9 +108,9 @@ class PeerWatch:
                 if not self._stop.is_set():
                     self._lost(silent)
                 return
-            self._stop.wait(self._beat_s)
+            self._stop.wait(self._every_s)
             now = time.monotonic()
-            self._looked_s += min(now - last, _BEATS_ASIDE * self._beat_s)
+            self._looked_s += min(now - last, BEATS_ASIDE * self._every_s)  # if it was paused for longer, that is lost
             last = now
 
     def _silent_peer(self) -> int | None:

@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from ubatch.errors import TransferTimeout, UBatchError
 from ubatch.lanes.context import UBatchContext, current_lane
-from ubatch.lanes.time_limit import transfer_limit_s
+from ubatch.lanes.transfer_limit import transfer_limit_s
 from ubatch.ranks.connection import Connection, Work
 from ubatch.ranks.transfer_times import Arrival, arrivals_now
 from ubatch.streams.graph_protocols import capturing

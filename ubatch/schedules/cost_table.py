@@ -15,7 +15,7 @@ from statistics import fmean
 
 from ubatch.errors import ConfigError
 
-__all__ = ["SERIAL_ARM", "Choice", "CostTable", "Setting", "choose"]
+__all__ = ["SERIAL_ARM", "CostTable", "Setting", "choose"]
 
 SERIAL_ARM = "serial"
 _TIE = 0.005
@@ -39,19 +39,6 @@ class Setting:
     def arm_for(self, tokens: int) -> str:
         """The arm for a step of `tokens` tokens."""
         return self.arm if self.threshold is not None and tokens >= self.threshold else SERIAL_ARM
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A setting, with its regret.
-
-    Attributes:
-        setting: the best one.
-        regret: mean of time over the best arm's time at every size, minus 1.
-    """
-
-    setting: Setting
-    regret: float
 
 
 @dataclass(frozen=True)
@@ -98,11 +85,12 @@ class CostTable:
         return min(self.seconds[tokens].values())
 
     def regret(self, setting: Setting) -> float:
-        """How much slower than the best arm at every size, on average: 0.02 is 2%."""
+        """How much slower than the best arm at every size: mean of time over the best arm's time, minus 1; 0.02 is
+        2%."""
         return fmean(self.time(setting, tokens) / self.best(tokens) for tokens in self.sizes) - 1.0
 
 
-def choose(table: CostTable, simplest_first: Sequence[str] = ()) -> Choice:
+def choose(table: CostTable, simplest_first: Sequence[str] = ()) -> Setting:
     """The setting with the least regret; among equally good ones the simplest.
 
     Args:
@@ -117,5 +105,4 @@ def choose(table: CostTable, simplest_first: Sequence[str] = ()) -> Choice:
     arm = min((setting.arm for _, setting in as_good), key=lambda name: order.get(name, -1))  # serial is the simplest
     own = [(regret, setting) for regret, setting in as_good if setting.arm == arm]
     limit = min(regret for regret, _ in own) + _THRESHOLD_TIE
-    regret, setting = max((item for item in own if item[0] <= limit), key=lambda item: item[1].threshold or 0)
-    return Choice(setting, regret)
+    return max((setting for regret, setting in own if regret <= limit), key=lambda setting: setting.threshold or 0)

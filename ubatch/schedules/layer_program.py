@@ -146,20 +146,16 @@ def _tensor_parallel(seconds: float, layer: int, point: Point) -> list[Op]:
 
 def _dispatches(times: LayerTimes, layer: int, schedule: Schedule) -> list[Op]:
     """The dispatches of all chunks; only the first one's wait is a receive hook."""
-    shares = _shares(times, "dispatch_shares", _dispatch_chunks(schedule))
-    return [
-        Launch(f"dispatch.{layer}.{chunk}", times.dispatch * share, hooked=not chunk)
-        for chunk, share in enumerate(shares)
-    ]
+    sent = enumerate(_shares(times, "dispatch_shares", _dispatch_chunks(schedule)))
+    return [Launch(f"dispatch.{layer}.{chunk}", times.dispatch * share, hooked=not chunk) for chunk, share in sent]
 
 
 def _chunks(times: LayerTimes, layer: int, schedule: Schedule) -> list[Op]:
     """Experts and combine of each chunk. The combines' waits are receive hooks, unless the shared expert runs
     before."""
     hooked = schedule.shared_expert is not SharedExpert.COMBINE_RETURN
-    shares = _shares(times, "combine_shares", schedule.chunks)
     ops: list[Op] = []
-    for chunk, share in enumerate(shares):
+    for chunk, share in enumerate(_shares(times, "combine_shares", schedule.chunks)):
         if chunk < _dispatch_chunks(schedule):
             ops.append(Wait(f"dispatch.{layer}.{chunk}"))
         ops.append(Compute(times.experts / schedule.chunks))

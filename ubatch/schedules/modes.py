@@ -85,8 +85,7 @@ class ModeSettings:
     def to_mapping(self) -> dict[str, object]:
         """The settings that are not None, as plain values; a `Schedule` as its name."""
         schedule = self.schedule.name if isinstance(self.schedule, Schedule) else self.schedule
-        values = vars(self) | {"schedule": schedule}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in (vars(self) | {"schedule": schedule}).items() if value is not None}
 
 
 _SETTINGS = ("schedule", "num_ubatches", "token_threshold")

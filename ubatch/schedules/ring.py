@@ -26,13 +26,11 @@ class Ring:
 
     def __init__(self, lanes: int, lead: int = 0) -> None:
         self.lanes = lanes
-        self.lead = lead
-        self.reset()
+        self.reset(lead)
 
-    def reset(self, lead: int | None = None) -> None:
+    def reset(self, lead: int) -> None:
         """Back to the start: every lane alive, lane 0 holds the baton, no point passed."""
-        if lead is not None:
-            self.lead = lead
+        self.lead = lead
         self.alive = [True] * self.lanes
         self.passed = [0] * self.lanes
         self._successor = [(lane + 1) % self.lanes for lane in range(self.lanes)]

@@ -233,18 +233,10 @@ SCHEDULES: Mapping[str, Schedule] = {
         # SGLang, prefill: the same two points, the shared expert after the baton came back.
         Schedule("two_batch_prefill", shared_expert=SharedExpert.COMBINE_RETURN),
         # SGLang, decode of DeepSeek: five stages a layer, lane 1 two stages behind.
-        Schedule(
-            "two_batch_decode",
-            lead=2,
-            points_off=frozenset({Point.LAYER}),
-            shared_expert=SharedExpert.DISPATCH,
-        ),
+        Schedule("two_batch_decode", lead=2, points_off=frozenset({Point.LAYER}), shared_expert=SharedExpert.DISPATCH),
         # SGLang, decode of Qwen3 and MiMo-V2: combine's result is added in the stage that waited for it.
         Schedule(
-            "two_batch_decode_qwen3",
-            lead=2,
-            points_off=frozenset({Point.OUTPUT}),
-            shared_expert=SharedExpert.DISPATCH,
+            "two_batch_decode_qwen3", lead=2, points_off=frozenset({Point.OUTPUT}), shared_expert=SharedExpert.DISPATCH
         ),
         # This project's, for tensor-parallel attention: a lane has little compute between the scatter and the dispatch,
         # and between the combine and the next gather. So lanes also hand on in the middle of attention, one stage

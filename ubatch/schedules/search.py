@@ -88,48 +88,35 @@ def search_schedules(
         if value < 1:
             raise ConfigError(f"schedule search: {name} must be at least 1, not {value}.")
     serial_s = _seconds(SERIAL, times(1, 1, True), layers, handoff_s)
-    groups = sorted(_groups(times, layers, max_lanes, max_chunks, combine_chunks), key=lambda group: group.bound_s)
+    groups = sorted(_groups(times, layers, max_lanes, max_chunks, combine_chunks), key=lambda group: group[0])
     best: list[Candidate] = []
-    for group in groups:
-        if len(best) == keep and group.bound_s >= best[-1].seconds:
+    for bound_s, base, own in groups:
+        if len(best) == keep and bound_s >= best[-1].seconds:
             break
-        for schedule in group.schedules:
-            seconds = _estimate(schedule, group, handoff_s)
-            best.append(Candidate(schedule, seconds, group.bound_s, serial_s))
+        few, period = _repeating(own)
+        for schedule in _variants(base, own):
+            best.append(Candidate(schedule, _estimate(schedule, own, few, period, handoff_s), bound_s, serial_s))
         best = _sorted(best)[:keep]
-    exact = []
-    for found in best:
-        own = found.schedule
-        of_lane = times(own.lanes, own.chunks, own.chunk_dispatch)
-        exact.append(replace(found, seconds=_seconds(own, of_lane, layers, handoff_s)))
-    return _sorted(exact)
+
+    def exact(schedule: Schedule) -> float:
+        of_lane = times(schedule.lanes, schedule.chunks, schedule.chunk_dispatch)
+        return _seconds(schedule, of_lane, layers, handoff_s)
+
+    return _sorted([replace(found, seconds=exact(found.schedule)) for found in best])
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Schedules of the same work.
-
-    Attributes:
-        times: times of one lane in each layer.
-        bound_s: lower bound for all layers and lanes.
-        few, period: layers to simulate, and how many of the last ones repeat; see `_repeating`.
-    """
-
-    times: Sequence[LayerTimes]
-    bound_s: float
-    schedules: Sequence[Schedule]
-    few: int
-    period: int
-
-
-def _groups(times: TimesOf, layers: int, max_lanes: int, max_chunks: int, combine_chunks: bool) -> Iterator[_Group]:
+def _groups(
+    times: TimesOf, layers: int, max_lanes: int, max_chunks: int, combine_chunks: bool
+) -> Iterator[tuple[float, Schedule, Sequence[LayerTimes]]]:
+    """Schedules of the same work: their lower bound for all layers and lanes, one of them, and the times of one lane in
+    each layer."""
     for lanes in range(1, max_lanes + 1):
         for chunks in range(1, max_chunks + 1):
             for chunk_dispatch in (True, False) if chunks > 1 and combine_chunks else (True,):
                 own = times_of_layers(times(lanes, chunks, chunk_dispatch), layers)
                 base = Schedule(f"{lanes}x{chunks}", lanes=lanes, chunks=chunks, chunk_dispatch=chunk_dispatch)
                 bound = lanes * max(sum(each.compute_s for each in own), sum(each.communication_s for each in own))
-                yield _Group(own, bound, list(_variants(base, own)), *_repeating(own))
+                yield bound, base, own
 
 
 def _repeating(times: Sequence[LayerTimes]) -> tuple[int, int]:
@@ -145,10 +132,8 @@ def _variants(base: Schedule, times: Sequence[LayerTimes]) -> Iterator[Schedule]
     """Variants with a different time line: with one lane the points do not matter, without a shared expert its place
     does not."""
     places = tuple(SharedExpert) if any(each.shared for each in times) else (base.shared_expert,)
-    optional = (
-        *_OPTIONAL_POINTS,
-        *(point for point in _SHARED_ATTENTION if any(getattr(each, point) for each in times)),
-    )
+    passed = [point for point in _SHARED_ATTENTION if any(getattr(each, point) for each in times)]
+    optional = (*_OPTIONAL_POINTS, *passed)
     most_active, most_lead = (len(optional), _MAX_LEAD) if base.lanes > 1 else (0, 0)
     active = [points for count in range(most_active + 1) for points in combinations(optional, count)]
     for points, lead, place in product(active, range(most_lead + 1), places):
@@ -156,18 +141,15 @@ def _variants(base: Schedule, times: Sequence[LayerTimes]) -> Iterator[Schedule]
 
 
 def _seconds(schedule: Schedule, times: LayerTimes | Sequence[LayerTimes], layers: int, handoff_s: float) -> float:
-    program = layer_program(times, layers, schedule)
-    return simulate([program] * schedule.lanes, schedule, handoff_s).seconds
+    return simulate([layer_program(times, layers, schedule)] * schedule.lanes, schedule, handoff_s).seconds
 
 
-def _estimate(schedule: Schedule, group: _Group, handoff_s: float) -> float:
-    """Seconds of all layers, extrapolated from a few; exact if the model has no more than those."""
-    seconds = _seconds(schedule, group.times, group.few, handoff_s)
-    periods = (len(group.times) - group.few) // group.period
-    if periods:
-        before = _seconds(schedule, group.times, group.few - group.period, handoff_s)
-        seconds += periods * (seconds - before)
-    return seconds
+def _estimate(schedule: Schedule, times: Sequence[LayerTimes], few: int, period: int, handoff_s: float) -> float:
+    """Seconds of all layers, extrapolated from a few, of which the last ones repeat (`_repeating`); exact if the model
+    has no more than those."""
+    seconds = _seconds(schedule, times, few, handoff_s)
+    periods = (len(times) - few) // period
+    return seconds + (periods * (seconds - _seconds(schedule, times, few - period, handoff_s)) if periods else 0.0)
 
 
 def _sorted(candidates: Sequence[Candidate]) -> list[Candidate]:

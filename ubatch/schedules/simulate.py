@@ -72,11 +72,15 @@ class Wait:
 
 
 Op = Compute | Launch | Pass | Wait
+Programs = Sequence[Sequence[Op]]
+"""One program per lane."""
+Launches = Mapping[tuple[int, str], float]
+"""`(lane, key)` of a transfer -> when it was launched."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Timeline:
-    """A simulated step.
+    """A simulated step, filled while it is simulated.
 
     Attributes:
         seconds: from the first op to the last.
@@ -88,32 +92,28 @@ class Timeline:
         launched: `(lane, key)` of every transfer -> when it was launched.
     """
 
-    seconds: float
-    compute_s: float
-    communication_s: float
-    exposed_s: float
-    order: tuple[tuple[int, str], ...]
-    spans: tuple[Span, ...]
-    launched: Mapping[tuple[int, str], float]
+    seconds: float = 0.0
+    compute_s: float = 0.0
+    communication_s: float = 0.0
+    exposed_s: float = 0.0
+    order: list[tuple[int, str]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    launched: dict[tuple[int, str], float] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class _Machine:
     """The state of one simulated step; of the link, that of sending and that of receiving."""
 
-    programs: Sequence[Sequence[Op]]
+    programs: Programs
     schedule: Schedule
     handoff_s: float
-    peers: Mapping[tuple[int, str], float]
-    launched: dict[tuple[int, str], float] = field(default_factory=dict)
+    peers: Launches
+    line: Timeline = field(default_factory=Timeline)
     arrival: dict[tuple[int, str], float] = field(default_factory=dict)
     now: float = 0.0
     link_free: list[float] = field(default_factory=lambda: [0.0, 0.0])
     link_busy: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    compute_s: float = 0.0
-    exposed_s: float = 0.0
-    order: list[tuple[int, str]] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.ring = Ring(len(self.programs), self.schedule.lead)
@@ -136,7 +136,7 @@ class _Machine:
                 case Wait(key):
                     self.wait(lane, lane, key)
                 case Pass(point) if self.schedule.active(point):
-                    self.order.append((lane, str(point)))
+                    self.line.order.append((lane, str(point)))
                     following = self.ring.at_point(lane)
                     if following != lane:
                         self.now += self.handoff_s
@@ -145,14 +145,14 @@ class _Machine:
                 case Pass():
                     self.wait_for_all(lane, lane)
         self.wait_for_all(lane, lane)
-        self.order.append((lane, "end"))
+        self.line.order.append((lane, "end"))
         return self.ring.at_end(lane)
 
     def compute(self, lane: int, seconds: float) -> None:
         if seconds > 0:
-            self.spans.append(Span(SpanKind.COMPUTE, "compute", lane, self.now, self.now + seconds, 1))
+            self.line.spans.append(Span(SpanKind.COMPUTE, "compute", lane, self.now, self.now + seconds, 1))
         self.now += seconds
-        self.compute_s += seconds
+        self.line.compute_s += seconds
 
     def launch(self, lane: int, op: Launch) -> None:
         """Launch a transfer. A direction without data is not occupied. It arrives after all peers have launched it."""
@@ -163,12 +163,12 @@ class _Machine:
             self.link_busy[way] += seconds[way]
         start = min(begins.values(), default=self.now)
         finish = max((self.link_free[way] for way in begins), default=self.now)
-        self.launched[lane, op.key] = self.now
+        self.line.launched[lane, op.key] = self.now
         finish = max(finish, self.peers.get((lane, op.key), finish))
         self.arrival[lane, op.key] = finish
         if op.hooked:
             self.pending[lane].append(op.key)
-        self.spans.append(Span(SpanKind.TRANSFER, op.key, lane, start, finish, 1))
+        self.line.spans.append(Span(SpanKind.TRANSFER, op.key, lane, start, finish, 1))
 
     def wait(self, owner: int, runner: int, key: str) -> None:
         if (owner, key) not in self.arrival:
@@ -177,8 +177,8 @@ class _Machine:
             self.pending[owner].remove(key)
         arrival = self.arrival[owner, key]
         if arrival > self.now:
-            self.spans.append(Span(SpanKind.WAIT, key, runner, self.now, arrival, 1))
-            self.exposed_s += arrival - self.now
+            self.line.spans.append(Span(SpanKind.WAIT, key, runner, self.now, arrival, 1))
+            self.line.exposed_s += arrival - self.now
             self.now = arrival
 
     def wait_for_all(self, owner: int, runner: int) -> None:
@@ -186,12 +186,7 @@ class _Machine:
             self.wait(owner, runner, key)
 
 
-def simulate(
-    programs: Sequence[Sequence[Op]],
-    schedule: Schedule,
-    handoff_s: float = 0.0,
-    peers: Mapping[tuple[int, str], float] | None = None,
-) -> Timeline:
+def simulate(programs: Programs, schedule: Schedule, handoff_s: float = 0.0, peers: Launches | None = None) -> Timeline:
     """Run one program per lane under `schedule`.
 
     Args:
@@ -206,20 +201,11 @@ def simulate(
     lane = 0
     while lane >= 0:
         lane = machine.run_lane(lane)
-    return Timeline(
-        seconds=machine.now,
-        compute_s=machine.compute_s,
-        communication_s=max(machine.link_busy),
-        exposed_s=machine.exposed_s,
-        order=tuple(machine.order),
-        spans=tuple(machine.spans),
-        launched=machine.launched,
-    )
+    machine.line.seconds, machine.line.communication_s = machine.now, max(machine.link_busy)
+    return machine.line
 
 
-def simulate_ranks(
-    of_ranks: Sequence[Sequence[Sequence[Op]]], schedule: Schedule, handoff_s: float = 0.0
-) -> list[Timeline]:
+def simulate_ranks(of_ranks: Sequence[Programs], schedule: Schedule, handoff_s: float = 0.0) -> list[Timeline]:
     """Run every rank's programs under `schedule`; a transfer arrives only after every rank has launched it.
 
     Each rank has its own link, like an emulated link. A rank that is slower in one layer, because its experts got more
@@ -246,7 +232,7 @@ def simulate_ranks(
             return lines
 
 
-def _launches(programs: Sequence[Sequence[Op]]) -> int:
+def _launches(programs: Programs) -> int:
     return sum(isinstance(op, Launch) for program in programs for op in program)
 
 
@@ -267,7 +253,7 @@ def programs_of(trace: Trace, step: int) -> list[list[Op]]:
     return [_program_of([event for event in events if event.lane == lane]) for lane in range(lanes)]
 
 
-def median_programs(samples: Sequence[Sequence[Sequence[Op]]]) -> list[list[Op]]:
+def median_programs(samples: Sequence[Programs]) -> list[list[Op]]:
     """One program per lane; every time, and the total, is the median over several measurements of the same step.
 
     A single measurement is not enough for `simulate`: if compute and communication are balanced, every stage that was
@@ -289,7 +275,7 @@ def median_programs(samples: Sequence[Sequence[Sequence[Op]]]) -> list[list[Op]]
     ]
 
 
-def _compute_s(programs: Sequence[Sequence[Op]]) -> float:
+def _compute_s(programs: Programs) -> float:
     return sum(op.seconds for program in programs for op in program if isinstance(op, Compute))
 
 
@@ -307,8 +293,13 @@ def _median_op(ops: Sequence[Op]) -> Op:
 
 
 def _program_of(events: Sequence[Event]) -> list[Op]:
-    waits = {event.name: event for event in events if event.kind is EventKind.WAIT}
-    hooked = _waited_behind_a_point(events)
+    waits: dict[str, tuple[Event, bool]] = {}
+    behind_a_point = False
+    for event in events:
+        if event.kind is EventKind.WAIT:
+            waits[event.name] = event, behind_a_point
+        elif event.kind in (EventKind.POINT, EventKind.LAUNCH):
+            behind_a_point = event.kind is EventKind.POINT
     program: list[Op] = []
     for event in events:
         program.append(Compute(event.cpu_s))
@@ -317,18 +308,7 @@ def _program_of(events: Sequence[Event]) -> list[Op]:
         elif event.kind is EventKind.WAIT:
             program.append(Wait(event.name))
         elif event.kind is EventKind.LAUNCH and event.name in waits:
-            wait = waits[event.name]
-            transfer = Launch(event.name, wait.link.send_s, wait.link.receive_s, hooked=event.name in hooked)
-            program += [transfer, Compute(wait.wait_cpu_s)]
+            wait, hooked = waits[event.name]
+            program.append(Launch(event.name, wait.link.send_s, wait.link.receive_s, hooked))
+            program.append(Compute(wait.wait_cpu_s))
     return program
-
-
-def _waited_behind_a_point(events: Sequence[Event]) -> set[str]:
-    found: set[str] = set()
-    behind = False
-    for event in events:
-        if event.kind is EventKind.WAIT and behind:
-            found.add(event.name)
-        elif event.kind in (EventKind.POINT, EventKind.LAUNCH):
-            behind = event.kind is EventKind.POINT
-    return found

@@ -70,11 +70,7 @@ class UBatchSlice:
 
 
 def split_requests(
-    query_lens: Sequence[int],
-    *,
-    decode: bool,
-    num_ubatches: int = 2,
-    two_chunk_threshold: float = 0.0,
+    query_lens: Sequence[int], *, decode: bool, num_ubatches: int = 2, two_chunk_threshold: float = 0.0
 ) -> tuple[UBatchSlice, ...]:
     """Split a batch as its mode requires.
 

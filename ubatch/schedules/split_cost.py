@@ -110,18 +110,15 @@ def split_by_cost(
     check_threshold(threshold, num_ubatches)
     weights = [cost.of(*lens) for lens in zip(query_lens, prefix_lens, strict=True)]
     total = sum(weights)
-    slices = slices_at(cuts_by_weight(_as_integers(weights, total), num_ubatches), query_lens)
+    # As integers; positive ones become at least 1, so that a request with tokens is never free.
+    scaled = [max(1, round(weight / total * _SCALE)) if weight else 0 for weight in weights]
+    slices = slices_at(cuts_by_weight(scaled, num_ubatches), query_lens)
     if not threshold or not total:
         return slices
     left = sum(weights[slices[0].request_slice])
     if threshold * total <= left <= (1 - threshold) * total:
         return slices
     return _cut_inside(query_lens, prefix_lens, cost, weights) or slices
-
-
-def _as_integers(weights: Sequence[float], total: float) -> list[int]:
-    """Weights as integers; positive ones become at least 1, so that a request with tokens is never free."""
-    return [max(1, round(weight / total * _SCALE)) if weight else 0 for weight in weights]
 
 
 def _cut_inside(

@@ -25,11 +25,7 @@ _LAYERS = 3  # enough that start and end effects do not decide
 
 
 def split_mixed(
-    query_lens: Sequence[int],
-    prefix_lens: Sequence[int],
-    cost: SplitCost,
-    schedule: Schedule,
-    threshold: float = 0.0,
+    query_lens: Sequence[int], prefix_lens: Sequence[int], cost: SplitCost, schedule: Schedule, threshold: float = 0.0
 ) -> tuple[UBatchSlice, ...]:
     """The faster of `split_by_cost` and the cut between decodes and prefills.
 
@@ -42,8 +38,7 @@ def split_mixed(
     """
     equal = split_by_cost(query_lens, prefix_lens, cost, schedule.lanes, threshold)
     decodes = sum(1 for _ in takewhile(lambda length: length == 1, query_lens))
-    prefills = len(query_lens) - decodes
-    if not decodes or prefills < schedule.lanes - 1:
+    if not decodes or len(query_lens) - decodes < schedule.lanes - 1:
         return equal
     cuts = [decodes]  # all decodes are in the first lane, the prefills in the others
     if schedule.lanes > 2:

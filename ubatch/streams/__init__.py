@@ -5,5 +5,5 @@ lane_streams     one lane's use of the two streams
 lifetimes        keeps tensors alive while a stream uses them
 small_copies     small tensors to and from the device, without a wait
 sm_budget        number of SMs reserved for communication
-graph_protocols  CUDA graphs: keys, errors, and the interface that a device must offer
+graph_protocols  CUDA graphs: the interface that a device must offer
 """

@@ -123,8 +123,7 @@ def _after_fork_in_child() -> None:
     _abandoned.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def abandon_transfers(transfers: Collection[Launched]) -> None:

@@ -21,12 +21,11 @@ from pathlib import Path
 
 from ubatch.process.files import write_whole
 from ubatch.process.machine import machine_name
+from ubatch.trace.intervals import Interval, computing, difference, intersection, lasting, measure, union
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
 from ubatch.trace.stages import by_step, extent, flows, held_by_lanes, points, stage_names
 
 __all__ = ["Clock", "TraceSummary", "chrome_events", "summarise", "write_chrome"]
-
-Interval = tuple[float, float]
 
 _STEP_ROW = 0
 _FIRST_LINK_ROW = 1000
@@ -67,9 +66,7 @@ class TraceSummary:
 def summarise(spans: Iterable[Span]) -> TraceSummary:
     """Where the time of one rank went. A wait counts as wait even inside a compute span."""
     spans = tuple(spans)
-    on_link = union((span.start, span.end) for span in spans if span.kind is SpanKind.TRANSFER)
-    busy = computing(spans)
-    waiting = union((span.start, span.end) for span in spans if span.kind is SpanKind.WAIT)
+    busy, waiting, on_link = computing(spans), lasting(spans, SpanKind.WAIT), lasting(spans, SpanKind.TRANSFER)
     held = union([*busy, *waiting])
     steps = [extent(step) for step in by_step(spans).values()]
     handed = difference(handoffs(spans), held)
@@ -151,9 +148,8 @@ def chrome_events(
             link = links[id(span)]
             row = _FIRST_LINK_ROW + link
             rows[row] = link_name(link)
-            hidden = measure(intersection(busy[span.step], [(span.start, span.end)]))
             args |= {"lane": lane_name(span.lane), "lane_number": span.lane, "bytes": span.bytes}
-            args["hidden_us"] = hidden * 1e6
+            args["hidden_us"] = measure(intersection(busy[span.step], [(span.start, span.end)])) * 1e6
         else:
             row = lane_row(span.lane)
             rows[row] = lane_name(span.lane)
@@ -167,19 +163,15 @@ def chrome_events(
         events.append(draw.slice(name, str(span.kind), row, (span.start, span.end), args))
 
     for mark in points(spans):
-        handed_on = {} if mark.to is None else {"handed_on_to": lane_name(mark.to)}
-        args = {"step": mark.step, **handed_on}
+        args = {"step": mark.step} | ({} if mark.to is None else {"handed_on_to": lane_name(mark.to)})
         events.append(draw.event("i", mark.name, "point", lane_row(mark.lane), mark.at, s="t", args=args))
-    for number, flow in enumerate(flows(spans), rank << 32):  # each end lies in the slice that encloses its time
-        wait = flow.wait
-        events.append(draw.event("s", wait.name, "launch", lane_row(flow.lane), flow.at, id=number))
+    for number, (launcher, at, wait) in enumerate(flows(spans), rank << 32):  # its ends lie in slices of their times
+        events.append(draw.event("s", wait.name, "launch", lane_row(launcher), at, id=number))
         events.append(draw.event("f", wait.name, "launch", lane_row(wait.lane), wait.start, id=number, bp="e"))
 
-    names = [_metadata("process_name", rank, 0, name=f"rank {rank}")]
-    names.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
+    names = _named("process", rank, 0, f"rank {rank}", rank)
     for row, name in sorted(rows.items()):
-        names.append(_metadata("thread_name", rank, row, name=name))
-        names.append(_metadata("thread_sort_index", rank, row, sort_index=row))
+        names += _named("thread", rank, row, name, row)
     return names + events
 
 
@@ -266,66 +258,11 @@ def pack(transfers: Iterable[Span]) -> list[list[Span]]:
     """Transfers in as few rows as possible, so that those in one row do not overlap."""
     rows: list[list[Span]] = []
     for span in sorted(transfers, key=lambda span: (span.start, span.end)):
-        for row in rows:
-            if row[-1].end <= span.start:
-                row.append(span)
-                break
-        else:
-            rows.append([span])
+        row = next((row for row in rows if row[-1].end <= span.start), None)
+        if row is None:
+            rows.append(row := [])
+        row.append(span)
     return rows
-
-
-def computing(spans: Iterable[Span]) -> list[Interval]:
-    """Intervals in which some lane computed."""
-    spans = tuple(spans)
-    held = union((span.start, span.end) for span in spans if span.kind is SpanKind.COMPUTE)
-    waiting = union((span.start, span.end) for span in spans if span.kind is SpanKind.WAIT)
-    return difference(held, waiting)
-
-
-# Sets of points in time, as sorted, disjoint intervals.
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union of the intervals."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if end <= start:
-            continue
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """The intersection of two sets of intervals."""
-    common: list[Interval] = []
-    i = j = 0
-    while i < len(first) and j < len(second):
-        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
-        if start < end:
-            common.append((start, end))
-        if first[i][1] < second[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
-
-
-def difference(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """The first set of intervals without the second."""
-    if not first:
-        return []
-    edges = [first[0][0], *(edge for interval in second for edge in interval), first[-1][1]]
-    outside = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
-    return intersection(first, outside)
-
-
-def measure(intervals: Iterable[Interval]) -> float:
-    """Total length in seconds."""
-    return sum(end - start for start, end in intervals)
 
 
 @dataclass(frozen=True)
@@ -351,5 +288,7 @@ class _Draw:
         return self.event("X", name, category, row, start, dur=duration, args=args)
 
 
-def _metadata(what: str, rank: int, row: int, **args: object) -> dict[str, object]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": row, "args": args}
+def _named(what: str, rank: int, row: int, name: str, place: int) -> list[dict[str, object]]:
+    """The name of a process or thread, and its place among the others."""
+    told = {"name": name, "sort_index": place}
+    return [{"ph": "M", "name": f"{what}_{key}", "pid": rank, "tid": row, "args": {key: told[key]}} for key in told]

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ubatch.errors import ConfigError
 from ubatch.trace.export import FILE_KEY, WAIT_PREFIX, Clock, lane_row
@@ -24,6 +24,8 @@ from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
 from ubatch.trace.stages import by_step, extent
 
 __all__ = ["RankTrace", "merge_traces", "read_chrome"]
+
+_Record = TypeVar("_Record", Span, StepNote)
 
 
 @dataclass(frozen=True)
@@ -60,16 +62,9 @@ def read_chrome(path: str | Path) -> list[RankTrace]:
         about = document["otherData"][FILE_KEY]
         clock = Clock(str(about["host"]), about["unix_s"] - about["origin_s"])
         spans = _spans(document["traceEvents"], round(about["origin_s"] * 1e9))
-        return [
-            RankTrace(
-                int(rank),
-                tuple(spans.get(int(rank), ())),
-                tuple(StepNote(**note) for note in notes),
-                clock,
-                bool(about["measures"]),
-            )
-            for rank, notes in about["notes"].items()
-        ]
+        notes = {int(rank): tuple(StepNote(**note) for note in own) for rank, own in about["notes"].items()}
+        measures = bool(about["measures"])
+        return [RankTrace(rank, tuple(spans.get(rank, ())), own, clock, measures) for rank, own in notes.items()]
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} was not written by this version of ubatch: {error!r}. Record it again.") from error
 
@@ -90,8 +85,8 @@ def merge_traces(traces: Iterable[RankTrace]) -> list[RankTrace]:
     merged = [reference]
     for trace in others:
         late = 0.0 if trace.clock.host == reference.clock.host else trace.clock.offset_s - reference.clock.offset_s
-        placed = _moved(trace, late, 0)
-        merged.append(replace(_moved(placed, 0.0, _lag(reference, placed)), clock=reference.clock))
+        placed = replace(_moved(trace, late, 0), clock=reference.clock)
+        merged.append(_moved(placed, 0.0, _lag(reference, placed)))
     return merged
 
 
@@ -118,21 +113,12 @@ def _spans(events: Sequence[Mapping[str, Any]], origin_ns: int) -> dict[int, lis
 def _moved(trace: RankTrace, later_s: float, steps: int) -> RankTrace:
     if not later_s and not steps:
         return trace
-    spans = (
-        replace(
-            span,
-            start=span.start + later_s,
-            end=span.end + later_s,
-            step=span.step + steps,
-            launched=span.launched and span.launched + later_s,
-        )
-        for span in trace.spans
-    )
-    notes = (
-        replace(note, start=note.start + later_s, end=note.end + later_s, step=note.step + steps)
-        for note in trace.notes
-    )
-    return replace(trace, spans=tuple(spans), notes=tuple(notes))
+
+    def moved(record: _Record) -> _Record:
+        return replace(record, start=record.start + later_s, end=record.end + later_s, step=record.step + steps)
+
+    spans = (replace(moved(span), launched=span.launched and span.launched + later_s) for span in trace.spans)
+    return replace(trace, spans=tuple(spans), notes=tuple(map(moved, trace.notes)))
 
 
 def _lag(reference: RankTrace, trace: RankTrace) -> int:

@@ -8,28 +8,18 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from ubatch.errors import ConfigError
 from ubatch.process.files import write_whole
-from ubatch.trace.export import (
-    Interval,
-    computing,
-    deciding_note,
-    describe_note,
-    difference,
-    intersection,
-    lane_name,
-    link_name,
-    pack,
-    summarise,
-    union,
-)
+from ubatch.trace.export import deciding_note, describe_note, lane_name, link_name, pack, summarise
+from ubatch.trace.intervals import computing, difference, intersection, lasting
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
-from ubatch.trace.stages import Mark, by_lane, by_step, extent, points, stage_names
+from ubatch.trace.stages import by_lane, by_step, extent, points, stage_names
 
 __all__ = ["Remark", "write_html"]
 
@@ -50,50 +40,18 @@ class Remark:
     text: str
 
 
-@dataclass(frozen=True)
-class _Block:
-    """A coloured stretch of a row.
+_Steps = Mapping[int, Mapping[int, Sequence[Span]]]
+"""Rank -> step -> its spans."""
+_Json = dict[str, Any]
+"""What the page's script reads. Times are microseconds since the step's start on the earliest rank; a step's `start` is
+since the page's first step.
 
-    Attributes:
-        name: the stage, of compute; else the transfer.
-        until: what ended a stage.
-        hidden: the parts of a transfer during which some lane computed.
-    """
-
-    kind: SpanKind
-    name: str
-    until: str
-    lane: int
-    at: Interval
-    hidden: tuple[Interval, ...] = ()
-    bytes: int = 0
-
-
-@dataclass(frozen=True)
-class _Row:
-    name: str
-    blocks: tuple[_Block, ...]
-    points: tuple[Mark, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Rank:
-    rank: int
-    rows: tuple[_Row, ...]
-    summary: Mapping[str, float]
-    note: str
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One step. Times are microseconds since its start on the earliest rank; `start` is since the page's first step."""
-
-    step: int
-    start: float
-    duration: float
-    lanes: int
-    ranks: tuple[_Rank, ...]
-    note: str
+    step     step, start, duration, lanes, ranks, note
+    rank     rank, rows, summary, note
+    row      name, blocks, points (`Mark`)
+    block    kind, name (the stage, of compute; else the transfer), until (what ended a stage), lane, at, bytes,
+             hidden (the parts of a transfer during which some lane computed)
+"""
 
 
 def write_html(
@@ -136,27 +94,15 @@ def write_html(
     every = -(-sum(map(len, traces.values())) // MOST_SPANS)
     kept = [number for index, number in enumerate(numbers) if index % max(every, 1) == 0 or number == step]
     begin = min((span.start for spans in traces.values() for span in spans if span.step in kept), default=0.0)
-    pages = [
-        _step(
-            number,
-            {rank: own.get(number, []) for rank, own in steps_of.items() if number in own or (rank, number) in noted},
-            noted,
-            begin,
-        )
-        for number in kept
-    ]
+    pages = [_step(number, steps_of, noted, begin) for number in kept]
     first = kept.index(step) if step is not None else _most_telling(pages)
-    facts = (
-        f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
-        for name, value in (summary or {}).items()
-    )
-    content = {"steps": [asdict(page) for page in pages], "first": first, "steps_in_all": len(numbers)}
-    data = json.dumps(content, separators=(",", ":"))
+    facts = ((html.escape(name), html.escape(value)) for name, value in (summary or {}).items())
+    data = json.dumps({"steps": pages, "first": first, "steps_in_all": len(numbers)}, separators=(",", ":"))
     slots = {
         "title": html.escape(title),
-        "facts": "".join(facts),
+        "facts": "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts),
         "remarks": "".join(map(_remark, remarks)),
-        "table": _table(table),
+        "table": f"<thead>{_rows('th', table[:1])}</thead><tbody>{_rows('td', table[1:])}</tbody>" if table else "",
         "data": data.replace("<", "\\u003c"),  # a "</script>" in a name must not end the element that holds the data
     }
     template = resources.files("ubatch.trace").joinpath("page.html").read_text(encoding="utf-8")
@@ -169,65 +115,60 @@ def _remark(remark: Remark) -> str:
     return f'<li class="{kind}"><b>{kind}</b> {html.escape(remark.text)}</li>'
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """An HTML table. The first row is the heading; the first cell of every row is the row's heading."""
-    made = [
-        "".join(f"<{cell}>{html.escape(text)}</{cell}>" for text in row)
-        for cell, row in zip(["th", *["td"] * len(rows)], rows, strict=False)
-    ]
-    return f"<thead><tr>{made[0]}</tr></thead><tbody><tr>{'</tr><tr>'.join(made[1:])}</tr></tbody>" if made else ""
+def _rows(cell: str, rows: Sequence[Sequence[str]]) -> str:
+    made = ("".join(f"<{cell}>{html.escape(text)}</{cell}>" for text in row) for row in rows)
+    return "".join(f"<tr>{row}</tr>" for row in made)
 
 
-def _step(
-    number: int, spans_of: Mapping[int, Sequence[Span]], notes: Mapping[tuple[int, int], StepNote], begin: float
-) -> _Step:
-    noted = {rank: notes[rank, number] for rank in spans_of if (rank, number) in notes}
+def _step(number: int, steps_of: _Steps, notes: Mapping[tuple[int, int], StepNote], begin: float) -> _Json:
+    """A step on all ranks that recorded it: its spans, or only a note."""
+    noted = {rank: notes[rank, number] for rank in steps_of if (rank, number) in notes}
+    spans_of = {rank: own.get(number, []) for rank, own in steps_of.items() if number in own or rank in noted}
     every = [span for spans in spans_of.values() for span in spans]
     origin, end = extent(every)
-    return _Step(
-        step=number,
-        start=_micros(origin - begin),
-        duration=_micros(end - origin),
-        lanes=len({span.lane for span in every if span.lane != UNSPLIT}),
-        ranks=tuple(_rank(rank, spans, origin, notes.get((rank, number))) for rank, spans in spans_of.items()),
-        note=describe_note(deciding_note(noted), *noted.values()) if noted else "",
-    )
+    return {
+        "step": number,
+        "start": _micros(origin - begin),
+        "duration": _micros(end - origin),
+        "lanes": len({span.lane for span in every if span.lane != UNSPLIT}),
+        "ranks": [_rank(rank, spans, origin, noted.get(rank)) for rank, spans in spans_of.items()],
+        "note": describe_note(deciding_note(noted), *noted.values()) if noted else "",
+    }
 
 
-def _rank(rank: int, recorded: Sequence[Span], origin: float, note: StepNote | None) -> _Rank:
+def _rank(rank: int, recorded: Sequence[Span], origin: float, note: StepNote | None) -> _Json:
     """One rank's rows in one step: its lanes, then the link."""
     spans = [
         replace(span, start=_micros(span.start - origin), end=_micros(span.end - origin))
         for span in sorted(recorded, key=lambda span: span.start)
     ]
-    busy = computing(spans)
-    waiting = union((span.start, span.end) for span in spans if span.kind is SpanKind.WAIT)
-    stages = stage_names(spans)
-    marks = points(spans)
+    busy, waiting = computing(spans), lasting(spans, SpanKind.WAIT)
+    stages, marks = stage_names(spans), points(spans)
 
-    def blocks(span: Span) -> Iterator[_Block]:
-        """Blocks of a span: a wait or a transfer unchanged; a compute span without the waits inside it."""
-        whole = [(span.start, span.end)]
-        hidden = tuple(intersection(busy, whole)) if span.kind is SpanKind.TRANSFER else ()
-        for at in difference(whole, waiting) if span.kind is SpanKind.COMPUTE else whole:
-            yield _Block(span.kind, stages.get(span, span.name), span.name, span.lane, at, hidden, span.bytes)
-
-    def row(name: str, of_row: Sequence[Span], lane: int | None = None) -> _Row:
-        drawn = tuple(block for span in of_row for block in blocks(span))
-        return _Row(name, drawn, tuple(mark for mark in marks if mark.lane == lane))
+    def row(name: str, of_row: Sequence[Span], lane: int | None = None) -> _Json:
+        """A wait or a transfer is one block; a compute span is one per stretch between the waits inside it."""
+        blocks: list[_Json] = []
+        for span in of_row:
+            whole = [(span.start, span.end)]
+            hidden = intersection(busy, whole) if span.kind is SpanKind.TRANSFER else []
+            block = {"kind": span.kind, "name": stages.get(span, span.name), "until": span.name, "lane": span.lane}
+            block |= {"hidden": hidden, "bytes": span.bytes}
+            stretches = difference(whole, waiting) if span.kind is SpanKind.COMPUTE else whole
+            blocks += [{**block, "at": at} for at in stretches]
+        return {"name": name, "blocks": blocks, "points": [asdict(mark) for mark in marks if mark.lane == lane]}
 
     of_lanes = by_lane(span for span in spans if span.kind is not SpanKind.TRANSFER)
-    lanes = [row(lane_name(lane), own, lane) for lane, own in sorted(of_lanes.items())]
+    rows = [row(lane_name(lane), own, lane) for lane, own in sorted(of_lanes.items())]
     transfers = pack(span for span in spans if span.kind is SpanKind.TRANSFER)
-    links = [row(link_name(link), own) for link, own in enumerate(transfers)]
+    rows += [row(link_name(link), own) for link, own in enumerate(transfers)]
     summary = {name.removesuffix("_s"): _micros(seconds) for name, seconds in asdict(summarise(recorded)).items()}
-    return _Rank(rank, (*lanes, *links), summary, "" if note is None else describe_note(note))
+    return {"rank": rank, "rows": rows, "summary": summary, "note": "" if note is None else describe_note(note)}
 
 
-def _most_telling(pages: Sequence[_Step]) -> int:
+def _most_telling(pages: Sequence[_Json]) -> int:
     """Index of the overlapped step of median length; of all steps if none overlapped."""
-    overlapped = [position for position, page in enumerate(pages) if page.lanes > 0]
-    candidates = sorted(overlapped or range(len(pages)), key=lambda position: pages[position].duration)
+    overlapped = [position for position, page in enumerate(pages) if page["lanes"]]
+    candidates = sorted(overlapped or range(len(pages)), key=lambda position: pages[position]["duration"])
     return candidates[len(candidates) // 2] if candidates else 0
 
 

@@ -34,15 +34,18 @@ __all__ = ["LaneRanges", "profile_ranges", "ranges_wanted"]
 
 
 class LaneRanges:
-    """The ranges of one lane in one step."""
+    """The ranges of one lane in one step, if they are wanted when it begins; else nothing."""
 
     def __init__(self, lane: int) -> None:
         self._lane = lane
+        self._wanted = ranges_wanted()
         self._nvtx: Any = torch.cuda.nvtx if torch.cuda.is_initialized() else None
         self._stage = ExitStack()
 
     def begin(self, point: str) -> None:
         """Begin a stage at `point`; the previous one has ended."""
+        if not self._wanted:
+            return
         name = f"lane {self._lane} | {point}"
         self._stage.enter_context(record_function(name))
         if self._nvtx is not None:
@@ -56,9 +59,8 @@ class LaneRanges:
 _wanted: ContextVar[bool] = ContextVar("ubatch_profile_ranges", default=False)
 
 
-def ranges_wanted() -> bool:
-    """Whether lanes that start now show their ranges."""
-    return _wanted.get()
+ranges_wanted = _wanted.get
+"""Returns whether lanes that start now show their ranges."""
 
 
 def profile_ranges(wanted: bool = True) -> AbstractContextManager[object]:

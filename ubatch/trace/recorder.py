@@ -18,26 +18,24 @@ class LaneRecorder:
     """Records one lane's step, in the lane's own thread.
 
     Args:
-        ranges: ranges for profilers; None if not wanted.
+        trace: None if only ranges are wanted.
     """
 
-    def __init__(self, lane: int, trace: Trace | None, ranges: LaneRanges | None) -> None:
+    def __init__(self, lane: int, trace: Trace | None) -> None:
         self._lane = lane
         self._trace = trace
-        self._ranges = ranges
+        self._ranges = LaneRanges(lane)
         self._start = self._cpu = 0.0
         self._wait: tuple[float, float] | None = None
 
     def begin(self) -> None:
         """The lane has the baton for the first time."""
-        if self._ranges is not None:
-            self._ranges.begin("start")
+        self._ranges.begin("start")
         self._begin_stage()
 
     def reach(self, point: str, *, active: bool, layer: str = "") -> None:
         """The lane reaches a point in a kind of layer; `active` if the schedule hands on there."""
-        if self._ranges is not None:
-            self._ranges.end()
+        self._ranges.end()
         self._end_stage(EventKind.POINT, point, layer)
         if active and self._trace is not None:
             self._trace.order.append((self._lane, point))
@@ -46,8 +44,7 @@ class LaneRecorder:
         """The lane continues after the point; time of other lanes in between does not count."""
         if active:
             self._begin_stage()
-        if self._ranges is not None:
-            self._ranges.begin(f"{point} of {layer}" if layer else point)
+        self._ranges.begin(f"{point} of {layer}" if layer else point)
 
     def launch(self, key: str) -> None:
         """The lane launches a transfer."""
@@ -79,8 +76,7 @@ class LaneRecorder:
 
     def end(self, *, failed: bool) -> None:
         """The lane ends; the last stage of a step that `failed` is not recorded."""
-        if self._ranges is not None:
-            self._ranges.end()
+        self._ranges.end()
         if self._trace is not None and not failed:
             self._end_stage(EventKind.END, "end")
             self._trace.order.append((self._lane, "end"))
@@ -101,5 +97,4 @@ class LaneRecorder:
 
 def make_recorder(lane: int, trace: Trace | None) -> LaneRecorder | None:
     """A recorder for a lane that begins a step now; None if neither a trace nor ranges are wanted."""
-    ranges = LaneRanges(lane) if ranges_wanted() else None
-    return None if trace is None and ranges is None else LaneRecorder(lane, trace, ranges)
+    return None if trace is None and not ranges_wanted() else LaneRecorder(lane, trace)

@@ -203,8 +203,7 @@ def tracing(trace: Trace | None = None) -> AbstractContextManager[Trace]:
     Args:
         trace: receives the records; a new one by default.
     """
-    chosen = trace if trace is not None else Trace()
-    return cast("AbstractContextManager[Trace]", changing(_trace, chosen))
+    return cast("AbstractContextManager[Trace]", changing(_trace, Trace() if trace is None else trace))
 
 
 def note_step(mode: str, tokens: int, schedule: str) -> None:

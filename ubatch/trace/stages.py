@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind
 
-__all__ = ["Flow", "Mark", "by_lane", "by_step", "extent", "flows", "held_by_lanes", "points", "stage_names"]
+__all__ = ["Mark", "by_lane", "by_step", "extent", "flows", "held_by_lanes", "points", "stage_names"]
 
 _START = "start"
 _LINEAR = "attn_prepare of linear_attention"
@@ -152,27 +152,17 @@ def stage_names(spans: Iterable[Span]) -> dict[Span, str]:
 # ------------------------------------------------------------------------------------------------------------- flows
 
 
-@dataclass(frozen=True, slots=True)
-class Flow:
-    """A launch, and the wait for it.
+def flows(spans: Iterable[Span]) -> Iterator[tuple[int, float, Span]]:
+    """Every launch whose compute span was recorded, with the wait for it.
 
-    Attributes:
-        lane: the lane that launched; `UNSPLIT` outside lanes.
-        at: a moment of the launching span, its last nanosecond in a lane; seconds of `time.monotonic`.
+    Yields:
+        The lane that launched (`UNSPLIT` outside lanes); a moment of the launching span, its last nanosecond in a lane
+        (seconds of `time.monotonic`); and the wait.
     """
-
-    lane: int
-    at: float
-    wait: Span
-
-
-def flows(spans: Iterable[Span]) -> Iterator[Flow]:
-    """Every launch whose compute span was recorded, with its wait."""
     for step in by_step(spans).values():
-        computes = (span for span in step if span.kind is SpanKind.COMPUTE)
-        rows = by_lane(sorted(computes, key=lambda span: span.end))
+        rows = by_lane(sorted((span for span in step if span.kind is SpanKind.COMPUTE), key=lambda span: span.end))
         for wait in (span for span in step if span.kind is SpanKind.WAIT and span.launched):
             row = rows.get(wait.launcher, [])
             at = bisect_left(row, wait.launched, key=lambda span: span.end)
             if at < len(row) and row[at].start < wait.launched:
-                yield Flow(wait.launcher, max(row[at].start, min(wait.launched, row[at].end - 1e-9)), wait)
+                yield wait.launcher, max(row[at].start, min(wait.launched, row[at].end - 1e-9)), wait

@@ -26,7 +26,7 @@ from ubatch.calls.outputs import Guess
 from ubatch.errors import ConfigError
 from ubatch.lanes.context import current_lane
 from ubatch.lanes.single_lane import SingleLane
-from ubatch.lanes.time_limit import transfers_end_within
+from ubatch.lanes.transfer_limit import transfers_end_within
 from ubatch.lanes.workers import LanePool
 from ubatch.process.interrupts import Marks
 from ubatch.ranks.fsdp import sharing_weights

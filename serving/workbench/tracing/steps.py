@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from ubatch import DeclineReason, Span, SpanKind, TraceSummary, summarise
-from ubatch.trace.export import computing, deciding_note, describe_outcome, handoffs, measure
+from ubatch.trace.export import deciding_note, describe_outcome, handoffs
 from ubatch.trace.file import RankTrace
+from ubatch.trace.intervals import computing, measure
 from ubatch.trace.spans import UNSPLIT, StepNote
 from ubatch.trace.stages import by_step
 

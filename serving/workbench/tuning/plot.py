@@ -59,8 +59,8 @@ def write_png(result: Result, path: Path) -> None:
         for arm, colour in _coloured(each):
             points = _points(each, arm)
             axes.plot([x for x, _ in points], [y for _, y in points], marker="o", ms=3, color=colour, label=arm)
-        if each.choice.setting.threshold is not None:
-            axes.axvline(each.choice.setting.threshold, color="#8a929c", linestyle="--", linewidth=1)
+        if each.choice.threshold is not None:
+            axes.axvline(each.choice.threshold, color="#8a929c", linestyle="--", linewidth=1)
         axes.set_xscale("log", base=2)
         axes.set_xticks(each.table.sizes, [str(tokens) for tokens in each.table.sizes])
         axes.set_title(each.mode)
@@ -103,7 +103,7 @@ def _chart(each: ModeResult) -> str:
     for tokens in sizes:
         parts.append(f'<text x="{x(tokens):.1f}" y="{_HEIGHT - 20}" text-anchor="middle">{tokens}</text>')
     parts.append(f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 4}" text-anchor="middle">tokens of a rank</text>')
-    threshold = each.choice.setting.threshold
+    threshold = each.choice.threshold
     if threshold is not None:
         line = f'x1="{x(threshold):.1f}" x2="{x(threshold):.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"'
         parts.append(f'<line {line} stroke="var(--muted)" stroke-dasharray="5 4"/>')

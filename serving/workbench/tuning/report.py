@@ -15,7 +15,7 @@ from serving.workbench.arms.cells import Arm, Cell
 from serving.workbench.bench.statistics import columns, paired
 from serving.workbench.tuning.state import State
 from ubatch import SCHEDULES, UBatchConfig
-from ubatch.schedules.cost_table import SERIAL_ARM, Choice, CostTable, Setting, choose
+from ubatch.schedules.cost_table import SERIAL_ARM, CostTable, Setting, choose
 
 __all__ = ["ModeResult", "Result", "make_result"]
 
@@ -37,24 +37,24 @@ class ModeResult:
 
     mode: str
     table: CostTable
-    choice: Choice
+    choice: Setting
     arms: Mapping[str, Arm]
     doubts: Sequence[str] = ()
 
     @property
     def arm(self) -> Arm:
-        return self.arms[self.choice.setting.arm]
+        return self.arms[self.choice.arm]
 
     def sentence(self) -> str:
-        setting = self.choice.setting
+        setting, regret = self.choice, self.table.regret(self.choice)
         if setting.threshold is None:
-            return f"{self.mode}: serial; no arm is faster by enough at any size (regret {self.choice.regret:.1%})"
+            return f"{self.mode}: serial; no arm is faster by enough at any size (regret {regret:.1%})"
         sizes = [size for size in self.table.sizes if size >= setting.threshold]
         gains = {size: self.table.seconds[size][SERIAL_ARM] / self.table.time(setting, size) for size in sizes}
         size = max(gains, key=lambda tokens: gains[tokens])
         return (
             f"{self.mode}: {setting.arm} from {setting.threshold} tokens on, up to {gains[size]:.2f}x at {size} "
-            f"(regret {self.choice.regret:.1%})"
+            f"(regret {regret:.1%})"
         )
 
     def text(self) -> str:
@@ -138,7 +138,7 @@ def make_result(
         known = {arm.name: arm for arm in arms[mode]}
         order = sorted(table.arms, key=lambda name: known[name].complexity)
         choice = choose(table, order)
-        results.append(ModeResult(mode, table, choice, known, tuple(_doubts(mode, table, choice.setting, by_tokens))))
+        results.append(ModeResult(mode, table, choice, known, tuple(_doubts(mode, table, choice, by_tokens))))
     return Result(results, facts)
 
 
@@ -182,4 +182,4 @@ def _mode_settings(result: ModeResult) -> dict[str, Any]:
     settings: dict[str, Any] = {"schedule": schedule.name}
     if schedule.lanes > 1:
         settings["num_ubatches"] = schedule.lanes
-    return settings | {"token_threshold": max(result.choice.setting.threshold or 0, schedule.lanes)}
+    return settings | {"token_threshold": max(result.choice.threshold or 0, schedule.lanes)}

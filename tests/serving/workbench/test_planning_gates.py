@@ -146,11 +146,11 @@ def test_the_second_gate_notices_a_broken_simulator(
 def empty_timeline(programs: Sequence[Sequence[Op]], schedule: Schedule) -> simulator.Timeline:
     """Of a simulator that simulates nothing."""
     launched = {(lane, op.key): 0.0 for lane, ops in enumerate(programs) for op in ops if isinstance(op, Launch)}
-    return simulator.Timeline(0.0, 0.0, 0.0, 0.0, (), (), launched)
+    return simulator.Timeline(launched=launched)
 
 
 def arrives_at_once(machine: simulator._Machine, lane: int, op: Launch) -> None:
-    machine.launched[lane, op.key] = machine.arrival[lane, op.key] = machine.now
+    machine.line.launched[lane, op.key] = machine.arrival[lane, op.key] = machine.now
 
 
 def test_files_that_are_something_else_are_refused(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_against_an_exhaustive_sweep(link: float, per_lane: float) -> None:
         best = min([Setting(), *thresholds], key=sweep.regret)
         for seed in range(3):
             result = make_result(GRID.cells(), dict.fromkeys(GRID.modes, ARMS), measured(true, seed), {}).modes[mode]
-            chosen = result.choice.setting
+            chosen = result.choice
             worse = sweep.regret(chosen) - sweep.regret(best)
             assert worse <= 0.02, (result.sentence(), best)
             if chosen.threshold is not None and best.threshold is not None and chosen.arm == best.arm:
@@ -110,7 +110,7 @@ def test_the_file_is_read_by_serve_and_generate(tmp_path: Path) -> None:
     decode = config.for_mode(ForwardMode.DECODE)
     chosen = result.modes[0]
     assert decode.schedule.lanes == chosen.arm.schedule.lanes > 1
-    assert decode.token_threshold == max(chosen.choice.setting.threshold or 0, decode.schedule.lanes)
+    assert decode.token_threshold == max(chosen.choice.threshold or 0, decode.schedule.lanes)
     text = path.read_text(encoding="utf-8")
     assert "# machine: two cores" in text
     assert f"# {chosen.sentence()}" in text
@@ -140,7 +140,7 @@ QUIET = {8: [(4.0, 4.8), (4.1, 4.9)], 16: [(6.0, 5.2), (6.1, 5.3)], 32: [(9.0, 6
 
 def test_a_threshold_that_the_times_support_has_no_warning() -> None:
     result = steps_of(QUIET)
-    assert result.modes[0].choice.setting.threshold == 16
+    assert result.modes[0].choice.threshold == 16
     assert result.sentences() == [result.modes[0].sentence()]
 
 
@@ -177,7 +177,7 @@ def test_a_threshold_from_noise_has_a_warning(
 ) -> None:
     """In the output, the file and the page, with what to do."""
     result = steps_of(times)
-    assert result.modes[0].choice.setting.threshold == 16
+    assert result.modes[0].choice.threshold == 16
     result.print()
     printed = capsys.readouterr().out.splitlines()
     assert f"warning: {doubt}" in printed
@@ -193,7 +193,7 @@ def test_what_is_far_below_the_threshold_or_serial_needs_no_warning() -> None:
     times = {2: [(9.0, 9.9), (9.0, 9.9)], 4: [(3.0, 3.8), (3.0, 3.8)], **QUIET}
     assert steps_of(times).modes[0].doubts == ()
     nothing = steps_of({16: [(9.0, 9.9), (9.0, 9.9)], 32: [(8.0, 9.0), (8.0, 9.0)]})
-    assert nothing.modes[0].choice.setting.threshold is None
+    assert nothing.modes[0].choice.threshold is None
     assert nothing.modes[0].doubts == ()
 
 

@@ -161,9 +161,9 @@ def test_handoffs_are_counted() -> None:
     with lane_pool() as pool:
         run(pool, walker("abc"), walker("abc"))
         # Three points of either lane, and the end of lane 0; lane 1's end hands on to nobody.
-        assert pool.statistics().handoffs == 7
+        assert pool.counts.handoffs == 7
         run(pool, walker(""), walker(""))
-        assert pool.statistics().handoffs == 8
+        assert pool.counts.handoffs == 8
 
 
 # ------------------------------------------------------------------------------------------------------ the invariant

@@ -96,7 +96,7 @@ def test_a_hang_is_reported_with_every_lanes_point_and_stack(which: int, lanes: 
             assert message.count("in endless") == lanes - 1
             assert not hung.unwound.is_set()
             assert usable(pool), "the hung thread is replaced"
-            assert pool.statistics().threads_started == 2 * lanes
+            assert pool.counts.threads_started == 2 * lanes
             assert within(5, lambda: len(lane_threads()) == lanes + 1), "all but the hung one have unwound"
         assert hung.unwound.wait(5), "the hung thread unwinds at its next point"
         assert usable(pool)

@@ -83,7 +83,7 @@ def test_a_thousand_runs_that_fail_anywhere() -> None:
     assert open_files() <= files
     for pool in pools.values():
         assert usable(pool)
-        assert pool.statistics().threads_started == pool.lanes
+        assert pool.counts.threads_started == pool.lanes
         pool.close()
     assert not lane_threads()
 

@@ -55,7 +55,7 @@ def test_it_is_lane_0_of_1_in_this_thread(lane: SingleLane) -> None:
     assert outside.num_tokens == 3
     assert current_lane() is None
     assert current_schedule().name == "serial"
-    assert (lane.statistics().steps, lane.statistics().threads_started, lane.statistics().handoffs) == (1, 0, 0)
+    assert (lane.counts.steps, lane.counts.threads_started, lane.counts.handoffs) == (1, 0, 0)
 
 
 @pytest.mark.parametrize("recv", list(Recv))
@@ -148,4 +148,4 @@ def test_a_batch_has_an_sm_budget_too() -> None:
         return budget.comm, budget.compute
 
     assert lane.run([body], Schedule("one", lanes=1, chunks=2, comm_sms=20), [None]) == [(20, 112)]
-    assert lane.statistics().sm_users == {"gemm": True, "combine": False}
+    assert lane.counts.sm_users == {"gemm": True, "combine": False}

@@ -64,8 +64,8 @@ def test_workers_persist() -> None:
             assert run(pool, body, body, body) == first
         assert threading.active_count() <= threads
         assert open_files() <= files
-        assert pool.statistics().steps == 51
-        assert pool.statistics().threads_started == 3
+        assert pool.counts.steps == 51
+        assert pool.counts.threads_started == 3
         assert threading.get_ident() not in [ident for ident, _ in first]
 
 
@@ -90,7 +90,7 @@ def test_close_stops_the_threads_and_the_next_step_makes_new_ones() -> None:
         pool.close()
         pool.close()
         assert not lane_threads()
-    assert pool.statistics().threads_started == 4
+    assert pool.counts.threads_started == 4
 
 
 def test_a_dropped_pool_closes_itself() -> None:
@@ -221,7 +221,7 @@ def test_a_forked_child_has_lanes_of_its_own() -> None:
             step(pool)
         assert [exit_code(each) for each in children] == [0, 0]
         step(pool)
-        assert pool.statistics().threads_started == 2
+        assert pool.counts.threads_started == 2
 
 
 @forks

@@ -19,8 +19,8 @@ from lanes import within
 
 from ranks import run_ranks
 from ubatch import CommGroup, GroupBroken, UBatchConfig, UBatchWrapper
+from ubatch.process.heartbeat import silence
 from ubatch.process.job_store import JobStore
-from ubatch.process.silences import silence
 from ubatch.ranks.long_calls import holding_gil
 from ubatch.ranks.peer_watch import PeerWatch
 

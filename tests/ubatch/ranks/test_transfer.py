@@ -14,7 +14,7 @@ import ubatch
 from ranks import run_ranks
 from ubatch import CommGroup, Schedule, Transfer
 from ubatch.lanes.single_lane import SingleLane
-from ubatch.lanes.time_limit import transfers_end_within
+from ubatch.lanes.transfer_limit import transfers_end_within
 
 
 class FakeWork:

@@ -17,16 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ubatch.errors import ConfigError
-from ubatch.trace.export import (
-    TraceSummary,
-    chrome_events,
-    difference,
-    intersection,
-    pack,
-    summarise,
-    union,
-    write_chrome,
-)
+from ubatch.trace.export import TraceSummary, chrome_events, pack, summarise, write_chrome
+from ubatch.trace.intervals import difference, intersection, union
 from ubatch.trace.page import Remark, write_html
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
 
