@@ -26,8 +26,6 @@ from attention.kv_cache import check_positive
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
 
-__all__ = ["GraphBuffers"]
-
 
 class GraphBuffers:
     """The static tensors of one lane's captured plans.

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from attention.kv_cache import (
-    KVCache,
     KVCacheSpec,
     LayersCacheSpec,
     MLACacheSpec,
@@ -37,21 +36,6 @@ from attention.kv_cache import (
 )
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
-
-__all__ = [
-    "AttentionBackend",
-    "AttentionPlan",
-    "AttentionShape",
-    "BackendTraits",
-    "EagerOnly",
-    "GraphLimits",
-    "KVCache",
-    "MLAInputs",
-    "MLAPlan",
-    "MLAShape",
-    "RopeTable",
-    "Shape",
-]
 
 
 @dataclass(frozen=True)

@@ -21,22 +21,6 @@ from torch import Tensor
 
 from ubatch import ConfigError, UBatchError
 
-__all__ = [
-    "CacheSpec",
-    "KVCache",
-    "KVCacheError",
-    "KVCacheExhausted",
-    "KVCacheSpec",
-    "LayersCacheSpec",
-    "LayersKVCache",
-    "MLACacheSpec",
-    "MLAKVCache",
-    "PagedKVCache",
-    "TokenPool",
-    "check_positive",
-    "make_kv_cache",
-]
-
 FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(FP8).max
 

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["reads_of_later_writes"]
-
 
 def reads_of_later_writes(
     query_lens: Sequence[int], seq_lens: Sequence[int], page_table: Tensor, block_size: int

@@ -17,8 +17,6 @@ from torch import Tensor
 from attention.kv_cache import KVCacheError, KVCacheExhausted
 from ubatch import ConfigError
 
-__all__ = ["BlockAllocator", "RequestToTokenTable"]
-
 
 class BlockAllocator:
     """Which of `num_blocks` blocks are free. Blocks are freed in any order; the last freed is allocated first."""

@@ -22,11 +22,11 @@ from attention.interface import (
     AttentionBackend,
     AttentionPlan,
     GraphLimits,
-    KVCache,
     MLAInputs,
     MLAPlan,
     Shape,
 )
+from attention.kv_cache import KVCache
 from attention.linear import choice
 from attention.linear.plan import LinearPlan
 from attention.linear.states import StatePool
@@ -36,8 +36,6 @@ from ubatch import ConfigError
 
 if TYPE_CHECKING:
     from attention.linear.triton_plan import LinearRecords
-
-__all__ = ["EmptyPlan", "HybridPlan", "UBatchAttention"]
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["merge_states", "softmax_attention"]
-
 _SCORE_BYTES = 64 << 20  # largest score tensor, in bytes; more queries are computed in several passes
 
 

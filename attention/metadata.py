@@ -25,8 +25,6 @@ from attention.spec_verify import SpecVerifyInput
 from ubatch import ConfigError, ForwardMode, SplitError, UBatchSlice
 from ubatch.streams.small_copies import to_device
 
-__all__ = ["CommonAttentionMetadata", "split_attn_metadata"]
-
 
 @dataclass(frozen=True)
 class CommonAttentionMetadata:

@@ -12,8 +12,6 @@ from enum import StrEnum
 from ubatch import ConfigError, ForwardMode
 from ubatch.errors import shown
 
-__all__ = ["MODES", "Kernel", "ModeTraits", "SplitKind", "refuse_unsupported_model"]
-
 
 class SplitKind(StrEnum):
     """How a batch of a mode is cut into lanes."""

@@ -19,11 +19,10 @@ from typing import Any
 from torch import Tensor
 
 from attention.backends.registry import make_attention_backend, resolve_attention_backend
-from attention.interface import AttentionBackend, GraphLimits, KVCache, Shape
+from attention.interface import AttentionBackend, GraphLimits, Shape
+from attention.kv_cache import KVCache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError, ForwardMode
-
-__all__ = ["MultiStepDraftAttention"]
 
 
 class MultiStepDraftAttention:

@@ -19,8 +19,6 @@ from attention.interface import AttentionShape, MLAInputs, MLAShape
 from attention.kv_cache import MLAKVCache, PagedKVCache
 from attention.metadata import CommonAttentionMetadata
 
-__all__ = ["reference_attention", "reference_mla"]
-
 
 def reference_attention(
     q: Tensor,

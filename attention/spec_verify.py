@@ -19,8 +19,6 @@ from torch import Tensor
 
 from ubatch import SplitError
 
-__all__ = ["SpecVerifyInput"]
-
 
 @dataclass(frozen=True)
 class SpecVerifyInput:

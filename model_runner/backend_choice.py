@@ -45,8 +45,6 @@ from ubatch import CommGroup, ConfigError, ForwardMode, Schedule, UBatchConfig
 from ubatch.kernels.fastest import Chosen, measured
 from ubatch.ranks.long_calls import taking_long
 
-__all__ = ["FP8Blocks", "resolve_attention", "resolve_experts", "resolve_fp8_blocks"]
-
 _logger = logging.getLogger(__name__)
 _Fastest = Callable[[Sequence[str]], Chosen]
 

@@ -9,20 +9,6 @@ from pathlib import Path
 from ubatch import UBatchError
 from ubatch.errors import shown
 
-__all__ = [
-    "CheckpointError",
-    "CheckpointFileMissing",
-    "RequestError",
-    "StepOrderError",
-    "TensorMissing",
-    "TensorParallelMismatch",
-    "TensorsUnread",
-    "UnknownArchitecture",
-    "WrongShape",
-    "fits_in_memory",
-]
-
-
 _ALLOCATOR = "DefaultCPUAllocator"
 _FIRST = 5
 """Names of tensors that a message shows."""

@@ -20,8 +20,6 @@ from model_runner.sampling.sampling_params import SamplingParams
 from model_runner.step.logprobs import TokenLogprobs
 from model_runner.step.request import Request, ScheduledRequest
 
-__all__ = ["FAULTS", "FinishReason", "GenerationOutput", "check_request", "generate"]
-
 
 class FinishReason(StrEnum):
     """Why an output ended."""

@@ -34,8 +34,6 @@ from model_runner.step.step import Step
 from ubatch import Decision, ForwardMode
 from ubatch.streams.small_copies import HostCopy, to_device, to_host
 
-__all__ = ["PendingStep", "StepOutput"]
-
 
 @dataclass(frozen=True)
 class StepOutput:

@@ -30,9 +30,6 @@ from model_runner.weights.dummy_weights import DummyCheckpoint
 from model_runner.weights.weights import Size, whole_shape
 from ubatch import ConfigError
 
-__all__ = ["RandomDeepseekV3", "RandomQwen3Moe", "make_random_checkpoint", "make_random_qwen3_moe"]
-
-
 _COMMON = {"hidden_act": "silu", "attention_bias": False, "rms_norm_eps": 1e-6, "norm_topk_prob": True}
 """Entries of `config.json` that both models have."""
 

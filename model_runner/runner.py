@@ -38,8 +38,6 @@ from ubatch import UBatchStatistics
 from ubatch.ranks.long_calls import taking_long
 from ubatch.schedules.modes import MODE_KEYS
 
-__all__ = ["ModelRunner"]
-
 _DBO_AUTO = "dbo_auto is gone in the next release: dbo_kinds names the kinds of steps that decide for themselves."
 
 

@@ -16,19 +16,6 @@ from moe import EmulatedLink
 from ubatch import CommGroup, ConfigError, CUDAGraphMode, GraphBackend, UBatchConfig, Verify, nearest
 from ubatch.streams.streams import StreamBackend
 
-__all__ = [
-    "DEFAULT_KV_CACHE_MEMORY",
-    "DeviceMemory",
-    "DraftSetting",
-    "DraftShape",
-    "ModelSettings",
-    "RunnerSettings",
-    "beyond_full_attention",
-    "check_max_model_len",
-    "most_nodes",
-    "refuse_trees",
-]
-
 _logger = logging.getLogger(__name__)
 
 DEFAULT_KV_CACHE_MEMORY = 256 << 20

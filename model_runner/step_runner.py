@@ -40,8 +40,6 @@ from ubatch import ForwardMode, SplitCost, UBatchWrapper
 from ubatch.streams.small_copies import to_device
 from ubatch.wrapper import run_decided
 
-__all__ = ["StepRunner"]
-
 
 class StepRunner(CapturingRunner, RequestMemory):
     """The steps of `ModelRunner`, which makes what they run with."""

@@ -18,8 +18,6 @@ from torch import Tensor
 from ubatch import ConfigError
 from ubatch.kernels.fastest import best_times
 
-__all__ = ["PackedLinear", "kernel_rows", "linear", "packing_pays"]
-
 _FEW_ROWS = 64  # up to here reading the weight takes the time, beyond it the arithmetic
 _PROBES = {True: (32, 512, 1024), False: (256, 512, 1024)}  # few rows or not: tokens, inputs, outputs
 _EXPERT_PROBE = (8, 512, 512)  # rows, inputs, outputs of an expert in a decode step

@@ -13,8 +13,6 @@ from torch import Tensor
 from ubatch.kernels.c_jit import compile_c, kernel_of
 from ubatch.kernels.tensors import rows_contiguous
 
-__all__ = ["MOST_EXPERTS", "route_topk"]
-
 MOST_EXPERTS = 4096
 """More do not fit on the kernel's stack."""
 

@@ -28,8 +28,6 @@ from moe.modular_kernel import FusedMoEModularKernel
 from ubatch import CommGroup, ConfigError
 from ubatch.ranks.group import check_group
 
-__all__ = ["ExpertParallelMoE", "UnsupportedModelError", "expert_parallel", "make_transport"]
-
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 

@@ -14,8 +14,6 @@ from moe.experts.registry import fp8_block
 from ubatch import ConfigError, GradientError
 from ubatch.kernels.sums import add_bias
 
-__all__ = ["fp8_linear", "fp8_linear_block"]
-
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

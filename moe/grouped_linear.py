@@ -27,8 +27,6 @@ from ubatch.kernels.c_jit import TILES_SOURCE, compile_c, kernel_of, why_not_c
 from ubatch.kernels.recording import this_thread
 from ubatch.kernels.tensors import rows_contiguous
 
-__all__ = ["GroupedLinear", "NativeLinear", "add_rows", "run_layer"]
-
 _FOLDER = Path(__file__).parent / "kernels"
 _SCRATCH_BYTES = 1 << 18  # of a thread's copied rows, which stay in its second-level cache
 _SCRATCH_ROWS = 32  # a tile's rows; a scratch has a multiple of them

@@ -82,8 +82,6 @@ from ubatch import (
 )
 from ubatch.kernels.sums import add
 
-__all__ = ["FusedMoEModularKernel"]
-
 
 class FusedMoEModularKernel(nn.Module):
     """prepare -> experts -> finalize, from a transport and the experts of this rank.

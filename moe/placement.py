@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ubatch import ConfigError
 
-__all__ = ["block_of", "local_experts"]
-
 
 def local_experts(num_experts: int, rank: int, num_ranks: int) -> range:
     """The global ids of the experts that `rank` holds.

@@ -28,16 +28,6 @@ from moe.cpu_router import MOST_EXPERTS
 from ubatch import ConfigError
 from ubatch.kernels.tensors import runs_in_c
 
-__all__ = [
-    "NO_EXPERT",
-    "GroupLimitedRouter",
-    "Router",
-    "SigmoidTopKRouter",
-    "SoftmaxTopKRouter",
-    "mask_padding",
-    "route",
-]
-
 NO_EXPERT = -1
 """In `topk_ids`: this choice goes to no expert, is not sent and adds nothing."""
 

@@ -9,8 +9,6 @@ from moe.all2all.registry import all2all_class
 from moe.experts.base import BlockwiseExperts, SignallingExperts
 from ubatch import ConfigError, Schedule
 
-__all__ = ["check_schedule", "check_schedule_by_name", "check_signalled_experts"]
-
 
 def check_schedule(schedule: Schedule, all2all: All2All, traits: All2AllTraits) -> None:
     """Refuse a schedule that a back end does not support.

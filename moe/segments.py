@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["segment_offsets", "segment_sum"]
-
 
 def segment_offsets(lengths: Tensor) -> Tensor:
     """Where every segment starts, and where the last one ends.

@@ -42,8 +42,6 @@ from ubatch.ranks.group import check_group
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["TransformersUnsupportedError", "register_with_transformers"]
-
 TESTED_TRANSFORMERS = "5.23"
 """The release that this is written for and tested with; the interface of `transformers.distributed` may change."""
 

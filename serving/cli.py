@@ -20,8 +20,6 @@ from ubatch import __version__
 from ubatch.errors import UBatchError, nearest, shown
 from ubatch.process.foreign import check_packages
 
-__all__ = ["main"]
-
 _WIDTH = 80
 
 _WORKBENCH = "serving.workbench"

@@ -9,8 +9,6 @@ from io import StringIO
 from serving.arguments.fields import Group
 from serving.cli import COMMANDS, main
 
-__all__ = ["Options", "run"]
-
 _SCRIPT = """\
 # {usage}
 if [ -n "$ZSH_VERSION" ]; then autoload -U +X bashcompinit && bashcompinit; fi

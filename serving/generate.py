@@ -35,17 +35,6 @@ from ubatch import ConfigError, DeclineReason
 if TYPE_CHECKING:
     from serving.llm import LLM, LLMOutput
 
-__all__ = [
-    "GenerateCommand",
-    "check_launcher",
-    "describe_steps",
-    "print_generated",
-    "print_notes",
-    "read",
-    "resolve_offline",
-    "run",
-]
-
 _MOST_PROMPTS_AT_ONCE = 256
 
 

@@ -20,8 +20,6 @@ from model_runner import Checkpoint
 from ubatch import ConfigError
 from ubatch.errors import cut
 
-__all__ = ["Located", "ModelNotFound", "fetch_weights", "find_checkpoint", "looks_like_name"]
-
 _NAME = re.compile(r"(?=.{1,96}$)[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # the hub has no longer names
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "tokenizer*", "vocab*", "merges.txt")

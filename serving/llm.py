@@ -25,8 +25,6 @@ from serving.text.tokenizer import load_tokenizer
 from ubatch import ConfigError, UBatchError
 from ubatch.errors import shown
 
-__all__ = ["LLM", "CompletionResult", "LLMOutput"]
-
 _logger = logging.getLogger(__name__)
 
 _OF_SERVER = frozenset(Server.model_fields) - {"log_level"}

@@ -12,8 +12,6 @@ import time
 from contextvars import ContextVar
 from typing import Any, TextIO
 
-__all__ = ["configure_logging", "log_event", "request_id"]
-
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Id of the request that is being answered; every line logged for that request ends with it."""
 

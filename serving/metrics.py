@@ -20,8 +20,6 @@ from prometheus_client.registry import Collector
 
 from serving.requests import DraftCounts, EngineStatistics
 
-__all__ = ["RequestMetrics", "make_registry"]
-
 Statistics = Callable[[], Mapping[int, EngineStatistics]]
 Family = CounterMetricFamily | GaugeMetricFamily
 

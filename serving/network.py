@@ -21,8 +21,6 @@ import torch.distributed as dist
 from serving.logs import log_event
 from ubatch import ConfigError
 
-__all__ = ["LOOPBACK", "admit_no_more", "choose_interface", "listening_store", "numeric_address", "warn_of_loopback"]
-
 _logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"

@@ -14,8 +14,6 @@ import torch
 
 from ubatch.process.cores import num_cores
 
-__all__ = ["pin_rank"]
-
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 

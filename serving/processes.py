@@ -10,8 +10,6 @@ from multiprocessing.process import BaseProcess
 
 from ubatch.errors import UBatchError
 
-__all__ = ["Orphaned", "check_parent", "how_it_ended", "kill"]
-
 
 class Orphaned(UBatchError):
     """The process that started this one is gone."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-__all__ = ["progress"]
-
 _LINES_EVERY_S = 10.0
 
 

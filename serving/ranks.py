@@ -31,8 +31,6 @@ from serving.pinning import pin_rank
 from serving.processes import how_it_ended, kill
 from ubatch import ConfigError, UBatchError
 
-__all__ = ["RankFailed", "free_port", "run_ranks", "terminated_as_exit"]
-
 _logger = logging.getLogger(__name__)
 
 _START_TIMEOUT = timedelta(minutes=5)

@@ -8,17 +8,6 @@ from dataclasses import dataclass, field
 from model_runner import FinishReason, RequestError, SamplingParams, TokenLogprobs
 from ubatch import UBatchError
 
-__all__ = [
-    "DraftCounts",
-    "EngineDead",
-    "EngineStatistics",
-    "QueueFull",
-    "RequestInput",
-    "RequestOutput",
-    "SchedulerTotals",
-    "TracedTime",
-]
-
 
 class QueueFull(UBatchError):
     """The queue is full: `max_waiting_requests` requests are waiting. Try again later."""

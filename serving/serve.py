@@ -12,8 +12,6 @@ from serving.logs import configure_logging, log_event
 from serving.options import Command, chosen_dtype, describe_settings, fetch_checkpoints, read_serve_command
 from serving.text.tokenizer import check_tokenizer
 
-__all__ = ["read", "run"]
-
 _logger = logging.getLogger(__name__)
 
 

@@ -49,8 +49,6 @@ from serving.text.tokenizer import check_chat_template, load_tokenizer
 from ubatch import ForwardMode
 from ubatch.schedules.modes import mode_key
 
-__all__ = ["run_server"]
-
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 

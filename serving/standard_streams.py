@@ -14,8 +14,6 @@ import sys
 from contextlib import suppress
 from typing import TextIO
 
-__all__ = ["StdoutLost", "give_up_stdout", "open_standard_streams"]
-
 
 class StdoutLost(OSError):
     """Standard output cannot be written.

@@ -23,27 +23,6 @@ from ubatch.lanes.context import _lane
 from ubatch.streams.sm_budget import SMBudget, merge_sm_use
 from ubatch.streams.streams import Event
 
-__all__ = [
-    "current_sm_budget",
-    "dbo_current_ubatch_id",
-    "dbo_enabled",
-    "dbo_get_previous_event",
-    "dbo_keep",
-    "dbo_maybe_run_recv_hook",
-    "dbo_register_recv_hook",
-    "dbo_switch_to_comm",
-    "dbo_switch_to_comm_sync",
-    "dbo_switch_to_compute",
-    "dbo_switch_to_compute_sync",
-    "dbo_yield",
-    "dbo_yield_and_switch_from_comm_to_compute",
-    "dbo_yield_and_switch_from_compute_to_comm",
-    "fork_comm_stream",
-    "on_comm_stream",
-    "on_compute_stream",
-    "report_sm_use",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

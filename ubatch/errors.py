@@ -14,35 +14,6 @@ from itertools import islice
 from types import NoneType
 from typing import Any
 
-__all__ = [
-    "SHOWN_CHARACTERS",
-    "ConcurrentCallError",
-    "ConfigError",
-    "ForgedValue",
-    "ForkedLaneError",
-    "GradientError",
-    "GroupBroken",
-    "LaneAborted",
-    "LaunchOrderError",
-    "NestedUBatchError",
-    "OverlapDeclined",
-    "PeerFailed",
-    "SideEffectError",
-    "SplitError",
-    "TransferTimeout",
-    "UBatchError",
-    "UBatchTimeout",
-    "UnvotedCollectiveError",
-    "check_known",
-    "check_type",
-    "cut",
-    "describe",
-    "named_values",
-    "nearest",
-    "note",
-    "shown",
-]
-
 SHOWN_CHARACTERS = 80
 """Most characters of a wrong value in a message."""
 

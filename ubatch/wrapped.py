@@ -67,8 +67,6 @@ from ubatch.wrapping.stand_in import refuse_tracing, uncompiled
 from ubatch.wrapping.statistics import Tally, UBatchStatistics
 from ubatch.wrapping.step import DecidedStep, Intent, Step
 
-__all__ = ["WrappedModule"]
-
 T = TypeVar("T")
 
 

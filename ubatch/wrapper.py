@@ -22,8 +22,6 @@ from ubatch.wrapping.stand_in import StandIn
 from ubatch.wrapping.statistics import UBatchStatistics
 from ubatch.wrapping.step import DecidedStep
 
-__all__ = ["UBatchWrapper", "run_decided"]
-
 
 class UBatchWrapper(StandIn):
     """Runs a module in overlapping microbatches.

@@ -12,13 +12,11 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from attention.interface import AttentionBackend, AttentionShape, KVCache, MLAInputs, RopeTable, Shape
-from attention.kv_cache import CacheSpec, make_kv_cache
+from attention.interface import AttentionBackend, AttentionShape, MLAInputs, RopeTable, Shape
+from attention.kv_cache import CacheSpec, KVCache, make_kv_cache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ForwardMode
 from ubatch.kernels.fastest import Chosen, Launches, fastest, measured
-
-__all__ = ["fastest_attention"]
 
 _DECODE, _PREFILL = (64, 1024), (4, 512)  # requests, and tokens of each
 _PACKAGES = ("flashinfer-python",)

@@ -27,8 +27,6 @@ from attention.metadata import CommonAttentionMetadata
 from attention.modes import MODES
 from ubatch import ConfigError, ForwardMode
 
-__all__ = ["FewQueries", "FewQueryBuffers", "GraphState", "KernelBackend", "queries_per_request"]
-
 T = TypeVar("T")
 GraphsT = TypeVar("GraphsT", bound="GraphState")
 

@@ -20,22 +20,6 @@ from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError, import_optional
 from ubatch.streams.small_copies import to_device
 
-__all__ = [
-    "FlashInferKernel",
-    "RequestBatch",
-    "Workspace",
-    "absorb",
-    "compute_capability",
-    "find_kernel",
-    "pad_rows",
-    "project_latents",
-    "ragged_positions",
-    "refuse_dtype",
-    "refuse_mla_shape",
-    "refuse_tree_mask",
-    "rows_of",
-]
-
 
 class FlashInferKernel(StrEnum):
     """The parts of flashinfer that are used, each as `"module:attribute"`."""

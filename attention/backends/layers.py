@@ -19,8 +19,6 @@ from attention.interface import AttentionBackend, AttentionPlan, GraphLimits
 from attention.metadata import CommonAttentionMetadata
 from ubatch.kernels.recording import this_thread
 
-__all__ = ["LayersBackend", "LayersPlan"]
-
 
 class LayersPlan:
     """The plans of all shapes; an `AttentionPlan`, and `ubatch.kernels.recording.Rebinds` if they all are.

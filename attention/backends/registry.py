@@ -10,19 +10,10 @@ import torch
 
 from attention.backends.fastest import fastest_attention
 from attention.backends.layers import LayersBackend
-from attention.interface import AttentionBackend, AttentionShape, BackendTraits, KVCache, Shape
-from attention.kv_cache import LayersKVCache, MLAKVCache
+from attention.interface import AttentionBackend, AttentionShape, BackendTraits, Shape
+from attention.kv_cache import KVCache, LayersKVCache, MLAKVCache
 from ubatch import ConfigError, LazyRegistry
 from ubatch.kernels.fastest import Chosen
-
-__all__ = [
-    "attention_backends",
-    "fastest_attention_backend",
-    "make_attention_backend",
-    "register_attention_backend",
-    "resolve_attention_backend",
-    "usable_attention_backends",
-]
 
 _BACKENDS = LazyRegistry(
     "attention back end",

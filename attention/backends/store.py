@@ -11,8 +11,6 @@ from torch import Tensor
 from attention.interface import MLAInputs
 from attention.kv_cache import MLAKVCache, PagedKVCache
 
-__all__ = ["FP8_CAPABILITY", "store_kv", "store_latents"]
-
 FP8_CAPABILITY = (8, 9)
 """GPUs of this compute capability and newer convert to fp8."""
 

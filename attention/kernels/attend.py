@@ -29,8 +29,6 @@ from attention.kv_cache import PagedKVCache
 from ubatch.kernels.tensors import rows_contiguous
 from ubatch.kernels.triton_jit import jit
 
-__all__ = ["launch_attention"]
-
 
 @jit(*BATCH_ARGUMENTS, "num_splits")
 def _attention_kernel(

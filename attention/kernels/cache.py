@@ -7,8 +7,6 @@ from attention.kv_cache import PagedKVCache
 from ubatch.kernels.tensors import rows_contiguous
 from ubatch.kernels.triton_jit import cdiv, jit, power_of_2, to_fp8
 
-__all__ = ["quantize", "write_kv"]
-
 _MAX_BLOCK = 1024  # most elements that one program moves
 
 

@@ -23,8 +23,6 @@ from attention.kernels.tile import LOG2_E, PagedBatch, TileSize
 from attention.kv_cache import PagedKVCache
 from ubatch.kernels.triton_jit import cdiv, jit, power_of_2
 
-__all__ = ["DecodeSplits", "decode_attention", "reduce_splits"]
-
 MAX_SPLITS = 64
 _NUMBERS_PER_WARP = 1024  # elements of the splits' outputs that a warp reduces
 MIN_KEYS_PER_SPLIT = 128  # with fewer keys, reducing costs more than splitting gains

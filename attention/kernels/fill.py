@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ubatch.kernels.triton_jit import cdiv, jit, power_of_2
 
-__all__ = ["fill_batch"]
-
 _MAX_BLOCK = 1024  # most elements that one program moves
 
 

@@ -28,9 +28,6 @@ from attention.kv_cache import MLAKVCache
 from ubatch.kernels.tensors import rows_contiguous
 from ubatch.kernels.triton_jit import INTERPRETED, cdiv, jit, power_of_2
 
-__all__ = ["LatentTile", "as_attention", "latent_decode", "write_latent"]
-
-
 _SHARED_ROWS = 64  # from this many rows on, products read from shared memory
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ubatch.kernels.triton_jit import cdiv, jit, power_of_2
 
-__all__ = ["list_pages"]
-
 _MAX_BLOCK = 1024  # pages that one program copies
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from ubatch.kernels.triton_jit import jit, power_of_2
 
-__all__ = ["num_tiles", "plan_mask_offsets", "plan_tiles"]
-
 _TILES_PER_TURN = 32
 
 

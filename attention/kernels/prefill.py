@@ -13,8 +13,6 @@ from attention.kernels.attend import launch_attention
 from attention.kernels.tile import PagedBatch, TileSize
 from attention.kv_cache import PagedKVCache
 
-__all__ = ["prefill_attention"]
-
 
 def prefill_attention(
     q: Tensor,

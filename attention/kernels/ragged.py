@@ -12,8 +12,6 @@ from torch import Tensor
 from ubatch.kernels.tensors import rows_contiguous
 from ubatch.kernels.triton_jit import cdiv, jit, power_of_2
 
-__all__ = ["pad_ragged", "unpad_ragged"]
-
 _MAX_BLOCK = 1024  # most elements that one program moves
 
 

@@ -24,20 +24,6 @@ from attention.kv_cache import PagedKVCache
 from ubatch import ConfigError
 from ubatch.kernels.triton_jit import INTERPRETED, constant, jit, power_of_2
 
-__all__ = [
-    "BATCH_ARGUMENTS",
-    "LOG2_E",
-    "PagedBatch",
-    "TileSize",
-    "TreeMask",
-    "attend_keys",
-    "cache_arguments",
-    "finish_rows",
-    "load_fp8",
-    "score_constants",
-    "store_part",
-]
-
 LOG2_E = constant(1.4426950408889634)
 BATCH_ARGUMENTS = (
     "query_start_loc",

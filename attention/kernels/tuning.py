@@ -24,17 +24,6 @@ from attention.kv_cache import MLAKVCache, PagedKVCache
 from ubatch.kernels.autotune import autotune
 from ubatch.kernels.triton_jit import INTERPRETED, power_of_2
 
-__all__ = [
-    "DecodeChoice",
-    "LatentChoice",
-    "decode_choices",
-    "latent_choices",
-    "prefill_choices",
-    "tune_decode",
-    "tune_latent_decode",
-    "tune_prefill",
-]
-
 _LENGTHS = (512, 2048, 8192)
 _PREFILL_TOKENS = 4096
 

@@ -14,8 +14,6 @@ from attention.metadata import CommonAttentionMetadata
 if TYPE_CHECKING:
     from attention.linear.triton_plan import LinearRecords
 
-__all__ = ["make_linear_plan", "make_linear_records", "runs_in_triton"]
-
 
 def runs_in_triton(device: torch.device) -> bool:
     """Whether linear layers on this device run in Triton."""

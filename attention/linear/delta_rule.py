@@ -28,8 +28,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["chunks", "normalised", "one_token", "reference_delta_rule"]
-
 _EPS = 1e-6
 
 

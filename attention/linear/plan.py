@@ -36,8 +36,6 @@ from ubatch import ConfigError, ForwardMode
 from ubatch.kernels.tensors import runs_in_c
 from ubatch.streams.small_copies import to_device
 
-__all__ = ["CHUNK", "LinearPlan", "needs_slots"]
-
 CHUNK = 64
 """Tokens of a chunk. A longer one spends more on its triangle, a shorter one more on its state."""
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from ubatch.kernels.c_jit import compile_c, kernel_of
 
-__all__ = ["scan"]
-
 
 def scan(
     q: Tensor,

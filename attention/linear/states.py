@@ -27,8 +27,6 @@ from torch import Tensor
 from attention.kv_cache import KVCacheError, check_positive
 from ubatch import ConfigError
 
-__all__ = ["GatedDeltaShape", "StatePool"]
-
 
 @dataclass(frozen=True)
 class GatedDeltaShape:

@@ -32,8 +32,6 @@ from ubatch import ConfigError
 from ubatch.kernels.triton_jit import power_of_2
 from ubatch.streams.small_copies import to_device
 
-__all__ = ["LinearGraphPlan", "LinearRecords", "TritonLinearPlan"]
-
 _FEW = 16
 """Most tokens of a request that run one after another; a chunk costs about as much as so many. Not measured."""
 _SMALLEST_CHUNK = 16

@@ -27,8 +27,6 @@ from moe import NativeLinear, fastest_cpu_experts, linear, make_experts
 from ubatch import ConfigError
 from ubatch.kernels.fastest import best_times
 
-__all__ = ["fastest_cpu_dtype"]
-
 _DTYPES = (torch.bfloat16, torch.float32)
 _TOKENS = (16, 256)  # of a decode step, and of a prefill
 _MARGIN = 1.1  # bfloat16 must be this much faster, or the choice would follow the noise

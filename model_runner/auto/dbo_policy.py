@@ -22,8 +22,6 @@ from model_runner.auto.size_times import SizeTimes
 from model_runner.auto.step_stages import Stages
 from ubatch.schedules.schedule import Schedule
 
-__all__ = ["Policy", "Seen"]
-
 _NOISE, _LEAST_NOISE, _MOST_NOISE, _NOISE_MEMORY = 0.06, 0.02, 0.15, 32
 """Standard deviation of the log of a step's time: at first, its limits, and the steps that it is averaged over."""
 _SLOPE, _LEAST_SPREAD = 0.35, 0.1

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from model_runner.auto.step_stages import Stages, expected_log_ratio
 from ubatch.schedules.schedule import Schedule
 
-__all__ = ["Level", "SizeTimes"]
-
 _MEMORY, _MEMORY_OF_TRIALS = 16, 4
 """Steps that a level is averaged over; fewer where they lie far apart."""
 _WARM_UP = 0.1

@@ -9,8 +9,6 @@ from model_runner.parallel.tensor_parallel import Shard
 from moe import FusedExperts
 from ubatch import SplitCost
 
-__all__ = ["split_cost"]
-
 
 def split_cost(model: CausalLM, *, several_ranks: bool = False, tensor_parallel_size: int = 1) -> SplitCost:
     """Operations of one token in all layers, and of one pair of a query token and a token it attends to.

@@ -29,8 +29,6 @@ from ubatch.ranks.connection import Connection
 from ubatch.ranks.transfer_times import record_transfers
 from ubatch.schedules.modes import MODE_KEYS, ModeSettings, mode_key
 
-__all__ = ["Proposal", "StepSettings"]
-
 _logger = logging.getLogger(__name__)
 
 _IN_FLIGHT = 4

@@ -15,8 +15,6 @@ from ubatch.schedules.layer_program import LayerTimes, layer_program
 from ubatch.schedules.schedule import SERIAL, Schedule
 from ubatch.schedules.simulate import Op, simulate
 
-__all__ = ["Stages", "expected_log_ratio", "row"]
-
 _SLOTS = 8
 """Waits of each of the three kinds of transfers that are told apart; those of more layers share them."""
 _KINDS = ("dispatch", "combine", "other")

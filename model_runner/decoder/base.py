@@ -17,8 +17,6 @@ from model_runner.weights.weights import Checkpoint
 from moe import All2All
 from ubatch import ConfigError, get_forward_context
 
-__all__ = ["CausalLM", "ExpertParallel", "ModelConfig", "check_tensor_parallel", "current_plan", "read_model_config"]
-
 
 @dataclass(frozen=True)
 class ModelConfig:

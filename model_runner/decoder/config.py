@@ -16,17 +16,6 @@ from model_runner.weights.hf_config import HFConfig
 from model_runner.weights.quantization import read_quantization
 from moe import ClampedSwiGLU, Router
 
-__all__ = [
-    "DecoderConfig",
-    "MoEConfig",
-    "TensorNames",
-    "read_decoder",
-    "read_grouped_query",
-    "read_layer_windows",
-    "read_num_experts",
-    "read_top_k",
-]
-
 
 @dataclass(frozen=True)
 class TensorNames:

@@ -48,8 +48,6 @@ from model_runner.weights.weights import Checkpoint
 from ubatch import Point, dbo_yield, get_forward_context
 from ubatch.process.heartbeat import beat
 
-__all__ = ["DecoderLM"]
-
 
 class DecoderLM(CausalLM):
     """A decoder-only model of layers with attention and a dense or sparse MLP. A family adds `read_config`."""

@@ -24,8 +24,6 @@ from model_runner.weights.weights import Checkpoint, Part
 from ubatch import ConfigError, Point, dbo_yield
 from ubatch.schedules.schedule import LINEAR_ATTENTION
 
-__all__ = ["GatedDeltaNet"]
-
 
 class GatedDeltaNet(nn.Module):
     """A layer with the gated delta rule. Each tensor-parallel rank has its share of the heads."""

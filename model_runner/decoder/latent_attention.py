@@ -22,8 +22,6 @@ from model_runner.decoder.ops import rms_norm
 from model_runner.weights.weights import Checkpoint
 from ubatch import Point, dbo_yield
 
-__all__ = ["LatentAttention"]
-
 _LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of both latents: the published models do not take it from their config."""
 

@@ -27,17 +27,6 @@ from moe import NativeLinear, fp8_linear, linear
 from ubatch import ConfigError, Point, dbo_yield
 from ubatch.kernels.sums import add_bias
 
-__all__ = [
-    "AllHeadsNormAttention",
-    "Attention",
-    "GatedMLP",
-    "Projection",
-    "frozen",
-    "load_norm",
-    "load_projection",
-    "pack_projections",
-]
-
 
 def frozen(weight: Tensor) -> nn.Parameter:
     """A weight that is served, not trained."""

@@ -17,9 +17,6 @@ from model_runner.decoder.rope import Rotation
 from model_runner.kernels import small_ops
 from ubatch.kernels.tensors import runs_in_c
 
-__all__ = ["add_rms_norm", "normalise_and_rotate", "rms_norm", "sigmoid_mul", "silu_mul"]
-
-
 _KERNELS_ON = "cuda"
 """Where Triton's kernels run; tests run them on a CPU, interpreted."""
 

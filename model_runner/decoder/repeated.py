@@ -30,8 +30,6 @@ from ubatch.kernels.recording import Rebinds, Recording
 from ubatch.process.heartbeat import beat
 from ubatch.trace.spans import current_trace
 
-__all__ = ["RepeatedLayers"]
-
 _logger = logging.getLogger(__name__)
 
 _RECORDED_AT = 3

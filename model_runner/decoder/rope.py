@@ -21,18 +21,6 @@ from attention import RopeTable
 from model_runner.weights.hf_config import LONGEST_CONTEXT, HFConfig
 from ubatch.streams.small_copies import to_device
 
-__all__ = [
-    "LinearRope",
-    "Llama3Rope",
-    "Rope",
-    "RotaryEmbedding",
-    "RotaryTable",
-    "Rotation",
-    "YarnRope",
-    "read_longest_context",
-    "read_rope",
-]
-
 _ORIGINAL = "original_max_position_embeddings"
 
 

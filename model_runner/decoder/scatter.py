@@ -39,16 +39,6 @@ from model_runner.decoder.ops import add_rms_norm, rms_norm
 from model_runner.parallel.tensor_parallel import TensorParallel, padded_len, share_rows, valid_rows
 from ubatch import CommGroup, ConfigError, Point, all_gather, get_forward_context, reduce_scatter
 
-__all__ = [
-    "Layout",
-    "ScatterMode",
-    "add_norm",
-    "comm_final",
-    "comm_prepare_attn",
-    "comm_prepare_mlp",
-    "current_layout",
-]
-
 
 class ScatterMode(StrEnum):
     """Which rows a rank has; see the module's docstring."""

@@ -21,8 +21,6 @@ from moe import ClampedSwiGLU, FusedMoEModularKernel, SigmoidTopKRouter, make_ex
 from ubatch.kernels.recording import this_thread
 from ubatch.kernels.sums import to_float
 
-__all__ = ["SparseMLP"]
-
 
 class SparseMLP(nn.Module):
     """Router and experts; the transport determines which experts this rank holds."""

@@ -23,8 +23,6 @@ from model_runner.parallel.transport import make_transport
 from model_runner.weights.headers import Headers
 from model_runner.weights.weights import Checkpoint
 
-__all__ = ["check_built", "check_stored", "log_left"]
-
 _logger = logging.getLogger(__name__)
 
 _LEFT = {

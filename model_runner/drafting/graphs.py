@@ -34,8 +34,6 @@ from ubatch.graphs.table import PLAIN
 from ubatch.ranks.long_calls import taking_long
 from ubatch.streams.graph_protocols import Capture
 
-__all__ = ["DraftGraphs", "can_capture"]
-
 _logger = logging.getLogger(__name__)
 
 

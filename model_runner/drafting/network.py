@@ -31,8 +31,6 @@ from model_runner.weights.fp8 import log_projections
 from model_runner.weights.weights import Checkpoint
 from ubatch import ConfigError, nearest
 
-__all__ = ["DraftModel", "DraftNetwork", "load_draft"]
-
 
 class DraftNetwork(Protocol):
     """A network that drafts one token of a chain, or one level of a tree, per call. Capture needs an `nn.Module`.

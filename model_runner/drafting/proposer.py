@@ -42,8 +42,6 @@ from model_runner.step.step import Step
 from ubatch import ConfigError, ForwardMode
 from ubatch.streams.small_copies import to_device
 
-__all__ = ["DraftProposer"]
-
 
 class DraftProposer:
     """A `Proposer` and `StepObserver` around a draft network. Pass it to `ModelRunner.set_observer`.

@@ -37,8 +37,6 @@ from model_runner.step.request import Request
 from ubatch import ForwardContext, ForwardMode, set_forward_context
 from ubatch.streams.small_copies import to_device, to_host
 
-__all__ = ["DraftRunner", "draft_cache_spec"]
-
 
 def draft_cache_spec(network: DraftNetwork, spec: CacheSpec) -> CacheSpec:
     """The draft cache: the network's own layers, with the page size and dtype of the target's cache (`spec`)."""

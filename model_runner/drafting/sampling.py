@@ -19,8 +19,6 @@ from model_runner.step.request import Request
 from ubatch import ForwardContext, set_forward_context
 from ubatch.streams.small_copies import to_device
 
-__all__ = ["DraftBatch", "DraftDraws", "choose_drafts", "draft_chain"]
-
 
 @dataclass(frozen=True)
 class DraftBatch:

@@ -21,8 +21,6 @@ from model_runner.drafting.sampling import DraftBatch
 from model_runner.settings import most_nodes
 from model_runner.speculation.proposer import Draft
 
-__all__ = ["draft_trees", "select_nodes"]
-
 
 def draft_trees(
     runner: DraftRunner, batch: DraftBatch, hidden: Tensor, counts: Sequence[int], num_steps: int, topk: int

@@ -17,8 +17,6 @@ from attention import CommonAttentionMetadata, KVCache, SpecVerifyInput
 from model_runner.step.graph_sizes import GraphFamily, GraphShape
 from ubatch import CapturedGraph, GraphBackend
 
-__all__ = ["CapturedSteps", "GraphSetting", "batch_to_capture"]
-
 
 @dataclass(frozen=True)
 class GraphSetting:

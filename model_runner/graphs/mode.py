@@ -15,8 +15,6 @@ from model_runner.step.graph_sizes import GraphFamily, GraphShape
 from moe import All2All, FusedMoEModularKernel, traits_in
 from ubatch import ConfigError, CUDAGraphMode, ForwardMode, nearest
 
-__all__ = ["AUTO", "capturable_families", "resolve_graph_mode"]
-
 _logger = logging.getLogger(__name__)
 
 AUTO = "auto"

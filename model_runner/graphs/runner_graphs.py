@@ -24,8 +24,6 @@ from model_runner.step.streams import StepStreams
 from moe import All2All
 from ubatch import CapturedGraph, CommGroup, CUDAGraphMode, CudaGraphs, GraphBackend, UBatchConfig, UBatchWrapper
 
-__all__ = ["CapturingRunner"]
-
 
 class CapturingRunner:
     """What `ModelRunner` is made of, and its captured steps. Draft networks see their target's runner as one.

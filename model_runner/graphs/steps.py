@@ -39,8 +39,6 @@ from ubatch import (
     set_forward_context,
 )
 
-__all__ = ["GraphSteps", "place_in_torch"]
-
 _logger = logging.getLogger(__name__)
 _ANY_GRAPH = 1
 """The offer of a rank without tokens: it can replay any graph."""

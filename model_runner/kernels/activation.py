@@ -7,8 +7,6 @@ from torch import Tensor
 from ubatch.kernels.tensors import rows_contiguous
 from ubatch.kernels.triton_jit import cdiv, jit, power_of_2
 
-__all__ = ["sigmoid_mul", "silu_mul"]
-
 _MAX_BLOCK = 1024  # outputs of one program
 
 

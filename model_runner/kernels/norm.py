@@ -15,8 +15,6 @@ from torch import Tensor
 from ubatch.kernels.tensors import rows_contiguous
 from ubatch.kernels.triton_jit import INTERPRETED, jit, power_of_2
 
-__all__ = ["add_rms_norm", "rms_norm"]
-
 
 @jit()
 def _norm_kernel(

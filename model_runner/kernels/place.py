@@ -5,8 +5,6 @@ from torch import Tensor
 
 from ubatch.kernels.triton_jit import cdiv, jit
 
-__all__ = ["place_lane"]
-
 _BLOCK = 256  # tokens that one program moves; the same for all sizes, so that the kernel is compiled once
 
 

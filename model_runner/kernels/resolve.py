@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ubatch.kernels.triton_jit import cdiv, jit
 
-__all__ = ["resolve_tokens", "store_tokens"]
-
 _BLOCK = 256
 
 

@@ -16,8 +16,6 @@ from torch import Tensor
 from ubatch import ConfigError
 from ubatch.kernels.triton_jit import cdiv, jit, power_of_2
 
-__all__ = ["rotate_heads"]
-
 _MAX_TILE = 2048  # elements of a half per program
 
 

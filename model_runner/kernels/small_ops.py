@@ -17,8 +17,6 @@ from torch import Tensor
 from ubatch.kernels.c_jit import compile_c, kernels_of
 from ubatch.kernels.tensors import rows_contiguous
 
-__all__ = ["add_rms_norm", "find_highest", "rms_norm", "rotate_heads", "sigmoid_mul", "silu_mul"]
-
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x` `[..., size]` normalised over its last dimension; contiguous.

@@ -12,8 +12,6 @@ from __future__ import annotations
 import ctypes
 import sys
 
-__all__ = ["keep_freed_memory"]
-
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
 _SETTINGS = (
     (_M_MMAP_THRESHOLD, 32 << 20),  # the most glibc accepts; larger tensors are still mapped one by one

@@ -33,8 +33,6 @@ from model_runner.step.request import Request, ScheduledRequest
 from model_runner.step_runner import StepRunner
 from ubatch import ConfigError
 
-__all__ = ["CudaMemory", "blocks_beside", "graphs_in_all", "largest_step", "measured_blocks"]
-
 _logger = logging.getLogger(__name__)
 
 _WIDEST: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.01, "logprobs": 1, "prompt_logprobs": 1}

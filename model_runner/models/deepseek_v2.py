@@ -17,8 +17,6 @@ from model_runner.decoder.rope import Rope, read_rope
 from model_runner.weights.hf_config import HFConfig
 from moe import GroupLimitedRouter, Router
 
-__all__ = ["DeepseekV2ForCausalLM", "read_deepseek", "read_groups", "read_shared_moe"]
-
 
 class DeepseekV2ForCausalLM(DecoderLM):
     """The model. See `CausalLM`."""

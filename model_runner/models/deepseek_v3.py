@@ -13,8 +13,6 @@ from model_runner.models.mtp import LayersBehind
 from model_runner.weights.hf_config import HFConfig
 from moe import SigmoidTopKRouter
 
-__all__ = ["DeepseekV3ForCausalLM", "read_sigmoid_router"]
-
 
 class DeepseekV3ForCausalLM(LayersBehind):
     """The model. See `CausalLM`."""

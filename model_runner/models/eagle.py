@@ -30,8 +30,6 @@ from model_runner.decoder.rope import RotaryEmbedding
 from model_runner.weights.weights import Checkpoint
 from moe import linear
 
-__all__ = ["EAGLE_ARCHITECTURE", "DraftHead", "EagleHead"]
-
 EAGLE_ARCHITECTURE = "EagleQwen3ForCausalLM"
 """Architecture name in a head's `config.json`."""
 

@@ -15,8 +15,6 @@ from model_runner.models.deepseek_v3 import read_sigmoid_router
 from model_runner.models.mtp import LayersBehind
 from model_runner.weights.hf_config import HFConfig
 
-__all__ = ["Glm4MoeForCausalLM"]
-
 
 class Glm4MoeForCausalLM(LayersBehind):
     """The model. See `CausalLM`."""

@@ -16,8 +16,6 @@ from model_runner.models.mixtral import read_softmax_moe
 from model_runner.weights.hf_config import HFConfig
 from moe import ClampedSwiGLU
 
-__all__ = ["GptOssForCausalLM"]
-
 
 class GptOssForCausalLM(DecoderLM):
     """The model. See `CausalLM`."""

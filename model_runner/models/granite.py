@@ -16,8 +16,6 @@ from model_runner.decoder.decoder import DecoderLM
 from model_runner.models.mixtral import read_softmax_moe
 from model_runner.weights.hf_config import HFConfig
 
-__all__ = ["GraniteForCausalLM", "GraniteMoeForCausalLM"]
-
 _NAMES = TensorNames(
     block="block_sparse_moe",
     router="router.layer",

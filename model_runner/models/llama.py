@@ -9,8 +9,6 @@ from model_runner.decoder.config import DecoderConfig, read_decoder, read_groupe
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.weights.hf_config import HFConfig
 
-__all__ = ["LlamaForCausalLM"]
-
 
 class LlamaForCausalLM(DecoderLM):
     """The model. See `CausalLM`."""

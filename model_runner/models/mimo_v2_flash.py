@@ -25,8 +25,6 @@ from model_runner.models.deepseek_v3 import read_sigmoid_router
 from model_runner.weights.hf_config import HFConfig
 from model_runner.weights.weights import Checkpoint
 
-__all__ = ["MiMoV2FlashForCausalLM"]
-
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ATTENTION, _MLPS = (_FULL, _SLIDING), ("dense", "sparse")
 _THETAS = {_FULL: ("rope_theta", 5_000_000.0), _SLIDING: ("swa_rope_theta", 10_000.0)}

@@ -9,8 +9,6 @@ from model_runner.decoder.config import DecoderConfig, read_decoder, read_groupe
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.weights.hf_config import HFConfig
 
-__all__ = ["MistralForCausalLM"]
-
 _SLIDING_WINDOW = 4096
 """The window if the config has no entry for it; null is no window."""
 

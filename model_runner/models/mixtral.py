@@ -21,8 +21,6 @@ from model_runner.decoder.rope import read_rope
 from model_runner.weights.hf_config import HFConfig
 from moe import SoftmaxTopKRouter
 
-__all__ = ["MixtralForCausalLM", "read_softmax_moe"]
-
 
 class MixtralForCausalLM(DecoderLM):
     """The model. See `CausalLM`."""

@@ -33,8 +33,6 @@ from model_runner.models.registry import HYBRID
 from model_runner.weights.weights import Checkpoint
 from ubatch import ConfigError
 
-__all__ = ["LayersApart", "LayersBehind", "MTPLayer", "has_layer", "no_layer"]
-
 _WHAT = "multi-token prediction, which only speculative algorithm mtp reads"
 
 

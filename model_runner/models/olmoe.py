@@ -12,8 +12,6 @@ from model_runner.decoder.decoder import DecoderLM
 from model_runner.models.mixtral import read_softmax_moe
 from model_runner.weights.hf_config import HFConfig
 
-__all__ = ["OlmoeForCausalLM"]
-
 
 class OlmoeForCausalLM(DecoderLM):
     """The model. See `CausalLM`."""

@@ -11,8 +11,6 @@ from model_runner.decoder.config import DecoderConfig, read_decoder, read_groupe
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.weights.hf_config import HFConfig
 
-__all__ = ["Qwen2ForCausalLM", "read_qwen_windows", "read_sliding_window", "read_windows"]
-
 _SLIDING_WINDOW = 4096
 """The window if `use_sliding_window` is set and the config has no entry for it; null is no window."""
 

@@ -16,8 +16,6 @@ from model_runner.models.mixtral import read_softmax_moe
 from model_runner.models.qwen2 import read_qwen_windows
 from model_runner.weights.hf_config import HFConfig
 
-__all__ = ["Qwen2MoeForCausalLM", "read_gated_moe", "read_sparse_layers"]
-
 
 class Qwen2MoeForCausalLM(DecoderLM):
     """The model. See `CausalLM`."""

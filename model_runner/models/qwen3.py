@@ -10,8 +10,6 @@ from model_runner.decoder.decoder import DecoderLM
 from model_runner.models.qwen2 import read_windows
 from model_runner.weights.hf_config import HFConfig
 
-__all__ = ["Qwen3ForCausalLM"]
-
 
 class Qwen3ForCausalLM(DecoderLM):
     """The model. See `CausalLM`."""

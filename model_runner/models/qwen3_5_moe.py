@@ -15,8 +15,6 @@ from model_runner.models.qwen3_next import read_hybrid
 from model_runner.weights.hf_config import HFConfig
 from model_runner.weights.weights import Checkpoint
 
-__all__ = ["Qwen35MoeForCausalLM", "Qwen35MoeForConditionalGeneration"]
-
 
 class Qwen35MoeForCausalLM(LayersApart):
     """The text model. See `CausalLM`."""

@@ -14,8 +14,6 @@ from model_runner.models.qwen2 import read_sliding_window
 from model_runner.models.qwen2_moe import read_sparse_layers
 from model_runner.weights.hf_config import HFConfig
 
-__all__ = ["Qwen3MoeForCausalLM"]
-
 
 class Qwen3MoeForCausalLM(DecoderLM):
     """The model. See `CausalLM`."""

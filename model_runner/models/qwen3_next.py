@@ -18,8 +18,6 @@ from model_runner.models.mtp import LayersApart
 from model_runner.models.qwen2_moe import read_gated_moe, read_sparse_layers
 from model_runner.weights.hf_config import HFConfig
 
-__all__ = ["Qwen3NextForCausalLM", "read_hybrid"]
-
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
 

@@ -20,8 +20,6 @@ from model_runner.weights.weights import Checkpoint
 from ubatch import LazyRegistry
 from ubatch.errors import shown
 
-__all__ = ["HYBRID", "known_architectures", "model_class", "read_model", "read_sizes", "register_model"]
-
 _MODELS = LazyRegistry(
     "model",
     {

@@ -33,17 +33,6 @@ from moe import EmulatedLink
 from ubatch import CommGroup, ConfigError, Point, all_gather
 from ubatch.ranks.collectives import Carry
 
-__all__ = [
-    "WHOLE",
-    "Shard",
-    "TensorParallel",
-    "make_tensor_parallel",
-    "padded_len",
-    "share_rows",
-    "share_tokens",
-    "valid_rows",
-]
-
 
 def padded_len(num_tokens: int, size: int) -> int:
     """Rows of a batch or lane of `num_tokens` tokens, padded to a multiple of `size`; 0 stays 0."""

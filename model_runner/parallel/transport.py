@@ -32,19 +32,6 @@ from moe import (
 from ubatch import CommGroup, ConfigError, ForwardMode, Schedule, UBatchConfig
 from ubatch.schedules.vote import MAX_LANES
 
-__all__ = [
-    "AUTO",
-    "LOCAL",
-    "check_schedules",
-    "check_schedules_by_name",
-    "choose_all2all",
-    "make_transport",
-    "most_chunks",
-    "most_lanes",
-    "resolve_all2all",
-    "traits_in_lanes",
-]
-
 _logger = logging.getLogger(__name__)
 
 AUTO = "auto"

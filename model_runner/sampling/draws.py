@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["fresh_seed", "uniform"]
-
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 

@@ -28,8 +28,6 @@ from torch import Tensor
 from ubatch import ConfigError, import_optional
 from ubatch.ranks.long_calls import taking_long
 
-__all__ = ["find_truncation", "keep_most_likely", "truncates"]
-
 _logger = logging.getLogger(__name__)
 
 _Truncation = tuple[Callable[..., Tensor], Callable[..., Tensor]]

@@ -26,8 +26,6 @@ from model_runner.errors import RequestError
 from model_runner.sampling.sampling_params import SamplingParams
 from ubatch.streams.small_copies import to_device
 
-__all__ = ["SamplingRow", "adjust_logits"]
-
 _NO_TOKENS = torch.empty(0, dtype=torch.int64)
 _NO_BIASES = torch.empty(0)
 

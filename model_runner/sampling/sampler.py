@@ -38,8 +38,6 @@ from model_runner.sampling.sampling_params import SamplingParams
 from ubatch.kernels.tensors import runs_in_c
 from ubatch.streams.small_copies import to_device
 
-__all__ = ["NO_TOKEN", "OUT_OF_TOKENS", "distributions", "fall", "sample"]
-
 NO_TOKEN, OUT_OF_TOKENS = -1, -2
 """In place of a token: the row's logits are not finite; or its parameters allow no token."""
 

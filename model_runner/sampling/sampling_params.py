@@ -17,15 +17,6 @@ from model_runner.sampling.token_ids import TokenIds, short_repr
 from ubatch.errors import shown
 from ubatch.streams.small_copies import to_device
 
-__all__ = [
-    "MAX_BAD_SEQUENCES",
-    "MAX_BAD_TOKENS",
-    "MAX_LOGIT_BIASES",
-    "MAX_STOP_TOKEN_IDS",
-    "BadSequences",
-    "SamplingParams",
-]
-
 MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS = 1024, 128
 """Most entries of a request; vLLM's limits."""
 MAX_BAD_SEQUENCES, MAX_BAD_TOKENS = 256, 4096

@@ -14,8 +14,6 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["TokenIds", "short_repr"]
-
 _IDS, _BITS = b"i", b"b"
 _SHOWN = 16
 

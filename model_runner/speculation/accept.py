@@ -30,8 +30,6 @@ from model_runner.sampling.sampler import OUT_OF_TOKENS, distributions, fall
 from model_runner.step.request import ScheduledRequest
 from ubatch.streams.small_copies import to_device
 
-__all__ = ["Acceptance", "DraftRows", "accepted_nodes", "check_acceptance", "sample_by_rejection"]
-
 
 class Acceptance(StrEnum):
     """When drafts of sampled requests are accepted."""

@@ -25,8 +25,6 @@ from model_runner.step.step import Step
 from ubatch import ConfigError, ForwardMode
 from ubatch.streams.small_copies import to_device
 
-__all__ = ["DraftExtendBatch", "draft_extend_batch"]
-
 
 @dataclass(frozen=True)
 class DraftExtendBatch:

@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from model_runner.speculation.proposer import Draft
 from model_runner.step.request import Request
 
-__all__ = ["NgramIndex", "NgramProposer"]
-
 
 class NgramProposer:
     """Drafts by prompt lookup, a chain for every request; it does not use the model. See `Proposer`.

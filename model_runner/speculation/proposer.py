@@ -19,8 +19,6 @@ from torch import Tensor
 from model_runner.step.request import Request
 from model_runner.step.step import Step
 
-__all__ = ["Draft", "Proposer", "StepObserver"]
-
 
 @dataclass(frozen=True)
 class Draft:

@@ -25,8 +25,6 @@ from model_runner.step.step import Step
 from ubatch import ForwardMode
 from ubatch.streams.small_copies import to_device
 
-__all__ = ["build_input_batch"]
-
 
 def build_input_batch(
     scheduled: Step | Sequence[ScheduledRequest],

@@ -41,14 +41,6 @@ from ubatch import (
 )
 from ubatch.schedules.split_mixed import split_mixed
 
-__all__ = [
-    "check_same_requests",
-    "content_of",
-    "coordinate_batch_across_dp",
-    "make_offer",
-]
-
-
 _NOT_SPLIT = (DeclineReason.MODE_NOT_SPLIT, "steps of this mode are never split.")
 _NO_GAIN = (DeclineReason.NO_GAIN_EXPECTED, "such steps are not expected to be faster.")
 _TOKENS_ALONE = SplitCost(per_token=1.0, per_pair=0.0)

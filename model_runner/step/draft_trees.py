@@ -38,8 +38,6 @@ from model_runner.errors import RequestError
 from model_runner.step.request import ScheduledRequest
 from ubatch.streams.small_copies import to_device
 
-__all__ = ["DraftTrees", "chain_of_drafts", "check_parents", "drafts_per_request", "path_to"]
-
 _NONE = -1
 
 

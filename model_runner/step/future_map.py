@@ -21,8 +21,6 @@ from torch import Tensor
 from model_runner.errors import StepOrderError
 from model_runner.step.request import Request
 
-__all__ = ["FutureMap", "resolve_reference", "store_reference"]
-
 
 class FutureMap:
     """The last sampled token of every row of the request table.

@@ -22,8 +22,6 @@ from functools import cached_property
 from attention import MODES, SplitKind
 from ubatch import ConfigError, Decision, ForwardMode, UBatchConfig, UBatchSlice, fingerprint
 
-__all__ = ["GraphFamily", "GraphShape", "capture_sizes", "default_capture_sizes", "graph_families", "tokens_needed"]
-
 _LARGEST_BY_DEFAULT = 512
 
 

@@ -19,15 +19,6 @@ from torch import Tensor
 from model_runner.errors import RequestError
 from model_runner.step.request import Request
 
-__all__ = [
-    "PromptCarry",
-    "PromptSpan",
-    "TokenLogprobs",
-    "read_logprobs",
-    "score_prompt_rows",
-    "score_tokens",
-]
-
 _SLICE_NUMBERS = 1 << 24
 """Most logits to compute at a time: those of all rows of a long prompt would fill the memory."""
 

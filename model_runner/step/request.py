@@ -17,8 +17,6 @@ from torch import Tensor
 from model_runner.sampling.draws import fresh_seed, uniform
 from model_runner.sampling.sampling_params import SamplingParams
 
-__all__ = ["PENDING_TOKEN", "Request", "ScheduledRequest"]
-
 PENDING_TOKEN = -1
 """A token that was sampled on the device and is not known on the host yet; see `FutureMap`."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from attention import BlockAllocator, KVCache, KVCacheExhausted, RequestToTokenTable
 from model_runner.step.request import Request
 
-__all__ = ["RequestMemory"]
-
 
 class RequestMemory:
     """The part of a runner that gives requests a row of the request table and KV blocks."""

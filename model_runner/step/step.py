@@ -24,8 +24,6 @@ from model_runner.step.request import Request, ScheduledRequest
 from ubatch import ForwardMode
 from ubatch.wrapping.step import DecidedStep
 
-__all__ = ["Step"]
-
 _LATER: Any = None
 """The value of a field that is filled later."""
 

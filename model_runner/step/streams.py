@@ -45,8 +45,6 @@ from ubatch.ranks.host_copy import CopiedWork
 from ubatch.streams.small_copies import HostCopy, Packing, carried_by
 from ubatch.streams.streams import Event, NullStreams, StreamBackend, make_streams
 
-__all__ = ["PinnedBuffers", "StepStreams"]
-
 _SMALLEST_BUFFER = 4096
 
 

@@ -19,8 +19,6 @@ from torch import Tensor
 from model_runner.weights.weights import Checkpoint, Size, part_index, whole_shape
 from ubatch import ConfigError, nearest
 
-__all__ = ["LOAD_FORMATS", "DummyCheckpoint", "open_checkpoint"]
-
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 _POOL = 2**20 + 7
 """Number of random values that tensors are cut from; a prime, so that rows of a tensor do not repeat."""

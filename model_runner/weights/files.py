@@ -9,8 +9,6 @@ from typing import Any
 from model_runner.errors import CheckpointError, CheckpointFileMissing
 from ubatch.errors import shown
 
-__all__ = ["SINGLE_FILE", "indexed_files", "read_json"]
-
 SINGLE_FILE = "model.safetensors"
 """The file of a checkpoint without shards."""
 _INDEX = "model.safetensors.index.json"

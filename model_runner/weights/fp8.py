@@ -11,8 +11,6 @@ from torch import Tensor
 from model_runner.weights.scaled import FP8
 from model_runner.weights.weights import Checkpoint, Part, Size, part_size
 
-__all__ = ["load_fp8_experts", "load_fp8_projection", "log_projections"]
-
 _logger = logging.getLogger(__name__)
 
 

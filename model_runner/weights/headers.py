@@ -20,8 +20,6 @@ from model_runner.weights.scaled import ScaledBlocks
 from model_runner.weights.weights import Checkpoint
 from ubatch.streams.streams import NullStreams
 
-__all__ = ["Headers"]
-
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

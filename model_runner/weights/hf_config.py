@@ -15,8 +15,6 @@ from typing import Any
 from model_runner.errors import CheckpointError
 from ubatch.errors import shown
 
-__all__ = ["LONGEST_CONTEXT", "HFConfig"]
-
 _REQUIRED: Any = object()
 LONGEST_CONTEXT = 1 << 23
 """Most tokens of a sequence that a config may name."""

@@ -7,8 +7,6 @@ from model_runner.errors import CheckpointError
 from model_runner.weights.weights import Checkpoint
 from ubatch.errors import shown
 
-__all__ = ["load_kv_scales"]
-
 _ENDINGS = ("k_scale", "v_scale", "kv_scale")
 
 

@@ -16,8 +16,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-__all__ = ["MXFP4Blocks"]
-
 _GROUP = 32
 _ROOM = 1 << 18
 """Numbers that are computed at once; more if a row has more."""

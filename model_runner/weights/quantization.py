@@ -21,8 +21,6 @@ from model_runner.errors import CheckpointError
 from model_runner.weights.hf_config import HFConfig
 from ubatch.errors import shown
 
-__all__ = ["MXFP4", "WeightQuantization", "read_quantization"]
-
 _ADVICE = (
     "Weights may be bfloat16, float16, float32, or fp8 by quant_method 'fp8' or compressed-tensors 'float-quantized'. "
     "Choose a checkpoint of the model in one of these, or dequantise this one to bfloat16."

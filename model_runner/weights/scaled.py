@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["FP8", "ScaledBlocks"]
-
 FP8 = torch.float8_e4m3fn
 
 _ROOM = 1 << 18

@@ -13,8 +13,6 @@ from typing import Any
 from model_runner.errors import CheckpointError
 from model_runner.weights.files import read_json
 
-__all__ = ["tokenizer_end_tokens"]
-
 
 def tokenizer_end_tokens(folder: Path) -> tuple[int, ...]:
     """Ids of `eos_token` in the folder's tokenizer files; empty if they name none. Who loads a tokenizer reports files

@@ -28,8 +28,6 @@ from model_runner.weights.mxfp4 import MXFP4Blocks
 from model_runner.weights.scaled import ScaledBlocks
 from ubatch.streams.streams import Event, NullStreams, StreamBackend, make_streams
 
-__all__ = ["PINNED_BYTES", "Progress", "WeightPass"]
-
 PINNED_BYTES = 128 << 20
 """Most bytes of pinned host memory of a pass."""
 _BUFFERS = 8

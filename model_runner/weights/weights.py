@@ -39,8 +39,6 @@ from model_runner.weights.scaled import FP8, ScaledBlocks
 from model_runner.weights.weight_pass import Progress, Wanted, WeightPass
 from ubatch.streams.streams import StreamBackend
 
-__all__ = ["Checkpoint", "Part", "Size", "part_index", "part_size", "whole_shape"]
-
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Name in a safetensors file -> name in a config."""
 _LONGEST_NAME = 200

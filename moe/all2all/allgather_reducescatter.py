@@ -34,8 +34,6 @@ from ubatch import (
 )
 from ubatch.ranks.group import check_group
 
-__all__ = ["AllGatherReduceScatterAll2All"]
-
 
 @dataclass(frozen=True)
 class Handle:

@@ -30,28 +30,6 @@ from ubatch import ConfigError, ForwardMode, GradientError, Transfer
 if TYPE_CHECKING:
     from moe.kernels.signals import Signals  # imports Triton
 
-__all__ = [
-    "All2All",
-    "All2AllTraits",
-    "BatchedDispatch",
-    "BlockCombine",
-    "DiffersBySteps",
-    "Dispatched",
-    "ExchangesCounts",
-    "MarksInputs",
-    "OnCounts",
-    "SendsBlocks",
-    "SignalledCombine",
-    "SignalsCombine",
-    "StepSizes",
-    "TellsLater",
-    "at_once",
-    "check_dispatch",
-    "refuse_gradients",
-    "traits_in",
-    "visited",
-]
-
 HandleT = TypeVar("HandleT")
 HandleT_contra = TypeVar("HandleT_contra", contravariant=True)
 

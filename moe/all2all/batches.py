@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Batches", "sort_pairs", "sum_pairs"]
-
 
 @dataclass(frozen=True)
 class Batches:

@@ -24,8 +24,6 @@ from torch import Tensor
 from moe.all2all.base import All2All, Dispatched, HandleT
 from ubatch import ConfigError, Transfer
 
-__all__ = ["ServesChunks", "blocks_of", "cut", "dispatch_chunks", "dispatch_cut", "ids_of_blocks", "only_block"]
-
 
 @runtime_checkable
 class ServesChunks(Protocol):

@@ -22,8 +22,6 @@ from moe.all2all.link import EmulatedLink
 from moe.all2all.registry import make_all2all
 from ubatch import CommGroup, ConfigError, ForwardMode, Transfer
 
-__all__ = ["EmulatedLinkAll2All"]
-
 
 class EmulatedLinkAll2All:
     """Launches through another back end; the link decides when it arrives.

@@ -39,8 +39,6 @@ from ubatch import (
 from ubatch.ranks.transfer import Queued
 from ubatch.streams.streams import Event
 
-__all__ = ["HostLoopbackAll2All", "Message", "Staging", "lane_here"]
-
 
 class HostLoopbackAll2All:
     """Sends every token, and every result, through host memory.

@@ -52,8 +52,6 @@ from ubatch.streams.streams import Event
 if TYPE_CHECKING:
     from moe.kernels.signals import Alarm, Signals  # imports Triton
 
-__all__ = ["BatchedHandle", "HostLoopbackBatchedAll2All"]
-
 _NAME = "host_loopback_batched"
 _PROGRAMS = 2  # programs of the copy in the interpreter, where there are no SMs to divide
 

@@ -22,8 +22,6 @@ from typing import TypeVar
 
 from ubatch import ConfigError, LinkTime, Transfer
 
-__all__ = ["EmulatedLink", "LinkStatistics"]
-
 T = TypeVar("T")
 
 

@@ -8,8 +8,6 @@ from moe.all2all.base import All2AllTraits, Dispatched
 from moe.placement import local_experts
 from ubatch import CommGroup, ConfigError, Transfer
 
-__all__ = ["LocalAll2All"]
-
 
 class LocalAll2All:
     """Hands tokens and results through. Works under autograd, in lanes and in graphs.

@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["pack_rows", "unpack_rows"]
-
 
 def pack_rows(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
     """Rows ready to travel.

@@ -11,17 +11,6 @@ from moe.all2all.base import All2All, StepSizes
 from ubatch import CommGroup, ConfigError, LazyRegistry, nearest
 from ubatch.errors import shown
 
-__all__ = [
-    "ChecksOptions",
-    "FollowsSteps",
-    "all2all_backends",
-    "all2all_class",
-    "check_all2all_options",
-    "default_all2all_options",
-    "make_all2all",
-    "register_all2all_backend",
-]
-
 _BACKENDS = LazyRegistry(
     "all2all back end",
     {

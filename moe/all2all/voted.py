@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ubatch import CommGroup, ConfigError, ForwardContext, dbo_enabled, get_forward_context
 
-__all__ = ["most_voted_tokens", "tokens_in", "unpadded", "voted_tokens"]
-
 
 def voted_tokens(group: CommGroup) -> tuple[int, ...] | None:
     """Tokens of every rank of `group` in this lane or step; None where the ranks did not vote on it.

@@ -17,8 +17,6 @@ from ubatch import ConfigError
 if TYPE_CHECKING:
     from moe.kernels.signals import Signals  # imports Triton
 
-__all__ = ["BatchedExperts", "BlockwiseExperts", "Experts", "FusedExperts", "SignallingExperts"]
-
 
 class Experts(Protocol):
     """The experts that one rank holds. Stateless between calls: several lanes share one."""

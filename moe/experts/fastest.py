@@ -21,8 +21,6 @@ from ubatch import ConfigError
 from ubatch.kernels.c_jit import why_not_c
 from ubatch.kernels.fastest import Chosen, Launches, best_times, fastest, measured
 
-__all__ = ["ExpertsNeeds", "ExpertsShape", "fastest_cpu_experts", "fastest_experts", "usable_experts"]
-
 _EXPERTS, _HIDDEN, _INTERMEDIATE, _TOP_K = 8, 512, 256, 4
 _TOKENS = (16, 256)  # tokens of a decode step, and of a prefill; both have the same weight
 _CANDIDATES = ("triton", "flashinfer", "grouped_mm")  # all of them can be captured

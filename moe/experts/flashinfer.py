@@ -22,8 +22,6 @@ from moe.experts.base import FusedExperts
 from ubatch import ConfigError, import_optional
 from ubatch.dbo import report_sm_use
 
-__all__ = ["FlashInferExperts", "find_fused_moe"]
-
 _DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 8  # of hidden and intermediate sizes, for 16 bytes of either dtype
 _NOBODY = -1  # an id of no rank

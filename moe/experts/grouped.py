@@ -25,8 +25,6 @@ from moe.experts.torch_experts import TorchExperts
 from moe.placement import block_of
 from moe.segments import segment_offsets, segment_sum
 
-__all__ = ["GroupedExperts", "RowPlan"]
-
 
 class GroupedExperts(TorchExperts):
     """Experts by sorting and one GEMM per expert. CPU and CUDA, any floating dtype."""

@@ -23,8 +23,6 @@ from moe.experts.base import FusedExperts
 from ubatch import ConfigError
 from ubatch.dbo import report_sm_use
 
-__all__ = ["GroupedMMExperts"]
-
 _CAPABILITIES = (9, 10)  # major versions
 _ALIGNMENT = 8  # of hidden and intermediate sizes, for 16 bytes of bfloat16
 

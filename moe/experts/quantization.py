@@ -16,8 +16,6 @@ from torch import Tensor
 
 from ubatch import ConfigError
 
-__all__ = ["BLOCK", "FP8", "check_scales", "dequantize_blocks", "in_triton", "quantize_blocks", "quantize_tokens"]
-
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
 

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from moe.experts.torch_experts import TorchExperts
 
-__all__ = ["ReferenceExperts"]
-
 
 class ReferenceExperts(TorchExperts):
     """A plain loop over tokens and their choices. Slow; tests compare the fast experts with it."""

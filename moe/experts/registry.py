@@ -14,15 +14,6 @@ from moe.experts.quantization import BLOCK
 from moe.experts.torch_experts import ClampedSwiGLU
 from ubatch import ConfigError, LazyRegistry
 
-__all__ = [
-    "check_takes_biases",
-    "experts_backends",
-    "experts_class",
-    "fp8_block",
-    "make_experts",
-    "register_experts_backend",
-]
-
 _FP8_PRODUCTS = (8, 9)
 """The first compute capability with products in fp8."""
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from moe.experts.base import FusedExperts
 from ubatch import ConfigError
 
-__all__ = ["ClampedSwiGLU", "TorchExperts"]
-
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:

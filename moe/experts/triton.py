@@ -25,8 +25,6 @@ from moe.kernels.reduce import sum_choices
 from ubatch.kernels.tensors import rows_contiguous
 from ubatch.kernels.triton_jit import power_of_2
 
-__all__ = ["TritonExperts"]
-
 
 class TritonExperts(TritonBatchedExperts):
     """Experts of both layouts; see `TritonBatchedExperts`."""

@@ -30,8 +30,6 @@ from ubatch.dbo import current_sm_budget, report_sm_use
 from ubatch.kernels.autotune import autotune
 from ubatch.kernels.triton_jit import INTERPRETED, power_of_2
 
-__all__ = ["TritonBatchedExperts"]
-
 C = TypeVar("C", GemmConfig, RowTile)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

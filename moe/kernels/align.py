@@ -23,8 +23,6 @@ from torch import Tensor
 
 from ubatch.kernels.triton_jit import INTERPRETED, cdiv, jit, power_of_2
 
-__all__ = ["Alignment", "Tiles", "align_pairs", "reference_align_pairs", "some_rows", "tile_batches"]
-
 _MAX_CHUNKS = 128
 _CHUNK = 32 if INTERPRETED else 256  # fewest pairs of a chunk; small in tests, so that they have several chunks
 _FEW_PAIRS = 64 if INTERPRETED else 2048  # most that every program counts: less time than a launch

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ubatch.kernels.triton_jit import INTERPRETED, cdiv, jit
 
-__all__ = ["copy_on_sms"]
-
 _WARPS = 32
 _WORDS_OF_A_THREAD = 1 if INTERPRETED else 32
 _BLOCK = 32 * _WARPS * _WORDS_OF_A_THREAD

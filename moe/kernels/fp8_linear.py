@@ -20,8 +20,6 @@ from moe.kernels.quantize import BLOCK, quantize_rows
 from ubatch.kernels.autotune import autotune
 from ubatch.kernels.triton_jit import INTERPRETED, cdiv, constant, descriptor, jit, power_of_2, undefined
 
-__all__ = ["LinearTile", "linear_tiles", "multiply_fp8"]
-
 _COMPARED_ROWS = 1024  # of what tiles compute
 _SCALED = constant(BLOCK)
 _GROUP = constant(8)  # row tiles that follow each other, so that they find the weights in the L2 cache

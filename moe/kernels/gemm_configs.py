@@ -22,8 +22,6 @@ import torch
 
 from ubatch.kernels.triton_jit import INTERPRETED
 
-__all__ = ["GemmConfig", "RowTile", "gemm_configs", "row_tiles"]
-
 _FEWEST_ROWS = 16  # fewest rows of a tensor core instruction
 _FEW_ROWS = 32
 _MOST_ROWS = 128

@@ -15,8 +15,6 @@ import triton.language as tl
 from moe.kernels.quantize import BLOCK, block_scale
 from ubatch.kernels.triton_jit import constant, jit, to_fp8
 
-__all__ = ["compute_tile", "tile_place"]
-
 _SCALED = constant(BLOCK)
 
 

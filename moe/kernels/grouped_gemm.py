@@ -34,8 +34,6 @@ from moe.kernels.gemm_tile import compute_tile, tile_place
 from moe.kernels.quantize import BLOCK
 from ubatch.kernels.triton_jit import INTERPRETED, cdiv, descriptor, jit, undefined
 
-__all__ = ["Rows", "Weights", "project_down", "project_up", "reference_project_down", "reference_project_up"]
-
 
 @dataclass(frozen=True)
 class Rows:

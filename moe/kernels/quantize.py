@@ -16,8 +16,6 @@ from ubatch import ConfigError
 from ubatch.kernels.tensors import rows_contiguous
 from ubatch.kernels.triton_jit import cdiv, constant, jit, power_of_2, to_fp8, undefined
 
-__all__ = ["BLOCK", "block_scale", "quantize_rows", "quantize_weights"]
-
 BLOCK = 128
 _BLOCK = constant(BLOCK)
 _INVERSE = 1 / 448.0  # as in `moe.experts.quantization`, which must not import Triton

@@ -6,8 +6,6 @@ from torch import Tensor
 
 from ubatch.kernels.triton_jit import cdiv, jit, power_of_2
 
-__all__ = ["reference_sum_choices", "sum_choices"]
-
 _MAX_BLOCK = 1024  # columns of one program
 
 

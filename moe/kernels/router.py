@@ -25,8 +25,6 @@ from torch import Tensor
 from ubatch.kernels.tensors import rows_contiguous
 from ubatch.kernels.triton_jit import cdiv, constant, jit, power_of_2
 
-__all__ = ["route_topk"]
-
 _TINY = constant(1e-20)  # as in `moe.router`
 _LOWEST = constant(-(2**63))
 _MAX_TILE = 1024  # scores that one program holds, if it has more than one token

@@ -34,18 +34,6 @@ from ubatch import UBatchError
 from ubatch.kernels.triton_jit import INTERPRETED, cdiv, jit, power_of_2
 from ubatch.ranks import host_copy
 
-__all__ = [
-    "BLOCK_ROWS",
-    "Alarm",
-    "SignalTimeout",
-    "Signals",
-    "copy_signalled",
-    "make_alarm",
-    "make_signals",
-    "project_down_signalling",
-    "reference_counts",
-]
-
 BLOCK_ROWS = 64
 _BLOCK_COLUMNS = 128
 _BLOCK_DEPTH = 64

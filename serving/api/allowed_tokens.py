@@ -10,8 +10,6 @@ from serving.api.schema.request_models import GenerationRequest
 from serving.api.service import Service
 from serving.text.bad_words import bad_token_sequences
 
-__all__ = ["MAX_ALLOWED_OF_ALL", "allowed_tokens"]
-
 MAX_ALLOWED_OF_ALL = 2**20
 """Most allowed token ids in a body's list, and most distinct ones times its outputs. Every output's request carries the
 list to the engine, which decodes it between steps."""

@@ -24,8 +24,6 @@ from serving.api.sse import event
 from serving.requests import DraftCounts
 from serving.text.tokenizer import Vocabulary
 
-__all__ = ["MAX_LOGPROBS", "SCORED_AT_ONCE", "Answer", "Gathered", "check_common", "check_logprobs", "check_outputs"]
-
 MAX_LOGPROBS = 1_000_000
 """Most log-probabilities of one answer. Each needs some 100 bytes until the answer is sent, and twice that while it is
 encoded."""

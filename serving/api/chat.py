@@ -25,8 +25,6 @@ from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import ChatCompletionRequest
 from serving.api.service import Service
 
-__all__ = ["ChatAnswer"]
-
 
 class ChatAnswer(Answer):
     """A chat completion while it is generated; made by `make`."""

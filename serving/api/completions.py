@@ -19,9 +19,6 @@ from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import DEFAULT_MAX_TOKENS, CompletionRequest
 from serving.api.service import Service
 
-__all__ = ["CompletionAnswer"]
-
-
 _PROMPTS_AT_ONCE = 16  # prompts of a large body tokenized in one piece of work; then another body has its turn
 _LENGTH_AT_ONCE = 100_000  # most characters or tokens of such a piece: tens of milliseconds
 

@@ -12,15 +12,6 @@ from model_runner import TokenLogprobs
 from serving.text.detokenizer import Detokenizer
 from serving.text.tokenizer import Vocabulary
 
-__all__ = [
-    "COMPLETION_LISTS",
-    "CompletionLogprobsWriter",
-    "JsonLists",
-    "TokenNames",
-    "chat_logprobs",
-    "prompt_logprobs",
-]
-
 LEAST = -9999.0  # replaces minus infinity, which JSON has no number for
 COMPLETION_LISTS = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 from serving.api.schema.errors import shutting_down
 from serving.requests import QueueFull
 
-__all__ = ["LongWork"]
-
 SHORT_BYTES = 20_000  # a larger body takes milliseconds, so its work runs in a thread
 WAITING_BYTES = 64 * 2**20  # most bytes of bodies in the queue
 THREADS = 2

@@ -20,21 +20,6 @@ from serving.text.tokenizer import Vocabulary
 SHOWN_REASON = 1000  # characters shown of a template's error
 COUNTED_CHARACTERS = 1_000_000  # a text up to this length is tokenized even if it may not fit: to cut or count it
 
-__all__ = [
-    "COUNTED_CHARACTERS",
-    "chat_template",
-    "check_characters",
-    "check_conversation",
-    "check_length",
-    "conversation_text",
-    "counted_characters",
-    "decode",
-    "encode",
-    "prompts_in",
-    "prompts_of",
-    "truncated",
-]
-
 
 def encode(service: Service, text: str, *, add_special_tokens: bool) -> list[int]:
     """A text's token ids."""

@@ -17,8 +17,6 @@ from serving.logs import log_event, request_id
 if TYPE_CHECKING:
     from serving.api.generation import Output
 
-__all__ = ["HEADER", "RequestLog", "log_outputs"]
-
 _logger = logging.getLogger(__name__)
 
 HEADER = "X-Request-Id"

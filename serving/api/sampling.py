@@ -14,8 +14,6 @@ from serving.api.service import Service
 from ubatch import ConfigError
 from ubatch.errors import shown
 
-__all__ = ["checkpoint_defaults", "sampling_params"]
-
 _MAX_DIGITS = 20
 """Most digits of a token id: Python refuses to parse integers of thousands of digits."""
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from serving.engine.client import EngineClient
 
-__all__ = ["RequestObserver", "Service"]
-
 
 class RequestObserver(Protocol):
     """Receives the events of each generated output. Called in the event loop, so its methods must return at once."""

@@ -13,8 +13,6 @@ from starlette.types import Receive, Scope, Send
 
 from serving.api.schema.errors import as_api_error, error_response
 
-__all__ = ["ClientLeft", "EventStream", "event", "until_client_leaves"]
-
 DONE = b"data: [DONE]\n\n"
 Result = TypeVar("Result")
 

@@ -12,8 +12,6 @@ from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, Validatio
 
 from ubatch.errors import UBatchError, nearest, shown
 
-__all__ = ["Flag", "Group", "WrongValue", "nearest_alone"]
-
 
 @dataclass(frozen=True)
 class Flag:

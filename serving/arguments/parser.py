@@ -17,8 +17,6 @@ from pydantic.fields import FieldInfo
 from serving.arguments.fields import Flag, Group, WrongValue, nearest_alone
 from ubatch.errors import ConfigError, cut, shown
 
-__all__ = ["Given", "nearest_flag", "parse", "parse_options"]
-
 _HELP_AT, _WIDTH = 26, 80
 _Options = TypeVar("_Options", bound=Group)
 

@@ -35,8 +35,6 @@ from serving.logs import log_event
 from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
 from ubatch import UBatchError
 
-__all__ = ["EngineClient", "EngineInfo"]
-
 _logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0

@@ -15,8 +15,6 @@ from serving.engine.wire.rendezvous import Place
 from serving.processes import how_it_ended, kill
 from ubatch import ConfigError
 
-__all__ = ["EngineMain", "LocalEngines", "require_descriptors"]
-
 EngineMain: TypeAlias = Callable[[EngineOptions, int, Place], None]
 """Main function of a rank's process, called as `run_engine(options, rank, place)`. It must be a module-level function,
 so that it can be pickled."""

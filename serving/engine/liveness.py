@@ -28,8 +28,6 @@ from serving.engine.wire.messages import Alive, Failed, make_error
 from serving.requests import EngineDead
 from ubatch import ConfigError, UBatchError
 
-__all__ = ["FirstCause", "VitalSigns", "dead_error", "node_beat_s", "node_silent_s", "start_error"]
-
 _START_SILENCES, _LEAST_START_S = 5, 60.0
 """Of a rank that starts: its heart beats in a thread, which imports and compilers may hold up."""
 _NODE_JOINS_S = 300.0

@@ -32,8 +32,6 @@ from serving.logs import log_event
 from serving.network import warn_of_loopback
 from ubatch import ConfigError, UBatchError
 
-__all__ = ["run_node"]
-
 _logger = logging.getLogger(__name__)
 
 _GRACE_S = 10.0

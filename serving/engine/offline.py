@@ -17,8 +17,6 @@ from serving.engine.rank.tracing import profile_file, profile_name
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
 from ubatch import UBatchError
 
-__all__ = ["InProcessEngine", "OfflineEngine", "OnOutput", "RankEngines", "make_offline_engine"]
-
 T = TypeVar("T")
 
 OnOutput: TypeAlias = Callable[[RequestOutput], bool]

@@ -11,8 +11,6 @@ from serving.engine.speculation import SpeculationConfig
 from serving.scheduler import SchedulerConfig
 from ubatch import UBatchConfig
 
-__all__ = ["AUTO_DTYPE", "EngineOptions"]
-
 AUTO_DTYPE = "auto"
 """`EngineOptions.dtype` of a node that takes node 0's."""
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Prefixes"]
-
 _PAGE = 16
 """Tokens. It need not be the engines' page size: the longest prefix is the longest in any unit."""
 _MOST_PAGES = 2**16

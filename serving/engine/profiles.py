@@ -13,8 +13,6 @@ from serving.engine.rank.tracing import TEMPORARY, profile_name
 from serving.engine.wire.messages import ProfileWritten, StopProfile
 from ubatch import UBatchError
 
-__all__ = ["Profiles"]
-
 _WITHIN_S = 120.0
 
 

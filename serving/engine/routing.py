@@ -11,8 +11,6 @@ from serving.engine.wire.messages import Outputs
 from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput
 from ubatch import UBatchError
 
-__all__ = ["RequestStream", "Router"]
-
 _NEAR = 0.05
 """Ranks whose outstanding tokens differ by no more than this share are equally loaded."""
 

@@ -18,8 +18,6 @@ from pathlib import Path
 
 from ubatch import ConfigError
 
-__all__ = ["RunFolder"]
-
 _PREFIX = "ubatch-run-"
 _LOCK = "lock"
 _YOUNG_S = 10.0

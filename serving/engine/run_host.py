@@ -23,8 +23,6 @@ from serving.engine.wire.secret import CurveKeys, read_secret
 from serving.network import admit_no_more, numeric_address
 from ubatch import ConfigError
 
-__all__ = ["RunHost"]
-
 _LOOK_FOR_NODES_S = 0.2
 
 

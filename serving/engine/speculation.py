@@ -25,8 +25,6 @@ from serving.logs import log_event
 from serving.scheduler import Scheduler, SchedulerConfig
 from ubatch import ConfigError
 
-__all__ = ["Algorithm", "SpeculationConfig", "make_proposer", "make_scheduler", "runner_options"]
-
 _logger = logging.getLogger(__name__)
 
 

@@ -18,8 +18,6 @@ from ubatch import ConfigError
 from ubatch.process.cores import num_cores
 from ubatch.schedules.modes import MODE_KEYS
 
-__all__ = ["check_alone", "check_sizes", "check_with_model", "notes"]
-
 _MOST_PROCESSES = max(64, 4 * num_cores())
 """Most processes of ours on this machine; more would only take each other's time and memory."""
 _MOST_NODES = 4096

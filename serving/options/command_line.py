@@ -14,8 +14,6 @@ from serving.options.flags.foreign import FOREIGN
 from serving.options.flags.tables import Own, Table
 from serving.options.sources import Layer, Source, make_layer, read_environment, read_file
 
-__all__ = ["read_layers"]
-
 
 def read_layers(table: Table, program: str, description: str, words: Sequence[str]) -> tuple[list[Layer], bool]:
     """Settings from file, environment and command line, the weakest first; and whether to only print them.

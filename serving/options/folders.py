@@ -8,8 +8,6 @@ from serving.hub import fetch_weights, find_checkpoint
 from serving.options.sources import Settings
 from ubatch import ConfigError
 
-__all__ = ["fetch_checkpoints", "locate"]
-
 
 def locate(s: Settings) -> Settings:
     """Settings with the checkpoints' folders; for checkpoints on the hub, downloads config and tokenizer.

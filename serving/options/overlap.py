@@ -19,8 +19,6 @@ from ubatch import SCHEDULES, ConfigError, Schedule, UBatchConfig, nearest
 from ubatch.errors import shown
 from ubatch.schedules.modes import MODE_KEYS, ModeSettings
 
-__all__ = ["derive_overlap", "measured_kinds", "overlap_config"]
-
 _CHUNKS = 2
 _SAME_NAME = (
     "dbo_decode_token_threshold",

@@ -32,16 +32,6 @@ from serving.options.speculation import check_draft_network, derive_speculation,
 from serving.scheduler import SchedulerConfig, SchedulingPolicy
 from ubatch import ConfigError
 
-__all__ = [
-    "Command",
-    "chosen_dtype",
-    "describe_settings",
-    "read_serve_command",
-    "resolve_keywords",
-    "resolve_settings",
-    "to_engine_options",
-]
-
 _MAX_NUM_SEQS, _MAX_NUM_BATCHED_TOKENS = 256, 2048
 _GPU_MEMORY_UTILIZATION = 0.9
 

@@ -23,23 +23,6 @@ from ubatch import ConfigError, nearest
 from ubatch.errors import cut, shown
 from ubatch.process.yaml_file import read_yaml
 
-__all__ = [
-    "ALL2ALL_VARIABLE",
-    "API_KEY_VARIABLE",
-    "SECRETS",
-    "Layer",
-    "Setting",
-    "Settings",
-    "Source",
-    "make_layer",
-    "merge",
-    "read_environment",
-    "read_file",
-    "read_keywords",
-    "settle_environment",
-    "spelled_flag",
-]
-
 API_KEY_VARIABLE = "UBATCH_API_KEY"
 ALL2ALL_VARIABLE = "VLLM_ALL2ALL_BACKEND"
 """vLLM's environment variable for the transport."""

@@ -21,8 +21,6 @@ from serving.options.sources import Settings
 from ubatch import ConfigError
 from ubatch.errors import shown
 
-__all__ = ["check_draft_network", "check_speculation", "derive_speculation", "speculation_config"]
-
 _NGRAM_TOKENS, _STEPS, _TREE_TOKENS = 4, 3, 8
 _NGRAM = ("speculative_ngram_max", "speculative_ngram_min")
 _NETWORK = ("speculative_draft_model_path", "speculative_num_steps", "speculative_eagle_topk")

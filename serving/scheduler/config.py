@@ -7,8 +7,6 @@ from enum import StrEnum
 
 from serving.scheduler.mixed_steps import PrefillLimit
 
-__all__ = ["SchedulerConfig", "SchedulingPolicy"]
-
 
 class SchedulingPolicy(StrEnum):
     """The order in which waiting requests are admitted."""

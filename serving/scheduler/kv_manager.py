@@ -24,8 +24,6 @@ from serving.scheduler.radix_cache import PrefixMatch, RadixCache
 from serving.scheduler.request import TrackedRequest, TrackedShare, shares_of
 from serving.scheduler.snapshots import SNAPSHOT_INTERVAL, SNAPSHOT_WORTH
 
-__all__ = ["KVManager"]
-
 
 class KVManager:
     """Allocates, shares and frees the KV blocks of requests.

@@ -23,8 +23,6 @@ from typing import Literal, Protocol, TypeAlias
 
 from ubatch import Decision
 
-__all__ = ["MeasuredLimit", "MixedSteps", "PrefillLimit"]
-
 PrefillLimit: TypeAlias = int | Literal["auto"] | None
 """Most prompt tokens of a mixed step; None does not limit them."""
 

@@ -24,8 +24,6 @@ from dataclasses import dataclass
 from attention import KVCacheError
 from serving.scheduler.snapshots import Snapshots
 
-__all__ = ["Insertion", "PrefixMatch", "RadixCache", "RadixNode", "common_prefix"]
-
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """Length of the common prefix of two sequences, in tokens."""

@@ -10,8 +10,6 @@ from model_runner import PENDING_TOKEN, Draft, FinishReason, Request, ScheduledR
 from serving.requests import DraftCounts, RequestInput
 from serving.scheduler.radix_cache import RadixNode
 
-__all__ = ["TrackedRequest", "TrackedShare", "plan_step", "plan_verify", "shares_of"]
-
 
 @dataclass(eq=False)
 class TrackedRequest(Request):

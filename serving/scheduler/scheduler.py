@@ -34,8 +34,6 @@ from serving.scheduler.request import TrackedRequest, TrackedShare, plan_step, p
 from serving.scheduler.speculation import Speculation
 from ubatch import ForwardMode, UBatchError
 
-__all__ = ["Scheduler"]
-
 _NO_DRAFTS = DraftCounts()
 
 

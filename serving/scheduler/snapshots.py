@@ -18,8 +18,6 @@ from typing import Protocol
 
 from attention import KVCacheError
 
-__all__ = ["SNAPSHOT_INTERVAL", "SNAPSHOT_WORTH", "SnapshotOwner", "Snapshots"]
-
 SNAPSHOT_INTERVAL = 256
 """Tokens after which a running request's states are kept again, at the next page border that a step ends with."""
 SNAPSHOT_WORTH = 32

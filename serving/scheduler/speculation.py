@@ -27,8 +27,6 @@ from serving.scheduler.kv_manager import KVManager
 from serving.scheduler.request import TrackedRequest
 from ubatch import ConfigError
 
-__all__ = ["Speculation", "VerifyDrafts", "depth_of"]
-
 
 @dataclass(frozen=True)
 class VerifyDrafts:

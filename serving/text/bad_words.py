@@ -16,8 +16,6 @@ from model_runner import MAX_BAD_TOKENS, RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["MAX_BAD_WORDS", "MAX_BAD_WORD_CHARACTERS", "bad_token_sequences", "check_bad_words"]
-
 MAX_BAD_WORDS = 128
 """vLLM's limit."""
 MAX_BAD_WORD_CHARACTERS = 200

@@ -25,8 +25,6 @@ from ubatch.errors import shown
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DEFAULT", "ChatTemplate"]
-
 DEFAULT = "default"
 LEFT_OUT = TRIED - {"user"}
 """Roles whose messages are refused where the template leaves them out; the check at the start is about the user's."""

@@ -23,8 +23,6 @@ from serving.text.tokenizer import Vocabulary
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Detokenizer", "TextStream"]
-
 CONTEXT = 4  # previous tokens that a token's text may depend on: whether it is the first, what it is joined to
 LOOKED_BACK = 1000  # tokens at the end of a prompt among which those with a text are looked for
 INVALID = "\ufffd"

@@ -13,8 +13,6 @@ from functools import lru_cache
 
 from model_runner import RequestError
 
-__all__ = ["MAX_STOP_CHARACTERS", "MAX_STOP_STRINGS", "StopMatcher", "check_stop_strings"]
-
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1000
 

@@ -13,8 +13,6 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-__all__ = ["INSTRUCTING", "TRIED", "ArgumentsForm", "Content", "ContentForm", "Message", "NullForm", "TemplateForms"]
-
 Message = dict[str, Any]
 Content = str | Sequence[Mapping[str, str]]
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TOKENIZER", "Vocabulary", "check_chat_template", "check_tokenizer", "load_tokenizer", "read_tokenizer"]
-
 TOKENIZER = "tokenizer.json"
 _SLOW = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")
 """Files of slow tokenizers, which `transformers` converts."""

@@ -31,8 +31,6 @@ from ubatch.calls.containers import FUNCTIONS, LEAF_CLASSES, PLAIN, attributes_o
 from ubatch.errors import ConfigError, nearest
 from ubatch.schedules.vote import DeclineReason
 
-__all__ = ["check_split_dims", "longest_named", "parameter_names", "plan_call"]
-
 _BATCH_FIRST = frozenset(
     {"attention_mask", "features", "hidden_states", "input", "input_embeds", "input_ids", "input_tokens", "inputs"}
     | {"inputs_embeds", "labels", "position_ids", "positions", "residual", "src", "tgt", "token_ids", "token_type_ids"}

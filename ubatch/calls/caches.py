@@ -26,8 +26,6 @@ from torch import Tensor
 from ubatch.calls.containers import PLAIN
 from ubatch.errors import SplitError
 
-__all__ = ["CacheSplitter", "register_splitter", "splitter_for"]
-
 
 class CacheSplitter(Protocol):
     """How one class of cache is cut along its batch dimension and put together again."""

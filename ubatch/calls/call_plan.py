@@ -20,21 +20,6 @@ from ubatch.calls.containers import LEAF_CLASSES, PLAIN, attributes_of, children
 from ubatch.errors import ConfigError, SplitError
 from ubatch.schedules.vote import DeclineReason
 
-__all__ = [
-    "Call",
-    "CallLeaves",
-    "CallPlan",
-    "CannotSplit",
-    "LaneParts",
-    "Leaf",
-    "children_unless_leaf",
-    "even_bounds",
-    "leaves_of",
-    "merge_cache",
-    "named_positionals",
-    "replace_tensors",
-]
-
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 _Names = tuple[tuple[str, ...], str | None]

@@ -27,8 +27,6 @@ from torch import Tensor
 
 from ubatch.calls.containers import PLAIN, children_of
 
-__all__ = ["Comparison", "Unequal", "identical"]
-
 _FINE = 1e-4
 _MEDIAN = 1e-2
 _OUTLIER = 5e-2

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["FUNCTIONS", "LEAF_CLASSES", "PLAIN", "attributes_of", "children_of", "rebuild", "tensor_kind", "tensors_in"]
-
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, type, Enum)
 """Classes of values that are the same for every row."""
 FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)

@@ -33,8 +33,6 @@ from ubatch.calls.closeness import Comparison, identical
 from ubatch.calls.containers import PLAIN, attributes_of, children_of, rebuild
 from ubatch.schedules.vote import DeclineReason
 
-__all__ = ["ENOUGH", "Cached", "Given", "Items", "Learner", "OtherValue", "Rows", "Rule", "Same", "named_dim"]
-
 ENOUGH = 4
 """Different values that proofs must have had before any value will do."""
 _KEPT_BYTES = 1 << 16

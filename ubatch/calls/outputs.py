@@ -23,8 +23,6 @@ from ubatch.calls.containers import PLAIN
 from ubatch.calls.merging import Cached, Rule, cannot, columns_of, concatenated, mismatch, named_dim, rebuilt, sizes_of
 from ubatch.schedules.vote import DeclineReason
 
-__all__ = ["Guess", "named_dim"]
-
 _LANES = "in the lanes"
 
 

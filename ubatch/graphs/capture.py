@@ -30,8 +30,6 @@ from ubatch.wrapping.eligibility import Eligibility
 from ubatch.wrapping.execution import Execution
 from ubatch.wrapping.step import Intent, Step
 
-__all__ = ["CaptureFailed", "Capturer", "record"]
-
 _WARM_UP_RUNS = 2
 """Warm-up runs: the first compiles and allocates; the second runs with everything in place."""
 

@@ -31,8 +31,6 @@ from ubatch.errors import ConfigError
 from ubatch.streams.graph_protocols import Capture, Recording
 from ubatch.streams.streams import CudaStreams
 
-__all__ = ["CudaGraphs"]
-
 _log = logging.getLogger(__name__)
 
 _broken: list[torch.cuda.CUDAGraph] = []

@@ -20,16 +20,8 @@ from torch import Tensor
 
 from ubatch.calls.call_plan import CallLeaves, children_unless_leaf
 from ubatch.calls.containers import PLAIN, rebuild
-from ubatch.calls.outputs import named_dim
+from ubatch.calls.merging import named_dim
 from ubatch.errors import ConfigError
-
-__all__ = [
-    "GraphInputs",
-    "GraphOutput",
-    "RowDims",
-    "StaticBuffers",
-    "find_row_dims",
-]
 
 RowDims = Mapping[str, tuple[int, int]]
 """Path of an output tensor -> (dimension of its rows, number of its rows per row of the call)."""

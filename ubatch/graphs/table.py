@@ -30,8 +30,6 @@ from ubatch.streams.graph_protocols import GraphBackend, GraphMiss, Recording
 from ubatch.wrapping.eligibility import Eligibility
 from ubatch.wrapping.step import Intent
 
-__all__ = ["PLAIN", "CapturedGraph", "Entry", "GraphKey", "GraphTable", "Hit", "Lookup", "Setting", "wants_gradients"]
-
 _log = logging.getLogger(__name__)
 
 PLAIN = "plain"

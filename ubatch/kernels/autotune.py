@@ -34,8 +34,6 @@ from ubatch.process.files import write_whole
 from ubatch.ranks.long_calls import taking_long
 from ubatch.streams.graph_protocols import capturing
 
-__all__ = ["Autotuner", "CudaTimer", "autotune", "autotune_path", "version_of"]
-
 Entry = dict[str, Any]
 
 

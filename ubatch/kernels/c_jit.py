@@ -37,8 +37,6 @@ from ubatch.errors import ConfigError
 from ubatch.kernels.recording import this_thread
 from ubatch.ranks.long_calls import taking_long
 
-__all__ = ["CACHE_VARIABLE", "OFF_VARIABLE", "TILES_SOURCE", "compile_c", "kernel_of", "kernels_of", "why_not_c"]
-
 CACHE_VARIABLE = "UBATCH_C_CACHE"
 OFF_VARIABLE = "UBATCH_C_KERNELS"
 """Environment variable; `0` switches C kernels off, so that torch is used."""

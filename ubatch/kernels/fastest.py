@@ -24,8 +24,6 @@ import torch
 from ubatch.errors import describe
 from ubatch.kernels.autotune import autotune, autotune_path, version_of
 
-__all__ = ["Chosen", "Launches", "best_times", "fastest", "measured"]
-
 _logger = logging.getLogger(__name__)
 
 _DEVICES = ("cuda",)

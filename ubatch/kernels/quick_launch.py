@@ -23,8 +23,6 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["QuickFunction"]
-
 _WORD, _LONG = 1 << 31, 1 << 63
 
 

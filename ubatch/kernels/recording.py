@@ -26,8 +26,6 @@ from torch.utils._pytree import tree_leaves
 from ubatch.dbo import dbo_yield
 from ubatch.lanes.context import current_lane
 
-__all__ = ["Call", "Rebinds", "Recording", "this_thread"]
-
 _aten = torch.ops.aten
 _READ_BY_HOST = {_aten.lift, _aten.lift_fresh, _aten.resolve_conj, _aten.resolve_neg}
 """Views by what they return; but these begin `torch.tensor(...)` and `tolist()`, whose rest is not seen."""

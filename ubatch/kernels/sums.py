@@ -16,8 +16,6 @@ from torch import Tensor
 from ubatch.kernels.c_jit import compile_c, kernels_of
 from ubatch.kernels.tensors import runs_in_c
 
-__all__ = ["add", "add_bias", "to_float"]
-
 
 def add(x: Tensor, y: Tensor) -> Tensor:
     """`x + y`, both `[rows, size]` of one dtype."""

@@ -8,8 +8,6 @@ from torch import Tensor
 from ubatch.kernels.c_jit import why_not_c
 from ubatch.kernels.recording import this_thread
 
-__all__ = ["rows_contiguous", "runs_in_c"]
-
 
 def rows_contiguous(x: Tensor) -> Tensor:
     """`x` itself if its last dimension is contiguous, else a copy: kernels take strides for the other dimensions

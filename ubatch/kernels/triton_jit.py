@@ -16,8 +16,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ubatch.errors import ConfigError
 from ubatch.kernels.quick_launch import QuickFunction
 
-__all__ = ["INTERPRETED", "Kernel", "cdiv", "constant", "descriptor", "jit", "power_of_2", "to_fp8", "undefined"]
-
 
 class Kernel(Protocol):
     """A device function: launched as `kernel[grid](...)`, or called by another kernel."""

@@ -25,8 +25,6 @@ import torch
 from torch._C import _autograd
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
-__all__ = ["Ambient"]
-
 _SMALLEST_NORMAL = sys.float_info.min
 
 

@@ -26,8 +26,6 @@ from ubatch.lanes.one_core import OneCore
 from ubatch.lanes.wakeup import WakeUp, make_wakeup
 from ubatch.schedules.ring import Ring
 
-__all__ = ["Baton", "BatonStatistics"]
-
 _LOCK_S = 0.1
 """Seconds. A lane holds the lock for microseconds; a thread that holds it longer was interrupted and will not release
 it."""

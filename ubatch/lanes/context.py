@@ -38,16 +38,6 @@ from ubatch.streams.streams import NullStreams, StreamBackend
 from ubatch.trace.recorder import LaneRecorder, make_recorder
 from ubatch.trace.spans import LinkTime, Trace, current_trace
 
-__all__ = [
-    "ReadyBarrier",
-    "UBatchContext",
-    "check_voted",
-    "current_lane",
-    "current_schedule",
-    "make_ubatch_contexts",
-]
-
-
 Hook = Callable[[], object]
 
 

@@ -26,8 +26,6 @@ from ubatch.lanes.wakeup import Gate, WakeUp, make_wakeup
 from ubatch.process.interrupts import is_inside
 from ubatch.streams.lifetimes import abandon_transfers
 
-__all__ = ["UNWIND_S", "Crew", "Job", "Worker", "note_lane", "report"]
-
 UNWIND_S = 5.0
 """Seconds that aborted lanes have to unwind before their threads are abandoned."""
 

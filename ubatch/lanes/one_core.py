@@ -17,8 +17,6 @@ import os
 import sys
 from functools import cache
 
-__all__ = ["OneCore", "one_core"]
-
 
 class OneCore:
     """Two masks: of the caller's core, and of all cores that its threads may use.

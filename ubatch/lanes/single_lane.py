@@ -31,8 +31,6 @@ from ubatch.streams.lifetimes import abandon_transfers
 from ubatch.streams.sm_budget import merge_sm_use, share_out_sms
 from ubatch.streams.streams import StreamBackend, make_streams
 
-__all__ = ["SingleLane"]
-
 
 class SingleLane:
     """Runs a batch as the only lane, with the interface of `LanePool`.

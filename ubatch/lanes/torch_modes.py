@@ -31,8 +31,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ubatch.schedules.vote import DeclineReason
 
-__all__ = ["function_transform", "why_not_in_lanes"]
-
 
 def why_not_in_lanes() -> tuple[DeclineReason, str] | None:
     """Why a call from this thread must not run in lanes now; None if it may. Takes some microseconds."""

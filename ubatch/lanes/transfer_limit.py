@@ -7,8 +7,6 @@ from contextvars import ContextVar
 
 from ubatch.process.interrupts import changing
 
-__all__ = ["transfer_limit_s", "transfers_end_within"]
-
 
 class transfers_end_within(changing["weakref.ref[transfers_end_within] | None"]):  # noqa: N801 - as `changing`
     """In the `with` block, a wait for a transfer without a connection raises `TransferTimeout` after `seconds`.

@@ -14,8 +14,6 @@ import select
 import threading
 import weakref
 
-__all__ = ["EventFdWakeUp", "Gate", "LockWakeUp", "WakeUp", "make_wakeup"]
-
 
 class EventFdWakeUp:
     """A Linux eventfd, with which another thread wakes the one that waits. A `set` before the `wait` is not lost."""

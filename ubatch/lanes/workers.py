@@ -41,8 +41,6 @@ from ubatch.streams.graph_protocols import Capture
 from ubatch.streams.sm_budget import merge_sm_use, share_out_sms
 from ubatch.streams.streams import StreamBackend, make_streams
 
-__all__ = ["LanePool", "PoolCounts"]
-
 _LOOK_UP_S = 0.5
 """Seconds between two checks for hung lanes; a hang is noticed at most this much late."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["num_cores"]
-
 
 def num_cores() -> int:
     """Cores that the calling thread may run on: fewer than the machine has if it is pinned or in a container."""

@@ -7,8 +7,6 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["write_whole"]
-
 
 def write_whole(path: Path, text: str, *, new: bool = False) -> None:
     """Write a file atomically: on an error, such as a full disk, the old file is kept and no partial file is left.

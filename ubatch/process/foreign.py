@@ -7,8 +7,6 @@ from pathlib import Path
 
 from ubatch.errors import UBatchError
 
-__all__ = ["ForeignPackage", "check_packages"]
-
 _OURS = {"attention": "attention_backends", "moe": "all2all_backends"}
 """Package -> text that only our `__init__.py` contains."""
 

@@ -21,8 +21,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["BEATS_ASIDE", "Heart", "SignOfLife", "beat", "listeners", "longest_silence_s", "silence", "stop_hearts"]
-
 BEATS_ASIDE = 2
 """A declared silence is withdrawn after this many beats without such a call."""
 

@@ -26,8 +26,6 @@ from types import CodeType
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-__all__ = ["Claim", "Claims", "Mark", "Marks", "apart", "changing", "holding", "is_inside"]
-
 T = TypeVar("T")
 _MISSING: Any = object()
 _OWN = "ubatch_"

@@ -23,8 +23,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from ubatch.errors import ForgedValue
 
-__all__ = ["JobStore", "Values", "job_store", "use_job_store"]
-
 _T = TypeVar("_T")
 _MARK = "hmac-sha256:"
 

@@ -23,8 +23,6 @@ import torch.distributed as dist
 from ubatch.process.interrupts import Marks
 from ubatch.process.job_store import JobStore, job_store
 
-__all__ = ["LATE_S", "Patience", "late", "late_ranks"]
-
 LATE_S = 900.0
 """Longest time, in seconds, that a rank may be late at once."""
 _COUNT = "ubatch/late"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-__all__ = ["machine_name"]
-
 
 def machine_name() -> str:
     """A name that is equal in all processes of one machine, containers included, until it reboots; unique per

@@ -11,8 +11,6 @@ from typing import Any
 
 from ubatch.process.interrupts import Mark, holding
 
-__all__ = ["Patches", "Replacement"]
-
 Replacement = tuple[Any, str, Callable[..., Any], Callable[..., Any]]
 """The object that holds a function, the function's name, the function, and its replacement."""
 

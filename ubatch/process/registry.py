@@ -12,8 +12,6 @@ from types import ModuleType
 
 from ubatch.errors import ConfigError, check_known, describe, shown
 
-__all__ = ["LazyRegistry", "import_optional"]
-
 
 def import_optional(module: str, advice: str) -> ModuleType:
     """Import a module that may be missing or broken.

@@ -10,8 +10,6 @@ from typing import Any
 
 from ubatch.errors import ConfigError, cut, shown
 
-__all__ = ["read_yaml"]
-
 _MOST_BYTES = 2**20
 _MOST_VALUES = 10_000
 """Most values of a file, those that an alias repeats included."""

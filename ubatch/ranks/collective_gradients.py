@@ -25,8 +25,6 @@ from ubatch.lanes.context import current_lane
 from ubatch.lanes.torch_modes import function_transform
 from ubatch.ranks.connection import lead_again, leading_connection
 
-__all__ = ["differentiable"]
-
 Map = Callable[[Tensor], Tensor]
 
 

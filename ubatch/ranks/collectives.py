@@ -42,19 +42,6 @@ from ubatch.ranks.transfer import Transfer
 from ubatch.ranks.ways import Way, all_to_all_rows, as_bytes, sends_whole, way_of
 from ubatch.schedules.schedule import Point
 
-__all__ = [
-    "Carry",
-    "all_gather",
-    "all_reduce",
-    "all_to_all_single",
-    "check_launch",
-    "launch_all_gather",
-    "launch_all_reduce",
-    "launch_all_to_all_single",
-    "launch_reduce_scatter",
-    "reduce_scatter",
-]
-
 Carry = Callable[[Transfer[Tensor]], Transfer[Tensor]]
 """Receives a launched transfer before it is waited for."""
 

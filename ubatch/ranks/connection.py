@@ -41,8 +41,6 @@ from ubatch.ranks.launch_order import VARIABLE, LaunchOrder
 from ubatch.ranks.near import Channel, NearRanks, connect_near
 from ubatch.ranks.peer_watch import PeerWatch, weak_call
 
-__all__ = ["Connection", "Work", "all_gather_single", "lead_again", "leading_connection"]
-
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Renamed in torch 2.13."""
 

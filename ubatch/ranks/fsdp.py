@@ -21,8 +21,6 @@ from weakref import WeakKeyDictionary
 from ubatch.lanes.context import check_voted, current_lane
 from ubatch.process.patches import Patches, Replacement
 
-__all__ = ["sharing_weights"]
-
 _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
 _inside: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()

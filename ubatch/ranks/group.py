@@ -38,8 +38,6 @@ from ubatch.ranks.connection import Connection
 from ubatch.ranks.launch_order import BALLOT_WIDTH, check_ballots, first_difference
 from ubatch.schedules.vote import OFFER_WIDTH, Decision, Offer, decide, decode_offer, encode_offer, fingerprint
 
-__all__ = ["CommGroup", "check_group"]
-
 _POLL_S = 0.02
 _PATIENCE_S = 2.0
 _UNTOLD = "the ranks launched in different orders since the last vote, and could not tell each other how."

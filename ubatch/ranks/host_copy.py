@@ -25,8 +25,6 @@ from ubatch.ranks.transfer import Transfer
 from ubatch.streams.graph_protocols import capturing
 from ubatch.streams.streams import Event, mark_now
 
-__all__ = ["CopiedWork", "check_not_capturing", "copy_to_host", "host_like", "mark_copied"]
-
 _SPIN_S = 200e-6
 """Seconds to poll before sleeping. Counts usually arrive within tens of microseconds; a sleep takes longer."""
 _SLEEP_S = 50e-6

@@ -43,8 +43,6 @@ from ubatch.process.patches import Patches, Replacement
 from ubatch.ranks.transfer import Transfer
 from ubatch.schedules.schedule import Point
 
-__all__ = ["intercepting"]
-
 _torch_waits: Callable[[Tensor], Tensor] = functional.wait_tensor
 _torch_reduces: Callable[..., Any] = dist.all_reduce
 

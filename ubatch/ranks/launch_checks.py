@@ -15,8 +15,6 @@ from ubatch.lanes.torch_modes import function_transform
 from ubatch.ranks.connection import Connection, leading_connection
 from ubatch.ranks.group import CommGroup, check_group
 
-__all__ = ["block_sizes", "check_launch", "check_summable", "rows_of"]
-
 _FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 
 

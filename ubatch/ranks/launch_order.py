@@ -20,8 +20,6 @@ from torch import Tensor
 
 from ubatch.errors import LaunchOrderError
 
-__all__ = ["BALLOT_WIDTH", "VARIABLE", "LaunchOrder", "check_ballots", "first_difference"]
-
 VARIABLE = "UBATCH_CHECK_ORDER"
 BALLOT_WIDTH = 3
 """Numbers that a rank adds to its vote: whether it checks, how many launches, their hash."""

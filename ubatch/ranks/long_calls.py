@@ -19,8 +19,6 @@ from ubatch.lanes.context import current_lane
 from ubatch.process.heartbeat import silence
 from ubatch.process.lateness import LATE_S, late
 
-__all__ = ["holding_gil", "taking_long"]
-
 _SLACK_S = 5.0
 """Seconds that a call may take beyond its own time-out."""
 

@@ -39,8 +39,6 @@ from torch import Tensor
 
 from ubatch.process.machine import machine_name
 
-__all__ = ["MOST_BYTES", "Channel", "NearRanks", "NearWork", "connect_near"]
-
 MOST_BYTES = 32 << 10
 """Most bytes of a message. A larger one travels in the background with gloo, beside the compute."""
 _BUFFER_BYTES = 1 << 20

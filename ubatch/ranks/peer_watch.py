@@ -33,8 +33,6 @@ from ubatch.errors import ForgedValue
 from ubatch.process.heartbeat import BEATS_ASIDE, SignOfLife, listeners, longest_silence_s
 from ubatch.process.job_store import JobStore
 
-__all__ = ["PeerWatch", "weak_call"]
-
 
 class PeerWatch(SignOfLife):
     """A thread that watches until the connection is broken, stopped or deleted.

@@ -32,8 +32,6 @@ from ubatch.streams.graph_protocols import capturing
 from ubatch.streams.lifetimes import abandon_transfers
 from ubatch.trace.spans import UNSPLIT, LinkTime, SpanKind, Trace, current_trace
 
-__all__ = ["Queued", "Transfer"]
-
 _LATE_S = 1.0
 """Seconds by which a lane may wake up later than planned."""
 

@@ -15,8 +15,6 @@ from typing import cast
 
 from ubatch.process.interrupts import changing
 
-__all__ = ["Arrival", "arrivals_now", "record_transfers"]
-
 
 @dataclass(frozen=True, slots=True)
 class Arrival:

@@ -28,8 +28,6 @@ from ubatch.ranks.connection import Connection, Work, all_gather_single
 from ubatch.ranks.near import MOST_BYTES, Channel
 from ubatch.streams.graph_protocols import capture_mark
 
-__all__ = ["Way", "all_to_all_rows", "as_bytes", "sends_whole", "way_of"]
-
 _LARGE_BYTES = 256 << 10
 """Where two connections pay, between two ranks each way: measured over loopback and over links of 0.2 to 2 Gbit/s."""
 

@@ -15,8 +15,6 @@ from statistics import fmean
 
 from ubatch.errors import ConfigError
 
-__all__ = ["SERIAL_ARM", "CostTable", "Setting", "choose"]
-
 SERIAL_ARM = "serial"
 _TIE = 0.005
 """If the regret of two settings differs by less than this, the one with the simpler arm is chosen."""

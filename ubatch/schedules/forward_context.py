@@ -18,8 +18,6 @@ from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.split import UBatchSlice
 from ubatch.schedules.vote import Decision
 
-__all__ = ["ForwardContext", "ForwardMode", "get_forward_context", "set_forward_context"]
-
 
 class ForwardMode(StrEnum):
     """Kind of a step; it determines the threshold and the way to split."""

@@ -23,8 +23,6 @@ from ubatch.errors import ConfigError
 from ubatch.schedules.schedule import Point, Schedule, SharedExpert
 from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait
 
-__all__ = ["LayerTimes", "UnevenTimes", "layer_program", "times_of_layers"]
-
 
 @dataclass(frozen=True)
 class LayerTimes:

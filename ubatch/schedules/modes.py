@@ -17,8 +17,6 @@ from ubatch.schedules.forward_context import ForwardMode
 from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.vote import MAX_LANES
 
-__all__ = ["MODE_KEYS", "ModeSettings", "Resolved", "mode_key"]
-
 MODE_KEYS = ("decode", "prefill", "verify")
 
 _KEYS: Mapping[ForwardMode, str] = {

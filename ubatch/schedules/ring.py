@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["Ring", "interleave"]
-
 
 class Ring:
     """The transition table for `lanes` lanes; `holder` is the lane that may run, -1 when all have ended."""

@@ -24,18 +24,6 @@ from typing import get_type_hints
 
 from ubatch.errors import ConfigError, check_known, check_type, named_values, nearest, shown
 
-__all__ = [
-    "KNOWN_POINTS",
-    "LINEAR_ATTENTION",
-    "SCHEDULES",
-    "SERIAL",
-    "Point",
-    "Recv",
-    "Schedule",
-    "SharedExpert",
-    "get_schedule",
-]
-
 
 class Point(StrEnum):
     """The points that this project's own models and kernels pass, in the order of a layer.

@@ -21,8 +21,6 @@ from ubatch.schedules.layer_program import LayerTimes, layer_program, times_of_l
 from ubatch.schedules.schedule import SERIAL, Point, Schedule, SharedExpert
 from ubatch.schedules.simulate import simulate
 
-__all__ = ["Candidate", "TimesOf", "search_schedules"]
-
 TimesOf = Callable[[int, int, bool], LayerTimes | Sequence[LayerTimes]]
 """(lanes, chunks, dispatch in chunks) -> seconds that one lane spends in one layer; see `layer_program`."""
 

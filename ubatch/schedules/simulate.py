@@ -21,19 +21,6 @@ from ubatch.schedules.ring import Ring
 from ubatch.schedules.schedule import Recv, Schedule
 from ubatch.trace.spans import Event, EventKind, Span, SpanKind, Trace
 
-__all__ = [
-    "Compute",
-    "Launch",
-    "Op",
-    "Pass",
-    "Timeline",
-    "Wait",
-    "median_programs",
-    "programs_of",
-    "simulate",
-    "simulate_ranks",
-]
-
 
 @dataclass(frozen=True)
 class Compute:

@@ -21,18 +21,6 @@ from itertools import accumulate, pairwise
 
 from ubatch.errors import ConfigError, SplitError
 
-__all__ = [
-    "UBatchSlice",
-    "check_threshold",
-    "cuts_by_weight",
-    "keep_together",
-    "slices_at",
-    "split_balanced",
-    "split_fixed",
-    "split_requests",
-    "split_two_chunk",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class UBatchSlice:

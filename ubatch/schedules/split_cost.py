@@ -23,8 +23,6 @@ from itertools import accumulate
 from ubatch.errors import ConfigError, SplitError
 from ubatch.schedules.split import UBatchSlice, check_threshold, cuts_by_weight, slices_at
 
-__all__ = ["SplitBy", "SplitCost", "split_by_cost"]
-
 _SCALE = 1 << 20  # weights are compared as integers, so that ties do not depend on rounding
 
 

@@ -19,8 +19,6 @@ from ubatch.schedules.simulate import simulate
 from ubatch.schedules.split import UBatchSlice, slices_at
 from ubatch.schedules.split_cost import SplitCost, split_by_cost
 
-__all__ = ["predicted_cost", "split_mixed"]
-
 _LAYERS = 3  # enough that start and end effects do not decide
 
 

@@ -28,19 +28,6 @@ from functools import lru_cache
 
 from ubatch.errors import ConfigError, SplitError
 
-__all__ = [
-    "MAX_LANES",
-    "TOLD_WIDTH",
-    "Decision",
-    "DeclineReason",
-    "Offer",
-    "Wish",
-    "decide",
-    "decode_offer",
-    "encode_offer",
-    "fingerprint",
-]
-
 
 class Wish(IntEnum):
     """A rank's vote."""

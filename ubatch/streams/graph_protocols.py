@@ -27,17 +27,6 @@ import torch
 
 from ubatch.process.interrupts import changing
 
-__all__ = [
-    "Capture",
-    "GraphBackend",
-    "GraphMiss",
-    "Recording",
-    "capture_mark",
-    "capturing",
-    "current_capture",
-    "mark_capturing",
-]
-
 
 class Recording(Protocol):
     """A captured recording that can be replayed."""

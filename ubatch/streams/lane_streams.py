@@ -20,8 +20,6 @@ from typing import Any, TypeVar
 from ubatch.streams.lifetimes import Launched, Ledger
 from ubatch.streams.streams import Event, NullStreams, StreamBackend
 
-__all__ = ["LaneStreams"]
-
 T = TypeVar("T")
 
 

@@ -53,8 +53,6 @@ from typing import Protocol
 from ubatch.process.interrupts import holding
 from ubatch.streams.graph_protocols import capturing
 
-__all__ = ["Launched", "Ledger", "abandon_transfers"]
-
 
 class Launched(Protocol):
     """The interface of a transfer to its lane (`ubatch.ranks.transfer.Transfer`)."""

@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from ubatch.errors import ConfigError
 from ubatch.streams.streams import StreamBackend
 
-__all__ = ["SMBudget", "merge_sm_use", "share_out_sms"]
-
 
 @dataclass(frozen=True)
 class SMBudget:

@@ -22,8 +22,6 @@ from torch import Tensor
 from ubatch.process.interrupts import changing
 from ubatch.streams.streams import Event, mark_now
 
-__all__ = ["Carrier", "HostCopy", "Packing", "carried_by", "staged", "to_device", "to_host"]
-
 _ALIGNMENT = 128
 """Bytes. With another alignment Triton would compile kernels again."""
 

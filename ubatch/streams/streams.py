@@ -13,16 +13,6 @@ import torch
 
 from ubatch.errors import ConfigError
 
-__all__ = [
-    "CudaStreams",
-    "Event",
-    "NullEvent",
-    "NullStreams",
-    "StreamBackend",
-    "make_streams",
-    "mark_now",
-]
-
 
 class Event(Protocol):
     """A marked position in a stream that another stream can wait for."""

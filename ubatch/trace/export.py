@@ -25,8 +25,6 @@ from ubatch.trace.intervals import Interval, computing, difference, intersection
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
 from ubatch.trace.stages import by_step, extent, flows, held_by_lanes, points, stage_names
 
-__all__ = ["Clock", "TraceSummary", "chrome_events", "summarise", "write_chrome"]
-
 _STEP_ROW = 0
 _FIRST_LINK_ROW = 1000
 """Chrome's thread numbers: steps, then lanes from 1 on, then the link."""

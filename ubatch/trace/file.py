@@ -23,8 +23,6 @@ from ubatch.trace.export import FILE_KEY, WAIT_PREFIX, Clock, lane_row
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
 from ubatch.trace.stages import by_step, extent
 
-__all__ = ["RankTrace", "merge_traces", "read_chrome"]
-
 _Record = TypeVar("_Record", Span, StepNote)
 
 

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from ubatch.trace.spans import Span, SpanKind
 
-__all__ = ["Interval", "computing", "difference", "intersection", "lasting", "measure", "union"]
-
 Interval = tuple[float, float]
 
 

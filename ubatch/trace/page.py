@@ -21,8 +21,6 @@ from ubatch.trace.intervals import computing, difference, intersection, lasting
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
 from ubatch.trace.stages import by_lane, by_step, extent, points, stage_names
 
-__all__ = ["Remark", "write_html"]
-
 MOST_SPANS = 150_000
 """Limit for one page: with more (some 15 MB) it is slow to open."""
 

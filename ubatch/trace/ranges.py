@@ -30,8 +30,6 @@ from torch.profiler import record_function
 
 from ubatch.process.interrupts import changing
 
-__all__ = ["LaneRanges", "profile_ranges", "ranges_wanted"]
-
 
 class LaneRanges:
     """The ranges of one lane in one step, if they are wanted when it begins; else nothing."""

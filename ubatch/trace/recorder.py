@@ -11,8 +11,6 @@ import time
 from ubatch.trace.ranges import LaneRanges, ranges_wanted
 from ubatch.trace.spans import Event, EventKind, LinkTime, SpanKind, Trace
 
-__all__ = ["LaneRecorder", "make_recorder"]
-
 
 class LaneRecorder:
     """Records one lane's step, in the lane's own thread.

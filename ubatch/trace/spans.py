@@ -18,22 +18,6 @@ from typing import cast
 
 from ubatch.process.interrupts import changing
 
-__all__ = [
-    "UNSPLIT",
-    "Event",
-    "EventKind",
-    "LinkTime",
-    "Span",
-    "SpanKind",
-    "StepNote",
-    "Trace",
-    "current_trace",
-    "note_outcome",
-    "note_step",
-    "traced_step",
-    "tracing",
-]
-
 UNSPLIT = -1
 """Lane number for work outside lanes."""
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind
 
-__all__ = ["Mark", "by_lane", "by_step", "extent", "flows", "held_by_lanes", "points", "stage_names"]
-
 _START = "start"
 _LINEAR = "attn_prepare of linear_attention"
 """The point `attn_prepare`, passed by a layer with linear attention."""

@@ -11,8 +11,6 @@ from dataclasses import replace
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind
 from ubatch.trace.stages import by_lane, by_step, extent
 
-__all__ = ["KEY", "compare_steps", "draw_lanes", "last_step"]
-
 KEY = "A attention, norms, router    E experts    d dispatch    c combine"
 WIDTH = 100
 """Columns of a whole line."""

@@ -19,8 +19,6 @@ from ubatch.schedules.schedule import SCHEDULES, Schedule, check_runnable
 from ubatch.schedules.split_cost import SplitBy
 from ubatch.schedules.vote import MAX_LANES, Decision, DeclineReason, fingerprint
 
-__all__ = ["CUDAGraphMode", "UBatchConfig", "Verify"]
-
 
 class CUDAGraphMode(StrEnum):
     """Whether steps are captured as CUDA graphs."""

@@ -39,8 +39,6 @@ from ubatch.wrapping.guard import Guard
 from ubatch.wrapping.proof_table import ProofTable, Signature, is_flag, signature_of
 from ubatch.wrapping.step import Intent
 
-__all__ = ["Eligibility"]
-
 _MOST_KEPT = 1024
 """Most changed attributes that are kept; with more, all are forgotten."""
 _Learned = tuple[Signature | None, Rule | None, frozenset[str]]

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ubatch.calls.call_plan import Call
 from ubatch.calls.outputs import Guess
 from ubatch.errors import ConfigError
 from ubatch.lanes.context import current_lane
@@ -40,9 +41,7 @@ from ubatch.trace.ranges import profile_ranges
 from ubatch.trace.spans import UNSPLIT, SpanKind, Trace, current_trace
 from ubatch.wrapping.config import UBatchConfig
 from ubatch.wrapping.guard import Guard
-from ubatch.wrapping.step import Call, DecidedStep, Step
-
-__all__ = ["Execution", "checked_device", "device_of", "span"]
+from ubatch.wrapping.step import DecidedStep, Step
 
 
 class Execution:

@@ -19,8 +19,6 @@ from ubatch.schedules.vote import DeclineReason
 from ubatch.wrapping.effects.random_state import RandomState, others_are_busy
 from ubatch.wrapping.effects.state import State
 
-__all__ = ["HAND_OVER", "Finding", "Guard"]
-
 HAND_OVER = "Hand over in an argument what it keeps between calls."
 
 

@@ -42,8 +42,6 @@ from ubatch.wrapping.guard import HAND_OVER
 from ubatch.wrapping.proof_table import ProofTable
 from ubatch.wrapping.step import Intent, Step
 
-__all__ = ["Proof"]
-
 _No = tuple[DeclineReason, str]
 _MORE_ROWS = 64
 """How many numbers of repeated rows are tried, and how many cuts on each side of the middle."""

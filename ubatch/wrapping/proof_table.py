@@ -40,8 +40,6 @@ from ubatch.calls.merging import ENOUGH, Rule
 from ubatch.schedules.forward_context import ForwardMode
 from ubatch.schedules.vote import DeclineReason
 
-__all__ = ["ProofTable", "Signature", "Standing", "is_flag", "signature_of"]
-
 _SPECIAL = frozenset({0, 1, -1, math.inf, -math.inf})
 _DEEP = 3
 """How deep attributes of objects are looked at."""

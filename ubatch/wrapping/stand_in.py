@@ -29,8 +29,6 @@ from torch.fx import _symbolic_trace as fx
 
 from ubatch.errors import ConfigError
 
-__all__ = ["StandIn", "refuse_tracing", "uncompiled"]
-
 _READING = frozenset(
     {"buffers", "children", "extra_repr", "get_buffer", "get_extra_state", "get_parameter", "get_submodule", "modules"}
     | {"named_buffers", "named_children", "named_modules", "named_parameters", "parameters", "state_dict"}

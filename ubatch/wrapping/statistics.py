@@ -14,8 +14,6 @@ from ubatch.schedules.vote import Decision, DeclineReason
 from ubatch.streams.graph_protocols import GraphMiss
 from ubatch.trace.spans import note_outcome
 
-__all__ = ["Tally", "UBatchStatistics"]
-
 _logger = logging.getLogger(__name__)
 
 

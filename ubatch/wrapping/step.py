@@ -18,8 +18,6 @@ from ubatch.schedules.split import UBatchSlice
 from ubatch.schedules.vote import Decision, Offer
 from ubatch.wrapping.proof_table import Signature
 
-__all__ = ["Call", "DecidedStep", "Intent", "Step"]
-
 _LATER: Any = None
 """The value of a field that is filled later."""
 

@@ -46,8 +46,6 @@ from attention.metadata import CommonAttentionMetadata
 from attention.spec_verify import SpecVerifyInput
 from ubatch import ConfigError
 
-__all__ = ["FlashInferBackend", "FlashInferPlan", "tree_mask"]
-
 WORKSPACE_BYTES = 384 << 20
 """Bytes of scratch per back end object, for partial results of keys that are split over thread blocks."""
 _TENSOR_CORE_GROUP = 4  # from this many query heads per key head on, decoding on tensor cores is faster

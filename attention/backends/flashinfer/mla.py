@@ -39,8 +39,6 @@ from attention.kv_cache import MLAKVCache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
 
-__all__ = ["FlashInferMLABackend", "FlashInferMLAPlan"]
-
 WORKSPACE_BYTES = 128 << 20
 """Bytes of scratch per back end object, for partial results of keys that are split over thread blocks."""
 _TILE_ROWS = 128  # rows of a causal tile, a row being a head of a query: a tile must end where a query does

@@ -31,17 +31,6 @@ from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
 from ubatch.streams.small_copies import staged, to_device
 
-__all__ = [
-    "INT_WORKSPACE_BYTES",
-    "FlashInferGraphs",
-    "PackedMask",
-    "PageLists",
-    "PlannedWrapper",
-    "WrapperBackend",
-    "WrapperPlan",
-    "list_pages_in_torch",
-]
-
 INT_WORKSPACE_BYTES = 8 << 20
 """Bytes that a wrapper allocates on the device for its plan."""
 

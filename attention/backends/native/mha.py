@@ -30,8 +30,6 @@ from ubatch import ConfigError
 from ubatch.kernels.c_jit import kernel_of
 from ubatch.kernels.recording import this_thread
 
-__all__ = ["NativeAttentionBackend", "NativeAttentionPlan"]
-
 
 class NativeAttentionBackend(TorchAttentionBackend):
     """Plans steps in C over a float32 or bfloat16 cache on a CPU; trees of drafts as `torch`.

@@ -35,8 +35,6 @@ from ubatch import ConfigError
 from ubatch.kernels.c_jit import kernel_of
 from ubatch.kernels.recording import this_thread
 
-__all__ = ["NativeMLABackend", "NativeMLAPlan"]
-
 _DEFINES = {"MOST_ROWS": 1024}
 """Tokens of a prompt that share the keys and values of a head once these are made; a longer prompt makes them again."""
 

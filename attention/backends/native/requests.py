@@ -17,8 +17,6 @@ from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
 from ubatch.kernels.c_jit import TILES_SOURCE, compile_c, why_not_c
 
-__all__ = ["CHUNK_KEYS", "Queries", "Requests", "Sizes", "check_slots", "check_usable", "load_library"]
-
 CHUNK_KEYS = 256
 """Keys per work item; a request that sees more keys is merged from several items."""
 _DTYPES = (torch.float32, torch.bfloat16)

@@ -26,21 +26,6 @@ from attention.metadata import CommonAttentionMetadata
 from attention.spec_verify import SpecVerifyInput
 from ubatch.streams.small_copies import to_device
 
-__all__ = [
-    "KeyPages",
-    "Request",
-    "TokenRows",
-    "TorchBackend",
-    "Workspace",
-    "additive_mask",
-    "as_stored",
-    "bundle",
-    "gathered_tokens",
-    "indices",
-    "list_requests",
-    "visible_mask",
-]
-
 _MAX_PADDING = 0.25  # padding's largest share of a group's work; beyond it, a new group starts
 _FREE_PADDING = 64  # rows of padding that cost less than another call
 _GATHER_BYTES = 4 << 20  # bytes that a group gathers from one pool: they fit a core's share of the processor's cache

@@ -45,8 +45,6 @@ from attention.kv_cache import MLAKVCache
 from attention.lse import merge_states, softmax_attention
 from attention.metadata import CommonAttentionMetadata
 
-__all__ = ["ExpandedGroup", "LatentStep", "TorchMLABackend", "TorchMLAPlan", "expanded_groups"]
-
 _CHUNK_TOKENS = 4096  # tokens of a group's cached prefixes that are expanded at once; at least one block per request
 
 

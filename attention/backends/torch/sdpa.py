@@ -47,8 +47,6 @@ from attention.kv_cache import PagedKVCache
 from attention.lse import softmax_attention
 from attention.metadata import CommonAttentionMetadata
 
-__all__ = ["AttentionGroup", "AttentionStep", "TorchAttentionBackend", "TorchAttentionPlan", "make_groups"]
-
 
 class TorchAttentionBackend(TorchBackend):
     """Plans batched scaled-dot-product attention over a paged cache."""

@@ -20,17 +20,6 @@ from attention.spec_verify import SpecVerifyInput
 from ubatch import ConfigError
 from ubatch.kernels.triton_jit import INTERPRETED
 
-__all__ = [
-    "DEVICES",
-    "PaddedOutput",
-    "StaticTensors",
-    "TritonBackend",
-    "Workspace",
-    "paged_batch",
-    "refuse_other_batch",
-    "tree_of",
-]
-
 DEVICES = ("cuda", "cpu") if INTERPRETED else ("cuda",)
 """Device types that the kernels run on."""
 

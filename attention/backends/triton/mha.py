@@ -43,8 +43,6 @@ from attention.metadata import CommonAttentionMetadata
 from attention.modes import MODES, Kernel, SplitKind
 from ubatch import ConfigError
 
-__all__ = ["TritonAttentionBackend", "TritonAttentionPlan", "TritonGraphPlan"]
-
 _MAX_DECODE_ROWS = 128  # queries times heads of a group in one tile of the decode kernel
 
 

@@ -40,8 +40,6 @@ from attention.metadata import CommonAttentionMetadata
 from attention.modes import MODES, Kernel
 from ubatch import ConfigError
 
-__all__ = ["TritonMLABackend", "TritonMLAGraphPlan", "TritonMLAPlan"]
-
 
 @dataclass(frozen=True)
 class _Absorbed:

@@ -55,8 +55,6 @@ from attention.kv_cache import FP8, PagedKVCache, quantize_fp8
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError, ForwardMode
 
-__all__ = ["TRTLLMMHABackend", "TRTLLMMHAPlan"]
-
 WORKSPACE_BYTES = 512 << 20
 """Bytes of scratch per back end object; the first ones are the kernels' counters."""
 

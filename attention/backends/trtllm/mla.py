@@ -50,8 +50,6 @@ from attention.metadata import CommonAttentionMetadata
 from attention.modes import MODES, Kernel
 from ubatch import ConfigError
 
-__all__ = ["TRTLLMMLABackend", "TRTLLMMLAPlan", "padded_blocks"]
-
 WORKSPACE_BYTES = 150 << 20
 """Bytes of scratch per back end object; the first ones are the kernels' counters."""
 DECODE_TILE = 128

@@ -29,8 +29,6 @@ from attention.kv_cache import MLAKVCache
 from attention.lse import merge_states
 from ubatch.streams.small_copies import to_device
 
-__all__ = ["ExpandedPart", "RaggedBackend", "plan_expanded"]
-
 EXPANDED_TOKENS = 32 << 10
 """Tokens of all prefixes together that are expanded at once; with 128 heads a token takes 80 kB in bfloat16."""
 _LN_2 = math.log(2.0)  # the kernel's LSE is a base-2 logarithm

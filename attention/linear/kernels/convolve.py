@@ -14,8 +14,6 @@ from attention.linear.kernels.records import read_record
 from ubatch.kernels.tensors import rows_contiguous
 from ubatch.kernels.triton_jit import INTERPRETED, cdiv, jit, power_of_2, undefined
 
-__all__ = ["convolve"]
-
 _MIN_BLOCK, _MAX_BLOCK = 64, 512  # channels of a program with many tokens, and with one
 
 

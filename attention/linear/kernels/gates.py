@@ -10,8 +10,6 @@ from torch import Tensor
 from ubatch.kernels.tensors import rows_contiguous
 from ubatch.kernels.triton_jit import cdiv, jit
 
-__all__ = ["delta_gates"]
-
 _BLOCK = 256
 
 

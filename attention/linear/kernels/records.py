@@ -14,8 +14,6 @@ import triton.language as tl
 
 from ubatch.kernels.triton_jit import jit
 
-__all__ = ["first_chunk", "read_record"]
-
 
 @jit()
 def read_record(

@@ -11,8 +11,6 @@ from attention.linear.kernels.records import read_record
 from attention.linear.states import GatedDeltaShape
 from ubatch.kernels.triton_jit import INTERPRETED, cdiv, jit, power_of_2
 
-__all__ = ["load_unit_rows", "recur"]
-
 _COLUMNS = 16  # of a program: 128 rows of them are 64 registers of each thread in a warp
 _NUM_WARPS = 1
 

@@ -18,8 +18,6 @@ from attention.linear.kernels.recur import load_unit_rows
 from attention.linear.states import GatedDeltaShape
 from ubatch.kernels.triton_jit import INTERPRETED, cdiv, constant, jit, power_of_2, undefined
 
-__all__ = ["scan_chunks"]
-
 _COLUMNS = 32  # of a program in `scan`
 _SMALLEST = 16  # side of a tile in a product
 _PRECISION = constant("tf32x3")  # type: ignore[arg-type]

@@ -26,8 +26,6 @@ from moe.all2all.deepep.high_throughput import DeepEPHighThroughputAll2All, High
 from moe.all2all.deepep.low_latency import DeepEPLowLatencyAll2All, LowLatencyHandle
 from ubatch import CommGroup, ConfigError, ForwardMode, Transfer, fingerprint, get_forward_context
 
-__all__ = ["AutoHandle", "DeepEPAutoAll2All"]
-
 AutoHandle = HighThroughputHandle | LowLatencyHandle
 
 _LOW_LATENCY = frozenset(fingerprint(mode) for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY))

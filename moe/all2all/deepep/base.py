@@ -50,19 +50,6 @@ from ubatch.ranks.group import check_group
 from ubatch.ranks.launch_checks import check_launch
 from ubatch.ranks.transfer import Queued
 
-__all__ = [
-    "NODE",
-    "DeepEPStreamed",
-    "DeepEPTransport",
-    "Inputs",
-    "Payload",
-    "Prepared",
-    "Queued",
-    "check_ranks",
-    "import_deep_ep",
-    "sms_in_force",
-]
-
 Payload = Tensor | tuple[Tensor, Tensor]
 
 _MIN_SMS = 2

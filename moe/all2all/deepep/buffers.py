@@ -38,8 +38,6 @@ from ubatch.ranks.connection import Connection
 from ubatch.ranks.long_calls import holding_gil
 from ubatch.ranks.transfer import Queued
 
-__all__ = ["NODE", "BufferSize", "DeepEPBuffers", "SizedBuffer", "SizedBuffers", "in_one_node"]
-
 BufferT = TypeVar("BufferT")
 
 NODE = 8

@@ -29,10 +29,8 @@ from moe.all2all.deepep.base import DeepEPStreamed, Inputs, check_ranks, sms_in_
 from moe.all2all.deepep.buffers import NODE, BufferSize, SizedBuffers, in_one_node
 from moe.all2all.voted import voted_tokens
 from ubatch import CommGroup, ConfigError, Transfer, capturing
-from ubatch.ranks.collectives import check_launch
+from ubatch.ranks.launch_checks import check_launch
 from ubatch.ranks.long_calls import holding_gil
-
-__all__ = ["DeepEPHighThroughputAll2All", "HighThroughputHandle"]
 
 _QPS_PER_RANK = 24
 _GIL_HELD_S = 100.0

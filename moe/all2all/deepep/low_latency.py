@@ -41,10 +41,8 @@ from moe.all2all.chunks import ids_of_blocks
 from moe.all2all.deepep.base import DeepEPTransport, check_ranks
 from moe.all2all.deepep.buffers import NODE, BufferSize, SizedBuffer, SizedBuffers, in_one_node
 from ubatch import CommGroup, ConfigError, Transfer, dbo_current_ubatch_id, report_sm_use
-from ubatch.ranks.collectives import check_launch
+from ubatch.ranks.launch_checks import check_launch
 from ubatch.streams.graph_protocols import current_capture
-
-__all__ = ["HIDDEN_SIZES", "DeepEPLowLatencyAll2All", "LowLatencyHandle"]
 
 HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 """What DeepEP's kernels are compiled for (1.2.1)."""

@@ -30,8 +30,6 @@ from ubatch.ranks.connection import Connection
 from ubatch.ranks.launch_checks import check_launch
 from ubatch.ranks.long_calls import holding_gil
 
-__all__ = ["DeepEPV2All2All", "ElasticHandle"]
-
 _MAX_TOP_K = 32
 _GIL_HELD_S = 300.0
 """DeepEP's own limit of its wait for counts (`num_cpu_timeout_secs`). Every kernel is compiled at its first call, too,

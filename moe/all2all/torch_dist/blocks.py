@@ -26,8 +26,6 @@ from moe.placement import block_of
 from moe.segments import segment_sum
 from ubatch import CommGroup, Transfer, launch_all_to_all_single
 
-__all__ = ["BlockRoutes", "BlocksHandle", "TorchDistBlocks"]
-
 _BLOCKS = 8
 """Most blocks. Each costs a launch and the link's latency; no compute hides the last one."""
 

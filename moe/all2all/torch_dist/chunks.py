@@ -29,8 +29,6 @@ from moe.all2all.chunks import only_block
 from moe.all2all.payload import unpack_rows
 from moe.segments import segment_offsets
 
-__all__ = ["ChunkHandle", "ChunkedRows", "Cube", "Routes", "tokens_of", "visits_of"]
-
 Cube = list[list[list[int]]]
 """`[a][c][rank]` rows."""
 

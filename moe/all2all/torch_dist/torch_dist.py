@@ -56,8 +56,6 @@ from ubatch import (
 )
 from ubatch.ranks.group import check_group
 
-__all__ = ["TorchDistAll2All"]
-
 H = TypeVar("H")
 
 _EVERY_ROW = frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY})

@@ -14,8 +14,6 @@ from moe.grouped_linear import GroupedLinear, add_rows, run_layer
 from moe.segments import segment_offsets
 from ubatch.kernels.tensors import rows_contiguous
 
-__all__ = ["NativeExperts"]
-
 
 class NativeExperts(RepackedExperts):
     """Experts on `GroupedLinear`. CPU; errors as `FusedExperts`, `GroupedLinear` and `RepackedExperts`."""

@@ -10,8 +10,6 @@ from moe.cpu_linear import PackedLinear, kernel_rows
 from moe.experts.cpu.repacked import RepackedExperts
 from moe.experts.grouped import RowPlan
 
-__all__ = ["PackedExperts"]
-
 _CACHED_BYTES = 4 << 20  # bytes of all experts' rows that stay in the cache when written and read again
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from moe.experts.grouped import GroupedExperts
 from ubatch import ConfigError
 
-__all__ = ["RepackedExperts"]
-
 
 class RepackedExperts(GroupedExperts):
     """Refuses what such experts do not support. A subclass repacks `w13` and `w2` in `__init__`, and deletes them."""

@@ -19,8 +19,6 @@ from serving.api.schema.errors import ApiError, add_error_handlers, error_respon
 from serving.api.service import Service
 from serving.api.sse import ClientLeft
 
-__all__ = ["create_app"]
-
 CLIENT_LEFT = 499  # nginx's status for a client that has left; it is only logged
 # Paths that need no API key: health, metrics and descriptions.
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs", "/redoc"})

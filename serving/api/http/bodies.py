@@ -24,8 +24,6 @@ from serving.api.schema.errors import ApiError, error_response
 from serving.api.schema.request_models import CheckedIds
 from ubatch.errors import shown
 
-__all__ = ["MAX_PARTS", "MAX_VALUES", "BodyLimit", "JsonRoute", "check_counts"]
-
 MAX_VALUES = 2**20 + 2**16
 """Most values of a body, such as token ids; parsed in some 30 ms."""
 MAX_PARTS = 2**15

@@ -27,8 +27,6 @@ from serving.api.schema.errors import ApiError, error_response
 from serving.logs import log_event
 from ubatch import UBatchError
 
-__all__ = ["CannotListen", "Listener", "connection_protocol", "listening", "most_connections", "raise_file_limit"]
-
 _logger = logging.getLogger(__name__)
 
 HEADERS_S = 10.0

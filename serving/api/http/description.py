@@ -12,8 +12,6 @@ from serving.api.allowed_tokens import MAX_ALLOWED_OF_ALL
 from serving.api.http.routes import STREAMED
 from serving.api.service import Service
 
-__all__ = ["complete_description"]
-
 
 def complete_description(app: FastAPI, open_paths: Collection[str]) -> None:
     """Make the application's `/openapi.json` complete.

@@ -49,8 +49,6 @@ from serving.api.sse import EventStream, until_client_leaves
 from serving.requests import EngineDead
 from ubatch import UBatchError
 
-__all__ = ["STREAMED", "router"]
-
 JSON = "application/json"
 STREAMED = (CompletionChunk, ChatCompletionChunk)
 _Asked = TypeVar("_Asked", bound=GenerationRequest)

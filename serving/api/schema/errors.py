@@ -20,8 +20,6 @@ from serving.requests import EngineDead, QueueFull
 from ubatch import UBatchError
 from ubatch.errors import SHOWN_CHARACTERS, cut, shown
 
-__all__ = ["UNSUPPORTED", "ApiError", "add_error_handlers", "as_api_error", "error_response", "shutting_down"]
-
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1

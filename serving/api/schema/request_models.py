@@ -24,21 +24,6 @@ from serving.api.schema.unsupported_fields import CHAT, COMPLETIONS, TOKENIZE, R
 from serving.text.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
 from serving.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
-__all__ = [
-    "DEFAULT_MAX_TOKENS",
-    "MAX_DETOKENIZED",
-    "ChatCompletionRequest",
-    "ChatMessage",
-    "CheckedIds",
-    "CompletionRequest",
-    "ConversationOptions",
-    "DetokenizeRequest",
-    "GenerationRequest",
-    "StreamOptions",
-    "TextPart",
-    "TokenizeRequest",
-]
-
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions
 MAX_OUTPUTS = 128
 MAX_DETOKENIZED = 2**17

@@ -6,36 +6,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-__all__ = [
-    "AssistantMessage",
-    "ChatChoice",
-    "ChatChunkChoice",
-    "ChatCompletion",
-    "ChatCompletionChunk",
-    "ChatDelta",
-    "ChatLogprobs",
-    "ChatTokenLogprob",
-    "Completion",
-    "CompletionChoice",
-    "CompletionChunk",
-    "CompletionChunkChoice",
-    "CompletionLogprobs",
-    "CompletionTokensDetails",
-    "Detokenized",
-    "ErrorBody",
-    "ErrorDetail",
-    "ModelCard",
-    "ModelList",
-    "ProfileFiles",
-    "PromptLogprob",
-    "PromptTokensDetails",
-    "Status",
-    "Tokenized",
-    "TopLogprob",
-    "Usage",
-    "Version",
-]
-
 FinishReasonName = Literal["stop", "length"]
 
 

@@ -17,8 +17,6 @@ from serving.api.schema.errors import UNSUPPORTED
 from serving.logs import log_event
 from ubatch.errors import shown
 
-__all__ = ["CHAT", "COMPLETIONS", "TOKENIZE", "UNUSED", "Refused", "check_fields", "describe_fields", "log_unused"]
-
 _logger = logging.getLogger(__name__)
 
 MAX_NAMED = 256  # most different unknown fields that a process logs

@@ -17,8 +17,6 @@ from serving.engine.speculation import make_scheduler, runner_options
 from serving.logs import log_event
 from ubatch import CapturedGraph, CommGroup
 
-__all__ = ["capture_graphs", "make_core", "make_runner", "warm_up", "warm_up_lengths"]
-
 _logger = logging.getLogger(__name__)
 
 _WARM_UP_TOKENS = 16

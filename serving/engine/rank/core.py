@@ -24,8 +24,6 @@ from serving.requests import EngineStatistics, RequestInput, RequestOutput
 from serving.scheduler import Scheduler
 from ubatch import Trace, UBatchError
 
-__all__ = ["EngineCore", "Executor", "LaunchedStep"]
-
 _EMPTY_STEPS = 1000
 """This many steps in a row without tokens, though requests wait and no step is in flight, are a scheduler's fault."""
 

@@ -23,8 +23,6 @@ from pathlib import Path
 from serving.logs import log_event
 from serving.network import admit_no_more
 
-__all__ = ["refuse_strangers"]
-
 _logger = logging.getLogger(__name__)
 
 _CONNECTIONS = Path("/proc/net/tcp")

@@ -35,8 +35,6 @@ from ubatch import TransferTimeout, UBatchError
 from ubatch.process.heartbeat import beat
 from ubatch.process.lateness import Patience
 
-__all__ = ["FollowerLink", "LeaderLink", "Link", "OutOfStep", "join_turns"]
-
 _LINGER_MS = 2000
 _LOOK_OUT_S = 1.0
 """How often a follower that waits for a turn checks for `Shutdown`, and that its parent lives, in seconds."""

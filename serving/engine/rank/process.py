@@ -60,16 +60,6 @@ from ubatch import CommGroup, ConfigError, GroupBroken, PeerFailed, TransferTime
 from ubatch.process.heartbeat import Heart, stop_hearts
 from ubatch.ranks.long_calls import taking_long
 
-__all__ = [
-    "Engine",
-    "RankWork",
-    "ToldToEnd",
-    "beating",
-    "place_rank",
-    "run_engine",
-    "run_rank",
-]
-
 _logger = logging.getLogger(__name__)
 
 _LOOK_OUT_S = 1.0

@@ -19,8 +19,6 @@ from moe import All2AllTraits, traits_in
 from serving.logs import log_event
 from ubatch import ForwardMode
 
-__all__ = ["WeightsBar", "choose_dtype", "count_gpus", "describe_memory", "describe_transport", "read_checkpoint"]
-
 _logger = logging.getLogger(__name__)
 
 

@@ -12,8 +12,6 @@ from serving.logs import log_event
 from serving.requests import TracedTime
 from ubatch import Trace, summarise, tracing, write_chrome
 
-__all__ = ["TEMPORARY", "StepTracer", "profile_file", "profile_name"]
-
 _logger = logging.getLogger(__name__)
 
 TRACE_EVERY = 32

@@ -17,8 +17,6 @@ from serving.engine.options import AUTO_DTYPE, EngineOptions
 from serving.engine.wire import messages as wire
 from ubatch import ConfigError
 
-__all__ = ["describe_shape", "is_of_this_run", "node_identity", "rank_identity", "require_same_shape", "settle_dtype"]
-
 _MAY_DIFFER = frozenset(
     {
         *("node_rank", "master_addr", "master_port", "cluster_secret_file", "log_level", "profile_folder"),

@@ -19,8 +19,6 @@ from zmq.utils.monitor import recv_monitor_message
 from serving.engine.wire.secret import CurveKeys
 from serving.logs import log_event
 
-__all__ = ["MOST_BYTES", "CurveGate", "Seldom"]
-
 _logger = logging.getLogger(__name__)
 
 MOST_BYTES = 256 << 20

@@ -17,8 +17,6 @@ from serving.engine.wire.messages import FromEngine, Outputs, Refused, Shutdown,
 from serving.engine.wire.secret import CurveKeys
 from ubatch import UBatchError
 
-__all__ = ["EngineLink"]
-
 _LINGER_MS = 2000
 _TAKE_IN_S = 0.01
 """Least time budget for handling messages before a step, in seconds; a message with a request takes some 70 us."""

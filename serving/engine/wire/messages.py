@@ -22,33 +22,6 @@ from model_runner import CheckpointError, CheckpointFileMissing, RequestError, T
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
 from ubatch import ConfigError, UBatchError
 
-__all__ = [
-    "Abort",
-    "Add",
-    "Alive",
-    "Failed",
-    "Finished",
-    "FromEngine",
-    "NodeAlive",
-    "NodeHeard",
-    "Outputs",
-    "ProfileWritten",
-    "Ready",
-    "Refused",
-    "Shutdown",
-    "StartProfile",
-    "StopProfile",
-    "ToEngine",
-    "Turn",
-    "Wake",
-    "decode_from_engine",
-    "decode_to_engine",
-    "decode_turn",
-    "encode",
-    "error_kind",
-    "make_error",
-]
-
 
 class _Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """What all messages have in common: they are tagged with the name of their class."""

@@ -37,21 +37,6 @@ from serving.network import LOOPBACK, choose_interface, listening_store, warn_of
 from ubatch import ConfigError, ForgedValue, UBatchError
 from ubatch.process.job_store import JobStore, Values, use_job_store
 
-__all__ = [
-    "PATIENCE",
-    "Place",
-    "Run",
-    "Store",
-    "announce_network",
-    "check_node",
-    "claim_node",
-    "connect_store",
-    "host_store",
-    "init_ranks",
-    "join_run",
-    "post_node",
-]
-
 _logger = logging.getLogger(__name__)
 
 PATIENCE = timedelta(minutes=5)

@@ -21,8 +21,6 @@ from zmq.utils import z85
 
 from ubatch import ConfigError
 
-__all__ = ["ClusterSecret", "CurveKeys", "read_secret"]
-
 _FEWEST_BYTES, _MOST_BYTES = 32, 4096
 _FEWEST_DISTINCT = 8
 """Least number of different byte values; 64 random hexadecimal digits have fewer in less than one of 10^18 files."""

@@ -20,8 +20,6 @@ import torch.distributed as dist
 
 from ubatch.process.job_store import JobStore
 
-__all__ = ["FolderStore", "SignedStore"]
-
 _LOOK_S = 0.005
 _LOCK, _NEW = ".lock", ".new"
 _LONGEST = 200

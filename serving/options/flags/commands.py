@@ -15,8 +15,6 @@ from serving.options.flags.server_flags import Attention, Cache, Parallelism, Pe
 from serving.options.flags.tables import SERVE, Table, pick
 from ubatch.schedules.vote import MAX_LANES
 
-__all__ = ["COMMANDS", "GENERATE", "TRACE", "TUNE", "Mode"]
-
 Mode = Literal["decode", "prefill", "verify"]
 
 

@@ -14,8 +14,6 @@ from moe import experts_backends
 from ubatch import nearest
 from ubatch.errors import cut, shown
 
-__all__ = ["ApiKey", "ExpertsName", "NamedValues", "Names", "Positive", "TokensAutoOff", "one_of", "parse_bytes"]
-
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 _TOO_MANY_BYTES = 2**63

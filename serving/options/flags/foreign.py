@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-__all__ = ["FOREIGN", "spell_hint"]
-
 
 def spell_hint(text: str, spell: Callable[[str, bool], str]) -> str:
     """A hint for a file or Python. `spell(flag, off)` spells each flag, given without dashes and without `no-`."""

@@ -14,8 +14,6 @@ from serving.options.flags.fields import Positive
 from ubatch import nearest
 from ubatch.errors import shown
 
-__all__ = ["TRANSPORTS", "Model", "TransportName"]
-
 TRANSPORTS = tuple(name for name in all2all_backends() if name != "emulated_link")  # its flag is --emulated-link
 _OTHER_NAMES = {"naive": "allgather_reducescatter"}
 """vLLM's name -> the name here; both send every token to every rank."""

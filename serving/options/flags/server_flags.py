@@ -29,19 +29,6 @@ from serving.options.flags.model_flags import TRANSPORTS, TransportName
 from ubatch import SCHEDULES, SplitBy, UBatchConfig
 from ubatch.schedules.vote import MAX_LANES
 
-__all__ = [
-    "ALIASES",
-    "Attention",
-    "Cache",
-    "Graphs",
-    "Overlap",
-    "Parallelism",
-    "PerMode",
-    "Scheduling",
-    "Server",
-    "Speculation",
-]
-
 ALIASES: Mapping[str, str] = {
     "enable_two_batch_overlap": "enable_dbo",
     "num_ubatches": "ubatch_size",

@@ -29,8 +29,6 @@ from serving.options.flags.server_flags import (
     Speculation,
 )
 
-__all__ = ["SERVE", "Own", "Table", "pick"]
-
 _FLAG_NAMES = {"named_model": "model"}
 """Flag -> setting, where their names differ."""
 

@@ -8,8 +8,6 @@ from attention import KVCacheExhausted
 from model_runner import RequestError
 from serving.requests import RequestInput
 
-__all__ = ["check_input"]
-
 
 def check_input(
     given: RequestInput, *, vocab_size: int, eos_token_ids: Sequence[int], max_model_len: int, max_kv_tokens: int

@@ -17,8 +17,6 @@ from serving.scheduler.kv_manager import KVManager
 from serving.scheduler.radix_cache import PrefixMatch
 from serving.scheduler.request import TrackedRequest
 
-__all__ = ["Prefill", "Prefills"]
-
 # Limits of the requests that one step looks at in a long queue; the next step looks further.
 _MAX_OWN = 128  # requests skipped because they are in the split prompt's group: as many as `lpm` sorts
 _MAX_TOLD = 256  # requests newly found to wait for a prefix that another request computes

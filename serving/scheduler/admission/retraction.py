@@ -13,8 +13,6 @@ from collections.abc import Iterable, Sequence
 
 from serving.scheduler.request import TrackedRequest
 
-__all__ = ["NewTokenRatio", "choose_victim"]
-
 _START = 0.7
 _LEAST = 0.14 * _START
 _STEPS = 600  # decode steps in which the ratio falls from `_START` to `_LEAST`

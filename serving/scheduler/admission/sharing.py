@@ -9,8 +9,6 @@ from __future__ import annotations
 from serving.scheduler.radix_cache import common_prefix
 from serving.scheduler.request import TrackedRequest
 
-__all__ = ["PrefixWaits"]
-
 _WORTH_WAITING = 32  # least shared tokens (or one page, if larger): below, the delay of a step costs more than it saves
 
 

@@ -26,8 +26,6 @@ from itertools import islice
 from serving.scheduler.config import SchedulingPolicy
 from serving.scheduler.request import TrackedRequest
 
-__all__ = ["WaitingQueue"]
-
 _MAX_SORTED = 128  # `lpm`: requests sorted by their cached prefix, per step
 _MAX_OVERTAKEN = 256  # `lpm`: a request whose turn is further back than this goes first
 

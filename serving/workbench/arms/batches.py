@@ -10,8 +10,6 @@ import torch
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, Step, build_input_batch
 from serving.workbench.arms.cells import Cell, Grid
 
-__all__ = ["kv_blocks_needed", "make_batch", "request_shapes", "requests_needed"]
-
 
 @contextmanager
 def make_batch(runner: ModelRunner, cell: Cell, grid: Grid, seed: int) -> Iterator[Step]:

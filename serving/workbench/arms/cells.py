@@ -9,8 +9,6 @@ from ubatch import SCHEDULES, Schedule, UBatchConfig
 from ubatch.schedules.cost_table import SERIAL_ARM
 from ubatch.schedules.schedule import SERIAL
 
-__all__ = ["Arm", "Cell", "Grid", "arm_config", "library_arms"]
-
 
 @dataclass(frozen=True)
 class Cell:

@@ -27,18 +27,6 @@ from ubatch import CommGroup, Schedule, tracing
 from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait, programs_of, simulate_ranks
 from ubatch.trace.spans import SpanKind
 
-__all__ = [
-    "Programs",
-    "TracedStep",
-    "gather_steps",
-    "gather_texts",
-    "middle_steps",
-    "predict_step",
-    "read_steps",
-    "traced_step",
-    "write_steps",
-]
-
 Programs = list[list[Op]]
 
 

@@ -23,16 +23,6 @@ from ubatch.schedules.schedule import Point, SharedExpert
 from ubatch.schedules.search import Candidate, search_schedules
 from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait, median_programs
 
-__all__ = [
-    "HANDOFF_S",
-    "LayerStages",
-    "StageModel",
-    "best_schedules",
-    "layer_times",
-    "nameless",
-    "slowest_layer_times",
-]
-
 _SHARED_LEAST = 0.03
 """Below this share of the compute, a `shared` stage is overhead of the runtime, not a shared expert."""
 _AFTER = {"attn_gather": "attn_prepare", "attn_scatter": "attn_core"}

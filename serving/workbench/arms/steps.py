@@ -16,8 +16,6 @@ from serving.workbench.arms.programs import gather_steps, gather_texts, traced_s
 from serving.workbench.arms.stages import LayerStages, StageModel, slowest_layer_times
 from ubatch import SCHEDULES, ConfigError, UBatchWrapper
 
-__all__ = ["ArmSteps", "NoStageTimes"]
-
 _TRACED_STEPS = 5
 _STAGE_LANES = (2, 4)
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from ubatch import UBatchError
 
-__all__ = ["Corpus", "CorpusMissing", "read_corpus"]
-
 # Tests and vendored code, and two folders of tables (code pages, help topics) that are not program text.
 _SKIPPED = frozenset(
     {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "encodings", "pydoc_data"}

@@ -21,8 +21,6 @@ from serving.workbench.bench.statistics import Interval, bootstrap, interleave_a
 from ubatch import UBatchConfig, UBatchError
 from ubatch.process.cores import num_cores
 
-__all__ = ["GenerateResult", "completions", "measure_generate", "share_of_equal", "transformers_arm"]
-
 _PROMPTS, _PROMPT_LEN, _NEW = 64, 128, 64
 _BUDGET = 2048  # prompt tokens per step, so that a step's tensors are kept by the C library when they are freed
 

@@ -13,8 +13,6 @@ from serving.arguments.fields import Flag, Group
 from serving.workbench.bench.provenance import KEY, stamp
 from serving.workbench.bench.statistics import environment, write_json
 
-__all__ = ["DECIDING", "ENGINE", "SERVER", "BlockOptions", "Checkpoint", "ReportOptions"]
-
 
 def _is_checkpoint(folder: Path) -> Path:
     if not os.path.isfile(folder / "config.json"):  # `Path.is_file` raises if the name is too long

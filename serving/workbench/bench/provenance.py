@@ -18,8 +18,6 @@ from typing import Any
 import serving
 from ubatch import ConfigError
 
-__all__ = ["KEY", "Provenance", "provenance_of", "read_provenance", "stamp"]
-
 KEY = "measured"
 """Key of the stamp in a results file."""
 _ROOT = Path(serving.__file__).resolve().parent.parent

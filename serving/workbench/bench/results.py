@@ -12,8 +12,6 @@ from serving.workbench.bench.provenance import provenance_of, read_provenance
 from serving.workbench.bench.statistics import columns
 from ubatch import ConfigError
 
-__all__ = ["Options", "run"]
-
 
 class Options(Group):
     """Where they are."""

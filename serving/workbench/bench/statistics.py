@@ -16,20 +16,6 @@ import torch
 from serving.progress import progress
 from ubatch.process.cores import num_cores
 
-__all__ = [
-    "Interval",
-    "bootstrap",
-    "columns",
-    "environment",
-    "interleave_arms",
-    "overlap_figures",
-    "paired",
-    "print_arms",
-    "ratio_of_sums",
-    "timed",
-    "write_json",
-]
-
 _RESAMPLES = 2000
 _DRIFT_BLOCKS = 20
 _FLAGS = (

@@ -47,22 +47,6 @@ from ubatch import (
 )
 from ubatch.schedules.schedule import SERIAL
 
-__all__ = [
-    "ModelOptions",
-    "Setting",
-    "SplitCompute",
-    "StepLoad",
-    "StepOptions",
-    "StepSetting",
-    "block_means",
-    "calibrate",
-    "measure_load",
-    "model_folder",
-    "open_setting",
-    "prefill_batch",
-    "slowest_rank",
-]
-
 
 class ModelOptions(BlockOptions):
     """The model."""

@@ -20,8 +20,6 @@ from serving.workbench.gpu.model import make_metadata
 from serving.workbench.gpu.report import Arms, Section, in_a_line
 from ubatch import ForwardMode
 
-__all__ = ["decode"]
-
 _OURS = "triton"
 _PEERS = ("flashinfer", "trtllm_mha")
 _PAGE = 16

@@ -24,8 +24,6 @@ from ubatch import UBatchError
 if TYPE_CHECKING:
     from ubatch import GraphBackend
 
-__all__ = ["Bench", "OutOfTime", "describe_machine"]
-
 _LEAST_MS = 2.0
 """Shortest time of an arm: events have a resolution of half a microsecond, and starting a replay takes time."""
 _MOST_REPEATS = 50

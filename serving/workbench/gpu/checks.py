@@ -36,8 +36,6 @@ from typing import Any
 
 from serving.workbench.gpu.parts import PARTS, REHEARSAL, names_in, why_not_into, write_section
 
-__all__ = ["SECTIONS", "Section", "main"]
-
 ROOT = Path(__file__).resolve().parents[3]
 LINES = "UBATCH_TEST_LINES"
 """Environment variable: the file into which `pytest_lines` writes a line per test."""

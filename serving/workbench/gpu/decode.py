@@ -29,8 +29,6 @@ from serving.workbench.gpu.model import QWEN3_30B_A3B, TINY, Model, Step
 from serving.workbench.gpu.report import Section
 from ubatch import set_forward_context
 
-__all__ = ["count_launches", "measure"]
-
 _LAUNCHES = ("GraphLaunch", "LaunchKernel", "Memcpy", "Memset")
 
 

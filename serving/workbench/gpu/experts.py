@@ -22,8 +22,6 @@ from serving.workbench.gpu.bench import Bench
 from serving.workbench.gpu.peers import GROUPED_MM, Layer, grouped_products, peers
 from serving.workbench.gpu.report import Section, in_a_line
 
-__all__ = ["MoEShape", "decode", "make_layer", "prefill"]
-
 _OURS = "triton"
 _PRODUCTS = "grouped products alone"
 

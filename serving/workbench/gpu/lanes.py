@@ -18,8 +18,6 @@ from serving.workbench.gpu.bench import Bench
 from serving.workbench.gpu.model import QWEN3_30B_A3B, TINY, Model, Step
 from serving.workbench.gpu.report import Section
 
-__all__ = ["measure"]
-
 _LAYERS = 8
 
 

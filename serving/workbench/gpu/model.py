@@ -30,8 +30,6 @@ from ubatch import (
 )
 from ubatch.streams.small_copies import to_device
 
-__all__ = ["LANES", "QWEN3_30B_A3B", "QWEN3_235B_A22B", "TINY", "Model", "Step", "make_metadata"]
-
 LANES = 2
 _PAGE = 16
 _ON_DEVICE = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")

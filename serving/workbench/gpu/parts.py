@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["PARTS", "REHEARSAL", "InPart", "names_in", "read_sections", "why_not_into", "write_section"]
-
 PARTS = ("first", "rest-1", "rest-2", "rest-3")
 """What `make gpu` runs one after the other, each as a command of at most eight minutes: the tests that decide whether
 the rest makes sense, and the headline; then what is left."""

@@ -17,8 +17,6 @@ from torch.nn import functional as F
 
 from moe import experts_backends, make_experts
 
-__all__ = ["GROUPED_MM", "Layer", "grouped_products", "peers"]
-
 GROUPED_MM = "torch._grouped_mm"
 
 

@@ -38,8 +38,6 @@ from ubatch import Schedule, Transfer, UBatchError
 from ubatch.schedules.layer_program import LayerTimes, layer_program
 from ubatch.schedules.simulate import simulate
 
-__all__ = ["figures_of", "measure"]
-
 _RATIOS = (0.5, 1.0)
 _DRIFT = 1.02
 _LAYERS = 10

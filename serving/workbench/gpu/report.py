@@ -9,8 +9,6 @@ from typing import Any, Literal, get_args
 from serving.workbench.bench.statistics import Interval
 from ubatch import ConfigError
 
-__all__ = ["Arms", "Figure", "Goal", "Section", "as_markdown", "as_text", "in_a_line"]
-
 Arms = dict[str, list[float]]
 """Arm -> its block means, milliseconds."""
 

@@ -26,8 +26,6 @@ from ubatch import ConfigError
 if TYPE_CHECKING:
     from ubatch import GraphBackend
 
-__all__ = ["SLACK_S", "Options", "run"]
-
 SLACK_S = 60.0
 """Seconds beyond its budget, for imports and a started table row, after which a section's process is ended."""
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from serving.workbench.gpu.bench import Bench, OutOfTime, describe_machine
 from serving.workbench.gpu.report import Section
 
-__all__ = ["SECTIONS", "Plan", "run_section"]
-
 
 @dataclass(frozen=True)
 class Plan:

@@ -23,8 +23,6 @@ from serving.workbench.bench.statistics import paired
 from serving.workbench.gpu.bench import Bench
 from serving.workbench.gpu.report import Section
 
-__all__ = ["measure"]
-
 _EXPERTS, _TOP_K, _HIDDEN, _INTERMEDIATE, _TOKENS, _TILE_ROWS = 128, 8, 4096, 1536, 4096, 128
 _SMS = 16
 _MESSAGE = 64 << 20

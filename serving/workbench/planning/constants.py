@@ -16,20 +16,6 @@ from pydantic import BaseModel, ConfigDict
 
 from ubatch.errors import ConfigError, nearest, shown
 
-__all__ = [
-    "Constants",
-    "DecodeAttentionKernel",
-    "ElementwiseKernel",
-    "GemmKernel",
-    "Gpu",
-    "Hardware",
-    "Kernels",
-    "Link",
-    "PrefillAttentionKernel",
-    "PublishedGains",
-    "load_constants",
-]
-
 
 class _Block(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -22,8 +22,6 @@ from serving.workbench.planning.transfers import Transfers
 from serving.workbench.planning.workload import Mode, Workload
 from ubatch.schedules.layer_program import LayerTimes
 
-__all__ = ["LaneCosts", "LayerCosts"]
-
 
 @dataclass(frozen=True)
 class LaneCosts:

@@ -17,8 +17,6 @@ from serving.workbench.planning.steps import plain_step, predict_step
 from serving.workbench.planning.workload import Mode, Workload
 from ubatch.schedules.schedule import SCHEDULES
 
-__all__ = ["Gate", "crossover", "published_gates"]
-
 
 @dataclass(frozen=True)
 class Gate:

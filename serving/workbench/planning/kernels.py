@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from serving.workbench.planning.constants import Gpu, Kernels
 
-__all__ = ["BF16", "FP8", "KernelTimes", "interpolated"]
-
 FP8, BF16 = 1, 2
 """Bytes per value."""
 

@@ -37,8 +37,6 @@ from ubatch import Schedule
 from ubatch.errors import ConfigError
 from ubatch.schedules.simulate import Launch, Op
 
-__all__ = ["gates_of_results", "live_gates", "over_link"]
-
 _LIMIT = 0.05
 
 

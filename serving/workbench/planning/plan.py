@@ -14,8 +14,6 @@ from serving.workbench.planning.workload import Workload
 from ubatch.schedules.schedule import SCHEDULES, SERIAL, Schedule
 from ubatch.schedules.search import search_schedules
 
-__all__ = ["Plan", "make_plan"]
-
 _PAYS = 1.01
 """A schedule pays if it is faster than serial by at least this factor; a smaller gain is noise."""
 _MOST_TOKENS = 32768

@@ -6,8 +6,6 @@ from math import comb
 
 from serving.workbench.planning.shapes import ModelShape
 
-__all__ = ["expected_destinations"]
-
 
 def expected_destinations(model: ModelShape, places: int, chunks: int = 1) -> float:
     """Expected transfers of one token: it travels once to each place (rank or node) that holds one of its experts.

@@ -13,8 +13,6 @@ from model_runner.weights.hf_config import HFConfig
 from serving.workbench.planning.constants import load_constants
 from ubatch.errors import ConfigError, nearest, shown
 
-__all__ = ["ModelShape", "read_model"]
-
 
 @dataclass(frozen=True)
 class ModelShape:

@@ -27,8 +27,6 @@ from serving.workbench.planning.shapes import read_model
 from serving.workbench.planning.workload import Mode, Workload
 from ubatch.errors import ConfigError
 
-__all__ = ["Options", "run"]
-
 _COMPARES = ("gates", "measured", "live")
 _TOKENS = {Mode.PREFILL: 8192, Mode.DECODE: 128, Mode.VERIFY: 256}
 

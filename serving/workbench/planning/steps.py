@@ -9,8 +9,6 @@ from ubatch.schedules.layer_program import layer_program
 from ubatch.schedules.schedule import SERIAL, Schedule
 from ubatch.schedules.simulate import Compute, Launch, Op, Timeline, Wait, simulate
 
-__all__ = ["Step", "lane_program", "plain_step", "predict_step"]
-
 
 @dataclass(frozen=True)
 class Step:

@@ -14,8 +14,6 @@ from serving.workbench.planning.routing import expected_destinations
 from serving.workbench.planning.shapes import ModelShape
 from ubatch.errors import ConfigError
 
-__all__ = ["Transfers"]
-
 _KINDS = ("dispatch", "combine")
 _BYTES_PER_VALUE = {"dispatch": 1 + 4 / 128, "combine": 2.0}  # fp8 with a float32 scale for 128 values; bf16
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Mode", "Workload"]
-
 
 class Mode(StrEnum):
     PREFILL = "prefill"

@@ -24,8 +24,6 @@ from serving.workbench.tracing.steps import LEAST_STEPS, SizeClass, StepRecord, 
 from ubatch import DeclineReason, ForwardMode
 from ubatch.schedules.modes import mode_key
 
-__all__ = ["diagnose"]
-
 WORTH_SAYING = 0.02
 """Gains and losses below this share of a step's time are noise."""
 DECLINED_SHARE = 0.1

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-__all__ = ["Finding", "FindingKind"]
-
 
 class FindingKind(StrEnum):
     PROBLEM = "problem"

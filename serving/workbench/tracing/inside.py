@@ -16,8 +16,6 @@ from statistics import fmean
 from serving.workbench.tracing.finding import Finding, FindingKind
 from serving.workbench.tracing.steps import LEAST_STEPS, StepRecord
 
-__all__ = ["exposed", "hand_offs", "idle", "meetings", "nothing_to_hide", "uneven"]
-
 EXPOSED_SHARE = 0.15
 HAND_OFF_SHARE = 0.03
 IDLE_SHARE = 0.1

@@ -26,8 +26,6 @@ from serving.options.sources import Setting, spelled_flag
 from serving.workbench.tracing.steps import StepRecord, read_steps
 from ubatch.trace.file import RankTrace, merge_traces, read_chrome
 
-__all__ = ["OfflineRun", "choose_run", "pick_link", "record", "record_serial"]
-
 _RANKS = 2
 _LATENCY_US = 20.0
 _CALIBRATION_TOKENS = 8

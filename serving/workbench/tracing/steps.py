@@ -18,17 +18,6 @@ from ubatch.trace.intervals import computing, measure
 from ubatch.trace.spans import UNSPLIT, StepNote
 from ubatch.trace.stages import by_step
 
-__all__ = [
-    "Group",
-    "SizeClass",
-    "StepRecord",
-    "between_steps",
-    "compare",
-    "group_steps",
-    "read_steps",
-    "size_class",
-]
-
 LIKE_SIZE = 1.15
 """Of the serial steps in a class, those whose tokens differ by at most this factor are preferred."""
 LEAST_STEPS = 3

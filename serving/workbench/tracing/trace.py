@@ -30,8 +30,6 @@ from ubatch import ConfigError, UBatchError, write_chrome, write_html
 from ubatch.trace.file import RankTrace, merge_traces, read_chrome
 from ubatch.trace.page import Remark
 
-__all__ = ["ServerRefused", "TraceCommand", "read", "run"]
-
 _ANSWER_S = 150.0
 """Seconds to wait for the server's answer: the ranks write their files before it answers."""
 

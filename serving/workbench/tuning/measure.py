@@ -31,8 +31,6 @@ from serving.workbench.tuning.state import State, save_state
 from ubatch import CommGroup
 from ubatch.schedules.cost_table import SERIAL_ARM
 
-__all__ = ["Plan", "Tuner"]
-
 _RACE_ROUNDS = 2
 _OUT_OF_THE_RACE = 1.25
 _MAX_CHUNKS = 4

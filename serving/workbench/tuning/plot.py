@@ -11,8 +11,6 @@ from pathlib import Path
 from serving.workbench.tuning.report import ModeResult, Result
 from ubatch.schedules.cost_table import SERIAL_ARM
 
-__all__ = ["can_draw_png", "write_html", "write_png"]
-
 _WIDTH, _HEIGHT = 760, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 16, 14, 40
 _COLOURS = ("#3566c4", "#8a4fc0", "#1f8ba3", "#8b6a2f", "#d9480f", "#12956a", "#b03a6b", "#56616f")

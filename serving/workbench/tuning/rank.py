@@ -34,8 +34,6 @@ from ubatch import CommGroup
 from ubatch.process.heartbeat import Heart
 from ubatch.ranks.long_calls import taking_long
 
-__all__ = ["Measured", "tune_rank"]
-
 _BEAT_S = 1.0
 
 

@@ -17,9 +17,6 @@ from serving.workbench.tuning.state import State
 from ubatch import SCHEDULES, UBatchConfig
 from ubatch.schedules.cost_table import SERIAL_ARM, CostTable, Setting, choose
 
-__all__ = ["ModeResult", "Result", "make_result"]
-
-
 _FLAT = 1.02
 """A smaller step may take this much longer than a larger one: steps that are bound by memory take about the same."""
 

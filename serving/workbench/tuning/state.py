@@ -13,8 +13,6 @@ import msgspec
 from serving.workbench.arms.cells import Arm
 from ubatch import ConfigError
 
-__all__ = ["State", "load_state", "save_state", "state_file"]
-
 
 @dataclass
 class State:

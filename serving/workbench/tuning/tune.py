@@ -48,8 +48,6 @@ from serving.workbench.tuning.report import Result, make_result
 from serving.workbench.tuning.state import State, load_state, state_file
 from ubatch import ConfigError, UBatchConfig
 
-__all__ = ["TuneCommand", "read", "run"]
-
 _TIMEOUT_S = 300.0
 
 

@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["RandomState", "busy_threads", "others_are_busy"]
-
 _THREADS_CLOCK = 6
 """The kernel's flags of a clock of one thread's processor time."""
 _LOOK_S = 0.005

@@ -29,8 +29,6 @@ from torch.nn.parameter import is_lazy
 from ubatch.calls.containers import PLAIN
 from ubatch.wrapping.effects.walk import SMALL_BYTES, Walk
 
-__all__ = ["State"]
-
 _BLOCK = 1024
 _MOST_COMPARED = 16
 """Most tensors that are compared by contents in every call."""

@@ -18,8 +18,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["code_of", "methods_read_local"]
-
 _LIBRARIES = frozenset({"torch", "transformers", "numpy", "ubatch"})
 """Packages whose functions leave nothing on a user's module."""
 

@@ -37,8 +37,6 @@ from ubatch.calls.containers import FUNCTIONS, PLAIN, attributes_of
 from ubatch.errors import describe
 from ubatch.wrapping.effects.stores import code_of, methods_read_local
 
-__all__ = ["SMALL_BYTES", "Kept", "Walk"]
-
 SMALL_BYTES = 1 << 16
 """Most bytes of one value that are read in every call."""
 _DEEP = 16

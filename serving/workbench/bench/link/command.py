@@ -38,9 +38,6 @@ from serving.workbench.bench.server.offline import make_served_model
 from serving.workbench.bench.server.requests import Server
 from ubatch import ConfigError
 
-__all__ = ["Options", "run"]
-
-
 _AT_ONCE = 16
 
 

@@ -20,8 +20,6 @@ from serving.workbench.bench.server.process import UBATCH, ServerFailed, ServerP
 from serving.workbench.bench.server.requests import Server
 from ubatch import ConfigError, nearest
 
-__all__ = ["ARMS", "Arm", "Deployment", "Servers", "deployed"]
-
 _COMMON = ("--data-parallel-size=2", "--enable-expert-parallel", "--dtype=float32", "--no-enable-prefix-caching")
 _VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
 

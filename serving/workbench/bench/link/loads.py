@@ -15,8 +15,6 @@ from serving.workbench.bench.server.offline import Workload, random_prompts
 from serving.workbench.bench.server.requests import Server, Status, Task, send_all
 from ubatch import UBatchError, nearest
 
-__all__ = ["LOADS", "Load", "Run", "send_load", "warm_up"]
-
 _FIELDS = {"temperature": 0.0, "ignore_eos": True}
 _CUSTOM = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)")
 

@@ -25,8 +25,6 @@ from pathlib import Path
 from serving.workbench.bench.link.tunnel import Tunnel, carrier
 from ubatch import ConfigError
 
-__all__ = ["INTERFACE", "Host", "Network", "network"]
-
 INTERFACE = "tun0"
 _NAMESPACES = Path("/run/netns")
 _NAME = re.compile(r"ubatch-link-(\d+)-[01]")

@@ -11,8 +11,6 @@ from statistics import median
 from serving.workbench.bench.link.network import Host
 from serving.workbench.bench.link.tunnel import Speed
 
-__all__ = ["Probe", "probe"]
-
 _ROUND_TRIPS = 30
 _SECONDS = 0.4
 _MOST_BYTES = 64 << 20

@@ -9,8 +9,6 @@ from itertools import pairwise
 from serving.workbench.bench.link.loads import Load, Run
 from serving.workbench.bench.statistics import Interval, bootstrap, columns, paired, ratio_of_sums
 
-__all__ = ["ArmFigures", "Halves", "figures_by_arm", "pooled", "print_load", "print_pooled"]
-
 _SERIES = 10
 
 

@@ -16,8 +16,6 @@ from typing import Any
 
 from ubatch.kernels.c_jit import compile_c
 
-__all__ = ["Speed", "Tunnel", "carrier"]
-
 _PRIORITY = 1
 _END_S = 5.0
 

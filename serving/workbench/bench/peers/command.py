@@ -24,8 +24,6 @@ from serving.workbench.bench.statistics import environment
 from ubatch import ConfigError, UBatchError
 from ubatch.process.cores import num_cores
 
-__all__ = ["Options", "run"]
-
 
 class Part(StrEnum):
     OFFLINE = "offline"

@@ -19,8 +19,6 @@ from serving.workbench.bench.server.process import end_group, with_variables
 from ubatch import UBatchError
 from ubatch.process.cores import num_cores
 
-__all__ = ["Arm", "EngineFailed", "EngineProcess", "cpu_seconds", "running_engine", "wait_for_rest"]
-
 _PROGRAM = Path(__file__).with_name("engine.py")
 _END_S = 15.0
 _TAIL_LINES = 15

@@ -15,8 +15,6 @@ from serving.workbench.bench.server.offline import Workload
 from serving.workbench.bench.statistics import Interval, bootstrap, columns, interleave_arms, paired
 from ubatch import UBatchError
 
-__all__ = ["OURS", "Best", "LoadResult", "Same", "Visit", "measure_load", "same_tokens"]
-
 OURS = "ubatch"
 
 Visit: TypeAlias = Callable[[], tuple[float, Sequence[Sequence[Any]]]]

@@ -14,8 +14,6 @@ from serving.workbench.bench.server.process import UBATCH, ServerProcess, runnin
 from serving.workbench.bench.server.requests import Server, Status, Task, send_all
 from ubatch import UBatchError
 
-__all__ = ["running_arm", "served_visit"]
-
 _VLLM = (
     "import importlib.metadata, sys, vllm; version = importlib.metadata.version; "
     "importlib.metadata.version = lambda name: vllm.__version__ if name == 'vllm' else version(name); "

@@ -37,8 +37,6 @@ from serving.workbench.bench.statistics import Interval, bootstrap, interleave_a
 from ubatch import ForwardMode, split_fixed
 from ubatch.kernels.c_jit import why_not_c
 
-__all__ = ["Options", "run"]
-
 _HEADS, _KV_HEADS, _HEAD_DIM, _LAYERS, _PAGE = 8, 2, 64, 8, 16  # of the 100 M model
 
 

@@ -48,8 +48,6 @@ from ubatch import SCHEDULES, CommGroup, Schedule, UBatchConfig
 from ubatch.schedules.cost_table import SERIAL_ARM, Setting
 from ubatch.schedules.schedule import SERIAL
 
-__all__ = ["AutoResult", "Options", "best_fixed", "fixed_arms", "mixed_load", "pooled", "run"]
-
 _DBO = "dbo"
 _BLOCK_SIZE = 16
 

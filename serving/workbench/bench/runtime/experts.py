@@ -20,8 +20,6 @@ from serving.workbench.bench.statistics import Interval, bootstrap, interleave_a
 from ubatch.kernels.c_jit import why_not_c
 from ubatch.process.cores import num_cores
 
-__all__ = ["Options", "run"]
-
 _EXPERTS, _HIDDEN, _INTERMEDIATE, _TOP_K, _LAYERS = 32, 512, 256, 4, 8
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

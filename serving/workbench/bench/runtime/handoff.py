@@ -24,8 +24,6 @@ from ubatch import dbo_yield, get_schedule
 from ubatch.lanes.wakeup import EventFdWakeUp, LockWakeUp
 from ubatch.lanes.workers import LanePool
 
-__all__ = ["Options", "run"]
-
 
 class Options(BlockOptions):
     """What to measure."""

@@ -21,8 +21,6 @@ from serving.workbench.bench.options import BlockOptions
 from serving.workbench.bench.statistics import interleave_arms, paired, print_arms, timed
 from ubatch import ConfigError, UBatchConfig, UBatchWrapper
 
-__all__ = ["Options", "run"]
-
 
 class Options(BlockOptions):
     """What to measure."""

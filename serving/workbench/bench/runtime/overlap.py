@@ -65,8 +65,6 @@ from serving.workbench.bench.step_setting import (
 from ubatch.schedules.schedule import SERIAL, Schedule
 from ubatch.schedules.simulate import Compute, Op
 
-__all__ = ["LaneResult", "Options", "OverlapResult", "measure_overlap", "run"]
-
 _DRIFT = 1.02
 _FIGURES = ("efficiency", "of_two_lanes", "schedule_efficiency", "hidden", "speedup", "of_bound")
 

@@ -53,8 +53,6 @@ from serving.workbench.bench.step_setting import (
 from ubatch import SCHEDULES, Schedule
 from ubatch.schedules.schedule import SERIAL
 
-__all__ = ["Options", "ScheduleResult", "SchedulesResult", "measure_schedules", "run"]
-
 _STAGE_STEPS = 7
 _POOL = 4
 """Number of schedules that are simulated with stage times of their own, per schedule that is then measured."""

@@ -38,8 +38,6 @@ from serving.workbench.bench.statistics import Interval, bootstrap, columns, int
 from ubatch import ConfigError, UBatchError
 from ubatch.process.cores import num_cores
 
-__all__ = ["Options", "SpeculationResult", "held_out_prompts", "run"]
-
 _EXAMPLES = Path(__file__).resolve().parents[4] / "examples" / "models"
 _WITHOUT = "without"
 _CACHE_BYTES = 64 << 20

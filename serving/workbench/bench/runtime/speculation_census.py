@@ -13,8 +13,6 @@ from serving.llm import LLM
 from serving.workbench.bench.generate import completions
 from ubatch import DeclineReason, UBatchError
 
-__all__ = ["Census", "census_of", "take_census"]
-
 _RANKS = 2
 _PROMPTS_PER_RANK = 8
 _VERIFY = "target_verify/"

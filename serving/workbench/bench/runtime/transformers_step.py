@@ -27,8 +27,6 @@ from serving.workbench.bench.step_setting import Setting, StepOptions, model_fol
 from ubatch import CommGroup, Schedule, UBatchConfig, UBatchError
 from ubatch.schedules.schedule import SERIAL
 
-__all__ = ["Options", "TransformersSetting", "run"]
-
 
 class Options(StepOptions):
     """What to measure."""

@@ -26,8 +26,6 @@ from ubatch import ForwardMode, UBatchConfig, UBatchWrapper
 from ubatch.calls.caches import splitter_for
 from ubatch.wrapping.proof_table import Standing, signature_of
 
-__all__ = ["Options", "run"]
-
 _LAYERS = 24
 _NUMBER = 200
 """Repetitions of a part in one block."""

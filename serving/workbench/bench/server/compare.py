@@ -24,8 +24,6 @@ from serving.workbench.bench.server.offline import Workload, make_served_model, 
 from serving.workbench.bench.server.overlap import measure_served_overlap
 from serving.workbench.bench.server.scheduler import measure_scheduler
 
-__all__ = ["Options", "Part", "run"]
-
 
 class Part(StrEnum):
     OFFLINE = "offline"

@@ -37,8 +37,6 @@ from serving.workbench.bench.server.requests import Outcome, Server, Status, Tas
 from serving.workbench.bench.statistics import bootstrap, columns, paired
 from ubatch import UBatchError
 
-__all__ = ["Options", "Round", "gaps_between", "run"]
-
 _BEFORE_S = 0.3  # the streams decode before the first prompt arrives
 _PROMPT_OUTPUT = 2
 

@@ -10,8 +10,6 @@ import numpy as np
 from serving.workbench.bench.server.requests import Outcome, Status
 from serving.workbench.bench.statistics import columns
 
-__all__ = ["Figures", "Spread", "figures_of"]
-
 
 @dataclass(frozen=True)
 class Spread:

@@ -20,18 +20,6 @@ from serving.workbench.bench.server.requests import Endpoint, RequestFailed, Ser
 from ubatch import ConfigError
 from ubatch.errors import cut
 
-__all__ = [
-    "Dataset",
-    "Load",
-    "OrInfinite",
-    "ServedModel",
-    "make_tasks",
-    "read_metrics",
-    "read_steps",
-    "served_model",
-    "token_pool",
-]
-
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
     "part place case week company system program question work government number night point home water room mother "

@@ -34,8 +34,6 @@ from serving.workbench.bench.statistics import Interval, bootstrap, columns, int
 from ubatch import UBatchError
 from ubatch.process.cores import num_cores
 
-__all__ = ["OfflineResult", "Workload", "make_served_model", "measure_offline", "random_prompts"]
-
 
 @dataclass(frozen=True)
 class Workload:

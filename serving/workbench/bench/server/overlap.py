@@ -34,8 +34,6 @@ from serving.workbench.bench.server.offline import Workload, random_prompts
 from serving.workbench.bench.statistics import Interval, interleave_arms, paired, print_arms, timed
 from serving.workbench.bench.step_setting import StepOptions, StepSetting, open_setting, slowest_rank
 
-__all__ = ["Calibration", "ServedOverlapResult", "measure_served_overlap"]
-
 _RANKS = 2
 _LATENCY_US = 20.0
 _DECODE_TOKENS = (8, 16, 32, 64, 128)

@@ -19,16 +19,6 @@ import httpx
 from serving.ranks import free_port
 from ubatch import UBatchError
 
-__all__ = [
-    "UBATCH",
-    "ServerFailed",
-    "ServerProcess",
-    "end_group",
-    "running_server",
-    "started_server",
-    "with_variables",
-]
-
 UBATCH = (sys.executable, "-c", "import sys; from serving.cli import main; sys.exit(main())")
 """The `ubatch` command, run by this interpreter without looking for its script."""
 

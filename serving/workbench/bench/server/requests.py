@@ -16,8 +16,6 @@ import msgspec
 
 from ubatch import UBatchError
 
-__all__ = ["Endpoint", "Outcome", "RequestFailed", "Server", "Status", "Task", "refused", "send", "send_all"]
-
 
 class RequestFailed(UBatchError):
     """The server refused a request, or its answer does not follow the API; the message quotes the answer."""

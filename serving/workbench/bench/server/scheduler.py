@@ -25,8 +25,6 @@ from serving.scheduler import Scheduler, SchedulerConfig
 from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, print_arms
 from ubatch import Decision, DeclineReason
 
-__all__ = ["SchedulerResult", "measure_scheduler"]
-
 _PROMPT_LEN = 32
 _BLOCK = 16
 _STEPS = 100  # per arm and visit

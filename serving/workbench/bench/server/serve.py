@@ -21,8 +21,6 @@ from serving.workbench.bench.server.load import Load, OrInfinite, make_tasks, se
 from serving.workbench.bench.server.requests import Endpoint, Outcome, Server, send_all
 from ubatch import ConfigError
 
-__all__ = ["Options", "run"]
-
 
 class Options(Load, ReportOptions):
     """The server, the load, and the form of the requests."""

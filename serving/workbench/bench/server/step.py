@@ -41,8 +41,6 @@ from serving.workbench.bench.step_setting import ModelOptions, block_means, mode
 from ubatch import ConfigError, UBatchError
 from ubatch.kernels.c_jit import OFF_VARIABLE, why_not_c
 
-__all__ = ["Options", "StepResult", "run"]
-
 _PAGE = 16  # tokens of a page of the cache; a step has at least as many
 _STEPS = ("decode", "prefill")
 

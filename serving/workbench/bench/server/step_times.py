@@ -27,8 +27,6 @@ from serving.engine.rank.core import EngineCore
 from serving.scheduler import Scheduler
 from ubatch.kernels.recording import Recording
 
-__all__ = ["Kind", "Stopwatch"]
-
 
 class Kind(StrEnum):
     """A kind of work; its value is the name in tables."""

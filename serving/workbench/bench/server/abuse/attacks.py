@@ -14,8 +14,6 @@ import msgspec
 
 from serving.workbench.bench.server.requests import Server
 
-__all__ = ["ATTACKS", "Answers", "Attack", "Target"]
-
 _MILLION = 10**6
 _CLIENT_S = 120.0
 

@@ -34,8 +34,6 @@ from serving.workbench.bench.server.process import ServerProcess, running_server
 from serving.workbench.bench.server.requests import Server
 from ubatch import ConfigError
 
-__all__ = ["Options", "run"]
-
 _ANSWER_TOKENS = 200
 _MAX_CONNECTIONS = 1500
 _BEGIN, _ALONE, _BETWEEN, _END = "start", "streams alone", "between", "end"

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from serving.workbench.bench.server.abuse.rounds import Hang, Round
 from serving.workbench.bench.server.abuse.watch import Seen
 
-__all__ = ["Row", "faults_of_hang", "faults_of_memory", "faults_of_rounds", "faults_of_windows", "stretch"]
-
 _GIGABYTE = 10**9
 _SLOWEST_HEALTH_S = 1.0
 _LONGEST_WAIT_S = 2.0

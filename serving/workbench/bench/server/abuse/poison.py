@@ -9,8 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from ubatch import ConfigError
 
-__all__ = ["poisoned_copy"]
-
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 

@@ -18,8 +18,6 @@ from serving.workbench.bench.server.load import Load, make_tasks, read_metrics
 from serving.workbench.bench.server.process import ServerProcess
 from serving.workbench.bench.server.requests import RequestFailed, Server, Status, send_all
 
-__all__ = ["Hang", "Round", "engines_of", "hang", "rest", "rounds"]
-
 _REST_S = 60.0
 _AT_REST = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 

@@ -14,8 +14,6 @@ import numpy as np
 
 from serving.workbench.bench.server.requests import Outcome, RequestFailed, Server, Status, Task, refused, send
 
-__all__ = ["Reference", "Seen", "Watch", "Window", "ask_references", "resident_bytes"]
-
 _EVERY_S = 0.1
 _TIE = 1e-3
 """If two tokens' logits differ by at most this, either may win, depending on the batch: rounding, not an error."""
