@@ -47,8 +47,8 @@ def unpadded(
     """
     own, rows = tokens[group.rank], topk_ids.shape[0]
     wrong = (
-        f"the ranks voted on {own} tokens for rank {group.rank}, but the MoE layer got {rows}. Route padding to no "
-        "expert (mask_padding), or use 'torch_dist' with spare_bytes=0, which exchanges counts."
+        f"the ranks voted on {own} tokens for rank {group.rank}, but the MoE layer got {rows}. Give the layer the "
+        "tokens of the vote, and route padding to no expert (mask_padding)."
     )
     if rows < own:
         raise ConfigError(wrong)

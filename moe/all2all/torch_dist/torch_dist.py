@@ -9,9 +9,9 @@
     sum      the owner adds a token's rows in rank order
 
 Counts make the host wait once per layer for a round trip, in exchange for sending no padding. On CUDA the host waits
-for the counts alone, not for what the device has queued meanwhile; everything after them has a size that it knows. If
-the ranks know each other's numbers of tokens from the vote, and no more than `spare_bytes` of rows would be sent in
-vain, every token of a decode step travels to every rank instead, without counts.
+for the counts alone, not for what the device has queued meanwhile; everything after them has a size that it knows. In
+decode steps, if the ranks know each other's numbers of tokens from the vote, and few rows would be sent in vain, every
+token travels to every rank instead, without counts.
 
 Chunks of experts exchange their counts together, so the host waits once for all of them, and send together what one
 chunk would (`moe.all2all.torch_dist.chunks`). A signalled combine sends what blocks of experts have completed
@@ -20,10 +20,10 @@ chunk would (`moe.all2all.torch_dist.chunks`). A signalled combine sends what bl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -46,7 +46,6 @@ from moe.placement import local_experts
 from moe.segments import segment_sum
 from ubatch import (
     CommGroup,
-    ConfigError,
     ForwardMode,
     Transfer,
     copy_to_host,
@@ -58,6 +57,8 @@ from ubatch.ranks.group import check_group
 
 H = TypeVar("H")
 
+_SPARE_BYTES = 16 << 10
+"""How much of a layer may travel in vain: what a link of 1 Gbit/s carries in the time that counts take to go round."""
 _EVERY_ROW = frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY})
 """Modes in which every layer runs on all the tokens that the ranks voted on; else the last one may run on fewer."""
 
@@ -83,22 +84,13 @@ class Handle:
 class TorchDistAll2All:
     """Sends each token once to every rank that holds one of its experts.
 
-    Args:
-        group: the expert-parallel ranks.
-        num_experts: of all ranks.
-        spare_bytes: how many bytes of a layer may travel in vain, so that no counts are exchanged in decode and verify
-            steps (`ForwardContext.global_mode`). The default is what a link of 1 Gbit/s carries in the time of a round
-            trip.
-
     Raises:
-        ConfigError: the experts do not divide by the ranks, or `spare_bytes` is negative.
+        ConfigError: the experts do not divide by the ranks.
     """
 
-    def __init__(self, *, group: CommGroup, num_experts: int, spare_bytes: int = 16 << 10) -> None:
+    def __init__(self, *, group: CommGroup, num_experts: int) -> None:
         check_group(group, "all2all back end 'torch_dist' needs")
-        self.check_options({"spare_bytes": spare_bytes}, group.size)
         self.group = group
-        self.spare_bytes = spare_bytes
         self.on_counts: OnCounts = at_once
         self.num_experts = num_experts
         self.experts = local_experts(num_experts, group.rank, group.size)
@@ -114,12 +106,6 @@ class TorchDistAll2All:
             once=True,
             sends_blocks=True,
         )
-
-    @staticmethod
-    def check_options(options: Mapping[str, Any], num_ranks: int) -> None:
-        """See `ChecksOptions`."""
-        if options.get("spare_bytes", 0) < 0:
-            raise ConfigError(f"spare_bytes must be at least 0, not {options['spare_bytes']}.")
 
     def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[Handle]]:
         """See `All2All`.
@@ -205,7 +191,7 @@ class TorchDistAll2All:
             return None
         needless = 1.0 - visited(len(self.experts), self.num_experts, top_k)
         row_bytes = 2 * x.shape[1] * x.element_size() + 8 * top_k  # there and back
-        return list(known) if max(known) * self.traits.other_ranks * needless * row_bytes <= self.spare_bytes else None
+        return list(known) if max(known) * self.traits.other_ranks * needless * row_bytes <= _SPARE_BYTES else None
 
     def _dispatch_to_all(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, tokens: list[int]
