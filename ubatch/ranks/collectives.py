@@ -39,7 +39,7 @@ from ubatch.ranks.group import CommGroup
 from ubatch.ranks.host_copy import CopiedWork, check_not_capturing, host_like, mark_copied
 from ubatch.ranks.launch_checks import block_sizes, check_launch, check_summable, rows_of
 from ubatch.ranks.transfer import Transfer
-from ubatch.ranks.ways import Way, all_to_all_rows, as_bytes, sends_whole, way_of
+from ubatch.ranks.ways import Way, all_to_all_rows, as_bytes, dense, sends_whole, way_of
 from ubatch.schedules.schedule import Point
 
 Carry = Callable[[Transfer[Tensor]], Transfer[Tensor]]
@@ -194,7 +194,7 @@ def launch_all_to_all_single(
         group: the ranks.
         output_split_sizes: rows received from each rank; equal blocks if None.
         input_split_sizes: rows sent to each rank; equal blocks if None.
-        name: for traces and errors.
+        name: for traces and errors; the same on all ranks.
         to_host: the result is a few numbers that the host reads. It arrives in host memory, and `wait` waits for it
             only, not for queued compute.
         most_rows: rows that a rank sends another at most; None if unknown. It tells more than two ranks how large the
@@ -213,11 +213,10 @@ def launch_all_to_all_single(
             f"rank {group.rank} sends itself {sent[group.rank]} rows (input_split_sizes {sent}), "
             f"but expects {received[group.rank]} (output_split_sizes {received})."
         )
-    source = x.contiguous()
+    plain = type(x) is Tensor and x.is_contiguous() and not x.is_conj() and not x.is_neg()
+    source = x if plain else dense(x)
     row_bytes = math.prod(source.shape[1:]) * source.element_size()
     result = _new_result(source, sum(received))
-    if input_split_sizes is None and output_split_sizes is None:
-        most_rows = sent[0]
     way = way_of(connection, source.device, sent, received, row_bytes, most_rows)
     exchange = functools.partial(all_to_all_rows, result, source, received, sent, row_bytes, connection, way, name)
     bytes_sent = (sum(sent) - sent[group.rank]) * row_bytes
@@ -245,7 +244,8 @@ def launch_all_gather(
     sizes = [rows] * group.size if sizes is None else list(sizes)
     if len(sizes) != group.size or min(sizes) < 0 or sizes[group.rank] != rows:
         raise ConfigError(f"sizes {sizes} must have one number per rank ({group.size}), and this rank has {rows} rows.")
-    source = x.contiguous()
+    plain = type(x) is Tensor and x.is_contiguous() and not x.is_conj() and not x.is_neg()
+    source = x if plain else dense(x)
     result = _new_result(source, sum(sizes))
 
     row_bytes = math.prod(source.shape[1:]) * source.element_size()

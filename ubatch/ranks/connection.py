@@ -29,16 +29,15 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from ubatch.errors import ForgedValue, GroupBroken, PeerFailed, TransferTimeout
+from ubatch.errors import ForgedValue, GroupBroken, LaunchOrderError, PeerFailed, TransferTimeout
 from ubatch.process.heartbeat import beat
 from ubatch.process.interrupts import changing
 from ubatch.process.job_store import JobStore
 from ubatch.process.lateness import LATE_S, Patience, late_ranks
 from ubatch.ranks.launch_order import VARIABLE, LaunchOrder
-from ubatch.ranks.near import Channel, NearRanks, connect_near
+from ubatch.ranks.near import Channel, NearRanks, OtherLaunch, connect_near
 from ubatch.ranks.peer_watch import PeerWatch, weak_call
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -102,7 +101,8 @@ class Connection:
         self._watch: PeerWatch | None = None
         self.near: NearRanks | None = None
         if len(self.ranks) > 1:
-            self.near = connect_near(self.place, len(self.ranks), self._tell, timeout_s)
+            with changing(_leader, None):  # the step in which a group is reset is led by its old connection
+                self.near = connect_near(self.place, len(self.ranks), self._tell, timeout_s)
         if self.near is not None:
             weakref.finalize(self, _keep_open, self.near, self._transport_timeout_s)
         _connections.add(self)
@@ -134,24 +134,27 @@ class Connection:
         """Whether a step of this connection has launched on `other`."""
         return other in self._dependents
 
-    def launch_gather(self, own: Tensor, everyone: Tensor) -> Work:
-        """Launch the exchange of a few numbers on the CPU.
+    def gather(self, own: bytes, name: str) -> list[bytes]:
+        """Every rank's bytes, in group order, which are equally many. Errors as `wait_for_works`.
 
         Args:
-            own: `[n]`, this rank's.
-            everyone: `[ranks, n]`, filled in group order.
+            name: of the exchange, for errors.
         """
+        size, ranks = len(own), len(self.ranks)
+        ours, everyone = bytearray(own), bytearray(size * ranks)
+        work: Work
         if self.near is None:
-            work: Work = all_gather_single(everyone.view(-1), own, group=self.vote_pg, async_op=True)
-            return work
-        return self.near.exchange(Channel.VOTES, own, everyone, None, [1] * len(self.ranks), own.nbytes)
+            into, out_of = (torch.frombuffer(each, dtype=torch.uint8) for each in (everyone, ours))
+            work = all_gather_single(into, out_of, group=self.vote_pg, async_op=True)
+        else:
+            work = self.near.exchange(Channel.VOTES, memoryview(ours), memoryview(everyone), None, [1] * ranks, size)
+        self.wait_for_works((work,), name)
+        return [bytes(everyone[start : start + size]) for start in range(0, size * ranks, size)]
 
     def _tell(self, text: str) -> list[str]:
         """Every rank's text, in group order."""
-        own = torch.tensor(list(text.encode().ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8, device="cpu")
-        everyone = torch.empty(len(self.ranks), _TEXT_BYTES, dtype=torch.uint8, device="cpu")
-        self.wait_for_works([self.launch_gather(own, everyone)], "connecting")
-        return [bytes(row).rstrip(b"\0").decode() for row in everyone.tolist()]
+        told = self.gather(text.encode().ljust(_TEXT_BYTES, b"\0"), "connecting")
+        return [each.rstrip(b"\0").decode() for each in told]
 
     def orders(self, patience_s: float) -> dict[int, list[str]]:
         """Rank -> its launches since the last vote, for ranks that answer within `patience_s` seconds."""
@@ -280,6 +283,8 @@ class Connection:
             return False
         if self.broken is not None:
             raise GroupBroken(f"gave up waiting for {name!r}: {self.broken}")
+        if isinstance(error, OtherLaunch):
+            raise self._launched_otherwise(name, error) from error
         try:
             work.wait()  # returns at once; the work may have completed just after the slice
         except RuntimeError:
@@ -313,6 +318,21 @@ class Connection:
         if rank == self.rank:
             return GroupBroken(f"the other ranks gave this one up: {what} (It waited for {name!r}.) Call reset().")
         return PeerFailed(rank, f"{what} (This rank waited for {name!r}.) Call reset() on every rank.")
+
+    def _launched_otherwise(self, name: str, error: OtherLaunch) -> Exception:
+        """Handle a peer that sent something else: because it failed, if it says so soon."""
+        until = time.monotonic() + _GRACE_S
+        try:
+            while time.monotonic() < until:
+                if self._store.check(["failed"]):
+                    return self._peer_failed(name)
+                time.sleep(_LOOK_S)
+        except dist.DistError:
+            return self._store_lost(name)
+        self.fail(f"{error}.")
+        return LaunchOrderError(
+            f"{error}. (This rank waited for {name!r}.) {VARIABLE}=1 on every rank says where. Call reset()."
+        )
 
     def _connection_lost(self, name: str, error: RuntimeError) -> Exception:
         """Handle a transport failure on this rank. Peers may be waiting for other ranks; start a roll call."""
@@ -402,8 +422,9 @@ def _failure_of(text: str) -> tuple[str, int]:
 def _after_fork_in_child() -> None:
     for connection in [each for each in _connections if len(each.ranks) > 1]:
         connection.broken = "this process was forked, and its peers know its parent only. Make a group here."
-        if connection.near is not None:
-            connection.near.close_in_child()
+    for near in [*(each.near for each in _connections if each.near is not None), *(near for _, near in _open)]:
+        near.forget()
+    _open.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -443,9 +464,9 @@ def _keep_open(near: NearRanks, seconds: float) -> None:
 
 def _let_go_of_expired() -> None:
     now = time.monotonic()
-    for near in [near for until, near in _open if until <= now]:
-        near.close()
-    _open[:] = [(until, near) for until, near in _open if until > now]
+    for each in [each for each in _open if each[0] <= now]:
+        _open.remove(each)
+        each[1].close()
     expired = [pg for until, pg in _kept if until <= now]
     _kept[:] = [(until, pg) for until, pg in _kept if until > now]
     for pg in expired:

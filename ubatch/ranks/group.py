@@ -11,6 +11,7 @@ After a failure nothing runs on the group until every rank calls `reset()`, whic
 from __future__ import annotations
 
 import itertools
+import struct
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ from ubatch.ranks.connection import Connection
 from ubatch.ranks.launch_order import BALLOT_WIDTH, check_ballots, first_difference
 from ubatch.schedules.vote import OFFER_WIDTH, Decision, Offer, decide, decode_offer, encode_offer, fingerprint
 
+_BALLOT = struct.Struct(f"={OFFER_WIDTH + BALLOT_WIDTH}q")
 _POLL_S = 0.02
 _PATIENCE_S = 2.0
 _UNTOLD = "the ranks launched in different orders since the last vote, and could not tell each other how."
@@ -161,10 +163,8 @@ class CommGroup:
         connection = self.usable_connection()
         order = connection.order
         numbers = [*encode_offer(offer), *(order.ballot() if order is not None else [0] * BALLOT_WIDTH)]
-        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        ballots = torch.empty(self.size, len(numbers), dtype=torch.int64, device="cpu")
-        connection.wait_for_works((connection.launch_gather(own, ballots),), "vote")
-        rows = ballots.tolist()
+        ballots = connection.gather(_BALLOT.pack(*numbers), "vote")
+        rows = [_BALLOT.unpack(each) for each in ballots]
         if not check_ballots([row[OFFER_WIDTH:] for row in rows]):
             told = first_difference(connection.orders(self.timeout_s))
             connection.fail("the ranks launched in different orders.")

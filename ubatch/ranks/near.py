@@ -2,14 +2,16 @@
 
 For a few kilobytes gloo needs more CPU than a small layer computes: every collective wakes two threads, and every
 message takes three packets. Here the thread that launches an exchange writes to the sockets, and the thread that waits
-for it reads. A message is one packet, which arrives whole:
+for it reads. A message is one packet, or more if it is long:
 
-    channel | number | mark | rows    number: of the exchange in its channel
-                                      mark: of what is exchanged; another one than expected is an error
+    channel | number | mark | bytes | rows      number: of the launch in its channel
+                                                mark: of what is exchanged
+                                                bytes: of the whole message
 
     launched before it arrives        it is copied into place by whoever waits
     arrives before the launch         it is kept until then
     the socket is full                it is kept, and sent by whoever waits
+    not what is expected              `OtherLaunch`: the ranks launch in different orders
 
 The sockets lie in a folder that only this user can enter, and that is removed when all ranks are connected. Ranks in
 different network namespaces are not near, because between them there may be a slower link.
@@ -17,7 +19,6 @@ different network namespaces are not near, because between them there may be a s
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import os
@@ -35,21 +36,23 @@ from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
 
-from torch import Tensor
-
 from ubatch.process.machine import machine_name
 
 MOST_BYTES = 32 << 10
-"""Most bytes of a message. A larger one travels in the background with gloo, beside the compute."""
+"""Most bytes of a packet. What is known to be longer travels in the background with gloo, beside the compute."""
 _BUFFER_BYTES = 1 << 20
 _logger = logging.getLogger(__name__)
-_HEAD = struct.Struct("=qqq")
-_SLICE_S = 0.05
-"""Longest time that a waiting thread keeps another one from reading."""
+_HEAD = struct.Struct("=qqqq")
+_SLICE_S = 0.02
+"""Longest time that a thread waits for a packet that another thread has read."""
+
+
+class OtherLaunch(RuntimeError):
+    """A rank sent something else than this one expects."""
 
 
 class Channel(IntEnum):
-    """Exchanges of one channel are launched in the same order on all ranks."""
+    """Launches of one channel are in the same order on all ranks."""
 
     DATA = 0
     VOTES = 1
@@ -59,55 +62,43 @@ class NearWork:
     """An exchange; see `ubatch.ranks.connection.Work`.
 
     Attributes:
-        keep: tensors whose memory it reads and writes.
-        mark: see the module.
-        missing: packets that have not arrived here, or not left.
+        keep: whatever owns the memory that it reads and writes.
+        missing: messages that have not arrived here, and packets that have not left.
         error: why it failed, or None.
     """
 
-    error: str | None = None
+    error: RuntimeError | None = None
 
-    def __init__(self, ranks: NearRanks, keep: tuple[Tensor, ...], mark: int) -> None:
+    def __init__(self, ranks: NearRanks, keep: object) -> None:
         self._ranks = ranks
         self.keep = keep
-        self.mark = mark
         self.missing = 0
 
     def is_completed(self) -> bool:
         """Whether it has ended, with or without an error."""
-        if self.missing and self._ranks.reading.acquire(blocking=False):
-            try:
-                while self._ranks.read(0):
-                    pass
-            finally:
-                self._ranks.reading.release()
-        return not self.missing
+        while self.missing and self.error is None and self._ranks.read(0):
+            pass
+        return not self.missing or self.error is not None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait without using the CPU.
 
         Raises:
-            RuntimeError: it failed, or is not over within `timeout`.
+            RuntimeError: it failed, or is not over within `timeout`. `OtherLaunch`, if a rank sent something else.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout.total_seconds()
-        while self.missing:
+        while self.missing and self.error is None:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise RuntimeError(f"the exchange was not over within {timeout}")
-            with self._ranks.reading:
-                if self.missing:  # no other thread has read it meanwhile
-                    self._ranks.read(min(remaining, _SLICE_S))
+            self._ranks.read(min(remaining, _SLICE_S))
         if self.error is not None:
-            raise RuntimeError(self.error)
+            raise self.error
         return True
-
-    def fail(self, why: str) -> None:
-        """End with an error."""
-        self.error, self.missing = why, 0
 
 
 _Key = tuple[int, int]
-"""Channel and number of an exchange."""
+"""Channel and number of a launch."""
 
 
 @dataclass(slots=True)
@@ -116,18 +107,20 @@ class _Peer:
 
     Attributes:
         name: for errors.
-        posted: where packets go that have not arrived.
-        early: packets that arrived before their exchange was launched here.
-        unsent: packets for which the socket had no room.
+        posted: of messages that are expected: where the rest of each goes, its mark, and the exchange.
+        early: of messages whose exchange was not launched here yet: what has arrived, their marks and sizes.
+        unsent: packets that were not sent yet.
+        full: whether it waits for room in the socket.
         lost: why nothing can be exchanged with it any more, or None.
     """
 
     name: str
     socket: socket.socket
-    posted: dict[_Key, tuple[memoryview, NearWork]] = field(default_factory=dict)
-    early: dict[_Key, tuple[bytes, int]] = field(default_factory=dict)
+    posted: dict[_Key, tuple[memoryview, int, NearWork]] = field(default_factory=dict)
+    early: dict[_Key, tuple[bytearray, int, int]] = field(default_factory=dict)
     unsent: deque[tuple[bytes, memoryview, NearWork]] = field(default_factory=deque)
-    lost: str | None = None
+    full: bool = False
+    lost: RuntimeError | None = None
 
 
 class NearRanks:
@@ -135,54 +128,55 @@ class NearRanks:
 
     Args:
         sockets: one for every rank, in group order; None for this one.
-
-    Attributes:
-        reading: held by the thread that calls `read`.
     """
 
     def __init__(self, sockets: Sequence[socket.socket | None]) -> None:
         self._peers: list[_Peer | None] = []
         self._by_fd: dict[int, _Peer] = {}
-        self._any_lost = False
         self._launched = dict.fromkeys(Channel, 0)
         self._packet = memoryview(bytearray(_HEAD.size + MOST_BYTES))
         self._state = threading.Lock()  # never held while a thread waits
-        self.reading = threading.Lock()
-        self._poll = select.poll()
+        self._epoll = select.epoll()  # several threads may wait on it at once
         for rank, each in enumerate(sockets):
             peer = None if each is None else _Peer(f"rank {rank} of the group", each)
             self._peers.append(peer)
             if peer is not None:
                 peer.socket.setblocking(False)
                 self._by_fd[peer.socket.fileno()] = peer
-                self._poll.register(peer.socket, select.POLLIN)
+                self._epoll.register(peer.socket, select.EPOLLIN)
+
+    def pass_by(self, channel: Channel) -> None:
+        """Count a launch that goes another way."""
+        with self._state:
+            self._launched[channel] += 1
 
     def exchange(
         self,
         channel: Channel,
-        source: Tensor,
-        result: Tensor,
+        out: memoryview,
+        into: memoryview,
         sent: Sequence[int] | None,
         received: Sequence[int],
         row_bytes: int,
+        *,
         mark: int = 0,
+        keep: object = None,
     ) -> NearWork:
-        """Send every rank rows of `source`, and receive rows of `result` from every rank.
+        """Send rows to every rank, and receive rows from every rank.
 
         Args:
-            source, result: contiguous, on the CPU.
-            sent: how many rows each rank is sent, in the order in which they lie; None sends all rows to each.
+            out, into: the rows, as bytes.
+            sent: how many rows of `out` each rank is sent, in the order in which they lie; None sends all to each.
             received: how many rows each rank sends. None at all are no message.
-            row_bytes: bytes of a row. No message is longer than `MOST_BYTES`.
+            row_bytes: bytes of a row.
             mark: of what is exchanged, equal on all ranks.
+            keep: whatever owns the memory of `out` and `into`.
         """
-        work = NearWork(self, (source, result), mark)
-        out, into = _bytes_of(source, result)
+        work = NearWork(self, keep)
         away = back = 0
         with self._state:
             key = channel, self._launched[channel]
             self._launched[channel] += 1
-            head = _HEAD.pack(*key, mark)
             for rank, peer in enumerate(self._peers):
                 ours = out if sent is None else out[away : away + sent[rank] * row_bytes]
                 theirs = into[back : back + received[rank] * row_bytes]
@@ -190,119 +184,138 @@ class NearRanks:
                 if peer is None:
                     theirs[:] = ours
                     continue
-                if ours and (peer.unsent or not self._sent(peer, head, ours)):
-                    peer.unsent.append((head, ours, work))
+                if peer.lost is None:
+                    for start in range(0, len(ours), MOST_BYTES):
+                        head = _HEAD.pack(*key, mark, len(ours) - start)
+                        peer.unsent.append((head, ours[start : start + MOST_BYTES], work))
+                        work.missing += 1
+                    if not peer.full:
+                        self._send(peer)
+                if peer.lost is None and key in peer.early:
+                    self._take_early(peer, key, theirs, mark, work)
+                elif peer.lost is None and theirs:
+                    peer.posted[key] = theirs, mark, work
                     work.missing += 1
-                    self._poll.modify(peer.socket, select.POLLIN | select.POLLOUT)
-                if theirs and key in peer.early:
-                    _deliver(*peer.early.pop(key), theirs, peer, work)
-                elif theirs:
-                    peer.posted[key] = theirs, work
-                    work.missing += 1
-            if self._any_lost:
-                self._fail_without(key, work, sent, received)
+                if peer.lost is not None and (ours or theirs):
+                    work.error = peer.lost
         return work
 
     def read(self, limit_s: float) -> bool:
         """Wait for packets, or for room to send, and handle them; returns whether there was anything."""
-        ready = self._poll.poll(limit_s * 1e3)
+        ready = self._epoll.poll(limit_s)
         with self._state:
             for fd, event in ready:
                 peer = self._by_fd[fd]
-                if event & select.POLLOUT:
-                    self._send_on(peer)
+                if event & select.EPOLLOUT and peer.lost is None:
+                    self._send(peer)
+                if peer.lost is not None:
+                    continue
                 try:
                     size = peer.socket.recv_into(self._packet)
-                except BlockingIOError:
-                    continue
+                    if size == 0:
+                        raise ConnectionError("it closed its connection")
+                    channel, number, mark, rest = _HEAD.unpack_from(self._packet)
+                    key, rows = (channel, number), self._packet[_HEAD.size : size]
+                    if key not in peer.posted:
+                        self._keep_early(peer, key, mark, rest, rows)
+                        continue
+                    into, expected, work = peer.posted.pop(key)
+                    if (mark, rest) != (expected, len(into)):
+                        work.error = _unlike(peer)
+                        self._lose(peer, work.error)
+                        continue
+                    into[: len(rows)] = rows
+                    if len(rows) < rest:
+                        peer.posted[key] = into[len(rows) :], mark, work
+                    else:
+                        work.missing -= 1
+                except (BlockingIOError, ConnectionResetError):
+                    pass  # a reset is told before what was sent until then
                 except OSError as error:
-                    self._lose(peer, f"{peer.name}: {error}")
-                    continue
-                if size == 0:
-                    self._lose(peer, f"{peer.name} closed its connection")
-                    continue
-                channel, number, mark = _HEAD.unpack_from(self._packet)
-                key, packet = (channel, number), self._packet[_HEAD.size : size]
-                if key not in peer.posted:
-                    peer.early[key] = bytes(packet), mark
-                    continue
-                into, work = peer.posted.pop(key)
-                if work.error is None:
-                    work.missing -= 1
-                    _deliver(packet, mark, into, peer, work)
+                    self._lose(peer, RuntimeError(f"{peer.name}: {error}"))
+                except BaseException:  # Ctrl-C, perhaps with a packet in hand
+                    self._lose(peer, RuntimeError(f"reading from {peer.name} was interrupted"))
+                    raise
         return bool(ready)
 
     def stop(self) -> None:
         """End all exchanges with an error on this rank. The other ranks do not notice."""
         with self._state:
             for peer in filter(None, self._peers):
-                self._lose(peer, "the connection was given up")
+                self._lose(peer, RuntimeError("the connection was given up"))
 
     def close(self) -> None:
         """Close the sockets. The other ranks notice it when they wait for this one."""
         self.stop()
-        self.close_in_child()
+        self._close()
 
-    def close_in_child(self) -> None:
-        """Close the sockets in a forked process: only its parent's count as this rank's."""
+    def forget(self) -> None:
+        """Close the sockets in a forked process: only its parent's count as this rank's. What the two share stays as it
+        is, and locks may be held by threads that are not here."""
+        self._state = threading.Lock()
+        for peer in filter(None, self._peers):
+            self._fail(peer, RuntimeError("this process was forked"))
+        self._close()
+
+    def _close(self) -> None:
+        self._epoll.close()
         for peer in filter(None, self._peers):
             peer.socket.close()
 
     # -- with `_state` held ---------------------------------------------------------------------------------------
 
-    def _sent(self, peer: _Peer, head: bytes, rows: memoryview) -> bool:
-        """Send a packet; False where the socket has no room. An error loses the peer."""
-        try:
-            peer.socket.sendmsg((head, rows))
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            self._lose(peer, f"{peer.name}: {error}")
-        return True
-
-    def _send_on(self, peer: _Peer) -> None:
+    def _send(self, peer: _Peer) -> None:
+        """Send what the socket has room for."""
         while peer.unsent:
             head, rows, work = peer.unsent[0]
-            if not self._sent(peer, head, rows):
+            try:
+                peer.socket.sendmsg((head, rows))
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self._lose(peer, RuntimeError(f"{peer.name}: {error}"))
                 return
-            if peer.lost is None:
-                peer.unsent.popleft()
-                work.missing -= 1
-        if peer.lost is None:
-            self._poll.modify(peer.socket, select.POLLIN)
+            peer.unsent.popleft()
+            work.missing -= 1
+        if peer.full is not bool(peer.unsent):
+            peer.full = not peer.full
+            self._epoll.modify(peer.socket, select.EPOLLIN | (select.EPOLLOUT if peer.full else 0))
 
-    def _lose(self, peer: _Peer, why: str) -> None:
-        if peer.lost is not None:
+    def _keep_early(self, peer: _Peer, key: _Key, mark: int, rest: int, rows: memoryview) -> None:
+        """Keep a packet of a message whose exchange was not launched here yet."""
+        arrived, expected, total = peer.early.setdefault(key, (bytearray(), mark, rest))
+        if key[1] < self._launched[Channel(key[0])] or (mark, len(arrived) + rest) != (expected, total):
+            self._lose(peer, _unlike(peer))
+        arrived += rows
+
+    def _take_early(self, peer: _Peer, key: _Key, into: memoryview, mark: int, work: NearWork) -> None:
+        """Deliver what has arrived of a message whose exchange is launched now."""
+        arrived, sent_mark, total = peer.early.pop(key)
+        if (sent_mark, total) != (mark, len(into)):
+            self._lose(peer, _unlike(peer))
             return
-        peer.lost, self._any_lost = why, True
-        while peer.posted:
-            peer.posted.popitem()[1][1].fail(why)
-        while peer.unsent:
-            peer.unsent.pop()[2].fail(why)
-        self._poll.unregister(peer.socket)
+        into[: len(arrived)] = arrived
+        if len(arrived) < total:
+            peer.posted[key] = into[len(arrived) :], mark, work
+            work.missing += 1
 
-    def _fail_without(self, key: _Key, work: NearWork, sent: Sequence[int] | None, received: Sequence[int]) -> None:
-        """Fail an exchange with a lost peer."""
-        for rank, peer in enumerate(self._peers):
-            if peer is not None and peer.lost is not None and (sent is None or sent[rank] or received[rank]):
-                peer.posted.pop(key, None)
-                work.fail(peer.lost)
+    def _lose(self, peer: _Peer, why: RuntimeError) -> None:
+        if peer.lost is None:
+            self._epoll.unregister(peer.socket)
+            self._fail(peer, why)
 
-
-def _bytes_of(*tensors: Tensor) -> list[memoryview]:
-    views = []
-    for x in tensors:
-        array = (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr() or 1)  # the address of no bytes is never read
-        views.append(memoryview(array).cast("B"))
-    return views
+    @staticmethod
+    def _fail(peer: _Peer, why: RuntimeError) -> None:
+        peer.lost = peer.lost or why
+        for *_, work in [*peer.posted.values(), *peer.unsent]:
+            work.error = work.error or why
+        peer.posted.clear()
+        peer.early.clear()
+        peer.unsent.clear()
 
 
-def _deliver(packet: bytes | memoryview, mark: int, into: memoryview, peer: _Peer, work: NearWork) -> None:
-    if mark == work.mark and len(packet) == len(into):
-        into[:] = packet
-    else:
-        what = "something else" if mark != work.mark else f"{len(packet)} bytes in place of {len(into)}"
-        work.fail(f"{peer.name} sent {what}: the ranks launch in different orders")
+def _unlike(peer: _Peer) -> OtherLaunch:
+    return OtherLaunch(f"{peer.name} sent something else than this rank expects: the ranks launch in different orders")
 
 
 # -- connecting ----------------------------------------------------------------------------------------------------
@@ -371,17 +384,19 @@ def _is_ours(path: str) -> bool:
 def _connected(own: int, listener: socket.socket, paths: Sequence[str], timeout_s: float) -> list[socket.socket | None]:
     """A socket to every other rank: to those before this one, and from those behind it."""
     sockets: list[socket.socket | None] = [None] * len(paths)
-    for rank in range(own):
-        sockets[rank] = each = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        each.settimeout(timeout_s)
-        each.connect(paths[rank])
-        each.send(str(own).encode())
-    listener.settimeout(timeout_s)
-    while None in sockets[own + 1 :]:
-        each, _ = listener.accept()
-        each.settimeout(timeout_s)
-        rank = int(each.recv(16))
-        sockets[rank] = each
-    for made in filter(None, sockets):
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+    with ExitStack() as made:
+        for rank in range(own):
+            sockets[rank] = each = made.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            each.settimeout(timeout_s)
+            each.connect(paths[rank])
+            each.send(str(own).encode())
+        listener.settimeout(timeout_s)
+        while None in sockets[own + 1 :]:
+            each, _ = listener.accept()
+            made.enter_context(each).settimeout(timeout_s)
+            if said := each.recv(16):  # else it has ended
+                sockets[int(said)] = each
+        for ready in filter(None, sockets):
+            ready.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        made.pop_all()
     return sockets

@@ -14,6 +14,7 @@ an all-to-all takes up to twice as long. With a connection for each direction no
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -21,13 +22,17 @@ from functools import lru_cache
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ubatch.lanes.context import current_lane
 from ubatch.ranks.connection import Connection, Work, all_gather_single
 from ubatch.ranks.near import MOST_BYTES, Channel
 from ubatch.streams.graph_protocols import capture_mark
 
+_bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+_WRITABLE = 0x200
 _LARGE_BYTES = 256 << 10
 """Where two connections pay, between two ranks each way: measured over loopback and over links of 0.2 to 2 Gbit/s."""
 
@@ -91,10 +96,16 @@ def all_to_all_rows(
         way: from `way_of`.
         name: of the transfer.
     """
-    if way is Way.NEAR and connection.near is not None:
+    near = connection.near
+    if near is not None and way is Way.NEAR:
         lane = current_lane()
         mark = _mark(name, -1 if lane is None else lane.id)
-        return [connection.near.exchange(Channel.DATA, source, result, sent, received, row_bytes, mark)]
+        out = _bytes_at(source.data_ptr() or 1, source.nbytes, _WRITABLE)  # of no bytes, the address is not read
+        into = _bytes_at(result.data_ptr() or 1, result.nbytes, _WRITABLE)
+        keep = source, result
+        return [near.exchange(Channel.DATA, out, into, sent, received, row_bytes, mark=mark, keep=keep)]
+    if near is not None:
+        near.pass_by(Channel.DATA)
     result, source = as_bytes(result, row_bytes), as_bytes(source, row_bytes)
     if sent is None:
         return [all_gather_single(result, source, group=connection.pg, async_op=True)]
@@ -132,6 +143,13 @@ def _mark(name: str, lane: int) -> int:
 def sends_whole(way: Way, sizes: Sequence[int]) -> bool:
     """Whether gloo gathers `sizes` rows of the ranks without a copy for every rank."""
     return len(set(sizes)) == 1 and not (way is Way.TWO and len(sizes) == 2)
+
+
+def dense(x: Tensor) -> Tensor:
+    """`x`, or a copy of it, as a plain tensor whose memory holds its values one after the other."""
+    if type(x) in (Tensor, nn.Parameter):
+        return x.resolve_conj().resolve_neg().contiguous()
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def as_bytes(x: Tensor, row_bytes: int) -> Tensor:

@@ -184,7 +184,7 @@ class TorchDistAll2All:
     def _sent_to_all(self, x: Tensor, top_k: int) -> list[int] | None:
         """Every rank's tokens if all of them travel to every rank; None if counts are exchanged."""
         context = get_forward_context()
-        if context is None or context.global_mode not in _EVERY_ROW:
+        if context is None or context.global_mode not in _EVERY_ROW or self.group.size == 1:
             return None
         known = tokens_in(context, self.group)
         if known is None:
@@ -200,7 +200,10 @@ class TorchDistAll2All:
         if rows != own:
             x, topk_ids, topk_weights = unpadded(x, topk_ids, topk_weights, tokens, self.group)
         packed = pack_rows(x, topk_ids, topk_weights)
-        handle = Handle([own] * ranks, tokens, max(tokens), *_visits_of_all(own, rows, ranks, x.device))
+        visits = (
+            _visits_of_all(own, rows, ranks) if x.device.type == "cpu" else _make_visits(own, rows, ranks, x.device)
+        )
+        handle = Handle([own] * ranks, tokens, max(tokens), *visits)
         gathered = launch_all_gather(packed, self.group, sizes=tokens, name="dispatch")
         return gathered.map(partial(self._delivered, hidden_size=hidden_size, handle=handle))
 
@@ -244,8 +247,8 @@ class TorchDistAll2All:
 
     def _exchange(self, counts: Tensor) -> _Counts:
         """Launch the exchange of `[R, n]` numbers, row r for rank r."""
-        theirs = launch_all_to_all_single(counts, self.group, name="dispatch_counts", to_host=True).off_link()
-        theirs = self.on_counts(theirs)
+        theirs = launch_all_to_all_single(counts, self.group, name="dispatch_counts", to_host=True, most_rows=1)
+        theirs = self.on_counts(theirs.off_link())
         return _Counts(copy_to_host(counts, group=self.group, name="dispatch_counts"), theirs)
 
     def _send(
@@ -287,7 +290,11 @@ class _Counts:
 
 
 @lru_cache(256)
-def _visits_of_all(tokens: int, rows: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _visits_of_all(tokens: int, rows: int, ranks: int) -> tuple[Tensor, Tensor]:
+    return _make_visits(tokens, rows, ranks, torch.device("cpu"))
+
+
+def _make_visits(tokens: int, rows: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """`visits_of` for `tokens` that visit every rank, and padding behind them, `rows` in all, that visits none."""
     row_of_visit = torch.arange(ranks * tokens, device=device).view(ranks, tokens).t().flatten()
     return row_of_visit, torch.arange(rows + 1, device=device).clamp(max=tokens) * ranks
