@@ -12,9 +12,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from serving.workbench.tracing.text import KEY, draw_lanes, last_step
 from ubatch import Span
 from ubatch.trace.file import read_chrome
-from ubatch.trace.text import KEY, draw_lanes, last_step
 
 
 def main() -> int:

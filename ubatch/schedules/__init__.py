@@ -11,5 +11,4 @@ vote             the ranks' decision whether to overlap a step
 layer_program    the operations of a lane in MoE layers, for the simulator
 simulate         runs a schedule on an ideal machine
 search           the best schedule for given stage times
-cost_table       step times by tokens, and the thresholds that follow
 """

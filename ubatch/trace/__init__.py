@@ -8,5 +8,4 @@ intervals  sets of points in time
 export     a summary, and a file for Perfetto
 file       reads such files, and puts ranks on one clock
 page       an HTML page
-text       a step as text
 """

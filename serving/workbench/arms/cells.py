@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from serving.workbench.arms.cost_table import SERIAL_ARM
 from ubatch import SCHEDULES, Schedule, UBatchConfig
-from ubatch.schedules.cost_table import SERIAL_ARM
 from ubatch.schedules.schedule import SERIAL
 
 

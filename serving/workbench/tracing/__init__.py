@@ -6,4 +6,5 @@ diagnosis  rules that find why steps were slow or not overlapped
 offline    runs that the command starts, and what it chooses for them
 inside     rules on the time inside overlapped steps
 finding    the result of a rule
+text       a step as text
 """

@@ -25,11 +25,11 @@ from model_runner.parallel.transport import most_chunks
 from serving.progress import progress
 from serving.workbench.arms.batches import make_batch
 from serving.workbench.arms.cells import Arm, Cell, Grid, library_arms
+from serving.workbench.arms.cost_table import SERIAL_ARM
 from serving.workbench.arms.stages import best_schedules
 from serving.workbench.arms.steps import ArmSteps, NoStageTimes
 from serving.workbench.tuning.state import State, save_state
 from ubatch import CommGroup
-from ubatch.schedules.cost_table import SERIAL_ARM
 
 _RACE_ROUNDS = 2
 _OUT_OF_THE_RACE = 1.25

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from serving.workbench.arms.cost_table import SERIAL_ARM
 from serving.workbench.tuning.report import ModeResult, Result
-from ubatch.schedules.cost_table import SERIAL_ARM
 
 _WIDTH, _HEIGHT = 760, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 16, 14, 40

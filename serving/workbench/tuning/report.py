@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 
 from serving.workbench.arms.cells import Arm, Cell
+from serving.workbench.arms.cost_table import SERIAL_ARM, CostTable, Setting, choose
 from serving.workbench.bench.statistics import columns, paired
 from serving.workbench.tuning.state import State
 from ubatch import SCHEDULES, UBatchConfig
-from ubatch.schedules.cost_table import SERIAL_ARM, CostTable, Setting, choose
 
 _FLAT = 1.02
 """A smaller step may take this much longer than a larger one: steps that are bound by memory take about the same."""

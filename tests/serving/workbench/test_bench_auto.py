@@ -10,8 +10,8 @@ from repository import TINY_MOE
 
 from serving.cli import main
 from serving.workbench.arms.cells import Cell
+from serving.workbench.arms.cost_table import SERIAL_ARM, Setting
 from serving.workbench.bench.runtime.auto import Options, best_fixed, mixed_load, pooled
-from ubatch.schedules.cost_table import SERIAL_ARM, Setting
 
 
 def test_the_load_is_mixed_and_the_same_on_every_rank() -> None:

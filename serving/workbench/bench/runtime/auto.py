@@ -41,11 +41,11 @@ from serving.progress import progress
 from serving.ranks import run_ranks
 from serving.workbench.arms.batches import kv_blocks_needed, make_batch, requests_needed
 from serving.workbench.arms.cells import Cell, Grid, arm_config
+from serving.workbench.arms.cost_table import SERIAL_ARM, Setting
 from serving.workbench.bench.options import DECIDING, Checkpoint, ReportOptions
 from serving.workbench.bench.statistics import Interval, ratio_of_sums
 from serving.workbench.bench.step_setting import StepSetting, calibrate, slowest_rank
 from ubatch import SCHEDULES, CommGroup, Schedule, UBatchConfig
-from ubatch.schedules.cost_table import SERIAL_ARM, Setting
 from ubatch.schedules.schedule import SERIAL
 
 _DBO = "dbo"

@@ -3,8 +3,6 @@
 An *arm* is a way to run a step: serial, or a schedule with its lanes. A *setting* is one arm and a threshold: steps
 with at least that many tokens use the arm, smaller steps run serially. `choose` tries every setting, so its result is
 the best one for the given table.
-
-This module imports neither torch nor threads.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from serving.workbench.tracing.text import compare_steps, draw_lanes, last_step
 from ubatch import Span, SpanKind
 from ubatch.trace.spans import UNSPLIT
-from ubatch.trace.text import compare_steps, draw_lanes, last_step
 
 LANES = [
     Span(SpanKind.COMPUTE, "select", 0, 0.0, 20.0, 2),
