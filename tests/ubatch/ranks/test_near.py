@@ -415,11 +415,15 @@ def test_odd_tensors_arrive_as_what_they_are() -> None:
 
 
 def reset_in_a_step(rank: int, world_size: int) -> None:
-    """A peer that comes late to a reset inside a step is waited for."""
+    """A peer that is late while the ranks connect anew, inside a step of the old connection, is waited for."""
     group = CommGroup.from_process_group(timeout_s=20.0)
-    with group.step():
-        if rank:
-            time.sleep(0.6)
+    look, late_s = near._network, 0.6 * rank
+
+    def slowly() -> int:
+        time.sleep(late_s)
+        return look()
+
+    with group.step(), mock.patch.object(near, "_network", slowly):
         group.recover("a try")
         assert ubatch.all_gather(torch.tensor([rank]), group).tolist() == [0, 1]
 
