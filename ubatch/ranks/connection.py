@@ -25,11 +25,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from ubatch.errors import ForgedValue, GroupBroken, LaunchOrderError, PeerFailed, TransferTimeout
 from ubatch.process.heartbeat import beat
@@ -39,6 +38,7 @@ from ubatch.process.lateness import LATE_S, Patience, late_ranks
 from ubatch.ranks.launch_order import VARIABLE, LaunchOrder
 from ubatch.ranks.near import Channel, NearRanks, OtherLaunch, connect_near
 from ubatch.ranks.peer_watch import PeerWatch, weak_call
+from ubatch.ranks.process_groups import make_process_group
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Renamed in torch 2.13."""
@@ -377,34 +377,9 @@ class Connection:
         self.broken = "rank 0 died, and the rendezvous store with it. Start the job anew."
         return PeerFailed(0, f"{self.broken} (This rank waited for {name!r}.)")
 
-    # -- process groups -------------------------------------------------------------------------------------------
-
     def _process_group(self, backend: str, name: str) -> dist.ProcessGroup:
-        """A process group of only these ranks, under a name chosen here.
-
-        `new_group` either needs every rank of the job, or names the group by the number of groups in this process,
-        which differs between ranks that belong to different groups.
-        """
-        # A group has a communicator of its own also where the job's is bound to a device (`device_id`): torch would
-        # split it off the job's, for which NCCL waits for all ranks of the job.
-        job, patience = c10d._get_default_group(), timedelta(seconds=self.timeout_s)
-        bound, job.bound_device_id = job.bound_device_id, None
-        try:
-            made = c10d._new_process_group_helper(
-                len(self.ranks),
-                self.ranks.index(self.rank),
-                list(self.ranks),
-                dist.Backend(backend),
-                c10d._get_default_store(),
-                cast(Any, name),
-                timeout=patience,
-            )
-        finally:
-            job.bound_device_id = bound
-        pg: dist.ProcessGroup = made[0]
-        c10d._world.pg_group_ranks[pg] = {rank: index for index, rank in enumerate(self.ranks)}
-        c10d._set_pg_timeout(timedelta(seconds=self._transport_timeout_s), pg)
-        return pg
+        seconds = self._transport_timeout_s
+        return make_process_group(self.ranks, backend, name, connect_s=self.timeout_s, transport_s=seconds)
 
     @property
     def _transport_timeout_s(self) -> float:
