@@ -107,4 +107,5 @@ def calls_of_a_rank(rank: int, world_size: int) -> Counter[str]:
 @pytest.mark.ranks
 def test_a_step_whose_experts_are_on_two_ranks_calls_little_python() -> None:
     for calls in run_ranks(calls_of_a_rank, 2):
-        assert 400 < calls.total() <= MOST_CALLS, calls.most_common(40)
+        again = max(0, calls["NearRanks.read"] - calls["NearWork.wait"])  # while the other rank is late
+        assert 400 < calls.total() - again <= MOST_CALLS, calls.most_common(40)
