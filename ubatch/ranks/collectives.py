@@ -213,8 +213,7 @@ def launch_all_to_all_single(
             f"rank {group.rank} sends itself {sent[group.rank]} rows (input_split_sizes {sent}), "
             f"but expects {received[group.rank]} (output_split_sizes {received})."
         )
-    plain = type(x) is Tensor and x.is_contiguous() and not x.is_conj() and not x.is_neg()
-    source = x if plain else dense(x)
+    source = dense(x)
     row_bytes = math.prod(source.shape[1:]) * source.element_size()
     result = _new_result(source, sum(received))
     way = way_of(connection, source.device, sent, received, row_bytes, most_rows)
@@ -244,8 +243,7 @@ def launch_all_gather(
     sizes = [rows] * group.size if sizes is None else list(sizes)
     if len(sizes) != group.size or min(sizes) < 0 or sizes[group.rank] != rows:
         raise ConfigError(f"sizes {sizes} must have one number per rank ({group.size}), and this rank has {rows} rows.")
-    plain = type(x) is Tensor and x.is_contiguous() and not x.is_conj() and not x.is_neg()
-    source = x if plain else dense(x)
+    source = dense(x)
     result = _new_result(source, sum(sizes))
 
     row_bytes = math.prod(source.shape[1:]) * source.element_size()

@@ -211,24 +211,7 @@ class NearRanks:
                 if peer.lost is not None:
                     continue
                 try:
-                    size = peer.socket.recv_into(self._packet)
-                    if size == 0:
-                        raise ConnectionError("it closed its connection")
-                    channel, number, mark, rest = _HEAD.unpack_from(self._packet)
-                    key, rows = (channel, number), self._packet[_HEAD.size : size]
-                    if key not in peer.posted:
-                        self._keep_early(peer, key, mark, rest, rows)
-                        continue
-                    into, expected, work = peer.posted.pop(key)
-                    if (mark, rest) != (expected, len(into)):
-                        work.error = _unlike(peer)
-                        self._lose(peer, work.error)
-                        continue
-                    into[: len(rows)] = rows
-                    if len(rows) < rest:
-                        peer.posted[key] = into[len(rows) :], mark, work
-                    else:
-                        work.missing -= 1
+                    self._receive(peer, peer.socket.recv_into(self._packet))
                 except (BlockingIOError, ConnectionResetError):
                     pass  # a reset is told before what was sent until then
                 except OSError as error:
@@ -280,6 +263,26 @@ class NearRanks:
         if peer.full is not bool(peer.unsent):
             peer.full = not peer.full
             self._epoll.modify(peer.socket, select.EPOLLIN | (select.EPOLLOUT if peer.full else 0))
+
+    def _receive(self, peer: _Peer, size: int) -> None:
+        """Handle the packet of `size` bytes that was read."""
+        if size == 0:
+            raise ConnectionError("it closed its connection")
+        channel, number, mark, rest = _HEAD.unpack_from(self._packet)
+        key, rows = (channel, number), self._packet[_HEAD.size : size]
+        if key not in peer.posted:
+            self._keep_early(peer, key, mark, rest, rows)
+            return
+        into, expected, work = peer.posted[key]
+        if (mark, rest) != (expected, len(into)):
+            self._lose(peer, _unlike(peer))
+            return
+        into[: len(rows)] = rows
+        if len(rows) < rest:
+            peer.posted[key] = into[len(rows) :], mark, work
+        else:
+            del peer.posted[key]
+            work.missing -= 1
 
     def _keep_early(self, peer: _Peer, key: _Key, mark: int, rest: int, rows: memoryview) -> None:
         """Keep a packet of a message whose exchange was not launched here yet."""

@@ -147,6 +147,8 @@ def sends_whole(way: Way, sizes: Sequence[int]) -> bool:
 
 def dense(x: Tensor) -> Tensor:
     """`x`, or a copy of it, as a plain tensor whose memory holds its values one after the other."""
+    if type(x) is Tensor and x.is_contiguous() and not x.is_conj() and not x.is_neg():
+        return x
     if type(x) in (Tensor, nn.Parameter):
         return x.resolve_conj().resolve_neg().contiguous()
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
