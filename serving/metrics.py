@@ -10,15 +10,16 @@ may be set for another program) are neither needed nor written.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, values
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from serving.requests import DraftCounts, EngineStatistics
+from serving.requests import DraftCounts, EngineStatistics, Metric
 
 Statistics = Callable[[], Mapping[int, EngineStatistics]]
 Family = CounterMetricFamily | GaugeMetricFamily
@@ -37,32 +38,7 @@ _SECONDS = _one_two_five(0.001, 2000)
 _TOKENS = _one_two_five(1, 1_000_000)
 _ACCEPTED = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0)
 
-_GAUGES: Mapping[str, tuple[str, str]] = {
-    "vllm:num_requests_running": ("num_running", "Requests that have KV blocks."),
-    "vllm:num_requests_waiting": (
-        "num_waiting",
-        "Requests that wait for their first step, or for their next after a preemption.",
-    ),
-    "vllm:kv_cache_usage_perc": ("kv_usage", "Share of the KV blocks that requests hold, 0 to 1."),
-}
-_COUNTERS: Mapping[str, tuple[str, str]] = {
-    "vllm:prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache."),
-    "vllm:prefix_cache_hits": ("prefix_hits", "Prompt tokens found there."),
-    "vllm:prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that began to answer, cached ones included."),
-    "vllm:generation_tokens": ("generation_tokens", "Tokens generated."),
-    "vllm:num_preemptions": ("preemptions", "Times that a request lost its KV blocks to others."),
-    "vllm:corrupted_requests": ("corrupted_requests", "Requests whose logits were not finite."),
-    "vllm:spec_decode_num_drafts": ("num_drafts", "Times that tokens guessed for a request were verified."),
-    "vllm:spec_decode_num_draft_tokens": ("drafted_tokens", "Tokens guessed ahead."),
-    "vllm:spec_decode_num_accepted_tokens": ("accepted_tokens", "Guessed tokens that were right."),
-    "ubatch:graph_replays": ("graph_replays", "Steps replayed as CUDA graphs; the others ran eagerly."),
-    "ubatch:traced_steps": ("traced_steps", "Overlapped steps that were traced for the following times."),
-    "ubatch:communication_seconds": ("communication_s", "Communication in traced steps."),
-    "ubatch:communication_hidden_seconds": ("hidden_s", "Communication in traced steps while a lane computed."),
-    "ubatch:communication_exposed_seconds": ("exposed_s", "Communication in traced steps that a lane waited for."),
-    "ubatch:handoff_wait_seconds": ("handoff_wait_s", "Time in traced steps from a hand-off until the next lane ran."),
-}
-"""Metric -> the field of `EngineStatistics`, and its help; prometheus_client adds `_total` to counters."""
+_FAMILIES: Mapping[str, type[Family]] = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
 
 
 def make_registry(model_name: str, statistics: Statistics) -> tuple[CollectorRegistry, RequestMetrics]:
@@ -94,28 +70,25 @@ class _Engines(Collector):
         self._statistics = statistics
 
     def collect(self) -> Iterator[Family]:
-        ranks = [([self._model_name, str(rank)], totals) for rank, totals in sorted(self._statistics().items())]
-        labels = ["model_name", "engine"]
-        kinds: dict[type[Family], Mapping[str, tuple[str, str]]]
-        kinds = {GaugeMetricFamily: _GAUGES, CounterMetricFamily: _COUNTERS}
-        for kind, metrics in kinds.items():
-            for name, (statistic, text) in metrics.items():
-                family = kind(name, text, labels=labels)
-                for rank, totals in ranks:
-                    family.add_metric(rank, getattr(totals, statistic))
-                yield family
-        text = "Steps by what they ran, and whether they overlapped (engaged, engaged_single) or why not."
-        steps = CounterMetricFamily("ubatch:steps", text, labels=[*labels, "mode", "outcome"])
-        text = "Guessed tokens that were right, by their place among those of a step; the first is 0."
-        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
-        places = CounterMetricFamily(name, text, labels=[*labels, "position"])
-        for rank, totals in ranks:
-            for step, count in totals.steps.items():
-                mode, _, outcome = step.partition("/")
-                steps.add_metric([*rank, mode, outcome], count)
-            for place, count in enumerate(totals.accepted_per_position):
-                places.add_metric([*rank, str(place)], count)
-        yield from (steps, places)
+        ranks = sorted(self._statistics().items())
+        for each in fields(EngineStatistics):
+            told: Metric | None = each.metadata.get(Metric)
+            if told is None:
+                continue
+            family = _FAMILIES[told.kind](told.name, told.text, labels=["model_name", "engine", *told.labels])
+            for rank, totals in ranks:
+                for labels, value in _samples(told, getattr(totals, each.name)):
+                    family.add_metric([self._model_name, str(rank), *labels], value)
+            yield family
+
+
+def _samples(metric: Metric, value: Any) -> Iterator[tuple[Sequence[str], float]]:
+    """The values of a metric's own labels, and the sample that they have."""
+    if not metric.labels:
+        yield (), value
+        return
+    for key, count in value.items() if isinstance(value, Mapping) else enumerate(value):
+        yield str(key).split("/", len(metric.labels) - 1), count
 
 
 @dataclass
@@ -151,27 +124,28 @@ class RequestMetrics:
     ) -> None:
         self._clock = clock
         self._alive: dict[str, _Life] = {}
-        with _in_memory():
-            self._make(model_name, registry)
 
-    def _make(self, model_name: str, registry: CollectorRegistry) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(name, text, ["model_name"], registry=registry, buckets=buckets).labels(model_name)
 
-        self._first_token = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
-        self._between = histogram("vllm:inter_token_latency_seconds", "From one token to the next.", _SECONDS)
-        self._whole = histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS)
-        self._prompt = histogram("vllm:request_prompt_tokens", "Tokens of a finished request's prompt.", _TOKENS)
-        self._generated = histogram("vllm:request_generation_tokens", "Tokens a finished request generated.", _TOKENS)
-        self._accepted = histogram(
-            "ubatch:request_mean_accepted_length",
-            "Tokens of a finished request per step that verified guesses of it; 1 where none was ever right.",
-            _ACCEPTED,
-        )
-        ended = Counter(
-            "vllm:request_success", "Requests that ended, by why.", ["model_name", "finished_reason"], registry=registry
-        )
-        self._ended = {reason: ended.labels(model_name, reason) for reason in ("stop", "length", "abort", "error")}
+        with _in_memory():
+            self._first_token = histogram(
+                "vllm:time_to_first_token_seconds", "From arrival to the first token.", _SECONDS
+            )
+            self._between = histogram("vllm:inter_token_latency_seconds", "From one token to the next.", _SECONDS)
+            self._whole = histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS)
+            self._prompt = histogram("vllm:request_prompt_tokens", "Tokens of a finished request's prompt.", _TOKENS)
+            self._generated = histogram(
+                "vllm:request_generation_tokens", "Tokens a finished request generated.", _TOKENS
+            )
+            self._accepted = histogram(
+                "ubatch:request_mean_accepted_length",
+                "Tokens of a finished request per step that verified guesses of it; 1 where none was ever right.",
+                _ACCEPTED,
+            )
+            labels = ["model_name", "finished_reason"]
+            ended = Counter("vllm:request_success", "Requests that ended, by why.", labels, registry=registry)
+            self._ended = {reason: ended.labels(model_name, reason) for reason in ("stop", "length", "abort", "error")}
 
     def started(self, request_id: str, num_prompt_tokens: int) -> None:
         """A request arrived."""

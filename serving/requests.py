@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from model_runner import FinishReason, RequestError, SamplingParams, TokenLogprobs
 from ubatch import UBatchError
@@ -94,33 +95,53 @@ class RequestOutput:
     drafts: DraftCounts = DraftCounts()
 
 
-@dataclass
-class SchedulerTotals:
-    """A scheduler's totals since it started.
+@dataclass(frozen=True)
+class Metric:
+    """How `/metrics` shows a field of `EngineStatistics`.
 
     Attributes:
-        prefix_queries: prompt tokens looked up in the prefix cache.
-        prefix_hits: looked-up tokens that were in the prefix cache.
-        prompt_tokens: prompt tokens of requests that have their first output token; cached ones included.
-        generation_tokens: tokens generated.
-        preemptions: times that a request lost its KV blocks to others, and went back to waiting.
-        corrupted_requests: requests that ended with `FinishReason.ERROR`: their logits were not finite.
-        num_drafts: how often a request's drafts were verified.
-        drafted_tokens: drafts that were verified.
-        accepted_tokens: drafts that were right.
-        accepted_per_position: how often at least 1, 2, ... drafts of a request were right.
+        kind: `gauge` or `counter`; prometheus_client adds `_total` to a counter's name.
+        name: vLLM's name, or `ubatch:...`.
+        text: its help.
+        labels: labels besides the model's name and the engine. The field's value is then a mapping, whose keys have the
+            labels' values with `/` between them, or a tuple, whose places are the one label's values.
     """
 
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    preemptions: int = 0
-    corrupted_requests: int = 0
-    num_drafts: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    accepted_per_position: tuple[int, ...] = ()
+    kind: str
+    name: str
+    text: str
+    labels: tuple[str, ...] = ()
+
+
+def _gauge(name: str, text: str, default: float = 0) -> Any:
+    return field(default=default, metadata={Metric: Metric("gauge", name, text)})
+
+
+def _counter(name: str, text: str, *labels: str, make: Callable[[], Any] = int) -> Any:
+    return field(default_factory=make, metadata={Metric: Metric("counter", name, text, labels)})
+
+
+@dataclass
+class SchedulerTotals:
+    """A scheduler's totals since it started. The texts of the metrics say what they are."""
+
+    prefix_queries: int = _counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+    prefix_hits: int = _counter("vllm:prefix_cache_hits", "Prompt tokens found there.")
+    prompt_tokens: int = _counter(
+        "vllm:prompt_tokens", "Prompt tokens of requests that began to answer, cached ones included."
+    )
+    generation_tokens: int = _counter("vllm:generation_tokens", "Tokens generated.")
+    preemptions: int = _counter("vllm:num_preemptions", "Times that a request lost its KV blocks to others.")
+    corrupted_requests: int = _counter("vllm:corrupted_requests", "Requests whose logits were not finite.")
+    num_drafts: int = _counter("vllm:spec_decode_num_drafts", "Times that tokens guessed for a request were verified.")
+    drafted_tokens: int = _counter("vllm:spec_decode_num_draft_tokens", "Tokens guessed ahead.")
+    accepted_tokens: int = _counter("vllm:spec_decode_num_accepted_tokens", "Guessed tokens that were right.")
+    accepted_per_position: tuple[int, ...] = _counter(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Guessed tokens that were right, by their place among those of a step; the first is 0.",
+        "position",
+        make=tuple,
+    )
 
     def verified(self, drafts: DraftCounts) -> None:
         """Count the verified drafts of one request in one step."""
@@ -134,41 +155,44 @@ class SchedulerTotals:
 
 @dataclass
 class TracedTime:
-    """Times of the overlapped steps that were traced, in seconds; sums over these steps.
+    """Times of the overlapped steps that were traced, in seconds; sums over these steps."""
 
-    Attributes:
-        traced_steps: number of these steps.
-        hidden_s: communication during which some lane computed.
-        exposed_s: communication that a lane waited for.
-        handoff_wait_s: from one lane's hand-off until the next lane runs.
-        communication_s: all communication.
-    """
-
-    traced_steps: int = 0
-    hidden_s: float = 0.0
-    exposed_s: float = 0.0
-    handoff_wait_s: float = 0.0
-    communication_s: float = 0.0
+    traced_steps: int = _counter("ubatch:traced_steps", "Overlapped steps that were traced for the following times.")
+    hidden_s: float = _counter(
+        "ubatch:communication_hidden_seconds", "Communication in traced steps while a lane computed.", make=float
+    )
+    exposed_s: float = _counter(
+        "ubatch:communication_exposed_seconds", "Communication in traced steps that a lane waited for.", make=float
+    )
+    handoff_wait_s: float = _counter(
+        "ubatch:handoff_wait_seconds", "Time in traced steps from a hand-off until the next lane ran.", make=float
+    )
+    communication_s: float = _counter("ubatch:communication_seconds", "Communication in traced steps.", make=float)
 
 
 @dataclass
 class EngineStatistics(SchedulerTotals, TracedTime):
-    """One rank's state and its totals since it started, after some step.
+    """One rank's state and its totals since it started, after some step. A field that is declared as a metric is in
+    `/metrics`; it is filled where its events happen.
 
     Attributes:
-        num_running: requests that hold KV blocks, a partly prefilled one included.
-        num_waiting: requests that hold no KV blocks.
-        kv_usage: share of the KV blocks that requests hold, 0 to 1; blocks only the prefix cache holds count as free.
+        kv_usage: blocks that only the prefix cache holds count as free.
         steps: "mode/outcome" -> number of steps; the outcome is `engaged`, `engaged_single` (single-batch overlap) or
             the reason against overlap (`ubatch.DeclineReason`).
-        graph_replays: steps that were replayed as CUDA graphs; the others ran eagerly.
         dbo_auto: what the running steps have decided for `decode`, `prefill` and `verify` steps by size, and why; empty
             if thresholds decide.
     """
 
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_usage: float = 0.0
-    steps: Mapping[str, int] = field(default_factory=dict)
-    graph_replays: int = 0
+    num_running: int = _gauge("vllm:num_requests_running", "Requests that have KV blocks.")
+    num_waiting: int = _gauge(
+        "vllm:num_requests_waiting", "Requests that wait for their first step, or for their next after a preemption."
+    )
+    kv_usage: float = _gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks that requests hold, 0 to 1.", 0.0)
+    steps: Mapping[str, int] = _counter(
+        "ubatch:steps",
+        "Steps by what they ran, and whether they overlapped (engaged, engaged_single) or why not.",
+        *("mode", "outcome"),
+        make=dict,
+    )
+    graph_replays: int = _counter("ubatch:graph_replays", "Steps replayed as CUDA graphs; the others ran eagerly.")
     dbo_auto: Mapping[str, str] = field(default_factory=dict)

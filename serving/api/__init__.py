@@ -11,6 +11,6 @@ long_work, request_log             runs blocking work in threads; the request lo
 """
 
 from serving.api.http.app import create_app
-from serving.api.service import RequestObserver, Service
+from serving.api.service import Service
 
-__all__ = ["RequestObserver", "Service", "create_app"]
+__all__ = ["Service", "create_app"]

@@ -1,7 +1,4 @@
-"""State shared by all routes: engine, tokenizer, model names, and the checks before a request is accepted.
-
-`RequestObserver` is the interface by which the API reports events of requests to the metrics.
-"""
+"""State shared by all routes: engine, tokenizer, model names, and the checks before a request is accepted."""
 
 from __future__ import annotations
 
@@ -9,37 +6,18 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from serving.api.long_work import LongWork
 from serving.api.schema.errors import ApiError, shutting_down
-from serving.requests import DraftCounts, QueueFull
+from serving.metrics import RequestMetrics, make_registry
+from serving.requests import QueueFull
 from ubatch.errors import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from serving.engine.client import EngineClient
-
-
-class RequestObserver(Protocol):
-    """Receives the events of each generated output. Called in the event loop, so its methods must return at once."""
-
-    def started(self, request_id: str, num_prompt_tokens: int) -> None:
-        """An output was requested."""
-
-    def tokens(self, request_id: str, count: int) -> None:
-        """The output got `count` new tokens."""
-
-    def drafts(self, request_id: str, counts: DraftCounts) -> None:
-        """A step verified draft tokens of the output."""
-
-    def finished(self, request_id: str, reason: str) -> None:
-        """The output ended. `reason`: `stop`, `length`, `abort` (the client left, or it was aborted) or `error`."""
-
-
-class _NoObserver(RequestObserver):
-    """An observer that ignores all events."""
 
 
 @dataclass
@@ -49,6 +27,7 @@ class Service:
     Attributes:
         names: the model's names; answers to requests without a name have the first.
         defaults: the checkpoint's sampling parameters, for those that a request leaves out.
+        observer: is told of every output: that it was requested, its tokens, its drafts, and its end.
         max_waiting_requests: how many requests may wait for a rank; None for no limit.
         max_outputs_per_request: how many outputs one body may ask for, over all its prompts; None for no limit.
         profiles: `/start_profile` is allowed.
@@ -64,7 +43,7 @@ class Service:
     tokenizer: PreTrainedTokenizerBase
     names: tuple[str, ...]
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    observer: RequestObserver = field(default_factory=_NoObserver)
+    observer: RequestMetrics = field(default_factory=lambda: make_registry("", dict)[1])
     max_waiting_requests: int | None = None
     max_outputs_per_request: int | None = None
     profiles: bool = False

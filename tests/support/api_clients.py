@@ -29,7 +29,7 @@ SECONDS_TO_START = 60.0
 
 
 class Recorder:
-    """A `RequestObserver` that remembers."""
+    """In place of `RequestMetrics`: it remembers."""
 
     def __init__(self) -> None:
         self.prompts: dict[str, int] = {}
