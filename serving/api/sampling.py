@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ _MAX_DIGITS = 20
 
 _OPENAI = {"temperature": 1.0}
 """OpenAI's defaults, where they are not those of `SamplingParams`."""
+_MADE = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "logit_bias", "stop_token_ids", "allowed_token_ids"}
+"""Parameters that are made from a request's fields, where these are not the values themselves."""
+_TAKEN = [each.name for each in fields(SamplingParams) if each.name in GenerationRequest.model_fields.keys() - _MADE]
 _DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Parameters for which a checkpoint may have its own default; besides `max_tokens`, which it calls `max_new_tokens`."""
 
@@ -61,17 +64,13 @@ def sampling_params(
     `limits` has the request's allowed and forbidden tokens (`serving.api.allowed_tokens`).
     """
     vocab_size = service.engine.info.vocab_size
-    own = {name: value for name in _DEFAULTED if (value := getattr(request, name)) is not None}
+    own = {name: value for name in _TAKEN if (value := getattr(request, name)) is not None}
     stop_token_ids = tuple(request.stop_token_ids or ())
     service.check_token_ids(stop_token_ids, "stop_token_ids")
     params = SamplingParams(
         **{**_OPENAI, **service.defaults, **own, "max_tokens": max_tokens},
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
-        min_tokens=request.min_tokens or 0,
         stop_token_ids=stop_token_ids,
-        ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         allowed_token_ids=limits.allowed_token_ids,

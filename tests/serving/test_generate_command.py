@@ -76,39 +76,3 @@ def test_generate_on_two_ranks_is_the_same(tmp_path: Path, capfd: pytest.Capture
     overlapped = capfd.readouterr().out
     assert overlapped.split("steps:")[0] == plain
     assert "steps: 10 overlapped, 0 not" in overlapped
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--enable-expert-parallel"], "--data-parallel-size 2 or more"),
-        (["--all2all-backend", "torch_dist"], "--enable-expert-parallel"),
-        (["--emulated-link", "1", "1"], "--enable-expert-parallel"),
-        (["--enable-dbo", "--schedule", "mlp_shared"], "did you mean 'mlp_shared_overlap'"),
-        (["--enable-dbo", "--ubatch-size", "1"], "--ubatch-size 1: it should be at least 2"),
-        (["--enable-dbo", "--dbo-decode-token-threshold", "1"], "below --ubatch-size (2)"),
-        (["--config", "nowhere.yaml"], "cannot read nowhere.yaml"),
-        (["--max-tokens", "5000"], "positions"),
-        (["--device", "cpu", "--cudagraph-mode", "full"], "--cudagraph-mode full needs a GPU"),
-        (["--device", "cpu", "--cudagraph-capture-sizes", "1", "2"], "--cudagraph-capture-sizes is for CUDA graphs"),
-        (["--enforce-eager", "--cudagraph-mode", "full"], "--enforce-eager and --cudagraph-mode full contradict"),
-        (["--data-parallel-size", "2", "--device", "cuda"], "there is no GPU here that torch can use"),
-    ],
-)
-def test_wrong_settings_are_one_clear_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", TINY, "--prompt", "x", *flags]) == 2
-    error = capsys.readouterr().err.strip()
-    assert message in error
-    assert "\n" not in error
-
-
-def test_unknown_key_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = tmp_path / "dbo.yaml"
-    settings.write_text("dbo-decode-token-treshold: 8\n")
-    assert main(["generate", TINY, "--prompt", "x", "--config", str(settings)]) == 2
-    assert "did you mean 'dbo-decode-token-threshold'" in capsys.readouterr().err
-
-
-def test_a_folder_that_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", str(tmp_path), "--prompt", "x"]) == 2
-    assert "config.json is missing" in capsys.readouterr().err

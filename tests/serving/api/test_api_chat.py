@@ -103,41 +103,6 @@ def test_what_is_accepted(body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": None}, "messages"),
-        ({"messages": [{"content": "a"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
-        ({"logprobs": 5}, "logprobs"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
-    ],
-)
-def test_what_is_refused(body: dict[str, Any], param: str) -> None:
-    engine = FakeEngine()
-    response = post(engine, PATH, {"messages": [{"role": "user", "content": "a"}], **body})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == param
-    assert not engine.requests
-
-
-def test_messages_that_do_not_fit() -> None:
-    response = post(FakeEngine(), PATH, {"messages": [{"role": "user", "content": "a b c d " * 1000}]})
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] == "context_length_exceeded"
-    assert response.json()["error"]["param"] == "messages"
-
-
-@pytest.mark.parametrize(
     ("template", "message"),
     [("{{ raise_exception('roles must alternate') }}", "roles must alternate"), (None, "no chat template")],
 )

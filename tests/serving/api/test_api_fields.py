@@ -112,37 +112,6 @@ def test_neutral_values_ask_for_nothing(path: str, caplog: pytest.LogCaptureFixt
     assert not named(caplog)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "refused"),
-    [
-        ("length_penalty", 1, False),
-        ("length_penalty", 1.0, False),
-        ("length_penalty", True, True),
-        ("thinking_token_budget", 0, True),
-        ("thinking_token_budget", -1, False),
-        ("use_beam_search", 0, True),
-        ("guided_json", {}, True),
-        ("response_format", {"type": "text", "json_schema": None}, False),
-        ("response_format", {"type": "json_object"}, True),
-        ("response_format", {"type": "text", "schema": {}}, True),
-        ("structured_outputs", {"json": None}, False),
-        ("structured_outputs", {"choice": ["a"]}, True),
-        ("max_new_tokens", 0, True),
-    ],
-)
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_what_is_neutral(path: str, name: str, value: Any, refused: bool) -> None:
-    response = post(FakeEngine(), path, {**BODIES[path][1], name: value})
-    assert response.status_code == (400 if refused else 200), response.text
-
-
-def test_a_refused_value_is_shown_but_not_all_of_it() -> None:
-    response = post(FakeEngine(), "/v1/completions", {"prompt": "a", "guided_regex": "x" * 10_000})
-    message = response.json()["error"]["message"]
-    assert "'xxx" in message
-    assert len(message) < 400
-
-
 def test_tools_are_nothing_where_none_may_be_called(caplog: pytest.LogCaptureFixture) -> None:
     body = {"messages": MESSAGES, "tools": [{"type": "function"}], "tool_choice": "none"}
     assert post(FakeEngine(), "/v1/chat/completions", body).status_code == 200

@@ -82,12 +82,6 @@ def test_so_much_text_is_tokenized_to_be_cut(monkeypatch: pytest.MonkeyPatch) ->
     assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-@pytest.mark.parametrize("wrong", [0, -2, 1.5, "3", True])
-def test_lengths_that_are_none(wrong: Any) -> None:
-    response = post(FakeEngine(), COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": wrong})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
-
-
 def test_a_cut_prompt_is_echoed_as_it_was_cut() -> None:
     body = {"prompt": "abcdef", "truncate_prompt_tokens": 2, "echo": True, "max_tokens": 1, "logprobs": 0}
     [choice] = complete(FakeEngine(reply=says("!")), body)["choices"]
@@ -127,15 +121,6 @@ def test_scores_of_prompt_and_output_may_differ_in_number() -> None:
         assert engine.requests[0].params.prompt_logprobs == max(logprobs, of_prompt)
         assert [len(top) for top in choice["logprobs"]["top_logprobs"][1:]] == [size[logprobs]] * 2
         assert len(choice["prompt_logprobs"][1]) == size[of_prompt]
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-@pytest.mark.parametrize("asked", [{"prompt_logprobs": -1}, {"prompt_logprobs": 21}, {"stream": True}])
-def test_scores_that_are_not_told(path: str, asked: dict[str, Any]) -> None:
-    prompt = {"prompt": "a"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "a"}]}
-    body = {**prompt, "prompt_logprobs": 0, **asked}
-    response = post(FakeEngine(), path, body)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt_logprobs")
 
 
 @pytest.mark.parametrize("per_step", [1, 3])
@@ -192,13 +177,6 @@ def test_the_last_message_is_continued() -> None:
     assert told == token_ids(engine.requests[0])
 
 
-@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
-def test_a_prompt_has_one_end(path: str) -> None:
-    body = {"messages": HALF, "continue_final_message": True, "add_generation_prompt": True}
-    response = post(FakeEngine(), path, body)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "continue_final_message")
-
-
 @pytest.mark.parametrize(
     ("messages", "asked", "role", "text"),
     [
@@ -220,23 +198,6 @@ def test_echo_in_chat(messages: list[dict[str, Any]], asked: dict[str, Any], rol
         assert [delta["role"] for delta in deltas if "role" in delta] == [role]
 
 
-def test_an_output_that_fits_no_prompt_is_named_so() -> None:
-    response = post(FakeEngine(), COMPLETIONS, {"prompt": "abc", "max_tokens": 1024, "truncate_prompt_tokens": -1})
-    assert response.status_code == 400
-    assert "1024 of the output alone" in response.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("asked", [1020, 1024, 10**9])
-@pytest.mark.parametrize(
-    ("path", "name"), [(COMPLETIONS, "max_tokens"), (CHAT, "max_tokens"), (CHAT, "max_completion_tokens")]
-)
-def test_an_output_that_is_too_long_is_named(path: str, name: str, asked: int) -> None:
-    """By its own field, not the prompt's, which is the shorter of the two."""
-    prompt = {"prompt": [5] * 10} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "abc " * 10}]}
-    error = post(FakeEngine(), path, {**prompt, name: asked}).json()["error"]
-    assert (error["code"], error["param"]) == ("context_length_exceeded", name)
-
-
 def test_names_of_a_template_are_those_of_its_code() -> None:
     template = "wish {# hope #}{% generation %}{{ m['mood'] }}{{ 'be kind' }}{{ thinking }}{% endgeneration %}"
     assert {"m", "mood", "thinking"} <= _names_in(template)
@@ -251,14 +212,6 @@ def test_the_echo_is_what_the_prompt_has(trimmed: bool) -> None:
     app.state.service.tokenizer = own
     answer = chat(app, {"messages": HALF, "continue_final_message": True, "echo": True})
     assert answer["choices"][0]["message"]["content"] == ("So,fine." if trimmed else "So, fine.")
-
-
-@pytest.mark.parametrize("name", ["messages", "self", "tokenize"])
-def test_names_that_a_template_is_not_handed(name: str) -> None:
-    response = post(FakeEngine(), CHAT, {"messages": HALF, "chat_template_kwargs": {name: 1}})
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, "chat_template_kwargs")
-    assert error["message"].endswith(f"asks for, not {name}.")
 
 
 def test_reasoning_effort_goes_to_the_template() -> None:

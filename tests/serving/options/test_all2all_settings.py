@@ -39,7 +39,6 @@ from ubatch.schedules.schedule import get_schedule
 
 TINY = str(TINY_MOE)
 EP = ("--data-parallel-size", "2", "--enable-expert-parallel")
-AUTO = ("--all2all-backend", "deepep_auto", "--all2all-options")
 GPUS, CPU = {"gpus": 2}, {"gpus": 0}
 TRITON = "triton", torch.device("cpu")
 DECODE, PREFILL, VERIFY = ForwardMode.DECODE, ForwardMode.PREFILL, ForwardMode.TARGET_VERIFY
@@ -92,42 +91,6 @@ def test_values_are_numbers_truths_or_text(text: str, value: object) -> None:
     layers, _ = read_layers(SERVE, "ubatch serve", "", [TINY, "--all2all-options", f"x={text}"])
     read = layers[-1]["all2all_options"].value["x"]
     assert (type(read), read) == (type(value), value)
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (
-            (*EP, "--all2all-backend", "deepep_v2", "--all2all-options", "use_fp8=: :"),
-            "option use_fp8 must be bool, not ': :'",
-        ),
-        (("--all2all-options", "use_fp8=true"), "--all2all-options needs --enable-expert-parallel"),
-        (
-            (*EP, "--all2all-options", "use_fp8=true"),
-            "'allgather_reducescatter' has no option 'use_fp8'; it takes none",
-        ),
-        (
-            (*EP, "--all2all-backend", "deepep_v2", "--all2all-options", "worst-cases=true"),
-            "'deepep_v2' has no option 'worst_cases'; did you mean 'worst_case'",
-        ),
-        (
-            (*EP, "--all2all-backend", "deepep_v2", "--all2all-options", "max_tokens_per_rank=true"),
-            "option max_tokens_per_rank must be int, not True",
-        ),
-        ((*EP, "--all2all-backend", "host_loopback"), "stands in for a network: it serves one rank, not 2"),
-        ((*EP, *AUTO, "max_tokens_per_rank=-1"), "max_tokens_per_rank must be 1 to 511, not -1"),
-        (
-            (*EP, "--all2all-backend", "deepep_low_latency", "--all2all-options", "share_buffer=2"),
-            "option share_buffer must be bool, not 2",
-        ),
-        ((*EP, "--all2all-options", "use_fp8"), "expected name=value, not 'use_fp8'"),
-        ((*EP, "--all2all-options", "a=1", "a=2"), "a is given twice"),
-    ],
-)
-def test_options_that_nothing_takes_are_refused_at_once(words: tuple[str, ...], complaint: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        resolve(*words)
-    assert complaint in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from serving.options.flags.fields import parse_bytes
 from serving.options.overlap import measured_kinds
 from serving.options.sources import merge, read_file, read_keywords
 from serving.scheduler import SchedulingPolicy
-from ubatch import ConfigError, UBatchConfig
+from ubatch import UBatchConfig
 from ubatch.schedules.modes import MODE_KEYS
 
 TINY = str(ROOT / "examples" / "models" / "tiny-moe")
@@ -284,123 +283,6 @@ def test_notes_say_what_may_not_have_been_meant() -> None:
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------
-
-LINE_IS_WRONG: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "unknown flag": (("--max-num-seq", "4"), "unknown flag --max-num-seq; did you mean --max-num-seqs?"),
-    "no such flag": (("--qqqq",), "unknown flag --qqqq; see --help"),
-    "wrong type": (("--port", "http"), "--port: expected an integer, not 'http'."),
-    "wrong number": (("--timeout-s", "soon"), "--timeout-s: expected a number, not 'soon'."),
-    "wrong type or nothing": (("--max-model-len", "all"), "--max-model-len: expected an integer, not 'all'."),
-    "one of two numbers": (("--emulated-link", "3"), "--emulated-link needs US MB/S."),
-    "wrong choice": (("--dtype", "int8"), "'int8'"),
-    "no value": (("--port",), "--port needs a value."),
-    "no name": (("--served-model-name", ""), "--served-model-name : expected a name, or a list of names"),
-    "a word too many": (
-        ("--served-model-name", "a", "b"),
-        "unexpected argument b; see --help. --served-model-name takes one value; give it",
-    ),
-    "nothing may wait": (("--max-waiting-requests", "0"), "--max-waiting-requests 0: it should be at least 1"),
-    "no output at all": (("--max-outputs-per-request", "0"), "--max-outputs-per-request 0: it should be at least 1"),
-    "no body": (("--max-request-bytes", "0"), "--max-request-bytes 0: expected at least one byte"),
-    "too small": (("--max-num-seqs", "0"), "--max-num-seqs 0: it should be at least 1"),
-    "unknown name": (("--attention-backend", "flash"), "did you mean 'flashinfer'"),
-    "unknown schedule": (("--schedule", "two_batch"), "unknown schedule 'two_batch'. Known: "),
-    "no bytes": (("--kv-cache-memory", "lots"), "--kv-cache-memory lots: expected bytes"),
-    "two models": (("another",), "another"),
-    "one lane": (("--ubatch-size", "1"), "--ubatch-size 1: it should be at least 2"),
-    "two names": (("--enable-dbo", "--no-enable-two-batch-overlap"), "--enable-dbo (true) and --no-enable-two-batch"),
-    "one rank": (("--enable-expert-parallel",), "--enable-expert-parallel needs --data-parallel-size 2 or more"),
-    "threshold": (("--dbo-decode-token-threshold", "1"), "--dbo-decode-token-threshold is 1, below --ubatch-size (2)"),
-    "threshold of more lanes": (
-        ("--ubatch-size", "8", "--dbo-prefill-token-threshold", "7"),
-        "--dbo-prefill-token-threshold is 7, below --ubatch-size (8)",
-    ),
-    "gpu memory": (("--gpu-memory-utilization", "0.5", "--device", "cpu"), "is for GPUs"),
-    "both memories": (("--gpu-memory-utilization", "0.5", "--kv-cache-memory", "1G"), "both size the KV cache"),
-    "all2all alone": (("--all2all-backend", "torch_dist"), "--all2all-backend needs --enable-expert-parallel"),
-    "link alone": (("--emulated-link", "1", "1"), "--emulated-link needs --enable-expert-parallel"),
-    "local experts": ((*EP, "--all2all-backend", "local"), "--all2all-backend local exchanges nothing"),
-    "link by name": ((*EP, "--all2all-backend", "emulated_link"), "chosen by --emulated-link US MB/S"),
-    "experts and ranks": (("--data-parallel-size", "7", EP[2]), "experts do not divide"),
-    "too long": (
-        ("--max-model-len", "4096"),
-        "--max-model-len is 4096, but the checkpoint has 1024 positions. Lower it, or allow it with --allow-long-max",
-    ),
-    "steps too small": (("--max-num-seqs", "64", "--max-num-batched-tokens", "32"), "below --max-num-seqs (64)"),
-    "prompt in a step": (("--no-enable-chunked-prefill", "--max-num-batched-tokens", "512"), "must be at least"),
-    "drafts alone": (
-        ("--speculative-num-draft-tokens", "3"),
-        "--speculative-num-draft-tokens needs --speculative-algorithm;",
-    ),
-    "n-grams": (
-        ("--speculative-algorithm", "ngram", "--speculative-ngram-max", "2", "--speculative-ngram-min", "3"),
-        "--speculative-ngram-max is 2, below --speculative-ngram-min (3)",
-    ),
-    "node": (("--node-rank", "1"), "--node-rank is 1, but --nnodes is 1"),
-    "nodes without address": (("--nnodes", "2", "--data-parallel-size", "2"), "needs --master-addr"),
-    "nodes without port": (
-        ("--nnodes", "2", "--data-parallel-size", "2", "--master-addr", "10.0.0.1"),
-        "needs --master-port",
-    ),
-    "ranks and nodes": (("--nnodes", "2", "--data-parallel-size", "3"), "(3) does not divide by --nnodes (2)"),
-    "address alone": (("--master-addr", "10.0.0.1"), "--master-addr needs --nnodes 2 or more"),
-    "no file": (("--config", "nowhere.yaml"), "cannot read nowhere.yaml"),
-}
-
-
-@pytest.mark.parametrize("name", LINE_IS_WRONG)
-def test_wrong_flags_are_one_clear_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words, message = LINE_IS_WRONG[name]
-    assert message in refused(capsys, TINY, *words)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("dbo-decode-token-treshold: 8", "unknown key 'dbo-decode-token-treshold'; did you mean 'dbo-decode-token-thr"),
-        ("config: other.yaml", "unknown key 'config'"),
-        ("zzzz: 1", "unknown key 'zzzz'; keys are the flags that --help shows, without dashes in front."),
-        ("port: http", "port: it should be a valid integer, not 'http'"),
-        ("port: '8000'", "port: it should be a valid integer, not '8000'"),
-        ("port: true", "port: it should be a valid integer, not True"),
-        ("port: 70000", "port: it should be at most 65535, not 70000"),
-        ("enable-dbo: 1", "enable-dbo: it should be a valid boolean, not 1"),
-        ("emulated-link: [1]", "emulated-link"),
-        ("host: 2026-01-31", "host: datetime.date(2026, 1, 31) is no value for it"),
-        ("max-num-seqs: 2\nmax_num_seqs: 3", "max-num-seqs in serve.yaml (2) and max_num_seqs in serve.yaml (3)"),
-        ("num-ubatches: 2\nubatch-size: 3", "num-ubatches in serve.yaml (2) and ubatch-size in serve.yaml (3)"),
-        (
-            "ubatch-size: 4\ndbo-decode-token-threshold: 3",
-            "dbo-decode-token-threshold in serve.yaml is 3, below ubatch",
-        ),
-        ("split-dims: {x: 0}", "split-dims is for wrapped modules"),
-        ("- port", "must hold one mapping of settings, not list"),
-        ("port: [", "serve.yaml, line 1, column 8 is not valid YAML: expected the node content, but found"),
-        ("\x07", "serve.yaml is not valid YAML"),
-    ],
-)
-def test_wrong_files_are_one_clear_line(
-    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("serve.yaml").write_text(text)
-    assert message in refused(capsys, TINY, "--config", "serve.yaml")
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"max_num_seq": 1}, "unknown option 'max_num_seq'; did you mean 'max_num_seqs'"),
-        ({"max_num_seqs": "many"}, "max_num_seqs: it should be a valid integer"),
-        ({"max_num_seqs": True}, "max_num_seqs: it should be a valid integer"),
-        ({"enable_dbo": object()}, "enable_dbo: <object"),
-        ({"enable_expert_parallel": True}, "^enable_expert_parallel needs"),
-        ({"data_parallel_size": 3, "device": "cuda"}, "has 1 GPUs"),
-    ],
-)
-def test_wrong_keywords(keywords: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        resolve_settings(read_keywords({"model": TINY, **keywords}), gpus=1)
 
 
 def test_what_the_checkpoint_has_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

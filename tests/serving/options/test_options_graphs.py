@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from repository import TINY_MOE
 
-from serving.cli import main
 from serving.options import SERVE, Settings, describe_settings, notes, resolve_settings, to_engine_options
 from serving.options.command_line import read_layers
 from serving.options.sources import Source, read_file, read_keywords
@@ -24,12 +23,6 @@ SHARED = ["--tensor-parallel-size", "2", "--enable-expert-parallel"]
 
 def resolve(*words: str, machine: dict[str, int] = GPU) -> Settings:
     return resolve_settings(*read_layers(SERVE, "ubatch serve", "", [TINY, *words])[0], **machine)
-
-
-def refusal(*words: str, machine: dict[str, int] = GPU) -> str:
-    with pytest.raises(ConfigError) as refused:
-        resolve(*words, machine=machine)
-    return str(refused.value)
 
 
 def test_by_default_a_gpu_captures_what_vllm_captures_and_a_cpu_nothing() -> None:
@@ -58,49 +51,9 @@ def test_what_the_engine_gets(words: list[str], mode: str, sizes: tuple[int, ...
     assert (options.cudagraph_mode, options.cudagraph_capture_sizes) == (mode, sizes)
 
 
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["--enforce-eager", "--cudagraph-mode", "full"], "--enforce-eager and --cudagraph-mode full contradict"),
-        (["--enforce-eager", "--cudagraph-capture-sizes", "4"], "no effect with --enforce-eager: nothing"),
-        (["--cudagraph-mode=none", "--max-cudagraph-capture-size=4"], "no effect with --cudagraph-mode none: nothing"),
-        (
-            ["--cudagraph-capture-sizes", "4", "9", "--max-cudagraph-capture-size", "8"],
-            "has 9, above --max-cudagraph-capture-size (8)",
-        ),
-        (["--cudagraph-capture-sizes", "4", "300"], "has 300, above --max-num-seqs (256)"),
-        (["--max-cudagraph-capture-size", "64", "--max-num-seqs", "32"], "has 64, above --max-num-seqs (32)"),
-        (["--cudagraph-mode", "piecewise"], "cudagraph-mode"),
-        (["--cudagraph-capture-sizes", "0"], "at least 1"),
-        (["--cudagraph-capture-sizes", "1", "x"], "expected an integer, not 'x'"),
-    ],
-)
-def test_what_cannot_be(words: list[str], complaint: str) -> None:
-    assert complaint in refusal(*words)
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["--cudagraph-mode", "full"], "--cudagraph-mode full needs a GPU"),
-        (
-            ["--cudagraph-capture-sizes", "4"],
-            "--cudagraph-capture-sizes is for CUDA graphs, and the ranks run on a CPU",
-        ),
-    ],
-)
-def test_what_a_cpu_cannot(words: list[str], complaint: str) -> None:
-    assert complaint in refusal(*words, machine={"gpus": 0})
-
-
 def test_eager_on_a_cpu_is_noted() -> None:
     assert any("--enforce-eager on a CPU" in note for note in notes(resolve("--enforce-eager", machine={"gpus": 0})))
     assert not list(notes(resolve(machine={"gpus": 0})))
-
-
-def test_the_command_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", TINY, "--device", "cpu", "--cudagraph-mode", "full"]) == 2
-    assert "needs a GPU" in capsys.readouterr().err
 
 
 OPTIONS = st.fixed_dictionaries(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from repository import TINY_MOE
 
 from serving.options import read_serve_command, resolve_settings, to_engine_options
 from serving.options.sources import read_file, read_keywords
-from ubatch import ConfigError
 
 NAME = "max_prefill_tokens_per_mixed_step"
 
@@ -37,29 +35,3 @@ def test_in_a_file_off_needs_no_quotes(tmp_path: Path, written: str, value: int 
     file = tmp_path / "serve.yaml"
     file.write_text(f"{NAME.replace('_', '-')}: {written}\n", encoding="utf-8")
     assert resolve_settings(read_keywords({"model": TINY_MOE}), read_file(file))[NAME] == value
-
-
-@pytest.mark.parametrize(
-    ("written", "told"), [("on", "True"), ("'64'", "'64'"), ("64.5", "64.5"), ("[64]", r"\[64\]"), ("", "None")]
-)
-def test_what_is_no_number_in_a_file_is_refused(tmp_path: Path, written: str, told: str) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text(f"{NAME}: {written}\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=f"expected a number of tokens, auto or off, not {told}"):
-        resolve_settings(read_keywords({"model": TINY_MOE}), read_file(file))
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({NAME: 0}, "at least 1"),
-        ({NAME: "some"}, "expected a number of tokens, auto or off"),
-        ({NAME: 15}, r"is 15, below --block-size \(16\)"),
-        ({NAME: 2048}, r"no step has more than --max-num-batched-tokens \(2048\)"),
-        ({NAME: 64, "prefill_first": True}, "has no effect with prefill_first"),
-        ({NAME: "auto", "enable_chunked_prefill": False}, "enable_chunked_prefill forbids that"),
-    ],
-)
-def test_what_cannot_work_is_refused(keywords: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        resolve_settings(read_keywords({"model": TINY_MOE, **keywords}))

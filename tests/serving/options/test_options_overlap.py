@@ -107,46 +107,6 @@ def test_help_names_the_flags_but_not_what_only_a_file_has(capsys: pytest.Captur
         assert f"{key} " not in text
 
 
-@pytest.mark.parametrize(
-    ("text", "words", "message"),
-    [
-        (
-            "",
-            ("--schedule-decode", "two_batch_decod"),
-            "--schedule-decode: unknown schedule 'two_batch_decod'; did you",
-        ),
-        ("", ("--schedule", "mine"), "--schedule: unknown schedule 'mine'."),
-        ("", ("--decode", "serial"), "unknown flag --decode"),
-        ("decode: serial", (), "serve.yaml: decode: it should be a mapping, not 'serial'"),
-        ("decode: {schedul: serial}", (), "decode in {file}: unknown key 'schedul'; did you mean 'schedule'?"),
-        ("decode: {schedule: serail}", (), "decode in {file}: unknown schedule 'serail'; did you mean 'serial'?"),
-        ("decode: {num_ubatches: 1}", (), "decode in {file}: num_ubatches must be 2 to 8, not 1"),
-        ("prefill: {num_ubatches: 4, token_threshold: 3}", (), "prefill: token_threshold is 3, below the 4 lanes"),
-        ("schedules: {mine: {lane: 2}}", (), "schedule 'mine': unknown key 'lane'; did you mean 'lanes'?"),
-        ("schedules: {serial: {}}", (), "schedules has 'serial', which is a schedule of this package"),
-        (
-            "decode: {schedule: serial}\nschedule-decode: single_batch",
-            (),
-            "schedule-decode in {file} ('single_batch') and decode in {file} ('serial') are one setting",
-        ),
-        (
-            "",
-            (SBO, "--schedule", "two_batch_decode"),
-            f"--schedule: schedule 'two_batch_decode' has 2 lanes, but only {SBO} is given, which runs one",
-        ),
-    ],
-)
-def test_wrong_settings_are_one_clear_line(
-    text: str, words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text(text)
-    assert main(["serve", TINY, *EP, "--config", str(file), *words]) == 2
-    line = capsys.readouterr().err.strip()
-    assert "\n" not in line
-    assert message.replace("{file}", str(file)) in line
-
-
 def test_notes_know_both_flags(file: Path) -> None:
     def noted(*words: str) -> str:
         return " ".join(notes(read_serve_command("ubatch serve", "", [TINY, *words]).settings))
@@ -178,22 +138,6 @@ def test_comm_sms_and_profile_ranges_may_be_in_the_file(tmp_path: Path) -> None:
     assert (options.dbo.comm_sms, options.dbo.profile_ranges, options.moe_backend) == (0, True, "reference")
     file.write_text("comm-sms: 0\nprofile-ranges: true\n")
     assert UBatchConfig.from_yaml(file).profile_ranges
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            [*EP, "--enable-dbo", "--comm-sms", "20"],
-            "--comm-sms shares out a GPU's SMs, and the ranks run on a CPU. Remove it.",
-        ),
-        ([*EP, "--enable-dbo", "--comm-sms", "-1"], "--comm-sms -1: it should be at least 0."),
-        (["--moe-backend", "flashinfr"], "--moe-backend flashinfr: unknown name; did you mean 'flashinfer'?"),
-    ],
-)
-def test_what_is_refused_of_them(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
-    assert main(["serve", TINY, *words, "--device", "cpu"]) == 2
-    assert capsys.readouterr().err.strip().startswith(f"ubatch serve: {message}")
 
 
 def test_without_overlap_they_are_noted() -> None:

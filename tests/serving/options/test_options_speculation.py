@@ -27,7 +27,6 @@ from serving.options.sources import read_file, read_keywords
 from ubatch import ConfigError
 
 TINY, HEAD = str(MODELS / "tiny-moe"), str(MODELS / "tiny-moe-eagle")
-EAGLE = ("--speculative-algorithm", "eagle", "--speculative-draft-model-path", HEAD)
 
 
 @pytest.mark.parametrize(
@@ -79,73 +78,6 @@ def test_print_config_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert to_engine_options(settings).speculation == SpeculationConfig(Algorithm.EAGLE, 8, 3, 2, Path(HEAD))
 
 
-WRONG: dict[str, tuple[tuple[str, ...], str]] = {
-    "steps alone": (
-        ("--speculative-num-steps", "3"),
-        "--speculative-num-steps needs --speculative-algorithm; without it nothing is guessed.",
-    ),
-    "no such algorithm": (("--speculative-algorithm", "eagel"), "'eagel'"),
-    "no path": (
-        ("--speculative-algorithm", "eagle"),
-        "--speculative-algorithm eagle needs --speculative-draft-model-path, the folder of the head's checkpoint.",
-    ),
-    "no path to a model": (("--speculative-algorithm", "draft_model"), "the folder of the small model's checkpoint"),
-    "a path to n-grams": (
-        ("--speculative-algorithm", "ngram", *EAGLE[2:]),
-        "--speculative-draft-model-path has no effect with --speculative-algorithm ngram",
-    ),
-    "a path to mtp": (
-        ("--speculative-algorithm", "mtp", *EAGLE[2:]),
-        "--speculative-draft-model-path has no effect with --speculative-algorithm mtp",
-    ),
-    "no layer in the model": (
-        ("--speculative-algorithm", "mtp"),
-        f"--speculative-algorithm mtp: {TINY} has no layer for multi-token prediction",
-    ),
-    "n-grams of a head": (
-        (*EAGLE, "--speculative-ngram-max", "3"),
-        "--speculative-ngram-max has no effect with --speculative-algorithm eagle",
-    ),
-    "a tree of n-grams": (
-        ("--speculative-algorithm", "ngram", "--speculative-eagle-topk", "2"),
-        "--speculative-eagle-topk has no effect with --speculative-algorithm ngram",
-    ),
-    "chain": (
-        (*EAGLE, "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4"),
-        "--speculative-num-draft-tokens is 4, but --speculative-num-steps 3: with --speculative-eagle-topk 1",
-    ),
-    "tree by rejection": (
-        (*EAGLE, "--speculative-eagle-topk", "2", "--speculative-accept", "rejection"),
-        "--speculative-accept rejection needs chains of drafts, but with --speculative-eagle-topk 2 they are trees",
-    ),
-    "tree too small": (
-        (
-            *EAGLE,
-            "--speculative-eagle-topk",
-            "2",
-            "--speculative-num-steps",
-            "1",
-            "--speculative-num-draft-tokens",
-            "3",
-        ),
-        "--speculative-num-draft-tokens is 3; a tree of 1 steps and --speculative-eagle-topk 2 has 2 drafts at most",
-    ),
-    "nothing": ((*EAGLE, "--speculative-num-steps", "0"), "--speculative-num-steps 0: it should be at least 1"),
-    "no checkpoint": ((*EAGLE[:3], "nowhere"), "--speculative-draft-model-path: "),
-}
-
-
-@pytest.mark.parametrize("command", ["serve", "generate"])
-@pytest.mark.parametrize("name", WRONG)
-def test_contradictions_are_one_clear_line(name: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words, message = WRONG[name]
-    prompt = ("--prompt", "x") if command == "generate" else ()
-    assert main([command, TINY, *prompt, *words]) != 0
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("algorithm", "change", "message"),
     [
@@ -180,20 +112,3 @@ def test_a_runner_that_was_made_for_no_draft_network_is_refused() -> None:
         pytest.raises(ConfigError, match="without a draft network"),
     ):
         make_core(options, runner)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"num_draft_tokens": 0}, "num_draft_tokens: it should be at least 1"),
-        ({"ngram_max": 1, "ngram_min": 2}, r"ngram_max is 1, below speculative_ngram_min \(2\)"),
-        ({"eagle_topk": 2}, "no effect with speculative_algorithm ngram"),
-        ({"draft_model_path": Path(HEAD)}, "no effect with speculative_algorithm ngram"),
-        ({"algorithm": "eagle"}, "needs --speculative-draft-model-path"),
-    ],
-)
-def test_configs_that_cannot_work(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        resolve_keywords(
-            TINY, {f"speculative_{name}": value for name, value in ({"algorithm": "ngram"} | wrong).items()}
-        )

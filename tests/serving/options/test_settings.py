@@ -223,32 +223,6 @@ def test_keys_of_other_commands_are_named(capsys: pytest.CaptureFixture[str]) ->
     assert "modes: it should be" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["serve", "--prompt", "x"], "it is one of `ubatch generate`, and has no effect on `ubatch serve`"),
-        (["generate", "--port", "1"], "it is one of `ubatch serve`, and has no effect on `ubatch generate`"),
-        (["tune", "--no-enable-dbo"], "it is one of `ubatch serve`, and has no effect on `ubatch tune`"),
-        (["serve", "--model-path", "x"], "unknown flag --model-path; use --model."),
-        (["serve", "--tp", "8"], "unknown flag --tp; use --tensor-parallel-size."),
-        (["serve", "--tp-size", "8"], "unknown flag --tp-size; use --tensor-parallel-size."),
-        (["serve", "--ep", "8"], "unknown flag --ep; use --enable-expert-parallel, which shares the experts"),
-        (["serve", "--moe-a2a-backend", "deepep"], "unknown flag --moe-a2a-backend; use --all2all-backend."),
-        (["serve", "--disable-two-batch-overlap"], "use --no-enable-dbo."),
-        (["serve", "--cuda-graph-max-bs", "8"], "use --max-cudagraph-capture-size."),
-        (
-            ["serve", "--tokenizer", "x"],
-            "unknown flag --tokenizer; use a checkpoint's folder with that tokenizer in it.",
-        ),
-    ],
-)
-def test_flags_of_others_are_refused_with_ours(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*words, str(TINY_MOE)]) == 2
-    assert message in capsys.readouterr().err
-
-
 # -- the environment ---------------------------------------------------------------------------------------------
 
 SHARED = ["--data-parallel-size", "2", "--enable-expert-parallel"]
@@ -354,18 +328,3 @@ def test_every_flag_of_simulate_changes_what_is_planned(name: str) -> None:
             assert main(["simulate", *given]) == 0
         seen.append([re.sub(r"<Mock .*?>", "", str(call)) for call in calls.mock_calls])
     assert seen[0] != seen[1]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--gates", "--ep", "64"], "--ep has no effect with --gates"),
-        (["--measured", "x.json", "--model", "deepseek-v3", "--skew", "2"], "--skew has no effect with --measured"),
-        (["--tokens-per-sequence", "4"], "--tokens-per-sequence has no effect with --mode decode"),
-    ],
-)
-def test_flags_of_simulate_that_would_do_nothing(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["simulate", *words]) == 2
-    assert message in capsys.readouterr().err

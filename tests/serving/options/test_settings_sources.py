@@ -10,7 +10,7 @@ from repository import TINY_MOE
 
 from serving.cli import main
 from serving.options import notes, read_serve_command
-from serving.options.sources import read_file, read_keywords
+from serving.options.sources import read_file
 from serving.workbench.tracing import trace
 from ubatch import ConfigError
 
@@ -32,44 +32,9 @@ def from_file(tmp_path: Path, text: str) -> Any:
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "place", "key"),
-    [
-        ("port: 1\nseed: 2\nport: 3\n", "line 3, column 1", "'port' is there twice, first in line 1"),
-        ("port: 1\nport: 1\n", "line 2, column 1", "port"),
-        ("{port: 1, 'port': 2}\n", "line 1, column 11", "port"),
-        ("decode:\n  schedule: serial\n  schedule: plain\n", "line 3, column 3", "schedule"),
-        ("schedules:\n  mine: {lanes: 2, lanes: 3}\n", "line 2, column 20", "lanes"),
-        ("schedules:\n  mine: {lanes: 2}\n  mine: {lanes: 3}\n", "line 3, column 3", "mine"),
-    ],
-)
-def test_a_key_twice_is_refused_with_its_place(tmp_path: Path, text: str, place: str, key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{place} is not valid YAML: .*{key}"):
-        from_file(tmp_path, text)
-
-
 def test_what_is_merged_in_may_be_overridden(tmp_path: Path) -> None:
     text = "schedules:\n  a: {b: &b {<<: &c {lanes: 2, lead: 1}, lanes: 3}}\n  d: {<<: *b, lead: 0}\n"
     assert from_file(tmp_path, text)["schedules"].value["d"] == {"lanes": 3, "lead": 0}
-
-
-@pytest.mark.parametrize("text", ["schedules: &a {x: *a}\n", "all2all-options: &a {x: *a}\n"])
-def test_a_mapping_within_itself_is_one_line(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match=r"settings\.yaml: .* the value contains itself, or is nested too deeply"):
-        from_file(tmp_path, text)
-
-
-@pytest.mark.long
-def test_a_file_nested_too_deeply_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nested too deeply"):
-        from_file(tmp_path, "schedules: " + "[" * 2000 + "]" * 2000)
-
-
-def test_a_list_within_itself_is_refused_from_python() -> None:
-    itself: list[Any] = []
-    itself.append(itself)
-    with pytest.raises(ConfigError, match="all2all_options: the value contains itself"):
-        read_keywords({"all2all_options": {"a": itself}})
 
 
 # -- the environment -------------------------------------------------------------------------------------------------
@@ -166,60 +131,3 @@ def test_a_prompt_that_took_the_model(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 # -- what the message says -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("null: 2", "null is no name of a setting; keys are the flags that --help shows"),
-        ("named_model: x", "unknown key 'named_model'; use model."),
-        ("tokenizer: x", "use a checkpoint's folder with that tokenizer in it."),
-        ("mem-fraction-static: 0.5", "use gpu-memory-utilization."),
-        ("tp: 2", "use tensor-parallel-size."),
-        ("quantization: fp8", "use a checkpoint in fp8"),
-        ("no-enable-dbo: true", "use enable-dbo: false."),
-        ("disable-radix-cache: true", "use enable-prefix-caching: false."),
-        ("Enable-Dbo: true", "did you mean 'enable-dbo'?"),
-        ("emulated-link: [1]", "emulated-link: expected two numbers, microseconds and MB/s, not [1]."),
-        ("emulated-link: 5", "expected two numbers, microseconds and MB/s, not 5."),
-        ("all2all-options: {a: [1]}", "expected true, false, a number or text for a, not"),
-        ("timeout_s: .inf", "timeout_s: it should be a finite number, not inf."),
-        ("kv-cache-memory: " + "9" * 400, "expected at least one byte, and less than 8 EiB"),
-        ("kv-cache-memory: '" + "9" * 400 + "G'", "expected at least one byte, and less than 8 EiB"),
-    ],
-)
-def test_a_file_is_told_what_to_write(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        from_file(tmp_path, text)
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("tp", "use tensor_parallel_size."),
-        ("no_enable_dbo", "use enable_dbo=False."),
-        ("disable_cuda_graph", "use enforce_eager."),
-        ("named_model", "use model."),
-    ],
-)
-def test_python_is_told_what_to_write(name: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_keywords({name: 1})
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("--no-port", "unknown flag --no-port: --port takes a value"),
-        ("--named-model", "use --model."),
-        ("--enable-dbo=true", "--enable-dbo takes no value: --enable-dbo turns it on, --no-enable-dbo off."),
-        ("--kv-cache-memory=" + "9" * 400, "expected at least one byte, and less than 8 EiB"),
-    ],
-)
-def test_the_line_is_told_what_to_write(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", TINY, word]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1

@@ -39,52 +39,6 @@ def test_the_settings_in_force_say_where_it_came_from(capsys: pytest.CaptureFixt
     assert "tensor-parallel-size: 2 # command line" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ("-tp", "2"),
-            "-tp 2 shares attention and dense layers, and this model has 8 experts. Add --enable-e",
-        ),
-        (EP, "--enable-expert-parallel needs --data-parallel-size 2 or more, or --tensor-parallel-size;"),
-        ((*EP, "-tp", "3"), "-tp: tensor_parallel_size 3 does not fit the model: it does not divide its 4 attention h"),
-        (
-            (*EP, "-tp", "2", "--data-parallel-size", "3"),
-            "--data-parallel-size times -tp is 6, but 8 experts do not divide by that",
-        ),
-        (("--emulated-link", "1", "1"), "--emulated-link needs --enable-expert-parallel, or --tensor-parallel-size 2"),
-        ((*EP, "-tp", "0"), "--tensor-parallel-size 0: it should be at least 1"),
-        ((*EP, "-tp", "x"), "expected an integer"),
-        (("-tp", "2", "--all2all-backend", "torch_dist"), "needs --enable-expert-parallel"),
-        (
-            (*EP, "-tp", "4", "--nnodes", "2", "--master-addr", "h", "--master-port", "9"),
-            "--data-parallel-size (1) does not divide by --nnodes (2): the processes of a rank stay on one machine",
-        ),
-    ],
-)
-def test_what_cannot_be_is_one_clear_line(
-    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["serve", TINY, *words]) == 2
-    error = capsys.readouterr().err.strip()
-    assert message in error
-    assert "\n" not in error
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("-tp", "2"), "-tp 2 shares attention and dense layers, and this model has 8 experts."),
-        (EP, "--data-parallel-size 2 or more, or --tensor-parallel-size"),
-        ((*EP, "-tp", "3"), "-tp: tensor_parallel_size 3 does not fit the model"),
-        ((*EP, "-tp", "2", "--device", "cuda"), "--device cuda: there is no GPU here that torch can use."),
-    ],
-)
-def test_generate_refuses_the_same(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", TINY, "--prompt", "x", *words]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_overlap_has_something_to_hide_where_attention_is_shared(tmp_path: Path) -> None:
     """A dense model needs no expert parallelism: what its ranks gather and scatter can be overlapped, too."""
     dense = str(make_small(tmp_path / "dense", dense=True))
