@@ -6,7 +6,6 @@ import io
 import logging
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +14,7 @@ from fake_engine import FakeEngine
 
 from serving.api.request_log import RequestLog
 from serving.logs import configure_logging
-from serving.options import notes
-from serving.options.resolve import read_serve_command
 from serving.requests import EngineDead
-from ubatch import ConfigError
 
 COMPLETIONS = "/v1/completions"
 BODY = {"model": MODEL, "prompt": "secret plan", "max_tokens": 2}
@@ -104,21 +100,3 @@ def test_what_is_asked_for_is_logged_if_wanted(log: io.StringIO) -> None:
     prompts = [line for line in lines if " prompt " in line]
     assert len(prompts) == (2 if logging.getLogger("serving").level == logging.DEBUG else 0)
     assert all('token_ids="[5, 6]" request_id=' in line for line in prompts)
-
-
-def test_a_key_on_the_command_line_is_warned_about_and_never_shown(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    model = "examples/models/tiny-moe"
-    (note,) = notes(read_serve_command("ubatch serve", "", [model, "--api-key", "hidden-key"]).settings)
-    assert "UBATCH_API_KEY" in note
-    assert "hidden-key" not in note
-    file = tmp_path / "settings.yaml"
-    for wrong in ("api-key: 12345", "api-key: 12345-a\napi_key: 12345-b"):
-        file.write_text(wrong)
-        with pytest.raises(ConfigError) as raised:
-            read_serve_command("ubatch serve", "", [model, "--config", str(file)])
-        assert "api-key" in str(raised.value)
-        assert "12345" not in str(raised.value)
-    monkeypatch.setenv("UBATCH_API_KEY", "hidden-key")
-    assert not list(notes(read_serve_command("ubatch serve", "", [model]).settings))

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import MODELS, TINY_MOE
+from calls import words_of
+from repository import TINY_MOE
 
 from serving.cli import main
 from serving.options import GENERATE, TUNE, resolve, resolve_settings
 from serving.options.sources import read_keywords
 from ubatch import ConfigError
-
-SHORT = {
-    "TINY": str(TINY_MOE),
-    "EP": "--data-parallel-size 2 --enable-expert-parallel",
-    "SBO": "--enable-single-batch-overlap",
-    "NODES": "--nnodes 2 --data-parallel-size 2",
-    "NGRAM": "--speculative-algorithm ngram",
-    "PATH": f"--speculative-draft-model-path {MODELS / 'tiny-moe-eagle'}",
-    "EAGLE": f"--speculative-algorithm eagle --speculative-draft-model-path {MODELS / 'tiny-moe-eagle'}",
-    "BACKEND": "--data-parallel-size 2 --enable-expert-parallel --all2all-backend",
-    "ROOM": "--all2all-options max_tokens_per_rank",
-}
-"""Words that stand for several. `GPUS=2` in front is a machine with two of them."""
 
 EP = "--enable-expert-parallel"  # which `tune` always does, without a flag
 
@@ -247,6 +233,7 @@ FILES: Mapping[str, str] = {
     "schedules: " + "[" * 2000 + "]" * 2000: "nested too deeply",
 }
 
+CUDA: dict[str, Any] = {"enable_expert_parallel": True, "device": "cuda"}
 MIXED = "max_prefill_tokens_per_mixed_step"
 ITSELF: list[Any] = []
 ITSELF.append(ITSELF)
@@ -263,6 +250,12 @@ KEYWORDS: list[tuple[dict[str, Any], str]] = [
     ({"all2all_options": {"a": ITSELF}}, "all2all_options: the value contains itself"),
     ({"enable_expert_parallel": True}, "enable_expert_parallel needs"),
     ({"data_parallel_size": 3, "device": "cuda"}, "has 1 GPUs"),
+    ({**CUDA, "data_parallel_size": 2}, "data_parallel_size: 2 processes on this machine, which has 1 GPUs"),
+    ({**CUDA, "tensor_parallel_size": 2}, "tensor_parallel_size: 2 processes on this machine, which has 1 GPUs"),
+    (
+        {**CUDA, "tensor_parallel_size": 2, "data_parallel_size": 2},
+        "data_parallel_size times tensor_parallel_size: 4 processes",
+    ),
     ({MIXED: 0}, "at least 1"),
     ({MIXED: "some"}, "expected a number of tokens, auto or off"),
     ({MIXED: 15}, "is 15, below --block-size (16)"),
@@ -271,11 +264,6 @@ KEYWORDS: list[tuple[dict[str, Any], str]] = [
     ({MIXED: "auto", "enable_chunked_prefill": False}, "enable_chunked_prefill forbids that"),
     ({"speculative_algorithm": "ngram", "speculative_eagle_topk": 2}, "no effect with speculative_algorithm ngram"),
 ]
-
-
-def words_of(call: str) -> list[str]:
-    """A call's words, with what the short ones stand for."""
-    return shlex.split(re.sub(r"[A-Z]{2,}", lambda short: SHORT.get(short[0], short[0]), call))
 
 
 def line_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -299,9 +287,7 @@ def _nothing_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_call_is_one_clear_line(
     call: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpus, words = 0, words_of(call)
-    if words[0].startswith("GPUS="):
-        gpus = int(words.pop(0).removeprefix("GPUS="))
+    words, gpus = words_of(call)
     monkeypatch.setattr(resolve, "count_gpus", lambda: gpus)
     if words[0] in ("serve", "generate", "tune", "simulate"):
         assert CALLS[call] in line_of(words, capsys)

@@ -202,15 +202,6 @@ def test_a_flag_that_says_the_default_overrides_the_file(command: str) -> None:
         assert (settings[name], settings.all[name].source) == (default, Source.COMMAND_LINE), name
 
 
-def test_generate_does_not_overlap_where_the_flag_says_so() -> None:
-    Path("dbo.yaml").write_text("enable-dbo: true\nnum-ubatches: 3\n")
-    words = [str(TINY_MOE), "--prompt", "x", "--config", "dbo.yaml"]
-    made = generate.read("ubatch generate", "", words).engine.dbo
-    assert (made.enable_dbo, made.num_ubatches) == (True, 3)
-    made = generate.read("ubatch generate", "", [*words, "--no-enable-dbo", "--ubatch-size", "2"]).engine.dbo
-    assert (made.enable_dbo, made.num_ubatches) == (False, 2)
-
-
 def test_keys_of_other_commands_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     Path("serve.yaml").write_text("port: 9000\nmax-log-len: 9\napi-key: null\nmax-tokens: 3\n")
     command = generate.read("ubatch generate", "", [str(TINY_MOE), "--prompt", "x", "--config", "serve.yaml"])

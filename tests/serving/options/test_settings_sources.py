@@ -80,20 +80,6 @@ def test_an_empty_key_matters_only_where_it_is_sent(
 # -- a stronger source against a weaker one --------------------------------------------------------------------------
 
 
-def test_what_is_printed_of_single_batch_overlap_loads_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = printed(capsys, "serve", TINY, *SHARED, "--enable-single-batch-overlap", "--device", "cpu")
-    assert 'schedule: "single_batch" ' in first
-    assert "# derived: --enable-single-batch-overlap" in first
-    file = tmp_path / "again.yaml"
-    file.write_text(first)
-    again = printed(capsys, "serve", "--config", str(file))
-    assert [row.partition("#")[0].strip() for row in again.splitlines()] == [
-        row.partition("#")[0].strip() for row in first.splitlines()
-    ]
-
-
 def test_overlap_that_the_line_turns_off_needs_no_other_change(tmp_path: Path) -> None:
     file = tmp_path / "dbo.yaml"
     file.write_text("enable-dbo: true\nubatch-size: 4\ndbo-decode-token-threshold: 2\n")

@@ -1,0 +1,30 @@
+"""Calls of the commands as a user types them, in few words."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from repository import MODELS, TINY_MOE
+
+SHORT = {
+    "TINY": str(TINY_MOE),
+    "EP": "--data-parallel-size 2 --enable-expert-parallel",
+    "TP": "--tensor-parallel-size 2 --enable-expert-parallel",
+    "SBO": "--enable-single-batch-overlap",
+    "NODES": "--nnodes 2 --data-parallel-size 2",
+    "NGRAM": "--speculative-algorithm ngram",
+    "PATH": f"--speculative-draft-model-path {MODELS / 'tiny-moe-eagle'}",
+    "EAGLE": f"--speculative-algorithm eagle --speculative-draft-model-path {MODELS / 'tiny-moe-eagle'}",
+    "BACKEND": "--data-parallel-size 2 --enable-expert-parallel --all2all-backend",
+    "ROOM": "--all2all-options max_tokens_per_rank",
+    "MIXED": "--max-prefill-tokens-per-mixed-step",
+}
+"""Words that stand for several."""
+
+
+def words_of(call: str) -> tuple[list[str], int]:
+    """A call's words, and the machine's GPUs: `GPUS=2` in front is a machine with two of them."""
+    words = shlex.split(re.sub(r"[A-Z]{2,}", lambda short: SHORT.get(short[0], short[0]), call))
+    gpus = int(words.pop(0).removeprefix("GPUS=")) if words[:1] and words[0].startswith("GPUS=") else 0
+    return words, gpus
