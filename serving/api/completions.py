@@ -113,48 +113,43 @@ class CompletionAnswer(Answer):
             lists.add({**written, "text_offset": [min(offset, len(echo)) for offset in written["text_offset"]]})
         return scored
 
-    def _echoed(self, output: Output) -> JsonLists:
-        """The log-probabilities that precede an output's own: its prompt's with `echo`, otherwise none."""
+    def _echoed(self, output: Output) -> tuple[str, JsonLists]:
+        """What precedes an output's own text and log-probabilities: its prompt's with `echo`, otherwise nothing."""
         lists = JsonLists(self.lists)
         if (scored := self._echoes_scored.get(output.prompt)) is not None:
             lists.extend(scored)
-        return lists
+        return self._echoes[output.prompt] or "", lists
+
+    def _choice(
+        self, output: Output, text: str, logprobs: JsonLists, part: Delta | Gathered, *, begins: bool
+    ) -> dict[str, Any]:
+        """A choice of the whole answer, or of an event. `begins`: it is the output's first."""
+        return {
+            "index": output.index,
+            "text": text,
+            "logprobs": logprobs.raw() if output.index in self._writers else None,
+            "finish_reason": part.finish_reason,
+            **(self._of_prompt(output) if begins else {}),
+            **self._token_ids(part.token_ids),
+        }
 
     def _chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
         output = delta.output
         begins = self._begins(output.index)
-        text = (self._echoes[output.prompt] or "" if begins else "") + delta.text
-        logprobs = self._echoed(output) if begins else JsonLists(self.lists)
+        text, logprobs = self._echoed(output) if begins else ("", JsonLists(self.lists))
+        text += delta.text
         if output.index in self._writers and delta.logprobs:
             logprobs.add(self._logprobs_of(delta))
-        asked = {**(self._of_prompt(output) if begins else {}), **self._token_ids(delta.token_ids)}
-        if not (text or logprobs or delta.finish_reason or asked):
-            return []
-        return [
-            {
-                "index": output.index,
-                "text": text,
-                "logprobs": logprobs.raw() if output.index in self._writers else None,
-                "finish_reason": delta.finish_reason,
-                **asked,
-            }
-        ]
+        choice = self._choice(output, text, logprobs, delta, begins=begins)
+        told = text or logprobs or delta.finish_reason or {"token_ids", "prompt_logprobs"} & choice.keys()
+        return [choice] if told else []
 
     def _whole(self, gathered: Sequence[Gathered]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
         for output, known in zip(self._outputs, gathered, strict=True):
-            logprobs = self._echoed(output)
+            text, logprobs = self._echoed(output)
             logprobs.extend(known.logprobs)
-            choices.append(
-                {
-                    "index": output.index,
-                    "text": "".join((self._echoes[output.prompt] or "", *known.text)),
-                    "logprobs": logprobs.raw() if logprobs else None,
-                    "finish_reason": known.finish_reason,
-                    **self._of_prompt(output),
-                    **self._token_ids(known.token_ids),
-                }
-            )
+            choices.append(self._choice(output, "".join((text, *known.text)), logprobs, known, begins=True))
         return {**self._about, "object": self.kind, "choices": choices, "usage": self._usage()}
 
 

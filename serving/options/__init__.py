@@ -5,7 +5,9 @@ tables, commands        each command's settings, shared and its own; `foreign` l
 sources, command_line   command line over environment over file over default, and where each value came from
 folders                 find the folders of the named checkpoints
 checks                  contradictions between settings; `speculation` has those about drafts
+derived                 what follows from the rest; `overlap` and `speculation` have their own
 resolve                 all of these steps, up to `EngineOptions`
+shown                   the settings in force, as `--print-config` shows them
 """
 
 from serving.options.checks import notes
@@ -15,13 +17,12 @@ from serving.options.flags.tables import SERVE, Table
 from serving.options.folders import fetch_checkpoints
 from serving.options.resolve import (
     Command,
-    chosen_dtype,
-    describe_settings,
     read_serve_command,
     resolve_keywords,
     resolve_settings,
     to_engine_options,
 )
+from serving.options.shown import chosen_dtype, describe_settings
 from serving.options.sources import Layer, Setting, Settings, Source, merge
 
 __all__ = [

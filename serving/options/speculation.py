@@ -17,11 +17,11 @@ from model_runner.models.mtp import has_layer, no_layer
 from model_runner.settings import most_nodes
 from model_runner.speculation import Acceptance
 from serving.engine.speculation import Algorithm, SpeculationConfig
+from serving.options.flags.server_flags import DRAFT_STEPS, NGRAM_DRAFTS, TREE_DRAFTS
 from serving.options.sources import Settings
 from ubatch import ConfigError
 from ubatch.errors import shown
 
-_NGRAM_TOKENS, _STEPS, _TREE_TOKENS = 4, 3, 8
 _NGRAM = ("speculative_ngram_max", "speculative_ngram_min")
 _NETWORK = ("speculative_draft_model_path", "speculative_num_steps", "speculative_eagle_topk")
 _ALL = (*_NETWORK, "speculative_num_draft_tokens", "speculative_accept", *_NGRAM)
@@ -94,7 +94,7 @@ def derive_speculation(s: Settings) -> Settings:
         return s
     s = s.fill("speculative_accept", Acceptance.MATCH.value)
     if s["speculative_algorithm"] == Algorithm.NGRAM:
-        s = s.fill("speculative_num_draft_tokens", _NGRAM_TOKENS)
+        s = s.fill("speculative_num_draft_tokens", NGRAM_DRAFTS)
         s = s.fill("speculative_ngram_max", max(SpeculationConfig.ngram_max, s["speculative_ngram_min"] or 0))
         shortest = min(SpeculationConfig.ngram_min, s["speculative_ngram_max"])
         return s.fill("speculative_ngram_min", shortest)
@@ -102,11 +102,11 @@ def derive_speculation(s: Settings) -> Settings:
     topk, drafts = s["speculative_eagle_topk"], s["speculative_num_draft_tokens"]
     chain = topk == 1
     as_many = chain and drafts is not None
-    s = s.fill("speculative_num_steps", drafts if as_many else _STEPS, "one per draft" if as_many else "")
+    s = s.fill("speculative_num_steps", drafts if as_many else DRAFT_STEPS, "one per draft" if as_many else "")
     steps = s["speculative_num_steps"]
     if chain:
         return s.fill("speculative_num_draft_tokens", steps, "one per step")
-    return s.fill("speculative_num_draft_tokens", min(_TREE_TOKENS, most_nodes(steps, topk)), "of a tree")
+    return s.fill("speculative_num_draft_tokens", min(TREE_DRAFTS, most_nodes(steps, topk)), "of a tree")
 
 
 def check_draft_network(s: Settings, model: ModelConfig) -> None:

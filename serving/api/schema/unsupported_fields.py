@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic_core import PydanticCustomError
@@ -129,16 +129,17 @@ _OTHER_CONVERSATION: Mapping[str, Refused] = {
     "task": Refused("put what the model should do into a message", _TEXT),
 }
 
+_CALLS: Mapping[str, Refused] = {
+    "tool_choice": Refused(_TOOLS, ("none", "auto")),
+    "function_call": Refused(_FUNCTIONS, ("none", "auto")),
+}
+_OF_CHATS = {**_CONVERSATION, **_OTHER_CONVERSATION, **_CALLS}
 _NO_CHAT: Mapping[str, Refused] = {
     "messages": Refused("use /v1/chat/completions, which answers conversations", _LIST, described=False),
-    "chat_template": Refused(_CHAT_ONLY, _TEXT, described=False),
-    **dict.fromkeys(("chat_template_kwargs", "reasoning"), Refused(_CHAT_ONLY, _OBJECT, described=False)),
+    **{name: replace(rule, why=_CHAT_ONLY, described=False) for name, rule in _OF_CHATS.items() if name != "task"},
+    "chat_template_kwargs": Refused(_CHAT_ONLY, _OBJECT, described=False),
     **dict.fromkeys(("add_generation_prompt", "continue_final_message"), Refused(_CHAT_ONLY, _FLAG, described=False)),
-    **dict.fromkeys(("reasoning_effort", "enable_thinking", "thinking"), Refused(_CHAT_ONLY, described=False)),
-    "documents": Refused(_CHAT_ONLY, _LIST, described=False),
-    "tools": Refused(_CHAT_ONLY, _LIST, ("tool_choice", "none"), described=False),
-    "functions": Refused(_CHAT_ONLY, _LIST, ("function_call", "none"), described=False),
-    **dict.fromkeys(("tool_choice", "function_call"), Refused(_CHAT_ONLY, ("none", "auto"), described=False)),
+    "reasoning_effort": Refused(_CHAT_ONLY, described=False),
 }
 
 COMPLETIONS: Mapping[str, Refused] = {
@@ -153,8 +154,7 @@ CHAT: Mapping[str, Refused] = {
     **_OTHER_GENERATION,
     **_CONVERSATION,
     **_OTHER_CONVERSATION,
-    "tool_choice": Refused(_TOOLS, ("none", "auto")),
-    "function_call": Refused(_FUNCTIONS, ("none", "auto")),
+    **_CALLS,
     "include_reasoning": Refused("reasoning is not separated from the answer", (True,)),
     "verbosity": Refused("ask for a short or a long answer in a message", ("medium",)),
     "modalities": Refused(_TEXT_ONLY, ([], ["text"])),

@@ -13,8 +13,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from attention import attention_backends
+from model_runner import DEFAULT_KV_CACHE_MEMORY
 from model_runner.parallel.transport import AUTO
 from serving.arguments.fields import Flag, Group
+from serving.engine.speculation import SpeculationConfig
 from serving.options.flags.fields import (
     ApiKey,
     ExpertsName,
@@ -26,9 +28,13 @@ from serving.options.flags.fields import (
     parse_bytes,
 )
 from serving.options.flags.model_flags import TRANSPORTS, TransportName
+from serving.scheduler import SchedulerConfig
 from ubatch import SCHEDULES, SplitBy, UBatchConfig
 from ubatch.schedules.vote import MAX_LANES
 
+GPU_MEMORY_UTILIZATION = 0.9
+NGRAM_DRAFTS, DRAFT_STEPS, TREE_DRAFTS = 4, 3, 8
+"""Values of settings that nobody gave; `--help` names them."""
 ALIASES: Mapping[str, str] = {
     "enable_two_batch_overlap": "enable_dbo",
     "num_ubatches": "ubatch_size",
@@ -157,9 +163,11 @@ class Cache(Group):
 
     block_size: Positive = Field(16, description="tokens per page")
     kv_cache_memory: Annotated[
-        int | str | None, AfterValidator(parse_bytes), Flag(metavar="BYTES", default="256M on a CPU")
+        int | str | None,
+        AfterValidator(parse_bytes),
+        Flag(metavar="BYTES", default=f"{DEFAULT_KV_CACHE_MEMORY >> 20}M on a CPU"),
     ] = Field(None, description="memory of a rank's cache, like 512M or 4G")
-    gpu_memory_utilization: Annotated[float | None, Flag(default="0.9 on a GPU")] = Field(
+    gpu_memory_utilization: Annotated[float | None, Flag(default=f"{GPU_MEMORY_UTILIZATION} on a GPU")] = Field(
         None, gt=0, le=1, description="share of the GPU's memory that a rank may use, weights included"
     )
     kv_cache_dtype: Literal["auto", "fp8"] = Field("auto", description="fp8 stores one byte a number")
@@ -175,11 +183,11 @@ class Cache(Group):
 class Scheduling(Group):
     """Which requests run in a step."""
 
-    max_num_seqs: Annotated[Positive | None, Flag(default="256")] = Field(
+    max_num_seqs: Annotated[Positive | None, Flag(default=str(SchedulerConfig.max_num_seqs))] = Field(
         None, description="most requests of a rank that run at once"
     )
-    max_num_batched_tokens: Annotated[Positive | None, Flag(default="2048")] = Field(
-        None, description="most tokens of a rank's step"
+    max_num_batched_tokens: Annotated[Positive | None, Flag(default=str(SchedulerConfig.max_num_batched_tokens))] = (
+        Field(None, description="most tokens of a rank's step")
     )
     enable_chunked_prefill: bool = Field(True, description="prompts may run in chunks, together with decodes")
     max_prefill_tokens_per_mixed_step: Annotated[TokensAutoOff, Flag(metavar="INT|auto|off")] = Field(
@@ -276,21 +284,21 @@ class Speculation(Group):
     speculative_draft_model_path: Annotated[Path | None, Flag(default="none")] = Field(
         None, description="eagle, draft_model: the head's or the small model's checkpoint, folder or name on the hub"
     )
-    speculative_num_steps: Annotated[Positive | None, Flag(default="3, or the drafts")] = Field(
+    speculative_num_steps: Annotated[Positive | None, Flag(default=f"{DRAFT_STEPS}, or the drafts")] = Field(
         None, description="steps of the draft network: tokens of the longest guess"
     )
     speculative_eagle_topk: Annotated[Positive | None, Flag(default="1")] = Field(
         None, description="guesses that each draft step continues from; above 1 the drafts are a tree"
     )
     speculative_num_draft_tokens: Annotated[
-        Positive | None, Flag(default="4 with ngram, the steps, or 8 of a tree")
+        Positive | None, Flag(default=f"{NGRAM_DRAFTS} with ngram, the steps, or {TREE_DRAFTS} of a tree")
     ] = Field(None, description="tokens guessed per request and step; SGLang counts one more, the last known token")
     speculative_accept: Annotated[Literal["match", "rejection"] | None, Flag(default="match")] = Field(
         None, description="a draft is right if it is the token sampled there, or by rejection sampling"
     )
-    speculative_ngram_max: Annotated[Positive | None, Flag(default="4")] = Field(
+    speculative_ngram_max: Annotated[Positive | None, Flag(default=str(SpeculationConfig.ngram_max))] = Field(
         None, description="ngram: longest run of tokens looked up"
     )
-    speculative_ngram_min: Annotated[Positive | None, Flag(default="2")] = Field(
+    speculative_ngram_min: Annotated[Positive | None, Flag(default=str(SpeculationConfig.ngram_min))] = Field(
         None, description="ngram: shortest run of tokens looked up"
     )

@@ -6,16 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from api_clients import app_of, call, complete, post, says, stream, tokenizer
+from api_clients import complete, post, tokenizer
 from fake_engine import FakeEngine
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from model_runner import RequestError, TokenIds
 from serving.api import allowed_tokens
-from serving.api.allowed_tokens import MAX_ALLOWED_OF_ALL
 from serving.api.long_work import SHORT_BYTES
-from serving.text.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, bad_token_sequences
+from serving.text.bad_words import bad_token_sequences
 
 pytestmark = pytest.mark.long
 
@@ -102,45 +101,3 @@ def test_long_lists_are_for_few_outputs(monkeypatch: pytest.MonkeyPatch) -> None
     assert post(engine, COMPLETIONS, {**body, "prompt": ["a", "b"]}).status_code == 200
     assert post(engine, COMPLETIONS, {**body, "prompt": ["a", "b", "c"]}).status_code == 400
     assert post(engine, CHAT, {**ASKS[CHAT], **body, "n": 5}).status_code == 400
-
-
-def test_the_description_says_the_limits() -> None:
-    schemas = call(app_of(FakeEngine(), described=True), "GET", "/openapi.json").json()["components"]["schemas"]
-    for kind in ("CompletionRequest", "ChatCompletionRequest"):
-        words, _ = schemas[kind]["properties"]["bad_words"]["anyOf"]
-        assert (words["maxItems"], words["items"]["maxLength"]) == (MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
-        allowed, _ = schemas[kind]["properties"]["allowed_token_ids"]["anyOf"]
-        assert (allowed["minItems"], allowed["maxItems"], allowed["items"]["minimum"]) == (1, MAX_ALLOWED_OF_ALL, 0)
-
-
-@pytest.mark.slow
-@given(
-    text=st.text(alphabet="ab é🎉", min_size=1, max_size=12),
-    stop=st.lists(st.text(alphabet="ab é", min_size=1, max_size=3), min_size=1, max_size=2),
-    per_step=st.integers(1, 3),
-    min_tokens=st.integers(0, 14),
-    include=st.booleans(),
-)
-@settings(max_examples=30)
-def test_stop_strings_wait_for_min_tokens(
-    text: str, stop: list[str], per_step: int, min_tokens: int, include: bool
-) -> None:
-    """vLLM's rule: a stop string counts where it ends in the text of a token behind `min_tokens`, wherever it began."""
-    ids, whole, end = tokenizer().encode(text), "", None
-    for count in range(1, len(ids) + 1):
-        before, whole = whole, tokenizer().decode(ids[:count]).removesuffix("\ufffd")
-        found = [(whole.find(each, max(0, len(before) + 1 - len(each))), each) for each in stop]
-        ends = [(at + len(each), -len(each), each) for at, each in found if at >= 0]
-        if count > min_tokens and ends:
-            at, _, each = min(ends)
-            whole, end = whole[: at if include else at - len(each)], "stop"
-            break
-    engine = FakeEngine(reply=says(text), tokens_per_step=per_step)
-    body = {"stop": stop, "max_tokens": 50, "min_tokens": min_tokens, "include_stop_str_in_output": include}
-    events = stream(engine, COMPLETIONS, body)
-    parts = [choice for event in events for choice in event["choices"]]
-    got = "".join(part["text"] for part in parts)
-    if end is None and include:  # the end of sequence is a stop, too
-        got = got.removesuffix("<|endoftext|>")
-    assert got == whole
-    assert complete(engine, body)["choices"][0]["text"] == "".join(part["text"] for part in parts)

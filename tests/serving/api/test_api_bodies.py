@@ -106,15 +106,6 @@ def test_outputs_of_a_body_are_limited(body: dict[str, Any], param: str) -> None
     assert len(complete(app, {"prompt": ["a", "b"], "n": 2, "max_tokens": 1})["choices"]) == 4
 
 
-def test_the_description_says_the_limits() -> None:
-    app = app_of(FakeEngine(), max_request_bytes=LIMIT, max_outputs_per_request=7)
-    description = call(app, "GET", "/openapi.json").json()
-    kinds = description["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]["anyOf"]
-    assert [kind.get("maxItems") for kind in kinds] == [None, 7, None, 7]
-    for path in (COMPLETIONS, CHAT, "/tokenize", "/detokenize"):
-        assert "413" in description["paths"][path]["post"]["responses"]
-
-
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_text_that_cannot_fit_is_not_tokenized(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine()

@@ -39,32 +39,6 @@ def test_it_goes_on_to_the_end_of_the_context() -> None:
     assert engine.requests[-1].params.max_tokens == 6
 
 
-def test_the_stream_begins_with_the_role() -> None:
-    engine = FakeEngine(reply=says("Zoë 🎉"))
-    first, *events = stream(engine, PATH, {"n": 1})
-    assert first["object"] == "chat.completion.chunk"
-    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    deltas = [event["choices"][0]["delta"] for event in events]
-    assert "".join(delta.get("content", "") for delta in deltas) == "Zoë 🎉"
-    assert not any("role" in delta for delta in deltas)
-    assert events[-1]["choices"][0]["finish_reason"] == "stop"
-    assert len({event["id"] for event in events}) == 1
-
-
-def test_several_answers_are_not_mixed_up() -> None:
-    body = {"n": 3, "seed": 10, "max_tokens": 5}
-    whole = chat(FakeEngine(pause_s=0.001), {**body, "messages": [{"role": "user", "content": "Hi"}]})
-    events = stream(FakeEngine(pause_s=0.001), PATH, body)
-    texts = ["", "", ""]
-    for event in events:
-        [choice] = event["choices"]
-        texts[choice["index"]] += choice["delta"].get("content", "")
-    assert texts == [choice["message"]["content"] for choice in whole["choices"]]
-    assert texts == [tokenizer().decode(list(range(first, first + 5))) for first in (310, 311, 312)]
-    roles = [event["choices"][0]["index"] for event in events if "role" in event["choices"][0]["delta"]]
-    assert sorted(roles) == [0, 1, 2]
-
-
 def test_log_probabilities() -> None:
     engine = FakeEngine(reply=says("é"))
     [choice] = chat(engine, {"logprobs": True, "top_logprobs": 1, "max_tokens": 2})["choices"]

@@ -1,4 +1,4 @@
-"""`/v1/completions` over a fake engine: what goes in, what comes out, whole and streamed."""
+"""Answers over a fake engine, whole and streamed: what both kinds promise, then what only completions have."""
 
 from __future__ import annotations
 
@@ -24,8 +24,102 @@ pytestmark = pytest.mark.long
 PATH = "/v1/completions"
 
 
-def joined(events: list[dict[str, Any]], index: int = 0) -> str:
-    return "".join(choice["text"] for event in events for choice in event["choices"] if choice["index"] == index)
+CHAT = "/v1/chat/completions"
+ASKS = {PATH: {"prompt": "a"}, CHAT: {"messages": [{"role": "user", "content": "a"}]}}
+
+
+def said(choice: dict[str, Any]) -> str:
+    """The text of a choice of either kind, or of a part of one."""
+    told: dict[str, Any] = choice.get("message") or choice.get("delta") or {"content": choice.get("text", "")}
+    return str(told.get("content", ""))
+
+
+# -- both kinds --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT])
+@given(
+    text=st.text(alphabet="ab é🎉", max_size=12),
+    stop=st.lists(st.text(alphabet="ab é", min_size=1, max_size=4), max_size=2),
+    per_step=st.integers(1, 3),
+    logprobs=st.booleans(),
+    echo=st.booleans(),
+    min_tokens=st.integers(0, 6),
+)
+@settings(max_examples=20)
+def test_streamed_is_what_is_not_streamed(
+    path: str, text: str, stop: list[str], per_step: int, logprobs: bool, echo: bool, min_tokens: int
+) -> None:
+    engine = FakeEngine(reply=says(text), tokens_per_step=per_step)
+    asked: dict[str, Any] = {"logprobs": 1} if path == PATH else {"logprobs": True, "top_logprobs": 1}
+    body = {**ASKS[path], "stop": stop, "max_tokens": 100, "min_tokens": min_tokens, "n": 2, "echo": echo}
+    body |= asked if logprobs else {}
+    whole = (complete if path == PATH else chat)(engine, body)
+    engine.requests.clear()
+    events = stream(engine, path, {**body, "stream_options": {"include_usage": True}})
+    assert len({event["id"] for event in events}) == 1
+    for index, choice in enumerate(whole["choices"]):
+        parts = [part for event in events for part in event["choices"] if part["index"] == index]
+        assert "".join(map(said, parts)) == said(choice)
+        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [choice["finish_reason"]]
+        told = [part["logprobs"] for part in parts if part["logprobs"]]
+        for name, values in (choice["logprobs"] or {}).items():
+            assert values is None or [entry for each in told for entry in each[name]] == values
+        if path == CHAT:
+            assert parts[0]["delta"] == {"role": "assistant", "content": ""}
+            assert not any("role" in part["delta"] for part in parts[1:])
+    assert events[-1]["usage"] == whole["usage"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "code"),
+    [
+        (KVCacheExhausted("more blocks than there are"), 400, "context_length_exceeded"),
+        (RequestError("no"), 400, None),
+        (EngineDead("rank 1: killed"), 500, "engine_dead"),
+        (FinishReason.ABORT, 500, "aborted"),
+        (FinishReason.ERROR, 500, "not_finite"),
+        (FinishReason.NO_TOKEN_LEFT, 400, "no_token_left"),
+        (ZeroDivisionError("a secret"), 500, None),
+    ],
+)
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("path", [PATH, CHAT])
+def test_failures(path: str, failure: Exception | FinishReason, status: int, code: str | None, n: int) -> None:
+    """Before anything was sent an ordinary response, streamed or not; later an event in the stream."""
+    for body in ({"n": n}, {"n": n, "stream": True}):
+        engine = FakeEngine(fail_after=0, failure=failure)
+        response = post(engine, path, {**ASKS[path], **body})
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+        assert "secret" not in response.text
+        assert response.json()["error"]["type"] == ("server_error" if status == 500 else "invalid_request_error")
+        assert not engine.alive
+    engine = FakeEngine(fail_after=2, failure=failure)
+    *events, last = stream(engine, path, {"n": n})
+    assert [event["choices"][0]["finish_reason"] for event in events] == [None] * len(events)
+    assert len(events) >= 2
+    assert last["error"]["code"] == code
+    assert not engine.alive
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT])
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_engine_that_gives_nothing(path: str, stream: bool) -> None:
+    response = post(FakeEngine(reply=lambda request: []), path, {**ASKS[path], "stream": stream})
+    assert response.status_code == 500
+    assert "without a finish reason" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT])
+def test_usage_in_every_chunk(path: str) -> None:
+    body = {"max_tokens": 3, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    events = stream(FakeEngine(), path, body)
+    assert [event["usage"]["completion_tokens"] for event in events][-4:] == [1, 2, 3, 3]
+    assert events[-1]["choices"] == []
+    assert "usage" not in stream(FakeEngine(), path, {"max_tokens": 1})[0]
+
+
+# -- completions -------------------------------------------------------------------------------------------------------
 
 
 def test_a_completion() -> None:
@@ -159,12 +253,6 @@ def test_the_default_length_of_a_checkpoint(most: int, lengths: tuple[int, ...])
     assert [request.params.max_tokens for request in engine.requests[3:]] == [60, 60]
 
 
-def test_the_default_length_shrinks_to_the_context() -> None:
-    engine = FakeEngine()
-    assert len(complete(engine, {"prompt": [5] * 1020})["choices"]) == 1
-    assert engine.requests[0].params.max_tokens == 4
-
-
 @pytest.mark.parametrize(("include", "text"), [(False, "one "), (True, "one two")])
 @pytest.mark.parametrize("per_step", [2, 8])
 def test_stop_strings_take_the_request_back(include: bool, text: str, per_step: int) -> None:
@@ -178,33 +266,7 @@ def test_stop_strings_take_the_request_back(include: bool, text: str, per_step: 
     assert engine.aborted
     assert not engine.alive
     events = stream(engine, PATH, body)
-    assert joined(events) == text
-
-
-@given(
-    text=st.text(alphabet="ab é🎉", max_size=12),
-    stop=st.lists(st.text(alphabet="ab é", min_size=1, max_size=4), max_size=2),
-    per_step=st.integers(1, 3),
-    logprobs=st.sampled_from([None, 1]),
-    echo=st.booleans(),
-)
-@settings(max_examples=20)
-def test_streamed_is_what_is_not_streamed(
-    text: str, stop: list[str], per_step: int, logprobs: int | None, echo: bool
-) -> None:
-    engine = FakeEngine(reply=says(text), tokens_per_step=per_step)
-    body = {"stop": stop, "max_tokens": 100, "logprobs": logprobs, "n": 2, "echo": echo}
-    whole = complete(engine, body)
-    engine.requests.clear()
-    events = stream(engine, PATH, {**body, "stream_options": {"include_usage": True}})
-    for index, choice in enumerate(whole["choices"]):
-        assert joined(events, index) == choice["text"]
-        parts = [part for event in events for part in event["choices"] if part["index"] == index]
-        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [choice["finish_reason"]]
-        if logprobs is not None:
-            for name, values in choice["logprobs"].items():
-                assert [entry for part in parts if part["logprobs"] for entry in part["logprobs"][name]] == values
-    assert events[-1]["usage"] == whole["usage"]
+    assert "".join(said(choice) for event in events for choice in event["choices"]) == text
 
 
 def test_log_probabilities() -> None:
@@ -253,36 +315,6 @@ def test_echo_alone_scores_the_prompt() -> None:
     assert answer["usage"]["completion_tokens"] == 0
 
 
-@pytest.mark.parametrize(
-    ("failure", "status", "code"),
-    [
-        (KVCacheExhausted("more blocks than there are"), 400, "context_length_exceeded"),
-        (RequestError("no"), 400, None),
-        (EngineDead("rank 1: killed"), 500, "engine_dead"),
-        (FinishReason.ABORT, 500, "aborted"),
-        (FinishReason.ERROR, 500, "not_finite"),
-        (FinishReason.NO_TOKEN_LEFT, 400, "no_token_left"),
-        (ZeroDivisionError("a secret"), 500, None),
-    ],
-)
-@pytest.mark.parametrize("n", [1, 2])
-def test_failures(failure: Exception | FinishReason, status: int, code: str | None, n: int) -> None:
-    """Before anything was sent an ordinary response, streamed or not; later an event in the stream."""
-    for body in ({"n": n}, {"n": n, "stream": True}):
-        engine = FakeEngine(fail_after=0, failure=failure)
-        response = post(engine, PATH, {"prompt": "a", **body})
-        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
-        assert "secret" not in response.text
-        assert response.json()["error"]["type"] == ("server_error" if status == 500 else "invalid_request_error")
-        assert not engine.alive
-    engine = FakeEngine(fail_after=2, failure=failure)
-    *events, last = stream(engine, PATH, {"n": n})
-    assert [event["choices"][0]["finish_reason"] for event in events] == [None] * len(events)
-    assert len(events) >= 2
-    assert last["error"]["code"] == code
-    assert not engine.alive
-
-
 def test_what_a_stop_string_ended_before_the_fault_is_whole() -> None:
     """A slow reader gets both at once."""
 
@@ -298,18 +330,3 @@ def test_what_a_stop_string_ended_before_the_fault_is_whole() -> None:
         if status == 200:
             (choice,) = response.json()["choices"]
             assert (choice["text"], choice["finish_reason"]) == ("one ", "stop")
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_an_engine_that_gives_nothing(stream: bool) -> None:
-    response = post(FakeEngine(reply=lambda request: []), PATH, {"prompt": "a", "stream": stream})
-    assert response.status_code == 500
-    assert "without a finish reason" in response.json()["error"]["message"]
-
-
-def test_usage_in_every_chunk() -> None:
-    body = {"max_tokens": 3, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    events = stream(FakeEngine(), PATH, body)
-    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 3]
-    assert events[-1]["choices"] == []
-    assert "usage" not in stream(FakeEngine(), PATH, {"max_tokens": 1})[0]

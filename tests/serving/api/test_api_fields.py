@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from fake_engine import FakeEngine
 from pydantic import BaseModel
 from repository import ROOT
 
+from serving.api.allowed_tokens import MAX_ALLOWED_OF_ALL
 from serving.api.schema import unsupported_fields
 from serving.api.schema.request_models import (
     ChatCompletionRequest,
@@ -22,6 +22,8 @@ from serving.api.schema.request_models import (
     TokenizeRequest,
 )
 from serving.api.schema.unsupported_fields import MAX_NAME_CHARACTERS, MAX_NAMED, UNUSED
+from serving.text.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
+from serving.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 pytestmark = pytest.mark.long
 
@@ -196,15 +198,38 @@ def test_every_field_is_described() -> None:
         assert not undescribed, model.__name__
 
 
-def test_bounds_of_64_bits_are_described_exactly() -> None:
-    """As a float, the greatest would be one more."""
-    text = call(app_of(FakeEngine(), described=True), "GET", "/openapi.json").text
-    assert "9223372036854775807" in text
-    assert "e18" not in text.replace("+", "")
-    for name in ("CompletionRequest", "ChatCompletionRequest"):
-        properties = json.loads(text)["components"]["schemas"][name]["properties"]
-        for field in ("seed", "top_k", "priority"):
-            assert properties[field]["anyOf"][0]["maximum"] == 2**63 - 1
+INT64 = {"minimum": -(2**63), "maximum": 2**63 - 1}  # as a float, the greatest would be one more
+STRING = {"minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
+LIMITS: Mapping[str, Any] = {
+    "seed.0": INT64,
+    "priority.0": INT64,
+    "top_k.0": {"minimum": -1, "maximum": 2**63 - 1},
+    "stop.0": STRING,
+    "stop.1": {"maxItems": MAX_STOP_STRINGS},
+    "stop.1.items": STRING,
+    "bad_words.0": {"maxItems": MAX_BAD_WORDS},
+    "bad_words.0.items": {"maxLength": MAX_BAD_WORD_CHARACTERS},
+    "allowed_token_ids.0": {"minItems": 1, "maxItems": MAX_ALLOWED_OF_ALL},
+    "allowed_token_ids.0.items": {"minimum": 0, "maximum": 2047},
+}
+
+
+@pytest.mark.parametrize("name", ["CompletionRequest", "ChatCompletionRequest"])
+def test_the_description_says_the_limits(name: str) -> None:
+    app = app_of(FakeEngine(), max_request_bytes=5000, max_outputs_per_request=7)
+    response = call(app, "GET", "/openapi.json")
+    assert "e18" not in response.text.replace("+", "")
+    properties = response.json()["components"]["schemas"][name]["properties"]
+    for place, limits in LIMITS.items():
+        field, number, *inner = place.split(".")
+        schema = properties[field]["anyOf"][int(number)]
+        for key in inner:
+            schema = schema[key]
+        assert schema.items() >= limits.items(), place
+    if name == "CompletionRequest":
+        assert [kind.get("maxItems") for kind in properties["prompt"]["anyOf"]] == [None, 7, None, 7]
+    for path in BODIES:
+        assert "413" in response.json()["paths"][path]["post"]["responses"]
 
 
 def documented(heading: str) -> set[str]:

@@ -141,13 +141,9 @@ def test_the_asynchronous_client(server: Server) -> None:
             async with await client.completions.create(model=MODEL, prompt="a", stream=True, max_tokens=50) as events:
                 assert "".join([event.choices[0].text async for event in events]) == TEXT
             assert [card.id async for card in client.models.list()] == [MODEL]
+            assert (await client.models.retrieve(MODEL)).id == MODEL
 
     asyncio.run(run())
-
-
-def test_models(client: openai.OpenAI) -> None:
-    assert client.models.list().data[0].id == MODEL
-    assert client.models.retrieve(MODEL).id == MODEL
 
 
 def test_errors_have_types(server: Server, client: openai.OpenAI) -> None:
@@ -167,11 +163,6 @@ def test_errors_have_types(server: Server, client: openai.OpenAI) -> None:
     server.engine.fail_after, server.engine.failure = 0, RequestError("no room")
     with pytest.raises(openai.BadRequestError, match="no room"):
         client.completions.create(model=MODEL, prompt="a", stream=True)
-
-
-def test_an_engine_that_dies(server: Server, client: openai.OpenAI) -> None:
-    import openai
-
     server.engine.fail_after, server.engine.failure = 4, EngineDead("rank 1: killed")
     with pytest.raises(openai.InternalServerError, match="rank 1"):
         client.completions.create(model=MODEL, prompt="a", max_tokens=50)

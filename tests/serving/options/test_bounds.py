@@ -13,9 +13,8 @@ import pytest
 from repository import ROOT, TINY_MOE
 
 from serving.cli import main
-from serving.options import resolve_settings
+from serving.options import describe_settings, read_layers, resolve_settings, to_engine_options
 from serving.options.flags.commands import COMMANDS
-from serving.options.resolve import describe_settings, read_layers, to_engine_options
 from ubatch import ConfigError, UBatchConfig, UBatchError
 from ubatch.errors import cut, nearest, shown
 from ubatch.process.yaml_file import read_yaml
@@ -56,7 +55,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_sizes_are_checked_before_anything_is_measured(
     command: str, words: list[str], what: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("serving.options.resolve.choose_dtype")
+    monkeypatch.delattr("serving.options.derived.choose_dtype")
     if command != "tune":
         words = [*words, "--enable-expert-parallel"]
     if command == "generate":

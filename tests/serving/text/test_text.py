@@ -13,7 +13,7 @@ from repository import TINY_MOE
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from model_runner import FinishReason, RequestError
+from model_runner import FinishReason
 from serving.requests import RequestOutput
 from serving.text.detokenizer import Detokenizer, TextStream
 from serving.text.tokenizer import Vocabulary, check_chat_template, load_tokenizer
@@ -182,52 +182,6 @@ def test_an_incomplete_character_comes_at_the_end(tiny: Any) -> None:
     assert stream.push([], finished=True) == "�"
 
 
-@given(
-    text=st.text(alphabet="abé ", max_size=25),
-    stop=st.lists(st.text(alphabet="abé ", min_size=1, max_size=5), max_size=3),
-    include=st.booleans(),
-    sizes=st.lists(st.integers(0, 4), max_size=40),
-)
-def test_stop_strings(tiny: Any, text: str, stop: list[str], include: bool, sizes: list[int]) -> None:
-    """However the tokens come in, the text ends at the stop string that is complete first."""
-    ids = [token for character in text for token in tiny.encode(character)]
-    ends = sorted((end, -len(s), s) for s in stop for end in range(len(text) + 1) if text[:end].endswith(s))
-    expected, stopped = text, None
-    if ends:
-        end, _, stopped = ends[0]
-        expected = text[: end if include else end - len(stopped)]
-    stream = TextStream(tiny, stop=stop, include_stop_str_in_output=include)
-    given_out, place = "", 0
-    for size in [*sizes, len(ids)]:
-        given_out += stream.push(ids[place : place + size])
-        place += size
-        assert expected.startswith(given_out)
-    given_out += stream.push([], finished=True)
-    assert (given_out, stream.text, stream.stopped) == (expected, expected, stopped)
-    assert stream.num_tokens == (len(text[: ends[0][0]].encode()) if ends else len(ids))
-
-
-@pytest.mark.parametrize(
-    ("stop", "stopped", "text"),
-    [
-        (["o", "lo", "elo", "xlo"], "lo", "Hel"),
-        (["Hello", "l"], "l", "He"),
-        (["lo", "ell"], "ell", "H"),
-        (["H", "el"], "H", ""),
-    ],
-)
-def test_of_several_stop_strings_the_first_complete_one_counts(
-    tiny: Any, stop: list[str], stopped: str, text: str
-) -> None:
-    """In one token or in several; of those that end at the same character the longest."""
-    ids = tiny.encode("Hello")
-    assert len(ids) < len("Hello")
-    for pushes in ([ids], [[token] for token in ids]):
-        stream = TextStream(tiny, stop=stop)
-        assert "".join(stream.push(push) for push in pushes) == text
-        assert stream.stopped == stopped
-
-
 def test_text_is_held_back_only_as_long_as_needed(tiny: Any) -> None:
     stream = TextStream(tiny, stop=["abc", "bd"])
     tokens = {character: tiny.encode(character) for character in "abcdx"}
@@ -243,13 +197,6 @@ def test_text_is_held_back_only_as_long_as_needed(tiny: Any) -> None:
     assert stream.num_tokens == 7
 
 
-def test_stop_strings_do_not_count_within_min_tokens(tiny: Any) -> None:
-    ids = [tiny.encode(character)[0] for character in "abxabx"]
-    stream = TextStream(tiny, stop=["b"], min_tokens=2)
-    assert "".join(stream.push([token]) for token in ids) == "abxa"
-    assert stream.num_tokens == 5
-
-
 @pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abx")])
 def test_the_stop_token_is_counted_and_not_shown(tiny: Any, include: bool, text: str) -> None:
     ids = [tiny.encode(character)[0] for character in "abx"]
@@ -257,11 +204,6 @@ def test_the_stop_token_is_counted_and_not_shown(tiny: Any, include: bool, text:
     output = RequestOutput("r", ids, finish_reason=FinishReason.STOP, stop_token=ids[-1])
     assert stream.take(output) == text
     assert stream.num_tokens == 3
-
-
-def test_an_empty_stop_string_is_refused(tiny: Any) -> None:
-    with pytest.raises(RequestError, match="empty"):
-        TextStream(tiny, stop=["a", ""])
 
 
 @given(data=st.data())
