@@ -19,37 +19,49 @@ BOTH_ENDS = {"messages": HALF, "continue_final_message": True, "add_generation_p
 BODIES = {COMPLETIONS: {"prompt": "a"}, CHAT: {"messages": [USER]}, TOKENIZE: {}}
 
 Rows = list[tuple[dict[str, Any], str | None, str]]
+WRONG: dict[str, tuple[Any, ...]] = {
+    "temperature": (2.1, "1"),
+    "top_p": (0,),
+    "top_k": (-2,),
+    "min_p": (1.1,),
+    "presence_penalty": (3,),
+    "n": (0, True),
+    "seed": (2**63,),
+    "priority": (-(2**63) - 1,),
+    "stream": ("yes",),
+    "stream_options": ({"include_usage": True},),
+    "prompt_logprobs": (-1, 21),
+    "truncate_prompt_tokens": (0, -2, 1.5, "3", True),
+    "logit_bias": (
+        *({"x": 1}, {"9999": 1}, {"0" * 5000: 1}),
+        {"0" * zeros + "5": 1 for zeros in range(1025)},
+    ),
+    "stop_token_ids": ([9999],),
+    "stop": ([""], 5, "a" * 1001, ["a"] * 65),
+    # what would change the answer, unless its value asks for nothing
+    "thinking_token_budget": (0,),
+    "use_beam_search": (0,),
+    "guided_json": ({},),
+    "response_format": (
+        *({"type": "json_object"}, {"type": "text", "schema": {}}),
+        {"type": "json_schema", "json_schema": {}},
+    ),
+    "structured_outputs": ({"choice": ["a"]},),
+    "max_new_tokens": (0,),
+    "suffix": ("end",),
+    "tools": ([{"type": "function"}],),
+    "tool_choice": ("required",),
+}
+"""Field -> values that are refused by its name."""
 GENERATING: Rows = [
-    ({"temperature": 2.1}, "temperature", ""),
-    ({"temperature": "1"}, "temperature", ""),
-    ({"top_p": 0}, "top_p", ""),
-    ({"top_k": -2}, "top_k", ""),
-    ({"min_p": 1.1}, "min_p", ""),
-    ({"presence_penalty": 3}, "presence_penalty", ""),
-    ({"n": 0}, "n", ""),
-    ({"n": True}, "n", ""),
+    *(({name: value}, name, "") for name, values in WRONG.items() for value in values),
     ({"best_of": 3, "n": 2}, "best_of", ""),
-    ({"seed": 2**63}, "seed", ""),
-    ({"priority": -(2**63) - 1}, "priority", ""),
-    ({"stream": "yes"}, "stream", ""),
-    ({"stream_options": {"include_usage": True}}, "stream_options", ""),
-    ({"prompt_logprobs": -1}, "prompt_logprobs", ""),
-    ({"prompt_logprobs": 21}, "prompt_logprobs", ""),
     ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", ""),
-    *(({"truncate_prompt_tokens": wrong}, "truncate_prompt_tokens", "") for wrong in (0, -2, 1.5, "3", True)),
-    # lists, and words
-    ({"logit_bias": {"x": 1}}, "logit_bias", ""),
-    ({"logit_bias": {"9999": 1}}, "logit_bias", ""),
     ({"logit_bias": {"5": 200}}, None, ""),
-    ({"logit_bias": {"0" * 5000: 1}}, "logit_bias", ""),
-    ({"logit_bias": {"0" * zeros + "5": 1 for zeros in range(1025)}}, "logit_bias", ""),
     ({"logit_bias": {str(n): 0 for n in range(1025)}}, "logit_bias", ": Dictionary should have at most 1024 items"),
-    ({"stop_token_ids": [9999]}, "stop_token_ids", ""),
     ({"stop_token_ids": [5] * 129}, "stop_token_ids", "should have at most 128 items after validation, not 129."),
-    ({"stop": [""]}, "stop", ""),
-    ({"stop": 5}, "stop", ""),
-    ({"stop": "a" * 1001}, "stop", ""),
-    ({"stop": ["a"] * 65}, "stop", ""),
+    ({"length_penalty": True}, "length_penalty", "length_penalty is not supported: "),
+    ({"guided_regex": "x" * 10_000}, "guided_regex", "it is 'xxx"),
     ({"allowed_token_ids": []}, "allowed_token_ids", "should not be empty"),
     ({"allowed_token_ids": [2048]}, "allowed_token_ids", "2048 is not a token id from 0 to 2047"),
     ({"allowed_token_ids": [3, -1]}, "allowed_token_ids.1", "greater than or equal to 0"),
@@ -73,35 +85,26 @@ GENERATING: Rows = [
     ({"bad_words": ["a" * 201]}, "bad_words.0", "at most 200 characters"),
     ({"bad_words": ["a"] * 129}, "bad_words", "List should have at most 128 items after validation, not 129."),
     ({"bad_words": ["äöü" * 60 + str(n) for n in range(50)]}, "bad_words", "tokens in all, with a space before each"),
-    # what would change the answer, unless its value asks for nothing
-    ({"length_penalty": True}, "length_penalty", "length_penalty is not supported: "),
-    ({"thinking_token_budget": 0}, "thinking_token_budget", ""),
-    ({"use_beam_search": 0}, "use_beam_search", ""),
-    ({"guided_json": {}}, "guided_json", ""),
-    ({"response_format": {"type": "json_object"}}, "response_format", ""),
-    ({"response_format": {"type": "text", "schema": {}}}, "response_format", ""),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", ""),
-    ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs", ""),
-    ({"max_new_tokens": 0}, "max_new_tokens", ""),
-    ({"suffix": "end"}, "suffix", ""),
-    ({"guided_regex": "x" * 10_000}, "guided_regex", "it is 'xxx"),
-    ({"tools": [{"type": "function"}]}, "tools", ""),
-    ({"tool_choice": "required"}, "tool_choice", ""),
 ]
+OWN_WRONG: dict[str, dict[str, tuple[Any, ...]]] = {
+    COMPLETIONS: {
+        "prompt": (None, [], ["a", 5], [[]], "", [-1], [2048], [5.5]),
+        "logprobs": (21,),
+        "max_tokens": (0, -1),
+        "min_tokens": (17,),
+    },
+    CHAT: {
+        "messages": ([], None),
+        "chat_template_kwargs": ({"chat_template": "x"},),
+        "reasoning_effort": ("enormous",),
+        "top_logprobs": (2,),
+        "logprobs": (5,),
+        "max_tokens": (0,),
+        "max_completion_tokens": (1.5,),
+    },
+}
 OWN: dict[str, Rows] = {
     COMPLETIONS: [
-        ({"prompt": None}, "prompt", ""),
-        ({"prompt": []}, "prompt", ""),
-        ({"prompt": ["a", 5]}, "prompt", ""),
-        ({"prompt": [[]]}, "prompt", ""),
-        ({"prompt": ""}, "prompt", ""),
-        ({"prompt": [-1]}, "prompt", ""),
-        ({"prompt": [2048]}, "prompt", ""),
-        ({"prompt": [5.5]}, "prompt", ""),
-        ({"logprobs": 21}, "logprobs", ""),
-        ({"max_tokens": 0}, "max_tokens", ""),
-        ({"max_tokens": -1}, "max_tokens", ""),
-        ({"min_tokens": 17}, "min_tokens", ""),
         (
             {"allowed_token_ids": [*range(2048), 3], "n": 128, "prompt": ["a"] * 5},
             "allowed_token_ids",
@@ -109,28 +112,21 @@ OWN: dict[str, Rows] = {
         ),
     ],
     CHAT: [
-        ({"messages": []}, "messages", ""),
-        ({"messages": None}, "messages", ""),
         ({"messages": [{"content": "a"}]}, "messages.0.role", ""),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", ""),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", ""),
-        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", ""),
         *(
             ({"chat_template_kwargs": {name: 1}}, "chat_template_kwargs", f"asks for, not {name}.")
             for name in ("messages", "self", "tokenize")
         ),
-        ({"reasoning_effort": "enormous"}, "reasoning_effort", ""),
-        ({"top_logprobs": 2}, "top_logprobs", ""),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", ""),
-        ({"logprobs": 5}, "logprobs", ""),
-        ({"max_tokens": 0}, "max_tokens", ""),
-        ({"max_completion_tokens": 1.5}, "max_completion_tokens", ""),
         (BOTH_ENDS, "continue_final_message", ""),
     ],
     TOKENIZE: [(BOTH_ENDS, "continue_final_message", ""), ({}, "prompt", "Give either prompt or messages.")],
 }
 EACH = [
     *((path, *row) for path in (COMPLETIONS, CHAT) for row in GENERATING),
+    *((path, {name: value}, name, "") for path, own in OWN_WRONG.items() for name in own for value in own[name]),
     *((path, *row) for path, rows in OWN.items() for row in rows),
 ]
 

@@ -68,7 +68,6 @@ CALLS: Mapping[str, str] = {
     "serve nowhere/at/all": "is not a folder",
     "serve .": "config.json",
     "generate . --prompt x": "config.json is missing",
-    "generate TINY --prompt x --temperature hot": "expected a number",
     # overlap
     "--enable-dbo --no-enable-two-batch-overlap": "--enable-dbo (true) and --no-enable-two-batch",
     "--ubatch-size 1": "--ubatch-size 1: it should be at least 2",
