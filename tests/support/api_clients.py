@@ -25,6 +25,13 @@ from serving.requests import DraftCounts, RequestInput
 from serving.text.tokenizer import load_tokenizer
 
 MODEL = "tiny"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+ASKS: Mapping[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "a"},
+    CHAT: {"messages": [{"role": "user", "content": "a"}]},
+}
+"""The shortest body of each."""
+JSON = {"Content-Type": "application/json"}
 SECONDS_TO_START = 60.0
 
 
@@ -76,6 +83,20 @@ def app_of(engine: FakeEngine, *, described: bool = False, **options: Any) -> Fa
     return app
 
 
+def app_with(template: Any, engine: FakeEngine) -> FastAPI:
+    """The application with another chat template."""
+    app = app_of(engine)
+    own = app.state.service.tokenizer = load_tokenizer(TINY_MOE)
+    own.chat_template = template
+    return app
+
+
+def client_of(app: FastAPI) -> httpx.AsyncClient:
+    """A client of the application, without a network."""
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://test", timeout=100)
+
+
 @cache
 def _plain_app() -> FastAPI:
     """Made once, for FastAPI to look at its routes once; a copy with another state is another application."""
@@ -87,8 +108,7 @@ def call(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response
     """One request, without a network."""
 
     async def run() -> httpx.Response:
-        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with client_of(app) as client:
             return await client.request(method, path, **options)
 
     return asyncio.run(run())

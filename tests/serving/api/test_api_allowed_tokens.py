@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from api_clients import complete, post, tokenizer
+from api_clients import CHAT, COMPLETIONS, complete, post, tokenizer
 from fake_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +18,6 @@ from serving.text.bad_words import bad_token_sequences
 
 pytestmark = pytest.mark.long
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ASKS: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": ["a", "b"]},
     CHAT: {"messages": [{"role": "user", "content": "a"}]},

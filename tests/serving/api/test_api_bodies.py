@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from api_clients import app_of, call, complete, post, serving, tokenizer
+from api_clients import CHAT, COMPLETIONS, JSON, app_of, call, complete, post, serving, tokenizer
 from fake_engine import FakeEngine
 from pydantic import ValidationError
 
@@ -18,8 +18,6 @@ from serving.api.http import bodies
 from serving.api.schema.request_models import ChatCompletionRequest, CompletionRequest
 from serving.text.tokenizer import Vocabulary
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-JSON = {"Content-Type": "application/json"}
 LIMIT = 5000
 
 

@@ -1,17 +1,20 @@
-"""`/v1/chat/completions` over a fake engine, with the checkpoint's chat template."""
+"""`/v1/chat/completions` over a fake engine: messages reach the model as the checkpoint's template reads them."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
-from api_clients import app_of, chat, post, says, stream, token_ids, tokenizer
+from api_clients import CHAT, JSON, app_with, call, chat, post, says, stream, token_ids, tokenizer
+from chat_templates import TEMPLATES
 from fake_engine import FakeEngine
-from repository import TINY_MOE
 
-from serving.text.tokenizer import load_tokenizer
-
-PATH = "/v1/chat/completions"
+PATH = CHAT
+USER = {"role": "user", "content": "How warm is it?"}
+CALL = {"id": "abcdefgh1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None}
+RESULT = {"role": "tool", "tool_call_id": "abcdefgh1", "content": "22"}
 
 
 def test_a_conversation_is_written_by_the_template() -> None:
@@ -81,10 +84,92 @@ def test_what_is_accepted(body: dict[str, Any]) -> None:
     [("{{ raise_exception('roles must alternate') }}", "roles must alternate"), (None, "no chat template")],
 )
 def test_templates_that_refuse(template: str | None, message: str) -> None:
-    own = load_tokenizer(TINY_MOE)
-    own.chat_template = template
-    app = app_of(FakeEngine())
-    app.state.service.tokenizer = own
-    response = post(app, PATH, {"messages": [{"role": "user", "content": "a"}]})
+    response = post(app_with(template, FakeEngine()), PATH, {"messages": [{"role": "user", "content": "a"}]})
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
+
+
+# -- other templates -------------------------------------------------------------------------------------------------
+
+
+def prompt_of(template: Any, *messages: dict[str, Any]) -> str:
+    """What the model reads."""
+    engine = FakeEngine()
+    chat(app_with(template, engine), {"messages": messages, "max_tokens": 1})
+    return str(tokenizer().decode(token_ids(engine.requests[0])))
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "read"),
+    [
+        ("qwen 2.5", (USER, CALLING, RESULT), '{"name": "weather", "arguments": {"city": "Rome"}}'),
+        ("glm 4.5", (USER, CALLING, RESULT), "weather<arg_key>city</arg_key>Rome"),
+        ("deepseek v3", (USER, CALLING, RESULT), '<call>weather<sep>{"city": "Rome"}</call>'),
+        ("llama 3.1", (USER, {"role": "assistant", "content": "Warm.", "tool_calls": []}), "Warm."),
+        ("llava, parts alone", (USER,), "USER: How warm is it? "),
+        ("llava, parts alone", ({"role": "system", "content": "Be short."}, USER), "SYSTEM: Be short. "),
+        ("phi 3", ({"role": "developer", "content": "Be short."}, USER), "<|system|>\nBe short.<|end|>"),
+        ("qwen 3 next", ({"role": "developer", "content": "Be short."}, USER), "<|im_start|>system\nBe short."),
+        ("chatml", ({"role": "developer", "content": "Be short."}, USER), "<|im_start|>developer\nBe short."),
+    ],
+)
+def test_messages_as_the_template_reads_them(name: str, messages: tuple[dict[str, Any], ...], read: str) -> None:
+    text = prompt_of(TEMPLATES[name], *messages)
+    assert read in text
+    assert "None" not in text
+
+
+def test_the_tokens_are_told_alike() -> None:
+    """`/tokenize` writes the same text."""
+    engine = FakeEngine()
+    app = app_with(TEMPLATES["glm 4.5"], engine)
+    chat(app, {"messages": [USER, CALLING, RESULT], "max_tokens": 1})
+    told = post(app, "/tokenize", {"messages": [USER, CALLING, RESULT]}).json()["tokens"]
+    assert told == token_ids(engine.requests[0])
+
+
+def test_named_templates_without_a_default() -> None:
+    assert prompt_of({"tool_use": TEMPLATES["chatml"], "rag": "B"}, USER).startswith("<|im_start|>user\nHow warm")
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "param"),
+    [
+        ("phi 3", [USER, RESULT], "messages.1.role"),
+        (
+            "qwen 2.5",
+            [USER, {**CALLING, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            "messages.1.tool_calls.0.function.arguments",
+        ),
+    ],
+)
+def test_what_cannot_be_written_is_refused_by_place(name: str, messages: list[dict[str, Any]], param: str) -> None:
+    engine = FakeEngine()
+    for path in (PATH, "/tokenize"):
+        response = post(app_with(TEMPLATES[name], engine), path, {"messages": messages})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert not engine.requests
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen 2 vl", "llava, parts alone", "idefics, parts by line"])
+def test_the_echo_of_parts_is_what_the_prompt_has(name: str) -> None:
+    begun = {"role": "assistant", "content": [{"type": "text", "text": "It"}, {"type": "text", "text": "is"}]}
+    engine = FakeEngine(reply=says(" warm."))
+    body = {"messages": [USER, begun], "continue_final_message": True, "echo": True}
+    content = chat(app_with(TEMPLATES[name], engine), body)["choices"][0]["message"]["content"]
+    assert tokenizer().decode(token_ids(engine.requests[0])).endswith(content.removesuffix(" warm."))
+    assert content in ("It\nis warm.", "Itis warm.")
+
+
+@pytest.mark.parametrize("depth", [50, 400, 900])
+@pytest.mark.parametrize("name", ["arguments", "other"])
+def test_nested_values_are_no_fault_of_the_server(name: str, depth: int) -> None:
+    nested: Any = 1
+    for _ in range(depth):
+        nested = {"a": nested}
+    message: dict[str, Any] = {"role": "assistant", "content": None, "other": nested}
+    if name == "arguments":
+        message = {**CALLING, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": nested}}]}
+    body = json.dumps({"messages": [USER, message], "max_tokens": 1})
+    response = call(app_with(TEMPLATES["qwen 2.5"], FakeEngine()), "POST", PATH, content=body, headers=JSON)
+    assert response.status_code in (200, 400), response.text

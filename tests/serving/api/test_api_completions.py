@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from api_clients import MODEL, app_of, chat, complete, post, says, stream, token_ids, tokenizer
+from api_clients import ASKS, CHAT, COMPLETIONS, MODEL, app_of, chat, complete, post, says, stream, token_ids, tokenizer
 from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,11 +21,7 @@ from ubatch import ConfigError
 
 pytestmark = pytest.mark.long
 
-PATH = "/v1/completions"
-
-
-CHAT = "/v1/chat/completions"
-ASKS = {PATH: {"prompt": "a"}, CHAT: {"messages": [{"role": "user", "content": "a"}]}}
+PATH = COMPLETIONS
 
 
 def said(choice: dict[str, Any]) -> str:

@@ -14,14 +14,12 @@ from typing import Any
 
 import httpx
 import pytest
-from api_clients import app_of, call
+from api_clients import CHAT, COMPLETIONS, JSON, app_of, call, client_of
 from fake_engine import FakeEngine
 
 from serving.api.http import bodies
 from serving.api.schema.errors import ApiError
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-JSON = {"Content-Type": "application/json"}
 SIZE = 6_000_000
 PLACES = {
     "prompt": (COMPLETIONS, b'{"prompt":[%s]}'),
@@ -56,8 +54,7 @@ def longest_hold(app: Any, path: str, body: bytes) -> tuple[float, httpx.Respons
                 await asyncio.sleep(0)
                 longest = max(longest, time.thread_time() - begun)
 
-        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with client_of(app) as client:
             request = client.build_request("POST", path, content=body, headers=JSON)
             watching = asyncio.create_task(watch())
             response = await client.send(request)

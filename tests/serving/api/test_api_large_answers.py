@@ -9,9 +9,8 @@ from functools import cache
 from typing import Any
 
 import fake_engine
-import httpx
 import pytest
-from api_clients import app_of, complete, events_of, post
+from api_clients import app_of, client_of, complete, events_of, post
 from fake_engine import FakeEngine, FakeInfo
 
 from serving.api import answer as answers
@@ -109,8 +108,7 @@ def test_others_are_answered_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
         fake_engine.logprobs_of(token, 20)
 
     async def longest_pause() -> float:
-        transport = httpx.ASGITransport(app=app_of(FakeEngine()))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=100) as client:
+        async with client_of(app_of(FakeEngine())) as client:
             body = {"prompt": [IDS] * 16, "prompt_logprobs": 20, "max_tokens": 1}
             answering = asyncio.create_task(client.post("/v1/completions", json=body))
             longest, clock = 0.0, asyncio.get_running_loop().time

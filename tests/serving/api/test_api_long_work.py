@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import httpx
 import pytest
-from api_clients import app_of
+from api_clients import app_of, client_of
 from fake_engine import FakeEngine
 
 from serving.api import long_work
@@ -173,8 +172,7 @@ def test_the_server_answers_and_drains_while_a_prompt_is_tokenized(
     monkeypatch.setattr(type(app.state.service.tokenizer), "encode", gate)
 
     async def run() -> None:
-        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client, asyncio.timeout(30):
+        async with client_of(app) as client, asyncio.timeout(30):
             answer = asyncio.create_task(client.post(path, json=body_of(path)))
             await until(lambda: gate.begun)
             assert (await client.get("/health")).status_code == 200

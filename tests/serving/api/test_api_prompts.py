@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from api_clients import app_of, chat, complete, post, says, stream, token_ids, tokenizer
+from api_clients import CHAT, COMPLETIONS, app_with, chat, complete, post, says, stream, token_ids, tokenizer
 from fake_engine import FakeEngine
-from repository import TINY_MOE
 
 from serving.api.prompts import COUNTED_CHARACTERS, _names_in
-from serving.text.tokenizer import Vocabulary, load_tokenizer
+from serving.text.tokenizer import Vocabulary
 
 pytestmark = pytest.mark.long
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HALF = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So, "}]
 
 
@@ -206,26 +204,20 @@ def test_names_of_a_template_are_those_of_its_code() -> None:
 
 @pytest.mark.parametrize("trimmed", [False, True])
 def test_the_echo_is_what_the_prompt_has(trimmed: bool) -> None:
-    own = load_tokenizer(TINY_MOE)
-    own.chat_template = "{% for m in messages %}[{{ m.content" + (" | trim" if trimmed else "") + " }}{% endfor %}"
-    app = app_of(FakeEngine(reply=says("fine.")))
-    app.state.service.tokenizer = own
+    template = "{% for m in messages %}[{{ m.content" + (" | trim" if trimmed else "") + " }}{% endfor %}"
+    app = app_with(template, FakeEngine(reply=says("fine.")))
     answer = chat(app, {"messages": HALF, "continue_final_message": True, "echo": True})
     assert answer["choices"][0]["message"]["content"] == ("So,fine." if trimmed else "So, fine.")
 
 
 def test_reasoning_effort_goes_to_the_template() -> None:
-    own = load_tokenizer(TINY_MOE)
-    own.chat_template = "{{ reasoning_effort }} {{ enable_thinking }}"
     for asked, text in (
         ({"reasoning_effort": "low"}, "low True"),
         ({"reasoning_effort": "none"}, "none False"),
         ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, "high False"),
     ):
         engine = FakeEngine()
-        app = app_of(engine)
-        app.state.service.tokenizer = own
-        chat(app, {"max_tokens": 1, **asked})
+        chat(app_with("{{ reasoning_effort }} {{ enable_thinking }}", engine), {"max_tokens": 1, **asked})
         assert tokenizer().decode(token_ids(engine.requests[0])) == text
     response = post(FakeEngine(), CHAT, {"messages": HALF, "reasoning_effort": "enormous"})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "reasoning_effort")

@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from api_clients import post
+from api_clients import ASKS, CHAT, COMPLETIONS, post
 from fake_engine import FakeEngine
 
 from serving.api.allowed_tokens import MAX_ALLOWED_OF_ALL
 
 pytestmark = pytest.mark.long
 
-COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
-USER = {"role": "user", "content": "a"}
+TOKENIZE = "/tokenize"
 HALF = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So, "}]
 BOTH_ENDS = {"messages": HALF, "continue_final_message": True, "add_generation_prompt": True}
-BODIES = {COMPLETIONS: {"prompt": "a"}, CHAT: {"messages": [USER]}, TOKENIZE: {}}
+BODIES = {**ASKS, TOKENIZE: {}}
 
 Rows = list[tuple[dict[str, Any], str | None, str]]
 WRONG: dict[str, tuple[Any, ...]] = {

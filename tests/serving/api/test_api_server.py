@@ -7,7 +7,20 @@ from typing import Any
 
 import httpx
 import pytest
-from api_clients import MODEL, Recorder, app_of, call, chat, complete, events_of, post, says, stream, tokenizer
+from api_clients import (
+    MODEL,
+    Recorder,
+    app_of,
+    call,
+    chat,
+    client_of,
+    complete,
+    events_of,
+    post,
+    says,
+    stream,
+    tokenizer,
+)
 from fake_engine import FakeEngine
 from prometheus_client import CollectorRegistry, Counter, make_asgi_app
 from pydantic import BaseModel
@@ -178,9 +191,8 @@ def test_requests_that_come_together_do_not_pass_the_full_queue(outputs: int, ta
 
     async def burst() -> list[int]:
         engine.hold = asyncio.Event()
-        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         body = {**body_of(GENERATING[0]), "n": outputs, "stream": streamed}
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client, asyncio.timeout(30):
+        async with client_of(app) as client, asyncio.timeout(30):
             posts = [asyncio.create_task(client.post(GENERATING[0], json=body)) for _ in range(several)]
             while sum(sent.done() for sent in posts) < several - taken:
                 await asyncio.sleep(0.01)
@@ -286,8 +298,7 @@ def test_many_requests_at_once_are_not_mixed_up() -> None:
     engine = FakeEngine(pause_s=0.0005)
 
     async def run() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(app=app_of(engine))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+        async with client_of(app_of(engine)) as client:
             bodies = [
                 {"prompt": [7] * (seed + 1), "seed": 2 * seed, "max_tokens": 5 + seed % 7, "stream": seed % 2 == 0}
                 for seed in range(100)

@@ -9,14 +9,13 @@ from functools import partial
 from typing import Any
 
 import pytest
-from api_clients import MODEL, app_of, call, events_of, post
+from api_clients import COMPLETIONS, MODEL, app_of, call, events_of, post
 from fake_engine import FakeEngine
 
 from serving.api.request_log import RequestLog
 from serving.logs import configure_logging
 from serving.requests import EngineDead
 
-COMPLETIONS = "/v1/completions"
 BODY = {"model": MODEL, "prompt": "secret plan", "max_tokens": 2}
 IDENTIFIED = {"X-Request-Id": "mine-1"}
 

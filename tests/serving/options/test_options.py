@@ -105,6 +105,7 @@ def test_environment_stands_between_file_and_command_line(file: Path, monkeypatc
     file.write_text("api-key: of-the-file\n")
     monkeypatch.setenv("UBATCH_API_KEY", "of-the-environment")
     assert resolved("--config serve.yaml")["api_key"] == "of-the-environment"
+    assert not list(notes(resolved("--config serve.yaml"))), "nobody else sees it there"
     assert resolved("--config serve.yaml --api-key of-the-line")["api_key"] == "of-the-line"
 
 
@@ -210,6 +211,12 @@ ENGINE: Mapping[str, dict[str, Any]] = {
 def test_what_the_engine_gets(call: str) -> None:
     options = to_engine_options(resolved(call))
     assert {name: attrgetter(name)(options) for name in ENGINE[call]} == ENGINE[call]
+
+
+def test_keywords_make_the_same_engine() -> None:
+    keywords = {"data_parallel_size": 2, "enable_expert_parallel": True, "emulated_link": (10, 1000.0), "device": "cpu"}
+    line = resolved("EP --emulated-link 10 1000 --device cpu")
+    assert to_engine_options(resolve_keywords(TINY, keywords)) == to_engine_options(line)
 
 
 @pytest.mark.parametrize(
