@@ -147,6 +147,7 @@ DERIVED: Mapping[str, dict[str, Any]] = {
     "--max-num-batched-tokens 100": {"max_num_seqs": 100},
     "--max-num-seqs 4000": {"max_num_batched_tokens": 4000},
     "--no-enable-chunked-prefill": {"max_num_batched_tokens": 2048, "max_model_len": 1024},
+    "--no-enable-chunked-prefill --max-model-len 4096 --allow-long-max-model-len": {"max_num_batched_tokens": 4096},
     "GPUS=1 --enforce-eager": {"cudagraph_mode": "none", "cudagraph_capture_sizes": None},
     "EAGLE --speculative-eagle-topk 2": {"speculative_num_draft_tokens": 8, "speculative_accept": "match"},
 }
