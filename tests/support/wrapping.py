@@ -49,6 +49,24 @@ class Plain(nn.Module):
         return self._calls()
 
 
+def made(forward: Function, **parts: Callable[[], Any]) -> Callable[[], Any]:
+    """Builds modules whose forward is this function of the module and its arguments, with these attributes, made anew
+    for each; a tensor is a buffer."""
+    kind = type("Made", (nn.Module,), {"forward": forward})
+
+    def build() -> Any:
+        module = kind()
+        for name, make in parts.items():
+            part = make()
+            if type(part) is Tensor:
+                module.register_buffer(name, part)
+            else:
+                setattr(module, name, part)
+        return module
+
+    return build
+
+
 @contextmanager
 def wrapped(module: nn.Module, **settings: Any) -> Iterator[UBatchWrapper]:
     """`module` wrapped, with thresholds as low as they can be, and overlapping from the first call on; closed at the
@@ -60,6 +78,31 @@ def wrapped(module: nn.Module, **settings: Any) -> Iterator[UBatchWrapper]:
         yield wrapper
     finally:
         wrapper.close()
+
+
+@contextmanager
+def proved(module: nn.Module, x: Callable[[], Tensor] = lambda: rows(8), **settings: Any) -> Iterator[UBatchWrapper]:
+    """`module` wrapped, after a call that proved it and one that overlapped."""
+    with wrapped(module, **{**FIRST, **settings}) as wrapper:
+        wrapper(x())
+        wrapper(x())
+        assert seen(wrapper) == (1, 1, {})
+        yield wrapper
+
+
+def outcome(module: Any, *calls: tuple[Any, ...], **settings: Any) -> tuple[int, int, dict[DeclineReason, int]]:
+    """What a wrapper of `module`, or of a module made from a function, has seen after these calls. Each was equal to
+    that of a bare copy, in its result, in what it wrote to its arguments, and in what the module holds."""
+    bare = module if isinstance(module, nn.Module) else Plain(module)
+    own = copy.deepcopy(bare)
+    with wrapped(own, **{**FIRST, **settings}) as wrapper:
+        for args in calls:
+            given, same = copy.deepcopy(args), copy.deepcopy(args)
+            assert_same(wrapper(*given), bare(*same))
+            assert_same(given, same)
+            for one, other in zip(own.state_dict().values(), bare.state_dict().values(), strict=True):
+                torch.testing.assert_close(one, other)
+        return seen(wrapper)
 
 
 def call_both(

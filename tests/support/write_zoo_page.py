@@ -44,7 +44,7 @@ def row_of(entry: Entry) -> str:
         entry.name,
         entry.family,
         ", ".join(map(str, entry.batches)),
-        entry.with_what,
+        entry.collides[1],
         kind_of(entry),
         "; ".join(filter(None, [_words(entry.outcomes - {OVERLAPS}), *others])),
     ]

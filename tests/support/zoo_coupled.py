@@ -3,146 +3,77 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from wrapping import made
 from zoo_entry import (
     CANNOT_MERGE,
     DRAWS_RANDOM,
     KEEPS_STATE,
     ROWS_DEPEND,
-    Call,
-    Entry,
     floats,
-    given,
     of,
+    of_family,
     one_of,
+    several,
 )
 
 WIDTH = 4
+WIDE = (WIDTH, "width")
 PAIRS = CANNOT_MERGE
 """An output `[B, B]`: neither dimension can be put together from the lanes."""
 
 
-class FlatAttention(nn.Module):
+def flat_attention(self: Any, tokens: Tensor) -> Tensor:
     """Attention over all tokens of a flat batch `[T, width]`, as serving engines have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(WIDTH, 3 * WIDTH)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        query, key, value = self.project(tokens).chunk(3, -1)
-        return F.scaled_dot_product_attention(query[None], key[None], value[None])[0]
+    query, key, value = self.project(tokens).chunk(3, -1)
+    return F.scaled_dot_product_attention(query[None], key[None], value[None])[0]
 
 
-class Counter(nn.Module):
-    """Counts its calls in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x * 2
+def counting(self: Any, x: Tensor) -> Tensor:
+    """Counts its calls."""
+    self.calls += 1
+    return x * 2
 
 
-class PythonCounter(nn.Module):
-    """Counts its calls in an attribute."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x * 2
-
-
-class RunningMean(nn.Module):
+def running_mean(self: Any, x: Tensor) -> Tensor:
     """Normalises by what it has seen so far."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean.lerp_(x.mean(0), 0.1)
-        return x - self.mean
+    self.mean.lerp_(x.mean(0), 0.1)
+    return x - self.mean
 
 
-class IntoBuffer(nn.Module):
+def into_buffer(self: Any, x: Tensor) -> Tensor:
     """Writes its output into a buffer of its own and returns the rows of it that it wrote."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("out", torch.zeros(32, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.out[: x.shape[0]] = self.linear(x)
-        return self.out[: x.shape[0]]
+    with torch.no_grad():
+        self.out[: x.shape[0]] = self.linear(x)
+    return self.out[: x.shape[0]]
 
 
-class KeptKeys(nn.Module):
+def kept_keys(self: Any, x: Tensor) -> Tensor:
     """Keeps the keys and values of earlier calls in the module, `[32 rows, length, width]`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(WIDTH, 3 * WIDTH)
-        self.register_buffer("kept", torch.zeros(2, 32, 8, WIDTH))
-        self.length = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, *pair = self.project(x).chunk(3, -1)
-        for kept, new in zip(self.kept, pair, strict=True):
-            kept[: len(x), self.length % 8] = new
-        self.length += 1
-        keys, values = (kept[: len(x), : self.length] for kept in self.kept)
-        return F.scaled_dot_product_attention(query[:, None], keys, values)[:, 0]
+    query, *pair = self.project(x).chunk(3, -1)
+    for kept, new in zip(self.kept, pair, strict=True):
+        kept[: len(x), self.length % 8] = new
+    self.length += 1
+    keys, values = (kept[: len(x), : self.length] for kept in self.kept)
+    return F.scaled_dot_product_attention(query[:, None], keys, values)[:, 0]
 
 
-class KeptInList(nn.Module):
+def kept_in_list(self: Any, x: Tensor) -> Tensor:
     """Keeps its hidden states in a list, for whoever asks later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = [x.tanh()]
-        return x * 2
+    self.seen = [x.tanh()]
+    return x * 2
 
 
-class Lazy(nn.Module):
+def lazy(self: Any, x: Tensor) -> Tensor:
     """Makes a table when it is first called, from the sizes of that call; nothing in it depends on the rows."""
-
-    table: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.table is None:
-            self.table = torch.arange(x.shape[-1], dtype=x.dtype).cos()
-        return x * self.table
-
-
-def noisy(x: Tensor) -> Tensor:
-    return x + torch.randn_like(x)
-
-
-def always_drops(x: Tensor) -> Tensor:
-    return F.dropout(x, 0.5, training=True)
-
-
-def drops_in_python(x: Tensor) -> Tensor:
-    return x * random.random()
-
-
-def drops_in_numpy(x: Tensor) -> Tensor:
-    return x * float(np.random.rand())
+    if self.table is None:
+        self.table = torch.arange(x.shape[-1], dtype=x.dtype).cos()
+    return x * self.table
 
 
 def unused_draw(x: Tensor) -> Tensor:
@@ -151,61 +82,47 @@ def unused_draw(x: Tensor) -> Tensor:
     return x * 2
 
 
-def _entry(name: str, function: Callable[..., Any], outcome: str | frozenset[str], **more: Any) -> Entry:
-    more = {"collides": 4, "with_what": "width", **more}
-    return Entry(name, "coupled rows", of(function), more.pop("arguments", floats(WIDTH)), outcome, **more)
+def projection() -> nn.Module:
+    return nn.Linear(WIDTH, 3 * WIDTH)
 
 
-def two_batches(batch: int) -> Call:
-    return given(torch.randn(batch, WIDTH), torch.randn(batch, WIDTH))
+BUFFER = made(into_buffer, linear=lambda: nn.Linear(WIDTH, WIDTH), out=lambda: torch.zeros(32, WIDTH))
+KEYS = made(kept_keys, project=projection, kept=lambda: torch.zeros(2, 32, 8, WIDTH), length=int)
+ROWS, ROWS_16 = floats(WIDTH), floats(WIDTH, dtype=torch.bfloat16)
 
+_coupled = of_family("coupled rows", collides=WIDE)
+_keeping = of_family("keeps state", collides=WIDE)
+_random = of_family("random", collides=WIDE)
 
 ENTRIES = [
-    _entry("softmax(0)", lambda x: x.softmax(0), ROWS_DEPEND),
-    _entry("x @ x.T", lambda x: x @ x.T, PAIRS),
-    _entry("cdist(x, y)", torch.cdist, PAIRS, arguments=two_batches),
-    _entry("cumsum(0)", lambda x: x.cumsum(0), ROWS_DEPEND),
-    _entry("roll(0)", lambda x: x.roll(1, 0), ROWS_DEPEND),
-    _entry("flip(0)", lambda x: x.flip(0), ROWS_DEPEND),
-    _entry("sorted along the batch", lambda x: x.sort(0).values, ROWS_DEPEND),
-    _entry("the last row moves", lambda x: torch.cat([x[:-1], x[-1:] + x[:1]]), ROWS_DEPEND),
-    _entry("less the mean of the batch", lambda x: x - x.mean(0), ROWS_DEPEND),
-    _entry("divided by the batch", lambda x: x / x.shape[0], ROWS_DEPEND),
-    _entry("row numbers", lambda x: x + torch.arange(len(x))[:, None], ROWS_DEPEND),
-    _entry(
-        "softmax(0) in bf16",
-        lambda x: x.softmax(0),
-        ROWS_DEPEND,
-        arguments=lambda batch: given(torch.randn(batch, WIDTH).bfloat16()),
-        acts=4,
-    ),
-    Entry(
+    _coupled("softmax(0)", of(lambda x: x.softmax(0)), ROWS, ROWS_DEPEND),
+    _coupled("x @ x.T", of(lambda x: x @ x.T), ROWS, PAIRS),
+    _coupled("cdist(x, y)", of(torch.cdist), several((WIDTH,), (WIDTH,)), PAIRS),
+    _coupled("cumsum(0)", of(lambda x: x.cumsum(0)), ROWS, ROWS_DEPEND),
+    _coupled("roll(0)", of(lambda x: x.roll(1, 0)), ROWS, ROWS_DEPEND),
+    _coupled("flip(0)", of(lambda x: x.flip(0)), ROWS, ROWS_DEPEND),
+    _coupled("sorted along the batch", of(lambda x: x.sort(0).values), ROWS, ROWS_DEPEND),
+    _coupled("the last row moves", of(lambda x: torch.cat([x[:-1], x[-1:] + x[:1]])), ROWS, ROWS_DEPEND),
+    _coupled("less the mean of the batch", of(lambda x: x - x.mean(0)), ROWS, ROWS_DEPEND),
+    _coupled("divided by the batch", of(lambda x: x / x.shape[0]), ROWS, ROWS_DEPEND),
+    _coupled("row numbers", of(lambda x: x + torch.arange(len(x))[:, None]), ROWS, ROWS_DEPEND),
+    _coupled("softmax(0) in bf16", of(lambda x: x.softmax(0)), ROWS_16, ROWS_DEPEND, acts=4),
+    _coupled(
         "attention over flat tokens [T, E]",
-        "coupled rows",
-        FlatAttention,
-        lambda batch: given(torch.randn(3 * batch, WIDTH)),
+        made(flat_attention, project=projection),
+        lambda batch: ROWS(3 * batch),
         ROWS_DEPEND,
-        4,
-        "width",
     ),
-    Entry("counter in a buffer", "keeps state", Counter, floats(WIDTH), KEEPS_STATE, 4, "width"),
-    Entry("counter in an attribute", "keeps state", PythonCounter, floats(WIDTH), KEEPS_STATE, 4, "width"),
-    Entry("running mean", "keeps state", RunningMean, floats(WIDTH), KEEPS_STATE, 4, "width"),
-    Entry("output in a buffer of its own", "keeps state", IntoBuffer, floats(WIDTH), KEEPS_STATE, 4, "width"),
-    Entry("keys and values in the module", "keeps state", KeptKeys, floats(WIDTH), KEEPS_STATE, 8, "length"),
-    Entry("hidden states in a list of the module", "keeps state", KeptInList, floats(WIDTH), KEEPS_STATE, 4, "width"),
-    Entry(
-        "a table made at the first call",
-        "keeps state",
-        Lazy,
-        floats(WIDTH),
-        one_of("overlaps", KEEPS_STATE),
-        4,
-        "width",
-    ),
-    Entry("noise in eval", "random", of(noisy), floats(WIDTH), DRAWS_RANDOM, 4, "width"),
-    Entry("functional dropout in eval", "random", of(always_drops), floats(WIDTH), DRAWS_RANDOM, 4, "width"),
-    Entry("Python's random", "random", of(drops_in_python), floats(WIDTH), DRAWS_RANDOM, 4, "width"),
-    Entry("numpy's random", "random", of(drops_in_numpy), floats(WIDTH), DRAWS_RANDOM, 4, "width"),
-    Entry("a number drawn and not used", "random", of(unused_draw), floats(WIDTH), DRAWS_RANDOM, 4, "width"),
+    _keeping("counter in a buffer", made(counting, calls=lambda: torch.tensor(0)), ROWS, KEEPS_STATE),
+    _keeping("counter in an attribute", made(counting, calls=int), ROWS, KEEPS_STATE),
+    _keeping("running mean", made(running_mean, mean=lambda: torch.zeros(WIDTH)), ROWS, KEEPS_STATE),
+    _keeping("output in a buffer of its own", BUFFER, ROWS, KEEPS_STATE),
+    _keeping("keys and values in the module", KEYS, ROWS, KEEPS_STATE, collides=(8, "length")),
+    _keeping("hidden states in a list of the module", made(kept_in_list, seen=list), ROWS, KEEPS_STATE),
+    _keeping("a table made at the first call", made(lazy, table=lambda: None), ROWS, one_of("overlaps", KEEPS_STATE)),
+    _random("noise in eval", of(lambda x: x + torch.randn_like(x)), ROWS, DRAWS_RANDOM),
+    _random("functional dropout in eval", of(lambda x: F.dropout(x, 0.5, training=True)), ROWS, DRAWS_RANDOM),
+    _random("Python's random", of(lambda x: x * random.random()), ROWS, DRAWS_RANDOM),
+    _random("numpy's random", of(lambda x: x * float(np.random.rand())), ROWS, DRAWS_RANDOM),
+    _random("a number drawn and not used", of(unused_draw), ROWS, DRAWS_RANDOM),
 ]
