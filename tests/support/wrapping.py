@@ -5,14 +5,16 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ubatch import DeclineReason, UBatchConfig, UBatchWrapper, dbo_yield
+from ubatch import CommGroup, DeclineReason, UBatchConfig, UBatchWrapper, dbo_yield
 
 Function = Callable[..., Any]
 LARGE = 6000
@@ -127,6 +129,20 @@ def call_both(
     assert (seen.engaged, dict(seen.declined)) == ((1, {}) if declines is None else (0, {declines: 2})), seen
     assert_same(result, expected)
     return result, module
+
+
+@contextmanager
+def only_rank() -> Iterator[CommGroup]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield CommGroup.from_process_group()
+    finally:
+        dist.destroy_process_group()
+
+
+def through_pickle(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
 
 
 def assert_same(result: Any, expected: Any) -> None:

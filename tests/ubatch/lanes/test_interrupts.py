@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from fake_graphs import FakeGraphs
 from interrupting import PACKAGE, PLACES, AtOnce, interrupted_at, lines_of, nothing_is_left
 from lanes import lane_threads, no_lane_threads_within, within
 from torch import Tensor
 from wrapper_cases import Model, x_of
+from wrapping import only_rank
 
 from ubatch import CommGroup, CUDAGraphMode, UBatchConfig, UBatchWrapper
 
@@ -87,11 +87,8 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[CommGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield CommGroup.from_process_group()
-    finally:
-        dist.destroy_process_group()
+    with only_rank() as made:
+        yield made
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 from lanes import no_lane_threads_within
 from torch import Tensor, nn
-from wrapping import wrapped
+from wrapping import through_pickle, wrapped
 
 from ubatch import UBatchConfig, UBatchWrapper, dbo_yield
 from ubatch.wrapping.stand_in import StandIn
@@ -250,10 +249,6 @@ def test_a_kept_method_outlives_its_wrapper(model: Rich) -> None:
         del method
         gc.collect()
     assert no_lane_threads_within(5)
-
-
-def through_pickle(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle])

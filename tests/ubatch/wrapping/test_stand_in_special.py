@@ -6,7 +6,6 @@ import asyncio
 import copy
 import inspect
 import operator
-import pickle
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from special_methods import Special, Telling, X
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from wrapping import wrapped
+from wrapping import through_pickle, wrapped
 
 from ubatch import UBatchWrapper
 
@@ -229,10 +228,6 @@ def test_a_class_that_torch_gives_the_module() -> None:
         assert wrapper.append(nn.ReLU()) is wrapper
         parametrize.remove_parametrizations(wrapper, "scale")
         assert type(model) is wrapper.__class__ is nn.Sequential
-
-
-def through_pickle(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, through_pickle])

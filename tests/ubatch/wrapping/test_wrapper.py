@@ -14,16 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lanes import lane_threads, no_lane_threads_within
 from torch import Tensor, nn
 from wrapper_cases import LAYER, LAYERS, Model, identity, x_of
-from wrapping import FIRST, Plain, seen, wrapped
+from wrapping import FIRST, Plain, only_rank, seen, through_pickle, wrapped
 
 import ubatch
 from ubatch import (
     SCHEDULES,
-    CommGroup,
     ConcurrentCallError,
     ConfigError,
     CUDAGraphMode,
@@ -85,18 +83,6 @@ def test_a_schedule_of_ones_own(model: Model) -> None:
     with wrapped(model, schedule=schedule, num_ubatches=3) as wrapper, tracing() as trace:
         wrapper(x_of())
     assert trace.order == interleave([["select", "my own"] * LAYERS] * 3, lead=1)
-
-
-def test_gradients_are_the_modules_own(model: Model, wrapper: UBatchWrapper) -> None:
-    ours = x_of(5).requires_grad_()
-    plain = ours.detach().clone().requires_grad_()
-    wrapper(ours).square().sum().backward()
-    gradients = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    model(plain).square().sum().backward()
-    assert wrapper.statistics().engaged == 1
-    torch.testing.assert_close(ours.grad, plain.grad)
-    torch.testing.assert_close(gradients, [parameter.grad for parameter in model.parameters()])
 
 
 def test_statistics_are_a_frozen_snapshot(wrapper: UBatchWrapper) -> None:
@@ -169,22 +155,37 @@ def test_a_call_from_inside_its_own_call_is_the_bare_one() -> None:
         assert statistics.calls == 2 + statistics.declined[DeclineReason.CONCURRENT_CALL]
 
 
-def test_calls_of_several_threads_run_whole_beside_each_other() -> None:
-    inside, leave = threading.Event(), threading.Event()
+class Slow:
+    """Doubles, and waits inside until it may leave."""
 
-    def slow(x: Tensor) -> Tensor:
-        inside.set()
-        assert leave.wait(20)
+    def __init__(self) -> None:
+        self.inside, self.leave = threading.Event(), threading.Event()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.inside.set()
+        assert self.leave.wait(20)
         return x * 2
 
-    with wrapped(Plain(slow)) as wrapper:
-        results, x, y = [], x_of(), x_of()
+    @contextmanager
+    def in_another_thread(self, wrapper: UBatchWrapper, x: Tensor) -> Iterator[list[Tensor]]:
+        """The block runs while another thread is in a call; the call has ended afterwards, and its result is there."""
+        results: list[Tensor] = []
         other = threading.Thread(target=lambda: results.append(wrapper(x)))
         other.start()
-        assert inside.wait(20)
-        threading.Timer(0.1, leave.set).start()
-        assert torch.equal(wrapper(y), y * 2)
-        other.join(20)
+        assert self.inside.wait(20)
+        try:
+            yield results
+        finally:
+            self.leave.set()
+            other.join(20)
+
+
+def test_calls_of_several_threads_run_whole_beside_each_other() -> None:
+    slow, x, y = Slow(), x_of(), x_of()
+    with wrapped(Plain(slow)) as wrapper:
+        with slow.in_another_thread(wrapper, x) as results:
+            threading.Timer(0.1, slow.leave.set).start()
+            assert torch.equal(wrapper(y), y * 2)
         assert torch.equal(results[0], x * 2)
         assert seen(wrapper) == (1, 0, {DeclineReason.CONCURRENT_CALL: 1})
         assert wrapper.statistics().calls == 2
@@ -216,34 +217,15 @@ def test_many_threads_lose_no_call() -> None:
         assert statistics.engaged + statistics.proved + sum(statistics.declined.values()) == 200
 
 
-@contextmanager
-def only_rank() -> Iterator[CommGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield CommGroup.from_process_group()
-    finally:
-        dist.destroy_process_group()
-
-
 def test_concurrent_calls_of_ranks_are_refused() -> None:
     """The ranks take a step together, so a call that only one of them makes cannot join in."""
-    inside, leave = threading.Event(), threading.Event()
-
-    def slow(x: Tensor) -> Tensor:
-        inside.set()
-        assert leave.wait(20)
-        return x * 1
-
+    slow = Slow()
     with only_rank() as group, wrapped(Plain(slow), group=group) as wrapper:
-        other = threading.Thread(target=lambda: wrapper(x_of(1)))
-        other.start()
-        assert inside.wait(20)
-        try:
-            with pytest.raises(ConcurrentCallError, match="another thread"):
-                wrapper(x_of())
-        finally:
-            leave.set()
-            other.join(20)
+        with (
+            slow.in_another_thread(wrapper, x_of(1)),
+            pytest.raises(ConcurrentCallError, match="another thread"),
+        ):
+            wrapper(x_of())
         assert wrapper(x_of()).shape == (6, 4), "usable again"
         assert wrapper.statistics().calls == 2, "the refused call is none"
 
@@ -366,10 +348,6 @@ def test_a_wrapper_inside_another_module(wrapper: UBatchWrapper) -> None:
     assert wrapper.module.layers[0].weight.grad is not None
     outer.zero_grad()
     assert wrapper.module.layers[0].weight.grad is None
-
-
-def through_pickle(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
 
 
 def through_torch(value: Any) -> Any:
