@@ -13,7 +13,10 @@ from typing import Any
 import torch
 
 from ubatch.dbo import dbo_yield
+from ubatch.lanes.context import make_ubatch_contexts
+from ubatch.lanes.wakeup import Gate
 from ubatch.lanes.workers import LanePool
+from ubatch.schedules.forward_context import ForwardContext
 from ubatch.schedules.schedule import Schedule
 from ubatch.streams.streams import StreamBackend
 
@@ -103,3 +106,32 @@ class FinishedWork(FakeWork):
     def __init__(self) -> None:
         super().__init__()
         self.finish()
+
+
+class OwnThreads:
+    """Own threads around `with context`, the way a serving engine drives lanes itself; contexts are kept."""
+
+    def __init__(self, lanes: int) -> None:
+        self.ready = Gate(lanes)
+        contexts = [ForwardContext(num_tokens=lane) for lane in range(lanes)]
+        self.contexts = make_ubatch_contexts(lanes, None, None, contexts, self.ready, schedule=EVERY_POINT)
+        self.errors: list[tuple[int, BaseException]] = []
+
+    def run(self, *bodies: Callable[[], object]) -> None:
+        def lane(index: int) -> None:
+            try:
+                with self.contexts[index]:
+                    bodies[index]()
+            except BaseException as error:
+                self.errors.append((index, error))
+
+        self.contexts[0].baton.prepare(0)
+        self.ready.close_again()
+        threads = [threading.Thread(target=lane, args=(index,)) for index in range(len(bodies))]
+        for thread in threads:
+            thread.start()
+        assert self.ready.wait_for(20)
+        self.contexts[0].baton.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()

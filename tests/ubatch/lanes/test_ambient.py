@@ -6,14 +6,18 @@ import contextvars
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from lanes import lane_pool, run, walker
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
+from wrapper_cases import TwoLayers
+from wrapping import wrapped
 
-from ubatch import UBatchConfig, UBatchWrapper
+from ubatch import UBatchWrapper
 from ubatch.dbo import dbo_current_ubatch_id, dbo_enabled, dbo_yield
 from ubatch.lanes.workers import LanePool
 
@@ -73,34 +77,27 @@ def states(pool: LanePool) -> list[State]:
 
 
 @contextmanager
-def threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
+def setting(value: Any, set_: Callable[[Any], object], get: Callable[[], Any]) -> Iterator[None]:
+    """Not a context manager of torch, but a setting that somebody makes."""
+    before = get()
+    set_(value)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        set_(before)
 
 
-@contextmanager
-def default_device(device: str) -> Iterator[None]:
-    """Not the context manager, the setting."""
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
+def threads(number: int) -> AbstractContextManager[None]:
+    return setting(number, torch.set_num_threads, torch.get_num_threads)
 
 
-@contextmanager
-def autocast_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_device(device: str) -> AbstractContextManager[None]:
+    return setting(device, torch.set_default_device, lambda: None)
+
+
+def autocast_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
     """A dtype for autocast regions to come."""
-    before = torch.get_autocast_dtype("cpu")
-    torch.set_autocast_dtype("cpu", dtype)
-    try:
-        yield
-    finally:
-        torch.set_autocast_dtype("cpu", before)
+    return setting(dtype, partial(torch.set_autocast_dtype, "cpu"), partial(torch.get_autocast_dtype, "cpu"))
 
 
 def autocast(dtype: torch.dtype = torch.bfloat16, **options: bool) -> AbstractContextManager[Any]:
@@ -207,6 +204,56 @@ def test_a_block_inside_a_lane_lasts_over_its_points(pool: LanePool) -> None:
     assert run(pool, *[body] * LANES) == [[(True, False)], [(False, True), (True, False)], [(True, False)]]
 
 
+# --------------------------------------------------------------------------------------------------------------- flags
+
+
+def flushing() -> bool:
+    return (torch.tensor([1e-40]) * 1.0).item() == 0.0
+
+
+FLAGS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[], Any]]] = {
+    "backward's threads": (
+        lambda: torch.autograd.set_multithreading_enabled(False),
+        lambda: torch._C._is_multithreading_enabled(),
+    ),
+    "denormals": (lambda: setting(True, torch.set_flush_denormal, flushing), flushing),
+    "replay of views": (
+        lambda: torch.autograd.grad_mode._force_original_view_tracking(True),
+        lambda: torch._C._is_view_replay_enabled(),
+    ),
+    "forbidden hooks": (
+        lambda: disable_saved_tensors_hooks("not here"),
+        lambda: torch._C._autograd._saved_tensors_hooks_get_disabled_error_message(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_lanes_see_the_flags_of_the_caller(pool: LanePool, name: str) -> None:
+    surrounding, look = FLAGS[name]
+    outside = look()
+    assert run(pool, *[look] * LANES) == [outside] * LANES, "their threads have started before"
+    with surrounding():
+        inside = look()
+        assert inside != outside
+        assert run(pool, *[look] * LANES) == [inside] * LANES
+    assert run(pool, *[look] * LANES) == [outside] * LANES
+
+
+def test_dtensors_see_the_flag_of_the_caller(pool: LanePool) -> None:
+    experimental = pytest.importorskip(
+        "torch.distributed.tensor.experimental", reason="this torch was built without distributed tensors"
+    )
+    from torch.distributed.tensor import DTensor
+
+    def look() -> bool:
+        return bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+    with experimental.implicit_replication():
+        assert run(pool, *[look] * LANES) == [True] * LANES
+    assert run(pool, *[look] * LANES) == [False] * LANES
+
+
 # --------------------------------------------------------------------------------------------------------- contextvars
 
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="nowhere")
@@ -241,29 +288,10 @@ def test_a_context_that_is_no_threads_own_works_too(pool: LanePool) -> None:
 # --------------------------------------------------------------------------------------------------------- the wrapper
 
 
-class Model(nn.Module):
-    """Two layers with points around them, in double precision."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        dbo_yield()
-        x = torch.tanh(self.first(x))
-        dbo_yield()
-        x = x + self.second(x)
-        dbo_yield()
-        return x
-
-
 @pytest.fixture
 def wrapper() -> Iterator[UBatchWrapper]:
-    made = UBatchWrapper(
-        Model(), UBatchConfig(verify="off", num_ubatches=LANES, dbo_prefill_token_threshold=LANES, require_overlap=True)
-    )
-    yield made
-    made.close()
+    with wrapped(TwoLayers(), num_ubatches=LANES, require_overlap=True) as made:
+        yield made
 
 
 def gradients(module: nn.Module, model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -313,14 +341,13 @@ def test_the_output_is_what_the_module_would_give(wrapper: UBatchWrapper) -> Non
 
 def test_autocast_and_its_gradients() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    wrapper = UBatchWrapper(model, UBatchConfig(verify="off", dbo_prefill_token_threshold=2, require_overlap=True))
-    x = torch.randn(4, 8)
-    with autocast():
-        overlapped, plain = wrapper(x), model(x)
-    assert overlapped.dtype == plain.dtype == torch.bfloat16
-    torch.testing.assert_close(overlapped, plain)
-    for output in (overlapped, plain):
-        model.zero_grad()
-        output.float().sum().backward()
-        assert [parameter.grad is not None for parameter in model.parameters()] == [True] * 4
-    wrapper.close()
+    with wrapped(model, require_overlap=True) as wrapper:
+        x = torch.randn(4, 8)
+        with autocast():
+            overlapped, plain = wrapper(x), model(x)
+        assert overlapped.dtype == plain.dtype == torch.bfloat16
+        torch.testing.assert_close(overlapped, plain)
+        for output in (overlapped, plain):
+            model.zero_grad()
+            output.float().sum().backward()
+            assert [parameter.grad is not None for parameter in model.parameters()] == [True] * 4

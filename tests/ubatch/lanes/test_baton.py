@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from itertools import product
 
 import pytest
-from lanes import EVERY_POINT, lane_pool, run, walker
+from lanes import EVERY_POINT, OwnThreads, lane_pool, run, walker
 
 from ubatch.dbo import dbo_current_ubatch_id, dbo_enabled, dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield
 from ubatch.errors import ConfigError, LaneAborted, UBatchError
 from ubatch.lanes.baton import Baton
 from ubatch.lanes.context import make_ubatch_contexts
 from ubatch.lanes.wakeup import EventFdWakeUp, Gate, LockWakeUp, WakeUp, make_wakeup
-from ubatch.schedules.forward_context import ForwardContext, get_forward_context
+from ubatch.schedules.forward_context import get_forward_context
 from ubatch.schedules.ring import interleave
 from ubatch.schedules.schedule import SCHEDULES, Point, Schedule, get_schedule
 from ubatch.trace.spans import tracing
@@ -90,11 +90,17 @@ def test_a_gate_opens_when_all_have_arrived_and_can_be_used_again(kind: type[Wak
 
 
 @pytest.mark.parametrize("lead", range(5))
-@pytest.mark.parametrize("lanes", [2, 3, 4])
+@pytest.mark.parametrize("lanes", [2, 3, 4, 8])
 def test_the_real_trace_equals_the_computed_order(kind: type[WakeUp], lanes: int, lead: int) -> None:
     schedule = Schedule("test", lead=lead, points_off=frozenset())
     with lane_pool(lanes) as pool:
-        for lengths in ([4] * lanes, range(lanes), range(lanes, 0, -1), [0, 5, 1, 3][:lanes], [6, 0, 0, 1][:lanes]):
+        for lengths in (
+            [4] * lanes,
+            range(lanes),
+            range(lanes, 0, -1),
+            ([0, 5, 1, 3] * 2)[:lanes],
+            ([6, 0, 0, 1] * 2)[:lanes],
+        ):
             programs = [[f"p{index}" for index in range(length)] for length in lengths]
             with tracing() as trace:
                 run(pool, *map(walker, programs), schedule=schedule)
@@ -111,13 +117,6 @@ def test_named_schedules_skip_the_points_they_switch_off(name: str, lanes: int) 
     with lane_pool(lanes) as pool, tracing() as trace:
         run(pool, *[walker(layer * 3)] * lanes, schedule=schedule)
     assert trace.order == interleave([active * 3] * lanes, lead=schedule.lead)
-
-
-def test_many_lanes() -> None:
-    programs = [[f"p{index}" for index in range(lane % 4)] for lane in range(8)]
-    with lane_pool(8) as pool, tracing() as trace:
-        assert run(pool, *[walker(program, lane) for lane, program in enumerate(programs)]) == list(range(8))
-    assert trace.order == interleave(programs)
 
 
 def test_the_order_does_not_depend_on_how_long_lanes_take(kind: type[WakeUp]) -> None:
@@ -251,39 +250,6 @@ def test_outside_a_lane_a_point_does_nothing() -> None:
 # -------------------------------------------------------------------------------------- contexts with one's own threads
 
 
-class Threads:
-    """Own threads around `with context`, the way a serving engine drives lanes itself."""
-
-    def __init__(self, lanes: int, schedule: Schedule = EVERY_POINT) -> None:
-        self.ready = Gate(lanes)
-        self.contexts = make_ubatch_contexts(
-            lanes,
-            None,
-            None,
-            [ForwardContext(num_tokens=lane) for lane in range(lanes)],
-            self.ready,
-            schedule=schedule,
-        )
-        self.errors: list[tuple[int, BaseException]] = []
-
-    def run(self, *bodies: Callable[[], object]) -> None:
-        def lane(index: int) -> None:
-            try:
-                with self.contexts[index]:
-                    bodies[index]()
-            except BaseException as error:
-                self.errors.append((index, error))
-
-        threads = [threading.Thread(target=lane, args=(index,)) for index in range(len(bodies))]
-        for thread in threads:
-            thread.start()
-        assert self.ready.wait_for(20)
-        self.contexts[0].baton.start()
-        for thread in threads:
-            thread.join(20)
-            assert not thread.is_alive()
-
-
 def test_contexts_in_own_threads_take_turns() -> None:
     seen: list[tuple[int, int, int]] = []
 
@@ -293,7 +259,7 @@ def test_contexts_in_own_threads_take_turns() -> None:
             seen.append((dbo_current_ubatch_id(), step, context.num_tokens if context else -1))
             dbo_yield()
 
-    threads = Threads(3)
+    threads = OwnThreads(3)
     threads.run(body, body, body)
     assert not threads.errors
     assert seen == [(lane, step, lane) for step, lane in product(range(3), range(3))]
@@ -308,17 +274,15 @@ def test_contexts_in_own_threads_fail_together() -> None:
         while True:
             dbo_yield()
 
-    threads = Threads(3)
+    threads = OwnThreads(3)
     threads.run(goes_on, fails, goes_on)
     assert [index for index, _ in threads.errors] == [1, 2, 0], "the failed lane first, then the others in ring order"
     assert [type(error) for _, error in threads.errors] == [ValueError, LaneAborted, LaneAborted]
 
 
 def test_contexts_can_be_used_for_several_steps() -> None:
-    threads = Threads(2)
+    threads = OwnThreads(2)
     for _ in range(3):
-        threads.contexts[0].baton.prepare(0)
-        threads.ready.close_again()
         threads.run(walker("ab"), walker("abc"))
     assert not threads.errors
 
@@ -335,19 +299,21 @@ def test_a_context_cannot_be_entered_inside_a_lane() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lanes", "contexts", "message"),
-    [(1, [None], "num_ubatches must be at least 2, not 1"), (3, [None, None], "3 lanes need as many forward contexts")],
+    ("lanes", "contexts", "schedule", "message"),
+    [
+        (1, 1, "serial", "num_ubatches must be at least 2, not 1"),
+        (3, 2, "serial", "3 lanes need as many forward contexts"),
+        (2, 2, "two_batch_decoed", "unknown schedule 'two_batch_decoed'; did you mean 'two_batch_decode'"),
+    ],
 )
-def test_contexts_that_cannot_be(lanes: int, contexts: list[None], message: str) -> None:
+def test_contexts_that_cannot_be(lanes: int, contexts: int, schedule: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_ubatch_contexts(lanes, None, None, contexts, Gate(lanes))
+        make_ubatch_contexts(lanes, None, None, [None] * contexts, Gate(lanes), schedule=schedule)
 
 
 def test_contexts_take_a_schedule_by_name() -> None:
     contexts = make_ubatch_contexts(2, None, None, [None, None], Gate(2), schedule="two_batch_decode")
     assert all(context.schedule == get_schedule("two_batch_decode") for context in contexts)
-    with pytest.raises(ConfigError, match="unknown schedule 'two_batch_decoed'; did you mean 'two_batch_decode'"):
-        make_ubatch_contexts(2, None, None, [None, None], Gate(2), schedule="two_batch_decoed")
 
 
 @pytest.mark.parametrize("points", [0, 1], ids=["before its first turn", "at a point"])

@@ -13,9 +13,8 @@ import pytest
 import torch
 from failure_cases import endless, usable
 from lanes import FakeWork, lane_threads, no_lane_threads_within, open_files, run
-from torch import nn
+from wrapping import Plain, rows, wrapped
 
-from ubatch import UBatchConfig, UBatchWrapper
 from ubatch.dbo import dbo_current_ubatch_id, dbo_register_recv_hook, dbo_yield
 from ubatch.errors import UBatchTimeout
 from ubatch.lanes.workers import LanePool
@@ -91,22 +90,6 @@ def test_a_thousand_runs_that_fail_anywhere() -> None:
 # ------------------------------------------------------------------------------------------ the wrapper, after failures
 
 
-class Fragile(nn.Module):
-    """Doubles its input; does in one lane what `trouble` says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trouble: Callable[[], object] | None = None
-        self.lane = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dbo_yield()
-        if self.trouble is not None and dbo_current_ubatch_id() == self.lane:
-            self.trouble()
-        dbo_yield()
-        return x * 2
-
-
 def _raise(error: BaseException) -> None:
     raise error
 
@@ -129,23 +112,21 @@ TROUBLE: dict[str, tuple[Callable[[], object], type[BaseException]]] = {
 @pytest.mark.parametrize("lane", [0, 1])
 @pytest.mark.parametrize("trouble", TROUBLE)
 def test_the_wrapper_can_be_used_again(trouble: str, lane: int) -> None:
-    model = Fragile()
-    timeout_s = 0.25 if trouble == "hang" else 20.0
-    wrapper = UBatchWrapper(model, UBatchConfig(verify="off", dbo_prefill_token_threshold=2, timeout_s=timeout_s))
-    x = torch.arange(6.0)
-    try:
+    act, error = TROUBLE[trouble]
+    troubled = [False]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if troubled[0] and dbo_current_ubatch_id() == lane:
+            act()
+        dbo_yield()
+        return x * 2
+
+    with wrapped(Plain(forward), timeout_s=0.25 if trouble == "hang" else 20.0) as wrapper:
         for _ in range(2):
-            with wrapper.no_timeout():
-                assert wrapper(x).equal(x * 2)
-            model.trouble, error = TROUBLE[trouble]
-            model.lane = lane
-            with pytest.raises(error):
-                wrapper(x)
-            model.trouble = None
-            with wrapper.no_timeout():
-                assert wrapper(x).equal(x * 2)
+            for fails in (False, True, False):
+                troubled[0] = fails
+                with pytest.raises(error) if fails else wrapper.no_timeout():
+                    assert wrapper(rows(6)).equal(rows(6) * 2)
         statistics = wrapper.statistics()
         assert (statistics.calls, statistics.engaged, statistics.declined) == (6, 4, {})
-    finally:
-        wrapper.close()
     assert no_lane_threads_within(5)

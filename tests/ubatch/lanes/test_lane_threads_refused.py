@@ -6,10 +6,7 @@ import threading
 from typing import Any
 
 import pytest
-import torch
 from lanes import lane_pool, lane_threads, no_lane_threads_within, run, walker
-from wrapper_cases import Model, x_of
-from wrapping import wrapped
 
 from ubatch import UBatchError
 
@@ -41,17 +38,3 @@ def test_a_step_whose_threads_cannot_be_started(lane: int, refused: set[str]) ->
         refused.clear()
         assert run(pool, *[walker("ab", 1)] * 3) == [1, 1, 1]
         assert len(lane_threads()) == 3
-
-
-@pytest.mark.parametrize("lane", [0, 1])
-def test_a_call_whose_threads_cannot_be_started(lane: int, refused: set[str]) -> None:
-    model, x = Model(), x_of()
-    expected = model(x)
-    with wrapped(model) as wrapper:
-        refused.add(f"ubatch-lane-{lane}")
-        with pytest.raises(UBatchError, match="could not be started"):
-            wrapper(x)
-        assert no_lane_threads_within(5)
-        refused.clear()
-        torch.testing.assert_close(wrapper(x), expected)
-        assert wrapper.statistics().engaged == 1

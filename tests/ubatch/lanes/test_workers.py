@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -18,6 +17,7 @@ from children import exit_code, in_child
 from lanes import (
     CPU,
     EVERY_POINT,
+    OwnThreads,
     lane_pool,
     lane_threads,
     no_lane_threads_within,
@@ -30,7 +30,6 @@ from repository import ROOT
 
 from ubatch.dbo import dbo_current_ubatch_id, dbo_yield
 from ubatch.errors import ForkedLaneError, UBatchError
-from ubatch.lanes.context import make_ubatch_contexts
 from ubatch.lanes.wakeup import Gate
 from ubatch.lanes.workers import LanePool
 from ubatch.schedules.forward_context import ForwardContext, get_forward_context
@@ -69,28 +68,18 @@ def test_workers_persist() -> None:
         assert threading.get_ident() not in [ident for ident, _ in first]
 
 
-def test_workers_are_daemons() -> None:
-    with lane_pool() as pool:
-        run(pool, walker("a"), walker("a"))
-        workers = [thread for thread in threading.enumerate() if thread.name.startswith("ubatch-lane")]
-        assert len(workers) == 2
-        assert all(worker.daemon for worker in workers)
-
-
-def test_no_threads_before_the_first_step() -> None:
-    with lane_pool():
-        assert not lane_threads()
-
-
 def test_close_stops_the_threads_and_the_next_step_makes_new_ones() -> None:
     pool = LanePool(2, CPU, 20.0)
     pool.close()
     for _ in range(2):
+        assert not lane_threads(), "none before the first step"
         assert run(pool, walker("a", 1), walker("a", 2)) == [1, 2]
+        workers = [thread for thread in threading.enumerate() if thread.name in lane_threads()]
+        assert [worker.daemon for worker in workers] == [True] * 2
         pool.close()
         pool.close()
-        assert not lane_threads()
     assert pool.counts.threads_started == 4
+    assert not lane_threads()
 
 
 def test_a_dropped_pool_closes_itself() -> None:
@@ -282,30 +271,6 @@ def test_a_forked_lane_that_runs_on_ends_its_process_and_leaves_the_parent_alone
     assert capfd.readouterr().err.count("ForkedLaneError: lane") == 3
 
 
-class OwnLanes:
-    """Two lanes in threads of one's own, with contexts that are kept."""
-
-    def __init__(self) -> None:
-        self.ready = Gate(2)
-        self.contexts = make_ubatch_contexts(2, None, None, [None, None], self.ready, schedule=EVERY_POINT)
-
-    def run(self, *bodies: Callable[[], object]) -> None:
-        def lane(index: int) -> None:
-            with self.contexts[index]:
-                bodies[index]()
-
-        self.contexts[0].baton.prepare(0)
-        self.ready.close_again()
-        threads = [threading.Thread(target=lane, args=(index,)) for index in range(2)]
-        for thread in threads:
-            thread.start()
-        assert self.ready.wait_for(20)
-        self.contexts[0].baton.start()
-        for thread in threads:
-            thread.join(20)
-            assert not thread.is_alive()
-
-
 @forks
 def test_a_fork_inside_a_lane_of_own_threads() -> None:
     codes: list[int] = []
@@ -319,14 +284,15 @@ def test_a_fork_inside_a_lane_of_own_threads() -> None:
         codes.append(exit_code(in_child(child)))
         dbo_yield()
 
-    OwnLanes().run(forking, walker("ab"))
-    assert codes == [0]
+    lanes = OwnThreads(2)
+    lanes.run(forking, walker("ab"))
+    assert (codes, lanes.errors) == ([0], [])
 
 
 @forks
 def test_contexts_that_were_idle_at_a_fork_work_on_both_sides() -> None:
     """Parent and child must not wake each other's lanes through a descriptor that they share."""
-    lanes = OwnLanes()
+    lanes = OwnThreads(2)
     lanes.run(walker("a"), walker("a"))
     log: list[int] = []
 
@@ -339,7 +305,7 @@ def test_contexts_that_were_idle_at_a_fork_work_on_both_sides() -> None:
         for _ in range(5):
             log.clear()
             lanes.run(note, note)
-            assert log == [0, 1] * 100
+            assert (log, lanes.errors) == ([0, 1] * 100, [])
 
     children = [in_child(steps) for _ in range(2)]
     steps()
