@@ -120,17 +120,3 @@ def test_random_numbers_are_drawn_as_often_as_by_the_module() -> None:
         after = torch.rand(1)
         torch.manual_seed(3)
         assert torch.equal(after, torch.rand(1)), "what the proof draws, it gives back"
-
-
-def test_memory_outside_the_module_that_lanes_would_overwrite() -> None:
-    out = torch.zeros(64, 3)
-
-    def forward(x: Tensor) -> Tensor:
-        out[: len(x)] = x * 2
-        return out[: len(x)]
-
-    with wrapped(Plain(forward), **FIRST) as wrapper:
-        for number in range(3):
-            x = rows(8) + number
-            assert torch.equal(wrapper(x), x * 2)
-        assert seen(wrapper) == (0, 0, {DeclineReason.MODULE_KEEPS_STATE: 3})

@@ -30,7 +30,6 @@ from ubatch import (
     OverlapDeclined,
     Point,
     Schedule,
-    UBatchConfig,
     UBatchError,
     UBatchWrapper,
     interleave,
@@ -110,14 +109,6 @@ def test_close_and_use_again(wrapper: UBatchWrapper) -> None:
     assert no_lane_threads_within(5)
     assert torch.equal(wrapper(x), expected)
     assert wrapper.statistics().lane_threads_started == 4
-
-
-def test_a_wrapper_that_is_dropped_ends_its_threads(model: Model) -> None:
-    wrapper = UBatchWrapper(model, UBatchConfig(dbo_prefill_token_threshold=2))
-    wrapper(x_of())
-    assert lane_threads()
-    del wrapper
-    assert no_lane_threads_within(5)
 
 
 # ------------------------------------------------------------------------------------------------------------- misuse
@@ -231,14 +222,14 @@ def test_concurrent_calls_of_ranks_are_refused() -> None:
 
 
 def test_what_is_no_module_mode_or_device_is_refused(model: Model) -> None:
-    with pytest.raises(ConfigError, match=r"CUDA graphs need a CUDA device, not 'cpu'\. Move the module there"):
-        UBatchWrapper(model, cudagraph_mode=CUDAGraphMode.FULL)
-    with pytest.raises(ConfigError, match=r"unknown cudagraph_mode 'ful'; did you mean 'full'\?"):
-        UBatchWrapper(model, cudagraph_mode="ful")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"wraps an nn\.Module, not a function"):
-        UBatchWrapper(identity)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="'gpu' is no torch device"):
-        UBatchWrapper(model, device="gpu")
+    for settings, message in (
+        ({"cudagraph_mode": CUDAGraphMode.FULL}, r"CUDA graphs need a CUDA device, not 'cpu'\. Move the module there"),
+        ({"cudagraph_mode": "ful"}, r"unknown cudagraph_mode 'ful'; did you mean 'full'\?"),
+        ({"model": identity}, r"wraps an nn\.Module, not a function"),
+        ({"device": "gpu"}, "'gpu' is no torch device"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            UBatchWrapper(**{"model": model, **settings})
     if not torch.cuda.is_available():
         with pytest.raises(UBatchError):
             UBatchWrapper(model, device="cuda")
@@ -306,13 +297,6 @@ def test_attributes_are_the_modules(model: Model, wrapper: UBatchWrapper) -> Non
     assert wrapper.config is wrapper.ubatch_config, "unless the module has a config of its own"
     model.config = "the module's"
     assert wrapper.config == "the module's"
-
-
-def test_methods_that_call_forward_go_through_the_wrapper(model: Model, wrapper: UBatchWrapper) -> None:
-    x = x_of()
-    torch.testing.assert_close(wrapper.twice(x), model.twice(x))
-    assert wrapper.statistics().engaged == 2
-    assert type(model) is Model, "the module is as it was"
 
 
 def test_hooks_of_the_module_run_once_per_lane(model: Model, wrapper: UBatchWrapper) -> None:
