@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -79,10 +80,15 @@ def open_files() -> int:
 
 
 class FakeWork:
-    """A transport's work that ends when the test says so."""
+    """A transport's work that ends when the test says so.
 
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.error = error
+    Args:
+        error: what its end is.
+        regards_timeout: whether a wait ends with the time-out that it is given.
+    """
+
+    def __init__(self, error: BaseException | None = None, *, regards_timeout: bool = False) -> None:
+        self.error, self.regards_timeout = error, regards_timeout
         self._over = threading.Event()
 
     def finish(self) -> None:
@@ -91,12 +97,12 @@ class FakeWork:
     def is_completed(self) -> bool:
         return self._over.is_set()
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         if self.error is not None:
             self._over.set()
             raise self.error
-        if not self._over.wait(20):
-            raise RuntimeError("nobody finished this fake work")
+        if not self._over.wait(timeout.total_seconds() if timeout is not None and self.regards_timeout else 30):
+            raise RuntimeError("nobody finished this fake work in time")
         return True
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import functools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from ubatch import CommGroup, DeclineReason, UBatchConfig, UBatchWrapper, dbo_yield
 
 Function = Callable[..., Any]
+Rounding = Mapping[torch.dtype, float]
 LARGE = 6000
 """Rows of `rows()` that take more bytes than a guard copies."""
 FIRST = {"verify": "first"}
@@ -145,23 +147,62 @@ def through_pickle(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value))
 
 
-def assert_same(result: Any, expected: Any) -> None:
-    """Equal, with the same classes all the way down."""
-    assert type(result) is type(expected)
-    if isinstance(expected, torch.Tensor):
-        torch.testing.assert_close(result, expected)
-    elif isinstance(expected, dict):
-        assert list(result) == list(expected)
-        for key in expected:
-            assert_same(result[key], expected[key])
-    elif isinstance(expected, list | tuple):
-        assert len(result) == len(expected)
-        for one, other in zip(result, expected, strict=True):
-            assert_same(one, other)
-    elif hasattr(expected, "__dataclass_fields__"):
-        assert_same(vars(result), vars(expected))
+def assert_same(result: Any, expected: Any, path: str = "it", *, rounding: Rounding | None = None) -> None:
+    """Equal, with the same classes all the way down; within torch's tolerance, or by dtype within this part of a
+    tensor's largest value.
+
+    Raises:
+        AssertionError: with the path to the first difference.
+    """
+    assert type(result) is type(expected), f"{path} is a {type(result).__name__}, not a {type(expected).__name__}"
+    if isinstance(expected, Tensor):
+        _assert_same_tensor(result, expected, path, rounding)
+    elif isinstance(expected, float):
+        close = torch.tensor(result).isclose(torch.tensor(expected), rtol=1e-4, equal_nan=True)
+        assert close, f"{path} is {result}, not {expected}"
+    elif callable(expected):
+        return
+    elif (children := children_of(expected)) is not None:
+        others = children_of(result) or {}
+        assert list(others) == list(children), f"{path} has {list(others)}, not {list(children)}"
+        for key, child in children.items():
+            assert_same(others[key], child, f"{path}.{key}", rounding=rounding)
     else:
-        assert result == expected
+        assert result == expected, f"{path} is {result!r}, not {expected!r}"
+
+
+def children_of(value: Any) -> dict[Any, Any] | None:
+    """What a container or a cache is made of; None for a plain value."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    compared_by_identity = type(value).__eq__ is object.__eq__ and hasattr(value, "__dict__")
+    return dict(vars(value)) if dataclasses.is_dataclass(value) or compared_by_identity else None
+
+
+def _assert_same_tensor(result: Tensor, expected: Tensor, path: str, rounding: Rounding | None) -> None:
+    ours = result.layout, result.dtype, tuple(result.shape), result.requires_grad
+    theirs = expected.layout, expected.dtype, tuple(expected.shape), expected.requires_grad
+    assert ours == theirs, f"{path} is {ours}, not {theirs}"
+    if expected.layout is not torch.strided:
+        result, expected = result.to_dense(), expected.to_dense()
+    if torch.equal(result, expected):
+        return
+    if rounding is None:
+        torch.testing.assert_close(result, expected, equal_nan=True, msg=lambda text: f"{path}: {text}")
+        return
+    if expected.is_complex():
+        result, expected = torch.view_as_real(result), torch.view_as_real(expected)
+    assert expected.is_floating_point(), f"{path} has other integers"
+    result, expected = result.detach(), expected.detach()
+    largest = expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 0.0
+    tolerance = rounding[expected.dtype] * largest + 1e-6
+    close = torch.isclose(result, expected, rtol=0.0, atol=tolerance, equal_nan=True)
+    if not close.all():
+        worst = (result - expected)[~close].abs().max().item()
+        where = (~close).nonzero()[0].tolist()
+        raise AssertionError(f"{path} differs by {worst:.3g} (largest value {largest:.3g}), first at {where}")
 
 
 def rows(n: int = 6, *beside: int) -> Tensor:

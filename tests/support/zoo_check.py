@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import random
 import warnings
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import wrapping
 from torch import Tensor, nn
 from wrapping import wrapped
 from zoo_entry import OVERLAPS, Call, Entry
@@ -157,55 +159,5 @@ def kept_value(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
 
 
-def assert_same(result: Any, expected: Any, path: str = "") -> None:
-    """Equal within rounding, with the same classes all the way down.
-
-    Raises:
-        AssertionError: with the path to the first difference.
-    """
-    assert type(result) is type(expected), f"{path} is a {type(result).__name__}, not a {type(expected).__name__}"
-    if isinstance(expected, Tensor):
-        _assert_same_tensor(result, expected, path)
-    elif isinstance(expected, float):
-        close = torch.tensor(result).isclose(torch.tensor(expected), rtol=1e-4, equal_nan=True)
-        assert close, f"{path} is {result}, not {expected}"
-    elif callable(expected):
-        return
-    elif (children := children_of(expected)) is not None:
-        others = children_of(result) or {}
-        assert list(others) == list(children), f"{path} has {list(others)}, not {list(children)}"
-        for key, child in children.items():
-            assert_same(others[key], child, f"{path}.{key}")
-    else:
-        assert result == expected, f"{path} is {result!r}, not {expected!r}"
-
-
-def children_of(value: Any) -> dict[Any, Any] | None:
-    """What a container or a cache is made of; None for a plain value."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, list | tuple):
-        return dict(enumerate(value))
-    compared_by_identity = type(value).__eq__ is object.__eq__ and hasattr(value, "__dict__")
-    return dict(vars(value)) if dataclasses.is_dataclass(value) or compared_by_identity else None
-
-
-def _assert_same_tensor(result: Tensor, expected: Tensor, path: str) -> None:
-    ours = result.layout, result.dtype, tuple(result.shape), result.requires_grad
-    theirs = expected.layout, expected.dtype, tuple(expected.shape), expected.requires_grad
-    assert ours == theirs, f"{path} is {ours}, not {theirs}"
-    if expected.layout is not torch.strided:
-        result, expected = result.to_dense(), expected.to_dense()
-    if torch.equal(result, expected):
-        return
-    if expected.is_complex():
-        result, expected = torch.view_as_real(result), torch.view_as_real(expected)
-    assert expected.is_floating_point(), f"{path} has other integers"
-    result, expected = result.detach(), expected.detach()
-    largest = expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 0.0
-    tolerance = ROUNDING[expected.dtype] * largest + 1e-6
-    close = torch.isclose(result, expected, rtol=0.0, atol=tolerance, equal_nan=True)
-    if not close.all():
-        worst = (result - expected)[~close].abs().max().item()
-        where = (~close).nonzero()[0].tolist()
-        raise AssertionError(f"{path} differs by {worst:.3g} (largest value {largest:.3g}), first at {where}")
+assert_same = functools.partial(wrapping.assert_same, rounding=ROUNDING)
+"""Equal within rounding, with the same classes all the way down."""

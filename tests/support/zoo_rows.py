@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zoo_check import assert_same, children_of, seeded
+from wrapping import children_of
+from zoo_check import assert_same, seeded
 from zoo_entry import ODD, Entry
 
 

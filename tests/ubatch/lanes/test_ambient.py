@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,50 +29,34 @@ def pool() -> Iterator[LanePool]:
         yield made
 
 
-@dataclass(frozen=True)
-class State:
-    """What a thread sees, and what follows from it."""
-
-    grad: bool
-    inference: bool
-    autocast: bool
-    autocast_dtype: torch.dtype
-    autocast_cache: bool
-    default_device: torch.device
-    threads: int
-    made_on: torch.device
-    product: torch.dtype
-    requires_grad: bool
-    is_inference: bool
-
-    @classmethod
-    def now(cls) -> State:
-        weight = torch.ones(2, 2, device="cpu", requires_grad=True)
-        product = torch.ones(2, 2, device="cpu") @ weight
-        return cls(
-            grad=torch.is_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(),
-            autocast=torch.is_autocast_enabled("cpu"),
-            autocast_dtype=torch.get_autocast_dtype("cpu"),
-            autocast_cache=torch.is_autocast_cache_enabled(),
-            default_device=torch.get_default_device(),
-            threads=torch.get_num_threads(),
-            made_on=torch.empty(1).device,
-            product=product.dtype,
-            requires_grad=product.requires_grad,
-            is_inference=product.is_inference(),
-        )
+def state() -> dict[str, Any]:
+    """What this thread sees, and what follows from it."""
+    weight = torch.ones(2, 2, device="cpu", requires_grad=True)
+    product = torch.ones(2, 2, device="cpu") @ weight
+    return {
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "autocast_dtype": torch.get_autocast_dtype("cpu"),
+        "autocast_cache": torch.is_autocast_cache_enabled(),
+        "default_device": torch.get_default_device(),
+        "threads": torch.get_num_threads(),
+        "made_on": torch.empty(1).device,
+        "product": product.dtype,
+        "requires_grad": product.requires_grad,
+        "is_inference": product.is_inference(),
+    }
 
 
-def states(pool: LanePool) -> list[State]:
+def states(pool: LanePool) -> list[dict[str, Any]]:
     """What every lane sees, before and after a point."""
 
-    def body() -> list[State]:
-        before = State.now()
+    def body() -> list[dict[str, Any]]:
+        before = state()
         dbo_yield()
-        return [before, State.now()]
+        return [before, state()]
 
-    return [state for lane in run(pool, *[body] * LANES) for state in lane]
+    return [seen for lane in run(pool, *[body] * LANES) for seen in lane]
 
 
 @contextmanager
@@ -139,15 +122,15 @@ CHANGE_NOTHING = {
 
 @pytest.mark.parametrize("name", SURROUNDINGS)
 def test_lanes_see_what_the_caller_sees(pool: LanePool, name: str) -> None:
-    outside = State.now()
+    outside = state()
     with ExitStack() as stack:
         for surrounding in SURROUNDINGS[name]:
             stack.enter_context(surrounding())
-        inside = State.now()
+        inside = state()
         assert (inside == outside) == (name in CHANGE_NOTHING)
         assert states(pool) == [inside] * 2 * LANES
-        assert State.now() == inside
-    assert State.now() == outside
+        assert state() == inside
+    assert state() == outside
     assert states(pool) == [outside] * 2 * LANES, "the next step is not in the surroundings of this one"
 
 
@@ -158,7 +141,7 @@ def test_the_surroundings_are_left_when_a_lane_fails(pool: LanePool) -> None:
 
     with torch.inference_mode(), autocast(), torch.device("meta"), pytest.raises(ValueError, match="original"):
         run(pool, fails, walker("abc"), walker("abc"))
-    assert states(pool) == [State.now()] * 2 * LANES
+    assert states(pool) == [state()] * 2 * LANES
 
 
 def set_everything() -> None:
@@ -171,21 +154,21 @@ def set_everything() -> None:
 
 
 def test_what_a_lane_sets_stays_in_that_lane_and_step(pool: LanePool) -> None:
-    caller = State.now()
+    caller = state()
 
-    def sets() -> State:
+    def sets() -> dict[str, Any]:
         set_everything()
         dbo_yield()
-        return State.now()
+        return state()
 
-    def sees() -> State:
+    def sees() -> dict[str, Any]:
         dbo_yield()
-        return State.now()
+        return state()
 
     first, *others = run(pool, sets, sees, sees)
-    assert (first.grad, first.autocast, first.default_device) == (False, True, torch.device("meta"))
+    assert (first["grad"], first["autocast"], first["default_device"]) == (False, True, torch.device("meta"))
     assert others == [caller] * 2
-    assert State.now() == caller
+    assert state() == caller
     assert states(pool) == [caller] * 2 * LANES
 
 

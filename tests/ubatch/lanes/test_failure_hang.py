@@ -208,30 +208,14 @@ def test_a_wait_on_a_connection_is_no_hang() -> None:
     timer.join()
 
 
-class Endless:
-    """A transport's work that is never over, until the test is."""
-
-    def __init__(self, *, regards_timeout: bool) -> None:
-        self.regards_timeout = regards_timeout
-        self.end = threading.Event()
-
-    def is_completed(self) -> bool:
-        return self.end.is_set()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        seconds = 30.0 if timeout is None or not self.regards_timeout else timeout.total_seconds()
-        if not self.end.wait(seconds):
-            raise RuntimeError("Operation timed out!")
-        return True
-
-
 @contextmanager
-def endless_work(*, regards_timeout: bool) -> Iterator[Endless]:
-    work = Endless(regards_timeout=regards_timeout)
+def endless_work(*, regards_timeout: bool) -> Iterator[FakeWork]:
+    """A transport's work that is never over, until the block is."""
+    work = FakeWork(regards_timeout=regards_timeout)
     try:
         yield work
     finally:
-        work.end.set()
+        work.finish()
 
 
 @pytest.mark.parametrize("settings", [{}, bounded(0.3), {"stream_ordered": True}])
@@ -249,7 +233,7 @@ def test_a_transfer_that_nobody_ends_is_a_hang(which: int, settings: dict[str, A
 
 def test_the_time_out_of_a_transfer_can_be_suspended() -> None:
     with lane_pool(timeout_s=0.2) as pool, endless_work(regards_timeout=True) as work:
-        timer = threading.Timer(0.8, work.end.set)
+        timer = threading.Timer(0.8, work.finish)
         timer.start()
         assert run(pool, waits_for(work), walker("a", "x"), patient=True) == [7, "x"]
         timer.join()
@@ -267,7 +251,7 @@ def test_a_transfer_that_is_known_to_arrive_late_is_no_hang() -> None:
 
 
 def test_a_wrapper_whose_transfer_is_stuck_works_again() -> None:
-    works: list[Endless] = []
+    works: list[FakeWork] = []
 
     def sending(x: Tensor) -> Tensor:
         for work in works:

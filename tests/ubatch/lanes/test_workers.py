@@ -1,4 +1,4 @@
-"""The lanes' threads: kept from step to step, stopped when unused, safe across fork and exit."""
+"""The lanes' threads: kept from step to step, stopped when unused, safe across fork and exit; and none to be had."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -379,3 +380,35 @@ def test_garbage_collection_inside_a_lane_may_close_another_pool() -> None:
     with lane_pool() as pool:
         run(pool, body, body)
         assert within(5, lambda: len(lane_threads()) == 2)
+
+
+# --------------------------------------------------------------------------------------- threads that cannot be started
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of the threads that the system refuses to start."""
+    names: set[str] = set()
+    start = threading.Thread.start
+
+    def refusing(thread: threading.Thread, *args: Any) -> None:
+        if thread.name in names:
+            raise RuntimeError("can't start new thread")
+        start(thread, *args)
+
+    monkeypatch.setattr(threading.Thread, "start", refusing)
+    return names
+
+
+@pytest.mark.parametrize("lane", [0, 1, 2])
+def test_a_step_whose_threads_cannot_be_started(lane: int, refused: set[str]) -> None:
+    with lane_pool(3) as pool:
+        for _ in range(2):
+            refused.add(f"ubatch-lane-{lane}")
+            with pytest.raises(UBatchError, match=f"'ubatch-lane-{lane}' could not be started: can't start") as caught:
+                run(pool, *[walker("ab")] * 3)
+            assert type(caught.value.__cause__) is RuntimeError
+            assert no_lane_threads_within(5)
+        refused.clear()
+        assert run(pool, *[walker("ab", 1)] * 3) == [1, 1, 1]
+        assert len(lane_threads()) == 3

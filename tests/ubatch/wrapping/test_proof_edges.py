@@ -1,18 +1,24 @@
-"""Cases that a proof must detect: groups of rows, masks, hidden state, and changes after the proof."""
+"""Cases that a proof must detect: groups of rows, masks, state, random numbers, near-ties, changes after the proof."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from wrapping import FIRST, Plain, outcome, proved, rows, seen, wrapped
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from wrapping import FIRST, Plain, made, outcome, proved, rows, seen, wrapped
 
-from ubatch import DeclineReason
+from ubatch import DeclineReason, UBatchConfig, UBatchWrapper, dbo_enabled
+
+pytestmark = pytest.mark.long
 
 
-@pytest.mark.long
 def test_groups_of_neighbouring_rows_are_not_cut_unseen() -> None:
     def centred(x: Tensor, size: int) -> Tensor:
         group = torch.arange(len(x)) // size
@@ -138,3 +144,163 @@ def test_what_changes_the_modules_structure_is_proved_anew() -> None:
     with proved(module, lambda: x) as wrapper:
         wrapper.add_module("1", nn.Softmax(0))
         torch.testing.assert_close(wrapper(x), module(x))
+
+
+# --------------------------------------------------------------------------------------------- state and random numbers
+
+
+def static(self: Any, x: Tensor) -> Tensor:
+    """Writes its output into a buffer of its own."""
+    out = self.out[: len(x)]
+    return torch.mul(x, 2, out=out) if not out.requires_grad else out
+
+
+def keys(self: Any, x: Tensor) -> Tensor:
+    """Keeps keys between calls, in a plain object."""
+    self.cache.keys = torch.cat([self.cache.keys, x])
+    return x + self.cache.keys.sum()
+
+
+def normed(self: Any, x: Tensor) -> Tensor:
+    """Running statistics that no version counter sees."""
+    return nn.functional.batch_norm(x, self.mean, self.var, training=True)
+
+
+def written(self: Any, x: Tensor) -> Tensor:
+    """Writes to a buffer behind autograd's back."""
+    self.count.data += 1
+    return x * 2
+
+
+def trained(self: Any, x: Tensor) -> Tensor:
+    """Changes a weight as it goes."""
+    with torch.no_grad():
+        self.weight.mul_(1.5)
+    return x * self.weight
+
+
+def trained_unseen(self: Any, x: Tensor) -> Tensor:
+    """Changes a weight where autograd does not look."""
+    self.weight.data.mul_(0.9)
+    return x * self.weight
+
+
+def replaced(self: Any, x: Tensor) -> Tensor:
+    self.weight = nn.Parameter(self.weight.detach() * 0.9)
+    return x * self.weight
+
+
+def held(self: Any, x: Tensor) -> Tensor:
+    """Keeps a number in an object of its own."""
+    self.own.calls += 1
+    return x * (1 + self.own.calls)
+
+
+def weight() -> nn.Parameter:
+    return nn.Parameter(torch.ones(3))
+
+
+KEEPING = [
+    made(static, out=lambda: torch.zeros(64, 3)),
+    made(keys, cache=lambda: SimpleNamespace(keys=torch.zeros(0, 3))),
+    made(normed, mean=lambda: torch.zeros(3), var=lambda: torch.ones(3)),
+    made(written, count=lambda: torch.zeros(2)),
+    made(trained, weight=weight),
+    made(trained_unseen, weight=weight),
+    made(replaced, weight=weight),
+    made(held, own=lambda: SimpleNamespace(calls=0)),
+]
+
+
+@pytest.mark.parametrize("make", KEEPING)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_module_that_keeps_state_runs_whole_and_once(make: Callable[[], nn.Module], mode: Any) -> None:
+    if mode is torch.enable_grad and make in KEEPING[:4]:
+        mode = torch.no_grad  # what they write to records no gradients
+    with mode():
+        calls = [(rows(8) + number,) for number in range(4)]
+        assert outcome(make(), *calls) == (0, 0, {DeclineReason.MODULE_KEEPS_STATE: 4})
+
+
+def test_what_is_made_ready_once_is_no_state() -> None:
+    def lazy(self: Any, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(3.0)
+        return x + self.table
+
+    calls = [(rows(8),)] * 3
+    assert outcome(made(lazy, table=lambda: None)(), *calls) == (1, 1, {DeclineReason.MODULE_KEEPS_STATE: 1})
+
+
+def test_random_numbers_are_drawn_as_often_as_by_the_module() -> None:
+    module = Plain(lambda x: x + torch.rand(1))
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(3):
+            torch.manual_seed(3)
+            result, after = wrapper(rows(8)), torch.rand(1)
+            torch.manual_seed(3)
+            assert torch.equal(result, rows(8) + torch.rand(1))
+            assert torch.equal(after, torch.rand(1))
+        assert len(module.calls) == 3
+        assert seen(wrapper) == (0, 0, {DeclineReason.DRAWS_RANDOM: 3})
+
+    def only_in_lanes(x: Tensor) -> Tensor:
+        return x + 0 * torch.rand(1) if dbo_enabled() else x * 1
+
+    with wrapped(Plain(only_in_lanes), **FIRST) as wrapper:
+        torch.manual_seed(3)
+        wrapper(rows(8))
+        after = torch.rand(1)
+        torch.manual_seed(3)
+        assert torch.equal(after, torch.rand(1)), "what the proof draws, it gives back"
+
+
+# --------------------------------------------------------------------------------------------------------- sixteen bits
+
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_experts": 16, "moe_intermediate_size": 32, "head_dim": 16}
+
+
+def proofs(shape: dict[str, int], count: int) -> Iterator[str]:
+    """Prove so many calls of a model in bfloat16, each of other tokens, and each of a wrapper that knows nothing."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=1000,
+        intermediate_size=64,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        num_experts_per_tok=4,
+        **shape,
+    )
+    model = Qwen3MoeForCausalLM(config).eval().bfloat16()
+    settings = UBatchConfig(dbo_prefill_token_threshold=2, dbo_decode_token_threshold=2)
+    with torch.inference_mode():
+        for number in range(count):
+            wrapper = UBatchWrapper(model, settings)
+            rows, length = 2 + number % 11, 1 + number * 7 % 40
+            for _ in range(2):
+                wrapper(torch.randint(1000, (rows, length)), use_cache=False)
+            statistics = wrapper.statistics()
+            wrapper.close()
+            yield "proved" if statistics.proved == 2 else str(statistics.last_reason)
+
+
+def test_near_ties_retire_nothing() -> None:
+    assert Counter(proofs(SMALL, 10)) == {"proved": 10}
+
+
+def test_a_coupling_beside_the_cut_is_found() -> None:
+    """One row in a thousand is off, and only next to the cut: few enough to be near-ties."""
+
+    class Shift(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.cat([x[:1] * 0, x[:-1]])
+
+    wrapper = UBatchWrapper(Shift())
+    x = torch.randn(1024, 8).bfloat16()
+    for _ in range(4):
+        assert torch.equal(wrapper(x), Shift()(x))
+    statistics = wrapper.statistics()
+    wrapper.close()
+    assert statistics.engaged == 0
+    assert statistics.declined[DeclineReason.ROWS_DEPEND] >= 2
