@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
@@ -207,19 +208,9 @@ def test_the_previous_living_lane() -> None:
 @pytest.mark.parametrize("call", [dbo_yield, dbo_maybe_run_recv_hook, lambda: dbo_register_recv_hook(int)])
 def test_a_point_from_a_foreign_thread_is_refused(call: Callable[[], None]) -> None:
     def body() -> str:
-        caught: list[BaseException] = []
         inherited = contextvars.copy_context()  # what asyncio.to_thread does
-
-        def foreign() -> None:
-            try:
-                inherited.run(call)
-            except UBatchError as error:
-                caught.append(error)
-
-        thread = threading.Thread(target=foreign)
-        thread.start()
-        thread.join()
-        return str(caught[0])
+        with ThreadPoolExecutor(1) as foreign:
+            return str(foreign.submit(inherited.run, call).exception(20))
 
     with lane_pool() as pool:
         assert "reached a point from another thread" in run(pool, body, walker("a"))[0]
@@ -227,11 +218,8 @@ def test_a_point_from_a_foreign_thread_is_refused(call: Callable[[], None]) -> N
 
 def test_a_plain_thread_started_in_a_lane_is_outside_it() -> None:
     def body() -> list[bool]:
-        seen: list[bool] = []
-        thread = threading.Thread(target=lambda: (seen.append(dbo_enabled()), dbo_yield()))
-        thread.start()
-        thread.join()
-        return [dbo_enabled(), *seen]
+        with ThreadPoolExecutor(1) as plain:
+            return [dbo_enabled(), plain.submit(lambda: (dbo_enabled(), dbo_yield())[0]).result(20)]
 
     with lane_pool() as pool:
         assert run(pool, body, body) == [[True, False]] * 2

@@ -8,6 +8,7 @@ import dataclasses
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -311,23 +312,19 @@ def test_nothing_is_put_back_while_another_thread_is_in_a_call() -> None:
     module = made(counting, linear=lambda: nn.Linear(3, 3), count=int)()
     with proved(module) as wrapper:
         late[0] = True
-        errors: list[BaseException] = []
 
-        def call() -> None:
-            try:
-                with torch.no_grad():
-                    wrapper(rows(8))
-            except SideEffectError as error:
-                errors.append(error)
+        @torch.no_grad()
+        def call() -> Tensor:
+            return wrapper(rows(8))
 
-        thread = threading.Thread(target=call)
-        thread.start()
-        assert inside.wait(20)
-        wrapper(rows(8))
-        leave.set()
-        thread.join(20)
+        with ThreadPoolExecutor(1) as other:
+            outcome = other.submit(call)
+            assert inside.wait(20)
+            call()
+            leave.set()
+            assert type(error := outcome.exception(20)) is SideEffectError
         assert module.count == 1, "the other thread's"
-        assert "'count'" in str(errors[0])
+        assert "'count'" in str(error)
 
 
 # ----------------------------------------------------------------------------------------------------- not by a proof

@@ -9,7 +9,7 @@ import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -157,27 +157,15 @@ class Slow:
         assert self.leave.wait(20)
         return x * 2
 
-    @contextmanager
-    def in_another_thread(self, wrapper: UBatchWrapper, x: Tensor) -> Iterator[list[Tensor]]:
-        """The block runs while another thread is in a call; the call has ended afterwards, and its result is there."""
-        results: list[Tensor] = []
-        other = threading.Thread(target=lambda: results.append(wrapper(x)))
-        other.start()
-        assert self.inside.wait(20)
-        try:
-            yield results
-        finally:
-            self.leave.set()
-            other.join(20)
-
 
 def test_calls_of_several_threads_run_whole_beside_each_other() -> None:
     slow, x, y = Slow(), x_of(), x_of()
-    with wrapped(Plain(slow)) as wrapper:
-        with slow.in_another_thread(wrapper, x) as results:
-            threading.Timer(0.1, slow.leave.set).start()
-            assert torch.equal(wrapper(y), y * 2)
-        assert torch.equal(results[0], x * 2)
+    with wrapped(Plain(slow)) as wrapper, ThreadPoolExecutor(1) as other:
+        result = other.submit(wrapper, x)
+        assert slow.inside.wait(20)
+        threading.Timer(0.1, slow.leave.set).start()
+        assert torch.equal(wrapper(y), y * 2)
+        assert torch.equal(result.result(20), x * 2)
         assert seen(wrapper) == (1, 0, {DeclineReason.CONCURRENT_CALL: 1})
         assert wrapper.statistics().calls == 2
 
@@ -185,24 +173,16 @@ def test_calls_of_several_threads_run_whole_beside_each_other() -> None:
 def test_many_threads_lose_no_call() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
     with wrapped(model, **FIRST) as wrapper:
-        failed: list[BaseException] = []
 
+        @torch.inference_mode()
         def caller(seed: int) -> None:
             generator = torch.Generator().manual_seed(seed)
-            try:
-                with torch.inference_mode():
-                    for _ in range(50):
-                        x = torch.randn(8, 4, generator=generator)
-                        torch.testing.assert_close(wrapper(x), model(x))
-            except BaseException as error:
-                failed.append(error)
+            for _ in range(50):
+                x = torch.randn(8, 4, generator=generator)
+                torch.testing.assert_close(wrapper(x), model(x))
 
-        threads = [threading.Thread(target=caller, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert not failed
+        with ThreadPoolExecutor(4) as callers:
+            assert [*callers.map(caller, range(4), timeout=60)] == [None] * 4
         statistics = wrapper.statistics()
         assert statistics.calls == 200
         assert statistics.engaged + statistics.proved + sum(statistics.declined.values()) == 200
@@ -211,12 +191,13 @@ def test_many_threads_lose_no_call() -> None:
 def test_concurrent_calls_of_ranks_are_refused() -> None:
     """The ranks take a step together, so a call that only one of them makes cannot join in."""
     slow = Slow()
-    with only_rank() as group, wrapped(Plain(slow), group=group) as wrapper:
-        with (
-            slow.in_another_thread(wrapper, x_of(1)),
-            pytest.raises(ConcurrentCallError, match="another thread"),
-        ):
+    with only_rank() as group, wrapped(Plain(slow), group=group) as wrapper, ThreadPoolExecutor(1) as other:
+        result = other.submit(wrapper, x_of(1))
+        assert slow.inside.wait(20)
+        with pytest.raises(ConcurrentCallError, match="another thread"):
             wrapper(x_of())
+        slow.leave.set()
+        result.result(20)
         assert wrapper(x_of()).shape == (6, 4), "usable again"
         assert wrapper.statistics().calls == 2, "the refused call is none"
 

@@ -112,63 +112,72 @@ def scripted() -> nn.Module:
 
 
 Case = tuple[Callable[[], nn.Module], dict[str, Any], tuple[Any, ...], ForwardContext | None]
+
+
+def case(make: Callable[[], nn.Module], *args: Any, context: ForwardContext | None = None, **settings: Any) -> Case:
+    return make, settings, args, context
+
+
+def function(forward: Callable[..., Any], *args: Any, **settings: Any) -> Case:
+    return case(lambda: Plain(forward), *args, **settings)
+
+
+def ids(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.long)
+
+
+SEQUENCES = x_of(6, 3, 4)
 DECLINES: dict[DeclineReason, list[Case]] = {
-    DeclineReason.DISABLED: [(Model, {"enable_dbo": False}, (x_of(),), None)],
-    DeclineReason.SERIAL_SCHEDULE: [(Model, {"schedule": "serial"}, (x_of(),), None)],
-    DeclineReason.NOT_REQUESTED: [(Model, {}, (x_of(),), ForwardContext(attn_metadata="plan", num_tokens=6))],
-    DeclineReason.BELOW_DECODE_THRESHOLD: [
-        (lambda: Plain(lambda input_ids: input_ids * 1), {}, (torch.zeros(1, 1, dtype=torch.long),), None)
-    ],
-    DeclineReason.BELOW_PREFILL_THRESHOLD: [(Model, {"dbo_prefill_token_threshold": 7}, (x_of(),), None)],
-    DeclineReason.LAST_UBATCH_EMPTY: [
-        (lambda: Plain(lambda tokens: tokens * 1), {"num_ubatches": 4}, (torch.zeros(3, 9, dtype=torch.long),), None)
-    ],
-    DeclineReason.NO_BATCH: [(lambda: Plain(lambda n=3: torch.ones(n)), {}, (), None)],
+    DeclineReason.DISABLED: [case(Model, x_of(), enable_dbo=False)],
+    DeclineReason.SERIAL_SCHEDULE: [case(Model, x_of(), schedule="serial")],
+    DeclineReason.NOT_REQUESTED: [case(Model, x_of(), context=ForwardContext(attn_metadata="plan", num_tokens=6))],
+    DeclineReason.BELOW_DECODE_THRESHOLD: [function(lambda input_ids: input_ids * 1, ids(1, 1))],
+    DeclineReason.BELOW_PREFILL_THRESHOLD: [case(Model, x_of(), dbo_prefill_token_threshold=7)],
+    DeclineReason.LAST_UBATCH_EMPTY: [function(lambda tokens: tokens * 1, ids(3, 9), num_ubatches=4)],
+    DeclineReason.NO_BATCH: [function(lambda n=3: torch.ones(n))],
     DeclineReason.AMBIGUOUS_ARGUMENT: [
-        (lambda: Plain(lambda x, table: x + table), {"verify": "off"}, (x_of(), x_of(1)), None),
-        (lambda: Plain(lambda x: x * 1), {"split_dims": {"x": 4}}, (x_of(),), None),
+        function(lambda x, table: x + table, x_of(), x_of(1), verify="off"),
+        function(lambda x: x * 1, x_of(), split_dims={"x": 4}),
     ],
-    DeclineReason.NO_SPLITTER: [(lambda: Plain(lambda x, cache: x * 1), {}, (x_of(), object()), None)],
-    DeclineReason.ZERO_DIM_OUTPUT: [(lambda: Plain(lambda x: x.sum()), {}, (x_of(),), None)],
-    DeclineReason.CANNOT_MERGE: [(lambda: Plain(lambda x: x.sum(0)), {}, (x_of(),), None)],
+    DeclineReason.NO_SPLITTER: [function(lambda x, cache: x * 1, x_of(), object())],
+    DeclineReason.ZERO_DIM_OUTPUT: [function(lambda x: x.sum(), x_of())],
+    DeclineReason.CANNOT_MERGE: [function(lambda x: x.sum(0), x_of())],
     DeclineReason.DROPOUT_IN_TRAINING: [
-        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), {}, (x_of(),), None),
-        (NOISY, {}, (x_of(),), None),
-        (lambda: nn.LSTM(4, 4, 2, dropout=0.5, batch_first=True), {}, (x_of(6, 3, 4),), None),
+        case(lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), x_of()),
+        case(NOISY, x_of()),
+        case(lambda: nn.LSTM(4, 4, 2, dropout=0.5, batch_first=True), SEQUENCES),
     ],
     DeclineReason.BATCH_NORM_IN_TRAINING: [
-        (lambda: nn.BatchNorm1d(4), {}, (x_of(),), None),
-        (lambda: nn.BatchNorm1d(4, track_running_stats=False).eval(), {}, (x_of(),), None),
-        (lambda: nn.Sequential(nn.BatchNorm1d(4)).eval().append(nn.BatchNorm1d(4)), {}, (x_of(),), None),
+        case(lambda: nn.BatchNorm1d(4), x_of()),
+        case(lambda: nn.BatchNorm1d(4, track_running_stats=False).eval(), x_of()),
+        case(lambda: nn.Sequential(nn.BatchNorm1d(4)).eval().append(nn.BatchNorm1d(4)), x_of()),
     ],
     DeclineReason.ROWS_DEPEND: [
-        (lambda: Plain(lambda x: x.softmax(0)), {}, (x_of(),), None),
-        (lambda: Plain(lambda x: x.cumsum(0)), {}, (x_of(),), None),
-        (lambda: Plain(lambda x: x - x.mean(0)), {}, (x_of(),), None),
+        function(lambda x: x.softmax(0), x_of()),
+        function(lambda x: x.cumsum(0), x_of()),
+        function(lambda x: x - x.mean(0), x_of()),
     ],
     DeclineReason.MODULE_KEEPS_STATE: [
-        (made(counting, calls=int), {}, (x_of(),), None),
-        (made(remembering, past=list), {}, (x_of(),), None),
+        case(made(counting, calls=int), x_of()),
+        case(made(remembering, past=list), x_of()),
     ],
     DeclineReason.DRAWS_RANDOM: [
-        (lambda: Plain(lambda x: x + torch.rand_like(x)), {}, (x_of(),), None),
-        (lambda: Plain(lambda x: x + random.random()), {}, (x_of(),), None),
-        (lambda: Plain(lambda x: x + np.random.rand()), {}, (x_of(),), None),
+        function(lambda x: x + torch.rand_like(x), x_of()),
+        function(lambda x: x + random.random(), x_of()),
+        function(lambda x: x + np.random.rand(), x_of()),
     ],
-    DeclineReason.ARGUMENTS_CHANGED: [(lambda: Plain(adding), {}, (x_of(), {}), None)],
-    DeclineReason.LANE_FAILED: [(lambda: Plain(lambda x: x.reshape(6, 4) * 1), {}, (x_of(),), None)],
-    DeclineReason.CANNOT_PROVE: [
-        (lambda: Plain(lambda x, thing: x * 1), {"split_dims": {"thing": None}}, (x_of(), not_copied()), None)
-    ],
+    DeclineReason.ARGUMENTS_CHANGED: [function(adding, x_of(), {})],
+    DeclineReason.LANE_FAILED: [function(lambda x: x.reshape(6, 4) * 1, x_of())],
+    DeclineReason.CANNOT_PROVE: [function(lambda x, thing: x * 1, x_of(), not_copied(), split_dims={"thing": None})],
     DeclineReason.SEQUENCE_FIRST: [
-        (lambda: nn.LSTM(4, 4), {}, (x_of(6, 3, 4),), None),
-        (lambda: nn.TransformerEncoderLayer(4, 2, 8).eval(), {}, (x_of(6, 3, 4),), None),
-        (lambda: encoder(), {}, (x_of(6, 3, 4),), None),
-        (lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 8), 1).eval(), {}, (x_of(6, 3, 4),) * 2, None),
-        (lambda: nn.MultiheadAttention(4, 2).eval(), {}, (x_of(6, 3, 4),) * 3, None),
+        case(lambda: nn.LSTM(4, 4), SEQUENCES),
+        case(lambda: nn.TransformerEncoderLayer(4, 2, 8).eval(), SEQUENCES),
+        case(lambda: encoder(), SEQUENCES),
+        case(lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 8), 1).eval(), *[SEQUENCES] * 2),
+        case(lambda: nn.MultiheadAttention(4, 2).eval(), *[SEQUENCES] * 3),
     ],
-    DeclineReason.JIT_MODULE: [(scripted, {}, (x_of(),), None)],
-    DeclineReason.TENSOR_LAYOUT: [(lambda: Plain(lambda x: x.to_dense() * 1), {}, (x_of().to_sparse(),), None)],
+    DeclineReason.JIT_MODULE: [case(scripted, x_of())],
+    DeclineReason.TENSOR_LAYOUT: [function(lambda x: x.to_dense() * 1, x_of().to_sparse())],
 }
 ELSEWHERE = {
     "test_group.py, between ranks": {

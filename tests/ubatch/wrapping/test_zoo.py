@@ -10,9 +10,8 @@ from repository import ROOT
 from torch import nn
 from write_zoo_page import page
 from zoo import ENTRIES
-from zoo_check import Twins, act_on, assert_same, built, generator_states, seeded, state_of
+from zoo_check import Twins, act_on, assert_same, built, generator_states, rows_are_independent, seeded, state_of
 from zoo_entry import DRAWS_RANDOM, KEEPS_STATE, OVERLAPS, ROWS_DEPEND, Entry, forward
-from zoo_rows import rows_are_independent
 
 pytestmark = pytest.mark.long
 
