@@ -143,8 +143,13 @@ IN_SCRIPTS: dict[int, Callable[[Any], Any]] = {
 }
 
 
+TICKING: dict[str, Callable[[], Any]] = {
+    "slots": Slots,
+    "slots of a list": SlottedList,
+    "an attribute of a string": lambda: Word("a"),
+    "a class with a name of ours": type("State", (), {"__module__": "attention.state", "calls": 0}),
+}
 HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], Any]]] = {
-    "slots": (Slots, tick, lambda holder: holder.calls),
     "set": (lambda: {-1}, lambda holder: holder.add(len(holder)), len),
     "bytearray": (lambda: bytearray(4), count_in_bytes, bytes),
     "array": (lambda: np.zeros(4), count_in_bytes, lambda holder: holder.tolist()),
@@ -178,14 +183,12 @@ HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[A
         lambda holder: holder.rand(),
         lambda holder: holder.get_state()[2],
     ),
-    "slots of a list": (SlottedList, tick, lambda holder: holder.calls),
     "a key": (lambda: {"x": 1, HashedSlots(): 2}, lambda holder: tick([*holder][1]), lambda holder: [*holder][1].calls),
     "keys that look alike": (
         lambda: {1: torch.zeros(1), "1": torch.zeros(1)},
         lambda holder: holder["1"].add_(1),
         lambda holder: holder["1"].item(),
     ),
-    "an attribute of a string": (lambda: Word("a"), tick, lambda holder: holder.calls),
     "a weak container": (
         weakref.WeakKeyDictionary,
         lambda holder: holder.__setitem__(HashedSlots, len(holder) + holder.get(HashedSlots, 0) + 1),
@@ -196,17 +199,13 @@ HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[A
         lambda holder: holder.update(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4), 0),
         lambda holder: holder.get_seq_length(),
     ),
-    "a class with a name of ours": (
-        type("State", (), {"__module__": "attention.state", "calls": 0}),
-        tick,
-        lambda holder: holder.calls,
-    ),
     "a traced module": (traced, lambda holder: holder(rows(8)), lambda holder: holder.seen.item()),
     **{
         f"a scripted module, {way}": (scripted, lambda holder, way=way: holder(way), IN_SCRIPTS[way])
         for way in IN_SCRIPTS
     },
     **{f"a loaded module, {way}": (loaded, lambda holder, way=way: holder(way), IN_SCRIPTS[way]) for way in IN_SCRIPTS},
+    **{name: (make, tick, lambda holder: holder.calls) for name, make in TICKING.items()},
     "behind a method": (lambda: Slots().__repr__, lambda holder: tick(holder.__self__), lambda holder: holder()),
 }
 
