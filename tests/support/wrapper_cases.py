@@ -39,22 +39,6 @@ class Model(nn.Module):
         return int(self.layers[0].in_features)
 
 
-class TwoLayers(nn.Module):
-    """Two layers with points around them, in double precision."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        dbo_yield()
-        x = torch.tanh(self.first(x))
-        dbo_yield()
-        x = x + self.second(x)
-        dbo_yield()
-        return x
-
-
 def x_of(rows: int = 6, *beside: int) -> Tensor:
     return torch.randn(rows, *(beside or (4,)))
 

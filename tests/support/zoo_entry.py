@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from wrapping import made
+from wrapping import Plain
 
 OVERLAPS = "overlaps"
 ROWS_DEPEND = "rows_depend"
@@ -170,13 +170,7 @@ def pixels(size: int = 16, channels: int = 3) -> Callable[[int], Call]:
 
 def of(function: Callable[..., Any]) -> Callable[[], nn.Module]:
     """A module whose forward is a function of its arguments alone, with its parameter names."""
-
-    def build() -> nn.Module:
-        module: nn.Module = made(function)().eval()
-        module.forward = function
-        return module
-
-    return build
+    return lambda: Plain(function).eval()
 
 
 def inference(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:

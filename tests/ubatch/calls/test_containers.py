@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -305,9 +305,3 @@ def test_a_loss_in_training_says_nothing_about_evaluation() -> None:
             assert torch.equal(wrapper.eval()(rows()), rows())
         seen = wrapper.statistics()
         assert (seen.engaged, dict(seen.declined)) == (1, {DeclineReason.ZERO_DIM_OUTPUT: 1})
-
-
-def test_dataclasses_of_outputs_share_nothing_with_the_lanes() -> None:
-    module = Plain(lambda x: Batch(x, "same"))
-    with wrapped(module) as wrapper:
-        assert_same(wrapper(rows()), replace(Batch(rows()), name="same"))

@@ -25,7 +25,7 @@ from ubatch.lanes.wakeup import EventFdWakeUp, Gate, LockWakeUp, WakeUp, make_wa
 from ubatch.lanes.workers import LanePool
 from ubatch.schedules.forward_context import get_forward_context
 from ubatch.schedules.ring import interleave
-from ubatch.schedules.schedule import SCHEDULES, Point, Schedule, get_schedule
+from ubatch.schedules.schedule import Schedule, get_schedule
 from ubatch.trace.spans import tracing
 
 KINDS: list[type[EventFdWakeUp] | type[LockWakeUp]] = [LockWakeUp]
@@ -109,18 +109,6 @@ def test_the_real_trace_equals_the_computed_order(kind: type[WakeUp], lanes: int
             with tracing() as trace:
                 run(pool, *map(walker, programs), schedule=schedule)
             assert trace.order == interleave(programs, lead=lead), (list(lengths), lead)
-
-
-@pytest.mark.parametrize("name", ["mlp_shared_overlap", "two_batch_decode", "two_batch_prefill"])
-@pytest.mark.parametrize("lanes", [2, 3, 4])
-def test_named_schedules_skip_the_points_they_switch_off(name: str, lanes: int) -> None:
-    schedule = SCHEDULES[name]
-    layer = [*map(str, Point), "mine", "user"]
-    active = [point for point in layer if schedule.active(point)]
-    assert set(layer) - set(active) == set(schedule.points_off)
-    with lane_pool(lanes) as pool, tracing() as trace:
-        run(pool, *[walker(layer * 3)] * lanes, schedule=schedule)
-    assert trace.order == interleave([active * 3] * lanes, lead=schedule.lead)
 
 
 def test_the_order_does_not_depend_on_how_long_lanes_take(kind: type[WakeUp]) -> None:

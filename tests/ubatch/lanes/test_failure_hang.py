@@ -25,21 +25,13 @@ from ubatch.errors import LaneAborted, UBatchTimeout
 from ubatch.lanes import workers
 from ubatch.ranks.connection import Connection, Work
 from ubatch.ranks.transfer import Transfer
-from ubatch.schedules.ring import interleave
 from ubatch.schedules.schedule import Schedule
 from ubatch.streams.streams import NullStreams
-from ubatch.trace.spans import tracing
 
 pytestmark = pytest.mark.timeout(60)
 
 
 # ---------------------------------------------------------------------------------------------------- a lane that hangs
-
-
-def test_a_lane_that_never_yields_is_fine() -> None:
-    with lane_pool() as pool, tracing() as trace:
-        assert run(pool, lambda: "all at once", walker("abc", "x")) == ["all at once", "x"]
-    assert trace.order == interleave([[], "abc"])
 
 
 @dataclass
@@ -158,18 +150,6 @@ def test_the_time_out_counts_from_the_last_point_even_one_that_is_switched_off(p
     schedule = Schedule("test", points_off=frozenset({"layer"}))
     with lane_pool(timeout_s=1.0) as pool:
         assert run(pool, slow, slow, schedule=schedule) == ["done", "done"]
-
-
-def test_the_time_out_can_be_suspended() -> None:
-    def compiles() -> str:
-        time.sleep(0.5)
-        return "compiled"
-
-    with lane_pool(timeout_s=0.15) as pool:
-        assert run(pool, compiles, walker("a", "x"), patient=True) == ["compiled", "x"]
-        with pytest.raises(UBatchTimeout):
-            run(pool, compiles, walker("a", "x"))
-        assert usable(pool)
 
 
 @dataclass

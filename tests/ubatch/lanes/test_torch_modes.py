@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
-from wrapper_cases import TwoLayers
+from wrapper_cases import LAYERS, Model
 from wrapping import FIRST, Plain, wrapped
 
 from ubatch import DeclineReason, UBatchWrapper
@@ -179,7 +179,7 @@ def rows(n: int = 6) -> Tensor:
 
 @pytest.fixture
 def wrapper() -> Iterator[UBatchWrapper]:
-    with wrapped(TwoLayers(), **FIRST) as made:
+    with wrapped(Model(6).double(), **FIRST) as made:
         for gradients in (torch.enable_grad, torch.no_grad):  # calls like these overlap from now on
             with gradients():
                 made(rows())
@@ -348,5 +348,5 @@ def test_the_profiler_shows_the_operations_of_all_lanes_if_told_to(wrapper: UBat
     events = seen.events()
     assert events is not None
     products = [event for event in events if event.name == "aten::addmm"]
-    assert len(products) == (2 * 2 if switched else 0), "two layers in two lanes"
+    assert len(products) == (2 * LAYERS if switched else 0), "every layer in two lanes"
     assert len({event.thread for event in products}) == (2 if switched else 0)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 from children import exit_code, in_child
+from failure_cases import usable
 from lanes import (
     CPU,
-    EVERY_POINT,
     OwnThreads,
     lane_pool,
     lane_threads,
@@ -33,7 +33,6 @@ from ubatch.dbo import dbo_current_ubatch_id, dbo_yield
 from ubatch.errors import ForkedLaneError, UBatchError
 from ubatch.lanes.wakeup import Gate
 from ubatch.lanes.workers import LanePool
-from ubatch.schedules.forward_context import ForwardContext, get_forward_context
 from ubatch.schedules.ring import interleave
 from ubatch.streams.streams import NullStreams
 from ubatch.trace.spans import tracing
@@ -126,20 +125,6 @@ def test_a_lane_lets_go_of_its_step_before_the_step_is_over(monkeypatch: pytest.
         assert [ref() for ref in refs] == [None, None]
 
 
-def test_every_lane_has_its_forward_context() -> None:
-    contexts = [ForwardContext(num_tokens=3), ForwardContext(num_tokens=4)]
-
-    def body() -> list[ForwardContext | None]:
-        before = get_forward_context()
-        dbo_yield()
-        return [before, get_forward_context()]
-
-    with lane_pool() as pool:
-        results = pool.run([body, body], EVERY_POINT, contexts)
-    assert results == [[contexts[0]] * 2, [contexts[1]] * 2]
-    assert get_forward_context() is None
-
-
 def test_lanes_start_only_when_all_are_warm() -> None:
     """Graph capture begins between the ready barrier and lane 0's start, so no lane may still be warming up then."""
     log: list[str] = []
@@ -171,10 +156,7 @@ def test_a_lane_that_cannot_start_fails_the_step_and_the_next_one_runs() -> None
             with pytest.raises(RuntimeError, match=f"no device for {broken[0]}|no device for {broken[-1]}"):
                 run(pool, *[lambda: ran.append(1)] * 3)
             assert not ran
-            programs = [["a", "b"], ["c"], []]
-            with tracing() as trace:
-                run(pool, *map(walker, programs))
-            assert trace.order == interleave(programs)
+            assert usable(pool)
     assert no_lane_threads_within(5)
 
 
@@ -190,27 +172,20 @@ def test_a_pool_cannot_run_inside_its_own_lane() -> None:
 
 @forks
 def test_a_forked_child_has_lanes_of_its_own() -> None:
-    programs = [["a", "b", "c"], ["d"]]
-
-    def step(pool: LanePool) -> None:
-        with tracing() as trace:
-            assert run(pool, walker(programs[0], 1), walker(programs[1], 2)) == [1, 2]
-        assert trace.order == interleave(programs)
-
     with lane_pool() as pool:
-        step(pool)
+        assert usable(pool)
 
         def child() -> None:
             for _ in range(3):
-                step(pool)
+                assert usable(pool)
             pool.close()
             assert not lane_threads()
 
         children = [in_child(child) for _ in range(2)]
         for _ in range(20):
-            step(pool)
+            assert usable(pool)
         assert [exit_code(each) for each in children] == [0, 0]
-        step(pool)
+        assert usable(pool)
         assert pool.counts.threads_started == 2
 
 

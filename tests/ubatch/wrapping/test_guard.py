@@ -145,15 +145,6 @@ def test_flags_of_other_classes_prove_for_themselves(off: Any, on: Any) -> None:
         assert seen(wrapper) == (2, 1, {DeclineReason.ROWS_DEPEND: 2})
 
 
-def test_other_numbers_prove_until_four_were_right() -> None:
-    with wrapped(Plain(lambda x, at: x + at), **FIRST) as wrapper:
-        for at in range(5, 25):
-            assert torch.equal(wrapper(rows(8), at), rows(8) + at)
-        assert seen(wrapper) == (16, 4, {})
-        wrapper(rows(8), 1)
-        assert seen(wrapper) == (16, 5, {}), "1 is always another call"
-
-
 def test_generation_with_a_growing_position_overlaps() -> None:
     """By a method that calls the module with a position that grows."""
 

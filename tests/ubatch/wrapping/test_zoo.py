@@ -101,5 +101,5 @@ def test_there_are_enough_and_most_overlap() -> None:
 
 
 def test_the_page_shows_the_expected_outcomes() -> None:
-    """`PYTHONPATH=. python tests/support/write_zoo_page.py` runs all and writes it."""
+    """`PYTHONPATH=. python tests/support/write_zoo_page.py` writes it."""
     assert PAGE.read_text(encoding="utf-8") == page()
