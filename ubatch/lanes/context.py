@@ -25,11 +25,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from threading import get_ident
-from typing import Any
+from typing import Any, Protocol
 
 from ubatch.errors import ConfigError, ForkedLaneError, LaneAborted, UBatchError, UnvotedCollectiveError, describe, note
 from ubatch.lanes.baton import Baton
-from ubatch.lanes.wakeup import Gate
 from ubatch.schedules.forward_context import ForwardContext, _forward_context
 from ubatch.schedules.schedule import SERIAL, Recv, Schedule, get_schedule
 from ubatch.streams.lane_streams import LaneStreams
@@ -40,6 +39,13 @@ from ubatch.trace.recorder import LaneRecorder, make_recorder
 from ubatch.trace.spans import LinkTime, Trace, current_trace
 
 Hook = Callable[[], object]
+
+
+class ReadyBarrier(Protocol):
+    """Where lanes report that they are parked and warm (`ubatch.lanes.wakeup.Gate`)."""
+
+    def arrive(self) -> None:
+        """One lane is ready."""
 
 
 class UBatchContext(LaneStreams):
@@ -66,7 +72,7 @@ class UBatchContext(LaneStreams):
         self,
         lane: int,
         baton: Baton,
-        ready: Gate,
+        ready: ReadyBarrier,
         streams: StreamBackend,
         compute_stream: Any,
         comm_stream: Any,
@@ -291,7 +297,7 @@ def make_ubatch_contexts(
     compute_stream: Any,
     comm_stream: Any,
     forward_contexts: Sequence[ForwardContext | None],
-    ready_barrier: Gate,
+    ready_barrier: ReadyBarrier,
     *,
     schedule: Schedule | str = "mlp_shared_overlap",
     streams: StreamBackend | None = None,

@@ -305,3 +305,8 @@ def test_a_loss_in_training_says_nothing_about_evaluation() -> None:
             assert torch.equal(wrapper.eval()(rows()), rows())
         seen = wrapper.statistics()
         assert (seen.engaged, dict(seen.declined)) == (1, {DeclineReason.ZERO_DIM_OUTPUT: 1})
+
+
+def test_dataclasses_of_outputs_share_nothing_with_the_lanes() -> None:
+    with wrapped(Plain(lambda x: Batch(x, "same"))) as wrapper:
+        assert_same(wrapper(rows()), Batch(rows(), "same"))

@@ -31,6 +31,7 @@ def add_attribute(module: Late, x: Tensor) -> None:
 
 ACTS: dict[str, tuple[Callable[[Any, Tensor], object], DeclineReason]] = {
     "a counter": (lambda m, x: setattr(m, "count", m.count + 1), KEEPS_STATE),
+    "a counter of another class": (lambda m, x: setattr(m, "count", float(m.count + 1)), KEEPS_STATE),
     "a new attribute": (add_attribute, KEEPS_STATE),
     "a list": (lambda m, x: m.items.append(len(x)), KEEPS_STATE),
     "a dict": (lambda m, x: m.own.update(calls=m.own["calls"] + 1), KEEPS_STATE),
