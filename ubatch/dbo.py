@@ -19,14 +19,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
-from ubatch.lanes.context import _lane
+from ubatch.lanes.context import current_lane as _current_lane
 from ubatch.streams.sm_budget import SMBudget, merge_sm_use
 from ubatch.streams.streams import Event
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_current_lane = _lane.get
 
 
 def dbo_yield(point: str = "user", layer: str = "") -> None:

@@ -132,9 +132,9 @@ def cut(text: str, most: int = 4 * SHOWN_CHARACTERS) -> str:
     return text if len(text) <= most else text[:most] + "..."
 
 
-def shown(value: object, most: int = SHOWN_CHARACTERS) -> str:
+def shown(value: object) -> str:
     """The beginning of a wrong value's `repr`, for a message; cheap even if the value is large or deeply nested."""
-    return cut(_brief.repr(value), most)
+    return cut(_brief.repr(value), SHOWN_CHARACTERS)
 
 
 class _Brief(reprlib.Repr):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from lanes import run, walker
+import pytest
+from lanes import EVERY_POINT, lane_pool, run, walker
 
 from ubatch.dbo import dbo_yield
 from ubatch.lanes.workers import LanePool
 from ubatch.schedules.ring import interleave
+from ubatch.schedules.schedule import Schedule
+from ubatch.streams.streams import StreamBackend
 from ubatch.trace.spans import tracing
 
 
@@ -41,3 +45,23 @@ def explode(points: int, error: BaseException) -> Callable[[], None]:
         raise error
 
     return exploding
+
+
+def fails(
+    *bodies: Callable[[], Any],
+    raises: type[BaseException] = ValueError,
+    match: str = "original",
+    streams: StreamBackend | None = None,
+    schedule: Schedule = EVERY_POINT,
+) -> BaseException:
+    """Run a step that fails so; the next steps run as if nothing had been. Returns the error."""
+    with lane_pool(len(bodies), streams=streams) as pool:
+        with pytest.raises(raises, match=match) as caught:
+            run(pool, *bodies, schedule=schedule)
+        assert usable(pool)
+    return caught.value
+
+
+def one_of(lanes: int, which: int, body: Callable[[], Any]) -> list[Callable[[], Any]]:
+    """Bodies of so many lanes that go on for ever, but for one."""
+    return [body if lane == which % lanes else endless for lane in range(lanes)]

@@ -8,12 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from ubatch.dbo import dbo_yield
+from ubatch.lanes.context import make_ubatch_contexts
+from ubatch.lanes.wakeup import Gate
 from ubatch.lanes.workers import LanePool
+from ubatch.schedules.forward_context import ForwardContext
 from ubatch.schedules.schedule import Schedule
 from ubatch.streams.streams import StreamBackend
 
@@ -76,10 +80,15 @@ def open_files() -> int:
 
 
 class FakeWork:
-    """A transport's work that ends when the test says so."""
+    """A transport's work that ends when the test says so.
 
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.error = error
+    Args:
+        error: what its end is.
+        regards_timeout: whether a wait ends with the time-out that it is given.
+    """
+
+    def __init__(self, error: BaseException | None = None, *, regards_timeout: bool = False) -> None:
+        self.error, self.regards_timeout = error, regards_timeout
         self._over = threading.Event()
 
     def finish(self) -> None:
@@ -88,12 +97,12 @@ class FakeWork:
     def is_completed(self) -> bool:
         return self._over.is_set()
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         if self.error is not None:
             self._over.set()
             raise self.error
-        if not self._over.wait(20):
-            raise RuntimeError("nobody finished this fake work")
+        if not self._over.wait(timeout.total_seconds() if timeout is not None and self.regards_timeout else 30):
+            raise RuntimeError("nobody finished this fake work in time")
         return True
 
 
@@ -103,3 +112,32 @@ class FinishedWork(FakeWork):
     def __init__(self) -> None:
         super().__init__()
         self.finish()
+
+
+class OwnThreads:
+    """Own threads around `with context`, the way a serving engine drives lanes itself; contexts are kept."""
+
+    def __init__(self, lanes: int) -> None:
+        self.ready = Gate(lanes)
+        contexts = [ForwardContext(num_tokens=lane) for lane in range(lanes)]
+        self.contexts = make_ubatch_contexts(lanes, None, None, contexts, self.ready, schedule=EVERY_POINT)
+        self.errors: list[tuple[int, BaseException]] = []
+
+    def run(self, *bodies: Callable[[], object]) -> None:
+        def lane(index: int) -> None:
+            try:
+                with self.contexts[index]:
+                    bodies[index]()
+            except BaseException as error:
+                self.errors.append((index, error))
+
+        self.contexts[0].baton.prepare(0)
+        self.ready.close_again()
+        threads = [threading.Thread(target=lane, args=(index,)) for index in range(len(bodies))]
+        for thread in threads:
+            thread.start()
+        assert self.ready.wait_for(20)
+        self.contexts[0].baton.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zoo_caches
-import zoo_coupled
 import zoo_language
 import zoo_outputs
 import zoo_recurrent
@@ -11,7 +10,7 @@ import zoo_torch
 import zoo_vision_audio
 from zoo_entry import Entry
 
-_FILES = [zoo_torch, zoo_outputs, zoo_coupled, zoo_recurrent, zoo_language, zoo_vision_audio, zoo_caches]
+_FILES = [zoo_torch, zoo_outputs, zoo_recurrent, zoo_language, zoo_vision_audio, zoo_caches]
 
 ENTRIES: dict[str, Entry] = {entry.name: entry for file in _FILES for entry in file.ENTRIES}
 """By name, in the order of the page."""

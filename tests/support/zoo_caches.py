@@ -19,7 +19,9 @@ from zoo_entry import (
     Outcome,
     generating,
     given,
+    growing,
     left_padded_tokens,
+    of_family,
     one_of,
     padded_tokens,
     pretrained,
@@ -85,24 +87,18 @@ def chunks(cache: Callable[[nn.Module], Any], name: str = "past_key_values") -> 
     return act
 
 
-def returned_cache(module: Any, call: Call) -> Any:
-    """A prefill that makes a cache, and two steps with what was returned."""
-    cache, results = None, []
-    for ids in call.kwargs["input_ids"].split([5, 1, 1], 1):
-        output = module(input_ids=ids, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        results.append(output.logits)
-    return results, cache
+def returned(name: str) -> Act:
+    """A prefill that makes a cache or state, and two steps with what was returned."""
 
+    def act(module: Any, call: Call) -> Any:
+        kept, results = None, []
+        for ids in call.kwargs["input_ids"].split([5, 1, 1], 1):
+            output = module(input_ids=ids, **{name: kept}, use_cache=True)
+            kept = getattr(output, name)
+            results.append(output.logits)
+        return results, kept
 
-def rwkv_steps(module: Any, call: Call) -> Any:
-    """RWKV's `state`, tensors of `[batch, hidden, layers]` in a list."""
-    state, results = None, []
-    for ids in call.kwargs["input_ids"].split([5, 1, 1], 1):
-        output = module(input_ids=ids, state=state, use_cache=True)
-        state = output.state
-        results.append(output.logits)
-    return results, state
+    return act
 
 
 def seven_tokens(batch: int) -> Call:
@@ -113,24 +109,29 @@ def static_cache(module: Any) -> StaticCache:
     return StaticCache(config=module.config, max_cache_len=16)
 
 
-def growing(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: build().train()
+def dynamic_cache(module: Any) -> DynamicCache:
+    return DynamicCache(config=module.config)
+
+
+RETURNED = returned("past_key_values")
+_space, _trained = of_family("state-space"), of_family("training", grad=True, act=training_step)
+_generated = of_family("generate", collides=(HEADS, "heads"))
+_cached = of_family("caches", collides=(HEADS, "heads"))
+
+
+def _given(kind: str, how: str, config: dict[str, Any], act: Act, **fields: Any) -> Entry:
+    """Several calls with a cache."""
+    return _cached(f"{kind}, {how}", pretrained(kind, **config), seven_tokens, act=act, **fields)
+
+
+def _train(kind: str, config: dict[str, Any], arguments: Callable[[int], Call], **fields: Any) -> Entry:
+    return _trained(f"{kind}, training step", growing(pretrained(kind, **config)), arguments, **fields)
 
 
 def _generate(kind: str, config: dict[str, Any], how: str, outcome: Outcome = OVERLAPS, **options: Any) -> Entry:
     at: dict[int, Outcome] = {1: outcome} if options.get("num_beams", 1) > 1 else {}
-    arguments = options.pop("arguments", left_padded_tokens)
-    return Entry(
-        f"{kind}.generate, {how}",
-        "generate",
-        pretrained(kind, **config),
-        arguments,
-        outcome,
-        HEADS,
-        "heads",
-        at=at,
-        act=generating(**options),
-    )
+    build, arguments = pretrained(kind, **config), options.pop("arguments", left_padded_tokens)
+    return _generated(f"{kind}.generate, {how}", build, arguments, outcome, at=at, act=generating(**options))
 
 
 def _hybrid(
@@ -139,8 +140,8 @@ def _hybrid(
     """A call, and `generate` with the cache of its own."""
     build, generate = pretrained(kind, **config), generating(max_new_tokens=3)
     return [
-        Entry(kind, "state-space", build, padded_tokens, outcome, HEADS, "heads, states"),
-        Entry(f"{kind}.generate", "state-space", build, tokens, generates, 3, "new tokens", act=generate),
+        _space(kind, build, padded_tokens, outcome, collides=(HEADS, "heads, states")),
+        _space(f"{kind}.generate", build, tokens, generates, collides=(3, "new tokens"), act=generate),
     ]
 
 
@@ -161,69 +162,26 @@ ENTRIES = [
     *_hybrid("FalconH1ForCausalLM", {**BAMBA, "mamba_d_ssm": 32}),
     *_hybrid("BambaForCausalLM", BAMBA),
     *_hybrid("RecurrentGemmaForCausalLM", GRIFFIN, KEEPS_STATE, KEEPS_STATE),
-    Entry("RwkvForCausalLM", "state-space", rwkv, tokens, one_of(OVERLAPS, KEEPS_STATE)),
-    Entry(
+    _space("RwkvForCausalLM", rwkv, tokens, one_of(OVERLAPS, KEEPS_STATE)),
+    _space(
         "RwkvForCausalLM with its state",
-        "state-space",
         rwkv,
         seven_tokens,
         one_of(OVERLAPS, CANNOT_MERGE),  # its step broadcasts the states [B, E] over the rows: logits [B, B, V]
-        act=rwkv_steps,
+        act=returned("state"),
     ),
-    Entry(
-        "LlamaForCausalLM, a DynamicCache given",
-        "caches",
-        pretrained("LlamaForCausalLM", **LLAMA),
-        seven_tokens,
-        collides=HEADS,
-        with_what="heads",
-        act=chunks(lambda module: DynamicCache(config=module.config)),
+    _given("LlamaForCausalLM", "a DynamicCache given", LLAMA, chunks(dynamic_cache)),
+    _given(
+        "MistralForCausalLM",
+        "a sliding cache given",
+        {**LLAMA, "sliding_window": 4},
+        chunks(dynamic_cache),
+        collides=(HEADS, "heads, window"),
     ),
-    Entry(
-        "MistralForCausalLM, a sliding cache given",
-        "caches",
-        pretrained("MistralForCausalLM", **LLAMA, sliding_window=4),
-        seven_tokens,
-        collides=HEADS,
-        with_what="heads, window",
-        act=chunks(lambda module: DynamicCache(config=module.config)),
-    ),
-    Entry(
-        "LlamaForCausalLM, a StaticCache given",
-        "caches",
-        pretrained("LlamaForCausalLM", **LLAMA),
-        seven_tokens,
-        collides=HEADS,
-        with_what="heads",
-        act=chunks(static_cache),
-    ),
-    Entry(
-        "Qwen3MoeForCausalLM, the returned cache",
-        "caches",
-        pretrained("Qwen3MoeForCausalLM", **MOE, head_dim=4),
-        seven_tokens,
-        collides=HEADS,
-        with_what="heads",
-        act=returned_cache,
-    ),
-    Entry(
-        "Lfm2ForCausalLM, the returned cache",
-        "caches",
-        pretrained("Lfm2ForCausalLM", **LFM2),
-        seven_tokens,
-        collides=HEADS,
-        with_what="heads",
-        act=returned_cache,
-    ),
-    Entry(
-        "GPT2LMHeadModel, the returned cache",
-        "caches",
-        pretrained("GPT2LMHeadModel", **GPT),
-        seven_tokens,
-        collides=HEADS,
-        with_what="heads",
-        act=returned_cache,
-    ),
+    _given("LlamaForCausalLM", "a StaticCache given", LLAMA, chunks(static_cache)),
+    _given("Qwen3MoeForCausalLM", "the returned cache", {**MOE, "head_dim": 4}, RETURNED),
+    _given("Lfm2ForCausalLM", "the returned cache", LFM2, RETURNED),
+    _given("GPT2LMHeadModel", "the returned cache", GPT, RETURNED),
     _generate("LlamaForCausalLM", LLAMA, "greedy"),
     _generate("LlamaForCausalLM", LLAMA, "without a cache", use_cache=False),
     _generate("GPT2LMHeadModel", GPT, "3 beams", num_beams=3),
@@ -240,53 +198,10 @@ ENTRIES = [
     _generate("MixtralForCausalLM", MOE, "sampling in beams", num_beams=2, do_sample=True),
     _generate("GPTNeoXForCausalLM", {**BASE, **NO_ENDS}, "greedy, penalised", repetition_penalty=1.5),
     _generate("T5ForConditionalGeneration", T5, "greedy", arguments=padded_tokens),
-    _generate(
-        "BartForConditionalGeneration",
-        SEQ2SEQ,
-        "2 beams",
-        num_beams=2,
-        arguments=padded_tokens,
-    ),
-    Entry(
-        "GPT2LMHeadModel, training step",
-        "training",
-        growing(pretrained("GPT2LMHeadModel", **GPT, **TRAINED)),
-        tokens,
-        grad=True,
-        act=training_step,
-    ),
-    Entry(
-        "LlamaForCausalLM, training step",
-        "training",
-        growing(pretrained("LlamaForCausalLM", **LLAMA)),
-        padded_tokens,
-        grad=True,
-        act=training_step,
-    ),
-    Entry(
-        "MixtralForCausalLM, training step",
-        "training",
-        growing(pretrained("MixtralForCausalLM", **MOE)),
-        tokens,
-        collides=HEADS,
-        with_what="heads, experts",
-        grad=True,
-        act=training_step,
-    ),
-    Entry(
-        "BartModel, training step",
-        "training",
-        growing(pretrained("BartModel", **SEQ2SEQ, **NO_DROPOUT)),
-        encoded_and_decoded,
-        grad=True,
-        act=training_step,
-    ),
-    Entry(
-        "BertModel, gradients in eval",
-        "training",
-        pretrained("BertModel", **BASE),
-        padded_tokens,
-        grad=True,
-        act=training_step,
-    ),
+    _generate("BartForConditionalGeneration", SEQ2SEQ, "2 beams", num_beams=2, arguments=padded_tokens),
+    _train("GPT2LMHeadModel", {**GPT, **TRAINED}, tokens),
+    _train("LlamaForCausalLM", LLAMA, padded_tokens),
+    _train("MixtralForCausalLM", MOE, tokens, collides=(HEADS, "heads, experts")),
+    _train("BartModel", {**SEQ2SEQ, **NO_DROPOUT}, encoded_and_decoded),
+    _trained("BertModel, gradients in eval", pretrained("BertModel", **BASE), padded_tokens),
 ]

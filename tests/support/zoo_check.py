@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import random
 import warnings
 from collections.abc import Iterator, Mapping
@@ -12,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import wrapping
 from torch import Tensor, nn
-from wrapping import wrapped
-from zoo_entry import OVERLAPS, Call, Entry
+from wrapping import children_of, wrapped
+from zoo_entry import ODD, OVERLAPS, Call, Entry
 
 from ubatch import UBatchConfig, UBatchStatistics, UBatchWrapper, tracing
 
@@ -157,55 +159,67 @@ def kept_value(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
 
 
-def assert_same(result: Any, expected: Any, path: str = "") -> None:
-    """Equal within rounding, with the same classes all the way down.
+assert_same = functools.partial(wrapping.assert_same, rounding=ROUNDING)
+"""Equal within rounding, with the same classes all the way down."""
+
+
+# ------------------------------------------------------------------------------------------------- found out by hand
+
+
+def rows_are_independent(entry: Entry, module: nn.Module) -> bool:
+    """Whether the outputs of parts of a batch make the output of the batch: without the wrapper, and its code.
+
+    The arguments are cut in two unequal parts, every tensor whose dimension 0 has the rows; the bare module runs on
+    each; the outputs are concatenated along the dimension in which the parts differ.
+    """
+    with seeded(0), torch.no_grad():
+        call = entry.arguments(ODD)
+        rows = next(tensor.shape[0] for _, tensor in tensors_in((call.args, call.kwargs)))
+        bounds = [slice(0, rows // 2), slice(rows // 2, rows)]
+        parts = [copy.deepcopy(cut((call.args, call.kwargs), rows, part)) for part in bounds]
+        one, other = (copy.deepcopy(module)(*args, **kwargs) for args, kwargs in parts)
+        whole = dict(tensors_in(copy.deepcopy(module)(*call.args, **call.kwargs)))
+    try:
+        joined = dict(tensors_in(join(one, other)))
+        for path, tensor in whole.items():
+            assert_same(joined[path].data, tensor.data, path)
+    except (AssertionError, RuntimeError, KeyError):
+        return False
+    return joined.keys() == whole.keys()
+
+
+def cut(value: Any, rows: int, part: slice) -> Any:
+    """Arguments with only the rows of `part`."""
+    if isinstance(value, Tensor):
+        return value[part] if value.dim() and value.shape[0] == rows else value
+    if isinstance(value, Mapping):
+        return {key: cut(child, rows, part) for key, child in value.items()}
+    return type(value)(cut(child, rows, part) for child in value) if isinstance(value, list | tuple) else value
+
+
+def join(one: Any, other: Any) -> Any:
+    """What two parts are together: end to end in the dimension or the list that differs, else one of them.
 
     Raises:
-        AssertionError: with the path to the first difference.
+        AssertionError: they do not differ in size, but in what they hold.
     """
-    assert type(result) is type(expected), f"{path} is a {type(result).__name__}, not a {type(expected).__name__}"
-    if isinstance(expected, Tensor):
-        _assert_same_tensor(result, expected, path)
-    elif isinstance(expected, float):
-        close = torch.tensor(result).isclose(torch.tensor(expected), rtol=1e-4, equal_nan=True)
-        assert close, f"{path} is {result}, not {expected}"
-    elif callable(expected):
-        return
-    elif (children := children_of(expected)) is not None:
-        others = children_of(result) or {}
-        assert list(others) == list(children), f"{path} has {list(others)}, not {list(children)}"
-        for key, child in children.items():
-            assert_same(others[key], child, f"{path}.{key}")
-    else:
-        assert result == expected, f"{path} is {result!r}, not {expected!r}"
+    if isinstance(one, Tensor):
+        differing = [dim for dim in range(one.dim()) if one.shape[dim] != other.shape[dim]]
+        if not differing:
+            assert_same(one.data, other.data)
+        return torch.cat([one, other], differing[0]) if differing else one
+    if isinstance(one, list | tuple) and len(one) != len(other):
+        return [*one, *other]
+    children = None if callable(one) else children_of(one)
+    if children is None:
+        return one
+    return {key: join(child, children_of(other)[key]) for key, child in children.items()}
 
 
-def children_of(value: Any) -> dict[Any, Any] | None:
-    """What a container or a cache is made of; None for a plain value."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, list | tuple):
-        return dict(enumerate(value))
-    compared_by_identity = type(value).__eq__ is object.__eq__ and hasattr(value, "__dict__")
-    return dict(vars(value)) if dataclasses.is_dataclass(value) or compared_by_identity else None
-
-
-def _assert_same_tensor(result: Tensor, expected: Tensor, path: str) -> None:
-    ours = result.layout, result.dtype, tuple(result.shape), result.requires_grad
-    theirs = expected.layout, expected.dtype, tuple(expected.shape), expected.requires_grad
-    assert ours == theirs, f"{path} is {ours}, not {theirs}"
-    if expected.layout is not torch.strided:
-        result, expected = result.to_dense(), expected.to_dense()
-    if torch.equal(result, expected):
-        return
-    if expected.is_complex():
-        result, expected = torch.view_as_real(result), torch.view_as_real(expected)
-    assert expected.is_floating_point(), f"{path} has other integers"
-    result, expected = result.detach(), expected.detach()
-    largest = expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 0.0
-    tolerance = ROUNDING[expected.dtype] * largest + 1e-6
-    close = torch.isclose(result, expected, rtol=0.0, atol=tolerance, equal_nan=True)
-    if not close.all():
-        worst = (result - expected)[~close].abs().max().item()
-        where = (~close).nonzero()[0].tolist()
-        raise AssertionError(f"{path} differs by {worst:.3g} (largest value {largest:.3g}), first at {where}")
+def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """All tensors in containers and caches, with their paths."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif not callable(value):
+        for key, child in (children_of(value) or {}).items():
+            yield from tensors_in(child, f"{path}.{key}")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from wrapping import Plain
 
 OVERLAPS = "overlaps"
 ROWS_DEPEND = "rows_depend"
@@ -67,7 +68,7 @@ class Entry:
         build: makes the module, ready to be called; with the batch, if `per_batch`.
         arguments: makes the arguments for a batch, from torch's generator.
         outcome: what must come of a batch of two or more rows; several, where each would be right.
-        collides: a batch that equals another size of the call, `with_what`.
+        collides: a batch that equals another size of the call, and what that size is.
         at: outcomes at some batches that differ.
         act: what is done with the module: a call, `generate`, a training step, several calls.
         grad: whether gradients are recorded.
@@ -80,8 +81,7 @@ class Entry:
     build: Callable[..., nn.Module]
     arguments: Callable[[int], Call]
     outcome: Outcome = OVERLAPS
-    collides: int = SEQUENCE
-    with_what: str = "sequence"
+    collides: tuple[int, str] = (SEQUENCE, "sequence")
     at: Mapping[int, Outcome] = field(default_factory=dict)
     act: Act = forward
     grad: bool = False
@@ -91,7 +91,8 @@ class Entry:
     @property
     def batches(self) -> tuple[int, ...]:
         """The batches that it is tried at; the one that collides is the last."""
-        return *(batch for batch in (1, 2, ODD) if batch != self.collides), self.collides
+        last = self.collides[0]
+        return *(batch for batch in (1, 2, ODD) if batch != last), last
 
     @property
     def outcomes(self) -> frozenset[str]:
@@ -103,6 +104,15 @@ class Entry:
         if batch in self.at:
             return _set(self.at[batch])
         return self.outcomes if batch > 1 else (self.outcomes - {OVERLAPS}) | TOO_SMALL
+
+
+def of_family(family: str, **usual: Any) -> Callable[..., Entry]:
+    """Makes the entries of one family. `usual`: fields that most of them have."""
+
+    def entry(name: str, build: Any, arguments: Any, outcome: Outcome = OVERLAPS, **fields: Any) -> Entry:
+        return Entry(name, family, build, arguments, outcome, **{**usual, **fields})
+
+    return entry
 
 
 def _set(outcome: Outcome) -> frozenset[str]:
@@ -125,23 +135,30 @@ def tokens(batch: int) -> Call:
     return given(input_ids=token_ids(batch))
 
 
-def padded_tokens(batch: int) -> Call:
+def _padded(padding: slice) -> Callable[[int], Call]:
     """Token ids with a mask; every second row is shorter."""
-    ids, mask = token_ids(batch), torch.ones(batch, SEQUENCE, dtype=torch.long)
-    ids[1::2, -2:], mask[1::2, -2:] = 0, 0
-    return given(input_ids=ids, attention_mask=mask)
+
+    def make(batch: int) -> Call:
+        ids, mask = token_ids(batch), torch.ones(batch, SEQUENCE, dtype=torch.long)
+        ids[1::2, padding], mask[1::2, padding] = 0, 0
+        return given(input_ids=ids, attention_mask=mask)
+
+    return make
 
 
-def left_padded_tokens(batch: int) -> Call:
-    """As decoders take them."""
-    ids, mask = token_ids(batch), torch.ones(batch, SEQUENCE, dtype=torch.long)
-    ids[1::2, :2], mask[1::2, :2] = 0, 0
-    return given(input_ids=ids, attention_mask=mask)
+padded_tokens = _padded(slice(-2, None))
+left_padded_tokens = _padded(slice(2))
+"""As decoders take them."""
 
 
-def floats(*beside: int) -> Callable[[int], Call]:
+def floats(*beside: int, dtype: torch.dtype = torch.float32) -> Callable[[int], Call]:
     """One tensor, `[batch, *beside]`."""
-    return lambda batch: given(torch.randn(batch, *beside))
+    return lambda batch: given(torch.randn(batch, *beside).to(dtype))
+
+
+def several(*shapes: tuple[int, ...]) -> Callable[[int], Call]:
+    """Tensors `[batch, *shape]` by position."""
+    return lambda batch: given(*(torch.randn(batch, *shape) for shape in shapes))
 
 
 def pixels(size: int = 16, channels: int = 3) -> Callable[[int], Call]:
@@ -151,16 +168,18 @@ def pixels(size: int = 16, channels: int = 3) -> Callable[[int], Call]:
 # ---------------------------------------------------------------------------------------------------------- modules
 
 
-class Of(nn.Module):
-    """A module whose forward is a function of its arguments alone."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.forward = function
-
-
 def of(function: Callable[..., Any]) -> Callable[[], nn.Module]:
-    return lambda: Of(function).eval()
+    """A module whose forward is a function of its arguments alone, with its parameter names."""
+    return lambda: Plain(function).eval()
+
+
+def inference(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: build().eval()
+
+
+def growing(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """In training mode."""
+    return lambda: build().train()
 
 
 def pretrained(kind: str, **config: Any) -> Callable[[], nn.Module]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +15,9 @@ from zoo_entry import (
     Entry,
     Outcome,
     given,
+    growing,
     left_padded_tokens,
+    of_family,
     one_of,
     padded_tokens,
     pretrained,
@@ -24,8 +25,9 @@ from zoo_entry import (
     tokens,
 )
 
+WORDS: dict[str, Any] = {"vocab_size": VOCABULARY}
 BASE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
+    **WORDS,
     "hidden_size": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -35,7 +37,7 @@ BASE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 NO_ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
-GPT: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, **NO_ENDS}
+GPT: dict[str, Any] = {**WORDS, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, **NO_ENDS}
 LLAMA: dict[str, Any] = {**BASE, **NO_ENDS, "num_key_value_heads": 2}
 MOE: dict[str, Any] = {
     **LLAMA,
@@ -44,6 +46,7 @@ MOE: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 8,
 }
+ROUTED: dict[str, Any] = {"n_routed_experts": 4, "n_shared_experts": 1, "topk_group": 1, "first_k_dense_replace": 1}
 LATENT: dict[str, Any] = {
     **LLAMA,
     "num_key_value_heads": 4,
@@ -52,16 +55,13 @@ LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 4,
     "qk_rope_head_dim": 4,
     "v_head_dim": 4,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
+    **ROUTED,
     "num_experts_per_tok": 2,
     "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
     "moe_intermediate_size": 8,
 }
 SEQ2SEQ: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
+    **WORDS,
     "d_model": 16,
     "encoder_layers": 1,
     "decoder_layers": 2,
@@ -72,13 +72,12 @@ SEQ2SEQ: dict[str, Any] = {
     "max_position_embeddings": 32,
     "pad_token_id": 0,
     "decoder_start_token_id": 1,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    **NO_ENDS,
     "forced_eos_token_id": None,
     "init_std": 0.2,
 }
 T5: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
+    **WORDS,
     "d_model": 16,
     "d_kv": 4,
     "d_ff": 32,
@@ -87,6 +86,23 @@ T5: dict[str, Any] = {
     "decoder_start_token_id": 0,
     "eos_token_id": None,
 }
+HEADS: dict[str, Any] = {"n_head": 4, "d_inner": 32}
+XLNET: dict[str, Any] = {**WORDS, **HEADS, "d_model": 16, "n_layer": 2, "mem_len": 8}
+REFORMER: dict[str, Any] = {
+    **WORDS,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "attention_head_size": 8,
+    "feed_forward_size": 32,
+    "attn_layers": ["lsh"],
+    "axial_pos_embds": False,
+    "max_position_embeddings": 32,
+    "lsh_attn_chunk_length": 4,
+    "num_buckets": 2,
+    "is_decoder": False,
+}
+SQUEEZED = ("q_groups", "k_groups", "v_groups", "post_attention_groups", "intermediate_groups", "output_groups")
+DROPS_OUT = "dropout_in_training"
 NOTES_LENGTH = one_of("overlaps", KEEPS_STATE)
 """It notes the length of the sequence in an attribute."""
 DECODED = 3
@@ -123,129 +139,68 @@ def square_mask(batch: int) -> Call:
     return given(input_ids=token_ids(batch), attention_mask=mask)
 
 
+_encoding, _decoding = of_family("encoder"), of_family("decoder")
+
+
 def _encoder(
-    kind: str, outcome: Outcome = "overlaps", arguments: Callable[[int], Call] = padded_tokens, **more: Any
+    kind: str, outcome: Outcome = "overlaps", arguments: Any = padded_tokens, name: str | None = None, **config: Any
 ) -> Entry:
-    return Entry(kind, "encoder", pretrained(kind, **{**BASE, **more}), arguments, outcome)
+    return _encoding(name or kind, pretrained(kind, **config), arguments, outcome)
+
+
+def _bert(kind: str, arguments: Any = padded_tokens, **more: Any) -> Entry:
+    return _encoder(kind, arguments=arguments, **{**BASE, **more})
 
 
 def _decoder(
     kind: str, base: dict[str, Any], outcome: Outcome = "overlaps", name: str | None = None, **more: Any
 ) -> Entry:
     arguments = more.pop("arguments", left_padded_tokens)
-    build = pretrained(kind, **{**base, **more})
-    return Entry(name or kind, "decoder", build, arguments, outcome)
+    return _decoding(name or kind, pretrained(kind, **{**base, **more}), arguments, outcome)
 
 
-def _pair(kind: str, base: dict[str, Any], outcome: Outcome = "overlaps", **more: Any) -> Entry:
-    build = pretrained(kind, **{**base, **more})
-    return Entry(kind, "encoder-decoder", build, encoded_and_decoded, outcome, DECODED, "decoder's length")
-
-
-def bf16(build: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: build().bfloat16()
+def _pair(kind: str, base: dict[str, Any]) -> Entry:
+    collides = (DECODED, "decoder's length")
+    return Entry(kind, "encoder-decoder", pretrained(kind, **base), encoded_and_decoded, collides=collides)
 
 
 ENTRIES = [
-    _encoder("BertModel"),
-    _encoder("BertForSequenceClassification", num_labels=3),
-    _encoder("RobertaModel"),
-    _encoder("AlbertModel", embedding_size=8),
-    Entry(
-        "DistilBertModel",
-        "encoder",
-        pretrained(
-            "DistilBertModel",
-            vocab_size=VOCABULARY,
-            dim=16,
-            hidden_dim=32,
-            n_layers=2,
-            n_heads=4,
-            max_position_embeddings=32,
-        ),
-        padded_tokens,
-    ),
-    _encoder("ElectraForTokenClassification", embedding_size=8),
-    _encoder("DebertaV2Model", relative_attention=True, pos_att_type=["p2c", "c2p"]),
-    _encoder(
+    _bert("BertModel"),
+    _bert("BertForSequenceClassification", num_labels=3),
+    _bert("RobertaModel"),
+    _bert("AlbertModel", embedding_size=8),
+    _encoder("DistilBertModel", **WORDS, dim=16, hidden_dim=32, n_layers=2, n_heads=4, max_position_embeddings=32),
+    _bert("ElectraForTokenClassification", embedding_size=8),
+    _bert("DebertaV2Model", relative_attention=True, pos_att_type=["p2c", "c2p"]),
+    _bert(
         "ModernBertModel", global_attn_every_n_layers=2, local_attention=4, **NO_ENDS, cls_token_id=1, sep_token_id=2
     ),
-    _encoder("MPNetModel"),
-    _encoder("FNetModel", arguments=tokens),
-    _encoder("LongformerModel", attention_window=4, max_position_embeddings=64),
-    _encoder("NystromformerModel", num_landmarks=SEQUENCE, segment_means_seq_len=SEQUENCE),
+    _bert("MPNetModel"),
+    _bert("FNetModel", arguments=tokens),
+    _bert("LongformerModel", attention_window=4, max_position_embeddings=64),
+    _bert("NystromformerModel", num_landmarks=SEQUENCE, segment_means_seq_len=SEQUENCE),
+    _bert("SqueezeBertModel", embedding_size=16, **dict.fromkeys(SQUEEZED, 1)),
+    _bert("LayoutLMModel", arguments=documents, max_2d_position_embeddings=512),
     _encoder(
-        "SqueezeBertModel",
-        embedding_size=16,
-        q_groups=1,
-        k_groups=1,
-        v_groups=1,
-        post_attention_groups=1,
-        intermediate_groups=1,
-        output_groups=1,
+        "FunnelModel", NOTES_LENGTH, **WORDS, d_model=16, **HEADS, d_head=4, block_sizes=[1, 1], num_decoder_layers=1
     ),
-    _encoder("LayoutLMModel", arguments=documents, max_2d_position_embeddings=512),
-    Entry(
-        "FunnelModel",
-        "encoder",
-        pretrained(
-            "FunnelModel",
-            vocab_size=VOCABULARY,
-            d_model=16,
-            n_head=4,
-            d_head=4,
-            d_inner=32,
-            block_sizes=[1, 1],
-            num_decoder_layers=1,
-        ),
-        padded_tokens,
-        NOTES_LENGTH,
-    ),
-    Entry(
-        "XLNetModel",
-        "encoder",
-        pretrained("XLNetModel", vocab_size=VOCABULARY, d_model=16, n_layer=2, n_head=4, d_inner=32, mem_len=8),
-        padded_tokens,
-    ),
-    Entry(
+    _encoder("XLNetModel", **XLNET),
+    _encoding(
         "XLNetModel with mems",
-        "encoder",
-        pretrained("XLNetModel", vocab_size=VOCABULARY, d_model=16, n_layer=2, n_head=4, d_inner=32, mem_len=8),
+        pretrained("XLNetModel", **XLNET),
         with_memory,
         LANE_FAILED,
-        3,
-        "length of the memory",
+        collides=(3, "length of the memory"),
     ),
-    Entry(
+    _encoding(
         "ReformerModel, LSH attention",
-        "encoder",
-        pretrained(
-            "ReformerModel",
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            num_attention_heads=2,
-            attention_head_size=8,
-            feed_forward_size=32,
-            attn_layers=["lsh"],
-            axial_pos_embds=False,
-            max_position_embeddings=32,
-            lsh_attn_chunk_length=4,
-            num_buckets=2,
-            is_decoder=False,
-        ),
+        pretrained("ReformerModel", **REFORMER),
         lambda batch: given(input_ids=token_ids(batch, 8)),
         "draws_random",
-        8,
-        "sequence",
+        collides=(8, "sequence"),
     ),
     Entry("BertForMaskedLM with labels", "labels", pretrained("BertForMaskedLM", **BASE), labelled, LOSS),
-    Entry(
-        "BertModel in training",
-        "training",
-        lambda: pretrained("BertModel", **BASE)().train(),
-        padded_tokens,
-        "dropout_in_training",
-    ),
+    Entry("BertModel in training", "training", growing(pretrained("BertModel", **BASE)), padded_tokens, DROPS_OUT),
     _decoder("GPT2LMHeadModel", GPT),
     _decoder(
         "GPT2Model",
@@ -255,9 +210,9 @@ ENTRIES = [
     ),
     _decoder("GPTNeoXForCausalLM", {**BASE, **NO_ENDS}),
     _decoder("OPTForCausalLM", {**BASE, **NO_ENDS}, ffn_dim=32, word_embed_proj_dim=16),
-    _decoder("BloomForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 2, "n_head": 4, **NO_ENDS}),
+    _decoder("BloomForCausalLM", {**WORDS, "hidden_size": 16, "n_layer": 2, "n_head": 4, **NO_ENDS}),
     _decoder("FalconForCausalLM", {**BASE, **NO_ENDS}, alibi=False),
-    _decoder("MptForCausalLM", {"vocab_size": VOCABULARY, "d_model": 16, "n_layers": 2, "n_heads": 4, **NO_ENDS}),
+    _decoder("MptForCausalLM", {**WORDS, "d_model": 16, "n_layers": 2, "n_heads": 4, **NO_ENDS}),
     _decoder("LlamaForCausalLM", LLAMA),
     _decoder("LlamaModel", LLAMA, name="LlamaModel, embeddings and positions [1, S]", arguments=embedded),
     _decoder("LlamaModel", LLAMA, name="LlamaModel, a mask [1, 1, S, S]", arguments=square_mask),
@@ -283,23 +238,15 @@ ENTRIES = [
     ),
     _decoder("OlmoeForCausalLM", MOE),
     _decoder("GraniteMoeForCausalLM", MOE),
-    _decoder(
-        "Glm4MoeForCausalLM",
-        {
-            **MOE,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-        },
-        head_dim=4,
-    ),
+    _decoder("Glm4MoeForCausalLM", {**MOE, **ROUTED}, n_group=1, head_dim=4),
     _decoder("GptOssForCausalLM", MOE, head_dim=4, sliding_window=4),
     _decoder("DeepseekV2ForCausalLM", LATENT, topk_method="group_limited_greedy"),
     _decoder("DeepseekV3ForCausalLM", LATENT),
-    Entry(
-        "LlamaForCausalLM in bf16", "decoder", bf16(pretrained("LlamaForCausalLM", **LLAMA)), left_padded_tokens, acts=4
+    _decoding(
+        "LlamaForCausalLM in bf16",
+        lambda: pretrained("LlamaForCausalLM", **LLAMA)().bfloat16(),
+        left_padded_tokens,
+        acts=4,
     ),
     _decoder("LlamaForCausalLM", LLAMA, LOSS, "LlamaForCausalLM with labels", arguments=labelled),
     _pair("T5Model", T5),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
+from wrapping import made
 from zoo_entry import (
     CANNOT_MERGE,
     LANE_FAILED,
@@ -15,109 +16,74 @@ from zoo_entry import (
     ROWS_DEPEND,
     SEQUENCE_FIRST,
     Call,
-    Entry,
     floats,
     given,
+    of_family,
     one_of,
     token_ids,
 )
 
 WIDTH, HIDDEN, LAYERS = 6, 8, 2
+WIDE, NODES = (6, "width"), (5, "nodes")
 STATES = LANE_FAILED
 """States `[layers, batch, hidden]` as arguments: the batch is dimension 1 there, and 0 elsewhere."""
 NEIGHBOURS = LANE_FAILED
 
 
-class Tagger(nn.Module):
-    """An LSTM in its default layout, under a head."""
-
-    def __init__(self, batch_first: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(64, WIDTH)
-        self.rnn = nn.LSTM(WIDTH, HIDDEN, batch_first=batch_first, bidirectional=True)
-        self.head = nn.Linear(2 * HIDDEN, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.rnn(self.embedding(tokens))[0])
+def lstm(**options: Any) -> Callable[[], nn.Module]:
+    return lambda: nn.LSTM(WIDTH, HIDDEN, LAYERS, **options).eval()
 
 
-class Turned(nn.Module):
-    """Takes `[batch, sequence, width]`, whatever the layout of the LSTM inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(WIDTH, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rnn(x.transpose(0, 1))[0].transpose(0, 1)
-
-
-class LastState(nn.Module):
-    """Classifies by the final hidden state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.GRU(WIDTH, HIDDEN, LAYERS, batch_first=True)
-        self.head = nn.Linear(HIDDEN, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.rnn(x)[1][-1])
+def tagger(batch_first: bool) -> Callable[[], nn.Module]:
+    """An LSTM under a head."""
+    return made(
+        lambda self, tokens: self.head(self.rnn(self.embedding(tokens))[0]),
+        embedding=lambda: nn.Embedding(64, WIDTH),
+        rnn=lambda: nn.LSTM(WIDTH, HIDDEN, batch_first=batch_first, bidirectional=True),
+        head=lambda: nn.Linear(2 * HIDDEN, 3),
+    )
 
 
-class Unrolled(nn.Module):
+TURNED = made(
+    lambda self, x: self.rnn(x.transpose(0, 1))[0].transpose(0, 1),
+    rnn=lambda: nn.LSTM(WIDTH, HIDDEN),
+)
+"""Takes `[batch, sequence, width]`, whatever the layout of the LSTM inside."""
+LAST_STATE = made(
+    lambda self, x: self.head(self.rnn(x)[1][-1]),
+    rnn=lambda: nn.GRU(WIDTH, HIDDEN, LAYERS, batch_first=True),
+    head=lambda: nn.Linear(HIDDEN, 3),
+)
+"""Classifies by the final hidden state."""
+
+
+def unrolled(self: nn.Module, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """A cell, stepped over the sequence by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTMCell(WIDTH, HIDDEN)
-
-    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        outputs = []
-        for step in x.unbind(1):
-            state = self.cell(step, state)
-            outputs.append(state[0])
-        return torch.stack(outputs, 1), state
+    outputs = []
+    for step in x.unbind(1):
+        state = self.cell(step, state)
+        outputs.append(state[0])
+    return torch.stack(outputs, 1), state
 
 
-class GraphLayer(nn.Module):
-    """A graph convolution: every node takes the mean of its neighbours."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
-        return torch.relu(adjacency @ self.linear(x))
+def graph(forward: Callable[..., Tensor], **parts: Any) -> Callable[[], nn.Module]:
+    return made(forward, linear=lambda: nn.Linear(WIDTH, WIDTH), **parts)
 
 
-class GraphWithBuffer(GraphLayer):
+def with_buffer(nodes: int) -> nn.Module:
     """The adjacency is the module's own."""
-
-    def __init__(self, nodes: int) -> None:
-        super().__init__()
-        self.register_buffer("adjacency", adjacency_of(nodes))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x, self.adjacency)
+    module = graph(lambda self, x: torch.relu(self.adjacency @ self.linear(x)), adjacency=lambda: adjacency_of(nodes))
+    return module()
 
 
-class EdgeLayer(nn.Module):
+def along_edges(self: nn.Module, x: Tensor, edge_index: Tensor) -> Tensor:
     """Messages along a list of edges `[2, edges]`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        source, target = edge_index
-        return torch.zeros_like(x).index_add_(0, target, self.linear(x)[source])
+    source, target = edge_index
+    return torch.zeros_like(x).index_add_(0, target, self.linear(x)[source])
 
 
-class SparseGraph(GraphLayer):
-    """The adjacency is sparse."""
-
-    def forward(self, adjacency: Tensor, x: Tensor) -> Tensor:
-        return torch.sparse.mm(adjacency, self.linear(x))
+LAYER = graph(lambda self, x, adjacency: torch.relu(adjacency @ self.linear(x)))
+"""A graph convolution: every node takes the mean of its neighbours."""
 
 
 def adjacency_of(nodes: int) -> Tensor:
@@ -125,8 +91,8 @@ def adjacency_of(nodes: int) -> Tensor:
     return ring / ring.sum(1, keepdim=True)
 
 
-def layered_states(batch: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(LAYERS, batch, HIDDEN), torch.randn(LAYERS, batch, HIDDEN)
+def states(*shape: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(*shape, HIDDEN), torch.randn(*shape, HIDDEN)
 
 
 def packed(batch: int) -> Call:
@@ -143,117 +109,82 @@ def edges(nodes: int) -> Call:
     return given(torch.randn(nodes, WIDTH), torch.stack([around, around.roll(1)]))
 
 
-def _lstm(**options: Any) -> Callable[[], nn.Module]:
-    return lambda: nn.LSTM(WIDTH, HIDDEN, LAYERS, **options).eval()
+def ids(batch: int) -> Call:
+    return given(token_ids(batch))
 
+
+_recurrent, _graph = of_family("recurrent"), of_family("graph", collides=WIDE)
 
 ENTRIES = [
-    Entry("LSTM, batch first", "recurrent", _lstm(batch_first=True), floats(5, WIDTH)),
-    Entry(
+    _recurrent("LSTM, batch first", lstm(batch_first=True), floats(5, WIDTH)),
+    _recurrent(
         "LSTM, batch first, both ways",
-        "recurrent",
-        _lstm(batch_first=True, bidirectional=True),
+        lstm(batch_first=True, bidirectional=True),
         floats(5, WIDTH),
-        collides=4,
-        with_what="layers times directions",
+        collides=(4, "layers times directions"),
     ),
-    Entry(
+    _recurrent(
         "LSTM, batch first, with states",
-        "recurrent",
-        _lstm(batch_first=True),
-        lambda batch: given(torch.randn(batch, 5, WIDTH), layered_states(batch)),
+        lstm(batch_first=True),
+        lambda batch: given(torch.randn(batch, 5, WIDTH), states(LAYERS, batch)),
         STATES,
     ),
-    Entry("LSTM, sequence first", "recurrent", _lstm(), sequence_first, SEQUENCE_FIRST),
-    Entry(
+    _recurrent("LSTM, sequence first", lstm(), sequence_first, SEQUENCE_FIRST),
+    _recurrent(
         "LSTM, sequence first, with states",
-        "recurrent",
-        _lstm(),
-        lambda batch: given(torch.randn(5, batch, WIDTH), layered_states(batch)),
+        lstm(),
+        lambda batch: given(torch.randn(5, batch, WIDTH), states(LAYERS, batch)),
         SEQUENCE_FIRST,
     ),
-    Entry("GRU, batch first", "recurrent", lambda: nn.GRU(WIDTH, HIDDEN, batch_first=True), floats(5, WIDTH)),
-    Entry(
+    _recurrent("GRU, batch first", lambda: nn.GRU(WIDTH, HIDDEN, batch_first=True), floats(5, WIDTH)),
+    _recurrent(
         "GRU, batch first, with states",
-        "recurrent",
         lambda: nn.GRU(WIDTH, HIDDEN, LAYERS, batch_first=True),
-        lambda batch: given(torch.randn(batch, 5, WIDTH), layered_states(batch)[0]),
+        lambda batch: given(torch.randn(batch, 5, WIDTH), states(LAYERS, batch)[0]),
         STATES,
     ),
-    Entry("RNN, sequence first", "recurrent", lambda: nn.RNN(WIDTH, HIDDEN), sequence_first, SEQUENCE_FIRST),
-    Entry(
-        "LSTM, packed sequences",
-        "recurrent",
-        _lstm(batch_first=True),
-        packed,
-        one_of(LANE_FAILED, ROWS_DEPEND),
-    ),
-    Entry(
-        "LSTM in the default layout, under a head",
-        "recurrent",
-        lambda: Tagger(False),
-        lambda batch: given(token_ids(batch)),
-        ROWS_DEPEND,
-    ),
-    Entry("LSTM in the default layout, turned by its module", "recurrent", Turned, floats(5, WIDTH)),
-    Entry("LSTM, batch first, under a head", "recurrent", lambda: Tagger(True), lambda batch: given(token_ids(batch))),
-    Entry("GRU, classified by its last state", "recurrent", LastState, floats(5, WIDTH)),
-    Entry(
+    _recurrent("RNN, sequence first", lambda: nn.RNN(WIDTH, HIDDEN), sequence_first, SEQUENCE_FIRST),
+    _recurrent("LSTM, packed sequences", lstm(batch_first=True), packed, one_of(LANE_FAILED, ROWS_DEPEND)),
+    _recurrent("LSTM in the default layout, under a head", tagger(False), ids, ROWS_DEPEND),
+    _recurrent("LSTM in the default layout, turned by its module", TURNED, floats(5, WIDTH)),
+    _recurrent("LSTM, batch first, under a head", tagger(True), ids),
+    _recurrent("GRU, classified by its last state", LAST_STATE, floats(5, WIDTH)),
+    _recurrent(
         "LSTMCell",
-        "recurrent",
         lambda: nn.LSTMCell(WIDTH, HIDDEN),
-        lambda batch: given(torch.randn(batch, WIDTH), (torch.randn(batch, HIDDEN), torch.randn(batch, HIDDEN))),
-        collides=8,
-        with_what="hidden",
+        lambda batch: given(torch.randn(batch, WIDTH), states(batch)),
+        collides=(8, "hidden"),
     ),
-    Entry(
+    _recurrent(
         "LSTMCell, stepped by hand, with states",
-        "recurrent",
-        Unrolled,
-        lambda batch: given(torch.randn(batch, 5, WIDTH), (torch.randn(batch, HIDDEN), torch.randn(batch, HIDDEN))),
+        made(unrolled, cell=lambda: nn.LSTMCell(WIDTH, HIDDEN)),
+        lambda batch: given(torch.randn(batch, 5, WIDTH), states(batch)),
     ),
-    Entry(
+    _graph(
         "graphs [B, N, E], one adjacency [N, N]",
-        "graph",
-        GraphLayer,
+        LAYER,
         lambda batch: given(torch.randn(batch, 5, WIDTH), adjacency_of(5)),
-        with_what="nodes",
+        collides=NODES,
         at={5: one_of(OVERLAPS, LANE_FAILED, ROWS_DEPEND, CANNOT_MERGE)},
     ),
-    Entry(
+    _graph(
         "graphs [B, N, E], an adjacency for each",
-        "graph",
-        GraphLayer,
+        LAYER,
         lambda batch: given(torch.randn(batch, 5, WIDTH), adjacency_of(5).expand(batch, 5, 5).clone()),
-        with_what="nodes",
+        collides=NODES,
     ),
-    Entry(
+    _graph(
         "nodes [N, E], adjacency as an argument",
-        "graph",
-        GraphLayer,
+        LAYER,
         lambda nodes: given(torch.randn(nodes, WIDTH), adjacency_of(nodes)),
         NEIGHBOURS,
-        6,
-        "width",
     ),
-    Entry(
-        "nodes [N, E], adjacency as a buffer",
-        "graph",
-        GraphWithBuffer,
-        floats(WIDTH),
-        NEIGHBOURS,
-        6,
-        "width",
-        per_batch=True,
-    ),
-    Entry("nodes [N, E], a list of edges", "graph", EdgeLayer, edges, NEIGHBOURS, 6, "width"),
-    Entry(
+    _graph("nodes [N, E], adjacency as a buffer", with_buffer, floats(WIDTH), NEIGHBOURS, per_batch=True),
+    _graph("nodes [N, E], a list of edges", graph(along_edges), edges, NEIGHBOURS),
+    _graph(
         "nodes [N, E], a sparse adjacency",
-        "graph",
-        SparseGraph,
+        graph(lambda self, adjacency, x: torch.sparse.mm(adjacency, self.linear(x))),
         lambda nodes: given(adjacency_of(nodes).to_sparse(), torch.randn(nodes, WIDTH)),
         "tensor_layout",
-        6,
-        "width",
     ),
 ]

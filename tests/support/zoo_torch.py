@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from wrapping import made
 from zoo_entry import (
     CANNOT_MERGE,
     LANE_FAILED,
@@ -14,69 +15,63 @@ from zoo_entry import (
     ROWS_DEPEND,
     SEQUENCE_FIRST,
     Call,
-    Entry,
     floats,
     given,
+    growing,
+    inference,
     of,
+    of_family,
     one_of,
+    several,
     token_ids,
     training_step,
 )
 
 WIDTH, HEADS = 8, 4
+WIDE = (WIDTH, "width")
+CHANNELS = (6, "channels, height")
 
 
 def mlp(dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, WIDTH)).to(dtype)
 
 
-def conv_net(norm: Callable[[int], nn.Module]) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), norm(6), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+def conv_net(norm: Callable[[int], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1), norm(6), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
+    )
 
 
-def encoder_layer(batch_first: bool) -> nn.Module:
-    return nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0.0, batch_first=batch_first).eval()
+def encoder_layer(batch_first: bool, **options: bool) -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0.0, batch_first=batch_first, **options).eval()
 
 
 def encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0.0, batch_first=True, norm_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    return nn.TransformerEncoder(encoder_layer(True, norm_first=True), 2, enable_nested_tensor=False).eval()
 
 
-def transformer(batch_first: bool) -> nn.Module:
-    return nn.Transformer(WIDTH, HEADS, 1, 1, 16, dropout=0.0, batch_first=batch_first, norm_first=True).eval()
+def transformer(batch_first: bool) -> Callable[[], nn.Module]:
+    options = {"dropout": 0.0, "batch_first": batch_first, "norm_first": True}
+    return lambda: nn.Transformer(WIDTH, HEADS, 1, 1, 16, **options).eval()
 
 
-class SelfAttention(nn.Module):
+def self_attention(batch_first: bool) -> Callable[[], nn.Module]:
     """`nn.MultiheadAttention` of a sequence with itself, in a module of one argument."""
 
-    def __init__(self, batch_first: bool) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         out, weights = self.attention(x, x, x)
         return x + out, weights
 
+    return inference(made(forward, attention=lambda: nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first)))
 
-class NormOverBatch(nn.Module):
+
+def norm_over_batch(batch: int) -> nn.Module:
     """A `LayerNorm` over `[batch, sequence]`, with a weight for each."""
-
-    def __init__(self, batch: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm([batch, 5])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x)
+    return made(lambda self, x: self.norm(x), norm=lambda: nn.LayerNorm([batch, 5]))()
 
 
-def scripted() -> nn.Module:
-    return torch.jit.script(mlp())
-
-
-def several(*shapes: tuple[int, ...]) -> Callable[[int], Call]:
-    """Tensors `[batch, *shape]` by position."""
-    return lambda batch: given(*(torch.randn(batch, *shape) for shape in shapes))
+def ids(batch: int) -> Call:
+    return given(token_ids(batch))
 
 
 def sequences(batch: int) -> Call:
@@ -84,12 +79,8 @@ def sequences(batch: int) -> Call:
     return given(torch.randn(5, batch, WIDTH))
 
 
-def source_and_target(batch_first: bool) -> Callable[[int], Call]:
-    def make(batch: int) -> Call:
-        source, target = torch.randn(batch, 5, WIDTH), torch.randn(batch, 3, WIDTH)
-        return given(source, target) if batch_first else given(source.transpose(0, 1), target.transpose(0, 1))
-
-    return make
+def sequence_first_pair(batch: int) -> Call:
+    return given(torch.randn(5, batch, WIDTH), torch.randn(3, batch, WIDTH))
 
 
 def masked_source_and_target(batch: int) -> Call:
@@ -106,214 +97,112 @@ def bags(batch: int) -> Call:
     return given(torch.randint(0, 64, (3 * batch,)), torch.arange(batch) * 3)
 
 
-def growing(module: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """In training mode, as it was made."""
-    return lambda: module().train()
-
-
-def inference(module: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: module().eval()
+def rows_and_matrix(batch: int) -> Call:
+    return given(torch.randn(batch, WIDTH), torch.randn(WIDTH, 5), torch.randn(5))
 
 
 SQUARE_MASK = one_of(OVERLAPS, LANE_FAILED, ROWS_DEPEND, CANNOT_MERGE)
 """A mask `[S, S]` at batch S reads as one row per sample, too."""
+GROUPS = conv_net(lambda width: nn.GroupNorm(3, width))
+NO_STATISTICS = conv_net(lambda width: nn.BatchNorm2d(width, track_running_stats=False))
+BATCH_NORM = "batch_norm_in_training"
+
+_layer = of_family("torch.nn")
+_trained = of_family("training", grad=True, act=training_step)
 
 ENTRIES = [
-    Entry(
+    _layer(
         "distances to given centres [K, E]",
-        "torch.nn",
         of(torch.cdist),
         lambda batch: given(torch.randn(batch, WIDTH), torch.randn(5, WIDTH)),
-        with_what="centres",
+        collides=(5, "centres"),
         at={5: SQUARE_MASK},
     ),
-    Entry(
+    _layer(
         "rows times a given matrix [E, F]",
-        "torch.nn",
         of(lambda x, weight, bias: x @ weight + bias),
-        lambda batch: given(torch.randn(batch, WIDTH), torch.randn(WIDTH, 5), torch.randn(5)),
-        collides=8,
-        with_what="width",
+        rows_and_matrix,
+        collides=WIDE,
         at={8: SQUARE_MASK},
     ),
-    Entry("Linear", "torch.nn", lambda: nn.Linear(WIDTH, 4), floats(WIDTH), collides=8, with_what="width"),
-    Entry("Linear, rows of tokens", "torch.nn", lambda: nn.Linear(WIDTH, 4), floats(5, WIDTH)),
-    Entry("MLP", "torch.nn", inference(mlp), floats(WIDTH), collides=16, with_what="inner width"),
-    Entry(
+    _layer("Linear", lambda: nn.Linear(WIDTH, 4), floats(WIDTH), collides=WIDE),
+    _layer("Linear, rows of tokens", lambda: nn.Linear(WIDTH, 4), floats(5, WIDTH)),
+    _layer("MLP", inference(mlp), floats(WIDTH), collides=(16, "inner width")),
+    _layer(
         "MLP in bf16",
-        "torch.nn",
         inference(lambda: mlp(torch.bfloat16)),
-        lambda batch: given(torch.randn(batch, 5, WIDTH).bfloat16()),
-        collides=8,
-        with_what="width",
+        floats(5, WIDTH, dtype=torch.bfloat16),
+        collides=WIDE,
         acts=4,
     ),
-    Entry(
-        "MLP in fp64",
-        "torch.nn",
-        inference(lambda: mlp(torch.float64)),
-        lambda batch: given(torch.randn(batch, WIDTH).double()),
-        collides=8,
-        with_what="width",
-    ),
-    Entry("MLP, torch.jit.script", "torch.nn", scripted, floats(WIDTH), "jit_module", 8, "width"),
-    Entry("Bilinear", "torch.nn", lambda: nn.Bilinear(WIDTH, 5, 6), several((WIDTH,), (5,)), with_what="width"),
-    Entry(
-        "CosineSimilarity", "torch.nn", nn.CosineSimilarity, several((WIDTH,), (WIDTH,)), collides=8, with_what="width"
-    ),
-    Entry("Embedding", "torch.nn", lambda: nn.Embedding(64, WIDTH), lambda batch: given(token_ids(batch))),
-    Entry(
-        "EmbeddingBag, [B, S]", "torch.nn", lambda: nn.EmbeddingBag(64, WIDTH), lambda batch: given(token_ids(batch))
-    ),
-    Entry(
+    _layer("MLP in fp64", inference(lambda: mlp(torch.float64)), floats(WIDTH, dtype=torch.float64), collides=WIDE),
+    _layer("MLP, torch.jit.script", lambda: torch.jit.script(mlp()), floats(WIDTH), "jit_module", collides=WIDE),
+    _layer("Bilinear", lambda: nn.Bilinear(WIDTH, 5, 6), several((WIDTH,), (5,)), collides=(5, "width")),
+    _layer("CosineSimilarity", nn.CosineSimilarity, several((WIDTH,), (WIDTH,)), collides=WIDE),
+    _layer("Embedding", lambda: nn.Embedding(64, WIDTH), ids),
+    _layer("EmbeddingBag, [B, S]", lambda: nn.EmbeddingBag(64, WIDTH), ids),
+    _layer(
         "EmbeddingBag with offsets",
-        "torch.nn",
         lambda: nn.EmbeddingBag(64, WIDTH),
         bags,
         one_of(LANE_FAILED, CANNOT_MERGE),
-        3,
-        "tokens of a bag",
+        collides=(3, "tokens of a bag"),
     ),
-    Entry("Conv1d", "torch.nn", lambda: nn.Conv1d(4, 6, 3), floats(4, 9), collides=4, with_what="channels"),
-    Entry(
-        "ConvTranspose2d",
-        "torch.nn",
-        lambda: nn.ConvTranspose2d(3, 4, 2, stride=2),
-        floats(3, 5, 5),
-        with_what="height",
-    ),
-    Entry(
-        "ConvNet, BatchNorm in eval",
-        "torch.nn",
-        inference(lambda: conv_net(nn.BatchNorm2d)),
-        floats(3, 6, 6),
-        collides=6,
-        with_what="channels, height",
-    ),
-    Entry(
-        "ConvNet, BatchNorm in training",
-        "torch.nn",
-        growing(lambda: conv_net(nn.BatchNorm2d)),
-        floats(3, 6, 6),
-        "batch_norm_in_training",
-        6,
-        "channels, height",
-    ),
-    Entry(
+    _layer("Conv1d", lambda: nn.Conv1d(4, 6, 3), floats(4, 9), collides=(4, "channels")),
+    _layer("ConvTranspose2d", lambda: nn.ConvTranspose2d(3, 4, 2, stride=2), floats(3, 5, 5), collides=(5, "height")),
+    _layer("ConvNet, BatchNorm in eval", inference(conv_net(nn.BatchNorm2d)), floats(3, 6, 6), collides=CHANNELS),
+    _layer("ConvNet, BatchNorm in training", conv_net(nn.BatchNorm2d), floats(3, 6, 6), BATCH_NORM, collides=CHANNELS),
+    _layer(
         "ConvNet, BatchNorm without statistics",
-        "torch.nn",
-        inference(lambda: conv_net(lambda width: nn.BatchNorm2d(width, track_running_stats=False))),
+        inference(NO_STATISTICS),
         floats(3, 6, 6),
-        "batch_norm_in_training",
-        6,
-        "channels, height",
+        BATCH_NORM,
+        collides=CHANNELS,
     ),
-    Entry(
-        "ConvNet, GroupNorm",
-        "torch.nn",
-        inference(lambda: conv_net(lambda width: nn.GroupNorm(3, width))),
-        floats(3, 6, 6),
-        collides=3,
-        with_what="groups, channels",
-    ),
-    Entry(
-        "ConvNet, InstanceNorm",
-        "torch.nn",
-        inference(lambda: conv_net(nn.InstanceNorm2d)),
-        floats(3, 6, 6),
-        collides=6,
-        with_what="channels, height",
-    ),
-    Entry("LayerNorm", "torch.nn", lambda: nn.LayerNorm(WIDTH), floats(5, WIDTH)),
-    Entry("LayerNorm over [B, S]", "torch.nn", NormOverBatch, floats(5), LANE_FAILED, per_batch=True),
-    Entry(
-        "layer_norm over the whole shape", "torch.nn", of(lambda x: F.layer_norm(x, x.shape)), floats(5), ROWS_DEPEND
-    ),
-    Entry(
-        "Dropout in training",
-        "torch.nn",
-        growing(lambda: mlp(dropout=0.5)),
-        floats(WIDTH),
-        "dropout_in_training",
-        8,
-        "width",
-    ),
-    Entry(
-        "Dropout of rate 0 in training",
-        "torch.nn",
-        growing(mlp),
-        floats(WIDTH),
-        collides=8,
-        with_what="width",
-        grad=True,
-        act=training_step,
-    ),
-    Entry(
+    _layer("ConvNet, GroupNorm", inference(GROUPS), floats(3, 6, 6), collides=(3, "groups, channels")),
+    _layer("ConvNet, InstanceNorm", inference(conv_net(nn.InstanceNorm2d)), floats(3, 6, 6), collides=CHANNELS),
+    _layer("LayerNorm", lambda: nn.LayerNorm(WIDTH), floats(5, WIDTH)),
+    _layer("LayerNorm over [B, S]", norm_over_batch, floats(5), LANE_FAILED, per_batch=True),
+    _layer("layer_norm over the whole shape", of(lambda x: F.layer_norm(x, x.shape)), floats(5), ROWS_DEPEND),
+    _layer("Dropout in training", lambda: mlp(dropout=0.5), floats(WIDTH), "dropout_in_training", collides=WIDE),
+    _layer("Dropout of rate 0 in training", mlp, floats(WIDTH), collides=WIDE, grad=True, act=training_step),
+    _trained(
         "ConvNet, training step",
-        "training",
-        growing(lambda: conv_net(lambda width: nn.GroupNorm(2, width))),
+        conv_net(lambda width: nn.GroupNorm(2, width)),
         floats(3, 6, 6),
-        collides=3,
-        with_what="channels",
-        grad=True,
-        act=training_step,
+        collides=(3, "channels"),
     ),
-    Entry(
-        "Transformer encoder, training step",
-        "training",
-        growing(encoder),
-        floats(5, WIDTH),
-        grad=True,
-        act=training_step,
-    ),
-    Entry(
+    _trained("Transformer encoder, training step", growing(encoder), floats(5, WIDTH)),
+    _trained(
         "MLP, training step through its argument",
-        "training",
         inference(mlp),
         lambda batch: given(torch.randn(batch, WIDTH, requires_grad=True)),
-        collides=8,
-        with_what="width",
-        grad=True,
-        act=training_step,
+        collides=WIDE,
     ),
-    Entry("TransformerEncoderLayer", "torch.nn", lambda: encoder_layer(True), floats(5, WIDTH)),
-    Entry(
-        "TransformerEncoderLayer, sequence first", "torch.nn", lambda: encoder_layer(False), sequences, SEQUENCE_FIRST
-    ),
-    Entry("TransformerEncoder", "torch.nn", encoder, floats(5, WIDTH), collides=HEADS, with_what="heads"),
-    Entry("TransformerEncoder with a mask [S, S]", "torch.nn", encoder, masked_sequences, at={5: SQUARE_MASK}),
-    Entry("Transformer", "torch.nn", lambda: transformer(True), source_and_target(True)),
-    Entry(
-        "Transformer, sequence first", "torch.nn", lambda: transformer(False), source_and_target(False), SEQUENCE_FIRST
-    ),
-    Entry(
+    _layer("TransformerEncoderLayer", lambda: encoder_layer(True), floats(5, WIDTH)),
+    _layer("TransformerEncoderLayer, sequence first", lambda: encoder_layer(False), sequences, SEQUENCE_FIRST),
+    _layer("TransformerEncoder", encoder, floats(5, WIDTH), collides=(HEADS, "heads")),
+    _layer("TransformerEncoder with a mask [S, S]", encoder, masked_sequences, at={5: SQUARE_MASK}),
+    _layer("Transformer", transformer(True), several((5, WIDTH), (3, WIDTH))),
+    _layer("Transformer, sequence first", transformer(False), sequence_first_pair, SEQUENCE_FIRST),
+    _layer(
         "Transformer with a mask [T, T]",
-        "torch.nn",
-        lambda: transformer(True),
+        transformer(True),
         masked_source_and_target,
-        collides=3,
-        with_what="target length",
+        collides=(3, "target length"),
         at={3: SQUARE_MASK},
     ),
-    Entry(
+    _layer(
         "MultiheadAttention",
-        "torch.nn",
         inference(lambda: nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)),
-        several((5, WIDTH), (5, WIDTH), (5, WIDTH)),
+        several(*[(5, WIDTH)] * 3),
     ),
-    Entry(
+    _layer(
         "MultiheadAttention, sequence first",
-        "torch.nn",
         inference(lambda: nn.MultiheadAttention(WIDTH, HEADS)),
         lambda batch: given(*torch.randn(3, 5, batch, WIDTH)),
         SEQUENCE_FIRST,
     ),
-    Entry("Self-attention in a module", "torch.nn", inference(lambda: SelfAttention(True)), floats(5, WIDTH)),
-    Entry(
-        "Self-attention in a module, sequence first",
-        "torch.nn",
-        inference(lambda: SelfAttention(False)),
-        sequences,
-        ROWS_DEPEND,
-    ),
+    _layer("Self-attention in a module", self_attention(True), floats(5, WIDTH)),
+    _layer("Self-attention in a module, sequence first", self_attention(False), sequences, ROWS_DEPEND),
 ]

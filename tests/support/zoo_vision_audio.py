@@ -15,27 +15,26 @@ from zoo_entry import (
     Entry,
     Outcome,
     given,
+    of_family,
     pixels,
     pretrained,
     token_ids,
+    tokens,
 )
 from zoo_language import BASE, LLAMA, SEQ2SEQ
 
+LAYERS: dict[str, Any] = {
+    name: BASE[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+}
 VIT: dict[str, Any] = {
     "image_size": 16,
     "patch_size": 8,
     "num_channels": 3,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 32,
+    **LAYERS,
     "initializer_range": 0.2,
 }
 SPEECH: dict[str, Any] = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 32,
+    **LAYERS,
     "conv_dim": (8, 8),
     "conv_kernel": (6, 4),
     "conv_stride": (4, 2),
@@ -45,6 +44,11 @@ SPEECH: dict[str, Any] = {
     "feat_extract_norm": "group",
     "vocab_size": 32,
 }
+ONE_LAYER = {"num_hidden_layers": 1}
+STAGES: dict[str, Any] = {"num_encoder_blocks": 2, "depths": [1, 1], "patch_sizes": [3, 3], "strides": [2, 2]}
+WHISPER: dict[str, Any] = {**SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16}
+STRIDES = {"frequency_stride": 4, "time_stride": 4}
+FRAMES = (4, "patches")
 MATRIX = CANNOT_MERGE
 """Every image against every text."""
 PATCHES = 5
@@ -55,18 +59,8 @@ def detr() -> nn.Module:
     backbone = transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"]
     )
-    config = transformers.DetrConfig(
-        use_timm_backbone=False,
-        backbone_config=backbone,
-        num_queries=4,
-        d_model=16,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
-    )
+    sizes = {name: SEQ2SEQ[name] for name in SEQ2SEQ if name.startswith(("encoder_", "decoder_")) or name == "d_model"}
+    config = transformers.DetrConfig(use_timm_backbone=False, backbone_config=backbone, num_queries=4, **sizes)
     return transformers.DetrForObjectDetection(config).eval()
 
 
@@ -113,14 +107,17 @@ def spectrogram(batch: int) -> Call:
     return given(input_features=torch.randn(batch, 8, 16), decoder_input_ids=token_ids(batch, 3))
 
 
-def _vision(kind: str, outcome: Outcome = OVERLAPS, **config: Any) -> Entry:
-    size = config.pop("size", 16)
-    return Entry(kind, "vision", pretrained(kind, **config), pixels(size), outcome, 3, "channels")
+_seen = of_family("vision", collides=(3, "channels"))
+_multimodal, _heard = of_family("multimodal"), of_family("audio", collides=(8, "channels"))
+
+
+def _vision(kind: str, **config: Any) -> Entry:
+    return _seen(kind, pretrained(kind, **config), pixels())
 
 
 def _patches(kind: str, outcome: Outcome = OVERLAPS, **config: Any) -> Entry:
     """A transformer over patches."""
-    return Entry(kind, "vision", pretrained(kind, **{**VIT, **config}), pixels(), outcome, PATCHES, "patches")
+    return _seen(kind, pretrained(kind, **{**VIT, **config}), pixels(), outcome, collides=(PATCHES, "patches"))
 
 
 ENTRIES = [
@@ -128,100 +125,50 @@ ENTRIES = [
     _patches("BeitModel"),
     _patches("Dinov2Model"),
     _patches("YolosForObjectDetection", num_detection_tokens=3, image_size=[16, 16]),
-    _patches(
-        "ViTMAEModel",
-        DRAWS_RANDOM,
-        decoder_hidden_size=16,
-        decoder_num_hidden_layers=1,
-        decoder_num_attention_heads=4,
-        decoder_intermediate_size=32,
-    ),
+    _patches("ViTMAEModel", DRAWS_RANDOM, **{f"decoder_{name}": size for name, size in (LAYERS | ONE_LAYER).items()}),
     _patches("CLIPVisionModel"),
     _patches("SiglipVisionModel"),
     _vision("SwinModel", image_size=16, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[2, 4], window_size=2),
     _vision("ConvNextModel", num_channels=3, hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
     _vision("ResNetForImageClassification", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"),
-    _vision(
-        "PoolFormerModel",
-        hidden_sizes=[8, 16],
-        depths=[1, 1],
-        num_encoder_blocks=2,
-        patch_sizes=[3, 3],
-        strides=[2, 2],
-        padding=[1, 1],
-    ),
+    _vision("PoolFormerModel", hidden_sizes=[8, 16], **STAGES, padding=[1, 1]),
     _vision(
         "SegformerForSemanticSegmentation",
-        num_encoder_blocks=2,
-        depths=[1, 1],
+        **STAGES,
         sr_ratios=[2, 1],
         hidden_sizes=[8, 16],
         num_attention_heads=[1, 2],
-        patch_sizes=[3, 3],
-        strides=[2, 2],
         mlp_ratios=[2, 2],
         decoder_hidden_size=16,
         num_labels=3,
     ),
-    Entry("DetrForObjectDetection", "vision", detr, pixels(32), OVERLAPS, 4, "queries"),
-    Entry(
-        "TimesformerModel",
-        "vision",
-        pretrained("TimesformerModel", **VIT, num_frames=2),
-        frames,
-        OVERLAPS,
-        4,
-        "patches",
-    ),
-    Entry(
+    _seen("DetrForObjectDetection", detr, pixels(32), collides=(4, "queries")),
+    _seen("TimesformerModel", pretrained("TimesformerModel", **VIT, num_frames=2), frames, collides=FRAMES),
+    _seen(
         "VivitModel",
-        "vision",
         pretrained("VivitModel", **VIT, num_frames=2, tubelet_size=[2, 8, 8]),
         frames,
-        OVERLAPS,
-        4,
-        "patches",
+        collides=FRAMES,
     ),
-    Entry("CLIPModel", "multimodal", lambda: two_towers("CLIPModel"), image_and_text, MATRIX),
-    Entry(
+    _multimodal("CLIPModel", lambda: two_towers("CLIPModel"), image_and_text, MATRIX),
+    _multimodal(
         "CLIPTextModelWithProjection",
-        "multimodal",
         pretrained("CLIPTextModelWithProjection", **{**BASE, "projection_dim": 8, "eos_token_id": 2}),
-        lambda batch: given(input_ids=token_ids(batch)),
+        tokens,
     ),
-    Entry("LlavaForConditionalGeneration", "multimodal", llava, image_in_text, OVERLAPS, 3, "channels"),
-    Entry(
+    _multimodal("LlavaForConditionalGeneration", llava, image_in_text, collides=(3, "channels")),
+    _heard(
         "WhisperForConditionalGeneration",
-        "audio",
-        pretrained(
-            "WhisperForConditionalGeneration",
-            **{**SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16},
-        ),
+        pretrained("WhisperForConditionalGeneration", **WHISPER),
         spectrogram,
-        OVERLAPS,
-        3,
-        "decoder's length",
+        collides=(3, "decoder's length"),
     ),
-    Entry("Wav2Vec2ForCTC", "audio", pretrained("Wav2Vec2ForCTC", **SPEECH), sound, OVERLAPS, 8, "channels"),
-    Entry("HubertModel", "audio", pretrained("HubertModel", **SPEECH), sound, OVERLAPS, 8, "channels"),
-    Entry(
+    _heard("Wav2Vec2ForCTC", pretrained("Wav2Vec2ForCTC", **SPEECH), sound),
+    _heard("HubertModel", pretrained("HubertModel", **SPEECH), sound),
+    _heard(
         "ASTModel",
-        "audio",
-        pretrained(
-            "ASTModel",
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=32,
-            patch_size=4,
-            max_length=8,
-            num_mel_bins=8,
-            frequency_stride=4,
-            time_stride=4,
-        ),
+        pretrained("ASTModel", **LAYERS, patch_size=4, max_length=8, num_mel_bins=8, **STRIDES),
         lambda batch: given(input_values=torch.randn(batch, 8, 8)),
-        OVERLAPS,
-        8,
-        "length",
+        collides=(8, "length"),
     ),
 ]

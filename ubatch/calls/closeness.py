@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ubatch.calls.containers import PLAIN, children_of
+from ubatch.calls.containers import PLAIN, children_of, slots_of
 
 _FINE = 1e-4
 _MEDIAN = 1e-2
@@ -209,8 +209,7 @@ def identical(one: Any, other: Any) -> bool:
 
 
 def _attributes(value: object) -> list[tuple[str, Any]]:
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    own = [(name, getattr(value, name)) for name in slots if hasattr(value, name) and not name.startswith("__")]
+    own = [(name, getattr(value, name)) for name in slots_of(value) if hasattr(value, name)]
     return [*own, *getattr(value, "__dict__", {}).items()]
 
 

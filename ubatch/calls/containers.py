@@ -91,3 +91,20 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             continue
         children = children_of(each)
         waiting += [child for _, child in children] if children is not None else getattr(each, "__dict__", {}).values()
+
+
+def slots_of(value: object) -> tuple[str, ...]:
+    """Names of the attributes that an object may have in slots, as Python mangles them."""
+    kind: Any = type(value)
+    return _slots_of(kind)
+
+
+@functools.lru_cache(4096)
+def _slots_of(kind: Any) -> tuple[str, ...]:
+    names: list[str] = []
+    for each in kind.__mro__:
+        slots = vars(each).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{each.__name__.lstrip('_')}{name}" if private else name)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))

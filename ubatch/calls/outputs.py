@@ -12,13 +12,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ubatch.calls.caches import splitter_for
-from ubatch.calls.call_plan import LaneParts
+from ubatch.calls.call_plan import CallPlan, LaneParts
 from ubatch.calls.containers import PLAIN
 from ubatch.calls.merging import Cached, Rule, cannot, columns_of, concatenated, mismatch, named_dim, rebuilt, sizes_of
 from ubatch.schedules.vote import DeclineReason
@@ -65,42 +65,53 @@ class Guess(Rule):
 
 def _tensor(path: str, values: Sequence[Tensor], dim: int | None, parts: LaneParts) -> Tensor:
     """Tensors merged, of which the user named dimension `dim`, or none."""
-    first, rows = values[0], parts.rows
+    first, rows, given = values[0], parts.rows, _Given.of(parts.plan)
     if first.dim() == 0:
         raise cannot(path, "has no dimensions (a loss?)", DeclineReason.ZERO_DIM_OUTPUT)
-    split = [(leaf.value, leaf.dim) for leaf in parts.plan.leaves if leaf.dim is not None]
-    shapes = [(value.shape, along) for value, along in split if isinstance(value, Tensor) and value.dim() > 1]
-    multiples = {1, *(shape[1 - along] for shape, along in shapes if along < 2)}
     if all(_overlap(value, first) for value in values[1:]):
         views = {(value.data_ptr(), value.shape, value.stride()) for value in values}
-        if len(views) == 1 and not _follow([value.shape[0] for value in values], rows, multiples):
+        if len(views) == 1 and not given.follow([first.shape[0]] * len(values), rows):
             return first  # a parameter or buffer handed through
         raise cannot(path, "is the same memory in all lanes, which overwrite each other (return a new tensor)")
     sizes = sizes_of(values, dim or 0)
-    if not (_follow(sizes, rows, multiples) if dim is None else _proportional(sizes, rows)):
+    if not (given.follow(sizes, rows) if dim is None else _proportional(sizes, rows)):
         raise mismatch(path, values, f"in lanes of {list(rows)} rows")
-    batch_first = all(along == 0 for _, along in split)
-    if dim is None and _has_two_readings(first, rows, multiples, batch_first=batch_first):
+    if dim is None and given.allow_two_readings(first.shape, rows):
         raise cannot(path, f"has shape {tuple(first.shape)} for {rows[0]} rows, along either dimension")
     return torch.cat(list(values), dim or 0)
 
 
-def _follow(sizes: Sequence[int], rows: Sequence[int], multiples: set[int]) -> bool:
-    """Whether these sizes are of the batch dimension. Between equal lanes any size is proportional to the rows, so
-    there the size must be a known multiple of them: 1, or an argument's size other than the rows."""
-    return any(list(sizes) == [own * multiple for own in rows] for multiple in multiples)
+class _Given(NamedTuple):
+    """What the arguments that were cut tell about the outputs.
 
-
-def _has_two_readings(value: Tensor, rows: Sequence[int], multiples: set[int], *, batch_first: bool) -> bool:
-    """Whether this could be a batch-first output or another layout, such as an RNN's `[layers, batch, hidden]`.
-
-    Only possible with equal lanes that have as many rows as there are layers. If the arguments are batch-first and a
-    later size of the output is one of theirs, such as the sequence length, it is batch-first.
+    Attributes:
+        multiples: the batch dimension of an output may be the rows times one of these: 1, or a size beside the rows.
+        batch_first: whether dimension 0 is the batch in all of them.
     """
-    if len(set(rows)) > 1 or value.dim() < (3 if batch_first else 2):
-        return False
-    told = batch_first and not (multiples - {1}).isdisjoint(value.shape[1:])
-    return value.shape[0] == value.shape[1] == rows[0] and not told
+
+    multiples: frozenset[int]
+    batch_first: bool
+
+    @classmethod
+    def of(cls, plan: CallPlan) -> _Given:
+        cut = [(leaf.value, leaf.dim) for leaf in plan.leaves if leaf.dim is not None]
+        tables = [(value.shape, dim) for value, dim in cut if isinstance(value, Tensor) and value.dim() > 1]
+        return cls(
+            frozenset({1, *(shape[1 - dim] for shape, dim in tables if dim < 2)}), all(dim == 0 for _, dim in cut)
+        )
+
+    def follow(self, sizes: Sequence[int], rows: Sequence[int]) -> bool:
+        """Whether these sizes are of the batch dimension. Between equal lanes any size is proportional to the rows, so
+        it must be a known multiple of them."""
+        return any(list(sizes) == [own * multiple for own in rows] for multiple in self.multiples)
+
+    def allow_two_readings(self, shape: Sequence[int], rows: Sequence[int]) -> bool:
+        """Whether an output of this shape could be batch-first or of another layout, such as an RNN's `[layers, batch,
+        hidden]`. Only equal lanes with as many rows as there are layers leave that open; and not if the arguments are
+        batch-first and a later size of the output is one of theirs, such as the length of the sequence."""
+        if len(set(rows)) > 1 or len(shape) < (3 if self.batch_first else 2) or not shape[0] == shape[1] == rows[0]:
+            return False
+        return not self.batch_first or (self.multiples - {1}).isdisjoint(shape[1:])
 
 
 def _proportional(sizes: Sequence[int], rows: Sequence[int]) -> bool:

@@ -297,11 +297,11 @@ def test_a_registered_splitter(kind: type[Slots], monkeypatch: pytest.MonkeyPatc
 def test_a_splitter_that_cannot_or_miscounts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ubatch.calls.caches._splitters", {})
     register_splitter(f"{__name__}.Slots", SlotsSplitter())
-    call_both(lambda x, cache: x + cache.values.sum(), rows(), Slots(torch.zeros(1, 1)), declines=NO_SPLITTER)
+    use = lambda x, cache: x + cache.values.sum()  # noqa: E731
+    call_both(use, rows(), Slots(torch.zeros(1, 1)), declines=NO_SPLITTER)
     monkeypatch.setattr(SlotsSplitter, "parts_wanted", 1)
-    call_both(lambda x, cache: x + cache.values.sum(), rows(), Slots(torch.zeros(1, 6)), declines=NO_SPLITTER)
-    settings = {"split_dims": {"cache": None}}
-    call_both(lambda x, cache: x + cache.values.sum(), rows(), Slots(torch.zeros(1, 6)), settings=settings)
+    call_both(use, rows(), Slots(torch.zeros(1, 6)), declines=NO_SPLITTER)
+    call_both(use, rows(), Slots(torch.zeros(1, 6)), settings={"split_dims": {"cache": None}})
 
 
 def test_a_cache_stays_as_it_was_when_the_outputs_cannot_be_merged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,14 +320,8 @@ def test_unknown_objects_need_a_splitter_or_permission() -> None:
     class Unknown:
         factor = 2.0
 
-    call_both(lambda x, thing: x * thing.factor, rows(), Unknown(), declines=NO_SPLITTER)
-    call_both(lambda x, thing: x * thing.factor, rows(), Unknown(), settings={"split_dims": {"thing": None}})
-    call_both(
-        lambda x, thing: x * thing.factor,
-        rows(),
-        Unknown(),
-        settings={"split_dims": {"thing": 0}},
-        declines=NO_SPLITTER,
-    )
+    for dims, declines in (({}, NO_SPLITTER), ({"thing": None}, None), ({"thing": 0}, NO_SPLITTER)):
+        settings = {"split_dims": dims}
+        call_both(lambda x, thing: x * thing.factor, rows(), Unknown(), settings=settings, declines=declines)
     call_both(lambda x, thing: x * thing[0]["a"].factor, rows(), [{"a": Unknown()}], declines=NO_SPLITTER)
     call_both(lambda x, fn, kind: fn(x).to(kind), rows(), torch.relu, torch.float64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -246,25 +246,24 @@ def test_a_cache_without_layers() -> None:
         assert_held(held(splitter(cache).merge(parts, cache)), held(plain))
 
 
+SPOIL: dict[str, Callable[[Any], object]] = {
+    "number": lambda cache: setattr(cache.layers[3], "is_sliding", True),
+    "shape": lambda cache: setattr(cache.layers[3], "keys", cache.layers[3].keys[:, :, 1:]),
+    "class": lambda cache: setattr(cache.layers[3], "values", None),
+    "dtype": lambda cache: setattr(cache.layers[3], "values", cache.layers[3].values.double()),
+    "layers": lambda cache: cache.layers.pop(3),
+}
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("spoil", ["number", "shape", "class", "dtype", "layers"])
+@pytest.mark.parametrize("spoil", SPOIL)
 def test_lanes_that_disagree_leave_the_cache_as_it_was(spoil: str) -> None:
     cache = filled("jamba", 2)
     contents = copy.deepcopy(held(cache))
     parts = splitter(cache).split(cache, BOUNDS)
     for lane, rows in enumerate(BOUNDS):
         call(model_of("jamba"), prompts(length=1), rows, parts[lane])
-    layer = parts[1].layers[3]
-    if spoil == "number":
-        layer.is_sliding = True
-    elif spoil == "shape":
-        layer.keys = layer.keys[:, :, 1:]
-    elif spoil == "class":
-        layer.values = None
-    elif spoil == "dtype":
-        layer.values = layer.values.double()
-    else:
-        del parts[1].layers[3]
+    SPOIL[spoil](parts[1])
     with pytest.raises(SplitError, match="lanes disagree on its layers"):
         splitter(cache).merge(parts, cache)
     assert_held(held(cache), contents)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from lanes import lane_pool, run, walker
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
+from wrapper_cases import Model
+from wrapping import wrapped
 
-from ubatch import UBatchConfig, UBatchWrapper
+from ubatch import UBatchWrapper
 from ubatch.dbo import dbo_current_ubatch_id, dbo_enabled, dbo_yield
 from ubatch.lanes.workers import LanePool
 
@@ -26,81 +29,58 @@ def pool() -> Iterator[LanePool]:
         yield made
 
 
-@dataclass(frozen=True)
-class State:
-    """What a thread sees, and what follows from it."""
-
-    grad: bool
-    inference: bool
-    autocast: bool
-    autocast_dtype: torch.dtype
-    autocast_cache: bool
-    default_device: torch.device
-    threads: int
-    made_on: torch.device
-    product: torch.dtype
-    requires_grad: bool
-    is_inference: bool
-
-    @classmethod
-    def now(cls) -> State:
-        weight = torch.ones(2, 2, device="cpu", requires_grad=True)
-        product = torch.ones(2, 2, device="cpu") @ weight
-        return cls(
-            grad=torch.is_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(),
-            autocast=torch.is_autocast_enabled("cpu"),
-            autocast_dtype=torch.get_autocast_dtype("cpu"),
-            autocast_cache=torch.is_autocast_cache_enabled(),
-            default_device=torch.get_default_device(),
-            threads=torch.get_num_threads(),
-            made_on=torch.empty(1).device,
-            product=product.dtype,
-            requires_grad=product.requires_grad,
-            is_inference=product.is_inference(),
-        )
+def state() -> dict[str, Any]:
+    """What this thread sees, and what follows from it."""
+    weight = torch.ones(2, 2, device="cpu", requires_grad=True)
+    product = torch.ones(2, 2, device="cpu") @ weight
+    return {
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "autocast_dtype": torch.get_autocast_dtype("cpu"),
+        "autocast_cache": torch.is_autocast_cache_enabled(),
+        "default_device": torch.get_default_device(),
+        "threads": torch.get_num_threads(),
+        "made_on": torch.empty(1).device,
+        "product": product.dtype,
+        "requires_grad": product.requires_grad,
+        "is_inference": product.is_inference(),
+    }
 
 
-def states(pool: LanePool) -> list[State]:
+def states(pool: LanePool) -> list[dict[str, Any]]:
     """What every lane sees, before and after a point."""
 
-    def body() -> list[State]:
-        before = State.now()
+    def body() -> list[dict[str, Any]]:
+        before = state()
         dbo_yield()
-        return [before, State.now()]
+        return [before, state()]
 
-    return [state for lane in run(pool, *[body] * LANES) for state in lane]
+    return [seen for lane in run(pool, *[body] * LANES) for seen in lane]
 
 
 @contextmanager
-def threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
+def setting(value: Any, set_: Callable[[Any], object], get: Callable[[], Any]) -> Iterator[None]:
+    """Not a context manager of torch, but a setting that somebody makes."""
+    before = get()
+    set_(value)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        set_(before)
 
 
-@contextmanager
-def default_device(device: str) -> Iterator[None]:
-    """Not the context manager, the setting."""
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
+def threads(number: int) -> AbstractContextManager[None]:
+    return setting(number, torch.set_num_threads, torch.get_num_threads)
 
 
-@contextmanager
-def autocast_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_device(device: str) -> AbstractContextManager[None]:
+    return setting(device, torch.set_default_device, lambda: None)
+
+
+def autocast_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
     """A dtype for autocast regions to come."""
-    before = torch.get_autocast_dtype("cpu")
-    torch.set_autocast_dtype("cpu", dtype)
-    try:
-        yield
-    finally:
-        torch.set_autocast_dtype("cpu", before)
+    return setting(dtype, partial(torch.set_autocast_dtype, "cpu"), partial(torch.get_autocast_dtype, "cpu"))
 
 
 def autocast(dtype: torch.dtype = torch.bfloat16, **options: bool) -> AbstractContextManager[Any]:
@@ -142,15 +122,15 @@ CHANGE_NOTHING = {
 
 @pytest.mark.parametrize("name", SURROUNDINGS)
 def test_lanes_see_what_the_caller_sees(pool: LanePool, name: str) -> None:
-    outside = State.now()
+    outside = state()
     with ExitStack() as stack:
         for surrounding in SURROUNDINGS[name]:
             stack.enter_context(surrounding())
-        inside = State.now()
+        inside = state()
         assert (inside == outside) == (name in CHANGE_NOTHING)
         assert states(pool) == [inside] * 2 * LANES
-        assert State.now() == inside
-    assert State.now() == outside
+        assert state() == inside
+    assert state() == outside
     assert states(pool) == [outside] * 2 * LANES, "the next step is not in the surroundings of this one"
 
 
@@ -161,7 +141,7 @@ def test_the_surroundings_are_left_when_a_lane_fails(pool: LanePool) -> None:
 
     with torch.inference_mode(), autocast(), torch.device("meta"), pytest.raises(ValueError, match="original"):
         run(pool, fails, walker("abc"), walker("abc"))
-    assert states(pool) == [State.now()] * 2 * LANES
+    assert states(pool) == [state()] * 2 * LANES
 
 
 def set_everything() -> None:
@@ -174,21 +154,21 @@ def set_everything() -> None:
 
 
 def test_what_a_lane_sets_stays_in_that_lane_and_step(pool: LanePool) -> None:
-    caller = State.now()
+    caller = state()
 
-    def sets() -> State:
+    def sets() -> dict[str, Any]:
         set_everything()
         dbo_yield()
-        return State.now()
+        return state()
 
-    def sees() -> State:
+    def sees() -> dict[str, Any]:
         dbo_yield()
-        return State.now()
+        return state()
 
     first, *others = run(pool, sets, sees, sees)
-    assert (first.grad, first.autocast, first.default_device) == (False, True, torch.device("meta"))
+    assert (first["grad"], first["autocast"], first["default_device"]) == (False, True, torch.device("meta"))
     assert others == [caller] * 2
-    assert State.now() == caller
+    assert state() == caller
     assert states(pool) == [caller] * 2 * LANES
 
 
@@ -205,6 +185,56 @@ def test_a_block_inside_a_lane_lasts_over_its_points(pool: LanePool) -> None:
         return [*seen, (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))]
 
     assert run(pool, *[body] * LANES) == [[(True, False)], [(False, True), (True, False)], [(True, False)]]
+
+
+# --------------------------------------------------------------------------------------------------------------- flags
+
+
+def flushing() -> bool:
+    return (torch.tensor([1e-40]) * 1.0).item() == 0.0
+
+
+FLAGS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[], Any]]] = {
+    "backward's threads": (
+        lambda: torch.autograd.set_multithreading_enabled(False),
+        lambda: torch._C._is_multithreading_enabled(),
+    ),
+    "denormals": (lambda: setting(True, torch.set_flush_denormal, flushing), flushing),
+    "replay of views": (
+        lambda: torch.autograd.grad_mode._force_original_view_tracking(True),
+        lambda: torch._C._is_view_replay_enabled(),
+    ),
+    "forbidden hooks": (
+        lambda: disable_saved_tensors_hooks("not here"),
+        lambda: torch._C._autograd._saved_tensors_hooks_get_disabled_error_message(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_lanes_see_the_flags_of_the_caller(pool: LanePool, name: str) -> None:
+    surrounding, look = FLAGS[name]
+    outside = look()
+    assert run(pool, *[look] * LANES) == [outside] * LANES, "their threads have started before"
+    with surrounding():
+        inside = look()
+        assert inside != outside
+        assert run(pool, *[look] * LANES) == [inside] * LANES
+    assert run(pool, *[look] * LANES) == [outside] * LANES
+
+
+def test_dtensors_see_the_flag_of_the_caller(pool: LanePool) -> None:
+    experimental = pytest.importorskip(
+        "torch.distributed.tensor.experimental", reason="this torch was built without distributed tensors"
+    )
+    from torch.distributed.tensor import DTensor
+
+    def look() -> bool:
+        return bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+    with experimental.implicit_replication():
+        assert run(pool, *[look] * LANES) == [True] * LANES
+    assert run(pool, *[look] * LANES) == [False] * LANES
 
 
 # --------------------------------------------------------------------------------------------------------- contextvars
@@ -241,29 +271,10 @@ def test_a_context_that_is_no_threads_own_works_too(pool: LanePool) -> None:
 # --------------------------------------------------------------------------------------------------------- the wrapper
 
 
-class Model(nn.Module):
-    """Two layers with points around them, in double precision."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        dbo_yield()
-        x = torch.tanh(self.first(x))
-        dbo_yield()
-        x = x + self.second(x)
-        dbo_yield()
-        return x
-
-
 @pytest.fixture
 def wrapper() -> Iterator[UBatchWrapper]:
-    made = UBatchWrapper(
-        Model(), UBatchConfig(verify="off", num_ubatches=LANES, dbo_prefill_token_threshold=LANES, require_overlap=True)
-    )
-    yield made
-    made.close()
+    with wrapped(Model(6).double(), num_ubatches=LANES, require_overlap=True) as made:
+        yield made
 
 
 def gradients(module: nn.Module, model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -285,20 +296,11 @@ def test_gradients_through_the_wrapper_equal_the_modules_own(wrapper: UBatchWrap
     assert wrapper.statistics().engaged == 2
 
 
-def test_gradients_accumulate_over_calls(wrapper: UBatchWrapper) -> None:
-    model = wrapper.module
-    x = torch.randn(2, 6, 6, dtype=torch.float64)
-    (wrapper(x[0]).sum() + wrapper(x[1]).sum()).backward()
-    found = [parameter.grad for parameter in model.parameters()]
-    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-    torch.testing.assert_close(found, list(expected), rtol=1e-12, atol=1e-12)
-
-
 def test_a_frozen_parameter_gets_no_gradient(wrapper: UBatchWrapper) -> None:
-    wrapper.first.requires_grad_(False)
+    wrapper.layers[0].requires_grad_(False)
     wrapper(torch.randn(6, 6, dtype=torch.float64)).sum().backward()
-    assert wrapper.module.first.weight.grad is None
-    assert wrapper.module.second.weight.grad is not None
+    assert wrapper.module.layers[0].weight.grad is None
+    assert wrapper.module.layers[1].weight.grad is not None
 
 
 def test_the_output_is_what_the_module_would_give(wrapper: UBatchWrapper) -> None:
@@ -313,14 +315,13 @@ def test_the_output_is_what_the_module_would_give(wrapper: UBatchWrapper) -> Non
 
 def test_autocast_and_its_gradients() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    wrapper = UBatchWrapper(model, UBatchConfig(verify="off", dbo_prefill_token_threshold=2, require_overlap=True))
-    x = torch.randn(4, 8)
-    with autocast():
-        overlapped, plain = wrapper(x), model(x)
-    assert overlapped.dtype == plain.dtype == torch.bfloat16
-    torch.testing.assert_close(overlapped, plain)
-    for output in (overlapped, plain):
-        model.zero_grad()
-        output.float().sum().backward()
-        assert [parameter.grad is not None for parameter in model.parameters()] == [True] * 4
-    wrapper.close()
+    with wrapped(model, require_overlap=True) as wrapper:
+        x = torch.randn(4, 8)
+        with autocast():
+            overlapped, plain = wrapper(x), model(x)
+        assert overlapped.dtype == plain.dtype == torch.bfloat16
+        torch.testing.assert_close(overlapped, plain)
+        for output in (overlapped, plain):
+            model.zero_grad()
+            output.float().sum().backward()
+            assert [parameter.grad is not None for parameter in model.parameters()] == [True] * 4

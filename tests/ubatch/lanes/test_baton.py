@@ -1,4 +1,4 @@
-"""Exactly one lane runs, in the predicted order, with every kind of wake-up."""
+"""Exactly one lane runs, in the predicted order, with every kind of wake-up; parked lanes wait on one core."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
-from lanes import EVERY_POINT, lane_pool, run, walker
+import torch
+from lanes import EVERY_POINT, OwnThreads, lane_pool, run, walker
 
 from ubatch.dbo import dbo_current_ubatch_id, dbo_enabled, dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield
 from ubatch.errors import ConfigError, LaneAborted, UBatchError
 from ubatch.lanes.baton import Baton
 from ubatch.lanes.context import make_ubatch_contexts
+from ubatch.lanes.one_core import OneCore, one_core
 from ubatch.lanes.wakeup import EventFdWakeUp, Gate, LockWakeUp, WakeUp, make_wakeup
-from ubatch.schedules.forward_context import ForwardContext, get_forward_context
+from ubatch.lanes.workers import LanePool
+from ubatch.schedules.forward_context import get_forward_context
 from ubatch.schedules.ring import interleave
-from ubatch.schedules.schedule import SCHEDULES, Point, Schedule, get_schedule
+from ubatch.schedules.schedule import Schedule, get_schedule
 from ubatch.trace.spans import tracing
 
 KINDS: list[type[EventFdWakeUp] | type[LockWakeUp]] = [LockWakeUp]
@@ -90,34 +94,21 @@ def test_a_gate_opens_when_all_have_arrived_and_can_be_used_again(kind: type[Wak
 
 
 @pytest.mark.parametrize("lead", range(5))
-@pytest.mark.parametrize("lanes", [2, 3, 4])
+@pytest.mark.parametrize("lanes", [2, 3, 4, 8])
 def test_the_real_trace_equals_the_computed_order(kind: type[WakeUp], lanes: int, lead: int) -> None:
     schedule = Schedule("test", lead=lead, points_off=frozenset())
     with lane_pool(lanes) as pool:
-        for lengths in ([4] * lanes, range(lanes), range(lanes, 0, -1), [0, 5, 1, 3][:lanes], [6, 0, 0, 1][:lanes]):
+        for lengths in (
+            [4] * lanes,
+            range(lanes),
+            range(lanes, 0, -1),
+            ([0, 5, 1, 3] * 2)[:lanes],
+            ([6, 0, 0, 1] * 2)[:lanes],
+        ):
             programs = [[f"p{index}" for index in range(length)] for length in lengths]
             with tracing() as trace:
                 run(pool, *map(walker, programs), schedule=schedule)
             assert trace.order == interleave(programs, lead=lead), (list(lengths), lead)
-
-
-@pytest.mark.parametrize("name", ["mlp_shared_overlap", "two_batch_decode", "two_batch_prefill"])
-@pytest.mark.parametrize("lanes", [2, 3, 4])
-def test_named_schedules_skip_the_points_they_switch_off(name: str, lanes: int) -> None:
-    schedule = SCHEDULES[name]
-    layer = [*map(str, Point), "mine", "user"]
-    active = [point for point in layer if schedule.active(point)]
-    assert set(layer) - set(active) == set(schedule.points_off)
-    with lane_pool(lanes) as pool, tracing() as trace:
-        run(pool, *[walker(layer * 3)] * lanes, schedule=schedule)
-    assert trace.order == interleave([active * 3] * lanes, lead=schedule.lead)
-
-
-def test_many_lanes() -> None:
-    programs = [[f"p{index}" for index in range(lane % 4)] for lane in range(8)]
-    with lane_pool(8) as pool, tracing() as trace:
-        assert run(pool, *[walker(program, lane) for lane, program in enumerate(programs)]) == list(range(8))
-    assert trace.order == interleave(programs)
 
 
 def test_the_order_does_not_depend_on_how_long_lanes_take(kind: type[WakeUp]) -> None:
@@ -205,19 +196,9 @@ def test_the_previous_living_lane() -> None:
 @pytest.mark.parametrize("call", [dbo_yield, dbo_maybe_run_recv_hook, lambda: dbo_register_recv_hook(int)])
 def test_a_point_from_a_foreign_thread_is_refused(call: Callable[[], None]) -> None:
     def body() -> str:
-        caught: list[BaseException] = []
         inherited = contextvars.copy_context()  # what asyncio.to_thread does
-
-        def foreign() -> None:
-            try:
-                inherited.run(call)
-            except UBatchError as error:
-                caught.append(error)
-
-        thread = threading.Thread(target=foreign)
-        thread.start()
-        thread.join()
-        return str(caught[0])
+        with ThreadPoolExecutor(1) as foreign:
+            return str(foreign.submit(inherited.run, call).exception(20))
 
     with lane_pool() as pool:
         assert "reached a point from another thread" in run(pool, body, walker("a"))[0]
@@ -225,11 +206,8 @@ def test_a_point_from_a_foreign_thread_is_refused(call: Callable[[], None]) -> N
 
 def test_a_plain_thread_started_in_a_lane_is_outside_it() -> None:
     def body() -> list[bool]:
-        seen: list[bool] = []
-        thread = threading.Thread(target=lambda: (seen.append(dbo_enabled()), dbo_yield()))
-        thread.start()
-        thread.join()
-        return [dbo_enabled(), *seen]
+        with ThreadPoolExecutor(1) as plain:
+            return [dbo_enabled(), plain.submit(lambda: (dbo_enabled(), dbo_yield())[0]).result(20)]
 
     with lane_pool() as pool:
         assert run(pool, body, body) == [[True, False]] * 2
@@ -251,39 +229,6 @@ def test_outside_a_lane_a_point_does_nothing() -> None:
 # -------------------------------------------------------------------------------------- contexts with one's own threads
 
 
-class Threads:
-    """Own threads around `with context`, the way a serving engine drives lanes itself."""
-
-    def __init__(self, lanes: int, schedule: Schedule = EVERY_POINT) -> None:
-        self.ready = Gate(lanes)
-        self.contexts = make_ubatch_contexts(
-            lanes,
-            None,
-            None,
-            [ForwardContext(num_tokens=lane) for lane in range(lanes)],
-            self.ready,
-            schedule=schedule,
-        )
-        self.errors: list[tuple[int, BaseException]] = []
-
-    def run(self, *bodies: Callable[[], object]) -> None:
-        def lane(index: int) -> None:
-            try:
-                with self.contexts[index]:
-                    bodies[index]()
-            except BaseException as error:
-                self.errors.append((index, error))
-
-        threads = [threading.Thread(target=lane, args=(index,)) for index in range(len(bodies))]
-        for thread in threads:
-            thread.start()
-        assert self.ready.wait_for(20)
-        self.contexts[0].baton.start()
-        for thread in threads:
-            thread.join(20)
-            assert not thread.is_alive()
-
-
 def test_contexts_in_own_threads_take_turns() -> None:
     seen: list[tuple[int, int, int]] = []
 
@@ -293,7 +238,7 @@ def test_contexts_in_own_threads_take_turns() -> None:
             seen.append((dbo_current_ubatch_id(), step, context.num_tokens if context else -1))
             dbo_yield()
 
-    threads = Threads(3)
+    threads = OwnThreads(3)
     threads.run(body, body, body)
     assert not threads.errors
     assert seen == [(lane, step, lane) for step, lane in product(range(3), range(3))]
@@ -308,17 +253,15 @@ def test_contexts_in_own_threads_fail_together() -> None:
         while True:
             dbo_yield()
 
-    threads = Threads(3)
+    threads = OwnThreads(3)
     threads.run(goes_on, fails, goes_on)
     assert [index for index, _ in threads.errors] == [1, 2, 0], "the failed lane first, then the others in ring order"
     assert [type(error) for _, error in threads.errors] == [ValueError, LaneAborted, LaneAborted]
 
 
 def test_contexts_can_be_used_for_several_steps() -> None:
-    threads = Threads(2)
+    threads = OwnThreads(2)
     for _ in range(3):
-        threads.contexts[0].baton.prepare(0)
-        threads.ready.close_again()
         threads.run(walker("ab"), walker("abc"))
     assert not threads.errors
 
@@ -335,19 +278,21 @@ def test_a_context_cannot_be_entered_inside_a_lane() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lanes", "contexts", "message"),
-    [(1, [None], "num_ubatches must be at least 2, not 1"), (3, [None, None], "3 lanes need as many forward contexts")],
+    ("lanes", "contexts", "schedule", "message"),
+    [
+        (1, 1, "serial", "num_ubatches must be at least 2, not 1"),
+        (3, 2, "serial", "3 lanes need as many forward contexts"),
+        (2, 2, "two_batch_decoed", "unknown schedule 'two_batch_decoed'; did you mean 'two_batch_decode'"),
+    ],
 )
-def test_contexts_that_cannot_be(lanes: int, contexts: list[None], message: str) -> None:
+def test_contexts_that_cannot_be(lanes: int, contexts: int, schedule: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_ubatch_contexts(lanes, None, None, contexts, Gate(lanes))
+        make_ubatch_contexts(lanes, None, None, [None] * contexts, Gate(lanes), schedule=schedule)
 
 
 def test_contexts_take_a_schedule_by_name() -> None:
     contexts = make_ubatch_contexts(2, None, None, [None, None], Gate(2), schedule="two_batch_decode")
     assert all(context.schedule == get_schedule("two_batch_decode") for context in contexts)
-    with pytest.raises(ConfigError, match="unknown schedule 'two_batch_decoed'; did you mean 'two_batch_decode'"):
-        make_ubatch_contexts(2, None, None, [None, None], Gate(2), schedule="two_batch_decoed")
 
 
 @pytest.mark.parametrize("points", [0, 1], ids=["before its first turn", "at a point"])
@@ -386,3 +331,75 @@ def test_ctrl_c_in_a_lane_of_the_main_thread_unwinds_every_lane(points: int) -> 
     assert log[0] == "computed"
     assert sorted(log[1:]) == ["aborted", "interrupted"]
     assert not dbo_enabled()
+
+
+# ------------------------------------------------------------------------------------------------------------- one core
+
+
+@pytest.fixture
+def all_cores() -> Iterator[set[int]]:
+    """Those of the machine, also where tests have a core each."""
+    if not hasattr(os, "sched_getaffinity"):
+        pytest.skip("threads have no masks here")
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    try:
+        cores = os.sched_getaffinity(0)
+        if len(cores) < 2:
+            pytest.skip("this machine has one core")
+        yield cores
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_parked_lane_is_bound_and_a_running_one_is_free(fails: bool, all_cores: set[int]) -> None:
+    threads: list[int] = []
+    seen: list[tuple[set[int], list[set[int]]]] = []
+
+    def body() -> None:
+        threads.append(threading.get_native_id())
+        for _ in range(4):
+            dbo_yield()
+            others = [thread for thread in threads if thread != threading.get_native_id()]
+            seen.append((os.sched_getaffinity(0), [os.sched_getaffinity(thread) for thread in others]))
+        if fails:
+            raise ValueError("original")
+
+    pool = LanePool(3, torch.device("cpu"), 20.0)
+    pool._gathers = True  # as on a GPU
+    try:
+        for _ in range(2):
+            threads.clear()
+            if fails:
+                with pytest.raises(ValueError, match="original"):
+                    run(pool, body, body, body)
+            else:
+                run(pool, body, body, body, schedule=EVERY_POINT)
+            assert all(running == all_cores for running, _ in seen)
+            parked = [cores for _, others in seen for cores in others]
+            assert len(parked) >= 6
+            assert all(len(cores) == 1 for cores in parked[:6])
+            assert all(os.sched_getaffinity(thread) == all_cores for thread in threads), "free between steps"
+    finally:
+        pool.close()
+
+
+def test_on_a_cpu_lanes_are_left_where_they_are() -> None:
+    pool = LanePool(2, torch.device("cpu"), 20.0)
+    assert not pool._gathers
+    pool.close()
+
+
+def test_masks_of_many_cores() -> None:
+    masks = OneCore(130, frozenset({0, 9, 130}))
+    assert (masks._size, len(masks._free)) == (24, 24)
+    assert masks._free == bytes([1, 2, *[0] * 14, 4, *[0] * 7])
+    assert masks._parked == bytes([*[0] * 16, 4, *[0] * 7])
+
+
+def test_with_one_core_there_is_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    assert one_core() is None
+    monkeypatch.delattr(os, "sched_setaffinity")
+    assert one_core() is None

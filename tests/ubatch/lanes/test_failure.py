@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import random
+import signal
+import threading
 import time
 import traceback
 import weakref
@@ -12,13 +16,25 @@ from typing import Any
 
 import pytest
 import torch
-from failure_cases import endless, explode, usable
-from lanes import FakeWork, lane_pool, run, walker, within
+from failure_cases import endless, explode, fails, one_of, usable
+from lanes import (
+    FakeWork,
+    FinishedWork,
+    lane_pool,
+    lane_threads,
+    no_lane_threads_within,
+    open_files,
+    run,
+    walker,
+    within,
+)
+from wrapping import Plain, rows, wrapped
 
-from ubatch.dbo import dbo_register_recv_hook, dbo_switch_to_comm, dbo_yield
-from ubatch.errors import LaneAborted
+from ubatch.dbo import dbo_current_ubatch_id, dbo_register_recv_hook, dbo_switch_to_comm, dbo_yield
+from ubatch.errors import LaneAborted, UBatchTimeout
 from ubatch.lanes.workers import LanePool
 from ubatch.ranks.transfer import Transfer
+from ubatch.schedules.ring import interleave
 from ubatch.schedules.schedule import Schedule
 from ubatch.streams.streams import NullEvent, NullStreams
 
@@ -34,41 +50,26 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.long]
 def test_the_caller_gets_the_original_error(failing: int, points: int, lanes: int) -> None:
     failing %= lanes
     error = ValueError("original")
-    bodies: list[Callable[[], Any]] = [endless] * lanes
-    bodies[failing] = explode(points, error)
-    with lane_pool(lanes) as pool:
-        with pytest.raises(ValueError, match="original") as caught:
-            run(pool, *bodies)
-        assert caught.value is error
-        assert "exploding" in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-        last = repr(f"p{points - 1}") if points else "'start'"
-        assert error.__notes__ == [f"raised in lane {failing} of {lanes}, last point {last}, {points} points passed"]
-        assert usable(pool)
+    assert fails(*one_of(lanes, failing, explode(points, error))) is error
+    assert "exploding" in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    last = repr(f"p{points - 1}") if points else "'start'"
+    assert error.__notes__ == [f"raised in lane {failing} of {lanes}, last point {last}, {points} points passed"]
 
 
 def test_a_failure_in_the_last_segment_after_the_other_lane_has_ended() -> None:
-    with lane_pool() as pool:
-        with pytest.raises(ValueError, match="late"):
-            run(pool, walker("a", "done"), explode(4, ValueError("late")))
-        assert usable(pool)
+    fails(walker("a", "done"), explode(4, ValueError("original")))
 
 
 def test_a_failure_before_another_lane_ran_at_all() -> None:
     """Lane 0 fails before its first point: lane 1 never starts its body."""
     ran: list[int] = []
-    with lane_pool() as pool:
-        with pytest.raises(ValueError, match="early"):
-            run(pool, explode(0, ValueError("early")), lambda: ran.append(1))
-        assert not ran
-        assert usable(pool)
+    fails(explode(0, ValueError("original")), lambda: ran.append(1))
+    assert not ran
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError])
 def test_any_exception_counts_as_failure(kind: type[BaseException]) -> None:
-    with lane_pool() as pool:
-        with pytest.raises(kind):
-            run(pool, endless, explode(1, kind()))
-        assert usable(pool)
+    fails(endless, explode(1, kind("original")), raises=kind)
 
 
 def test_both_lanes_raise_and_the_first_counts() -> None:
@@ -78,11 +79,8 @@ def test_both_lanes_raise_and_the_first_counts() -> None:
         finally:
             raise KeyError("second")
 
-    with lane_pool() as pool:
-        with pytest.raises(ValueError, match="first") as caught:
-            run(pool, explode(2, ValueError("first")), second)
-        assert caught.value.__notes__[1:] == ["lane 1 also raised KeyError('second') while it unwound"]
-        assert usable(pool)
+    error = fails(explode(2, ValueError("original")), second)
+    assert error.__notes__[1:] == ["lane 1 also raised KeyError('second') while it unwound"]
 
 
 def test_lanes_unwind_one_at_a_time_in_ring_order() -> None:
@@ -131,11 +129,8 @@ def test_code_that_catches_exceptions_does_not_catch_the_abort() -> None:
                 passed.append(-1)
             passed.append(1)
 
-    with lane_pool() as pool:
-        with pytest.raises(ValueError, match="original"):
-            run(pool, catching, explode(2, ValueError("original")))
-        assert passed == [1, 1], "lane 0 came back from two points and not from the third"
-        assert usable(pool)
+    fails(catching, explode(2, ValueError("original")))
+    assert passed == [1, 1], "lane 0 came back from two points and not from the third"
 
 
 def test_code_that_catches_everything_meets_the_abort_at_every_later_point() -> None:
@@ -149,11 +144,8 @@ def test_code_that_catches_everything_meets_the_abort_at_every_later_point() -> 
                 aborted.append(str(error))
         return "half a batch"
 
-    with lane_pool() as pool:
-        with pytest.raises(ValueError, match="original"):
-            run(pool, catching, explode(1, ValueError("original")))
-        assert aborted == ["lane 0 unwinds because lane 1 failed"] * 5
-        assert usable(pool)
+    fails(catching, explode(1, ValueError("original")))
+    assert aborted == ["lane 0 unwinds because lane 1 failed"] * 5
 
 
 def test_an_aborted_lane_meets_the_abort_at_points_that_are_switched_off_too() -> None:
@@ -167,10 +159,8 @@ def test_an_aborted_lane_meets_the_abort_at_points_that_are_switched_off_too() -
                 aborted.append(1)
 
     schedule = Schedule("test", points_off=frozenset({"layer"}))
-    with lane_pool() as pool:
-        with pytest.raises(ValueError, match="original"):
-            run(pool, catching, explode(0, ValueError("original")), schedule=schedule)
-        assert len(aborted) == 3
+    fails(catching, explode(0, ValueError("original")), schedule=schedule)
+    assert len(aborted) == 3
 
 
 def test_a_failure_that_the_lane_handles_itself_is_none() -> None:
@@ -195,11 +185,7 @@ def test_points_in_clean_up_still_hand_on_before_the_failure_is_known() -> None:
         finally:
             dbo_yield("cleaning")
 
-    with lane_pool() as pool:
-        with pytest.raises(ValueError, match="original") as caught:
-            run(pool, body, endless)
-        assert "last point 'cleaning', 1 points passed" in caught.value.__notes__[0]
-        assert usable(pool)
+    assert "last point 'cleaning', 1 points passed" in fails(body, endless).__notes__[0]
 
 
 # ------------------------------------------------------------------------------------------------- hooks and transfers
@@ -215,14 +201,9 @@ def test_a_failure_inside_a_receive_hook(failing: int) -> None:
         dbo_register_recv_hook(hook)
         endless()
 
-    bodies: list[Callable[[], Any]] = [endless, endless]
-    bodies[failing] = body
-    with lane_pool() as pool:
-        with pytest.raises(ValueError, match="in the hook") as caught:
-            run(pool, *bodies)
-        assert caught.value.__notes__[0] == f"in the receive hook of lane {failing}, run by lane {failing}"
-        assert caught.value.__notes__[1].startswith(f"raised in lane {failing} of 2, last point 'on'")
-        assert usable(pool)
+    notes = fails(*one_of(2, failing, body), match="in the hook").__notes__
+    assert notes[0] == f"in the receive hook of lane {failing}, run by lane {failing}"
+    assert notes[1].startswith(f"raised in lane {failing} of 2, last point 'on'")
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -234,27 +215,16 @@ def test_a_failure_inside_the_wait_for_a_transfer(failing: int) -> None:
         dbo_yield()
         transfer.wait()
 
-    bodies: list[Callable[[], Any]] = [endless, endless]
-    bodies[failing] = body
-    with lane_pool() as pool:
-        with pytest.raises(ConnectionError, match="lost") as caught:
-            run(pool, *bodies)
-        assert caught.value is error
-        assert usable(pool)
+    assert fails(*one_of(2, failing, body), raises=ConnectionError, match="lost") is error
 
 
 def test_a_failure_inside_what_follows_a_transfer() -> None:
     def body() -> None:
-        work = FakeWork()
-        work.finish()
-        transfer = Transfer("combine", [work], lambda: 1).map(lambda one: one // 0)
+        transfer = Transfer("combine", [FinishedWork()], lambda: 1).map(lambda one: one // 0)
         dbo_yield()
         transfer.wait()
 
-    with lane_pool() as pool:
-        with pytest.raises(ZeroDivisionError):
-            run(pool, endless, body)
-        assert usable(pool)
+    fails(endless, body, raises=ZeroDivisionError, match="zero")
 
 
 def _failing_step_with_a_transfer(pool: LanePool, work: FakeWork, how: str) -> weakref.ref[torch.Tensor]:
@@ -323,11 +293,10 @@ def test_a_failed_step_keeps_no_tensors() -> None:
 # ------------------------------------------------------------------------------------------------------ leaving a lane
 
 
-class _BrokenStreams(NullStreams):
-    """A device that fails while a lane rejoins its streams, as after an asynchronous CUDA error."""
+class _BreaksOnce(NullStreams):
+    """A device that fails once, while a lane rejoins its streams, as after an asynchronous CUDA error."""
 
-    def __init__(self) -> None:
-        self.broken = False
+    broken = False
 
     def new_event(self) -> NullEvent:
         outer = self
@@ -335,39 +304,141 @@ class _BrokenStreams(NullStreams):
         class Event(NullEvent):
             def record(self, stream: Any) -> None:
                 if outer.broken:
+                    outer.broken = False
                     raise RuntimeError("device-side assert")
 
         return Event()
 
+    def lane(self, error: Exception | None) -> Callable[[], str]:
+        """A lane that returns or fails while the device is broken."""
+
+        def body() -> str:
+            dbo_yield()
+            dbo_switch_to_comm()
+            self.broken = True
+            if error is not None:
+                raise error
+            return "half a batch"
+
+        return body
+
 
 def test_a_lane_that_cannot_rejoin_its_streams_still_leaves() -> None:
-    streams = _BrokenStreams()
-
-    def breaks() -> None:
-        dbo_yield()
-        dbo_switch_to_comm()
-        streams.broken = True
-        raise ValueError("original")
-
-    with lane_pool(streams=streams) as pool:
-        with pytest.raises(ValueError, match="original") as caught:
-            run(pool, breaks, endless)
-        assert "leaving lane 0 failed too: RuntimeError('device-side assert')" in caught.value.__notes__
-        streams.broken = False
-        assert usable(pool)
+    streams = _BreaksOnce()
+    error = fails(streams.lane(ValueError("original")), endless, streams=streams)
+    assert "leaving lane 0 failed too: RuntimeError('device-side assert')" in error.__notes__
 
 
 def test_a_failure_while_leaving_is_a_failure() -> None:
-    streams = _BrokenStreams()
+    streams = _BreaksOnce()
+    fails(streams.lane(None), endless, raises=RuntimeError, match="device-side assert", streams=streams)
 
-    def breaks() -> str:
-        dbo_yield()
-        dbo_switch_to_comm()
-        streams.broken = True
-        return "half a batch"
 
-    with lane_pool(streams=streams) as pool:
-        with pytest.raises(RuntimeError, match="device-side assert"):
-            run(pool, breaks, endless)
-        streams.broken = False
+# ----------------------------------------------------------------------------------------------------------- afterwards
+
+
+# -------------------------------------------------------------------------------------------------- a thousand failures
+
+
+def test_a_thousand_runs_that_fail_anywhere() -> None:
+    dice = random.Random(20)
+    swallowed = 0
+
+    class Planned(Exception):
+        pass
+
+    def lane(index: int, points: int, fails_at: int | None, swallows: bool) -> Callable[[], int]:
+        def body() -> int:
+            nonlocal swallowed
+            for point in range(points + 1):
+                if point == fails_at:
+                    raise Planned(index)
+                if point == points:
+                    break
+                try:
+                    dbo_yield(f"p{point}")
+                except BaseException:
+                    if not swallows:
+                        raise
+                    swallowed += 1
+            return index
+
+        return body
+
+    pools = {lanes: LanePool(lanes, torch.device("cpu"), 20.0) for lanes in (2, 3, 4)}
+    for pool in pools.values():
         assert usable(pool)
+    files, threads = open_files(), threading.active_count()
+    failed = 0
+    for _ in range(1000):
+        lanes = dice.choice([2, 3, 4])
+        lengths = [dice.randrange(6) for _ in range(lanes)]
+        fails = [dice.randrange(length + 1) if dice.random() < 0.5 else None for length in lengths]
+        lead = dice.choice([0, 0, 1, 2])
+        bodies = [lane(index, lengths[index], fails[index], dice.random() < 0.3) for index in range(lanes)]
+        # The computed order says which lane meets its failure first.
+        order = interleave([[str(point) for point in range(length)] for length in lengths], lead=lead)
+        stages = [(index, lengths[index] if name == "end" else int(name)) for index, name in order]
+        first = next((index for index, stage in stages if fails[index] == stage), None)
+        schedule = Schedule("random", lead=lead, points_off=frozenset())
+        if first is None:
+            assert run(pools[lanes], *bodies, schedule=schedule) == list(range(lanes))
+        else:
+            failed += 1
+            with pytest.raises(Planned) as caught:
+                run(pools[lanes], *bodies, schedule=schedule)
+            assert caught.value.args == (first,)
+    assert failed > 600
+    assert swallowed > 100
+    assert threading.active_count() <= threads
+    assert open_files() <= files
+    for pool in pools.values():
+        assert usable(pool)
+        assert pool.counts.threads_started == pool.lanes
+        pool.close()
+    assert not lane_threads()
+
+
+# ------------------------------------------------------------------------------------------ the wrapper, after failures
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _hook_fails() -> None:
+    dbo_register_recv_hook(lambda: _raise(ValueError("hook")))
+
+
+TROUBLE: dict[str, tuple[Callable[[], object], type[BaseException]]] = {
+    "error": (lambda: _raise(ValueError("model")), ValueError),
+    "abort": (lambda: _raise(KeyboardInterrupt()), KeyboardInterrupt),
+    "hook": (_hook_fails, ValueError),
+    "wait": (lambda: Transfer("t", [FakeWork(OSError("link"))], int).wait(), OSError),
+    "hang": (lambda: time.sleep(0.7), UBatchTimeout),
+    "ctrl-c": (lambda: (os.kill(os.getpid(), signal.SIGINT), endless()), KeyboardInterrupt),
+    "exit": (lambda: _raise(SystemExit(3)), SystemExit),
+}
+
+
+@pytest.mark.parametrize("lane", [0, 1])
+@pytest.mark.parametrize("trouble", TROUBLE)
+def test_the_wrapper_can_be_used_again(trouble: str, lane: int) -> None:
+    act, error = TROUBLE[trouble]
+    troubled = [False]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if troubled[0] and dbo_current_ubatch_id() == lane:
+            act()
+        dbo_yield()
+        return x * 2
+
+    with wrapped(Plain(forward), timeout_s=0.25 if trouble == "hang" else 20.0) as wrapper:
+        for _ in range(2):
+            for fails in (False, True, False):
+                troubled[0] = fails
+                with pytest.raises(error) if fails else wrapper.no_timeout():
+                    assert wrapper(rows(6)).equal(rows(6) * 2)
+        statistics = wrapper.statistics()
+        assert (statistics.calls, statistics.engaged, statistics.declined) == (6, 4, {})
+    assert no_lane_threads_within(5)

@@ -15,34 +15,23 @@ from typing import Any, cast
 
 import pytest
 import torch
-from failure_cases import endless, usable
-from lanes import FakeWork, lane_pool, lane_threads, no_lane_threads_within, run, walker, within
-from torch import Tensor, nn
+from failure_cases import endless, one_of, usable
+from lanes import FakeWork, FinishedWork, lane_pool, lane_threads, no_lane_threads_within, run, walker, within
+from torch import Tensor
+from wrapping import Plain, proved, rows
 
-from ubatch import UBatchConfig, UBatchWrapper
 from ubatch.dbo import dbo_current_ubatch_id, dbo_yield
 from ubatch.errors import LaneAborted, UBatchTimeout
 from ubatch.lanes import workers
 from ubatch.ranks.connection import Connection, Work
 from ubatch.ranks.transfer import Transfer
-from ubatch.schedules.ring import interleave
 from ubatch.schedules.schedule import Schedule
 from ubatch.streams.streams import NullStreams
-from ubatch.trace.spans import tracing
 
 pytestmark = pytest.mark.timeout(60)
 
-SOON_S = 15.0
-"""An end that does not wait for the lane that hangs, which would take twice as long."""
-
 
 # ---------------------------------------------------------------------------------------------------- a lane that hangs
-
-
-def test_a_lane_that_never_yields_is_fine() -> None:
-    with lane_pool() as pool, tracing() as trace:
-        assert run(pool, lambda: "all at once", walker("abc", "x")) == ["all at once", "x"]
-    assert trace.order == interleave([[], "abc"])
 
 
 @dataclass
@@ -65,6 +54,14 @@ class Hanging:
 
 
 @contextmanager
+def soon() -> Iterator[None]:
+    """The block ends without a wait for a lane that hangs, which would take twice as long."""
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < 15.0
+
+
+@contextmanager
 def hanging() -> Iterator[Hanging]:
     """It hangs until the block ends, and is told to unwind then."""
     lane = Hanging()
@@ -81,12 +78,8 @@ def test_a_hang_is_reported_with_every_lanes_point_and_stack(which: int, lanes: 
     with lane_pool(lanes, timeout_s=0.4) as pool:
         assert usable(pool), "its threads have started"
         with hanging() as hung:
-            bodies: list[Callable[[], Any]] = [endless] * lanes
-            bodies[which] = hung.body
-            start = time.monotonic()
-            with pytest.raises(UBatchTimeout) as caught:
-                run(pool, *bodies)
-            assert time.monotonic() - start < SOON_S
+            with soon(), pytest.raises(UBatchTimeout) as caught:
+                run(pool, *one_of(lanes, which, hung.body))
             message = str(caught.value)
             assert f"lane {which} held the baton for" in message
             assert "(timeout_s = 0.4); last point 'before'. What this step wrote is invalid." in message
@@ -159,18 +152,6 @@ def test_the_time_out_counts_from_the_last_point_even_one_that_is_switched_off(p
         assert run(pool, slow, slow, schedule=schedule) == ["done", "done"]
 
 
-def test_the_time_out_can_be_suspended() -> None:
-    def compiles() -> str:
-        time.sleep(0.5)
-        return "compiled"
-
-    with lane_pool(timeout_s=0.15) as pool:
-        assert run(pool, compiles, walker("a", "x"), patient=True) == ["compiled", "x"]
-        with pytest.raises(UBatchTimeout):
-            run(pool, compiles, walker("a", "x"))
-        assert usable(pool)
-
-
 @dataclass
 class Bounded:
     """A connection, as far as a wait looks at it."""
@@ -207,30 +188,14 @@ def test_a_wait_on_a_connection_is_no_hang() -> None:
     timer.join()
 
 
-class Endless:
-    """A transport's work that is never over, until the test is."""
-
-    def __init__(self, *, regards_timeout: bool) -> None:
-        self.regards_timeout = regards_timeout
-        self.end = threading.Event()
-
-    def is_completed(self) -> bool:
-        return self.end.is_set()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        seconds = 30.0 if timeout is None or not self.regards_timeout else timeout.total_seconds()
-        if not self.end.wait(seconds):
-            raise RuntimeError("Operation timed out!")
-        return True
-
-
 @contextmanager
-def endless_work(*, regards_timeout: bool) -> Iterator[Endless]:
-    work = Endless(regards_timeout=regards_timeout)
+def endless_work(*, regards_timeout: bool) -> Iterator[FakeWork]:
+    """A transport's work that is never over, until the block is."""
+    work = FakeWork(regards_timeout=regards_timeout)
     try:
         yield work
     finally:
-        work.end.set()
+        work.finish()
 
 
 @pytest.mark.parametrize("settings", [{}, bounded(0.3), {"stream_ordered": True}])
@@ -239,12 +204,8 @@ def test_a_transfer_that_nobody_ends_is_a_hang(which: int, settings: dict[str, A
     """It belongs to no connection, or its work takes no regard of the connection's time-out."""
     with lane_pool(timeout_s=0.5) as pool, endless_work(regards_timeout=False) as work:
         assert usable(pool)
-        bodies: list[Callable[[], Any]] = [endless, endless]
-        bodies[which] = waits_for(work, **settings)
-        start = time.monotonic()
-        with pytest.raises(UBatchTimeout) as caught:
-            run(pool, *bodies)
-        assert time.monotonic() - start < SOON_S
+        with soon(), pytest.raises(UBatchTimeout) as caught:
+            run(pool, *one_of(2, which, waits_for(work, **settings)))
         assert f"lane {which} held the baton for" in str(caught.value)
         assert "last point 'before', 1 points passed, waiting for 'slow link'" in str(caught.value)
         assert usable(pool)
@@ -252,7 +213,7 @@ def test_a_transfer_that_nobody_ends_is_a_hang(which: int, settings: dict[str, A
 
 def test_the_time_out_of_a_transfer_can_be_suspended() -> None:
     with lane_pool(timeout_s=0.2) as pool, endless_work(regards_timeout=True) as work:
-        timer = threading.Timer(0.8, work.end.set)
+        timer = threading.Timer(0.8, work.finish)
         timer.start()
         assert run(pool, waits_for(work), walker("a", "x"), patient=True) == [7, "x"]
         timer.join()
@@ -260,9 +221,7 @@ def test_the_time_out_of_a_transfer_can_be_suspended() -> None:
 
 def test_a_transfer_that_is_known_to_arrive_late_is_no_hang() -> None:
     def body() -> int:
-        work = FakeWork()
-        work.finish()
-        transfer = Transfer("emulated", [work], lambda: 7)
+        transfer = Transfer("emulated", [FinishedWork()], lambda: 7)
         transfer.delay_until(time.monotonic() + 1.2)
         dbo_yield()
         return transfer.wait()
@@ -272,26 +231,20 @@ def test_a_transfer_that_is_known_to_arrive_late_is_no_hang() -> None:
 
 
 def test_a_wrapper_whose_transfer_is_stuck_works_again() -> None:
-    works: list[Endless] = []
+    works: list[FakeWork] = []
 
-    class Sending(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            for work in works:
-                Transfer("mine", [work], lambda: None).wait()
-            dbo_yield()
-            return x + 1
+    def sending(x: Tensor) -> Tensor:
+        for work in works:
+            Transfer("mine", [work], lambda: None).wait()
+        return x + 1
 
-    wrapper = UBatchWrapper(Sending(), UBatchConfig(dbo_prefill_token_threshold=2, timeout_s=0.5))
-    x = torch.zeros(4, 2)
-    for _ in range(2):
-        assert torch.equal(wrapper(x), x + 1)
-    with endless_work(regards_timeout=True) as work:
-        works.append(work)
-        with pytest.raises(UBatchTimeout, match="waiting for 'mine'"):
-            wrapper(x)
-    works.clear()
-    assert torch.equal(wrapper(x), x + 1)
-    wrapper.close()
+    with proved(Plain(sending), timeout_s=0.5) as wrapper:
+        with endless_work(regards_timeout=True) as work:
+            works.append(work)
+            with pytest.raises(UBatchTimeout, match="waiting for 'mine'"):
+                wrapper(rows(8))
+        works.clear()
+        assert torch.equal(wrapper(rows(8)), rows(8) + 1)
 
 
 def test_a_lane_that_never_gets_ready_is_a_time_out() -> None:
@@ -352,10 +305,8 @@ def test_ctrl_c_while_lanes_run() -> None:
         for _ in range(2):
             aborted.clear()
             all_run.clear()
-            start = time.monotonic()
-            with interrupt_when(all_run):
+            with soon(), interrupt_when(all_run):
                 run(pool, body, body, body)
-            assert time.monotonic() - start < SOON_S
             assert len(aborted) == 3
             assert usable(pool)
     assert no_lane_threads_within(5)
@@ -366,12 +317,8 @@ def test_ctrl_c_while_a_lane_hangs(which: int, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(workers, "UNWIND_S", 0.2)
     with lane_pool(3) as pool:
         with hanging() as hung:
-            bodies: list[Callable[[], Any]] = [endless] * 3
-            bodies[which] = hung.body
-            start = time.monotonic()
-            with interrupt_when(hung.hangs):
-                run(pool, *bodies)
-            assert time.monotonic() - start < SOON_S
+            with soon(), interrupt_when(hung.hangs):
+                run(pool, *one_of(3, which, hung.body))
             assert usable(pool)
             assert within(5, lambda: len(lane_threads()) == 3 + 1), "those parked behind the hung lane have ended"
             assert not hung.unwound.is_set()
@@ -390,10 +337,8 @@ def test_ctrl_c_twice_does_not_wait_for_the_lanes(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(workers.LanePool, "_unwind", tells)
     monkeypatch.setattr(workers, "UNWIND_S", 30.0)
     with lane_pool(timeout_s=30.0) as pool, hanging() as hung:
-        start = time.monotonic()
-        with interrupt_when(hung.hangs, unwinding):
+        with soon(), interrupt_when(hung.hangs, unwinding):
             run(pool, hung.body, endless)
-        assert time.monotonic() - start < SOON_S
         assert usable(pool)
     assert no_lane_threads_within(5)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
+from typing import Any
 
 import pytest
 from lanes import EVERY_POINT, FinishedWork, lane_pool, run, walker
@@ -45,16 +47,25 @@ class Log(list[str]):
         self.append(f"launch {what}")
         dbo_register_recv_hook(lambda: self.append(f"receive {what} in {dbo_current_ubatch_id()}"))
 
-    def layers(self, lane: int, layers: int) -> Callable[[], None]:
-        """A lane of some layers: launch, hand on, use."""
+    def lane(self, program: Sequence[str]) -> Callable[[], None]:
+        """A lane that launches, passes points and uses what it has received, as the program says."""
 
         def body() -> None:
-            for layer in range(layers):
-                self.launch(f"{lane}.{layer}")
-                dbo_yield()
-                self.append(f"use {lane}.{layer}")
+            for step in program:
+                verb, _, what = step.partition(" ")
+                if verb == "launch":
+                    self.launch(what)
+                elif verb == "pass":
+                    dbo_yield(what or "user")
+                else:
+                    self.append(step)
 
         return body
+
+    def layers(self, lane: int, layers: int) -> Callable[[], None]:
+        """A lane of some layers: launch, hand on, use."""
+        each = [(f"launch {lane}.{layer}", "pass", f"use {lane}.{layer}") for layer in range(layers)]
+        return self.lane([*chain(*each)])
 
 
 # ------------------------------------------------------------------------------------------------------- who and when
@@ -86,17 +97,52 @@ def test_the_peer_receives_before_its_own_next_launch(many: LanePool) -> None:
     assert log == expected
 
 
-def test_a_peer_that_passes_a_point_without_launching_leaves_the_hook_to_the_owner(two: LanePool) -> None:
-    log = Log()
-    run(two, log.layers(0, 1), walker(["p", "q"]), schedule=received_by(Recv.PEER))
-    assert log == ["launch 0.0", "receive 0.0 in 0", "use 0.0"]
+OWNER, PEER = Recv.OWNER, Recv.PEER
+KEPT = "launch a, receive a in 0, use a, launch b, receive b in 1"
+EXPECTED: dict[str, tuple[list[Recv], dict[str, Any], list[list[str]], str]] = {
+    "a peer that does not launch leaves the hook to the owner": (
+        [PEER],
+        {},
+        [["launch a", "pass", "use a"], ["pass", "pass"]],
+        "launch a, receive a in 0, use a",
+    ),
+    "the peer of a lane whose neighbour has ended is the next living one": (
+        [PEER],
+        {},
+        [["launch a", "pass", "use a"], [], ["launch c", "pass", "use c"]],
+        "launch a, receive a in 2, launch c, use a, receive c in 2, use c",
+    ),
+    "an owner that keeps the baton at an inactive point": (
+        [OWNER, PEER],
+        {"off": frozenset({"layer"})},
+        [["launch a", "pass layer", "use a"], ["launch b"]],
+        KEPT,
+    ),
+    "an owner that leads": ([OWNER, PEER], {"lead": 1}, [["launch a", "pass", "use a"], ["launch b"]], KEPT),
+    "an owner that is alone": (
+        [OWNER, PEER],
+        {},
+        [["pass", "launch a", "pass", "use a"], ["launch b"]],
+        "launch b, receive b in 1, launch a, receive a in 0, use a",
+    ),
+    "lane 0 ends": ([OWNER, PEER], {}, [["launch a"], ["use b"]], "launch a, receive a in 0, use b"),
+    "lane 1 ends": ([OWNER, PEER], {}, [["use b"], ["launch a"]], "use b, launch a, receive a in 1"),
+    "an owner that runs its hook itself before a second launch": (
+        [OWNER],
+        {},
+        [["launch a", "launch b"], []],
+        "launch a, receive a in 0, launch b, receive b in 0",
+    ),
+}
 
 
-def test_the_peer_of_a_lane_whose_neighbour_has_ended_is_the_next_living_one() -> None:
+@pytest.mark.parametrize(("what", "recv"), [(what, recv) for what, (recvs, *_) in EXPECTED.items() for recv in recvs])
+def test_who_receives_and_when(what: str, recv: Recv) -> None:
+    _, schedule, programs, expected = EXPECTED[what]
     log = Log()
-    with lane_pool(3) as pool:
-        run(pool, log.layers(0, 1), walker([]), log.layers(2, 1), schedule=received_by(Recv.PEER))
-    assert log == ["launch 0.0", "receive 0.0 in 2", "launch 2.0", "use 0.0", "receive 2.0 in 2", "use 2.0"]
+    with lane_pool(len(programs)) as pool:
+        run(pool, *map(log.lane, programs), schedule=received_by(recv, **schedule))
+    assert ", ".join(log) == expected
 
 
 class Step:
@@ -144,44 +190,6 @@ def test_whatever_lanes_do_every_hook_runs_once_and_in_time(many: LanePool, recv
         run(many, *map(step.lane, range(many.lanes), programs), schedule=schedule)
         assert not step.wrong, programs
         assert step.ran == Counter(step.launched), programs
-
-
-# --------------------------------------------------------------------------------------- the owner does not hand on
-
-
-@both_orders
-@pytest.mark.parametrize("where", ["inactive point", "lead", "alone"])
-def test_an_owner_that_keeps_the_baton_receives_itself(two: LanePool, recv: Recv, where: str) -> None:
-    log = Log()
-    schedule = received_by(recv, lead=int(where == "lead"), off=frozenset({"layer"}))
-
-    def keeps() -> None:
-        if where == "alone":
-            dbo_yield()  # the other lane ends meanwhile
-        log.launch("a")
-        dbo_yield("layer" if where == "inactive point" else "mine")
-        log.append("use a")
-
-    def other() -> None:
-        log.launch("b")
-
-    run(two, keeps, other, schedule=schedule)
-    first = ["launch b", "receive b in 1"] if where == "alone" else []
-    then = [] if where == "alone" else ["launch b", "receive b in 1"]
-    assert log == [*first, "launch a", "receive a in 0", "use a", *then]
-
-
-@both_orders
-@pytest.mark.parametrize("lane", [0, 1])
-def test_a_lane_that_ends_runs_its_pending_hook_first(two: LanePool, recv: Recv, lane: int) -> None:
-    log = Log()
-    bodies = [walker([]), walker([])]
-    bodies[lane] = lambda: log.launch("a")
-    bodies[1 - lane] = lambda: log.append(f"lane {1 - lane}")
-    run(two, *bodies, schedule=received_by(recv))
-    ending = ["launch a", f"receive a in {lane}"]
-    other = [f"lane {1 - lane}"]
-    assert log == (ending + other if lane == 0 else other + ending)
 
 
 @both_orders
@@ -278,17 +286,6 @@ def test_two_launches_without_a_point_between_are_refused(two: LanePool, recv: R
     with pytest.raises(UBatchError, match=r"lane 0 registered a receive hook while .* Pass a point between"):
         run(two, body, walker(["a"]), schedule=received_by(recv))
     assert not ran, "a lane that failed waits for nobody"
-
-
-def test_an_owner_may_run_its_hook_itself_before_a_second_launch(two: LanePool) -> None:
-    log = Log()
-
-    def body() -> None:
-        log.launch("a")
-        log.launch("b")
-
-    run(two, body, walker([]), schedule=received_by(Recv.OWNER))
-    assert log == ["launch a", "receive a in 0", "launch b", "receive b in 0"]
 
 
 @both_orders

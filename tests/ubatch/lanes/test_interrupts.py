@@ -7,17 +7,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from fake_graphs import FakeGraphs
 from interrupting import PACKAGE, PLACES, AtOnce, interrupted_at, lines_of, nothing_is_left
 from lanes import lane_threads, no_lane_threads_within, within
 from torch import Tensor
 from wrapper_cases import Model, x_of
+from wrapping import only_rank
 
 from ubatch import CommGroup, CUDAGraphMode, UBatchConfig, UBatchWrapper
 
@@ -28,35 +29,23 @@ LOW = {"dbo_decode_token_threshold": LANES, "dbo_prefill_token_threshold": LANES
 
 
 class Case:
-    """A wrapper, and calls of it.
-
-    Args:
-        rows: of the argument.
-        settings: of the wrapper's configuration.
-        graphs: the call is captured first, and what is interrupted is its replay.
-        intercept: torch's waits are points.
-        patient: without the hang check.
-    """
+    """A wrapper, and calls of it. What is interrupted is a replay if it has `graphs`, and has no hang check if it is
+    `patient`."""
 
     def __init__(
         self, rows: int = 4, graphs: bool = False, intercept: bool = False, patient: bool = False, **settings: Any
     ) -> None:
-        self.model = Model().eval()
-        self.x = x_of(rows)
+        self.model, self.x, self.graphs, self.patient = Model().eval(), x_of(rows), graphs, patient
         with torch.no_grad():
             self.expected = self.model(self.x)
-        self.graphs = graphs
         options: dict[str, Any] = {"cudagraph_mode": CUDAGraphMode.FULL, "graphs": FakeGraphs()} if graphs else {}
-        options["intercept_collectives"] = intercept
-        self.patient = patient
-        self.wrapper = UBatchWrapper(self.model, UBatchConfig(**{**LOW, **settings}), **options)
+        config = UBatchConfig(**{**LOW, **settings})
+        self.wrapper = UBatchWrapper(self.model, config, intercept_collectives=intercept, **options)
 
     @torch.no_grad()
     def call(self) -> Tensor:
-        if self.patient:
-            with self.wrapper.no_timeout():
-                return self.wrapper(self.x)
-        return self.wrapper(self.x)
+        with self.wrapper.no_timeout() if self.patient else nullcontext():
+            return self.wrapper(self.x)
 
     @torch.no_grad()
     def capture(self) -> None:
@@ -87,11 +76,8 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[CommGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield CommGroup.from_process_group()
-    finally:
-        dist.destroy_process_group()
+    with only_rank() as made:
+        yield made
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import FakeCuda
+from lanes import FinishedWork
 
 from ubatch import (
     ConfigError,
@@ -110,7 +111,7 @@ def test_transfers_have_the_communication_stream() -> None:
         y = torch.empty_like(x)
         with on_comm_stream():
             y.copy_(x)
-        transfer = Transfer("copy", (_Done(),), lambda: y, stream_ordered=True, keep=(y,))
+        transfer = Transfer("copy", (FinishedWork(),), lambda: y, stream_ordered=True, keep=(y,))
         if wait:
             return transfer.wait() * 2
         kept.append(y)
@@ -127,14 +128,6 @@ def test_transfers_have_the_communication_stream() -> None:
     with cuda.installed():
         lane.run([lambda: body(True)], SINGLE, [None])
     assert cuda.events == made, "events are kept from step to step"
-
-
-class _Done:
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self, timeout: object = None) -> bool:
-        return True
 
 
 def test_a_batch_has_an_sm_budget_too() -> None:

@@ -22,10 +22,13 @@ from torch.autograd.graph import (
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from wrapper_cases import LAYERS, Model
+from wrapping import FIRST, Plain, wrapped
 
-from ubatch import DeclineReason, UBatchConfig, UBatchWrapper, dbo_yield
+from ubatch import DeclineReason, UBatchWrapper
 from ubatch.lanes.torch_modes import why_not_in_lanes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
@@ -170,38 +173,18 @@ def test_another_threads_modes_are_nobody_elses() -> None:
 # ------------------------------------------------------------------------------------------- what lanes take over
 
 
-class Model(nn.Module):
-    """Two layers with points around them, in double precision."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(5)
-        self.first, self.second = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(2))
-        for parameter in self.parameters():
-            parameter.data.normal_(generator=generator)
-
-    def forward(self, x: Tensor) -> Tensor:
-        dbo_yield()
-        x = torch.tanh(self.first(x))
-        dbo_yield()
-        x = x + self.second(x)
-        dbo_yield()
-        return x
-
-
 def rows(n: int = 6) -> Tensor:
     return torch.randn(n, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
 
 
 @pytest.fixture
 def wrapper() -> Iterator[UBatchWrapper]:
-    made = UBatchWrapper(Model(), UBatchConfig(dbo_prefill_token_threshold=2))
-    for gradients in (torch.enable_grad, torch.no_grad):  # calls like these overlap from now on
-        with gradients():
-            made(rows())
-            made(rows().requires_grad_())
-    yield made
-    made.close()
+    with wrapped(Model(6).double(), **FIRST) as made:
+        for gradients in (torch.enable_grad, torch.no_grad):  # calls like these overlap from now on
+            with gradients():
+                made(rows())
+                made(rows().requires_grad_())
+        yield made
 
 
 def engaged(wrapper: UBatchWrapper, call: Callable[[], Any]) -> tuple[int, Counter[DeclineReason]]:
@@ -274,112 +257,84 @@ def test_save_on_cpu_gives_the_same_gradients(wrapper: UBatchWrapper) -> None:
     torch.testing.assert_close(found, torch.autograd.grad(model(x).square().sum(), list(model.parameters())))
 
 
-def test_hooks_that_are_forbidden_are_so_in_lanes(wrapper: UBatchWrapper) -> None:
-    class Saving(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            with save_on_cpu():
-                return x * 2
+def test_hooks_that_are_forbidden_are_so_in_lanes() -> None:
+    def saving(x: Tensor) -> Tensor:
+        with save_on_cpu():
+            return x * 2
 
-    saving = UBatchWrapper(Saving(), UBatchConfig(dbo_prefill_token_threshold=2))
-    with disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"):
-        saving(rows())
-    saving.close()
+    with (
+        wrapped(Plain(saving), **FIRST) as wrapper,
+        disable_saved_tensors_hooks("not here"),
+        pytest.raises(RuntimeError, match="not here"),
+    ):
+        wrapper(rows())
 
 
 # ------------------------------------------------------------------------------------------ calls that stay whole
 
 
-def test_gradients_by_torch_func(wrapper: UBatchWrapper) -> None:
-    x, model = rows(), wrapper.module
-
-    def loss(module: nn.Module) -> Callable[[Tensor], Tensor]:
-        return lambda x: module(x).square().sum()
-
-    found: list[Tensor] = []
-    assert engaged(wrapper, lambda: found.append(torch.func.grad(loss(wrapper))(x))) == (0, {TRANSFORM: 1})
-    torch.testing.assert_close(found[0], torch.func.grad(loss(model))(x))
-    assert found[0].abs().max() > 0.1
+Module = Callable[..., Tensor]
 
 
-def test_gradients_of_parameters_by_functional_call(wrapper: UBatchWrapper) -> None:
-    x, model = rows(), wrapper.module
-
-    def gradients(module: nn.Module) -> list[Tensor]:
-        given = {name: parameter.detach() for name, parameter in module.named_parameters()}
-        found = torch.func.grad(lambda given: torch.func.functional_call(module, given, x).square().sum())(given)
-        return [found[name] for name in sorted(found)]
-
-    assert engaged(wrapper, lambda: torch.testing.assert_close(gradients(wrapper), gradients(model))) == (
-        0,
-        {TRANSFORM: 1},
-    )
+def of_parameters(module: Any) -> list[Tensor]:
+    given = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    found = torch.func.grad(lambda given: torch.func.functional_call(module, given, rows()).square().sum())(given)
+    return [found[name] for name in sorted(found)]
 
 
-def test_directional_derivatives(wrapper: UBatchWrapper) -> None:
-    x, tangent, model = rows(), rows().cos(), wrapper.module
-    found: list[Any] = []
-    counts = engaged(wrapper, lambda: found.extend(torch.func.jvp(wrapper, (x,), (tangent,))))
-    assert counts == (0, {TRANSFORM: 1})
-    torch.testing.assert_close(tuple(found), torch.func.jvp(model, (x,), (tangent,)))
-    assert found[1].abs().max() > 0.1
-
-    def duals(module: nn.Module) -> Tensor:
-        with forward_ad.dual_level():
-            return forward_ad.unpack_dual(module(forward_ad.make_dual(x, tangent))).tangent.clone()
-
-    assert engaged(wrapper, lambda: torch.testing.assert_close(duals(wrapper), found[1])) == (0, {TRANSFORM: 1})
+def duals(module: Module) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(module(forward_ad.make_dual(rows(), rows().cos()))).tangent.clone()
 
 
-def test_vmap_over_a_wrapper(wrapper: UBatchWrapper) -> None:
-    x, model = rows(24).reshape(4, 6, 6), wrapper.module
-    found: list[Tensor] = []
-    assert engaged(wrapper, lambda: found.append(torch.func.vmap(wrapper)(x))) == (0, {TRANSFORM: 1})
-    torch.testing.assert_close(found[0], model(x))
+def flops(module: Module) -> list[Any]:
+    with FlopCounterMode(display=False) as counter:
+        module(rows()).sum().backward()
+    return [counter.get_total_flops(), counter.get_flop_counts()["Global"]]
 
 
-def test_flops_are_those_of_the_module(wrapper: UBatchWrapper) -> None:
-    x, model = rows(), wrapper.module
-
-    def flops(module: nn.Module) -> tuple[int, dict[Any, int]]:
-        with FlopCounterMode(display=False) as counter:
-            module(x).sum().backward()
-        return counter.get_total_flops(), counter.get_flop_counts()["Global"]
-
-    assert engaged(wrapper, lambda: flops(wrapper)) == (0, {MODE: 1})
-    assert flops(wrapper) == flops(model)
-    assert flops(wrapper)[0] > 0
+def operations(module: Module) -> dict[str, int]:
+    with Operations() as mode:
+        module(rows())
+    return dict(mode.seen)
 
 
-def test_modes_see_every_operation(wrapper: UBatchWrapper) -> None:
-    def operations(module: nn.Module) -> Counter[str]:
-        with Operations() as mode:
-            module(rows())
-        return mode.seen
-
-    assert operations(wrapper) == operations(wrapper.module)
+def under_a_function_mode(module: Module) -> Tensor:
     with Functions():
-        assert engaged(wrapper, lambda: wrapper(rows())) == (0, {MODE: 1})
+        return module(rows())
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_a_checkpoint_around_a_wrapper(wrapper: UBatchWrapper, early_stop: bool) -> None:
+def checkpointed(module: Module, early_stop: bool) -> Tensor:
     """The forward may be the first call like it and its recomputation the second: both run whole."""
-    x, model = rows().requires_grad_(), wrapper.module
-
-    def gradients(module: nn.Module) -> list[Tensor]:
-        with torch.utils.checkpoint.set_checkpoint_early_stop(early_stop):
-            output = checkpoint(module, x, use_reentrant=False)
-        return list(torch.autograd.grad(output.square().sum(), [x, *model.parameters()]))
-
-    found: list[list[Tensor]] = []
-    assert engaged(wrapper, lambda: found.append(gradients(wrapper))) == (0, {MODE: 2})
-    torch.testing.assert_close(found[0], gradients(model))
+    x = rows().requires_grad_()
+    with torch.utils.checkpoint.set_checkpoint_early_stop(early_stop):
+        output = checkpoint(module, x, use_reentrant=False)
+    return torch.autograd.grad(output.square().sum(), x)[0]
 
 
-def test_calls_overlap_again_afterwards(wrapper: UBatchWrapper) -> None:
-    with Operations():
-        wrapper(rows())
-    assert engaged(wrapper, lambda: wrapper(rows())) == (1, {})
+WHOLE: dict[str, tuple[Callable[[Any], Any], dict[DeclineReason, int]]] = {
+    "gradients by torch.func": (lambda m: torch.func.grad(lambda x: m(x).square().sum())(rows()), {TRANSFORM: 1}),
+    "gradients of parameters by functional_call": (of_parameters, {TRANSFORM: 1}),
+    "directional derivatives": (lambda m: torch.func.jvp(m, (rows(),), (rows().cos(),)), {TRANSFORM: 1}),
+    "dual numbers": (duals, {TRANSFORM: 1}),
+    "vmap": (lambda m: torch.func.vmap(m)(rows(24).reshape(4, 6, 6)), {TRANSFORM: 1}),
+    "flops": (flops, {MODE: 1}),
+    "a mode that sees every operation": (operations, {MODE: 1}),
+    "a mode that sees every function": (under_a_function_mode, {MODE: 1}),
+    "a checkpoint": (lambda m: checkpointed(m, True), {MODE: 2}),
+    "a checkpoint without early stop": (lambda m: checkpointed(m, False), {MODE: 2}),
+}
+
+
+@pytest.mark.parametrize("what", WHOLE)
+def test_calls_that_stay_whole(wrapper: UBatchWrapper, what: str) -> None:
+    act, declined = WHOLE[what]
+    found: list[Any] = []
+    assert engaged(wrapper, lambda: found.append(act(wrapper))) == (0, declined)
+    torch.testing.assert_close(found[0], act(wrapper.module))
+    leaves = tree_leaves(found[0])
+    assert all(abs(leaf).max() > 0.1 if isinstance(leaf, Tensor) else leaf > 0 for leaf in leaves)
+    assert engaged(wrapper, lambda: wrapper(rows())) == (1, {}), "calls overlap again afterwards"
 
 
 # ---------------------------------------------------------------------------------------------- the profiler's switch
@@ -393,5 +348,5 @@ def test_the_profiler_shows_the_operations_of_all_lanes_if_told_to(wrapper: UBat
     events = seen.events()
     assert events is not None
     products = [event for event in events if event.name == "aten::addmm"]
-    assert len(products) == (2 * 2 if switched else 0), "two layers in two lanes"
+    assert len(products) == (2 * LAYERS if switched else 0), "every layer in two lanes"
     assert len({event.thread for event in products}) == (2 if switched else 0)

@@ -1,4 +1,4 @@
-"""The lanes' threads: kept from step to step, stopped when unused, safe across fork and exit."""
+"""The lanes' threads: kept from step to step, stopped when unused, safe across fork and exit; and none to be had."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from children import exit_code, in_child
+from failure_cases import usable
 from lanes import (
     CPU,
-    EVERY_POINT,
+    OwnThreads,
     lane_pool,
     lane_threads,
     no_lane_threads_within,
@@ -30,10 +31,8 @@ from repository import ROOT
 
 from ubatch.dbo import dbo_current_ubatch_id, dbo_yield
 from ubatch.errors import ForkedLaneError, UBatchError
-from ubatch.lanes.context import make_ubatch_contexts
 from ubatch.lanes.wakeup import Gate
 from ubatch.lanes.workers import LanePool
-from ubatch.schedules.forward_context import ForwardContext, get_forward_context
 from ubatch.schedules.ring import interleave
 from ubatch.streams.streams import NullStreams
 from ubatch.trace.spans import tracing
@@ -69,28 +68,18 @@ def test_workers_persist() -> None:
         assert threading.get_ident() not in [ident for ident, _ in first]
 
 
-def test_workers_are_daemons() -> None:
-    with lane_pool() as pool:
-        run(pool, walker("a"), walker("a"))
-        workers = [thread for thread in threading.enumerate() if thread.name.startswith("ubatch-lane")]
-        assert len(workers) == 2
-        assert all(worker.daemon for worker in workers)
-
-
-def test_no_threads_before_the_first_step() -> None:
-    with lane_pool():
-        assert not lane_threads()
-
-
 def test_close_stops_the_threads_and_the_next_step_makes_new_ones() -> None:
     pool = LanePool(2, CPU, 20.0)
     pool.close()
     for _ in range(2):
+        assert not lane_threads(), "none before the first step"
         assert run(pool, walker("a", 1), walker("a", 2)) == [1, 2]
+        workers = [thread for thread in threading.enumerate() if thread.name in lane_threads()]
+        assert [worker.daemon for worker in workers] == [True] * 2
         pool.close()
         pool.close()
-        assert not lane_threads()
     assert pool.counts.threads_started == 4
+    assert not lane_threads()
 
 
 def test_a_dropped_pool_closes_itself() -> None:
@@ -136,20 +125,6 @@ def test_a_lane_lets_go_of_its_step_before_the_step_is_over(monkeypatch: pytest.
         assert [ref() for ref in refs] == [None, None]
 
 
-def test_every_lane_has_its_forward_context() -> None:
-    contexts = [ForwardContext(num_tokens=3), ForwardContext(num_tokens=4)]
-
-    def body() -> list[ForwardContext | None]:
-        before = get_forward_context()
-        dbo_yield()
-        return [before, get_forward_context()]
-
-    with lane_pool() as pool:
-        results = pool.run([body, body], EVERY_POINT, contexts)
-    assert results == [[contexts[0]] * 2, [contexts[1]] * 2]
-    assert get_forward_context() is None
-
-
 def test_lanes_start_only_when_all_are_warm() -> None:
     """Graph capture begins between the ready barrier and lane 0's start, so no lane may still be warming up then."""
     log: list[str] = []
@@ -181,10 +156,7 @@ def test_a_lane_that_cannot_start_fails_the_step_and_the_next_one_runs() -> None
             with pytest.raises(RuntimeError, match=f"no device for {broken[0]}|no device for {broken[-1]}"):
                 run(pool, *[lambda: ran.append(1)] * 3)
             assert not ran
-            programs = [["a", "b"], ["c"], []]
-            with tracing() as trace:
-                run(pool, *map(walker, programs))
-            assert trace.order == interleave(programs)
+            assert usable(pool)
     assert no_lane_threads_within(5)
 
 
@@ -200,27 +172,20 @@ def test_a_pool_cannot_run_inside_its_own_lane() -> None:
 
 @forks
 def test_a_forked_child_has_lanes_of_its_own() -> None:
-    programs = [["a", "b", "c"], ["d"]]
-
-    def step(pool: LanePool) -> None:
-        with tracing() as trace:
-            assert run(pool, walker(programs[0], 1), walker(programs[1], 2)) == [1, 2]
-        assert trace.order == interleave(programs)
-
     with lane_pool() as pool:
-        step(pool)
+        assert usable(pool)
 
         def child() -> None:
             for _ in range(3):
-                step(pool)
+                assert usable(pool)
             pool.close()
             assert not lane_threads()
 
         children = [in_child(child) for _ in range(2)]
         for _ in range(20):
-            step(pool)
+            assert usable(pool)
         assert [exit_code(each) for each in children] == [0, 0]
-        step(pool)
+        assert usable(pool)
         assert pool.counts.threads_started == 2
 
 
@@ -282,30 +247,6 @@ def test_a_forked_lane_that_runs_on_ends_its_process_and_leaves_the_parent_alone
     assert capfd.readouterr().err.count("ForkedLaneError: lane") == 3
 
 
-class OwnLanes:
-    """Two lanes in threads of one's own, with contexts that are kept."""
-
-    def __init__(self) -> None:
-        self.ready = Gate(2)
-        self.contexts = make_ubatch_contexts(2, None, None, [None, None], self.ready, schedule=EVERY_POINT)
-
-    def run(self, *bodies: Callable[[], object]) -> None:
-        def lane(index: int) -> None:
-            with self.contexts[index]:
-                bodies[index]()
-
-        self.contexts[0].baton.prepare(0)
-        self.ready.close_again()
-        threads = [threading.Thread(target=lane, args=(index,)) for index in range(2)]
-        for thread in threads:
-            thread.start()
-        assert self.ready.wait_for(20)
-        self.contexts[0].baton.start()
-        for thread in threads:
-            thread.join(20)
-            assert not thread.is_alive()
-
-
 @forks
 def test_a_fork_inside_a_lane_of_own_threads() -> None:
     codes: list[int] = []
@@ -319,14 +260,15 @@ def test_a_fork_inside_a_lane_of_own_threads() -> None:
         codes.append(exit_code(in_child(child)))
         dbo_yield()
 
-    OwnLanes().run(forking, walker("ab"))
-    assert codes == [0]
+    lanes = OwnThreads(2)
+    lanes.run(forking, walker("ab"))
+    assert (codes, lanes.errors) == ([0], [])
 
 
 @forks
 def test_contexts_that_were_idle_at_a_fork_work_on_both_sides() -> None:
     """Parent and child must not wake each other's lanes through a descriptor that they share."""
-    lanes = OwnLanes()
+    lanes = OwnThreads(2)
     lanes.run(walker("a"), walker("a"))
     log: list[int] = []
 
@@ -339,7 +281,7 @@ def test_contexts_that_were_idle_at_a_fork_work_on_both_sides() -> None:
         for _ in range(5):
             log.clear()
             lanes.run(note, note)
-            assert log == [0, 1] * 100
+            assert (log, lanes.errors) == ([0, 1] * 100, [])
 
     children = [in_child(steps) for _ in range(2)]
     steps()
@@ -413,3 +355,35 @@ def test_garbage_collection_inside_a_lane_may_close_another_pool() -> None:
     with lane_pool() as pool:
         run(pool, body, body)
         assert within(5, lambda: len(lane_threads()) == 2)
+
+
+# --------------------------------------------------------------------------------------- threads that cannot be started
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of the threads that the system refuses to start."""
+    names: set[str] = set()
+    start = threading.Thread.start
+
+    def refusing(thread: threading.Thread, *args: Any) -> None:
+        if thread.name in names:
+            raise RuntimeError("can't start new thread")
+        start(thread, *args)
+
+    monkeypatch.setattr(threading.Thread, "start", refusing)
+    return names
+
+
+@pytest.mark.parametrize("lane", [0, 1, 2])
+def test_a_step_whose_threads_cannot_be_started(lane: int, refused: set[str]) -> None:
+    with lane_pool(3) as pool:
+        for _ in range(2):
+            refused.add(f"ubatch-lane-{lane}")
+            with pytest.raises(UBatchError, match=f"'ubatch-lane-{lane}' could not be started: can't start") as caught:
+                run(pool, *[walker("ab")] * 3)
+            assert type(caught.value.__cause__) is RuntimeError
+            assert no_lane_threads_within(5)
+        refused.clear()
+        assert run(pool, *[walker("ab", 1)] * 3) == [1, 1, 1]
+        assert len(lane_threads()) == 3

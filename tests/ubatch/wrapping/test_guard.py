@@ -7,26 +7,22 @@ import copy
 import dataclasses
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from wrapping import FIRST, LARGE, Late, Plain, assert_same, rows, seen, wrapped
+from wrapping import FIRST, LARGE, Late, Plain, assert_same, made, proved, rows, seen, wrapped
 
 from ubatch import Decision, DeclineReason, SideEffectError, UBatchSlice, dbo_enabled, dbo_yield, set_forward_context
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
 from ubatch.wrapping.effects.random_state import RandomState
 
-pytestmark = pytest.mark.long
-
-
-@pytest.fixture(autouse=True)
-def no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("no_grad")]
+KEEPS_STATE = DeclineReason.MODULE_KEEPS_STATE
 
 
 def add_attribute(module: Late, x: Tensor) -> None:
@@ -34,18 +30,16 @@ def add_attribute(module: Late, x: Tensor) -> None:
 
 
 ACTS: dict[str, tuple[Callable[[Any, Tensor], object], DeclineReason]] = {
-    "a counter": (lambda m, x: setattr(m, "count", m.count + 1), DeclineReason.MODULE_KEEPS_STATE),
-    "a new attribute": (add_attribute, DeclineReason.MODULE_KEEPS_STATE),
-    "a list": (lambda m, x: m.items.append(len(x)), DeclineReason.MODULE_KEEPS_STATE),
-    "a dict": (lambda m, x: m.own.update(calls=m.own["calls"] + 1), DeclineReason.MODULE_KEEPS_STATE),
-    "a buffer": (lambda m, x: m.seen.add_(1), DeclineReason.MODULE_KEEPS_STATE),
-    "a buffer, by .data": (lambda m, x: m.seen.data.add_(1), DeclineReason.MODULE_KEEPS_STATE),
-    "a buffer, by numpy": (
-        lambda m, x: np.add(m.seen.numpy(), 1, out=m.seen.numpy()),
-        DeclineReason.MODULE_KEEPS_STATE,
-    ),
-    "a weight": (lambda m, x: m.linear.bias.mul_(1.5), DeclineReason.MODULE_KEEPS_STATE),
-    "another buffer": (lambda m, x: setattr(m, "seen", m.seen + len(x)), DeclineReason.MODULE_KEEPS_STATE),
+    "a counter": (lambda m, x: setattr(m, "count", m.count + 1), KEEPS_STATE),
+    "a counter of another class": (lambda m, x: setattr(m, "count", float(m.count + 1)), KEEPS_STATE),
+    "a new attribute": (add_attribute, KEEPS_STATE),
+    "a list": (lambda m, x: m.items.append(len(x)), KEEPS_STATE),
+    "a dict": (lambda m, x: m.own.update(calls=m.own["calls"] + 1), KEEPS_STATE),
+    "a buffer": (lambda m, x: m.seen.add_(1), KEEPS_STATE),
+    "a buffer, by .data": (lambda m, x: m.seen.data.add_(1), KEEPS_STATE),
+    "a buffer, by numpy": (lambda m, x: np.add(m.seen.numpy(), 1, out=m.seen.numpy()), KEEPS_STATE),
+    "a weight": (lambda m, x: m.linear.bias.mul_(1.5), KEEPS_STATE),
+    "another buffer": (lambda m, x: setattr(m, "seen", m.seen + len(x)), KEEPS_STATE),
     "torch's random numbers": (lambda m, x: torch.rand(2), DeclineReason.DRAWS_RANDOM),
     "Python's": (lambda m, x: random.random(), DeclineReason.DRAWS_RANDOM),
     "numpy's": (lambda m, x: np.random.rand(), DeclineReason.DRAWS_RANDOM),
@@ -61,10 +55,7 @@ def test_what_lanes_change_late_is_put_back_and_done_once(what: str, inference: 
         module = Late(act).eval()
         bare = copy.deepcopy(module)
         bare.late()[0] = False
-        with wrapped(module, **FIRST) as wrapper:
-            for _ in range(2):
-                wrapper(rows(8))
-            assert seen(wrapper) == (1, 1, {}), "it overlaps"
+        with proved(module) as wrapper:
             module.late()[0] = bare.late()[0] = True
             for calls in (1, 2):
                 x, y = rows(8), rows(8)
@@ -82,9 +73,7 @@ def test_what_lanes_change_late_is_put_back_and_done_once(what: str, inference: 
 @pytest.mark.parametrize("act", [lambda m, x: m.table.add_(1), lambda m, x: x.neg_()], ids=["buffer", "argument"])
 def test_what_has_no_copy_is_refused_by_name(act: Callable[[Any, Tensor], object]) -> None:
     module = Late(act).eval()
-    with wrapped(module, **FIRST) as wrapper:
-        for _ in range(2):
-            wrapper(rows(LARGE))
+    with proved(module, lambda: rows(LARGE)) as wrapper:
         module.late()[0] = True
         with pytest.raises(SideEffectError, match=r"(table|'x').*cannot be put back"):
             wrapper(rows(LARGE))
@@ -100,11 +89,10 @@ def test_a_module_that_writes_and_then_raises_is_not_run_over_its_own_writes() -
             raise ValueError("late")
         return x * 2
 
+    fail = [False]
     for count in (8, LARGE):
-        fail = [False]
-        with wrapped(Plain(lambda x, fail=fail: forward(x, fail)), **FIRST) as wrapper:
-            for _ in range(2):
-                wrapper(rows(count))
+        fail[0] = False
+        with proved(Plain(lambda x: forward(x, fail)), lambda: rows(count)) as wrapper:  # noqa: B023
             fail[0] = True
             x = rows(count)
             if count == 8:
@@ -158,37 +146,24 @@ def test_flags_of_other_classes_prove_for_themselves(off: Any, on: Any) -> None:
         assert seen(wrapper) == (2, 1, {DeclineReason.ROWS_DEPEND: 2})
 
 
-def test_other_numbers_prove_until_four_were_right() -> None:
-    with wrapped(Plain(lambda x, at: x + at), **FIRST) as wrapper:
-        for at in range(5, 25):
-            assert torch.equal(wrapper(rows(8), at), rows(8) + at)
-        assert seen(wrapper) == (16, 4, {})
-        wrapper(rows(8), 1)
-        assert seen(wrapper) == (16, 5, {}), "1 is always another call"
-
-
-class Generating(nn.Module):
-    """Has a method that calls it with a position that grows, as generation does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.center = False
-
-    def forward(self, x: Tensor, position: int) -> Tensor:
-        y = self.linear(x) + position
-        return y - y.mean(0) if self.center else y
-
-    def generate(self, x: Tensor, length: int) -> Tensor:
-        for position in range(2, length):
-            x = self(x, position).clamp(-1, 1)
-        return x
-
-    def set_center(self, center: bool) -> None:
-        self.center = center
-
-
 def test_generation_with_a_growing_position_overlaps() -> None:
+    """By a method that calls the module with a position that grows."""
+
+    class Generating(nn.Module):
+        center = False
+
+        def forward(self, x: Tensor, position: int) -> Tensor:
+            y = x * 0.5 + position
+            return y - y.mean(0) if self.center else y
+
+        def generate(self, x: Tensor, length: int) -> Tensor:
+            for position in range(2, length):
+                x = self(x, position).clamp(-1, 1)
+            return x
+
+        def set_center(self, center: bool) -> None:
+            self.center = center
+
     module = Generating().eval()
     with wrapped(module, **FIRST) as wrapper:
         for calls in (1, 2, 3):
@@ -210,41 +185,31 @@ def test_values_that_never_come_twice_run_whole() -> None:
 
 
 def test_a_failed_proof_leaves_no_trace_of_its_lanes() -> None:
-    class Sized(nn.Module):
-        size, sizes = 0, (0,)
+    def noting(self: Any, x: Tensor) -> Tensor:
+        self.size, self.sizes = len(x), (len(x),)
+        return x * 2
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.size, self.sizes = len(x), (len(x),)
-            return x * 2
-
-    module = Sized()
+    module = made(noting, size=int, sizes=tuple)()
     with wrapped(module, **FIRST) as wrapper:
         for _ in range(4):
             wrapper(rows(64))
             assert (module.size, module.sizes) == (64, (64,))
-        assert seen(wrapper) == (0, 0, {DeclineReason.MODULE_KEEPS_STATE: 4})
+        assert seen(wrapper) == (0, 0, {KEEPS_STATE: 4})
 
 
 def test_a_proof_that_finds_other_values_puts_back_what_its_lanes_left() -> None:
-    class Scaling(nn.Module):
+    def scaling(self: Any, x: Tensor) -> Tensor:
         """Doubles an attribute for as long as it runs; lanes in between double it twice, and halve it once."""
+        self.scale, before = self.scale * 2, self.scale
+        dbo_yield()
+        y = x * self.scale
+        self.scale = before
+        return y
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.scale = nn.Linear(3, 3), 1.0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.scale, before = self.scale * 2, self.scale
-            dbo_yield()
-            y = self.linear(x) * self.scale
-            self.scale = before
-            return y
-
-    module = Scaling().eval()
-    bare = copy.deepcopy(module)
+    module = made(scaling, scale=lambda: 1.0)()
     with wrapped(module, **FIRST) as wrapper:
         for _ in range(4):
-            assert_same(wrapper(rows(8)), bare(rows(8)))
+            assert_same(wrapper(rows(8)), rows(8) * 2)
             assert module.scale == 1.0
         assert wrapper.statistics().engaged == 0
 
@@ -252,41 +217,29 @@ def test_a_proof_that_finds_other_values_puts_back_what_its_lanes_left() -> None
 # ------------------------------------------------------------------------------------------------ between two points
 
 
-class Pad(nn.Module):
-    """Leaves something on itself across a point, and clears it."""
-
-    def __init__(self, *, in_object: bool) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.own = dataclasses.make_dataclass("Own", ["pad"], slots=True)(False) if in_object else self
-
-    pad = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.own.pad = bool((x[:, 0] < 0).any())
-        dbo_yield()
-        result = self.linear(x)
-        result = result.masked_fill((x[:, :1] < 0), 0) if self.own.pad else result
-        self.own.pad = False
-        return result
+Own = dataclasses.make_dataclass("Own", ["pad"], slots=True)
 
 
 @pytest.mark.parametrize("in_object", [False, True])
 def test_what_one_lane_leaves_for_later_is_not_overwritten(in_object: bool) -> None:
-    module = Pad(in_object=in_object).eval() if in_object else Pad.__new__(Pad)
-    if not in_object:
-        nn.Module.__init__(module)
-        module.linear = nn.Linear(3, 3)
-        object.__setattr__(module, "own", module)
-        module.pad = False
-    with wrapped(module, **FIRST) as wrapper:
-        for _ in range(3):
-            wrapper(rows(8))
+    def forward(self: Any, x: Tensor) -> Tensor:
+        """Leaves something on itself across a point, and clears it."""
+        own = self.own if in_object else self
+        own.pad = bool((x[:, 0] < 0).any())
+        dbo_yield()
+        result = self.linear(x)
+        result = result.masked_fill((x[:, :1] < 0), 0) if own.pad else result
+        own.pad = False
+        return result
+
+    module = made(forward, linear=lambda: nn.Linear(3, 3), own=lambda: Own(False), pad=lambda: False)()
+    with proved(module) as wrapper:
+        wrapper(rows(8))
         assert wrapper.statistics().engaged == 2
         x = rows(8)
         x[1, 0] = -1
         torch.testing.assert_close(wrapper(x), module(x))
-        assert seen(wrapper) == (2, 1, {DeclineReason.MODULE_KEEPS_STATE: 1})
+        assert seen(wrapper) == (2, 1, {KEEPS_STATE: 1})
 
 
 # ------------------------------------------------------------------------------------------------- who else is running
@@ -340,42 +293,30 @@ def test_nothing_is_put_back_while_another_thread_is_in_a_call() -> None:
     inside, leave = threading.Event(), threading.Event()
     late = [False]
 
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-            self.count = 0
+    def counting(self: Any, x: Tensor) -> Tensor:
+        if late[0] and dbo_enabled() and not inside.is_set():
+            inside.set()
+            assert leave.wait(20)
+        if late[0] and not dbo_enabled():
+            self.count += 1
+        return self.linear(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            if late[0] and dbo_enabled() and not inside.is_set():
-                inside.set()
-                assert leave.wait(20)
-            if late[0] and not dbo_enabled():
-                self.count += 1
-            return self.linear(x)
-
-    module = Counting().eval()
-    with wrapped(module, **FIRST) as wrapper:
-        for _ in range(2):
-            wrapper(rows(8))
+    module = made(counting, linear=lambda: nn.Linear(3, 3), count=int)()
+    with proved(module) as wrapper:
         late[0] = True
-        errors: list[BaseException] = []
 
-        def call() -> None:
-            try:
-                with torch.no_grad():
-                    wrapper(rows(8))
-            except SideEffectError as error:
-                errors.append(error)
+        @torch.no_grad()
+        def call() -> Tensor:
+            return wrapper(rows(8))
 
-        thread = threading.Thread(target=call)
-        thread.start()
-        assert inside.wait(20)
-        wrapper(rows(8))
-        leave.set()
-        thread.join(20)
+        with ThreadPoolExecutor(1) as other:
+            outcome = other.submit(call)
+            assert inside.wait(20)
+            call()
+            leave.set()
+            assert type(error := outcome.exception(20)) is SideEffectError
         assert module.count == 1, "the other thread's"
-        assert "'count'" in str(errors[0])
+        assert "'count'" in str(error)
 
 
 # ----------------------------------------------------------------------------------------------------- not by a proof
@@ -402,4 +343,4 @@ def test_calls_without_a_proof_are_guarded() -> None:
         for calls in (1, 2):
             wrapper(rows(8))
             assert module.count == calls
-        assert seen(wrapper) == (0, 0, {DeclineReason.MODULE_KEEPS_STATE: 2})
+        assert seen(wrapper) == (0, 0, {KEEPS_STATE: 2})

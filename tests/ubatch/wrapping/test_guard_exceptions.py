@@ -7,135 +7,85 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from wrapping import FIRST, Plain, rows, wrapped
+from wrapping import Late, Plain, made, proved, rows
 
 from ubatch import dbo_enabled
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("no_grad")]
 
 
-@pytest.fixture(autouse=True)
-def no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+def count_on_a_tensor(module: Any) -> None:
+    module.linear.bias.calls = getattr(module.linear.bias, "calls", 0) + 1
 
 
-class Late(nn.Module):
-    """Does something besides its result once it is told to."""
-
-    def __init__(self, act: Callable[[Late], object]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.register_buffer("large", torch.zeros(20_000))
-        late: list[bool] = []
-        self.late, self.act = lambda: late, lambda: act(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.late():
-            self.act()
-        return self.linear(x)
+def count_in_a_list(module: Any) -> None:
+    module.many[-1] += 1
 
 
-def twice(act: Callable[[Late], object], read: Callable[[Late], float]) -> float:
-    """How often the act was done by one overlapped call that nothing stopped."""
-    module = Late(act).eval()
-    with wrapped(module, **FIRST) as wrapper:
-        for _ in range(2):
-            wrapper(rows(8))
-        module.late().append(True)
+def count_in_c(module: Any) -> None:
+    module.shared.value += 1
+
+
+def write_in_inference_mode(module: Any) -> None:
+    with torch.inference_mode():
+        module.held.add_(1)
+
+
+@torch.enable_grad()
+def learn(module: Any) -> None:
+    module.linear(torch.ones(3)).sum().backward()
+
+
+def gradient(module: Any) -> float:
+    return 0.0 if module.linear.bias.grad is None else module.linear.bias.grad[0].item()
+
+
+OUTSIDE: list[int] = []
+UNSEEN: dict[str, tuple[Callable[[Any], object], Callable[[Any], float], float]] = {
+    "a write by .data to a weight": (lambda m: m.linear.bias.data.add_(1), lambda m: m.linear.bias[0].item(), 2),
+    "a write by numpy to a large buffer": (lambda m: m.table.numpy().__iadd__(1), lambda m: m.table[0, 0].item(), 2),
+    "a write to a large inference tensor": (write_in_inference_mode, lambda m: m.held[0].item(), 2),
+    "an attribute of a tensor": (count_on_a_tensor, lambda m: getattr(m.linear.bias, "calls", 0), 2),
+    "a write to a large array": (lambda m: m.array.__iadd__(1), lambda m: m.array[0], 2),
+    "a container of very many items": (count_in_a_list, lambda m: m.many[-1], 2),
+    "what an object in C keeps to itself": (count_in_c, lambda m: m.shared.value, 2),
+    "a gradient that the call computes": (learn, gradient, 2),
+    "an effect outside of the module": (lambda m: OUTSIDE.append(1), lambda m: len(OUTSIDE), 2),
+    "a switch that the second lane turns back": (
+        lambda m: m.linear.train(not m.linear.training),
+        lambda m: float(m.linear.training),
+        0,
+    ),
+}
+"""What a call does, how it is read, and by how much it has changed after an overlapped call that nothing stopped."""
+
+
+@pytest.mark.parametrize("what", UNSEEN)
+def test_what_is_done_in_every_lane_unseen(what: str) -> None:
+    act, read, changed = UNSEEN[what]
+    module = Late(lambda m, x: act(m)).eval()
+    module.array, module.many, module.shared = np.zeros(20_000), [0] * 70_000, multiprocessing.Value("i", 0)
+    with torch.inference_mode():
+        module.held = torch.zeros(20_000)
+    with proved(module) as wrapper:
+        module.late()[0] = True
         before = read(module)
         wrapper(rows(8))
         assert wrapper.statistics().engaged == 2
-        return read(module) - before
-
-
-def test_a_write_by_data_to_a_weight() -> None:
-    assert twice(lambda m: m.linear.bias.data.add_(1), lambda m: m.linear.bias[0].item()) == pytest.approx(2)
-
-
-def test_a_write_by_numpy_to_a_large_buffer() -> None:
-    assert twice(lambda m: m.large.numpy().__iadd__(1), lambda m: m.large[0].item()) == 2
-
-
-def test_a_write_to_a_large_inference_tensor() -> None:
-    with torch.inference_mode():
-        table = torch.zeros(20_000)
-        module = Late(lambda m: m.large.add_(1)).eval()
-        module.large = table
-        with wrapped(module, **FIRST) as wrapper:
-            for _ in range(2):
-                wrapper(rows(8))
-            module.late().append(True)
-            wrapper(rows(8))
-            assert (wrapper.statistics().engaged, table[0].item()) == (2, 2)
-
-
-def test_an_attribute_of_a_tensor() -> None:
-    def count(module: Late) -> None:
-        module.linear.bias.calls = getattr(module.linear.bias, "calls", 0) + 1
-
-    assert twice(count, lambda m: getattr(m.linear.bias, "calls", 0)) == 2
-
-
-def test_a_write_to_a_large_array() -> None:
-    def count(module: Late) -> None:
-        module.array += 1
-
-    module = Late(count).eval()
-    module.array = np.zeros(20_000)
-    with wrapped(module, **FIRST) as wrapper:
-        for _ in range(2):
-            wrapper(rows(8))
-        module.late().append(True)
-        wrapper(rows(8))
-        assert (wrapper.statistics().engaged, module.array[0]) == (2, 2)
-
-
-def test_a_write_to_a_container_of_very_many_items() -> None:
-    def count(module: Late) -> None:
-        module.items[-1] += 1
-
-    module = Late(count).eval()
-    module.items = [0] * 70_000
-    with wrapped(module, **FIRST) as wrapper:
-        for _ in range(2):
-            wrapper(rows(8))
-        module.late().append(True)
-        wrapper(rows(8))
-        assert (wrapper.statistics().engaged, module.items[-1]) == (2, 2)
-
-
-def test_what_an_object_in_c_keeps_to_itself() -> None:
-    def count(module: Late) -> None:
-        module.shared.value += 1
-
-    module = Late(count).eval()
-    module.shared = multiprocessing.Value("i", 0)
-    with wrapped(module, **FIRST) as wrapper:
-        for _ in range(2):
-            wrapper(rows(8))
-        module.late().append(True)
-        wrapper(rows(8))
-        assert (wrapper.statistics().engaged, module.shared.value) == (2, 2)
-
-
-def test_a_switch_that_the_second_lane_turns_back() -> None:
-    def flip(module: Late) -> None:
-        module.linear.train(not module.linear.training)
-
-    assert twice(flip, lambda m: float(m.linear.training)) == 0
+        assert read(module) - before == pytest.approx(changed)
 
 
 def test_what_another_thread_sets_during_a_call_that_is_put_back() -> None:
     """The other thread does not call the wrapper, so nobody knows that it is at work."""
 
-    def act(module: Late) -> None:
+    def act(module: Any, x: Tensor) -> None:
         module.count += 1
         if dbo_enabled() and module.count == 1:
             other = threading.Thread(target=setattr, args=(module, "note", "set by another thread"))
@@ -143,27 +93,15 @@ def test_what_another_thread_sets_during_a_call_that_is_put_back() -> None:
             other.join()
 
     module = Late(act).eval()
-    module.count, module.note = 0, "as it was"
-    with wrapped(module, **FIRST) as wrapper:
-        for _ in range(2):
-            wrapper(rows(8))
-        module.late().append(True)
+    module.note = "as it was"
+    with proved(module) as wrapper:
+        module.late()[0] = True
         wrapper(rows(8))
     assert (module.count, module.note) == (1, "as it was")
 
 
-def test_a_gradient_that_the_call_computes() -> None:
-    def learn(module: Late) -> None:
-        with torch.enable_grad():
-            module.linear(torch.ones(3)).sum().backward()
-
-    assert twice(learn, lambda m: 0.0 if m.linear.bias.grad is None else m.linear.bias.grad[0].item()) == 2
-
-
 def test_a_limit_on_the_number_of_rows() -> None:
-    with wrapped(Plain(lambda x: (x * 2)[:10]), **FIRST) as wrapper:
-        for _ in range(2):
-            wrapper(rows(8))
+    with proved(Plain(lambda x: (x * 2)[:10])) as wrapper:
         assert len(wrapper(rows(16))) == 16, "the module alone gives ten"
 
 
@@ -174,13 +112,14 @@ def test_a_coupling_in_the_backward() -> None:
             y.register_hook(lambda gradient: gradient - gradient.mean(0))
         return y
 
-    with torch.enable_grad(), wrapped(Plain(centring), **FIRST) as wrapper:
+    module = Plain(centring)
+    with torch.enable_grad(), proved(module, lambda: rows(8).requires_grad_()) as wrapper:
         gradients = []
-        for _ in range(2):
+        for call in (wrapper, module):
             x = rows(8).requires_grad_()
-            (wrapper(x) * rows(8)).sum().backward()
+            (call(x) * rows(8)).sum().backward()
             gradients.append(x.grad)
-        assert wrapper.statistics().engaged == 1
+        assert wrapper.statistics().engaged == 2
         assert not torch.allclose(*gradients)
 
 
@@ -197,15 +136,8 @@ class Scales:
 SCALES = Scales()
 
 
-class Scaling(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * SCALES.scale()
-
-
 def test_a_local_of_the_thread_that_a_global_object_reads() -> None:
-    with wrapped(Scaling(), **FIRST) as wrapper:
-        for _ in range(2):
-            wrapper(rows(8))
+    with proved(made(lambda self, x: x * SCALES.scale())()) as wrapper:
         SCALES.local.scale = 3.0
         assert torch.equal(wrapper(rows(8)), rows(8)), "the lanes' own is 1"
         assert torch.equal(wrapper.module(rows(8)), rows(8) * 3)
@@ -216,25 +148,17 @@ def test_outputs_are_new_tensors() -> None:
         y = x * 2
         return y, y, x[:, :2]
 
-    with wrapped(Plain(twins), **FIRST) as wrapper:
-        for _ in range(2):
-            x = rows(8)
-            one, other, view = wrapper(x)
-        assert wrapper.statistics().engaged == 1
+    with proved(Plain(twins)) as wrapper:
+        x = rows(8)
+        one, other, view = wrapper(x)
+        assert wrapper.statistics().engaged == 2
         assert one is not other
         assert view.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
 
 
-def test_an_effect_outside_of_the_module() -> None:
-    calls: list[int] = []
-    assert twice(lambda m: calls.append(1), lambda m: len(calls)) == 2
-
-
 def test_a_hook_on_a_submodule() -> None:
     module = nn.Sequential(nn.Linear(3, 3)).eval()
-    with wrapped(module, **FIRST) as wrapper:
-        for _ in range(2):
-            wrapper(rows(8))
+    with proved(module) as wrapper:
         module[0].register_forward_hook(lambda part, given, output: output - output.mean(0))
         wrapper(rows(8))
         assert wrapper.statistics().engaged == 2, "not proved anew"

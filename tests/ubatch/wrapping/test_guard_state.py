@@ -12,25 +12,24 @@ import logging
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from wrapping import FIRST, Late, Plain, assert_same, rows, seen, wrapped
+from wrapping import FIRST, Late, Plain, assert_same, made, proved, rows, seen, wrapped
 
 from ubatch import DeclineReason, SideEffectError
 
-pytestmark = pytest.mark.long
-
-
-@pytest.fixture(autouse=True)
-def no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+]
+KEEPS_STATE = DeclineReason.MODULE_KEEPS_STATE
 
 
 @dataclasses.dataclass(slots=True)
@@ -92,8 +91,65 @@ class Word(str):
     calls = 0
 
 
+class Scripted(nn.Module):
+    """Counts in a way that a scripted module can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.log = 0, [0]
+        self.held = torch.zeros(())
+        self.replaced = torch.zeros(())
+        self.register_buffer("buffer", torch.zeros(()))
+
+    def forward(self, way: int) -> None:
+        if way == 1:
+            self.count += 1
+        elif way == 2:
+            self.log.append(len(self.log))
+        elif way == 3:
+            self.held += 1
+        elif way == 4:
+            self.replaced = self.replaced + 1
+        elif way == 5:
+            self.buffer += 1
+
+
+def scripted() -> nn.Module:
+    return torch.jit.script(Scripted())
+
+
+def loaded() -> nn.Module:
+    file = io.BytesIO()
+    torch.jit.save(scripted(), file)
+    file.seek(0)
+    return torch.jit.load(file)
+
+
+def accumulate(module: Any, x: Tensor) -> Tensor:
+    module.seen += 1
+    return x * 2
+
+
+def traced() -> nn.Module:
+    return torch.jit.trace(made(accumulate, seen=lambda: torch.zeros(()))().eval(), rows(8))
+
+
+IN_SCRIPTS: dict[int, Callable[[Any], Any]] = {
+    1: lambda holder: holder.count,
+    2: lambda holder: len(holder.log),
+    3: lambda holder: holder.held.item(),
+    4: lambda holder: holder.replaced.item(),
+    5: lambda holder: holder.buffer.item(),
+}
+
+
+TICKING: dict[str, Callable[[], Any]] = {
+    "slots": Slots,
+    "slots of a list": SlottedList,
+    "an attribute of a string": lambda: Word("a"),
+    "a class with a name of ours": type("State", (), {"__module__": "attention.state", "calls": 0}),
+}
 HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], Any]]] = {
-    "slots": (Slots, tick, lambda holder: holder.calls),
     "set": (lambda: {-1}, lambda holder: holder.add(len(holder)), len),
     "bytearray": (lambda: bytearray(4), count_in_bytes, bytes),
     "array": (lambda: np.zeros(4), count_in_bytes, lambda holder: holder.tolist()),
@@ -127,14 +183,12 @@ HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[A
         lambda holder: holder.rand(),
         lambda holder: holder.get_state()[2],
     ),
-    "slots of a list": (SlottedList, tick, lambda holder: holder.calls),
     "a key": (lambda: {"x": 1, HashedSlots(): 2}, lambda holder: tick([*holder][1]), lambda holder: [*holder][1].calls),
     "keys that look alike": (
         lambda: {1: torch.zeros(1), "1": torch.zeros(1)},
         lambda holder: holder["1"].add_(1),
         lambda holder: holder["1"].item(),
     ),
-    "an attribute of a string": (lambda: Word("a"), tick, lambda holder: holder.calls),
     "a weak container": (
         weakref.WeakKeyDictionary,
         lambda holder: holder.__setitem__(HashedSlots, len(holder) + holder.get(HashedSlots, 0) + 1),
@@ -145,6 +199,13 @@ HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[A
         lambda holder: holder.update(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4), 0),
         lambda holder: holder.get_seq_length(),
     ),
+    "a traced module": (traced, lambda holder: holder(rows(8)), lambda holder: holder.seen.item()),
+    **{
+        f"a scripted module, {way}": (scripted, lambda holder, way=way: holder(way), IN_SCRIPTS[way])
+        for way in IN_SCRIPTS
+    },
+    **{f"a loaded module, {way}": (loaded, lambda holder, way=way: holder(way), IN_SCRIPTS[way]) for way in IN_SCRIPTS},
+    **{name: (make, tick, lambda holder: holder.calls) for name, make in TICKING.items()},
     "behind a method": (lambda: Slots().__repr__, lambda holder: tick(holder.__self__), lambda holder: holder()),
 }
 
@@ -158,62 +219,62 @@ def test_state_in_unusual_places_is_seen(what: str) -> None:
         for _ in range(3):
             assert_same(wrapper(rows(8)), bare(rows(8)))
         assert read(module.holder) == read(bare.holder)
-        assert seen(wrapper) == (0, 0, {DeclineReason.MODULE_KEEPS_STATE: 3})
+        assert seen(wrapper) == (0, 0, {KEEPS_STATE: 3})
 
 
-LATE_HOLDERS = sorted(HOLDERS.keys() - {"count"})
-"""All that can be put back: an `itertools.count` cannot."""
-
-
-@pytest.mark.parametrize("what", LATE_HOLDERS)
+@pytest.mark.parametrize("what", sorted(HOLDERS.keys() - {"count"}))
 def test_state_in_unusual_places_is_put_back(what: str) -> None:
+    """All but an `itertools.count`, which cannot be."""
     make, count, read = HOLDERS[what]
     late: list[bool] = []
     module = Counters(make(), lambda holder: count(holder) if late else None)
     bare = Counters(make(), count)
-    with wrapped(module, **FIRST) as wrapper:
-        for _ in range(2):
-            wrapper(rows(8))
+    with proved(module) as wrapper:
         late.append(True)
         for calls in (1, 2):
             wrapper(rows(8))
             bare(rows(8))
             assert read(module.holder) == read(bare.holder)
-            assert seen(wrapper) == (1, 1, {DeclineReason.MODULE_KEEPS_STATE: calls})
+            assert seen(wrapper) == (1, 1, {KEEPS_STATE: calls})
 
 
-def test_what_a_class_holds_is_the_modules_state() -> None:
-    class Remembering(nn.Module):
-        lengths: ClassVar[list[int]] = []
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.lengths.append(len(x))
-            return x * 2
-
-    with wrapped(Remembering(), **FIRST) as wrapper:
-        for _ in range(3):
-            wrapper(rows(8))
-        assert Remembering.lengths == [8, 8, 8]
-        assert seen(wrapper) == (0, 0, {DeclineReason.MODULE_KEEPS_STATE: 3})
+def remember(module: Any, x: Tensor) -> Tensor:
+    module.lengths.append(len(x))
+    return x * 2
 
 
-def test_slots_of_a_module_are_its_state() -> None:
-    class Slotted(nn.Module):
-        __slots__ = ("calls",)
+def count_calls(module: Any, x: Tensor) -> Tensor:
+    module.calls += 1
+    return x * 2
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls = 0
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return x * 2
+OF_CLASSES: dict[str, tuple[type[nn.Module], Callable[[Any], Any]]] = {
+    "what its class holds": (
+        type("Remembering", (nn.Module,), {"lengths": [], "forward": remember}),
+        lambda module: len(module.lengths),
+    ),
+    "its slots": (
+        type("Slotted", (nn.Module,), {"__slots__": ("calls",), "forward": count_calls}),
+        lambda module: module.calls,
+    ),
+}
 
-    module = Slotted()
+
+@pytest.mark.parametrize("what", OF_CLASSES)
+def test_what_a_modules_class_has_is_its_state(what: str) -> None:
+    kind, read = OF_CLASSES[what]
+    module: Any = kind()
+    if what == "its slots":
+        module.calls = 0
     with wrapped(module, **FIRST) as wrapper:
         for _ in range(3):
             wrapper(rows(8))
-        assert (module.calls, seen(wrapper)) == (3, (0, 0, {DeclineReason.MODULE_KEEPS_STATE: 3}))
+        assert (read(module), seen(wrapper)) == (3, (0, 0, {KEEPS_STATE: 3}))
+
+
+def test_a_scripted_submodule_overlaps() -> None:
+    with proved(nn.Sequential(torch.jit.script(nn.Linear(3, 3)))):
+        pass
 
 
 def test_arguments_that_are_not_what_they_seem_decline() -> None:
@@ -232,7 +293,7 @@ def test_a_flag_that_callers_toggle_ends_in_whole_calls() -> None:
         for step in range(40):
             module.flag = step % 2 == 0
             wrapper(rows(8))
-        assert seen(wrapper) == (0, 16, {DeclineReason.MODULE_KEEPS_STATE: 24})
+        assert seen(wrapper) == (0, 16, {KEEPS_STATE: 24})
         assert "'flag' was changed between calls" in str(wrapper.statistics().last_reason)
 
 
@@ -240,24 +301,18 @@ def test_a_thread_that_has_ended_is_asked_for_nothing() -> None:
     """Python 3.11 lists threads of others for ever, once they have asked for themselves."""
     for _ in range(10):
         _thread.start_new_thread(threading.current_thread, ())
-    with wrapped(nn.Linear(3, 3), **FIRST) as wrapper:
-        wrapper(rows(8))
-        wrapper(rows(8))
-        assert wrapper.statistics().engaged == 1
+    with proved(nn.Linear(3, 3)):
+        pass
 
 
 def test_an_argument_at_an_odd_place_in_memory_overlaps() -> None:
-    with wrapped(nn.Linear(3, 3), **FIRST) as wrapper:
-        for _ in range(2):
-            wrapper(rows(9)[1:])
-        assert wrapper.statistics().engaged == 1
+    with proved(nn.Linear(3, 3), lambda: rows(9)[1:]):
+        pass
 
 
 def test_a_tensor_of_another_size_is_named() -> None:
     module = Late(lambda m, x: m.seen.resize_(4).zero_()).eval()
-    with wrapped(module, **FIRST) as wrapper:
-        for _ in range(2):
-            wrapper(rows(8))
+    with proved(module) as wrapper:
         module.late()[0] = True
         with pytest.raises(SideEffectError, match="'seen', which cannot be put back"):
             wrapper(rows(8))
@@ -285,10 +340,7 @@ def test_what_is_done_to_an_argument_itself_is_not_lost() -> None:
 def test_a_write_that_became_part_of_a_graph_is_not_put_back() -> None:
     """The values could be, but gradients would go through the lanes' write, too."""
     module = Late(lambda m, x: x.neg_()).eval()
-    with torch.enable_grad(), wrapped(module, **FIRST) as wrapper:
-        for _ in range(2):
-            wrapper(rows(8).requires_grad_() * 1)
-        assert wrapper.statistics().engaged == 1
+    with torch.enable_grad(), proved(module, lambda: rows(8).requires_grad_() * 1) as wrapper:
         module.late()[0] = True
         with pytest.raises(SideEffectError, match="'x', which cannot be put back"):
             wrapper(rows(8).requires_grad_() * 1)
@@ -300,23 +352,11 @@ def test_a_write_that_became_part_of_a_graph_is_not_put_back() -> None:
 
 def test_a_strided_argument_is_put_back() -> None:
     module = Late(lambda m, x: x.mul_(2)).eval()
-    with wrapped(module, **FIRST) as wrapper:
-        for _ in range(2):
-            wrapper(rows(8, 6)[:, ::2])
+    with proved(module, lambda: rows(8, 6)[:, ::2]) as wrapper:
         module.late()[0] = True
         x, y = rows(8, 6)[:, ::2], rows(8, 6)[:, ::2]
         torch.testing.assert_close(wrapper(x), module(y))
         assert torch.equal(x, y)
-
-
-def test_classes_of_users_packages_with_our_names_are_users() -> None:
-    kind = type("State", (), {"__module__": "attention.state", "calls": 0})
-    module = Counters(kind(), tick)
-    with wrapped(module, **FIRST) as wrapper:
-        for _ in range(3):
-            wrapper(rows(8))
-        assert module.holder.calls == 3
-        assert seen(wrapper) == (0, 0, {DeclineReason.MODULE_KEEPS_STATE: 3})
 
 
 local = threading.local()
@@ -337,11 +377,6 @@ class Broken:
         raise RuntimeError("out of its context")
 
 
-class ReadsLocal(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * getattr(local, "scale", 1.0)
-
-
 @pytest.mark.parametrize(
     ("module", "named"),
     [
@@ -350,7 +385,7 @@ class ReadsLocal(nn.Module):
         (Counters(threading.local(), lambda holder: None), "'holder' is a threading.local"),
         (Counters(Reading(), lambda holder: None), "'holder' is reading 'local', a threading.local"),
         (Counters(Broken(), lambda holder: None), "'holder' is a Broken, which cannot be read (RuntimeError"),
-        (ReadsLocal(), "'forward' is reading 'local', a threading.local"),
+        (made(lambda self, x: x * getattr(local, "scale", 1.0))(), "'forward' is reading 'local', a threading.local"),
     ],
     ids=["generator", "cycle", "local", "an object that reads one", "broken", "local that is read"],
 )
@@ -410,9 +445,7 @@ def test_what_is_changed_behind_the_wrapper_is_proved_anew() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     module[0].centre = False
     module[0].register_forward_hook(lambda part, given, output: output - output.mean(0) if part.centre else output)
-    with wrapped(module, **FIRST) as wrapper:
-        for _ in range(2):
-            wrapper(rows(8))
+    with proved(module) as wrapper:
         module[0].centre = True
         for _ in range(3):
             torch.testing.assert_close(wrapper(rows(8)), module(rows(8)))

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from cache_families import CASES, assert_held, call, held, model_of, prompts
 from torch import Tensor
-from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM, StaticCache
+from transformers import DynamicCache
 from wrapping import assert_same, wrapped
+from zoo_entry import pretrained
+from zoo_language import MOE
 
 from ubatch import DeclineReason, Point, UBatchWrapper, dbo_current_ubatch_id, dbo_yield, interleave, tracing
 
@@ -19,52 +22,32 @@ pytestmark = pytest.mark.long
 ROWS, LENGTH, NEW = 6, 7, 8
 
 
-def make_model(**overrides: Any) -> Qwen3MoeForCausalLM:
+@pytest.fixture(scope="module")
+def model() -> Any:
     """Two layers, random, far from uniform logits; lanes hand on around every MoE block."""
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        initializer_range=0.2,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=None,
-        **overrides,
-    )
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(config).eval()
-    for layer in model.model.layers:
+    made = pretrained("Qwen3MoeForCausalLM", **MOE, head_dim=4)()
+    for layer in made.model.layers:
         layer.mlp.register_forward_pre_hook(lambda module, args: dbo_yield(Point.DISPATCH))
         layer.mlp.register_forward_hook(lambda module, args, output: dbo_yield(Point.COMBINE))
-    return model
-
-
-@pytest.fixture(scope="module")
-def model() -> Qwen3MoeForCausalLM:
-    return make_model()
+    return made
 
 
 @pytest.fixture
-def wrapper(model: Qwen3MoeForCausalLM) -> Iterator[UBatchWrapper]:
+def wrapper(model: Any) -> Iterator[UBatchWrapper]:
     with wrapped(model) as made:
         yield made
 
 
-def prompts(rows: int = ROWS) -> Tensor:
-    return torch.randint(1, 64, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
+def ids(rows: int = ROWS) -> Tensor:
+    return prompts(rows, LENGTH)
 
 
 def left_padded() -> dict[str, Tensor]:
-    ids, mask = prompts(), torch.ones(ROWS, LENGTH, dtype=torch.long)
+    given, mask = ids(), torch.ones(ROWS, LENGTH, dtype=torch.long)
     for row, padding in enumerate((0, 3, 0, 6, 1, 0)):
-        ids[row, :padding], mask[row, :padding] = 0, 0
-    return {"input_ids": ids, "attention_mask": mask}
+        given[row, :padding], mask[row, :padding] = 0, 0
+    return {"input_ids": given, "attention_mask": mask}
 
 
 def generate(model: Any, inputs: dict[str, Tensor], **options: Any) -> Any:
@@ -85,8 +68,8 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("lanes", [2, 3])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_tokens_are_the_untouched_models(model: Qwen3MoeForCausalLM, way: str, padded: bool, lanes: int) -> None:
-    inputs = left_padded() if padded else {"input_ids": prompts()}
+def test_the_tokens_are_the_untouched_models(model: Any, way: str, padded: bool, lanes: int) -> None:
+    inputs = left_padded() if padded else {"input_ids": ids()}
     expected = generate(model, inputs, **WAYS[way])
     with wrapped(model, num_ubatches=lanes) as wrapper, tracing() as trace:
         result = generate(wrapper, inputs, **WAYS[way])
@@ -102,7 +85,7 @@ def test_the_tokens_are_the_untouched_models(model: Qwen3MoeForCausalLM, way: st
     assert trace.order == interleave([["dispatch", "combine"] * 2] * lanes) * NEW
 
 
-def test_prefill_and_decode_steps_have_thresholds_of_their_own(model: Qwen3MoeForCausalLM) -> None:
+def test_prefill_and_decode_steps_have_thresholds_of_their_own(model: Any) -> None:
     expected = generate(model, left_padded())
     few, many = ROWS, ROWS * LENGTH
     for decode, prefill, engaged, declined in (
@@ -116,43 +99,20 @@ def test_prefill_and_decode_steps_have_thresholds_of_their_own(model: Qwen3MoeFo
             assert (wrapper.statistics().engaged, dict(wrapper.statistics().declined)) == (engaged, declined)
 
 
-@torch.inference_mode()
-def test_sliding_windows() -> None:
-    model = make_model(use_sliding_window=True, sliding_window=4)
-    with wrapped(model) as wrapper:
-        for inputs in (left_padded(), {"input_ids": prompts()}):
-            assert torch.equal(generate(wrapper, inputs), generate(model, inputs))
-        ours, plain = DynamicCache(config=model.config), DynamicCache(config=model.config)
-        for chunk in prompts().split([3, 2, 1, 1], 1):
-            result, expected = wrapper(chunk, past_key_values=ours), model(chunk, past_key_values=plain)
-            torch.testing.assert_close(result.logits, expected.logits)
-            assert_caches_equal(ours, plain)
-        assert {type(layer).__name__ for layer in ours.layers} == {"DynamicSlidingWindowLayer"}
-        assert wrapper.statistics().engaged == 2 * NEW + 4
-
-
 # ------------------------------------------------------------------------------------------------------- the cache
 
 
 def assert_caches_equal(result: DynamicCache, expected: DynamicCache) -> None:
-    assert type(result) is type(expected)
-    assert result.get_seq_length() == expected.get_seq_length()
-    assert len(result.layers) == len(expected.layers)
-    for one, other in zip(result.layers, expected.layers, strict=True):
-        assert type(one) is type(other)
-        torch.testing.assert_close(one.keys, other.keys)
-        torch.testing.assert_close(one.values, other.values)
+    assert_held(held(result), held(expected), exact=False)
 
 
 @pytest.mark.parametrize("lazy", [False, True])
 @torch.inference_mode()
-def test_a_cache_is_filled_in_place_step_by_step(
-    model: Qwen3MoeForCausalLM, wrapper: UBatchWrapper, lazy: bool
-) -> None:
+def test_a_cache_is_filled_in_place_step_by_step(model: Any, wrapper: UBatchWrapper, lazy: bool) -> None:
     """With layers from the start or made as they are met, over chunks and single tokens."""
     make = DynamicCache if lazy else lambda: DynamicCache(config=model.config)
     ours, plain = make(), make()
-    for chunk in prompts().split([3, 2, 1, 1], 1):
+    for chunk in ids().split([3, 2, 1, 1], 1):
         expected = model(input_ids=chunk, past_key_values=plain, output_hidden_states=True)
         result = wrapper(input_ids=chunk, past_key_values=ours, output_hidden_states=True)
         assert result.past_key_values is ours
@@ -169,17 +129,17 @@ def test_a_cache_is_filled_in_place_step_by_step(
     assert_caches_equal(ours, plain)
 
 
-def test_a_cache_that_the_model_makes_is_merged(model: Qwen3MoeForCausalLM, wrapper: UBatchWrapper) -> None:
-    result, expected = wrapper(prompts()), model(prompts())
+def test_a_cache_that_the_model_makes_is_merged(model: Any, wrapper: UBatchWrapper) -> None:
+    result, expected = wrapper(ids()), model(ids())
     assert wrapper.statistics().engaged == 1
     assert_caches_equal(result.past_key_values, expected.past_key_values)
-    as_tuple = wrapper(prompts(), return_dict=False)
+    as_tuple = wrapper(ids(), return_dict=False)
     assert isinstance(as_tuple, tuple)
     torch.testing.assert_close(as_tuple[0], expected.logits)
     assert_caches_equal(as_tuple[1], expected.past_key_values)
 
 
-def test_generation_goes_on_from_a_cache(model: Qwen3MoeForCausalLM, wrapper: UBatchWrapper) -> None:
+def test_generation_goes_on_from_a_cache(model: Any, wrapper: UBatchWrapper) -> None:
     expected = generate(model, left_padded(), max_new_tokens=2 * NEW)
     cache = DynamicCache(config=model.config)
     first = generate(wrapper, left_padded(), past_key_values=cache)
@@ -190,67 +150,88 @@ def test_generation_goes_on_from_a_cache(model: Qwen3MoeForCausalLM, wrapper: UB
     assert wrapper.statistics().declined == {}
 
 
-@torch.inference_mode()
-def test_a_cache_is_untouched_when_a_lane_fails(model: Qwen3MoeForCausalLM, wrapper: UBatchWrapper) -> None:
-    def fail(module: Any, args: Any) -> None:
-        if dbo_current_ubatch_id() == 1:
-            raise ValueError("broken expert")
-
-    cache = DynamicCache(config=model.config)
-    wrapper(prompts(), past_key_values=cache)
-    before = copy.deepcopy(cache)
-    handle = model.model.layers[-1].mlp.register_forward_pre_hook(fail)
-    try:
-        with pytest.raises(ValueError, match="broken expert"):
-            wrapper(prompts()[:, :1], past_key_values=cache)
-    finally:
-        handle.remove()
-    assert_caches_equal(cache, before)
-    result = wrapper(prompts()[:, :1], past_key_values=cache)
-    torch.testing.assert_close(result.logits, model(prompts()[:, :1], past_key_values=before).logits)
-
-
-def test_a_static_cache_stays_where_it_is(model: Qwen3MoeForCausalLM, wrapper: UBatchWrapper) -> None:
-    expected = generate(model, left_padded())
-    assert torch.equal(generate(wrapper, left_padded(), cache_implementation="static"), expected)
-    assert (wrapper.statistics().engaged, wrapper.statistics().declined) == (NEW, {})
-    ours, plain = (StaticCache(config=model.config, max_cache_len=16) for _ in range(2))
-    with torch.inference_mode():
-        wrapper(prompts(), past_key_values=ours)
-        places = [layer.keys.data_ptr() for layer in ours.layers]
-        model(prompts(), past_key_values=plain)
-        for cache, called in ((ours, wrapper), (plain, model)):
-            called(prompts()[:, :1], past_key_values=cache)
-    assert wrapper.statistics().engaged == NEW + 2
-    assert_caches_equal(ours, plain)
-    assert [layer.keys.data_ptr() for layer in ours.layers] == places
-
-
-def test_a_cache_of_another_batch_is_no_split(model: Qwen3MoeForCausalLM, wrapper: UBatchWrapper) -> None:
-    cache = DynamicCache(config=model.config)
-    model(prompts(4), past_key_values=cache)
-    with pytest.raises(RuntimeError, match=r"[Ss]ize"):
-        wrapper(prompts(), past_key_values=cache)
-    assert wrapper.statistics().declined == {DeclineReason.NO_SPLITTER: 1}
-    assert "holds 4 sequences, but the call has 6 rows" in str(wrapper.statistics().last_reason)
-
-
-def test_other_outputs(model: Qwen3MoeForCausalLM) -> None:
+def test_other_outputs(model: Any) -> None:
     """A loss has no dimensions; router logits have one row per token."""
-    ids = prompts()
+    given = ids()
     with wrapped(model, verify="first") as wrapper:
-        for others in ({"labels": ids}, {"output_router_logits": True}):
+        for others in ({"labels": given}, {"output_router_logits": True}):
             for _ in range(2):
-                expected = model(ids, use_cache=False, **others)
-                assert_same(wrapper(ids, use_cache=False, **others), expected)
+                expected = model(given, use_cache=False, **others)
+                assert_same(wrapper(given, use_cache=False, **others), expected)
         assert wrapper.statistics().declined == {DeclineReason.ZERO_DIM_OUTPUT: 4}
-        expected = model(ids)
+        expected = model(given)
         for keep, columns in ((1, [-1]), (torch.tensor([0, 2]), [0, 2])):
             for _ in range(2):
-                kept = wrapper(ids, logits_to_keep=keep)
+                kept = wrapper(given, logits_to_keep=keep)
                 torch.testing.assert_close(kept.logits, expected.logits[:, columns])
         assert wrapper.statistics().engaged == 2
     with wrapped(model, output_dims={"aux_loss": None}) as other:
-        result, expected = (each(ids, output_router_logits=True) for each in (other, model))
+        result, expected = (each(given, output_router_logits=True) for each in (other, model))
         assert other.statistics().engaged == 1
         assert_same(result.router_logits, expected.router_logits)
+
+
+# ---------------------------------------------------------------------------------------------- other models and caches
+
+HYBRID = ["lfm2", "jamba", "qwen3_next", "mamba", "mamba2", "falcon_mamba", "bamba", "falcon_h1", "zamba2", "minimax"]
+OTHERS = ["gemma3", "deepseek_v4", "glm_moe_dsa", "t5", "bart"]
+QUICK = ["lfm2", "mamba2", "qwen3_next", "gemma3", "t5"]
+STATIC = {"cache_implementation": "static"}
+SPLIT_DIMS = {"decoder_input_ids": 0, "decoder_attention_mask": 0, "encoder_outputs": 0}
+
+
+def settings(model: Any) -> dict[str, Any]:
+    return {"split_dims": SPLIT_DIMS} if model.config.is_encoder_decoder else {}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("way", ["greedy", "sampled", "beams"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in [*HYBRID, *OTHERS]]
+)
+def test_the_tokens_of_other_models(name: str, way: str) -> None:
+    model = model_of(name)
+    expected = generate(model, {"input_ids": prompts()}, **WAYS[way])
+    assert len(expected.unique()) > 2, "all rows say the same"
+    with wrapped(model, **settings(model)) as wrapper:
+        assert torch.equal(generate(wrapper, {"input_ids": prompts()}, **WAYS[way]), expected)
+        seen = wrapper.statistics()
+    assert (seen.engaged, dict(seen.declined)) == (NEW, {})
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2", "falcon_h1", "glm_moe_dsa"])
+def test_static_caches(name: str) -> None:
+    model = model_of(name)
+    with wrapped(model, split_dims={"attention_mask": 0}) as wrapper:  # one mask per kind of layer, `[B, 1, S, length]`
+        assert torch.equal(*(generate(each, {"input_ids": prompts()}, **STATIC) for each in (wrapper, model)))
+        assert wrapper.statistics().engaged == NEW
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("case", CASES)
+@torch.inference_mode()
+def test_a_cache_that_is_written_in_place_is_untouched_when_a_lane_fails(case: str) -> None:
+    """And filled by the next call as if nothing had been."""
+    model, make = model_of(CASES[case][0]), CASES[case][1]
+
+    def fail(module: Any, args: Any, output: Any) -> None:
+        if dbo_current_ubatch_id() == 1:
+            raise ValueError("broken head")
+
+    ours, plain = make(model), make(model)
+    first, second = prompts(length=5).split([4, 1], 1)
+    with wrapped(model, **settings(model)) as wrapper:
+        call(wrapper, first, slice(None), ours)
+        call(model, first, slice(None), plain)
+        before = copy.deepcopy(held(ours))
+        handle = model.register_forward_hook(fail)
+        try:
+            with pytest.raises(ValueError, match="broken head"):
+                call(wrapper, second, slice(None), ours)
+        finally:
+            handle.remove()
+        assert_held(held(ours), before, exact=True)
+        result, expected = call(wrapper, second, slice(None), ours), call(model, second, slice(None), plain)
+        assert wrapper.statistics().engaged == 2
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+    assert_held(held(ours), held(plain), exact=False)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from wrapper_cases import Model, x_of
-from wrapping import FIRST, Plain, assert_same, rows, seen, wrapped
+from wrapping import FIRST, Plain, assert_same, outcome, proved, rows, seen, wrapped
 
 from ubatch import (
     ConfigError,
@@ -21,6 +21,7 @@ from ubatch import (
     Verify,
     dbo_enabled,
     set_forward_context,
+    split_fixed,
     tracing,
 )
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
@@ -154,13 +155,9 @@ def test_nothing_matches_by_chance(count: int, columns: int) -> None:
 @pytest.mark.parametrize("count", [2, 16, 500])
 def test_rows_that_depend_on_each_other(function: Callable[[Tensor], Any], dtype: torch.dtype, count: int) -> None:
     x = torch.randn(count, 24).to(dtype)
-    with wrapped(Plain(function), **FIRST) as wrapper:
-        for _ in range(5):
-            result, expected = wrapper(x), function(x)
-            assert_same(result, expected)
-        engaged, _, declined = seen(wrapper)
-        assert engaged == 0
-        assert set(declined) <= {DeclineReason.ROWS_DEPEND, DeclineReason.CANNOT_MERGE, DeclineReason.ZERO_DIM_OUTPUT}
+    engaged, _, declined = outcome(function, *[(x,)] * 5)
+    assert engaged == 0
+    assert set(declined) <= {DeclineReason.ROWS_DEPEND, DeclineReason.CANNOT_MERGE, DeclineReason.ZERO_DIM_OUTPUT}
 
 
 def test_it_says_where_and_by_how_much() -> None:
@@ -205,14 +202,7 @@ def test_arguments_that_are_written_to_are_written_once() -> None:
         total.add_(x.sum(0))
         return x * 2
 
-    expected_x, expected_total = rows(16), torch.zeros(3)
-    x, total = rows(16), torch.zeros(3)
-    with wrapped(Plain(forward), **FIRST) as wrapper:
-        for _ in range(3):
-            assert_same(wrapper(x, total), forward(expected_x, expected_total))
-            assert torch.equal(x, expected_x)
-            torch.testing.assert_close(total, expected_total)
-        assert seen(wrapper) == (2, 1, {})
+    assert outcome(forward, *[(rows(16), torch.zeros(3))] * 3) == (2, 1, {})
 
 
 def test_an_argument_that_comes_back_is_the_callers_own() -> None:
@@ -238,10 +228,9 @@ def test_an_output_unlike_the_proved_one_runs_whole_or_is_refused() -> None:
     with wrapped(Plain(forward), **FIRST) as wrapper:
         wrapper(rows(8))
         odd[0] = True
-        assert torch.equal(wrapper(rows(8)), rows(8) * 2)
-        assert seen(wrapper) == (0, 1, {DeclineReason.CANNOT_MERGE: 1})
-        wrapper(rows(8))
-        assert seen(wrapper) == (0, 1, {DeclineReason.CANNOT_MERGE: 2})
+        for calls in (1, 2):
+            assert torch.equal(wrapper(rows(8)), rows(8) * 2)
+            assert seen(wrapper) == (0, 1, {DeclineReason.CANNOT_MERGE: calls})
     for count, fits in ((8, True), (6000, False)):  # a small argument is copied before lanes may write to it
         odd[0] = False
         with wrapped(Plain(writing), **FIRST) as wrapper:
@@ -281,10 +270,8 @@ def test_verify_always_and_off() -> None:
 
 
 def test_overlap_that_is_required_may_be_proved_first() -> None:
-    with wrapped(Plain(lambda x: x * 2), require_overlap=True, **FIRST) as wrapper:
-        for _ in range(2):
-            wrapper(rows(8))
-        assert seen(wrapper) == (1, 1, {})
+    with proved(Plain(lambda x: x * 2), require_overlap=True):
+        pass
     depends = Plain(lambda x: x.cumsum(0))
     with (
         wrapped(depends, require_overlap=True, **FIRST) as wrapper,
@@ -294,8 +281,6 @@ def test_overlap_that_is_required_may_be_proved_first() -> None:
 
 
 def test_a_context_that_has_decided_is_not_proved() -> None:
-    from ubatch import split_fixed
-
     module = Model()
     with wrapped(module, **FIRST) as wrapper, set_forward_context(ForwardContext(ubatch_slices=split_fixed(6, 1))):
         x = x_of()
@@ -305,9 +290,7 @@ def test_a_context_that_has_decided_is_not_proved() -> None:
 
 def test_what_changes_the_module_is_proved_anew() -> None:
     module = Model()
-    with wrapped(module, **FIRST) as wrapper:
-        for _ in range(2):
-            wrapper(x_of())
+    with proved(module, x_of) as wrapper:
         wrapper.factor = 0.5
         torch.testing.assert_close(wrapper(x := x_of()), module(x))
         wrapper(x_of())
@@ -319,10 +302,7 @@ def test_a_proof_that_does_not_fit_in_memory_is_none(monkeypatch: pytest.MonkeyP
         raise MemoryError("no more")
 
     monkeypatch.setattr("ubatch.calls.call_plan.Leaf.copied", refuse)
-    with wrapped(Plain(lambda x: x * 2), **FIRST) as wrapper:
-        for _ in range(3):
-            assert torch.equal(wrapper(rows(8)), rows(8) * 2)
-        assert seen(wrapper) == (0, 0, {DeclineReason.CANNOT_PROVE: 3})
+    assert outcome(lambda x: x * 2, *[(rows(8),)] * 3) == (0, 0, {DeclineReason.CANNOT_PROVE: 3})
 
 
 def test_an_error_of_the_module_is_the_callers_while_proving() -> None:
@@ -344,20 +324,6 @@ def test_an_error_of_the_module_is_the_callers_while_proving() -> None:
         assert seen(wrapper) == (1, 1, {})
 
 
-def test_gradients_flow_through_a_proving_call() -> None:
-    module = Model()
-    with wrapped(module, **FIRST) as wrapper:
-        for _ in range(3):
-            x = x_of(8)
-            wrapper(x).square().sum().backward()
-            ours = [parameter.grad for parameter in module.parameters()]
-            module.zero_grad()
-            module(x).square().sum().backward()
-            torch.testing.assert_close(ours, [parameter.grad for parameter in module.parameters()])
-            module.zero_grad()
-        assert seen(wrapper) == (2, 1, {})
-
-
 def test_sixteen_bits_are_proved_twice_with_different_cuts() -> None:
     module = Plain(nn.Linear(8, 8).bfloat16().forward)
     with wrapped(module, **FIRST) as wrapper, torch.no_grad():
@@ -371,3 +337,13 @@ def test_sixteen_bits_are_proved_twice_with_different_cuts() -> None:
         assert seen(wrapper) == (0, 2, {})
         wrapper(x)
         assert seen(wrapper) == (1, 2, {})
+
+
+def test_gradients_flow_through_a_proving_call() -> None:
+    module = Model()
+    with wrapped(module, **FIRST) as wrapper:
+        for _ in range(3):
+            x, given = x_of(8), [*module.parameters()]
+            ours, plain = (torch.autograd.grad(call(x).square().sum(), given) for call in (wrapper, module))
+            torch.testing.assert_close(ours, plain)
+        assert seen(wrapper) == (2, 1, {})

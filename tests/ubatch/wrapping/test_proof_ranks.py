@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from wrapping import seen
 
 import ubatch
 from ranks import run_ranks
@@ -29,11 +30,6 @@ class Summing(nn.Module):
         ones = ubatch.all_reduce(torch.ones(1), self.group)
         x = self.change(x * ones)
         return x + ubatch.all_reduce(torch.ones(1), self.group)
-
-
-def seen(wrapper: UBatchWrapper) -> tuple[int, int, dict[Any, int]]:
-    statistics = wrapper.statistics()
-    return statistics.engaged, statistics.proved, dict(statistics.declined)
 
 
 def proving(rank: int, world_size: int) -> dict[str, Any]:

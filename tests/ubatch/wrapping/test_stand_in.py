@@ -1,11 +1,10 @@
-"""The stand-in's twin: made for methods only, never a second object on the live module that outlives its use."""
+"""The stand-in's twin: made for methods only, never a second object on the live module after its use; and tracers."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import gc
-import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,9 +13,11 @@ import pytest
 import torch
 from lanes import no_lane_threads_within
 from torch import Tensor, nn
-from wrapping import wrapped
+from torch._dynamo.exc import Unsupported
+from torch.fx.experimental.proxy_tensor import make_fx
+from wrapping import through_pickle, wrapped
 
-from ubatch import UBatchConfig, UBatchWrapper, dbo_yield
+from ubatch import ConfigError, UBatchConfig, UBatchWrapper, dbo_yield
 from ubatch.wrapping.stand_in import StandIn
 
 pytestmark = pytest.mark.long
@@ -121,20 +122,7 @@ def engaged(wrapper: UBatchWrapper) -> int:
 
 
 def has_twin(wrapper: UBatchWrapper) -> bool:
-    gc.collect()
-    return any(each is not wrapper.module for each in _on(wrapper.module))
-
-
-def _on(model: nn.Module) -> list[Any]:
-    """All objects whose state is the model's `__dict__`."""
-    return [each for each in gc.get_objects() if isinstance(type(each), type) and _dict_of(each) is vars(model)]
-
-
-def _dict_of(value: Any) -> Any:
-    try:
-        return object.__getattribute__(value, "__dict__") if issubclass(type(value), nn.Module) else None
-    except AttributeError:
-        return None
+    return hasattr(wrapper, "_ubatch_twin")
 
 
 def test_data_makes_no_twin(model: Rich, wrapper: UBatchWrapper) -> None:
@@ -252,10 +240,6 @@ def test_a_kept_method_outlives_its_wrapper(model: Rich) -> None:
     assert no_lane_threads_within(5)
 
 
-def through_pickle(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
-
-
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle])
 def test_copies_run_on_copies(model: Rich, wrapper: UBatchWrapper, duplicate: Callable[[Any], Any]) -> None:
     model.seen.clear()
@@ -332,3 +316,95 @@ def test_private_names_are_the_modules() -> None:
         name for name in own if name.startswith("_") and not name.startswith("__") and not hasattr(nn.Module, name)
     }
     assert {name for name in private if not name.startswith("_ubatch_")} <= {"_abc_impl"}
+
+
+# -------------------------------------------------------------------------------------------------------------- tracers
+
+
+SIX = torch.arange(24.0).reshape(6, 4)
+EIGHT = torch.arange(32.0).reshape(8, 4).flip(0)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dbo_yield()
+        return torch.relu(self.linear(x))
+
+    def through_forward(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        return self(x)
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.fixture
+def traced() -> Iterator[UBatchWrapper]:
+    with wrapped(Small().eval()) as made:
+        yield made
+
+
+WAYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "script": ("torch.jit.script", torch.jit.script),
+    "script a parent": ("torch.jit.script", lambda wrapper: torch.jit.script(nn.Sequential(wrapper))),
+    "trace": ("torch.jit.trace", lambda wrapper: torch.jit.trace(wrapper, SIX)),
+    "trace a parent": ("torch.jit.trace", lambda wrapper: torch.jit.trace(nn.Sequential(wrapper), SIX)),
+    "trace the method": ("torch.jit.trace", lambda wrapper: torch.jit.trace(wrapper.forward, SIX)),
+    "export": ("torch.export", lambda wrapper: torch.export.export(wrapper, (SIX,))),
+    "fx": ("torch.fx", torch.fx.symbolic_trace),
+    "make_fx": ("torch.fx", lambda wrapper: make_fx(wrapper)(SIX)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("gradients", [True, False])
+def test_recorders_are_refused(traced: UBatchWrapper, way: str, gradients: bool) -> None:
+    name, record = WAYS[way]
+    with torch.set_grad_enabled(gradients):
+        with pytest.raises(ConfigError, match=f"{name} cannot see into a UBatchWrapper.*the module itself"):
+            record(traced)
+        torch.testing.assert_close(traced(SIX), traced.module(SIX))
+    assert traced.statistics().engaged == 1
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("parent", [False, True])
+def test_compiled_it_is_right(traced: UBatchWrapper, parent: bool) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(nn.Sequential(traced) if parent else traced, backend="eager")
+    with torch.no_grad():
+        for x in (SIX, EIGHT, SIX[:1], EIGHT, SIX):
+            torch.testing.assert_close(compiled(x), traced.module(x))
+    assert traced.statistics().engaged == 4
+    torch.compiler.reset()
+
+
+@pytest.mark.sample(2)
+def test_compiled_code_calls_through_the_traced(traced: UBatchWrapper) -> None:
+    uses: list[Callable[[Tensor], Tensor]] = [
+        lambda x: traced(x) * len(traced),
+        lambda x: traced @ x,
+        lambda x: traced.through_forward(x),
+    ]
+    for use in uses:
+        torch.compiler.reset()
+        before = traced.statistics().engaged
+        with torch.no_grad():
+            torch.testing.assert_close(torch.compile(use, backend="eager")(SIX), use(SIX))
+        assert traced.statistics().engaged == before + 2
+    torch.compiler.reset()
+
+
+def test_no_single_graph_has_it(traced: UBatchWrapper) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(traced, backend="eager", fullgraph=True)
+    with pytest.raises(Unsupported, match="disable"):
+        compiled(SIX)
+    torch.compiler.reset()

@@ -1,13 +1,14 @@
-"""Special methods, and the class of a stand-in; `test_stand_in_watch` has what it tells of methods that change it."""
+"""Special methods, the class of a stand-in, and what it tells of methods that may have changed the module."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import inspect
 import operator
-import pickle
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ import torch
 from special_methods import Special, Telling, X
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from wrapping import wrapped
+from wrapping import through_pickle, wrapped
 
-from ubatch import UBatchWrapper
+from ubatch import UBatchConfig, UBatchWrapper
+from ubatch.wrapping.stand_in import StandIn
 
 pytestmark = pytest.mark.long
 
@@ -231,10 +233,6 @@ def test_a_class_that_torch_gives_the_module() -> None:
         assert type(model) is wrapper.__class__ is nn.Sequential
 
 
-def through_pickle(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
-
-
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, through_pickle])
 def test_copies(model: Special, wrapper: UBatchWrapper, duplicate: Callable[[Any], Any]) -> None:
     del model.kept  # a copy of a method brings its module along
@@ -248,3 +246,96 @@ def test_copies(model: Special, wrapper: UBatchWrapper, duplicate: Callable[[Any
     assert type(duplicate(twin)) is type(wrapper)
     torch.testing.assert_close(twin @ X, model.linear(X))
     twin.close()
+
+
+# -------------------------------------------------------------------------------------------------------- what it tells
+
+
+@pytest.fixture
+def telling(model: Special) -> Telling:
+    return Telling(model)
+
+
+def test_own_methods_are_watched(model: Special, telling: Telling) -> None:
+    assert telling.grow() is telling
+    assert telling.told() == ["grow begins", "grow ends"]
+    telling.twice(X)
+    assert telling.told() == ["twice begins", "call", "call", "twice ends"], "the methods inside are the module's"
+    telling.kept()
+    assert telling.told() == ["kept begins", "kept ends"]
+    assert model.size == 5
+
+
+def test_special_methods_are_watched(telling: Telling) -> None:
+    int(telling)
+    telling += 1
+    assert telling.told() == ["__int__ begins", "__int__ ends", "__iadd__ begins", "__iadd__ ends"]
+    with telling:
+        assert telling.told() == ["__enter__ begins", "__enter__ ends"]
+    assert telling.told() == ["__exit__ begins", "__exit__ ends"]
+
+
+def test_torchs_methods_and_attributes_are_told(telling: Telling) -> None:
+    telling.eval().requires_grad_(False)
+    telling.state_dict()
+    telling.size = 3
+    assert telling.told() == ["eval", "requires_grad_", "attribute 'size' was set"]
+
+
+@pytest.mark.parametrize("name", ["rows", "loaded", "stream", "stored"])
+def test_code_that_runs_later_is_told_when_it_is_asked_for(telling: Telling, name: str) -> None:
+    later = getattr(telling, name)(*([X] if name == "rows" else []))
+    assert telling.told() == [f"{name} begins", f"{name} ends", name]
+    if name == "loaded":
+        assert asyncio.run(later) is telling
+    if name in ("rows", "stored"):
+        assert len(list(later)) == 4
+        assert telling.told() == ["call"]
+
+
+def test_iteration_is_no_change(telling: Telling) -> None:
+    assert list(telling) == [0, 1]
+    assert telling.told() == ["__iter__ begins", "__iter__ ends"]
+
+
+def test_an_error_goes_through_the_watch(model: Special) -> None:
+    seen: list[BaseException] = []
+
+    class Catching(Telling):
+        @contextmanager
+        def _ubatch_watching(self, how: str) -> Iterator[None]:
+            try:
+                yield
+            except AttributeError as error:
+                seen.append(error)
+                raise
+
+    model.size = None
+    with pytest.raises(TypeError):
+        Catching(model).grow()
+    del model.size
+    with pytest.raises(AttributeError):
+        Catching(model).grow()
+    assert len(seen) == 1
+
+
+def test_a_kept_method_is_watched_without_its_wrapper(model: Special) -> None:
+    told: list[str] = []
+
+    class Noting(Telling):
+        @contextmanager
+        def _ubatch_watching(self, how: str) -> Iterator[None]:
+            told.append(how)
+            yield
+
+    method = Noting(model).grow
+    gc.collect()
+    assert isinstance(method(), Noting)
+    assert told == ["grow"]
+
+
+def test_by_default_nothing_is_watched(model: Special) -> None:
+    wrapper = StandIn(model)
+    with wrapper._ubatch_watching("anything") as nothing:
+        assert nothing is None
+    assert int(UBatchWrapper(model, UBatchConfig())) == 2

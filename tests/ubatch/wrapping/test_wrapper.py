@@ -9,21 +9,19 @@ import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lanes import lane_threads, no_lane_threads_within
 from torch import Tensor, nn
 from wrapper_cases import LAYER, LAYERS, Model, identity, x_of
-from wrapping import FIRST, Plain, seen, wrapped
+from wrapping import FIRST, Plain, only_rank, seen, through_pickle, wrapped
 
 import ubatch
 from ubatch import (
     SCHEDULES,
-    CommGroup,
     ConcurrentCallError,
     ConfigError,
     CUDAGraphMode,
@@ -32,7 +30,6 @@ from ubatch import (
     OverlapDeclined,
     Point,
     Schedule,
-    UBatchConfig,
     UBatchError,
     UBatchWrapper,
     interleave,
@@ -87,18 +84,6 @@ def test_a_schedule_of_ones_own(model: Model) -> None:
     assert trace.order == interleave([["select", "my own"] * LAYERS] * 3, lead=1)
 
 
-def test_gradients_are_the_modules_own(model: Model, wrapper: UBatchWrapper) -> None:
-    ours = x_of(5).requires_grad_()
-    plain = ours.detach().clone().requires_grad_()
-    wrapper(ours).square().sum().backward()
-    gradients = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    model(plain).square().sum().backward()
-    assert wrapper.statistics().engaged == 1
-    torch.testing.assert_close(ours.grad, plain.grad)
-    torch.testing.assert_close(gradients, [parameter.grad for parameter in model.parameters()])
-
-
 def test_statistics_are_a_frozen_snapshot(wrapper: UBatchWrapper) -> None:
     before = wrapper.statistics()
     assert before == ubatch.UBatchStatistics(0, 0, {}, 0, 0, None)
@@ -124,14 +109,6 @@ def test_close_and_use_again(wrapper: UBatchWrapper) -> None:
     assert no_lane_threads_within(5)
     assert torch.equal(wrapper(x), expected)
     assert wrapper.statistics().lane_threads_started == 4
-
-
-def test_a_wrapper_that_is_dropped_ends_its_threads(model: Model) -> None:
-    wrapper = UBatchWrapper(model, UBatchConfig(dbo_prefill_token_threshold=2))
-    wrapper(x_of())
-    assert lane_threads()
-    del wrapper
-    assert no_lane_threads_within(5)
 
 
 # ------------------------------------------------------------------------------------------------------------- misuse
@@ -169,23 +146,26 @@ def test_a_call_from_inside_its_own_call_is_the_bare_one() -> None:
         assert statistics.calls == 2 + statistics.declined[DeclineReason.CONCURRENT_CALL]
 
 
-def test_calls_of_several_threads_run_whole_beside_each_other() -> None:
-    inside, leave = threading.Event(), threading.Event()
+class Slow:
+    """Doubles, and waits inside until it may leave."""
 
-    def slow(x: Tensor) -> Tensor:
-        inside.set()
-        assert leave.wait(20)
+    def __init__(self) -> None:
+        self.inside, self.leave = threading.Event(), threading.Event()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.inside.set()
+        assert self.leave.wait(20)
         return x * 2
 
-    with wrapped(Plain(slow)) as wrapper:
-        results, x, y = [], x_of(), x_of()
-        other = threading.Thread(target=lambda: results.append(wrapper(x)))
-        other.start()
-        assert inside.wait(20)
-        threading.Timer(0.1, leave.set).start()
+
+def test_calls_of_several_threads_run_whole_beside_each_other() -> None:
+    slow, x, y = Slow(), x_of(), x_of()
+    with wrapped(Plain(slow)) as wrapper, ThreadPoolExecutor(1) as other:
+        result = other.submit(wrapper, x)
+        assert slow.inside.wait(20)
+        threading.Timer(0.1, slow.leave.set).start()
         assert torch.equal(wrapper(y), y * 2)
-        other.join(20)
-        assert torch.equal(results[0], x * 2)
+        assert torch.equal(result.result(20), x * 2)
         assert seen(wrapper) == (1, 0, {DeclineReason.CONCURRENT_CALL: 1})
         assert wrapper.statistics().calls == 2
 
@@ -193,70 +173,44 @@ def test_calls_of_several_threads_run_whole_beside_each_other() -> None:
 def test_many_threads_lose_no_call() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
     with wrapped(model, **FIRST) as wrapper:
-        failed: list[BaseException] = []
 
+        @torch.inference_mode()
         def caller(seed: int) -> None:
             generator = torch.Generator().manual_seed(seed)
-            try:
-                with torch.inference_mode():
-                    for _ in range(50):
-                        x = torch.randn(8, 4, generator=generator)
-                        torch.testing.assert_close(wrapper(x), model(x))
-            except BaseException as error:
-                failed.append(error)
+            for _ in range(50):
+                x = torch.randn(8, 4, generator=generator)
+                torch.testing.assert_close(wrapper(x), model(x))
 
-        threads = [threading.Thread(target=caller, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert not failed
+        with ThreadPoolExecutor(4) as callers:
+            assert [*callers.map(caller, range(4), timeout=60)] == [None] * 4
         statistics = wrapper.statistics()
         assert statistics.calls == 200
         assert statistics.engaged + statistics.proved + sum(statistics.declined.values()) == 200
 
 
-@contextmanager
-def only_rank() -> Iterator[CommGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield CommGroup.from_process_group()
-    finally:
-        dist.destroy_process_group()
-
-
 def test_concurrent_calls_of_ranks_are_refused() -> None:
     """The ranks take a step together, so a call that only one of them makes cannot join in."""
-    inside, leave = threading.Event(), threading.Event()
-
-    def slow(x: Tensor) -> Tensor:
-        inside.set()
-        assert leave.wait(20)
-        return x * 1
-
-    with only_rank() as group, wrapped(Plain(slow), group=group) as wrapper:
-        other = threading.Thread(target=lambda: wrapper(x_of(1)))
-        other.start()
-        assert inside.wait(20)
-        try:
-            with pytest.raises(ConcurrentCallError, match="another thread"):
-                wrapper(x_of())
-        finally:
-            leave.set()
-            other.join(20)
+    slow = Slow()
+    with only_rank() as group, wrapped(Plain(slow), group=group) as wrapper, ThreadPoolExecutor(1) as other:
+        result = other.submit(wrapper, x_of(1))
+        assert slow.inside.wait(20)
+        with pytest.raises(ConcurrentCallError, match="another thread"):
+            wrapper(x_of())
+        slow.leave.set()
+        result.result(20)
         assert wrapper(x_of()).shape == (6, 4), "usable again"
         assert wrapper.statistics().calls == 2, "the refused call is none"
 
 
 def test_what_is_no_module_mode_or_device_is_refused(model: Model) -> None:
-    with pytest.raises(ConfigError, match=r"CUDA graphs need a CUDA device, not 'cpu'\. Move the module there"):
-        UBatchWrapper(model, cudagraph_mode=CUDAGraphMode.FULL)
-    with pytest.raises(ConfigError, match=r"unknown cudagraph_mode 'ful'; did you mean 'full'\?"):
-        UBatchWrapper(model, cudagraph_mode="ful")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"wraps an nn\.Module, not a function"):
-        UBatchWrapper(identity)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="'gpu' is no torch device"):
-        UBatchWrapper(model, device="gpu")
+    for settings, message in (
+        ({"cudagraph_mode": CUDAGraphMode.FULL}, r"CUDA graphs need a CUDA device, not 'cpu'\. Move the module there"),
+        ({"cudagraph_mode": "ful"}, r"unknown cudagraph_mode 'ful'; did you mean 'full'\?"),
+        ({"model": identity}, r"wraps an nn\.Module, not a function"),
+        ({"device": "gpu"}, "'gpu' is no torch device"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            UBatchWrapper(**{"model": model, **settings})
     if not torch.cuda.is_available():
         with pytest.raises(UBatchError):
             UBatchWrapper(model, device="cuda")
@@ -326,13 +280,6 @@ def test_attributes_are_the_modules(model: Model, wrapper: UBatchWrapper) -> Non
     assert wrapper.config == "the module's"
 
 
-def test_methods_that_call_forward_go_through_the_wrapper(model: Model, wrapper: UBatchWrapper) -> None:
-    x = x_of()
-    torch.testing.assert_close(wrapper.twice(x), model.twice(x))
-    assert wrapper.statistics().engaged == 2
-    assert type(model) is Model, "the module is as it was"
-
-
 def test_hooks_of_the_module_run_once_per_lane(model: Model, wrapper: UBatchWrapper) -> None:
     seen: list[int] = []
     handle = wrapper.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
@@ -366,10 +313,6 @@ def test_a_wrapper_inside_another_module(wrapper: UBatchWrapper) -> None:
     assert wrapper.module.layers[0].weight.grad is not None
     outer.zero_grad()
     assert wrapper.module.layers[0].weight.grad is None
-
-
-def through_pickle(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
 
 
 def through_torch(value: Any) -> Any:

@@ -7,12 +7,11 @@ import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 from children import exit_code, in_child
 from torch import Tensor
-from wrapping import Plain, wrapped
+from wrapping import Plain, only_rank, wrapped
 
-from ubatch import CommGroup, ForkedLaneError, UBatchWrapper, dbo_yield
+from ubatch import ForkedLaneError, UBatchWrapper, dbo_yield
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -101,11 +100,7 @@ def test_a_fork_inside_an_unsplit_call_leaves_both_in_it() -> None:
 
 
 def test_a_group_of_one_works_in_the_child() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with wrapped(Plain(lambda x: x + 1), group=CommGroup.from_process_group()) as wrapper:
-            works(wrapper)
-            assert exit_code(in_child(lambda: works(wrapper))) == 0
-            works(wrapper)
-    finally:
-        dist.destroy_process_group()
+    with only_rank() as group, wrapped(Plain(lambda x: x + 1), group=group) as wrapper:
+        works(wrapper)
+        assert exit_code(in_child(lambda: works(wrapper))) == 0
+        works(wrapper)

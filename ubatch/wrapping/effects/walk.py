@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from ubatch.calls.caches import splitter_for
-from ubatch.calls.containers import FUNCTIONS, PLAIN, attributes_of
+from ubatch.calls.containers import FUNCTIONS, PLAIN, attributes_of, slots_of
 from ubatch.errors import describe
 from ubatch.wrapping.effects.stores import code_of, methods_read_local
 
@@ -283,7 +283,7 @@ class Walk:
 
     def _keep_slots(self, prefix: str, value: Any, scratch: bool) -> list[tuple[Any, Any]]:
         """Take a shallow copy of what an object has in slots; returns it."""
-        if _slots_of(_class_of(value)):
+        if slots_of(value):
             put = functools.partial(_put_attributes, value)
             self.kept.append(Kept(prefix, functools.partial(_slots_in, value), put))
             self.holders.append(value)
@@ -321,17 +321,6 @@ def _where_from(kind: Any) -> str:
         file = getattr(sys.modules.get(name), "__file__", None)
         return "ours" if file is not None and _ROOT in Path(file).parents else "user"
     return "machinery" if name.startswith(_MACHINERY) else "library" if package in _LIBRARIES else "user"
-
-
-@functools.lru_cache(4096)
-def _slots_of(kind: Any) -> tuple[str, ...]:
-    names: list[str] = []
-    for each in kind.__mro__:
-        slots = vars(each).get("__slots__", ())
-        for name in [slots] if isinstance(slots, str) else slots:
-            private = name.startswith("__") and not name.endswith("__")
-            names.append(f"_{each.__name__.lstrip('_')}{name}" if private else name)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 _LINEAR = frozenset({"training", "in_features", "out_features"})
@@ -395,7 +384,7 @@ def _items_of(holder: Any) -> Any:
 
 
 def _slots_in(holder: Any) -> dict[str, Any]:
-    return {name: getattr(holder, name) for name in _slots_of(_class_of(holder)) if hasattr(holder, name)}
+    return {name: getattr(holder, name) for name in slots_of(holder) if hasattr(holder, name)}
 
 
 def _put_items(holder: Any, was: Any) -> None:
