@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ubatch.schedules.ring import Ring, interleave
-from ubatch.schedules.schedule import SCHEDULES, Point, get_schedule
+from ubatch.schedules.schedule import Point
 
 Order = list[tuple[int, str]]
 
@@ -170,18 +170,3 @@ def test_sglang_decode_order(stages: dict[Point, str], steady: list[str]) -> Non
     named = [f"{'AB'[lane]}.{stages[Point(point)]}" for lane, point in order if point != "end"]
     first = named.index("A.core", len(steady))  # past the lead
     assert named[first : first + 3 * len(steady)] == steady * 3
-
-
-def test_the_named_schedules_have_sglangs_stages() -> None:
-    layer = [Point.ATTN_PREPARE, Point.SELECT, Point.DISPATCH, Point.COMBINE, Point.OUTPUT, Point.LAYER]
-    layers = 7
-
-    def stages(name: str) -> int:
-        schedule = get_schedule(name)
-        programs = [[point for point in layer * layers if schedule.active(point)]] * 2
-        return sum(lane == 1 for lane, _ in interleave(programs, lead=schedule.lead))
-
-    assert stages("two_batch_decode") == 5 * layers + 1
-    assert stages("two_batch_prefill") == 2 * layers + 1
-    assert stages("mlp_shared_overlap") == 2 * layers + 1
-    assert (SCHEDULES["two_batch_decode"].lead, SCHEDULES["two_batch_prefill"].lead) == (2, 0)
