@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import ubatch
 import ubatch.process.lateness
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from ubatch import CommGroup, PeerFailed, TransferTimeout, UBatchConfig, UBatchWrapper, dbo_current_ubatch_id
 from ubatch.kernels.autotune import Autotuner, CudaTimer
 from ubatch.process.job_store import JobStore
@@ -91,9 +91,10 @@ def test_peers_wait_for_a_rank_that_tunes(tmp_path: Path) -> None:
     run_ranks(tunes, 2, str(tmp_path))
 
 
-def warms_up(rank: int, ranks: int) -> None:
+@pytest.mark.slow
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_peers_wait_for_a_rank_that_warms_up(rank: int, group: CommGroup) -> None:
     """With `no_timeout`, what takes long on one rank is waited for on all: in votes, transfers, and meetings."""
-    group = CommGroup.from_process_group(timeout_s=TIMEOUT_S)
     model, probe = wrap(group)
     store = c10d._get_default_store()
     for wait in (
@@ -114,11 +115,6 @@ def warms_up(rank: int, ranks: int) -> None:
         store.wait(["gave up"])
     group.reset()
     model.close()
-
-
-@pytest.mark.slow
-def test_peers_wait_for_a_rank_that_warms_up() -> None:
-    run_ranks(warms_up, 2)
 
 
 def dies_while_another_is_late(rank: int, ranks: int) -> tuple[int, str]:

@@ -15,7 +15,7 @@ from peer_failure_cases import GROUP_TIMEOUT_S, healthy_step, lasting, promptly,
 from torch.distributed import distributed_c10d as c10d
 
 import ubatch
-from ranks import free_port, run_ranks
+from ranks import free_port, on_ranks, run_ranks
 from ubatch import (
     CommGroup,
     GroupBroken,
@@ -81,9 +81,9 @@ def test_slow_ranks_are_waited_for_and_absent_ones_not_for_ever() -> None:
     run_ranks(slow_and_absent, 2)
 
 
-def reset_waits(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout_s=5.0)
+def test_a_transfer_from_before_a_reset_stays_there(rank: int, group: CommGroup) -> None:
     """A transfer launched before a reset is never mixed up with what comes after it."""
-    group = CommGroup.from_process_group(timeout_s=5.0)
     stale = launch_all_gather(torch.tensor([-1.0]), group) if rank == 0 else None
     group.reset()
     assert ubatch.all_gather(torch.tensor([float(rank)]), group).tolist() == [0.0, 1.0]
@@ -94,12 +94,8 @@ def reset_waits(rank: int, world_size: int) -> None:
     assert ubatch.all_gather(torch.tensor([float(rank)]), group).tolist() == [0.0, 1.0]
 
 
-def test_a_transfer_from_before_a_reset_stays_there() -> None:
-    run_ranks(reset_waits, 2)
-
-
-def taken_for_dead(rank: int, world_size: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=5.0)
+@on_ranks(2, timeout_s=5.0)
+def test_a_rank_that_was_taken_for_dead_is_told(rank: int, group: CommGroup) -> None:
     if rank == 0:
         group.usable_connection().fail("rank 1 died.", rank=1)
     else:
@@ -109,21 +105,13 @@ def taken_for_dead(rank: int, world_size: int) -> None:
     assert ubatch.all_reduce(torch.ones(1), group).item() == 2.0
 
 
-def test_a_rank_that_was_taken_for_dead_is_told() -> None:
-    run_ranks(taken_for_dead, 2)
-
-
-def disagree(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout_s=1.5)
+def test_ranks_that_disagree_do_not_hang(rank: int, group: CommGroup) -> None:
     """Ranks that call different collectives wait for each other; both are told, and both can go on."""
-    group = CommGroup.from_process_group(timeout_s=1.5)
     with pytest.raises((TransferTimeout, PeerFailed), match=r"longer than 1\.5 s"):
         (ubatch.all_reduce if rank else ubatch.all_gather)(torch.ones(4), group)
     group.reset()
     assert ubatch.all_reduce(torch.ones(1), group).item() == 2.0
-
-
-def test_ranks_that_disagree_do_not_hang() -> None:
-    run_ranks(disagree, 2)
 
 
 # --------------------------------------------------------------------------------------------------------- death
@@ -274,16 +262,12 @@ def test_the_interpreter_ends_promptly() -> None:
             rank.kill()
 
 
-def keeps_nothing(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout_s=10.0)
+def test_old_process_groups_are_let_go_of(rank: int, group: CommGroup) -> None:
     """Old process groups go once nothing can be stuck in them any more, and threads with them."""
-    group = CommGroup.from_process_group(timeout_s=10.0)
     for _ in range(3):
         group.reset()
     assert len(_kept) == 9
     _kept[:] = [(until - 1000.0, pg) for until, pg in _kept]  # that much later
     group.reset()
     assert len(_kept) <= 3
-
-
-def test_old_process_groups_are_let_go_of() -> None:
-    run_ranks(keeps_nothing, 2)

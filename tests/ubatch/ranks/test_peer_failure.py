@@ -14,7 +14,7 @@ from peer_failure_cases import GROUP_TIMEOUT_S, LAYERS, BoomError, Failure, Prob
 from torch import Tensor, nn
 
 import ubatch
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from ubatch import (
     CommGroup,
     GroupBroken,
@@ -37,8 +37,8 @@ PLACES = {
 }
 
 
-def fail_and_recover(rank: int, world_size: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S)
+@on_ranks(2, timeout_s=GROUP_TIMEOUT_S)
+def test_a_failed_lane_fails_the_step_on_every_rank_and_all_recover(rank: int, group: CommGroup) -> None:
     model, probe = wrap(group)
     step = 0
     taken: list[float] = []
@@ -73,12 +73,8 @@ def fail_and_recover(rank: int, world_size: int) -> None:
     model.close()
 
 
-def test_a_failed_lane_fails_the_step_on_every_rank_and_all_recover() -> None:
-    run_ranks(fail_and_recover, 2)
-
-
-def last_segment(rank: int, world_size: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S)
+@on_ranks(2, timeout_s=GROUP_TIMEOUT_S)
+def test_a_failure_after_the_last_transfer_is_learnt_at_the_next_vote(rank: int, group: CommGroup) -> None:
     model, probe = wrap(group)
     for rows in (8, 3):
         probe.step, probe.failures = 1, (Failure(rank=1, lane=0, layer=LAYERS),)
@@ -92,10 +88,6 @@ def last_segment(rank: int, world_size: int) -> None:
         group.reset()
         healthy_step(model, probe, 2, rows)
     model.close()
-
-
-def test_a_failure_after_the_last_transfer_is_learnt_at_the_next_vote() -> None:
-    run_ranks(last_segment, 2)
 
 
 def swallowing(rank: int, world_size: int) -> None:
@@ -277,8 +269,8 @@ def test_sub_groups() -> None:
 # ------------------------------------------------------------------------------------------ without other ranks
 
 
-def alone(rank: int, world_size: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S)
+@on_ranks(1, timeout_s=GROUP_TIMEOUT_S)
+def test_without_other_ranks_nothing_needs_a_reset(rank: int, group: CommGroup) -> None:
     for own_group in (group, None):
         module = TwoGroups(group, group)
         config = UBatchConfig(verify="off", dbo_prefill_token_threshold=4, group=own_group)
@@ -293,19 +285,11 @@ def alone(rank: int, world_size: int) -> None:
     assert group.broken is None
 
 
-def test_without_other_ranks_nothing_needs_a_reset() -> None:
-    run_ranks(alone, 1)
-
-
-def reset_alone(rank: int, ranks: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=20.0)
+@on_ranks(1)
+def test_a_group_of_one_is_reset_as_often_as_needed(rank: int, group: CommGroup) -> None:
     for _ in range(2):
         group.usable_connection().fail("the test says so.")
         with pytest.raises(GroupBroken, match="the test says so"):
             all_reduce(torch.ones(2), group)
         group.reset()
         assert all_reduce(torch.ones(2), group).tolist() == [1.0, 1.0]
-
-
-def test_a_group_of_one_is_reset_as_often_as_needed() -> None:
-    run_ranks(reset_alone, 1)
