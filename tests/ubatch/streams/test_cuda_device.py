@@ -31,7 +31,6 @@ from ubatch import (
 from ubatch.dbo import current_sm_budget, on_comm_stream
 from ubatch.lanes.workers import LanePool
 from ubatch.streams.sm_budget import SMBudget
-from ubatch.streams.streams import CudaStreams
 
 pytestmark = pytest.mark.gpu
 
@@ -45,22 +44,6 @@ def pool() -> Iterator[LanePool]:
     made = LanePool(2, CUDA, 60.0)
     yield made
     made.close()
-
-
-def test_streams_and_events() -> None:
-    streams = CudaStreams(CUDA)
-    assert streams.sm_count() == torch.cuda.get_device_properties(CUDA).multi_processor_count
-    event, other = streams.new_event(), streams.new_stream()
-    assert event.query(), "nothing was marked"
-    outside = streams.current()
-    streams.set_current(other)
-    torch.cuda._sleep(LONG)
-    event.record(other)
-    streams.set_current(outside)
-    assert not event.query()
-    event.wait(outside)
-    event.synchronize()
-    assert event.query()
 
 
 def delayed_copy(x: Tensor) -> Transfer[Tensor]:

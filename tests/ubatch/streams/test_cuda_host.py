@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
 import torch
-from cuda_cases import Lanes, compute, exchange, opened_lanes
+from cuda_cases import Lanes, compute, exchange
 from lanes import FinishedWork
 
 from ubatch.dbo import dbo_yield
@@ -18,11 +17,6 @@ from ubatch.ranks.host_copy import CopiedWork, copy_to_host
 from ubatch.ranks.transfer import Transfer
 from ubatch.streams import lifetimes
 from ubatch.streams.streams import NullEvent
-
-
-@pytest.fixture
-def lanes() -> Iterator[Lanes]:
-    yield from opened_lanes()
 
 
 def test_the_host_waits_for_its_numbers_only(lanes: Lanes) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from cuda_cases import Body, Lanes, compute, exchange, launch, opened_lanes
+from cuda_cases import Body, Lanes, compute, exchange, launch
 from lanes import EVERY_POINT, FinishedWork
 from torch import Tensor
 
@@ -31,11 +31,6 @@ from ubatch.streams.lane_streams import LaneStreams
 from ubatch.streams.lifetimes import Ledger
 
 PEER = Schedule("peer", points_off=frozenset(), recv=Recv.PEER)
-
-
-@pytest.fixture
-def lanes() -> Iterator[Lanes]:
-    yield from opened_lanes()
 
 
 # --------------------------------------------------------------------------------------------- allocated on compute

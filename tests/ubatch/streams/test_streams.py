@@ -4,11 +4,9 @@ lane's communication waits for what another lane computes meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from fake_streams import Operation
-from streams_cases import Streams, model, opened_streams, switching
+from streams_cases import Streams, model, switching
 
 from ubatch.dbo import (
     dbo_current_ubatch_id,
@@ -34,11 +32,6 @@ OVERLAPS = {
     "two_batch_decode": {"dispatch during output", "combine during attention"},
 }
 PEER = Schedule("peer", points_off=get_schedule("mlp_shared_overlap").points_off, recv=Recv.PEER)
-
-
-@pytest.fixture
-def fake() -> Iterator[Streams]:
-    yield from opened_streams()
 
 
 # ---------------------------------------------------------------------------------------- the shape of the MoE kernel

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-from fake_streams import FakeStream
-from streams_cases import Streams, model, opened_streams
+from streams_cases import Streams, model
 
 from ubatch.dbo import dbo_current_ubatch_id, dbo_switch_to_comm, dbo_yield, on_comm_stream
 from ubatch.schedules.schedule import get_schedule
-
-
-@pytest.fixture
-def fake() -> Iterator[Streams]:
-    yield from opened_streams()
 
 
 def sender(fake: Streams, how: str) -> Callable[[], None]:
@@ -93,19 +86,3 @@ def test_a_step_without_communication_touches_no_event(fake: Streams) -> None:
     fake.log.clear()
     fake.run(dbo_yield, dbo_yield)
     assert fake.log == []
-
-
-def test_lanes_run_on_the_callers_stream(fake: Streams) -> None:
-    threads: list[int] = []
-
-    def body() -> FakeStream:
-        threads.append(threading.get_ident())
-        dbo_yield()
-        return fake.current()
-
-    for name in ("first", "second"):
-        own = FakeStream(name)
-        fake.set_current(own)
-        assert fake.run(body, body) == [own, own]
-        assert fake.current() is own
-    assert fake.warm == set(threads), "each lane's thread is bound to the device before it starts"
