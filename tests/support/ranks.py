@@ -70,19 +70,21 @@ def run_ranks(
 
 
 def on_ranks(
-    world_size: int, *, timeout_s: float = 20.0, dying: Collection[int] = ()
+    world_size: int = 0, *, timeout_s: float = 20.0, dying: Collection[int] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test of a function `(rank, group, ...)`: it runs on each of so many ranks, with a group over all of them.
 
     Args:
+        world_size: how many; the parameter of this name if the test has one.
         timeout_s: of the group.
-        dying: see `run_ranks`.
+        dying: see `run_ranks`; or the parameter of this name.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         def test(**parameters: Any) -> None:
             where = body.__module__, body.__name__, timeout_s, parameters
-            run_ranks(_run_body, world_size, *where, dying=dying)
+            size = parameters.get("world_size", world_size)
+            run_ranks(_run_body, size, *where, dying=parameters.get("dying", dying))
 
         signature = inspect.signature(body)
         test.__signature__ = signature.replace(parameters=[*signature.parameters.values()][2:])  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_cases import Call, Mlp, collectives
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 
 import ubatch
@@ -189,34 +189,18 @@ def test_function_transforms(rank: int, group: CommGroup) -> None:
 # ------------------------------------------------------------------------------------------------------- a module
 
 
-def sharded_training(rank: int, world_size: int) -> tuple[float, float, Tensor, Tensor]:
-    group = CommGroup.from_process_group(timeout_s=20.0)
+@on_ranks(2)
+def test_a_sharded_module_has_the_gradients_of_the_whole_one(rank: int, group: CommGroup) -> None:
     x = data(3, 6, 8)
     whole, part = Mlp(None), Mlp(group)
     whole(x).square().sum().backward()
-
-    def norm_of(model: nn.Module) -> float:
-        model.zero_grad()
-        (model(x).square().sum() / world_size).backward()  # all ranks compute the same loss
-        assert part.up.grad is not None
-        assert part.down.grad is not None
-        return summed_over_ranks(part.up.grad.square().sum() + part.down.grad.square().sum()) ** 0.5
-
-    norm = norm_of(part)
+    expected = [parameter.grad.chunk(group.size, dim)[rank] for parameter, dim in ((whole.up, 1), (whole.down, 2))]
     wrapper = UBatchWrapper(part, UBatchConfig(dbo_prefill_token_threshold=64, group=group))
-    assert norm_of(wrapper) == pytest.approx(norm, rel=1e-12), "a wrapper that runs the module whole changes nothing"
+    for model in (part, wrapper):  # which runs the module whole
+        model.zero_grad()
+        (model(x).square().sum() / group.size).backward()  # all ranks compute the same loss
+        torch.testing.assert_close([part.up.grad, part.down.grad], expected, rtol=1e-11, atol=1e-11)
     wrapper.close()
-    assert whole.up.grad is not None
-    assert whole.down.grad is not None
-    assert part.up.grad is not None
-    torch.testing.assert_close(part.up.grad, whole.up.grad.chunk(world_size, 1)[rank], rtol=1e-11, atol=1e-11)
-    expected = (whole.up.grad.square().sum() + whole.down.grad.square().sum()).sqrt().item()
-    return norm, expected, part.up.grad, whole.up.grad
-
-
-def test_a_sharded_module_has_the_gradients_of_the_whole_one() -> None:
-    for norm, expected, *_ in run_ranks(sharded_training, 2):
-        assert norm == pytest.approx(expected, rel=1e-11)
 
 
 # ------------------------------------------------------------------------------ other threads, other ranks, refusals
@@ -297,8 +281,8 @@ def sizes_are_kept(group: CommGroup) -> None:
     assert torch.equal(x.grad, torch.ones_like(x))
 
 
-def refusals(rank: int, world_size: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=20.0)
+@on_ranks(2)
+def test_what_has_no_gradient_is_refused(rank: int, group: CommGroup) -> None:
     x = data(rank, 4, 2).requires_grad_()
     sizes_are_kept(group)
     launches: Sequence[Any] = (launch_all_reduce, launch_all_gather, launch_reduce_scatter, launch_all_to_all_single)
@@ -326,7 +310,3 @@ def refusals(rank: int, world_size: int) -> None:
     assert x.grad is not None
     assert torch.equal(x.grad, torch.ones_like(x))
     assert not ubatch.all_gather(small.detach(), group).requires_grad
-
-
-def test_what_has_no_gradient_is_refused() -> None:
-    run_ranks(refusals, 2)

@@ -12,7 +12,7 @@ from collective_cases import FP8, Mlp, collectives
 from torch import Tensor
 
 import ubatch
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from ubatch import (
     CommGroup,
     ConfigError,
@@ -82,18 +82,6 @@ SCHEDULES = (
 )
 
 
-def all_cases_everywhere(rank: int, world_size: int, schedules: Sequence[Schedule]) -> None:
-    group = CommGroup.from_process_group(timeout_s=20.0)
-    assert check(group, 0) > 100
-    for number, schedule in enumerate(schedules):
-        counts = in_lanes(
-            group, schedule, lambda n=number: check(group, 10000 * (n + 1) + 500 * dbo_current_ubatch_id())
-        )
-        assert min(counts) > 100
-    with torch.inference_mode():
-        check(group, 1)
-
-
 @pytest.mark.parametrize(
     ("world_size", "schedules"),
     [
@@ -102,10 +90,18 @@ def all_cases_everywhere(rank: int, world_size: int, schedules: Sequence[Schedul
         pytest.param(3, SCHEDULES[::3], id="3"),  # both kinds of receiving, and three ranks with as many lanes
     ],
 )
+@on_ranks()
 def test_every_collective_equals_its_reference_inside_lanes_and_outside(
-    world_size: int, schedules: Sequence[Schedule]
+    rank: int, group: CommGroup, world_size: int, schedules: Sequence[Schedule]
 ) -> None:
-    run_ranks(all_cases_everywhere, world_size, schedules)
+    assert check(group, 0) > 100
+    for number, schedule in enumerate(schedules):
+        counts = in_lanes(
+            group, schedule, lambda n=number: check(group, 10000 * (n + 1) + 500 * dbo_current_ubatch_id())
+        )
+        assert min(counts) > 100
+    with torch.inference_mode():
+        check(group, 1)
 
 
 @on_ranks(2)
@@ -134,54 +130,41 @@ def test_bytes_are_those_that_cross_the_link(rank: int, group: CommGroup) -> Non
 # ---------------------------------------------------------------------------------------- a tensor-parallel module
 
 
-def tensor_parallel(rank: int, world_size: int) -> dict[str, Any]:
-    group = CommGroup.from_process_group(timeout_s=20.0)
-    seen: dict[str, Any] = {}
+@on_ranks(2)
+def test_a_dense_tensor_parallel_module_overlaps(rank: int, group: CommGroup) -> None:
+    x = data(0, 0, 13, 8, dtype=torch.float64) / 9
+    with torch.no_grad():
+        expected = Mlp(None)(x)
     for lanes in (2, 3):
         config = UBatchConfig(
             verify="off", num_ubatches=lanes, dbo_prefill_token_threshold=4, group=group, require_overlap=True
         )
         model = UBatchWrapper(Mlp(group), config)
         with torch.no_grad(), tracing() as trace:
-            seen[f"{lanes} lanes"] = model(data(0, 0, 13, 8, dtype=torch.float64) / 9)
+            torch.testing.assert_close(model(x), expected)
         assert model.statistics().engaged == 1
-        seen[f"{lanes} order"] = list(trace.order)
-        seen[f"{lanes} spans"] = list(trace.spans)
         model.close()
+        turn = [(lane, "collective") for lane in range(lanes)]
+        assert trace.order == turn * 3 + [(lane, "end") for lane in range(lanes)]
+        moved = [span for span in trace.spans if span.kind is SpanKind.TRANSFER]
+        assert len(moved) == 3 * lanes
+        assert {span.bytes for span in moved if span.lane == 0} == {13 // lanes * 8 * 8 * 2}
+        for transfer in moved[:-1]:  # while it travels, another lane computes
+            assert any(
+                span.kind is SpanKind.COMPUTE
+                and span.lane != transfer.lane
+                and max(span.start, transfer.start) < min(span.end, transfer.end)
+                for span in trace.spans
+            ), transfer
 
     model = UBatchWrapper(Mlp(group), UBatchConfig(verify="off", dbo_prefill_token_threshold=4, group=group))
-    x = data(0, 0, 13, 8, dtype=torch.float64) / 9
     with pytest.raises(GradientError, match=r"lane 0.*requires grad.*no_grad"):
         model(x)
     group.reset()
     with torch.inference_mode():
-        seen["after a gradient was refused"] = model(x)
-    small = model(x[:3])  # unsplit: gradients are nobody's business here
-    assert torch.allclose(small, seen["2 lanes"][:3], atol=1e-5)
+        torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(model(x[:3]), expected[:3])  # unsplit: gradients are nobody's business here
     model.close()
-    return seen
-
-
-def test_a_dense_tensor_parallel_module_overlaps() -> None:
-    with torch.no_grad():
-        expected = Mlp(None)(data(0, 0, 13, 8, dtype=torch.float64) / 9)
-    for seen in run_ranks(tensor_parallel, 2):
-        for name in ("2 lanes", "3 lanes", "after a gradient was refused"):
-            torch.testing.assert_close(seen[name], expected, atol=1e-5, rtol=1e-5)
-        for lanes in (2, 3):
-            turn = [(lane, "collective") for lane in range(lanes)]
-            assert seen[f"{lanes} order"] == turn * 3 + [(lane, "end") for lane in range(lanes)]
-            spans = seen[f"{lanes} spans"]
-            moved = [span for span in spans if span.kind is SpanKind.TRANSFER]
-            assert len(moved) == 3 * lanes
-            assert {span.bytes for span in moved if span.lane == 0} == {13 // lanes * 8 * 8 * 2}
-            for transfer in moved[:-1]:  # while it travels, another lane computes
-                assert any(
-                    span.kind is SpanKind.COMPUTE
-                    and span.lane != transfer.lane
-                    and max(span.start, transfer.start) < min(span.end, transfer.end)
-                    for span in spans
-                ), transfer
 
 
 # -------------------------------------------------------------------------------------------------------- refused
@@ -221,8 +204,8 @@ def test_what_cannot_work_is_refused_before_it_is_launched(rank: int, group: Com
     assert torch.equal(ubatch.all_reduce(torch.full((2,), float(rank)), group), torch.ones(2))
 
 
-def gradients(rank: int, world_size: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=20.0)
+@on_ranks(2)
+def test_inputs_that_require_grad_are_refused_in_a_lane(rank: int, group: CommGroup) -> None:
     x = torch.ones(4, 2, requires_grad=True)
 
     def body() -> bool:
@@ -235,7 +218,3 @@ def gradients(rank: int, world_size: int) -> None:
         return True
 
     assert in_lanes(group, Schedule("two lanes"), body) == [True, True]
-
-
-def test_inputs_that_require_grad_are_refused_in_a_lane() -> None:
-    run_ranks(gradients, 2)

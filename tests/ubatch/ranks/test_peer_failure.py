@@ -127,22 +127,24 @@ def test_a_step_whose_error_was_swallowed_is_no_result() -> None:
 # --------------------------------------------------------------------------------------------------- many rounds
 
 
-def random_rounds(rank: int, world_size: int, seed: int, rounds: int) -> dict[str, int]:
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("world_size", "rounds"), [(2, 40), (3, 20)])
+@on_ranks(timeout_s=GROUP_TIMEOUT_S)
+def test_many_failures_at_random_places(rank: int, group: CommGroup, world_size: int, rounds: int) -> None:
     """Ranks follow one plan of failures; who does not see one at once sees it at its next vote."""
-    group = CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S)
     model, probe = wrap(group)
     counts = {"done": 0, "failed": 0, "peer failed": 0}
     step = 0
     while step < rounds:
         step += 1
-        plan = random.Random(1000 * seed + step)
+        plan = random.Random(1000 + step)
         rows = plan.choice([3, 8, 9])
         failures = [
             Failure(other, plan.randrange(2), plan.randint(0, LAYERS), plan.random() < 0.3)
             for other in range(world_size)
             if plan.random() < 0.25 and step < rounds
         ]
-        time.sleep(random.Random(f"{seed} {rank} {step}").choice([0.0, 0.0, 0.02]))
+        time.sleep(random.Random(f"1 {rank} {step}").choice([0.0, 0.0, 0.02]))
         probe.step, probe.failures = step, tuple(failures)
         try:
             with promptly():
@@ -159,18 +161,9 @@ def random_rounds(rank: int, world_size: int, seed: int, rounds: int) -> dict[st
             group.reset()
         step = int(max(ubatch.all_gather(torch.tensor([step]), group).tolist()))
     model.close()
-    return counts
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_many_failures_at_random_places(world_size: int) -> None:
-    rounds = 40 if world_size == 2 else 20
-    results = run_ranks(random_rounds, world_size, 1, rounds)
-    for counts in results:
-        assert counts["done"] > rounds // 4
-    assert sum(counts["failed"] for counts in results) > rounds // 5
-    assert sum(counts["peer failed"] for counts in results) > rounds // 5
+    assert counts["done"] > rounds // 4
+    failed, peer_failed = ubatch.all_reduce(torch.tensor([counts["failed"], counts["peer failed"]]), group).tolist()
+    assert min(failed, peer_failed) > rounds // 5
 
 
 # --------------------------------------------------------------------------------------------------- several groups
@@ -195,8 +188,9 @@ class TwoGroups(nn.Module):
         return ubatch.all_reduce(x, self.voting)
 
 
-def several_groups(rank: int, world_size: int) -> None:
-    voting, other, apart = (CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S) for _ in range(3))
+@on_ranks(2, timeout_s=GROUP_TIMEOUT_S)
+def test_a_group_that_the_step_used_breaks_with_the_one_it_voted_on(rank: int, voting: CommGroup) -> None:
+    other, apart = (CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S) for _ in range(2))
     module = TwoGroups(voting, other)
     model = UBatchWrapper(module, UBatchConfig(verify="off", dbo_prefill_token_threshold=4, group=voting))
     for step, (rows, late) in enumerate([(8, False), (3, False), (8, True), (3, True)]):
@@ -215,11 +209,8 @@ def several_groups(rank: int, world_size: int) -> None:
     model.close()
 
 
-def test_a_group_that_the_step_used_breaks_with_the_one_it_voted_on() -> None:
-    run_ranks(several_groups, 2)
-
-
-def sub_groups(rank: int, world_size: int) -> None:
+@on_ranks(3, timeout_s=GROUP_TIMEOUT_S)
+def test_sub_groups(rank: int, everybody: CommGroup) -> None:
     # Rank 0 is in more process groups than the others: names must not depend on how many a process has.
     lonely = dist.new_group([0])
     if rank == 0:
@@ -228,7 +219,6 @@ def sub_groups(rank: int, world_size: int) -> None:
         with pytest.raises(ubatch.ConfigError, match=f"rank {rank} is not in the process group"):
             CommGroup.from_process_group(lonely, timeout_s=GROUP_TIMEOUT_S)
     pairs = [dist.new_group(pair) for pair in ([0, 1], [1, 2])]
-    everybody = CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S)
     mine = [CommGroup.from_process_group(pg, timeout_s=GROUP_TIMEOUT_S) for pg, left in zip(pairs, (0, 1), strict=True)
             if rank in (left, left + 1)]  # fmt: skip
     for pair in mine:
@@ -260,10 +250,6 @@ def sub_groups(rank: int, world_size: int) -> None:
     model = UBatchWrapper(Pairs(), config)
     assert torch.equal(model(torch.ones(6, 1)), torch.full((6, 1), (2.0, 3.0, 3.0)[rank]))
     model.close()
-
-
-def test_sub_groups() -> None:
-    run_ranks(sub_groups, 3)
 
 
 # ------------------------------------------------------------------------------------------ without other ranks
