@@ -107,8 +107,8 @@ def torch_warns() -> Iterator[None]:
         yield
 
 
-def every_case(rank: int, world_size: int) -> int:
-    group = CommGroup.from_process_group(timeout_s=20.0)
+@on_ranks(2)
+def test_gradients_are_torchs_and_the_slope_of_the_sum_over_ranks(rank: int, group: CommGroup) -> None:
     compared = 0
     for case in cases(group, complex_too=True):
         loss = loss_of(case.call, rank)
@@ -134,11 +134,7 @@ def every_case(rank: int, world_size: int) -> int:
                 gradient(lambda x, c=case, w=weights: inner(w, c.call(x)), case.x),
                 msg=case.name,
             )
-    return compared
-
-
-def test_gradients_are_torchs_and_the_slope_of_the_sum_over_ranks() -> None:
-    assert run_ranks(every_case, 2) == [9, 9]
+    assert compared == 9
 
 
 @on_ranks(2)

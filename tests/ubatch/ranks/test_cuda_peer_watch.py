@@ -19,7 +19,7 @@ from deepep_cases import Stack, close, layer_of, rows_of, transport
 from lanes import within
 from peer_failure_cases import Told
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from ubatch import CommGroup, GroupBroken, UBatchConfig, UBatchWrapper
 from ubatch.process.heartbeat import silence
 from ubatch.process.job_store import JobStore
@@ -194,12 +194,9 @@ def test_a_watch_that_could_not_look_blames_nobody() -> None:
     assert within(5, lambda: told.dead == [1]), "but while it does look, it counts"
 
 
-def _alone(rank: int, ranks: int) -> None:
-    connection = CommGroup.from_process_group(timeout_s=5.0).usable_connection()
+@on_ranks(1)
+def test_one_rank_has_nobody_to_watch(rank: int, group: CommGroup) -> None:
+    connection = group.usable_connection()
     connection.watch()
     assert connection._watch is None
     assert not connection.is_stream_ordered(torch.device("cpu"))
-
-
-def test_one_rank_has_nobody_to_watch() -> None:
-    run_ranks(_alone, 1)

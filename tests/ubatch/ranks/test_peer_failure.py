@@ -14,7 +14,7 @@ from peer_failure_cases import GROUP_TIMEOUT_S, LAYERS, BoomError, Failure, Prob
 from torch import Tensor, nn
 
 import ubatch
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from ubatch import (
     CommGroup,
     GroupBroken,
@@ -90,7 +90,8 @@ def test_a_failure_after_the_last_transfer_is_learnt_at_the_next_vote(rank: int,
     model.close()
 
 
-def swallowing(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout_s=GROUP_TIMEOUT_S)
+def test_a_step_whose_error_was_swallowed_is_no_result(rank: int, group: CommGroup) -> None:
     """User code that catches everything cannot make a step of a broken group look complete."""
 
     class Swallow(Probe):
@@ -99,29 +100,25 @@ def swallowing(rank: int, world_size: int) -> None:
                 return super().forward(x)
             return x
 
-    group = CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S)
     probe = Swallow(group)
     model = UBatchWrapper(probe, UBatchConfig(verify="off", dbo_prefill_token_threshold=4, group=group))
     if rank == 0:
-        with pytest.raises(BoomError), group.step():
-            vote_and_fail(group)
+        schedule = UBatchConfig().resolved_schedule()
+        prints = {"schedule": ubatch.fingerprint(schedule.describe()), "mode": ubatch.fingerprint("prefill")}
+
+        def votes_and_fails() -> None:
+            with group.step():
+                assert group.vote(ubatch.Offer(ubatch.Wish.YES, (4, 4), 2, **prints)).engaged
+                raise BoomError
+
+        with pytest.raises(BoomError):
+            votes_and_fails()
     else:
         with pytest.raises(GroupBroken, match="BoomError"):
             model(torch.ones(8, 2))
     group.reset()
     healthy_step(model, probe, 2)
     model.close()
-
-
-def vote_and_fail(group: CommGroup) -> None:
-    schedule = UBatchConfig().resolved_schedule()
-    prints = {"schedule": ubatch.fingerprint(schedule.describe()), "mode": ubatch.fingerprint("prefill")}
-    assert group.vote(ubatch.Offer(ubatch.Wish.YES, (4, 4), 2, **prints)).engaged
-    raise BoomError
-
-
-def test_a_step_whose_error_was_swallowed_is_no_result() -> None:
-    run_ranks(swallowing, 2)
 
 
 # --------------------------------------------------------------------------------------------------- many rounds

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lanes import FinishedWork
 
 import ubatch
-from ranks import run_ranks
+from ranks import on_ranks
 from ubatch import CommGroup, Schedule, Transfer
 from ubatch.lanes.single_lane import SingleLane
 from ubatch.lanes.transfer_limit import transfers_end_within
@@ -175,8 +175,9 @@ def test_a_single_lanes_time_out_ends_its_transfers() -> None:
     assert work.given == [None]
 
 
-def races(rank: int, world_size: int) -> None:
-    connection = CommGroup.from_process_group(timeout_s=1.0).usable_connection()
+@on_ranks(1, timeout_s=1.0)
+def test_waiting_for_works(rank: int, group: CommGroup) -> None:
+    connection = group.usable_connection()
 
     class JustInTime(FakeWork):
         """Ends between the end of the slice and the question whether it is over."""
@@ -208,10 +209,6 @@ def races(rank: int, world_size: int) -> None:
     assert len(asked) >= 2
     with pytest.raises(ubatch.GroupBroken, match=r"out of step: .*'stuck'.* Call reset\(\)"):
         connection.check_usable()
-
-
-def test_waiting_for_works() -> None:
-    run_ranks(races, 1)
 
 
 def test_a_limit_that_is_left_open_is_gone_with_its_block() -> None:
