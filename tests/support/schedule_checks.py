@@ -104,9 +104,9 @@ def chunks_are_launched(name: str) -> None:
 
 def the_time_lies_between_the_bounds(name: str) -> None:
     """No faster than its compute or its link, and no slower than all of it one after the other."""
-    for own, place in product(variants(name), SharedExpert):
+    for own, place, times in product(variants(name), SharedExpert, (TIMES, replace(TIMES, dispatch=4.0))):
         schedule = replace(own, shared_expert=place, signalled=False)  # a combine inside a projection is not simulated
-        line = simulate([layer_program(TIMES, LAYERS, schedule)] * schedule.lanes, schedule)
+        line = simulate([layer_program(times, LAYERS, schedule)] * schedule.lanes, schedule)
         slowest = line.compute_s + line.communication_s
         assert bound_of(line) <= line.seconds * (1 + 1e-9) <= slowest * (1 + 2e-9), schedule.describe()
         assert line.compute_s == pytest.approx(schedule.lanes * LAYERS * TIMES.compute_s)
