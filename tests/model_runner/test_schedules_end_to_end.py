@@ -33,7 +33,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "DeepseekV3": {"num_hidden_layers": SPARSE + 1, "first_k_dense_replace": 1},
     "Qwen3Moe": {"num_hidden_layers": SPARSE, "mlp_only_layers": []},
 }
-NAMES = [name for name, schedule in SCHEDULES.items() if schedule.lanes > 1]
+NAMES = [
+    "mlp_shared_overlap",
+    "two_batch_prefill",
+    "two_batch_decode",
+    "two_batch_decode_qwen3",
+    "two_batch_tensor_parallel",
+]
 LANES = (2, 3)
 CHUNKED = {
     schedule.name: schedule

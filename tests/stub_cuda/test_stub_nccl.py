@@ -10,21 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from moe_layers import Layer, make_layer, make_tokens
-from nccl_alone import nccl_alone
+from nccl_alone import Collectives, check_reset, nccl_alone
 from stub_cuda.counts import counted, of
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe import make_all2all
 from ubatch import (
     CommGroup,
     ForwardContext,
-    GroupBroken,
     UBatchConfig,
     UBatchWrapper,
     all_gather,
     all_reduce,
     all_to_all_single,
-    reduce_scatter,
     set_forward_context,
 )
 
@@ -37,17 +35,6 @@ WATCHED_S = 3.0
 def world() -> Iterator[CommGroup]:
     with nccl_alone() as alone:
         yield alone
-
-
-class Collectives(nn.Module):
-    def __init__(self, group: CommGroup) -> None:
-        super().__init__()
-        self.group = group
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = all_reduce(x.sin(), self.group)
-        x = reduce_scatter(all_gather(x.cos(), self.group), self.group)
-        return all_to_all_single(x * 2, self.group)
 
 
 def test_what_a_rank_sends_to_itself_arrives(world: CommGroup) -> None:
@@ -141,12 +128,4 @@ def test_the_layer_of_a_transport_is_captured(world: CommGroup) -> None:
 
 def test_an_aborted_group_is_refused_until_it_is_reset(world: CommGroup) -> None:
     group = CommGroup.from_process_group(dist.new_group([0], backend="nccl"), timeout_s=20.0)
-    connection = group.usable_connection()
-    all_to_all_single(torch.ones(4, 1, device=CUDA), group)
-    connection.pg.abort()
-    connection.fail("the test says so.")
-    with pytest.raises(GroupBroken, match="the test says so"):
-        all_reduce(torch.ones(3, device=CUDA), group)
-    group.reset()
-    rows = torch.arange(3.0)
-    assert all_reduce(rows.cuda(), group).tolist() == rows.tolist()
+    check_reset(group)

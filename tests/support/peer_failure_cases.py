@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,23 @@ class Probe(nn.Module):
         mine = torch.tensor([[self.step, layer, lane, self.group.rank]]).repeat(size, 1)
         received = ubatch.all_to_all_single(mine, self.group).tolist()
         assert received == [[self.step, layer, lane, rank] for rank in range(size)], f"paired with {received}"
+
+
+@dataclass
+class Told:
+    """In place of a connection: keeps what a `PeerWatch` tells it."""
+
+    dead: list[int] = field(default_factory=list)
+    forged: list[str] = field(default_factory=list)
+
+    def adopt_failure(self) -> bool:
+        return False
+
+    def lost(self, rank: int) -> None:
+        self.dead.append(rank)
+
+    def fail(self, what: str) -> None:
+        self.forged.append(what)
 
 
 def wrap(group: CommGroup) -> tuple[UBatchWrapper, Probe]:

@@ -1,7 +1,9 @@
-"""Run a function on several gloo ranks, each its own process; the first failure fails the test."""
+"""Run a function, or a test, on several gloo ranks, each its own process; the first failure fails the test."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
 import pickle
 import random
@@ -17,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from forked import AsSpawned
+
+from ubatch import CommGroup
 
 PATIENCE_AFTER_A_FAILURE_S = 10.0
 PORTS = range(20_000, 32_000)
@@ -63,6 +67,37 @@ def run_ranks(
     if errors:
         raise AssertionError("\n".join(errors))
     return [collected.get(rank) for rank in range(world_size)]
+
+
+def on_ranks(
+    world_size: int = 0, *, timeout_s: float = 20.0, dying: Collection[int] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function `(rank, group, ...)`: it runs on each of so many ranks, with a group over all of them.
+
+    Args:
+        world_size: how many; the parameter of this name if the test has one.
+        timeout_s: of the group.
+        dying: see `run_ranks`; or the parameter of this name.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        def test(**parameters: Any) -> None:
+            where = body.__module__, body.__name__, timeout_s, parameters
+            size = parameters.get("world_size", world_size)
+            run_ranks(_run_body, size, *where, dying=parameters.get("dying", dying))
+
+        signature = inspect.signature(body)
+        test.__signature__ = signature.replace(parameters=[*signature.parameters.values()][2:])  # type: ignore[attr-defined]
+        test.__name__, test.__qualname__, test.__module__ = body.__name__, body.__qualname__, body.__module__
+        test.__doc__, test.body = body.__doc__, body  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _run_body(rank: int, world_size: int, module: str, test: str, timeout_s: float, parameters: Any) -> None:
+    body = getattr(importlib.import_module(module), test).body
+    body(rank, CommGroup.from_process_group(timeout_s=timeout_s), **parameters)
 
 
 def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, port: int, results: Any, args: Any) -> None:

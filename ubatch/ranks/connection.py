@@ -37,7 +37,7 @@ from ubatch.process.job_store import JobStore
 from ubatch.process.lateness import LATE_S, Patience, late_ranks
 from ubatch.ranks.launch_order import VARIABLE, LaunchOrder
 from ubatch.ranks.near import Channel, NearRanks, OtherLaunch, connect_near
-from ubatch.ranks.peer_watch import PeerWatch, weak_call
+from ubatch.ranks.peer_watch import PeerWatch
 from ubatch.ranks.process_groups import make_process_group
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -104,7 +104,7 @@ class Connection:
             with changing(_leader, None):  # the step in which a group is reset is led by its old connection
                 self.near = connect_near(self.place, len(self.ranks), self._tell, timeout_s)
         if self.near is not None:
-            weakref.finalize(self, _keep_open, self.near, self._transport_timeout_s)
+            weakref.finalize(self, _keep, [self.near], self._transport_timeout_s)
         _connections.add(self)
         if torch.cuda.is_available() and self.is_stream_ordered(torch.device("cuda")):
             self.watch()
@@ -217,16 +217,8 @@ class Connection:
         """Watch for failed peers in a separate thread, until this connection breaks or is replaced."""
         if len(self.ranks) == 1 or self._watch is not None:
             return
-        self._watch = PeerWatch(
-            self.rank,
-            self.ranks,
-            self._store,
-            self.timeout_s,
-            failed=weak_call(self.adopt_failure),
-            lost=weak_call(self._lost),
-            forged=weak_call(self.fail),
-            beat_s=beat_s,
-        )
+        watched = weakref.proxy(self)
+        self._watch = PeerWatch(self.rank, self.ranks, self._store, self.timeout_s, watched, beat_s)
         weakref.finalize(self, self._watch.stop)
         self._watch.start()
 
@@ -259,7 +251,7 @@ class Connection:
             self.fail(*self._failure())
         return self.broken is not None
 
-    def _lost(self, rank: int) -> None:
+    def lost(self, rank: int) -> None:
         """Handle a peer that gave no sign of life; -1: the store itself is gone."""
         if rank < 0:
             self._store_lost("the watch")
@@ -397,9 +389,10 @@ def _failure_of(text: str) -> tuple[str, int]:
 def _after_fork_in_child() -> None:
     for connection in [each for each in _connections if len(each.ranks) > 1]:
         connection.broken = "this process was forked, and its peers know its parent only. Make a group here."
-    for near in [*(each.near for each in _connections if each.near is not None), *(near for _, near in _open)]:
-        near.forget()
-    _open.clear()
+    for near in [each.near for each in _connections] + [each for _, each in _kept]:
+        if isinstance(near, NearRanks):
+            near.forget()
+    _kept[:] = [each for each in _kept if not isinstance(each[1], NearRanks)]
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -420,31 +413,28 @@ def lead_again(leader: Connection | None) -> AbstractContextManager[object]:
 
 
 # A process group's destructor waits for stuck operations, up to the transport's time-out, also at exit. So none is
-# destroyed before that time: it is kept by a reference that the interpreter's exit does not drop.
-_kept: list[tuple[float, dist.ProcessGroup]] = []
-# So long, peers may still read what was sent to them.
-_open: list[tuple[float, NearRanks]] = []
+# destroyed before that time: it is kept by a reference that the interpreter's exit does not drop. So long, peers may
+# still read what was sent to them over sockets, too.
+_kept: list[tuple[float, dist.ProcessGroup | NearRanks]] = []
 
 
-def _keep(pgs: Sequence[dist.ProcessGroup], seconds: float) -> None:
-    for pg in pgs:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
-        _kept.append((time.monotonic() + seconds, pg))
-
-
-def _keep_open(near: NearRanks, seconds: float) -> None:
-    near.stop()
-    _open.append((time.monotonic() + seconds, near))
+def _keep(transports: Sequence[dist.ProcessGroup | NearRanks], seconds: float) -> None:
+    for each in transports:
+        if isinstance(each, NearRanks):
+            each.stop()
+        else:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+        _kept.append((time.monotonic() + seconds, each))
 
 
 def _let_go_of_expired() -> None:
     now = time.monotonic()
-    for each in [each for each in _open if each[0] <= now]:
-        _open.remove(each)
-        each[1].close()
-    expired = [pg for until, pg in _kept if until <= now]
-    _kept[:] = [(until, pg) for until, pg in _kept if until > now]
-    for pg in expired:
+    expired = [each for until, each in _kept if until <= now]
+    _kept[:] = [(until, each) for until, each in _kept if until > now]
+    for each in expired:
+        if isinstance(each, NearRanks):
+            each.close()
+            continue
         with suppress(ValueError):  # the job's process groups were destroyed meanwhile
-            dist.destroy_process_group(pg)
-        ctypes.pythonapi.Py_DecRef(ctypes.py_object(pg))
+            dist.destroy_process_group(each)
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(each))

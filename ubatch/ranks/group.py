@@ -40,6 +40,7 @@ from ubatch.ranks.launch_order import BALLOT_WIDTH, check_ballots, first_differe
 from ubatch.schedules.vote import OFFER_WIDTH, Decision, Offer, decide, decode_offer, encode_offer, fingerprint
 
 _BALLOT = struct.Struct(f"={OFFER_WIDTH + BALLOT_WIDTH}q")
+_NUMBER = struct.Struct("=d")
 _POLL_S = 0.02
 _PATIENCE_S = 2.0
 _UNTOLD = "the ranks launched in different orders since the last vote, and could not tell each other how."
@@ -184,11 +185,8 @@ class CommGroup:
         """
         if self.size == 1:
             return number
-        connection = self.usable_connection()
-        told = torch.tensor([number], dtype=torch.float64, device="cpu")
-        work = dist.all_reduce(told, dist.ReduceOp.MIN, group=connection.vote_pg, async_op=True)
-        connection.wait_for_works((work,), "least")
-        return float(told)
+        gathered = self.usable_connection().gather(_NUMBER.pack(number), "least")
+        return float(min(_NUMBER.unpack(each)[0] for each in gathered))
 
     def on_one_machine(self) -> bool:
         """Whether all ranks run on one machine. Every rank must call it.

@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -34,15 +34,25 @@ from ubatch.process.heartbeat import BEATS_ASIDE, SignOfLife, listeners, longest
 from ubatch.process.job_store import JobStore
 
 
+class Watched(Protocol):
+    """What is told of failed peers: a connection."""
+
+    def adopt_failure(self) -> bool:
+        """Handle a failure that a peer has reported; whether there was one."""
+
+    def lost(self, rank: int) -> None:
+        """Handle a rank whose beat has stopped; -1: the store itself is gone."""
+
+    def fail(self, what: str) -> None:
+        """Handle a forged value in the store."""
+
+
 class PeerWatch(SignOfLife):
     """A thread that watches until the connection is broken, stopped or deleted.
 
     Args:
         patience_s: seconds that a peer's beat may stop before it counts as dead.
-        failed: checks for a reported failure and handles it; True if there was one.
-        lost: called with a rank whose beat has stopped, -1 if the store itself is gone. None of the three functions may
-            hold a reference to the connection.
-        forged: called if the store holds a forged value.
+        watched: is told; a `weakref.proxy`, so that the thread does not keep it.
         beat_s: seconds between two beats.
     """
 
@@ -52,17 +62,14 @@ class PeerWatch(SignOfLife):
         ranks: Sequence[int],
         store: JobStore,
         patience_s: float,
-        *,
-        failed: Callable[[], object],
-        lost: Callable[[int], object],
-        forged: Callable[[str], object],
+        watched: Watched,
         beat_s: float,
     ) -> None:
         super().__init__(beat_s)
         self._own, self._silence, self._store = f"beat/{rank}", f"silence/{rank}", store
         self._peers = [each for each in ranks if each != rank]
         self._patience_s = patience_s
-        self._failed, self._lost, self._forged = failed, lost, forged
+        self._watched = watched
         self._stop = threading.Event()
         self._looked_s = 0.0  # total running time of this thread; the times below use this clock
         self._beats = 0
@@ -86,6 +93,10 @@ class PeerWatch(SignOfLife):
             self._silence_s = silence_s
 
     def _look(self) -> None:
+        with suppress(ReferenceError):  # the connection was deleted
+            self._look_until_broken()
+
+    def _look_until_broken(self) -> None:
         last = time.monotonic()
         while not self._stop.is_set():
             try:
@@ -94,17 +105,17 @@ class PeerWatch(SignOfLife):
                 with self._lock:
                     if self._is_withdrawn():  # after the beat, so that a peer that sees this also sees the beat
                         self._announce(0)
-                if self._failed():
+                if self._watched.adopt_failure():
                     return
                 silent = self._silent_peer()
             except dist.DistError:
                 silent = -1
             except ForgedValue as error:
-                self._forged(str(error))
+                self._watched.fail(str(error))
                 return
             if silent is not None:
                 if not self._stop.is_set():
-                    self._lost(silent)
+                    self._watched.lost(silent)
                 return
             self._stop.wait(self._every_s)
             now = time.monotonic()
@@ -134,14 +145,3 @@ class PeerWatch(SignOfLife):
         if not self._store.check([key]):
             return self._patience_s
         return self._patience_s + self._store.parsed(key, self._store.get(key), float)
-
-
-def weak_call(method: Callable[..., object]) -> Callable[..., object]:
-    """`method` with a weak reference to its object; the call returns None after the object is deleted."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: object) -> object:
-        bound = reference()
-        return None if bound is None else bound(*args)
-
-    return call

@@ -212,36 +212,36 @@ _FIELDS: Mapping[str, tuple[type, ...]] = {
 
 SERIAL = Schedule("serial", lanes=1)
 
-SCHEDULES: Mapping[str, Schedule] = {
-    schedule.name: schedule
-    for schedule in (
-        SERIAL,
-        # vLLM: hand on once after dispatch and once after combine; the shared expert hides combine.
-        Schedule("mlp_shared_overlap"),
-        # SGLang, prefill: the same two points, the shared expert after the baton came back.
-        Schedule("two_batch_prefill", shared_expert=SharedExpert.COMBINE_RETURN),
-        # SGLang, decode of DeepSeek: five stages a layer, lane 1 two stages behind.
-        Schedule("two_batch_decode", lead=2, points_off=frozenset({Point.LAYER}), shared_expert=SharedExpert.DISPATCH),
-        # SGLang, decode of Qwen3 and MiMo-V2: combine's result is added in the stage that waited for it.
-        Schedule(
-            "two_batch_decode_qwen3", lead=2, points_off=frozenset({Point.OUTPUT}), shared_expert=SharedExpert.DISPATCH
-        ),
-        # This project's, for tensor-parallel attention: a lane has little compute between the scatter and the dispatch,
-        # and between the combine and the next gather. So lanes also hand on in the middle of attention, one stage
-        # apart, which gives the other lane enough to compute. (Ideal machine, 2 lanes: 0.999 of the bound instead of
-        # 0.934.)
-        Schedule(
-            "two_batch_tensor_parallel",
-            lead=1,
-            points_off=frozenset({Point.SELECT, Point.OUTPUT, Point.LAYER}),
-            shared_expert=SharedExpert.COMBINE_RETURN,
-        ),
-        # SGLang's single-batch overlap, with the dispatch in chunks too.
-        Schedule("single_batch", lanes=1, chunks=2),
-        # SGLang's, inside one chunk: the combine starts while the experts are still computed.
-        Schedule("single_batch_signalled", lanes=1, comm_sms=16, signalled=True),
-    )
-}
+_NAMED = (
+    SERIAL,
+    # vLLM: hand on once after dispatch and once after combine; the shared expert hides combine.
+    Schedule("mlp_shared_overlap"),
+    # SGLang, prefill: the same two points, the shared expert after the baton came back.
+    Schedule("two_batch_prefill", shared_expert=SharedExpert.COMBINE_RETURN),
+    # SGLang, decode of DeepSeek: five stages a layer, lane 1 two stages behind.
+    Schedule("two_batch_decode", lead=2, points_off=frozenset({Point.LAYER}), shared_expert=SharedExpert.DISPATCH),
+    # SGLang, decode of Qwen3 and MiMo-V2: combine's result is added in the stage that waited for it.
+    Schedule(
+        "two_batch_decode_qwen3", lead=2, points_off=frozenset({Point.OUTPUT}), shared_expert=SharedExpert.DISPATCH
+    ),
+    # This project's, for tensor-parallel attention: a lane has little compute between the scatter and the dispatch,
+    # and between the combine and the next gather. So lanes also hand on in the middle of attention, one stage
+    # apart, which gives the other lane enough to compute. (Ideal machine, 2 lanes: 0.999 of the bound instead of
+    # 0.934.)
+    Schedule(
+        "two_batch_tensor_parallel",
+        lead=1,
+        points_off=frozenset({Point.SELECT, Point.OUTPUT, Point.LAYER}),
+        shared_expert=SharedExpert.COMBINE_RETURN,
+    ),
+    # SGLang's single-batch overlap, with the dispatch in chunks too.
+    Schedule("single_batch", lanes=1, chunks=2),
+    # SGLang's, inside one chunk: the combine starts while the experts are still computed.
+    Schedule("single_batch_signalled", lanes=1, comm_sms=16, signalled=True),
+)
+"""Add one here, and it has its name everywhere: in settings, flags and their help, the simulator and the tests."""
+
+SCHEDULES: Mapping[str, Schedule] = {schedule.name: schedule for schedule in _NAMED}
 
 
 def get_schedule(name: str) -> Schedule:

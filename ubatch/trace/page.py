@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 from ubatch.errors import ConfigError
 from ubatch.process.files import write_whole
 from ubatch.trace.export import deciding_note, describe_note, lane_name, link_name, pack, summarise
-from ubatch.trace.intervals import computing, difference, intersection, lasting
+from ubatch.trace.intervals import Interval, computing, difference, intersection, lasting
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
 from ubatch.trace.stages import by_lane, by_step, extent, points, stage_names
 
@@ -82,40 +82,49 @@ def write_html(
     Raises:
         ConfigError: no span has this step.
     """
-    steps_of = {rank: by_step(spans) for rank, spans in sorted(traces.items())}
-    noted = {(rank, note.step): note for rank, members in (notes or {}).items() for note in members}
-    numbers = sorted({number for steps in steps_of.values() for number in steps})
-    if step is not None and step not in numbers:
-        known = f"steps {numbers[0]} to {numbers[-1]}" if numbers else "no steps"
-        raise ConfigError(f"step {step} is not in the trace, which has {known}.")
-
-    every = -(-sum(map(len, traces.values())) // MOST_SPANS)
-    kept = [number for index, number in enumerate(numbers) if index % max(every, 1) == 0 or number == step]
-    begin = min((span.start for spans in traces.values() for span in spans if span.step in kept), default=0.0)
-    pages = [_step(number, steps_of, noted, begin) for number in kept]
-    first = kept.index(step) if step is not None else _most_telling(pages)
-    facts = ((html.escape(name), html.escape(value)) for name, value in (summary or {}).items())
-    data = json.dumps({"steps": pages, "first": first, "steps_in_all": len(numbers)}, separators=(",", ":"))
+    facts = summary or {}
     slots = {
         "title": html.escape(title),
-        "facts": "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts),
+        "facts": "".join(f"<div>{_tags('dt', name)}{_tags('dd', value)}</div>" for name, value in facts.items()),
         "remarks": "".join(map(_remark, remarks)),
         "table": f"<thead>{_rows('th', table[:1])}</thead><tbody>{_rows('td', table[1:])}</tbody>" if table else "",
-        "data": data.replace("<", "\\u003c"),  # a "</script>" in a name must not end the element that holds the data
+        # a "</script>" in a name must not end the element that holds the data
+        "data": json.dumps(_data(traces, notes or {}, step), separators=(",", ":")).replace("<", "\\u003c"),
     }
     template = resources.files("ubatch.trace").joinpath("page.html").read_text(encoding="utf-8")
     # One pass, so that text in a value is not replaced.
     write_whole(Path(path), re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], template))
 
 
+def _tags(tag: str, *texts: str) -> str:
+    return "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
+
+
 def _remark(remark: Remark) -> str:
-    kind = html.escape(remark.kind)
-    return f'<li class="{kind}"><b>{kind}</b> {html.escape(remark.text)}</li>'
+    return f'<li class="{html.escape(remark.kind)}">{_tags("b", remark.kind)} {html.escape(remark.text)}</li>'
 
 
 def _rows(cell: str, rows: Sequence[Sequence[str]]) -> str:
-    made = ("".join(f"<{cell}>{html.escape(text)}</{cell}>" for text in row) for row in rows)
-    return "".join(f"<tr>{row}</tr>" for row in made)
+    return "".join(f"<tr>{_tags(cell, *row)}</tr>" for row in rows)
+
+
+# -------------------------------------------------------------------------------------------- what the script reads
+
+
+def _data(traces: Mapping[int, Sequence[Span]], notes: Mapping[int, Sequence[StepNote]], step: int | None) -> _Json:
+    """The steps that the page has, and which of them comes up first."""
+    steps_of = {rank: by_step(spans) for rank, spans in sorted(traces.items())}
+    noted = {(rank, note.step): note for rank, members in notes.items() for note in members}
+    numbers = sorted({number for steps in steps_of.values() for number in steps})
+    if step is not None and step not in numbers:
+        known = f"steps {numbers[0]} to {numbers[-1]}" if numbers else "no steps"
+        raise ConfigError(f"step {step} is not in the trace, which has {known}.")
+    every = max(1, -(-sum(map(len, traces.values())) // MOST_SPANS))
+    kept = [number for index, number in enumerate(numbers) if index % every == 0 or number == step]
+    begin = min((span.start for spans in traces.values() for span in spans if span.step in kept), default=0.0)
+    pages = [_step(number, steps_of, noted, begin) for number in kept]
+    first = kept.index(step) if step is not None else _most_telling(pages)
+    return {"steps": pages, "first": first, "steps_in_all": len(numbers)}
 
 
 def _step(number: int, steps_of: _Steps, notes: Mapping[tuple[int, int], StepNote], begin: float) -> _Json:
@@ -144,15 +153,7 @@ def _rank(rank: int, recorded: Sequence[Span], origin: float, note: StepNote | N
     stages, marks = stage_names(spans), points(spans)
 
     def row(name: str, of_row: Sequence[Span], lane: int | None = None) -> _Json:
-        """A wait or a transfer is one block; a compute span is one per stretch between the waits inside it."""
-        blocks: list[_Json] = []
-        for span in of_row:
-            whole = [(span.start, span.end)]
-            hidden = intersection(busy, whole) if span.kind is SpanKind.TRANSFER else []
-            block = {"kind": span.kind, "name": stages.get(span, span.name), "until": span.name, "lane": span.lane}
-            block |= {"hidden": hidden, "bytes": span.bytes}
-            stretches = difference(whole, waiting) if span.kind is SpanKind.COMPUTE else whole
-            blocks += [{**block, "at": at} for at in stretches]
+        blocks = [block for span in of_row for block in _blocks(span, stages.get(span, span.name), busy, waiting)]
         return {"name": name, "blocks": blocks, "points": [asdict(mark) for mark in marks if mark.lane == lane]}
 
     of_lanes = by_lane(span for span in spans if span.kind is not SpanKind.TRANSFER)
@@ -161,6 +162,15 @@ def _rank(rank: int, recorded: Sequence[Span], origin: float, note: StepNote | N
     rows += [row(link_name(link), own) for link, own in enumerate(transfers)]
     summary = {name.removesuffix("_s"): _micros(seconds) for name, seconds in asdict(summarise(recorded)).items()}
     return {"rank": rank, "rows": rows, "summary": summary, "note": "" if note is None else describe_note(note)}
+
+
+def _blocks(span: Span, name: str, busy: Sequence[Interval], waiting: Sequence[Interval]) -> Iterator[_Json]:
+    """A wait or a transfer is one block; a compute span is one per stretch between the waits inside it."""
+    whole = [(span.start, span.end)]
+    hidden = intersection(busy, whole) if span.kind is SpanKind.TRANSFER else []
+    for at in difference(whole, waiting) if span.kind is SpanKind.COMPUTE else whole:
+        told = {"kind": span.kind, "name": name, "until": span.name, "lane": span.lane}
+        yield told | {"hidden": hidden, "bytes": span.bytes, "at": at}
 
 
 def _most_telling(pages: Sequence[_Json]) -> int:

@@ -32,7 +32,8 @@ _COUNTS = "its experts or its transport count rows by what a kernel wrote, and a
 _PROFILE = "reads the profiler, which finds no device"
 
 LEFT_OUT = {
-    "test_cuda_device.py::test_streams_and_events": _SLEEPS,
+    "test_stream_backends.py::test_a_back_end[an_event_tells_when_its_work_is_done-cuda]": _SLEEPS,
+    "test_stream_backends.py::test_a_back_end[a_stream_waits_for_an_event-cuda]": _SLEEPS,
     "test_cuda_device.py::test_the_host_waits_for_its_numbers_only": _SLEEPS,
     "test_cuda_device.py::test_nccl": "needs a device that is busy for a while; test_stub_nccl.py has the rest of it",
     "test_cuda_device.py::test_memory_is_not_given_out_while_it_travels": _NUMBERS,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fastest_cases import FakeTimer
 from lanes import run
 
 from ubatch import ConfigError
@@ -32,27 +33,17 @@ SLOW, FAST, BROKEN = Config(16), Config(32, True), Config(64)
 
 
 @dataclass
-class FakeTimer(CudaTimer):
-    """Takes the time that the last config run is said to take."""
+class Process(FakeTimer):
+    """A process on a device that takes the time that the last config run is said to take."""
 
     times: dict[Config, float] = field(default_factory=lambda: {SLOW: 2e-3, FAST: 1e-3, BROKEN: 1e-6})
-    tuned: bool = True
-    idle: bool = True
     name: str = "GPU A"
+    path: Path = Path()
     ran: list[Config] = field(default_factory=list)
     timed: int = 0
 
-    def tunes(self, device: torch.device) -> bool:
-        return self.tuned
-
-    def can_time(self, device: torch.device) -> bool:
-        return self.idle
-
-    def fingerprint(self, device: torch.device) -> str:
-        return self.name
-
     def seconds(self, run: Callable[[], object], device: torch.device) -> float:
-        run()
+        super().seconds(run, device)
         self.timed += 1
         return self.times[self.ran[-1]]
 
@@ -61,9 +52,11 @@ class FakeTimer(CudaTimer):
             raise RuntimeError("out of shared memory")
         self.ran.append(config)
 
+    def __post_init__(self) -> None:
+        self.tuner = Autotuner(self, self.path)
 
-def choose(tuner: Autotuner, timer: FakeTimer, key: str = "k", *configs: Config) -> Config:
-    return tuner.choose(key, configs or (SLOW, BROKEN, FAST), timer.run, device=CPU)
+    def choose(self, key: str = "k", *configs: Config) -> Config:
+        return self.tuner.choose(key, configs or (SLOW, BROKEN, FAST), self.run, device=CPU)
 
 
 @pytest.fixture
@@ -72,11 +65,10 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_the_fastest_that_works_is_remembered_and_written(path: Path) -> None:
-    timer = FakeTimer()
-    tuner = Autotuner(timer, path)
-    assert choose(tuner, timer) == FAST
+    timer = Process(path=path)
+    assert timer.choose() == FAST
     assert timer.timed == 2  # the one that fails is skipped
-    assert choose(tuner, timer) == FAST
+    assert timer.choose() == FAST
     assert timer.timed == 2
     assert json.loads(path.read_text()) == {"GPU A": {"k": {"rows": 32, "flatten": True}}}
     assert [file.name for file in path.parent.iterdir()] == [path.name]  # nothing half-written is left
@@ -90,52 +82,46 @@ def test_the_fastest_is_left_out_if_what_it_computes_is_wrong(path: Path, caplog
         "nan": torch.full_like(right, float("nan")),
     }
     for name, answer in wrong.items():
-        timer, answers = FakeTimer(), {SLOW: right, FAST: answer}
-        chosen = Autotuner(timer, path).choose(name, (SLOW, FAST), timer.run, device=CPU, answer=answers.__getitem__)
+        timer, answers = Process(path=path), {SLOW: right, FAST: answer}
+        chosen = timer.tuner.choose(name, (SLOW, FAST), timer.run, device=CPU, answer=answers.__getitem__)
         assert chosen == SLOW, name
         assert "is left out, because it computes something else here than" in caplog.text
-    timer, answers = FakeTimer(), {SLOW: right, FAST: (right * 1.05).bfloat16()}
-    tuner = Autotuner(timer, path)
-    assert tuner.choose("rounded", (SLOW, FAST), timer.run, device=CPU, answer=answers.__getitem__) == FAST
+    timer, answers = Process(path=path), {SLOW: right, FAST: (right * 1.05).bfloat16()}
+    assert timer.tuner.choose("rounded", (SLOW, FAST), timer.run, device=CPU, answer=answers.__getitem__) == FAST
 
 
 def test_another_process_reads_the_file_and_another_gpu_does_not(path: Path) -> None:
-    first = FakeTimer()
-    choose(Autotuner(first, path), first)
-    second = FakeTimer()
-    assert choose(Autotuner(second, path), second) == FAST
+    Process(path=path).choose()
+    second = Process(path=path)
+    assert second.choose() == FAST
     assert not second.ran
-    other = FakeTimer(name="GPU B", times={SLOW: 1e-3, FAST: 2e-3})
-    assert choose(Autotuner(other, path), other) == SLOW
+    assert Process(path=path, name="GPU B", times={SLOW: 1e-3, FAST: 2e-3}).choose() == SLOW
     assert set(json.loads(path.read_text())) == {"GPU A", "GPU B"}
 
 
 def test_processes_keep_each_others_entries(path: Path) -> None:
-    one, two = FakeTimer(), FakeTimer()
-    first, second = Autotuner(one, path), Autotuner(two, path)
-    choose(first, one, "a")
-    choose(second, two, "b")
-    choose(first, one, "c")
+    first, second = Process(path=path), Process(path=path)
+    first.choose("a")
+    second.choose("b")
+    first.choose("c")
     assert set(json.loads(path.read_text())["GPU A"]) == {"a", "b", "c"}
 
 
 def test_an_entry_that_is_no_config_any_more_is_timed_again(path: Path) -> None:
     path.parent.mkdir()
     path.write_text(json.dumps({"GPU A": {"k": {"rows": 7}}}))
-    timer = FakeTimer()
-    assert choose(Autotuner(timer, path), timer) == FAST
+    assert Process(path=path).choose() == FAST
     assert json.loads(path.read_text())["GPU A"]["k"]["rows"] == 32
 
 
 def test_nothing_is_timed_or_kept_where_that_cannot_be(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    on_cpu = FakeTimer(tuned=False)
-    assert choose(Autotuner(on_cpu, path), on_cpu) == SLOW
+    on_cpu = Process(path=path, tuned=False)
+    assert on_cpu.choose() == SLOW
     assert not on_cpu.ran
-    capturing = FakeTimer(idle=False)
-    tuner = Autotuner(capturing, path)
+    capturing = Process(path=path, idle=False)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert choose(tuner, capturing) == SLOW
+            assert capturing.choose() == SLOW
     assert not capturing.ran
     assert not path.exists()
     assert [record.message for record in caplog.records] == [
@@ -143,38 +129,36 @@ def test_nothing_is_timed_or_kept_where_that_cannot_be(path: Path, caplog: pytes
         "capture."
     ]
     capturing.idle = True
-    assert choose(tuner, capturing) == FAST  # the default was not remembered
+    assert capturing.choose() == FAST  # the default was not remembered
     capturing.idle = False
-    assert choose(tuner, capturing) == FAST
+    assert capturing.choose() == FAST
 
 
 def test_a_capture_uses_the_file(path: Path) -> None:
-    timer, capturing = FakeTimer(), FakeTimer(idle=False)
-    choose(Autotuner(timer, path), timer)
-    assert choose(Autotuner(capturing, path), capturing) == FAST
+    Process(path=path).choose()
+    assert Process(path=path, idle=False).choose() == FAST
 
 
 def test_one_config_is_not_timed(path: Path) -> None:
-    timer = FakeTimer()
-    assert choose(Autotuner(timer, path), timer, "k", SLOW) == SLOW
+    timer = Process(path=path)
+    assert timer.choose("k", SLOW) == SLOW
     assert not timer.ran
     assert not path.exists()
 
 
 def test_what_is_tuned_may_tune_what_it_runs(path: Path) -> None:
-    timer = FakeTimer()
-    tuner = Autotuner(timer, path)
+    timer = Process(path=path)
 
     def outer(config: Config) -> None:
-        tuner.choose(f"inner {config.rows}", (SLOW, FAST), timer.run, device=CPU)
+        timer.tuner.choose(f"inner {config.rows}", (SLOW, FAST), timer.run, device=CPU)
         timer.run(config)
 
-    assert tuner.choose("outer", (SLOW, FAST), outer, device=CPU) == FAST
+    assert timer.tuner.choose("outer", (SLOW, FAST), outer, device=CPU) == FAST
     assert set(json.loads(path.read_text())["GPU A"]) == {"inner 16", "inner 32", "outer"}
 
 
 def test_all_are_compiled_before_one_is_timed(path: Path) -> None:
-    timer = FakeTimer()
+    timer = Process(path=path)
     prepared: list[Config] = []
     together = threading.Barrier(2, timeout=60)
 
@@ -186,18 +170,17 @@ def test_all_are_compiled_before_one_is_timed(path: Path) -> None:
         if config == BROKEN:
             raise RuntimeError("does not compile")
 
-    chosen = Autotuner(timer, path).choose("k", (SLOW, BROKEN, FAST), timer.run, device=CPU, prepare=prepare)
+    chosen = timer.tuner.choose("k", (SLOW, BROKEN, FAST), timer.run, device=CPU, prepare=prepare)
     assert chosen == FAST
     assert set(prepared) == {SLOW, BROKEN, FAST}
-    second = FakeTimer()
-    Autotuner(second, path).choose("k", (SLOW, BROKEN, FAST), second.run, device=CPU, prepare=prepare)
+    second = Process(path=path)
+    second.tuner.choose("k", (SLOW, BROKEN, FAST), second.run, device=CPU, prepare=prepare)
     assert len(prepared) == 3
 
 
 def test_threads_tune_once(path: Path) -> None:
-    timer = FakeTimer()
-    tuner = Autotuner(timer, path)
-    threads = [threading.Thread(target=choose, args=(tuner, timer)) for _ in range(4)]
+    timer = Process(path=path)
+    threads = [threading.Thread(target=timer.choose) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -206,19 +189,18 @@ def test_threads_tune_once(path: Path) -> None:
 
 
 def test_refusals(path: Path) -> None:
-    timer = FakeTimer()
-    tuner = Autotuner(timer, path)
+    timer = Process(path=path)
     with pytest.raises(ConfigError, match="no configs for 'k'"):
-        tuner.choose("k", (), timer.run, device=CPU)
+        timer.tuner.choose("k", (), timer.run, device=CPU)
     with pytest.raises(ConfigError, match="none of the 2 ways to run 'k' works on cpu") as failure:
-        choose(tuner, timer, "k", BROKEN, BROKEN)
+        timer.choose("k", BROKEN, BROKEN)
     assert "out of shared memory" in str(failure.value.__cause__)
 
     def wrong(config: Config) -> None:
         raise ConfigError("k must be positive")
 
     with pytest.raises(ConfigError, match="k must be positive"):  # the caller's mistake, not the config's
-        tuner.choose("k", (SLOW, FAST), wrong, device=CPU)
+        timer.tuner.choose("k", (SLOW, FAST), wrong, device=CPU)
     assert not path.exists()
 
 
@@ -226,9 +208,8 @@ def test_refusals(path: Path) -> None:
 def test_a_file_of_another_kind_is_refused(path: Path, text: str | bytes) -> None:
     path.parent.mkdir()
     path.write_bytes(text.encode() if isinstance(text, str) else text)
-    timer = FakeTimer()
     with pytest.raises(ConfigError, match=r"autotune\.json .*Delete it"):
-        choose(Autotuner(timer, path), timer)
+        Process(path=path).choose()
 
 
 def test_a_file_that_cannot_be_written_is_told_of(
@@ -238,12 +219,11 @@ def test_a_file_that_cannot_be_written_is_told_of(
         raise OSError("no space left")
 
     monkeypatch.setattr("os.replace", full)
-    timer = FakeTimer()
-    tuner = Autotuner(timer, path)
+    timer = Process(path=path)
     with caplog.at_level(logging.WARNING):
-        assert choose(tuner, timer) == FAST
+        assert timer.choose() == FAST
     assert "choices of autotuning are not kept" in caplog.text
-    assert choose(tuner, timer) == FAST
+    assert timer.choose() == FAST
     assert timer.timed == 2
     assert not list(path.parent.iterdir())
 
@@ -253,20 +233,20 @@ def test_where_the_file_lies(monkeypatch: pytest.MonkeyPatch, path: Path) -> Non
     assert autotune_path() == Path.home() / ".cache/ubatch/autotune.json"
     monkeypatch.setenv("UBATCH_AUTOTUNE_CACHE", str(path))
     assert autotune_path() == path
-    assert autotune("k", (SLOW, FAST), FakeTimer().run, device=CPU) == SLOW
+    assert autotune("k", (SLOW, FAST), Process(path=path).run, device=CPU) == SLOW
     assert not path.exists()
 
 
 def test_a_lane_that_tunes_is_not_taken_for_hung(path: Path) -> None:
     """Compiling may take longer than a lane may hold the baton."""
-    timer = FakeTimer()
+    timer = Process(path=path)
 
     def slowly(config: Config) -> None:
         time.sleep(0.9)
         timer.run(config)
 
     def tunes() -> Config:
-        chosen = Autotuner(timer, path).choose("k", (SLOW, FAST), slowly, device=CPU)
+        chosen = timer.tuner.choose("k", (SLOW, FAST), slowly, device=CPU)
         lane = current_lane()
         assert lane is not None
         assert lane.waiting is None

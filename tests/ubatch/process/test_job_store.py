@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peer_failure_cases import Told
 from torch.distributed import distributed_c10d as c10d
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from ubatch import CommGroup, ForgedValue
 from ubatch.process.job_store import JobStore, use_job_store
 from ubatch.ranks.group import _update
@@ -106,14 +107,14 @@ def test_an_earlier_beat_put_back_keeps_no_peer_alive() -> None:
     for number in (1, 2):
         store.set("beat/1", str(number))
         beats.append(raw.get("job/beat/1"))
-    lost = list[int]()
-    watch = PeerWatch(0, (0, 1), store, 0.4, failed=lambda: False, lost=lost.append, forged=pytest.fail, beat_s=0.05)
+    told = Told()
+    watch = PeerWatch(0, (0, 1), store, 0.4, told, 0.05)
     watch.start()
     for turn in range(200):
         raw.set("job/beat/1", beats[turn % 2])
         watch._thread.join(0.02)
     watch.stop()
-    assert lost == [1]
+    assert told == Told(dead=[1])
 
 
 @pytest.mark.parametrize(("name", "value"), [("beat/1", "x"), ("beat/1", ""), ("silence/1", "long")])
@@ -123,46 +124,31 @@ def test_the_watch_tells_of_a_value_that_is_no_number(name: str, value: str) -> 
     if name != "beat/1":
         store.set("beat/1", "1")
     raw.set(f"job/{name}", value)
-    forged, lost = list[str](), list[int]()
-    watch = PeerWatch(0, (0, 1), store, 0.2, failed=lambda: False, lost=lost.append, forged=forged.append, beat_s=0.05)
+    told = Told()
+    watch = PeerWatch(0, (0, 1), store, 0.2, told, 0.05)
     watch.start()
     watch._thread.join(10)
     assert not watch._thread.is_alive()
-    assert not lost
-    assert [each.split(", which no rank says")[0] for each in forged] == [
-        f"the value of 'job/{name}' in the rendezvous store is {value!r}"
-    ]
+    assert not told.dead
+    (forged,) = told.forged
+    assert forged.startswith(f"the value of 'job/{name}' in the rendezvous store is {value!r}, which no rank says")
 
 
-def forge_what_cannot_be_read(rank: int, ranks: int) -> list[str]:
+@on_ranks(2)
+def test_what_cannot_be_read_is_forged(rank: int, group: CommGroup) -> None:
     """Under `failed`, and under `meeting`, with no key."""
-    group = CommGroup.from_process_group(timeout_s=20.0)
     connection = group.usable_connection()
-    raw = c10d._get_default_store()
-    told = []
+    path, says = connection._store._path, "in the rendezvous store is 'nonsense', which no rank"
     if rank == 1:
-        raw.set(f"{connection._store._path}failed", "nonsense")
+        c10d._get_default_store().set(f"{path}failed", "nonsense")
     dist.barrier()
-    try:
+    with pytest.raises(ForgedValue, match=rf"^the value of '{path}failed' {says}"):
         connection.adopt_failure()
-    except ForgedValue as error:
-        told.append(str(error))
     store = JobStore(dist.HashStore(), None)
     store.set("meeting", "nonsense")
-    try:
+    with pytest.raises(ForgedValue, match=rf"^the value of 'meeting' {says}"):
         _update(store, lambda epoch, here: (epoch, here))
-    except ForgedValue as error:
-        told.append(str(error))
     dist.barrier()
-    return told
-
-
-def test_what_cannot_be_read_is_forged() -> None:
-    failed, meeting = run_ranks(forge_what_cannot_be_read, 2)[0]
-    assert failed.startswith(
-        "the value of 'ubatch/0-1/1/1/failed' in the rendezvous store is 'nonsense', which no rank"
-    )
-    assert meeting.startswith("the value of 'meeting' in the rendezvous store is 'nonsense', which no rank")
 
 
 def forge_a_failure(rank: int, ranks: int, key: bytes | None) -> str:

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as torchs
-from torch import Tensor, nn
+from collective_cases import Call, Mlp, collectives
+from torch import Tensor
 from torch.autograd import forward_ad
 
 import ubatch
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from ubatch import (
     CommGroup,
     ConfigError,
@@ -37,7 +37,6 @@ from ubatch.ranks.launch_order import VARIABLE
 pytestmark = pytest.mark.ranks
 
 EPS = 1e-6
-Call = Callable[[Tensor], Tensor]
 
 
 def data(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -46,86 +45,20 @@ def data(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A collective, this rank's input, and what torch.distributed.nn makes of it, where it has such a function."""
+    """A collective and this rank's input."""
 
     name: str
     x: Tensor
     call: Call
-    torchs: Call | None = None
+    torchs: Call | None
 
 
-def cases(group: CommGroup) -> list[Case]:
-    rank, size = group.rank, group.size
-    world = dist.group.WORLD
-    swap = {"received": [1, 3] if rank == 0 else [0, 2], "sent": [1, 0] if rank == 0 else [3, 2]}
-
-    def mine(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        return data(10 * len(made) + rank, *shape, dtype=dtype)
-
-    def theirs_scatter(x: Tensor) -> Tensor:
-        return torchs.reduce_scatter(torch.empty_like(x[: len(x) // size]), list(x.chunk(size)), group=world)
-
-    def theirs_swap(x: Tensor) -> Tensor:
-        into = x.new_empty(sum(swap["received"]), *x.shape[1:])
-        return torchs.all_to_all_single(into, x, swap["received"], swap["sent"], group=world)
-
+def cases(group: CommGroup, *, complex_too: bool = False) -> list[Case]:
     made: list[Case] = []
-    for shape in ((3, 4), (5,), (), (0, 2)):
-        made.append(Case(f"all_reduce {shape}", mine(*shape), lambda x: ubatch.all_reduce(x, group), torchs.all_reduce))
-    made.append(Case("all_reduce complex", mine(3, dtype=torch.complex128), lambda x: ubatch.all_reduce(x, group)))
-    made.append(Case("all_reduce strided", mine(4, 3).t(), lambda x: ubatch.all_reduce(x, group)))
-    made.append(
-        Case(
-            "all_gather",
-            mine(2, 3),
-            lambda x: ubatch.all_gather(x, group),
-            lambda x: torch.cat(torchs.all_gather(x, group=world)),
-        )
-    )
-    for dim in (1, -1, -2):
-        made.append(Case(f"all_gather {dim}", mine(2, 3, 2), lambda x, d=dim: ubatch.all_gather(x, group, d)))
-    for sizes in ([1, 3], [0, 2]):
-        made.append(
-            Case(
-                f"all_gather {sizes}",
-                mine(2, sizes[rank]),
-                lambda x, s=sizes: ubatch.all_gather(x, group, 1, sizes=s),
-            )
-        )
-    made.append(Case("reduce_scatter", mine(4, 3), lambda x: ubatch.reduce_scatter(x, group), theirs_scatter))
-    for dim in (1, -1):
-        made.append(Case(f"reduce_scatter {dim}", mine(3, 4), lambda x, d=dim: ubatch.reduce_scatter(x, group, d)))
-    for sizes in ([1, 3], [4, 0]):
-        made.append(
-            Case(
-                f"reduce_scatter {sizes}",
-                mine(4, 2),
-                lambda x, s=sizes: ubatch.reduce_scatter(x, group, sizes=s),
-            )
-        )
-    made.append(
-        Case(
-            "all_to_all",
-            mine(4, 3),
-            lambda x: ubatch.all_to_all_single(x, group),
-            lambda x: torchs.all_to_all_single(torch.empty_like(x), x, group=world),
-        )
-    )
-    made.append(
-        Case(
-            "all_to_all uneven",
-            mine(sum(swap["sent"]), 3),
-            lambda x: ubatch.all_to_all_single(x, group, swap["received"], swap["sent"]),
-            theirs_swap,
-        )
-    )
-    made.append(
-        Case(
-            "all_to_all, uneven only as received",
-            mine(4 if rank == 0 else 2, 3),
-            lambda x: ubatch.all_to_all_single(x, group, [2, 1]),
-        )
-    )
+    for each in collectives(group):
+        for dtype in (torch.float64, torch.complex128)[: 1 + (complex_too and each.name == "all_reduce (5,)")]:
+            x = data(10 * len(made) + group.rank, *each.shapes[group.rank], dtype=dtype)
+            made.append(Case(f"{each.name} {dtype}", x, each.call, None if x.is_complex() else each.torchs))
     return made
 
 
@@ -174,10 +107,10 @@ def torch_warns() -> Iterator[None]:
         yield
 
 
-def every_case(rank: int, world_size: int) -> int:
-    group = CommGroup.from_process_group(timeout_s=20.0)
+@on_ranks(2)
+def test_gradients_are_torchs_and_the_slope_of_the_sum_over_ranks(rank: int, group: CommGroup) -> None:
     compared = 0
-    for case in cases(group):
+    for case in cases(group, complex_too=True):
         loss = loss_of(case.call, rank)
         found = gradient(loss, case.x)
         along = data(900 + rank, *case.x.shape, dtype=case.x.dtype)
@@ -201,19 +134,13 @@ def every_case(rank: int, world_size: int) -> int:
                 gradient(lambda x, c=case, w=weights: inner(w, c.call(x)), case.x),
                 msg=case.name,
             )
-    return compared
+    assert compared == 9
 
 
-def test_gradients_are_torchs_and_the_slope_of_the_sum_over_ranks() -> None:
-    assert run_ranks(every_case, 2) == [8, 8]
-
-
-def every_penalty(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_gradients_of_gradients(rank: int, group: CommGroup) -> None:
     """The gradient of a gradient: what a gradient penalty differentiates."""
-    group = CommGroup.from_process_group(timeout_s=20.0)
     for case in cases(group):
-        if case.x.is_complex() or case.name.startswith("all_gather -"):
-            continue
         loss = loss_of(case.call, rank)
 
         def penalty(x: Tensor, loss: Callable[[Tensor], Tensor] = loss) -> Tensor:
@@ -228,15 +155,10 @@ def every_penalty(rank: int, world_size: int) -> None:
         assert found == pytest.approx(expected, rel=1e-6, abs=1e-6), case.name
 
 
-def test_gradients_of_gradients() -> None:
-    run_ranks(every_penalty, 2)
-
-
-def transforms(rank: int, world_size: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=20.0)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+@on_ranks(2)
+def test_function_transforms(rank: int, group: CommGroup) -> None:
     for case in cases(group):
-        if case.x.is_complex():
-            continue
         x, along = case.x.contiguous(), data(900 + rank, *case.x.shape)
         loss = loss_of(case.call, rank)
         expected = gradient(loss, x)
@@ -260,60 +182,21 @@ def transforms(rank: int, world_size: int) -> None:
     assert torch.equal(own, 2 * torch.eye(6, dtype=torch.float64)), "of the sum over both ranks, that have it twice"
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
-def test_function_transforms() -> None:
-    run_ranks(transforms, 2)
-
-
 # ------------------------------------------------------------------------------------------------------- a module
 
 
-class Mlp(nn.Module):
-    """Column, then row parallel: each rank has its part of the hidden units."""
-
-    def __init__(self, group: CommGroup | None, layers: int = 3, width: int = 8) -> None:
-        super().__init__()
-        self.group = group
-        up, down = data(1, layers, 4 * width, width) / 3, data(2, layers, width, 4 * width) / 6
-        if group is not None:
-            up, down = up.chunk(group.size, 1)[group.rank], down.chunk(group.size, 2)[group.rank]
-        self.up, self.down = nn.Parameter(up.clone()), nn.Parameter(down.clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        for up, down in zip(self.up, self.down, strict=True):
-            y = torch.tanh(x @ up.T) @ down.T
-            x = x + (y if self.group is None else ubatch.all_reduce(y, self.group))
-        return x
-
-
-def sharded_training(rank: int, world_size: int) -> tuple[float, float, Tensor, Tensor]:
-    group = CommGroup.from_process_group(timeout_s=20.0)
+@on_ranks(2)
+def test_a_sharded_module_has_the_gradients_of_the_whole_one(rank: int, group: CommGroup) -> None:
     x = data(3, 6, 8)
     whole, part = Mlp(None), Mlp(group)
     whole(x).square().sum().backward()
-
-    def norm_of(model: nn.Module) -> float:
-        model.zero_grad()
-        (model(x).square().sum() / world_size).backward()  # all ranks compute the same loss
-        assert part.up.grad is not None
-        assert part.down.grad is not None
-        return summed_over_ranks(part.up.grad.square().sum() + part.down.grad.square().sum()) ** 0.5
-
-    norm = norm_of(part)
+    expected = [parameter.grad.chunk(group.size, dim)[rank] for parameter, dim in ((whole.up, 1), (whole.down, 2))]
     wrapper = UBatchWrapper(part, UBatchConfig(dbo_prefill_token_threshold=64, group=group))
-    assert norm_of(wrapper) == pytest.approx(norm, rel=1e-12), "a wrapper that runs the module whole changes nothing"
+    for model in (part, wrapper):  # which runs the module whole
+        model.zero_grad()
+        (model(x).square().sum() / group.size).backward()  # all ranks compute the same loss
+        torch.testing.assert_close([part.up.grad, part.down.grad], expected, rtol=1e-11, atol=1e-11)
     wrapper.close()
-    assert whole.up.grad is not None
-    assert whole.down.grad is not None
-    assert part.up.grad is not None
-    torch.testing.assert_close(part.up.grad, whole.up.grad.chunk(world_size, 1)[rank], rtol=1e-11, atol=1e-11)
-    expected = (whole.up.grad.square().sum() + whole.down.grad.square().sum()).sqrt().item()
-    return norm, expected, part.up.grad, whole.up.grad
-
-
-def test_a_sharded_module_has_the_gradients_of_the_whole_one() -> None:
-    for norm, expected, *_ in run_ranks(sharded_training, 2):
-        assert norm == pytest.approx(expected, rel=1e-11)
 
 
 # ------------------------------------------------------------------------------ other threads, other ranks, refusals
@@ -363,8 +246,8 @@ def test_the_backward_belongs_to_the_step_of_its_forward_in_any_thread() -> None
     run_ranks(led_backward, 2)
 
 
-def missing_backward(rank: int, world_size: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=1.0)
+@on_ranks(2, timeout_s=1.0)
+def test_a_rank_that_runs_no_backward_is_missed(rank: int, group: CommGroup) -> None:
     x = data(rank, 3).requires_grad_()
     y = ubatch.all_reduce(x, group)
     if rank == 0:
@@ -376,10 +259,6 @@ def missing_backward(rank: int, world_size: int) -> None:
     (loss.sum() if rank == 0 else 0 * loss.sum()).backward()  # every rank's loss depends on it
     assert x.grad is not None
     assert torch.equal(x.grad, torch.ones_like(x))
-
-
-def test_a_rank_that_runs_no_backward_is_missed() -> None:
-    run_ranks(missing_backward, 2)
 
 
 def sizes_are_kept(group: CommGroup) -> None:
@@ -398,8 +277,8 @@ def sizes_are_kept(group: CommGroup) -> None:
     assert torch.equal(x.grad, torch.ones_like(x))
 
 
-def refusals(rank: int, world_size: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=20.0)
+@on_ranks(2)
+def test_what_has_no_gradient_is_refused(rank: int, group: CommGroup) -> None:
     x = data(rank, 4, 2).requires_grad_()
     sizes_are_kept(group)
     launches: Sequence[Any] = (launch_all_reduce, launch_all_gather, launch_reduce_scatter, launch_all_to_all_single)
@@ -427,7 +306,3 @@ def refusals(rank: int, world_size: int) -> None:
     assert x.grad is not None
     assert torch.equal(x.grad, torch.ones_like(x))
     assert not ubatch.all_gather(small.detach(), group).requires_grad
-
-
-def test_what_has_no_gradient_is_refused() -> None:
-    run_ranks(refusals, 2)

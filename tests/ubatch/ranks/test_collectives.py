@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from collective_cases import FP8, Mlp, collectives
+from torch import Tensor
 
 import ubatch
-from ranks import run_ranks
+from ranks import on_ranks
 from ubatch import (
     CommGroup,
     ConfigError,
@@ -34,12 +35,6 @@ from ubatch.lanes.workers import LanePool
 
 pytestmark = pytest.mark.ranks
 
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-MOVED = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.bool, torch.complex64, *FP8)
-SUMMED = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
-
-# ------------------------------------------------------------------------------------------------ the references
-
 
 def data(seed: int, rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """What `rank` has: small integers, so that sums are exact in every dtype."""
@@ -47,88 +42,21 @@ def data(seed: int, rank: int, *shape: int, dtype: torch.dtype = torch.float32) 
     return torch.randint(0, 9, shape, generator=generator).to(dtype)
 
 
-def sent_to(rank: int, inputs: Sequence[Tensor], splits: Sequence[Sequence[int]]) -> Tensor:
-    """All-to-all as seen by `rank`: block `rank` of every input."""
-    return torch.cat([x.split(list(sizes))[rank] for x, sizes in zip(inputs, splits, strict=True)])
-
-
-# Every case is `(name, input, call, expected)`; all ranks make the same list.
-Case = tuple[str, Tensor, Callable[[Tensor], Tensor], Tensor]
-
-
-def cases(group: CommGroup, seed: int) -> list[Case]:
-    rank, size = group.rank, group.size
-    made: list[Case] = []
-
-    def add(name: str, inputs: list[Tensor], call: Callable[[Tensor], Tensor], expected: Tensor) -> None:
-        made.append((name, inputs[rank], call, expected))
-
-    def everybody(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        return [data(seed + len(made), other, *shape, dtype=dtype) for other in range(size)]
-
-    def total(inputs: list[Tensor]) -> Tensor:
-        return torch.stack(inputs).sum(0, dtype=inputs[0].dtype)
-
-    for dtype in SUMMED:
-        for shape in ((3, 4), (5,), (), (0, 4), (2, 3, 2)):
-            x = everybody(*shape, dtype=dtype)
-            add(f"all_reduce {dtype} {shape}", x, lambda x: ubatch.all_reduce(x, group), total(x))
-        x = everybody(2 * size, 3, dtype=dtype)
-        expected = total(x).chunk(size)[rank]
-        add(f"reduce_scatter {dtype}", x, lambda x: ubatch.reduce_scatter(x, group), expected)
-    x = everybody(3, size * 2, 2)
-    expected = total(x).chunk(size, 1)[rank]
-    add("reduce_scatter along 1", x, lambda x: ubatch.reduce_scatter(x, group, dim=1), expected)
-    x = everybody(0, 3)
-    add("reduce_scatter of no rows", x, lambda x: ubatch.reduce_scatter(x, group), total(x))
-    x, sizes = everybody(5, 2), [5, 0, 0][:size]
-    expected = total(x).split(sizes)[rank]
-    add("reduce_scatter uneven", x, lambda x: launch_reduce_scatter(x, group, sizes=sizes).wait(), expected)
-    x = [x.t() for x in everybody(4, 3)]
-    add("all_reduce strided", x, lambda x: ubatch.all_reduce(x, group), total(x))
-
-    for dtype in MOVED:
-        for dim, shape in ((0, (2, 3)), (1, (2, 3)), (-1, (2, 1, 4)), (0, (3,)), (0, (0, 2)), (1, (0, 2))):
-            x = everybody(*shape, dtype=dtype)
-            expected = _cat(x, dim)
-            add(f"all_gather {dtype} {shape} {dim}", x, lambda x, d=dim: ubatch.all_gather(x, group, d), expected)
-        x = everybody(2 * size, 3, dtype=dtype)
-        expected = _cat([x.chunk(size)[rank] for x in x], 0)
-        add(f"all_to_all {dtype}", x, lambda x: ubatch.all_to_all_single(x, group), expected)
-    x, rows = everybody(1, 2), [1, 0, 4][:size]
-    x = [data(seed, other, rows[other], 2) for other in range(size)]
-    add("all_gather uneven", x, lambda x: launch_all_gather(x, group, sizes=rows).wait(), torch.cat(x))
-
-    uneven = [[(3 * a + b) % 4 for b in range(size)] for a in range(size)]
-    one_way = [[2 if a == 0 and b == size - 1 else 0 for b in range(size)] for a in range(size)]
-    nothing = [[0] * size] * size
-    for name, splits in (("uneven", uneven), ("one way", one_way), ("nothing", nothing)):
-        for tail in ((), (3,), (2, 2)):
-            x = [data(seed, other, sum(splits[other]), *tail) for other in range(size)]
-            back = [splits[other][rank] for other in range(size)]
-            call = lambda x, i=splits[rank], o=back: ubatch.all_to_all_single(x, group, o, i)  # noqa: E731
-            add(f"all_to_all {name} {tail}", x, call, sent_to(rank, x, splits))
-    return made
-
-
-def _cat(tensors: list[Tensor], dim: int) -> Tensor:
-    """`torch.cat`, also of dtypes that it does not know."""
-    plain = [x.view(torch.uint8) if x.dtype in FP8 else x for x in tensors]
-    return torch.cat(plain, dim).view(tensors[0].dtype)
-
-
 def check(group: CommGroup, seed: int) -> int:
-    """Run every case; returns how many there were."""
-    made = cases(group, seed)
-    for name, x, call, expected in made:
-        before = x.clone()
-        result = call(x)
+    """Run every collective in every dtype; returns how many cases there were."""
+    cases = [(each, dtype) for each in collectives(group) for dtype in each.dtypes]
+    for number, (collective, dtype) in enumerate(cases):
+        name = f"{collective.name} {dtype}"
+        inputs = [data(seed + number, rank, *shape, dtype=dtype) for rank, shape in enumerate(collective.shapes)]
+        x = inputs[group.rank]
+        before, expected = x.clone(), collective.reference(inputs)
+        result = collective.call(x)
         assert result.dtype == expected.dtype, name
         assert result.shape == expected.shape, name
         assert _same(result, expected), name
         assert _same(x, before), f"{name} wrote its input"
         assert not result.numel() or result.data_ptr() != x.data_ptr(), name
-    return len(made)
+    return len(cases)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -154,8 +82,18 @@ SCHEDULES = (
 )
 
 
-def all_cases_everywhere(rank: int, world_size: int, schedules: Sequence[Schedule]) -> None:
-    group = CommGroup.from_process_group(timeout_s=20.0)
+@pytest.mark.parametrize(
+    ("world_size", "schedules"),
+    [
+        pytest.param(1, SCHEDULES, id="1"),
+        pytest.param(2, SCHEDULES, marks=pytest.mark.slow, id="2"),
+        pytest.param(3, SCHEDULES[::3], id="3"),  # both kinds of receiving, and three ranks with as many lanes
+    ],
+)
+@on_ranks()
+def test_every_collective_equals_its_reference_inside_lanes_and_outside(
+    rank: int, group: CommGroup, world_size: int, schedules: Sequence[Schedule]
+) -> None:
     assert check(group, 0) > 100
     for number, schedule in enumerate(schedules):
         counts = in_lanes(
@@ -166,22 +104,8 @@ def all_cases_everywhere(rank: int, world_size: int, schedules: Sequence[Schedul
         check(group, 1)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "schedules"),
-    [
-        pytest.param(1, SCHEDULES, id="1"),
-        pytest.param(2, SCHEDULES, marks=pytest.mark.slow, id="2"),
-        pytest.param(3, SCHEDULES[::3], id="3"),  # both kinds of receiving, and three ranks with as many lanes
-    ],
-)
-def test_every_collective_equals_its_reference_inside_lanes_and_outside(
-    world_size: int, schedules: Sequence[Schedule]
-) -> None:
-    run_ranks(all_cases_everywhere, world_size, schedules)
-
-
-def bytes_and_names(rank: int, world_size: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=20.0)
+@on_ranks(2)
+def test_bytes_are_those_that_cross_the_link(rank: int, group: CommGroup) -> None:
     x = torch.ones(6, 5, dtype=torch.float16)  # 10 bytes a row
 
     def crossing(transfer: Transfer[Tensor]) -> tuple[str, int, int]:
@@ -203,88 +127,51 @@ def bytes_and_names(rank: int, world_size: int) -> None:
     assert crossing(transfer) == ("reduce_scatter", *((20, 40) if rank == 0 else (40, 20)))
 
 
-def test_bytes_are_those_that_cross_the_link() -> None:
-    run_ranks(bytes_and_names, 2)
-
-
 # ---------------------------------------------------------------------------------------- a tensor-parallel module
 
 
-class Mlp(nn.Module):
-    """A dense MLP, column then row parallel: each rank has its part of the hidden units, one all-reduce per layer."""
-
-    def __init__(self, group: CommGroup | None, layers: int = 3, width: int = 16) -> None:
-        super().__init__()
-        self.group = group
-        generator = torch.Generator().manual_seed(7)
-        up = torch.randn(layers, 4 * width, width, generator=generator) / width**0.5
-        down = torch.randn(layers, width, 4 * width, generator=generator) / width
-        if group is not None:
-            up, down = up.chunk(group.size, 1)[group.rank], down.chunk(group.size, 2)[group.rank]
-        self.up, self.down = nn.Parameter(up.clone()), nn.Parameter(down.clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        for up, down in zip(self.up, self.down, strict=True):
-            y = torch.relu(x @ up.T) @ down.T
-            x = x + (y if self.group is None else ubatch.all_reduce(y, self.group))
-        return x
-
-
-def tensor_parallel(rank: int, world_size: int) -> dict[str, Any]:
-    group = CommGroup.from_process_group(timeout_s=20.0)
-    seen: dict[str, Any] = {}
+@on_ranks(2)
+def test_a_dense_tensor_parallel_module_overlaps(rank: int, group: CommGroup) -> None:
+    x = data(0, 0, 13, 8, dtype=torch.float64) / 9
+    with torch.no_grad():
+        expected = Mlp(None)(x)
     for lanes in (2, 3):
         config = UBatchConfig(
             verify="off", num_ubatches=lanes, dbo_prefill_token_threshold=4, group=group, require_overlap=True
         )
         model = UBatchWrapper(Mlp(group), config)
         with torch.no_grad(), tracing() as trace:
-            seen[f"{lanes} lanes"] = model(data(0, 0, 13, 16) / 9)
+            torch.testing.assert_close(model(x), expected)
         assert model.statistics().engaged == 1
-        seen[f"{lanes} order"] = list(trace.order)
-        seen[f"{lanes} spans"] = list(trace.spans)
         model.close()
+        turn = [(lane, "collective") for lane in range(lanes)]
+        assert trace.order == turn * 3 + [(lane, "end") for lane in range(lanes)]
+        moved = [span for span in trace.spans if span.kind is SpanKind.TRANSFER]
+        assert len(moved) == 3 * lanes
+        assert {span.bytes for span in moved if span.lane == 0} == {13 // lanes * 8 * 8 * 2}
+        for transfer in moved[:-1]:  # while it travels, another lane computes
+            assert any(
+                span.kind is SpanKind.COMPUTE
+                and span.lane != transfer.lane
+                and max(span.start, transfer.start) < min(span.end, transfer.end)
+                for span in trace.spans
+            ), transfer
 
     model = UBatchWrapper(Mlp(group), UBatchConfig(verify="off", dbo_prefill_token_threshold=4, group=group))
-    x = data(0, 0, 13, 16) / 9
     with pytest.raises(GradientError, match=r"lane 0.*requires grad.*no_grad"):
         model(x)
     group.reset()
     with torch.inference_mode():
-        seen["after a gradient was refused"] = model(x)
-    small = model(x[:3])  # unsplit: gradients are nobody's business here
-    assert torch.allclose(small, seen["2 lanes"][:3], atol=1e-5)
+        torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(model(x[:3]), expected[:3])  # unsplit: gradients are nobody's business here
     model.close()
-    return seen
-
-
-def test_a_dense_tensor_parallel_module_overlaps() -> None:
-    with torch.no_grad():
-        expected = Mlp(None)(data(0, 0, 13, 16) / 9)
-    for seen in run_ranks(tensor_parallel, 2):
-        for name in ("2 lanes", "3 lanes", "after a gradient was refused"):
-            torch.testing.assert_close(seen[name], expected, atol=1e-5, rtol=1e-5)
-        for lanes in (2, 3):
-            turn = [(lane, "collective") for lane in range(lanes)]
-            assert seen[f"{lanes} order"] == turn * 3 + [(lane, "end") for lane in range(lanes)]
-            spans = seen[f"{lanes} spans"]
-            moved = [span for span in spans if span.kind is SpanKind.TRANSFER]
-            assert len(moved) == 3 * lanes
-            assert {span.bytes for span in moved if span.lane == 0} == {13 // lanes * 16 * 4 * 2}
-            for transfer in moved[:-1]:  # while it travels, another lane computes
-                assert any(
-                    span.kind is SpanKind.COMPUTE
-                    and span.lane != transfer.lane
-                    and max(span.start, transfer.start) < min(span.end, transfer.end)
-                    for span in spans
-                ), transfer
 
 
 # -------------------------------------------------------------------------------------------------------- refused
 
 
-def refusals(rank: int, world_size: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=20.0)
+@on_ranks(2)
+def test_what_cannot_work_is_refused_before_it_is_launched(rank: int, group: CommGroup) -> None:
     x = torch.ones(4, 2)
 
     with pytest.raises(ConfigError, match="must be a CommGroup, not ProcessGroup"):
@@ -311,18 +198,14 @@ def refusals(rank: int, world_size: int) -> None:
     # A wrapper without a group did not vote, so nothing is launched in its lanes, on any rank.
     unvoted = UBatchWrapper(Mlp(group), UBatchConfig(verify="off", dbo_prefill_token_threshold=4))
     with torch.no_grad(), pytest.raises(UnvotedCollectiveError, match=r"ranks \[0, 1\] in lane 0.*UBatchConfig.group"):
-        unvoted(torch.ones(8, 16))
+        unvoted(torch.ones(8, 8, dtype=torch.float64))
     unvoted.close()
     # Nothing of the above was launched, or the ranks would be out of step here.
     assert torch.equal(ubatch.all_reduce(torch.full((2,), float(rank)), group), torch.ones(2))
 
 
-def test_what_cannot_work_is_refused_before_it_is_launched() -> None:
-    run_ranks(refusals, 2)
-
-
-def gradients(rank: int, world_size: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=20.0)
+@on_ranks(2)
+def test_inputs_that_require_grad_are_refused_in_a_lane(rank: int, group: CommGroup) -> None:
     x = torch.ones(4, 2, requires_grad=True)
 
     def body() -> bool:
@@ -335,7 +218,3 @@ def gradients(rank: int, world_size: int) -> None:
         return True
 
     assert in_lanes(group, Schedule("two lanes"), body) == [True, True]
-
-
-def test_inputs_that_require_grad_are_refused_in_a_lane() -> None:
-    run_ranks(gradients, 2)

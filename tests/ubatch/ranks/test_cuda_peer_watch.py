@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,8 +17,9 @@ import torch
 import torch.distributed as dist
 from deepep_cases import Stack, close, layer_of, rows_of, transport
 from lanes import within
+from peer_failure_cases import Told
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from ubatch import CommGroup, GroupBroken, UBatchConfig, UBatchWrapper
 from ubatch.process.heartbeat import silence
 from ubatch.process.job_store import JobStore
@@ -164,42 +166,37 @@ def test_watch(case: Callable[..., Any], dying: tuple[int, ...]) -> None:
     run_ranks(case, 2, dying=dying)
 
 
-class _Store:
-    """A store that is gone."""
-
-    def set(self, name: str, value: str) -> None:
-        raise dist.DistNetworkError("gone")
-
-
 def test_a_store_that_is_gone() -> None:
-    lost: list[int] = []
-    store: Any = _Store()
-    watch = PeerWatch(0, (0, 1), store, 1.0, failed=lambda: False, lost=lost.append, forged=lambda _: None, beat_s=0.01)
+    told, store = Told(), mock.Mock(set=mock.Mock(side_effect=dist.DistNetworkError("gone")))
+    PeerWatch(0, (0, 1), store, 1.0, told, 0.01).start()
+    assert within(5, lambda: told.dead == [-1])
+
+
+def test_a_watch_ends_with_its_connection() -> None:
+    told = Told()
+    watch = PeerWatch(0, (0, 1), JobStore(dist.HashStore()), 60.0, weakref.proxy(told), 0.01)
     watch.start()
-    assert within(5, lambda: lost == [-1])
+    assert within(5, lambda: watch._beats > 1)
+    del told
+    assert within(5, lambda: not watch._thread.is_alive())
 
 
 def test_a_watch_that_could_not_look_blames_nobody() -> None:
     """Its own process was stopped, or held Python's lock and did not say so; the peers' beats may have come or not."""
-    store, lost = dist.HashStore(), list[int]()
+    store, told = dist.HashStore(), Told()
     store.set("beat/1", "1")
-    watch = PeerWatch(
-        0, (0, 1), JobStore(store), 0.5, failed=lambda: False, lost=lost.append, forged=lambda _: None, beat_s=0.05
-    )
+    watch = PeerWatch(0, (0, 1), JobStore(store), 0.5, told, 0.05)
     watch.start()
     assert within(5, lambda: store.add("beat/0", 0) > 2)
     _hold_the_gil(2)
     time.sleep(0.2)
-    assert not lost
-    assert within(5, lambda: lost == [1]), "but while it does look, it counts"
+    assert not told.dead
+    assert within(5, lambda: told.dead == [1]), "but while it does look, it counts"
 
 
-def _alone(rank: int, ranks: int) -> None:
-    connection = CommGroup.from_process_group(timeout_s=5.0).usable_connection()
+@on_ranks(1)
+def test_one_rank_has_nobody_to_watch(rank: int, group: CommGroup) -> None:
+    connection = group.usable_connection()
     connection.watch()
     assert connection._watch is None
     assert not connection.is_stream_ordered(torch.device("cpu"))
-
-
-def test_one_rank_has_nobody_to_watch() -> None:
-    run_ranks(_alone, 1)

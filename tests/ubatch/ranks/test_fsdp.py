@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ranks import run_ranks
+from ranks import on_ranks
 from ubatch import CommGroup, UBatchConfig, UBatchWrapper, UnvotedCollectiveError, dbo_current_ubatch_id, tracing
 from ubatch import all_reduce as overlapped_all_reduce
 from ubatch.ranks.fsdp import sharing_weights
@@ -71,9 +70,12 @@ def counted_gathers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return gathers
 
 
+@pytest.mark.parametrize(
+    ("lanes", "schedule"), [(2, "mlp_shared_overlap"), (3, "mlp_shared_overlap"), (2, "two_batch_decode")]
+)
+@on_ranks(2)
 @torch.no_grad()
-def on_ranks(rank: int, world_size: int, lanes: int, schedule: str) -> None:
-    group = CommGroup.from_process_group()
+def test_lanes_share_what_is_gathered(rank: int, group: CommGroup, lanes: int, schedule: str) -> None:
     model, x = sharded(group), torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(rank))
     expected = layers(group)(x)
     torch.testing.assert_close(model(x), expected)
@@ -94,13 +96,7 @@ def on_ranks(rank: int, world_size: int, lanes: int, schedule: str) -> None:
     assert is_freed(model), "the last lane that left has freed the weights"
     if schedule == "mlp_shared_overlap":
         assert gathers == [0] * LAYERS, "the lanes behind find them gathered"
-    check_failures(wrapper, model, group, x, expected)
-    wrapper.close()
-
-
-def check_failures(wrapper: UBatchWrapper, model: Any, group: CommGroup, x: Tensor, expected: Tensor) -> None:
-    """A lane that fails leaves its peers' weights where the next call finds them."""
-    _failing.append(True)
+    _failing.append(True)  # a lane that fails leaves its peers' weights where the next call finds them
     with pytest.raises(ValueError, match="lane 1 fails"):
         wrapper(x)
     _failing.clear()
@@ -108,33 +104,21 @@ def check_failures(wrapper: UBatchWrapper, model: Any, group: CommGroup, x: Tens
     for _ in range(2):
         torch.testing.assert_close(wrapper(x), expected)
     assert is_freed(model)
+    wrapper.close()
 
 
-@pytest.mark.parametrize(
-    ("lanes", "schedule"), [(2, "mlp_shared_overlap"), (3, "mlp_shared_overlap"), (2, "two_batch_decode")]
-)
-def test_lanes_share_what_is_gathered(lanes: int, schedule: str) -> None:
-    run_ranks(on_ranks, 2, lanes, schedule)
-
-
+@on_ranks(2)
 @torch.no_grad()
-def on_ranks_that_did_not_vote(rank: int, world_size: int) -> str:
+def test_gathering_over_ranks_that_did_not_vote_is_refused(rank: int, group: CommGroup) -> None:
     model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN))
     fully_shard(model)
     assert isinstance(model, FSDPModule)
     model(torch.ones(1, HIDDEN))
     model.reshard()
     wrapper = UBatchWrapper(model, UBatchConfig(verify="off", dbo_prefill_token_threshold=2))
-    with pytest.raises(UnvotedCollectiveError) as unvoted:
+    with pytest.raises(UnvotedCollectiveError, match=r"gather of weights over ranks \[0, 1\] in lane 0"):
         wrapper(torch.ones(4, HIDDEN))
     wrapper.close()
-    dist.barrier()
-    return str(unvoted.value)
-
-
-def test_gathering_over_ranks_that_did_not_vote_is_refused() -> None:
-    for message in run_ranks(on_ranks_that_did_not_vote, 2):
-        assert "gather of weights over ranks [0, 1] in lane 0" in message
 
 
 def test_outside_of_the_block_torch_is_as_it_was() -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
 import ubatch
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from ubatch import (
     CommGroup,
     ConfigError,
@@ -89,8 +89,12 @@ def rows_of(rank: int, call: int) -> int:
     return random.Random(f"{rank} {call}").choice([0, 0, 1, 2, 5, 6, 7, 9, 16])
 
 
-def whatever_batches(rank: int, world_size: int, calls: int, lanes: int) -> dict[str, Any]:
-    group = CommGroup.from_process_group(timeout_s=20.0)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("world_size", "lanes"), [(2, 2), (2, 3), (3, 2)])
+@on_ranks()
+def test_ranks_with_different_batches_split_alike_and_are_right(
+    rank: int, group: CommGroup, world_size: int, lanes: int
+) -> None:
     module = Experts(group)
     model = UBatchWrapper(
         module, UBatchConfig(verify="off", num_ubatches=lanes, dbo_prefill_token_threshold=6, group=group)
@@ -98,7 +102,7 @@ def whatever_batches(rank: int, world_size: int, calls: int, lanes: int) -> dict
     generator = torch.Generator().manual_seed(rank)
     expected_engaged = 0
     with torch.inference_mode():
-        for call in range(calls):
+        for call in range(60):
             rows = [rows_of(other, call) for other in range(world_size)]
             busy = [count for count in rows if count]
             engages = bool(busy) and min(busy) >= 6
@@ -109,21 +113,12 @@ def whatever_batches(rank: int, world_size: int, calls: int, lanes: int) -> dict
             assert module.lanes_seen() == (set(range(lanes)) if engages else {-1}), (call, rows)
     statistics_ = model.statistics()
     assert statistics_.engaged == expected_engaged
-    assert statistics_.engaged + sum(statistics_.declined.values()) == calls
+    assert statistics_.engaged + sum(statistics_.declined.values()) == 60
+    assert expected_engaged > 5, "an idle rank must not veto"
     model.close()
-    return {"engaged": expected_engaged, "declined": dict(statistics_.declined)}
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(("world_size", "lanes"), [(2, 2), (2, 3), (3, 2)])
-def test_ranks_with_different_batches_split_alike_and_are_right(world_size: int, lanes: int) -> None:
-    results = run_ranks(whatever_batches, world_size, 60, lanes)
-    assert results[0]["engaged"] > 5, "an idle rank must not veto"
-    assert len({result["engaged"] for result in results}) == 1
-    seen = Counter[DeclineReason]()
-    for result in results:
-        seen.update(result["declined"])
-    assert set(seen) >= {DeclineReason.PEER_DECLINED, DeclineReason.BELOW_PREFILL_THRESHOLD}
+    reasons = [DeclineReason.PEER_DECLINED, DeclineReason.BELOW_PREFILL_THRESHOLD]
+    seen = ubatch.all_reduce(torch.tensor([statistics_.declined.get(reason, 0) for reason in reasons]), group)
+    assert min(seen.tolist()) > 0
 
 
 # ------------------------------------------------------------------------------------------------- every reason
@@ -149,85 +144,55 @@ def ids(rows: int, length: int = 4) -> Tensor:
     return torch.arange(rows * length).view(rows, length)
 
 
-def every_reason(rank: int, world_size: int) -> dict[str, list[str | None]]:
-    group = CommGroup.from_process_group(timeout_s=20.0)
+@on_ranks(2)
+def test_every_reason_that_ranks_can_have_is_seen(rank: int, group: CommGroup) -> None:
     config = UBatchConfig(verify="off", dbo_decode_token_threshold=4, dbo_prefill_token_threshold=8, group=group)
-    module = Rowwise(group)
-    seen: dict[str, list[str | None]] = {}
+    module, reason = Rowwise(group), DeclineReason
 
-    def call(name: str, config: UBatchConfig, *args: Any, module: nn.Module = module, times: int = 1) -> None:
+    def call(expected: str, config: UBatchConfig, *args: Any, module: nn.Module = module, times: int = 1) -> None:
         model = UBatchWrapper(module, config)
         for _ in range(times):
             result = model(*args)
             if isinstance(result, Tensor) and result.dim() > 1:
                 assert torch.equal(result, args[0] * 2)
         counted = model.statistics()
-        seen[name] = sorted(counted.declined) + ["engaged"] * counted.engaged
+        assert sorted(counted.declined) + ["engaged"] * counted.engaged == [expected]
         model.close()
 
-    def differently(name: str, *mine: Any) -> None:
+    def on_rank_1(expected: str, *mine: Any, all_see_it: bool = False) -> None:
         """Rank 0 calls with what is usual, rank 1 with what is given."""
         usual = (config, ids(8))
-        call(name, *(mine if rank == 1 else usual))
+        call(expected if rank or all_see_it else reason.PEER_DECLINED, *(mine if rank == 1 else usual))
 
-    call("agreed", config, ids(8))
-    differently("prefill too small", config, ids(2, 3))
-    call("decode too small", config, ids(3 if rank == 1 else 8, 1))
-    differently("fewer rows than lanes", config, ids(1, 12))
-    differently("idle", config, ids(0))
-    call("all idle", config, ids(0))
-    differently("disabled", replace(config, enable_dbo=False), ids(8))
-    differently("serial", replace(config, schedule="serial"), ids(8))
-    differently("lanes", replace(config, num_ubatches=3), ids(8))
-    differently("schedule", replace(config, schedule="two_batch_decode"), ids(8))
-    differently("mode", config, ids(8, 1))
-    differently("idle, and another mode", config, ids(0, 1))
-    differently("idle, but other lanes", replace(config, num_ubatches=3), ids(0))
-    differently("ambiguous argument", config, ids(8), ids(8))
-    differently("no splitter", config, ids(8), Opaque())
+    call("engaged", config, ids(8))
+    on_rank_1(reason.BELOW_PREFILL_THRESHOLD, config, ids(2, 3))
+    small = reason.BELOW_DECODE_THRESHOLD if rank else reason.PEER_DECLINED
+    call(small, config, ids(3 if rank == 1 else 8, 1))
+    on_rank_1(reason.LAST_UBATCH_EMPTY, config, ids(1, 12))
+    call(reason.ALL_IDLE, config, ids(0))
+    on_rank_1(reason.DISABLED, replace(config, enable_dbo=False), ids(8))
+    on_rank_1(reason.SERIAL_SCHEDULE, replace(config, schedule="serial"), ids(8))
+    on_rank_1(reason.LANES_DIFFER, replace(config, num_ubatches=3), ids(8), all_see_it=True)
+    on_rank_1(reason.SCHEDULES_DIFFER, replace(config, schedule="two_batch_decode"), ids(8), all_see_it=True)
+    on_rank_1(reason.MODES_DIFFER, config, ids(8, 1), all_see_it=True)
+    on_rank_1(reason.AMBIGUOUS_ARGUMENT, config, ids(8), ids(8))
+    on_rank_1(reason.NO_SPLITTER, config, ids(8), Opaque())
     with set_forward_context(ForwardContext(attn_metadata=object(), num_tokens=32) if rank == 1 else None):
-        call("not requested", config, ids(8))
-
+        call(reason.NOT_REQUESTED if rank else reason.PEER_DECLINED, config, ids(8))
+    # An idle rank takes part in whatever the others do.
+    for idle in ((config, ids(0)), (config, ids(0, 1)), (replace(config, num_ubatches=3), ids(0))):
+        on_rank_1("engaged", *idle, all_see_it=True)
     # What only the outputs can tell is found out in a proof, together, and remembered.
     first = replace(config, verify="first")
-    call("zero dimensions", first, ids(8), module=Rowwise(group, lambda y: y.float().mean()), times=2)
-    call("ambiguous output", first, ids(8), module=Rowwise(group, lambda y: y.sum(0)), times=2)
-
-    return seen
-
-
-def test_every_reason_that_ranks_can_have_is_seen() -> None:
-    first, second = run_ranks(every_reason, 2)
-    peer = DeclineReason.PEER_DECLINED
-    expected: dict[str, list[str]] = {
-        "agreed": ["engaged"] * 2,
-        "prefill too small": [peer, DeclineReason.BELOW_PREFILL_THRESHOLD],
-        "decode too small": [peer, DeclineReason.BELOW_DECODE_THRESHOLD],
-        "fewer rows than lanes": [peer, DeclineReason.LAST_UBATCH_EMPTY],
-        "idle": ["engaged"] * 2,
-        "all idle": [DeclineReason.ALL_IDLE] * 2,
-        "disabled": [peer, DeclineReason.DISABLED],
-        "serial": [peer, DeclineReason.SERIAL_SCHEDULE],
-        "lanes": [DeclineReason.LANES_DIFFER] * 2,
-        "schedule": [DeclineReason.SCHEDULES_DIFFER] * 2,
-        "mode": [DeclineReason.MODES_DIFFER] * 2,
-        "idle, and another mode": ["engaged"] * 2,
-        "idle, but other lanes": ["engaged"] * 2,
-        "ambiguous argument": [peer, DeclineReason.AMBIGUOUS_ARGUMENT],
-        "no splitter": [peer, DeclineReason.NO_SPLITTER],
-        "not requested": [peer, DeclineReason.NOT_REQUESTED],
-        "zero dimensions": [DeclineReason.ZERO_DIM_OUTPUT] * 2,
-        "ambiguous output": [DeclineReason.CANNOT_MERGE] * 2,
-    }
-    assert first == {name: [reasons[0]] for name, reasons in expected.items()}
-    assert second == {name: [reasons[1]] for name, reasons in expected.items()}
+    call(reason.ZERO_DIM_OUTPUT, first, ids(8), module=Rowwise(group, lambda y: y.float().mean()), times=2)
+    call(reason.CANNOT_MERGE, first, ids(8), module=Rowwise(group, lambda y: y.sum(0)), times=2)
 
 
 # ---------------------------------------------------------------------------------------------- details of voting
 
 
-def voting(rank: int, world_size: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=5.0)
+@on_ranks(2, timeout_s=5.0)
+def test_voting(rank: int, group: CommGroup) -> None:
     config = UBatchConfig(verify="off", dbo_prefill_token_threshold=8, group=group)
     no = Offer(Wish.NO, (1,), 2, DeclineReason.DISABLED)
 
@@ -295,10 +260,6 @@ def voting(rank: int, world_size: int) -> None:
     assert group.vote(big).tokens == ((2**40, 0), (2**40, 1))
 
 
-def test_voting() -> None:
-    run_ranks(voting, 2)
-
-
 def making(rank: int, world_size: int) -> None:
     for timeout_s in (0.0, -1.0):
         with pytest.raises(ConfigError, match="timeout_s must be positive"):
@@ -325,20 +286,45 @@ def test_making_groups() -> None:
     run_ranks(making, 2)
 
 
-def vote_latency(rank: int, world_size: int) -> float:
+@on_ranks(2)
+def test_a_vote_is_cheap(rank: int, group: CommGroup) -> None:
+    """A fraction of a millisecond; the bound only catches votes that all wait for a slice or sleep between looks."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    group = CommGroup.from_process_group(timeout_s=20.0)
     offer = Offer(Wish.YES, (512, 512), 2)
     taken = []
     for _ in range(250):
         begun = time.perf_counter()
         group.vote(offer)
         taken.append(time.perf_counter() - begun)
-    return min(taken[50:])
+    assert min(taken[50:]) < 0.05
 
 
-def test_a_vote_is_cheap() -> None:
-    """A fraction of a millisecond; the bound only catches votes that all wait for a slice or sleep between looks."""
-    assert max(run_ranks(vote_latency, 2)) < 0.05
+# ------------------------------------------------------------------------------------------------ the job's own group
+
+BOUND = torch.device("cuda:0")
+
+
+@pytest.fixture
+def job() -> Iterator[dist.ProcessGroup]:
+    """A job of one rank, bound to a device as NCCL's are that are made with `device_id`."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    default = c10d._get_default_group()
+    default.bound_device_id = BOUND
+    try:
+        yield default
+    finally:
+        default.bound_device_id = None
+        dist.destroy_process_group()
+
+
+def test_a_group_is_not_split_off_a_job_that_is_bound_to_a_device(
+    job: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split: list[dist.ProcessGroup] = []
+    monkeypatch.setattr(c10d, "_get_split_source", split.append)
+    group = CommGroup.from_process_group(timeout_s=5.0)
+    assert split == [], "NCCL would wait for every rank of the job"
+    assert group.usable_connection().pg.bound_device_id is None
+    assert job.bound_device_id == BOUND, "the job's own is as it was"

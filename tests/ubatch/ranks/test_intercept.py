@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -14,13 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ranks import run_ranks
+from ranks import on_ranks
 from ubatch import (
     CommGroup,
     DeclineReason,
     GradientError,
     SpanKind,
-    Trace,
     UBatchConfig,
     UBatchWrapper,
     UnvotedCollectiveError,
@@ -56,78 +54,78 @@ def sharded(mesh: DeviceMesh) -> nn.Sequential:
     return model
 
 
-def config(lanes: int = 2) -> UBatchConfig:
+def settings(lanes: int = 2, group: CommGroup | None = None) -> UBatchConfig:
     return UBatchConfig(
         verify="off",
         num_ubatches=lanes,
         dbo_prefill_token_threshold=lanes,
         dbo_decode_token_threshold=lanes,
-        group=CommGroup.from_process_group(),
-        require_overlap=True,
+        group=group,
+        require_overlap=group is not None,
     )
 
 
-def traced(wrapper: UBatchWrapper, *args: Any, **kwargs: Any) -> tuple[Any, Trace]:
+def intercepted(module: nn.Module, lanes: int = 2, group: CommGroup | None = None) -> UBatchWrapper:
+    return UBatchWrapper(module, settings(lanes, group), intercept_collectives=True)
+
+
+def traced(wrapper: UBatchWrapper, x: Tensor) -> tuple[Tensor, list[tuple[int, str]], int]:
+    """The outputs, the order of points, and the number of transfers."""
     with torch.no_grad(), tracing() as trace:
-        return wrapper(*args, **kwargs), trace
+        result = wrapper(x)
+    return result, trace.order, sum(span.kind is SpanKind.TRANSFER for span in trace.spans)
+
+
+def rows(seed: int, number: int = 6) -> Tensor:
+    return torch.randn(number, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
 # ------------------------------------------------------------------------------------------------------ what it does
 
 
-def on_tensor_parallel_ranks(rank: int, world_size: int, lanes: int) -> tuple[Tensor, Tensor, list[Any], int]:
-    model = sharded(init_device_mesh("cpu", (world_size,)))
-    x = torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(1))
-    wrapper = UBatchWrapper(model, config(lanes), intercept_collectives=True)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("lanes", [2, 3])
+@on_ranks(2)
+def test_a_sharded_module_overlaps_its_all_reduces(rank: int, group: CommGroup, lanes: int) -> None:
+    model, x = sharded(init_device_mesh("cpu", (group.size,))), rows(1, 8)
+    wrapper = intercepted(model, lanes, group)
     with torch.no_grad():
         plain = model(x) + 0  # which waits
-    overlapped, trace = traced(wrapper, x)
+    overlapped, order, transfers = traced(wrapper, x)
     with torch.inference_mode():  # here torch gathers weights, and waits inside of its own functions
         torch.testing.assert_close(wrapper(x), overlapped)
     wrapper.close()
-    return plain, overlapped, trace.order, sum(span.kind is SpanKind.TRANSFER for span in trace.spans)
+    torch.testing.assert_close(plain, blocks()(x).detach())
+    torch.testing.assert_close(overlapped, plain)
+    each = [(lane, "collective") for lane in range(lanes)]
+    assert order == each * LAYERS + [(lane, "end") for lane in range(lanes)], "all travel while the others compute"
+    assert transfers == LAYERS * lanes
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("lanes", [2, 3])
-def test_a_sharded_module_overlaps_its_all_reduces(lanes: int) -> None:
-    expected = blocks()(torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(1)))
-    order = [(lane, "collective") for _ in range(LAYERS) for lane in range(lanes)] + [(i, "end") for i in range(lanes)]
-    for plain, overlapped, seen, transfers in run_ranks(on_tensor_parallel_ranks, 2, lanes):
-        torch.testing.assert_close(plain, expected)
-        torch.testing.assert_close(overlapped, plain)
-        assert seen == order, "every all-reduce of a lane travels while the others compute"
-        assert transfers == LAYERS * lanes
+class Every(nn.Module):
+    """One of each, whose results are needed in another order than they were launched."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[rows, HIDDEN]` to the same."""
+        group = dist.group.WORLD
+        summed = functional.all_reduce(x, "sum", group)
+        gathered = functional.all_gather_tensor(x, 0, group)
+        scattered = functional.reduce_scatter_tensor(gathered + 1, "sum", 0, group)
+        swapped = functional.all_to_all_single(x.repeat(dist.get_world_size(), 1), None, None, group)
+        some = functional.all_reduce_coalesced([x, x + 1], "sum", group)
+        return swapped[: x.shape[0]] + scattered + summed + some[0] + some[1]
 
 
-def on_all_functional_collectives(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
-    group = dist.group.WORLD
-
-    class Every(nn.Module):
-        """One of each, whose results are needed in another order than they were launched."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            """`[rows, HIDDEN]` to the same."""
-            summed = functional.all_reduce(x, "sum", group)
-            gathered = functional.all_gather_tensor(x, 0, group)
-            scattered = functional.reduce_scatter_tensor(gathered + 1, "sum", 0, group)
-            swapped = functional.all_to_all_single(x.repeat(world_size, 1), None, None, group)
-            some = functional.all_reduce_coalesced([x, x + 1], "sum", group)
-            return swapped[: x.shape[0]] + scattered + summed + some[0] + some[1]
-
-    x = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(rank))
-    wrapper = UBatchWrapper(Every().eval(), config(), intercept_collectives=True)
+@on_ranks(2)
+def test_every_functional_collective(rank: int, group: CommGroup) -> None:
+    x = rows(rank)
+    wrapper = intercepted(Every().eval(), 2, group)
     with torch.inference_mode():
         halves = torch.cat([Every()(half) for half in x.chunk(2)])
-    overlapped, trace = traced(wrapper, x)
+    overlapped, order, _ = traced(wrapper, x)
     wrapper.close()
-    assert (0, "collective") in trace.order
-    return [(halves, overlapped)]
-
-
-def test_every_functional_collective() -> None:
-    for ((halves, overlapped),) in run_ranks(on_all_functional_collectives, 2):
-        torch.testing.assert_close(overlapped, halves)
+    assert (0, "collective") in order
+    torch.testing.assert_close(overlapped, halves)
 
 
 class SummingInPlace(nn.Module):
@@ -143,67 +141,21 @@ class SummingInPlace(nn.Module):
         return y * late
 
 
-def on_all_reduces_that_wait_at_once(rank: int, world_size: int) -> tuple[Tensor, Tensor, list[Any], int, str]:
-    x = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(rank))
-    wrapper = UBatchWrapper(SummingInPlace().eval(), config(), intercept_collectives=True)
+@on_ranks(2)
+def test_all_reduces_that_wait_at_once(rank: int, group: CommGroup) -> None:
+    x = rows(rank)
+    wrapper = intercepted(SummingInPlace().eval(), 2, group)
     plain = wrapper.module(x)
     wrapper(x)
-    overlapped, trace = traced(wrapper, x)
+    overlapped, order, transfers = traced(wrapper, x)
     wrapper.close()
-    settings = UBatchConfig(verify="off", dbo_prefill_token_threshold=2)
-    alone = UBatchWrapper(SummingInPlace(), settings, intercept_collectives=True)
-    with pytest.raises(UnvotedCollectiveError) as unvoted:
+    torch.testing.assert_close(overlapped, plain)
+    assert order == [(0, "collective"), (1, "collective"), (0, "end"), (1, "end")]
+    assert transfers == 2, "what the module waits for by itself is its own business"
+    alone = intercepted(SummingInPlace())
+    with pytest.raises(UnvotedCollectiveError, match=r"torch's all_reduce over ranks \[0, 1\]"):
         alone(x)
     alone.close()
-    transfers = sum(span.kind is SpanKind.TRANSFER for span in trace.spans)
-    return plain, overlapped, trace.order, transfers, str(unvoted.value)
-
-
-def test_all_reduces_that_wait_at_once() -> None:
-    for plain, overlapped, order, transfers, unvoted in run_ranks(on_all_reduces_that_wait_at_once, 2):
-        torch.testing.assert_close(overlapped, plain)
-        assert order == [(0, "collective"), (1, "collective"), (0, "end"), (1, "end")]
-        assert transfers == 2, "what the module waits for by itself is its own business"
-        assert "torch's all_reduce over ranks [0, 1]" in unvoted
-
-
-def on_a_llama(rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    whole = LlamaForCausalLM(shape).eval()
-    model = copy.deepcopy(whole)
-    mesh = init_device_mesh("cpu", (world_size,))
-    attention = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
-    mlp = {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
-    for layer in model.model.layers:
-        out = {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
-        parallelize_module(layer, mesh, attention | mlp | out)
-    ids = torch.randint(0, 64, (4, 9), generator=torch.Generator().manual_seed(2))
-    wrapper = UBatchWrapper(model, config(), intercept_collectives=True)
-    with torch.inference_mode():
-        plain = model(ids, use_cache=False).logits
-        reference = whole(ids, use_cache=False).logits
-    overlapped, trace = traced(wrapper, ids, use_cache=False)
-    wrapper.close()
-    return reference, plain, overlapped.logits, trace.order.count((1, "collective"))
-
-
-@pytest.mark.slow
-def test_a_dense_llama_of_transformers() -> None:
-    for reference, plain, overlapped, points in run_ranks(on_a_llama, 2):
-        torch.testing.assert_close(plain, reference)
-        torch.testing.assert_close(overlapped, plain)
-        assert points == 2 * 2, "one all-reduce behind attention and one behind the MLP, per layer"
 
 
 # -------------------------------------------------------------------------------------------------- what it refuses
@@ -217,23 +169,16 @@ class Summing(nn.Module):
         return functional.all_reduce(x, "sum", dist.group.WORLD) * 2
 
 
-def on_unvoted_ranks(rank: int, world_size: int) -> tuple[str, str]:
-    model = sharded(init_device_mesh("cpu", (world_size,)))
-    alone = UBatchWrapper(model, UBatchConfig(verify="off", dbo_prefill_token_threshold=2), intercept_collectives=True)
-    with torch.inference_mode(), pytest.raises(UnvotedCollectiveError) as unvoted:
+@on_ranks(2)
+def test_what_could_dead_lock_is_refused(rank: int, group: CommGroup) -> None:
+    alone = intercepted(sharded(init_device_mesh("cpu", (group.size,))))
+    with torch.inference_mode(), pytest.raises(UnvotedCollectiveError, match=r"Set UBatchConfig\.group"):
         alone(torch.ones(8, HIDDEN))
     alone.close()
-    summing = UBatchWrapper(Summing(), config())
-    with intercepting(), pytest.raises(GradientError) as training:
+    summing = UBatchWrapper(Summing(), settings(2, group))
+    with intercepting(), pytest.raises(GradientError, match="requires grad"):
         summing(torch.ones(8, HIDDEN, requires_grad=True))
     summing.close()
-    return str(unvoted.value), str(training.value)
-
-
-def test_what_could_dead_lock_is_refused() -> None:
-    for unvoted, training in run_ranks(on_unvoted_ranks, 2):
-        assert "Set UBatchConfig.group" in unvoted
-        assert "requires grad" in training
 
 
 class Affine(nn.Module):
@@ -256,8 +201,7 @@ def test_calls_that_record_gradients_run_as_they_are(
     trained: bool, x_grad: bool, enabled: bool, declines: bool
 ) -> None:
     x = torch.ones(4, HIDDEN, requires_grad=x_grad)
-    settings = UBatchConfig(verify="off", dbo_prefill_token_threshold=2)
-    wrapper = UBatchWrapper(Affine(trained), settings, intercept_collectives=True)
+    wrapper = intercepted(Affine(trained))
     with torch.set_grad_enabled(enabled):
         result = wrapper(x)
     seen = wrapper.statistics()
@@ -269,7 +213,7 @@ def test_calls_that_record_gradients_run_as_they_are(
         assert again.statistics().declined == ({DeclineReason.GRADIENTS: 1} if trained or x_grad else {})
         again.close()
     wrapper.close()
-    plain = UBatchWrapper(Affine(trained), settings)
+    plain = UBatchWrapper(Affine(trained), settings())
     plain(x)
     assert plain.statistics().engaged == 1, "a module without torch's collectives may be trained in lanes"
     plain.close()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import pytest
 import torch
+from lanes import EVERY_POINT
 from torch import Tensor, nn
 
-from ranks import run_ranks
+from ranks import on_ranks
 from ubatch import (
     CommGroup,
-    Schedule,
     UBatchConfig,
     UBatchWrapper,
     all_reduce,
@@ -23,7 +22,11 @@ from ubatch import (
 from ubatch.errors import LaunchOrderError, UBatchError
 from ubatch.ranks.launch_order import VARIABLE, LaunchOrder, check_ballots, first_difference
 
-SCHEDULE = Schedule("every_point", points_off=frozenset())
+
+@pytest.fixture(autouse=True)
+def _checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every rank."""
+    monkeypatch.setenv(VARIABLE, "1")
 
 
 def test_rows_may_differ_in_number_but_not_in_kind() -> None:
@@ -71,25 +74,16 @@ class Model(nn.Module):
         return x
 
 
-def test_on_two_ranks() -> None:
-    run_ranks(_check_all, 2, ["alike", "strays", "hangs", "unset"])
-
-
-def _check_all(rank: int, ranks: int, names: list[str]) -> None:
-    with torch.inference_mode():
-        for name in names:
-            os.environ[VARIABLE] = "1"
-            CHECKS[name](rank)
-
-
 def _wrapped(group: CommGroup) -> tuple[Model, UBatchWrapper]:
     model = Model(group)
-    config = UBatchConfig(verify="off", group=group, schedule=SCHEDULE, dbo_prefill_token_threshold=2, timeout_s=20.0)
+    config = UBatchConfig(
+        verify="off", group=group, schedule=EVERY_POINT, dbo_prefill_token_threshold=2, timeout_s=20.0
+    )
     return model, UBatchWrapper(model, config)
 
 
-def _alike(rank: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=10.0)
+@on_ranks(2, timeout_s=10.0)
+def test_ranks_that_launch_alike(rank: int, group: CommGroup) -> None:
     _, wrapper = _wrapped(group)
     for step in range(3):
         rows = 4 + 2 * step
@@ -101,9 +95,9 @@ def _alike(rank: int) -> None:
     wrapper.close()
 
 
-def _strays(rank: int) -> None:
+@on_ranks(2, timeout_s=10.0)
+def test_a_lane_that_strays(rank: int, group: CommGroup) -> None:
     """Rank 1's lane 1 launches first. What each lane adds up is as large, so nobody notices but the next vote."""
-    group = CommGroup.from_process_group(timeout_s=10.0)
     model, wrapper = _wrapped(group)
     x = torch.arange(4.0)[:, None] * torch.ones(4, 3)
     wrapper(x)
@@ -124,9 +118,9 @@ def _strays(rank: int) -> None:
     wrapper.close()
 
 
-def _hangs(rank: int) -> None:
+@on_ranks(2, timeout_s=2.0)
+def test_a_lane_that_launches_nothing(rank: int, group: CommGroup) -> None:
     """Rank 1's lane 0 launches nothing: the other rank waits for it, and then says why."""
-    group = CommGroup.from_process_group(timeout_s=2.0)
     model, wrapper = _wrapped(group)
     model.skips = rank == 1
 
@@ -142,15 +136,12 @@ def _hangs(rank: int) -> None:
     wrapper.close()
 
 
-def _unset(rank: int) -> None:
-    """On one rank only; every rank says so."""
+@on_ranks(2, timeout_s=10.0)
+def test_a_check_on_one_rank_only(rank: int, group: CommGroup) -> None:
+    """Every rank says so."""
     if rank == 1:
         del os.environ[VARIABLE]
-    group = CommGroup.from_process_group(timeout_s=10.0)
-    _, wrapper = _wrapped(group)
+    _, wrapper = _wrapped(CommGroup.from_process_group(timeout_s=10.0))
     with pytest.raises(LaunchOrderError, match=r"is set on ranks \[0\] of the group only"):
         wrapper(torch.ones(4, 3))
     wrapper.close()
-
-
-CHECKS: dict[str, Callable[[int], None]] = {"alike": _alike, "strays": _strays, "hangs": _hangs, "unset": _unset}

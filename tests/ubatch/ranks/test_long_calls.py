@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fastest_cases import FakeTimer
 from interrupting import PACKAGE, interrupted_at, lines_of
 from peer_failure_cases import healthy_step, lasting, promptly, wrap
 from torch import Tensor, nn
@@ -21,9 +21,9 @@ from torch.distributed import distributed_c10d as c10d
 
 import ubatch
 import ubatch.process.lateness
-from ranks import run_ranks
+from ranks import on_ranks
 from ubatch import CommGroup, PeerFailed, TransferTimeout, UBatchConfig, UBatchWrapper, dbo_current_ubatch_id
-from ubatch.kernels.autotune import Autotuner, CudaTimer
+from ubatch.kernels.autotune import Autotuner
 from ubatch.process.job_store import JobStore
 from ubatch.process.lateness import Patience, late, late_ranks
 
@@ -35,30 +35,13 @@ class Config:
     rows: int
 
 
-class Timer(CudaTimer):
-    """Tunes on a CPU; every config takes as long."""
-
-    def tunes(self, device: torch.device) -> bool:
-        return True
-
-    def can_time(self, device: torch.device) -> bool:
-        return True
-
-    def fingerprint(self, device: torch.device) -> str:
-        return "machine"
-
-    def seconds(self, run: Callable[[], object], device: torch.device) -> float:
-        run()
-        return 1.0
-
-
 class Tuned(nn.Module):
     """Sums over the ranks; the second lane (or, unsplit, the call) of a rank tunes a kernel in front of it."""
 
     def __init__(self, group: CommGroup, path: Path, slow: bool) -> None:
         super().__init__()
         self.group, self.slow = group, slow
-        self.tuner = Autotuner(Timer(), path)
+        self.tuner = Autotuner(FakeTimer(), path)
         numbers = itertools.count(1)
         self.number = lambda: next(numbers)  # a function is no state of the module
 
@@ -72,28 +55,25 @@ class Tuned(nn.Module):
             time.sleep(LATE_S / 4)
 
 
-def tunes(rank: int, ranks: int, folder: str) -> None:
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_peers_wait_for_a_rank_that_tunes(rank: int, group: CommGroup, tmp_path: Path) -> None:
     """Rank 1 tunes longer than the time-out, in a lane and outside of one; then everything has its time-out again."""
-    group = CommGroup.from_process_group(timeout_s=TIMEOUT_S)
     config = UBatchConfig(
         group=group, dbo_prefill_token_threshold=4, dbo_decode_token_threshold=4, timeout_s=TIMEOUT_S, verify="off"
     )
-    model = UBatchWrapper(Tuned(group, Path(folder) / f"{rank}.json", slow=rank == 1), config)
+    model = UBatchWrapper(Tuned(group, tmp_path / f"{rank}.json", slow=rank == 1), config)
     for tokens in (8, 2):
         x = torch.ones(tokens, 2)
-        assert torch.equal(model(x), ranks * x)
+        assert torch.equal(model(x), group.size * x)
     assert model.statistics().engaged == 1
     model.close()
     assert late_ranks(None) == {}
 
 
-def test_peers_wait_for_a_rank_that_tunes(tmp_path: Path) -> None:
-    run_ranks(tunes, 2, str(tmp_path))
-
-
-def warms_up(rank: int, ranks: int) -> None:
+@pytest.mark.slow
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_peers_wait_for_a_rank_that_warms_up(rank: int, group: CommGroup) -> None:
     """With `no_timeout`, what takes long on one rank is waited for on all: in votes, transfers, and meetings."""
-    group = CommGroup.from_process_group(timeout_s=TIMEOUT_S)
     model, probe = wrap(group)
     store = c10d._get_default_store()
     for wait in (
@@ -116,32 +96,22 @@ def warms_up(rank: int, ranks: int) -> None:
     model.close()
 
 
-@pytest.mark.slow
-def test_peers_wait_for_a_rank_that_warms_up() -> None:
-    run_ranks(warms_up, 2)
-
-
-def dies_while_another_is_late(rank: int, ranks: int) -> tuple[int, str]:
+@on_ranks(3, dying=[2])
+def test_who_is_late_is_not_taken_for_the_one_that_died(rank: int, group: CommGroup) -> None:
     """Neither answers when rank 0's transport fails, but one of them has said why."""
-    group = CommGroup.from_process_group(timeout_s=20.0)
     if rank == 1:
         with late("compiling"):
             dist.barrier()
             time.sleep(6.0)
-        return -1, ""
+        return
     dist.barrier()
     if rank == 2:
         os._exit(9)
     with promptly():
         error = group.usable_connection()._connection_lost("vote", RuntimeError("closed by peer"))
     assert isinstance(error, PeerFailed)
-    return error.rank, str(error)
-
-
-def test_who_is_late_is_not_taken_for_the_one_that_died() -> None:
-    found = run_ranks(dies_while_another_is_late, 3, dying=[2])
-    assert found[0][0] == 2
-    assert "rank 2 died" in found[0][1]
+    assert error.rank == 2
+    assert "rank 2 died" in str(error)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import signal
 import socket
 import sys
 import threading
@@ -22,7 +21,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 import ubatch
-from ranks import run_ranks
+from ranks import on_ranks
 from ubatch import CommGroup, DeclineReason, GroupBroken, LaunchOrderError, Offer, PeerFailed, launch_all_gather
 from ubatch.ranks import near
 from ubatch.ranks.near import MOST_BYTES, Channel, NearRanks, NearWork, OtherLaunch, connect_near
@@ -320,46 +319,19 @@ def test_ranks_that_cannot_meet_use_gloo(
 # -- between processes ---------------------------------------------------------------------------------------------
 
 
-def near_or_not(rank: int, world_size: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=20.0)
-    assert group.usable_connection().near is not None
-    with mock.patch.object(near, "_network", return_value=rank):  # a slower link may be between them
-        apart = CommGroup.from_process_group(timeout_s=20.0)
-    assert apart.usable_connection().near is None
-    for each in (group, apart):
-        gathered = ubatch.all_gather(torch.tensor([float(rank)]), each)
-        assert gathered.tolist() == [float(number) for number in range(world_size)]
-    group.reset()
-    assert group.usable_connection().near is not None
-    assert ubatch.all_gather(torch.tensor([rank]), group).tolist() == list(range(world_size))
+@pytest.mark.parametrize("apart", [False, True])
+@on_ranks(3)
+def test_ranks_of_one_network_are_near(rank: int, group: CommGroup, apart: bool) -> None:
+    with mock.patch.object(near, "_network", return_value=rank if apart else 0):  # a slower link may be between them
+        for _ in range(2):
+            group.reset()
+            assert (group.usable_connection().near is None) == apart
+            assert ubatch.all_gather(torch.tensor([float(rank)]), group).tolist() == [0.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_of_one_network_are_near(world_size: int) -> None:
-    run_ranks(near_or_not, world_size)
-
-
-def killed(rank: int, world_size: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=20.0)
-    ubatch.all_gather(torch.tensor([rank]), group)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    begun = time.monotonic()
-    with pytest.raises(PeerFailed, match="rank 1 died") as failed:
-        ubatch.all_gather(torch.tensor([rank]), group)
-    assert failed.value.rank == 1
-    assert time.monotonic() - begun < 5
-    with pytest.raises(GroupBroken):
-        ubatch.all_gather(torch.tensor([rank]), group)
-
-
-def test_a_killed_rank_is_noticed() -> None:
-    run_ranks(killed, 2, dying=[1])
-
-
-def forks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_forked_child_has_no_part_in_it(rank: int, group: CommGroup) -> None:
     """A forked child neither reads what is its parent's nor keeps a dead parent's connections alive."""
-    group = CommGroup.from_process_group(timeout_s=20.0)
     transfer = launch_all_gather(torch.tensor([rank]), group)
     near = group.usable_connection().near
     assert near is not None
@@ -377,25 +349,17 @@ def forks(rank: int, world_size: int) -> None:
     assert ubatch.all_gather(torch.tensor([rank]), group).tolist() == [0, 1]
 
 
-def test_a_forked_child_has_no_part_in_it() -> None:
-    run_ranks(forks, 2)
-
-
-def launches_otherwise(rank: int, world_size: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=20.0)
+@on_ranks(2)
+def test_another_launch_is_no_dead_rank(rank: int, group: CommGroup) -> None:
     with pytest.raises((LaunchOrderError, PeerFailed), match="the ranks launch in different orders"):
         launch_all_gather(torch.tensor([rank]), group, name="this" if rank else "that").wait()
     group.reset()
     assert ubatch.all_gather(torch.tensor([rank]), group).tolist() == [0, 1]
 
 
-def test_another_launch_is_no_dead_rank() -> None:
-    run_ranks(launches_otherwise, 2)
-
-
-def odd_tensors(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_odd_tensors_arrive_as_what_they_are(rank: int, group: CommGroup) -> None:
     """What a transport that copies memory must not take as it lies there; and ballots inside a transform."""
-    group = CommGroup.from_process_group(timeout_s=20.0)
     x = torch.tensor([[1 + 2j, 3 - 1j]]) * (rank + 1)
     gathered = ubatch.all_gather(x.conj(), group)
     assert torch.equal(gathered, torch.cat([torch.tensor([[1 - 2j, 3 + 1j]]) * each for each in (1, 2)]))
@@ -410,13 +374,9 @@ def odd_tensors(rank: int, world_size: int) -> None:
     assert torch.func.grad(loss)(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
-def test_odd_tensors_arrive_as_what_they_are() -> None:
-    run_ranks(odd_tensors, 2)
-
-
-def reset_in_a_step(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_reset_in_a_step_waits_for_late_ranks(rank: int, group: CommGroup) -> None:
     """A peer that is late while the ranks connect anew, inside a step of the old connection, is waited for."""
-    group = CommGroup.from_process_group(timeout_s=20.0)
     look, late_s = near._network, 0.6 * rank
 
     def slowly() -> int:
@@ -428,13 +388,9 @@ def reset_in_a_step(rank: int, world_size: int) -> None:
         assert ubatch.all_gather(torch.tensor([rank]), group).tolist() == [0, 1]
 
 
-def test_a_reset_in_a_step_waits_for_late_ranks() -> None:
-    run_ranks(reset_in_a_step, 2)
-
-
-def sizes_given_by_some(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_ranks_that_give_their_sizes_or_not_go_the_same_way(rank: int, group: CommGroup) -> None:
     """One rank's blocks are equal by chance, so that it gives no sizes."""
-    group = CommGroup.from_process_group(timeout_s=20.0)
     sizes = [[1, 1, 1], [1, 2, 3], [1, 3, 1]]
     rows = torch.full((sum(sizes[rank]),), rank)
     if rank:
@@ -443,7 +399,3 @@ def sizes_given_by_some(rank: int, world_size: int) -> None:
         received = ubatch.all_to_all_single(rows, group)
     expected = [source for source, of in enumerate(sizes) for _ in range(of[rank])]
     assert received.tolist() == expected
-
-
-def test_ranks_that_give_their_sizes_or_not_go_the_same_way() -> None:
-    run_ranks(sizes_given_by_some, 3)

@@ -15,7 +15,7 @@ from peer_failure_cases import GROUP_TIMEOUT_S, healthy_step, lasting, promptly,
 from torch.distributed import distributed_c10d as c10d
 
 import ubatch
-from ranks import free_port, run_ranks
+from ranks import free_port, on_ranks
 from ubatch import (
     CommGroup,
     GroupBroken,
@@ -31,9 +31,9 @@ pytestmark = pytest.mark.ranks
 # --------------------------------------------------------------------------------------------------- late or absent
 
 
-def slow_and_absent(rank: int, world_size: int) -> None:
-    timeout_s = 2.0
-    group = CommGroup.from_process_group(timeout_s=timeout_s)
+@pytest.mark.slow
+@on_ranks(2, timeout_s=2.0)
+def test_slow_ranks_are_waited_for_and_absent_ones_not_for_ever(rank: int, group: CommGroup) -> None:
     model, probe = wrap(group)
     store = c10d._get_default_store()
 
@@ -48,7 +48,10 @@ def slow_and_absent(rank: int, world_size: int) -> None:
 
     # Absent: the one that waits times out, and the other learns that as soon as it comes.
     if rank == 0:
-        with lasting(timeout_s), pytest.raises(TransferTimeout, match=r"rank 0 waited for 'vote' longer than 2\.0 s"):
+        with (
+            lasting(group.timeout_s),
+            pytest.raises(TransferTimeout, match=r"rank 0 waited for 'vote' longer than 2\.0 s"),
+        ):
             model(torch.ones(8, 2))
         store.set("gave up", "")
     else:
@@ -60,7 +63,10 @@ def slow_and_absent(rank: int, world_size: int) -> None:
     # that is over.
     if rank == 0:
         for _ in range(2):
-            with lasting(timeout_s), pytest.raises(TransferTimeout, match=r"ranks \[1\] of \[0, 1\] did not come"):
+            with (
+                lasting(group.timeout_s),
+                pytest.raises(TransferTimeout, match=r"ranks \[1\] of \[0, 1\] did not come"),
+            ):
                 group.reset()
             with pytest.raises(GroupBroken):
                 model(torch.ones(8, 2))
@@ -76,14 +82,9 @@ def slow_and_absent(rank: int, world_size: int) -> None:
     model.close()
 
 
-@pytest.mark.slow
-def test_slow_ranks_are_waited_for_and_absent_ones_not_for_ever() -> None:
-    run_ranks(slow_and_absent, 2)
-
-
-def reset_waits(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout_s=5.0)
+def test_a_transfer_from_before_a_reset_stays_there(rank: int, group: CommGroup) -> None:
     """A transfer launched before a reset is never mixed up with what comes after it."""
-    group = CommGroup.from_process_group(timeout_s=5.0)
     stale = launch_all_gather(torch.tensor([-1.0]), group) if rank == 0 else None
     group.reset()
     assert ubatch.all_gather(torch.tensor([float(rank)]), group).tolist() == [0.0, 1.0]
@@ -94,12 +95,8 @@ def reset_waits(rank: int, world_size: int) -> None:
     assert ubatch.all_gather(torch.tensor([float(rank)]), group).tolist() == [0.0, 1.0]
 
 
-def test_a_transfer_from_before_a_reset_stays_there() -> None:
-    run_ranks(reset_waits, 2)
-
-
-def taken_for_dead(rank: int, world_size: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=5.0)
+@on_ranks(2, timeout_s=5.0)
+def test_a_rank_that_was_taken_for_dead_is_told(rank: int, group: CommGroup) -> None:
     if rank == 0:
         group.usable_connection().fail("rank 1 died.", rank=1)
     else:
@@ -109,54 +106,37 @@ def taken_for_dead(rank: int, world_size: int) -> None:
     assert ubatch.all_reduce(torch.ones(1), group).item() == 2.0
 
 
-def test_a_rank_that_was_taken_for_dead_is_told() -> None:
-    run_ranks(taken_for_dead, 2)
-
-
-def disagree(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout_s=1.5)
+def test_ranks_that_disagree_do_not_hang(rank: int, group: CommGroup) -> None:
     """Ranks that call different collectives wait for each other; both are told, and both can go on."""
-    group = CommGroup.from_process_group(timeout_s=1.5)
     with pytest.raises((TransferTimeout, PeerFailed), match=r"longer than 1\.5 s"):
         (ubatch.all_reduce if rank else ubatch.all_gather)(torch.ones(4), group)
     group.reset()
     assert ubatch.all_reduce(torch.ones(1), group).item() == 2.0
 
 
-def test_ranks_that_disagree_do_not_hang() -> None:
-    run_ranks(disagree, 2)
-
-
 # --------------------------------------------------------------------------------------------------------- death
 
 
-def death(rank: int, world_size: int, dead: int, rows: int) -> tuple[int, str]:
-    group = CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S)
+@pytest.mark.parametrize(("world_size", "dying"), [(2, [0]), (2, [1]), (3, [0]), (3, [1])])
+@on_ranks(timeout_s=GROUP_TIMEOUT_S)
+def test_a_rank_that_dies_is_named(rank: int, group: CommGroup, world_size: int, dying: list[int]) -> None:
+    """Rank 0 hosts the rendezvous store, which dies with it."""
     model, probe = wrap(group)
+    rows = 8 if dying[0] else 3
     healthy_step(model, probe, 1, rows)
-    if rank == dead:
+    if rank in dying:
         threading.Timer(0.5, os._exit, (9,)).start()
         time.sleep(60)
-    with promptly(), pytest.raises(PeerFailed) as caught:
+    with promptly(), pytest.raises(PeerFailed, match=f"rank {dying[0]} died") as caught:
         model(torch.ones(rows, 2))
+    assert caught.value.rank == dying[0]
     with promptly(), pytest.raises(GroupBroken):
         model(torch.ones(rows, 2))
-    return caught.value.rank, str(caught.value)
 
 
-@pytest.mark.parametrize(("world_size", "dead"), [(2, 0), (2, 1), (3, 0), (3, 1)])
-def test_a_rank_that_dies_is_named(world_size: int, dead: int) -> None:
-    """Rank 0 hosts the rendezvous store, which dies with it."""
-    results = run_ranks(death, world_size, dead, 8 if dead else 3, dying=[dead])
-    for rank, result in enumerate(results):
-        if rank == dead:
-            assert result is None
-        else:
-            assert result[0] == dead
-            assert f"rank {dead} died" in result[1]
-
-
-def death_in_mid_step(rank: int, world_size: int) -> str:
-    group = CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S)
+@on_ranks(2, timeout_s=GROUP_TIMEOUT_S, dying=[1])
+def test_a_rank_that_dies_in_mid_step_is_named(rank: int, group: CommGroup) -> None:
     model, probe = wrap(group)
 
     def die(*_: object) -> None:
@@ -170,19 +150,14 @@ def death_in_mid_step(rank: int, world_size: int) -> str:
     group.timeout_s = 1.0
     with pytest.raises(TransferTimeout, match=r"ranks \[1\]"):
         group.reset()
-    return str(caught.value.__notes__)
-
-
-def test_a_rank_that_dies_in_mid_step_is_named() -> None:
-    notes = run_ranks(death_in_mid_step, 2, dying=[1])[0]
-    assert "raised in lane" in notes
+    assert "raised in lane" in str(caught.value.__notes__)
 
 
 # ------------------------------------------------------------------------------------------------------- Ctrl-C
 
 
-def interrupted(rank: int, world_size: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S)
+@on_ranks(2, timeout_s=GROUP_TIMEOUT_S)
+def test_ctrl_c_on_one_rank_ends_its_wait_and_the_others(rank: int, group: CommGroup) -> None:
     model, probe = wrap(group)
     main = threading.main_thread().ident
     assert main is not None
@@ -218,10 +193,6 @@ def interrupted(rank: int, world_size: int) -> None:
         group.reset()
         healthy_step(model, probe, 2)
     model.close()
-
-
-def test_ctrl_c_on_one_rank_ends_its_wait_and_the_others() -> None:
-    run_ranks(interrupted, 2)
 
 
 # ----------------------------------------------------------------------------------------------------------- exit
@@ -274,16 +245,12 @@ def test_the_interpreter_ends_promptly() -> None:
             rank.kill()
 
 
-def keeps_nothing(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout_s=10.0)
+def test_old_process_groups_are_let_go_of(rank: int, group: CommGroup) -> None:
     """Old process groups go once nothing can be stuck in them any more, and threads with them."""
-    group = CommGroup.from_process_group(timeout_s=10.0)
     for _ in range(3):
         group.reset()
-    assert len(_kept) == 9
+    assert len(_kept) == 12
     _kept[:] = [(until - 1000.0, pg) for until, pg in _kept]  # that much later
     group.reset()
-    assert len(_kept) <= 3
-
-
-def test_old_process_groups_are_let_go_of() -> None:
-    run_ranks(keeps_nothing, 2)
+    assert len(_kept) <= 4

@@ -14,7 +14,7 @@ from peer_failure_cases import GROUP_TIMEOUT_S, LAYERS, BoomError, Failure, Prob
 from torch import Tensor, nn
 
 import ubatch
-from ranks import run_ranks
+from ranks import on_ranks
 from ubatch import (
     CommGroup,
     GroupBroken,
@@ -37,8 +37,8 @@ PLACES = {
 }
 
 
-def fail_and_recover(rank: int, world_size: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S)
+@on_ranks(2, timeout_s=GROUP_TIMEOUT_S)
+def test_a_failed_lane_fails_the_step_on_every_rank_and_all_recover(rank: int, group: CommGroup) -> None:
     model, probe = wrap(group)
     step = 0
     taken: list[float] = []
@@ -73,12 +73,8 @@ def fail_and_recover(rank: int, world_size: int) -> None:
     model.close()
 
 
-def test_a_failed_lane_fails_the_step_on_every_rank_and_all_recover() -> None:
-    run_ranks(fail_and_recover, 2)
-
-
-def last_segment(rank: int, world_size: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S)
+@on_ranks(2, timeout_s=GROUP_TIMEOUT_S)
+def test_a_failure_after_the_last_transfer_is_learnt_at_the_next_vote(rank: int, group: CommGroup) -> None:
     model, probe = wrap(group)
     for rows in (8, 3):
         probe.step, probe.failures = 1, (Failure(rank=1, lane=0, layer=LAYERS),)
@@ -94,11 +90,8 @@ def last_segment(rank: int, world_size: int) -> None:
     model.close()
 
 
-def test_a_failure_after_the_last_transfer_is_learnt_at_the_next_vote() -> None:
-    run_ranks(last_segment, 2)
-
-
-def swallowing(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout_s=GROUP_TIMEOUT_S)
+def test_a_step_whose_error_was_swallowed_is_no_result(rank: int, group: CommGroup) -> None:
     """User code that catches everything cannot make a step of a broken group look complete."""
 
     class Swallow(Probe):
@@ -107,12 +100,19 @@ def swallowing(rank: int, world_size: int) -> None:
                 return super().forward(x)
             return x
 
-    group = CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S)
     probe = Swallow(group)
     model = UBatchWrapper(probe, UBatchConfig(verify="off", dbo_prefill_token_threshold=4, group=group))
     if rank == 0:
-        with pytest.raises(BoomError), group.step():
-            vote_and_fail(group)
+        schedule = UBatchConfig().resolved_schedule()
+        prints = {"schedule": ubatch.fingerprint(schedule.describe()), "mode": ubatch.fingerprint("prefill")}
+
+        def votes_and_fails() -> None:
+            with group.step():
+                assert group.vote(ubatch.Offer(ubatch.Wish.YES, (4, 4), 2, **prints)).engaged
+                raise BoomError
+
+        with pytest.raises(BoomError):
+            votes_and_fails()
     else:
         with pytest.raises(GroupBroken, match="BoomError"):
             model(torch.ones(8, 2))
@@ -121,36 +121,27 @@ def swallowing(rank: int, world_size: int) -> None:
     model.close()
 
 
-def vote_and_fail(group: CommGroup) -> None:
-    schedule = UBatchConfig().resolved_schedule()
-    prints = {"schedule": ubatch.fingerprint(schedule.describe()), "mode": ubatch.fingerprint("prefill")}
-    assert group.vote(ubatch.Offer(ubatch.Wish.YES, (4, 4), 2, **prints)).engaged
-    raise BoomError
-
-
-def test_a_step_whose_error_was_swallowed_is_no_result() -> None:
-    run_ranks(swallowing, 2)
-
-
 # --------------------------------------------------------------------------------------------------- many rounds
 
 
-def random_rounds(rank: int, world_size: int, seed: int, rounds: int) -> dict[str, int]:
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("world_size", "rounds"), [(2, 40), (3, 20)])
+@on_ranks(timeout_s=GROUP_TIMEOUT_S)
+def test_many_failures_at_random_places(rank: int, group: CommGroup, world_size: int, rounds: int) -> None:
     """Ranks follow one plan of failures; who does not see one at once sees it at its next vote."""
-    group = CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S)
     model, probe = wrap(group)
     counts = {"done": 0, "failed": 0, "peer failed": 0}
     step = 0
     while step < rounds:
         step += 1
-        plan = random.Random(1000 * seed + step)
+        plan = random.Random(1000 + step)
         rows = plan.choice([3, 8, 9])
         failures = [
             Failure(other, plan.randrange(2), plan.randint(0, LAYERS), plan.random() < 0.3)
             for other in range(world_size)
             if plan.random() < 0.25 and step < rounds
         ]
-        time.sleep(random.Random(f"{seed} {rank} {step}").choice([0.0, 0.0, 0.02]))
+        time.sleep(random.Random(f"1 {rank} {step}").choice([0.0, 0.0, 0.02]))
         probe.step, probe.failures = step, tuple(failures)
         try:
             with promptly():
@@ -167,18 +158,9 @@ def random_rounds(rank: int, world_size: int, seed: int, rounds: int) -> dict[st
             group.reset()
         step = int(max(ubatch.all_gather(torch.tensor([step]), group).tolist()))
     model.close()
-    return counts
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_many_failures_at_random_places(world_size: int) -> None:
-    rounds = 40 if world_size == 2 else 20
-    results = run_ranks(random_rounds, world_size, 1, rounds)
-    for counts in results:
-        assert counts["done"] > rounds // 4
-    assert sum(counts["failed"] for counts in results) > rounds // 5
-    assert sum(counts["peer failed"] for counts in results) > rounds // 5
+    assert counts["done"] > rounds // 4
+    failed, peer_failed = ubatch.all_reduce(torch.tensor([counts["failed"], counts["peer failed"]]), group).tolist()
+    assert min(failed, peer_failed) > rounds // 5
 
 
 # --------------------------------------------------------------------------------------------------- several groups
@@ -203,8 +185,9 @@ class TwoGroups(nn.Module):
         return ubatch.all_reduce(x, self.voting)
 
 
-def several_groups(rank: int, world_size: int) -> None:
-    voting, other, apart = (CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S) for _ in range(3))
+@on_ranks(2, timeout_s=GROUP_TIMEOUT_S)
+def test_a_group_that_the_step_used_breaks_with_the_one_it_voted_on(rank: int, voting: CommGroup) -> None:
+    other, apart = (CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S) for _ in range(2))
     module = TwoGroups(voting, other)
     model = UBatchWrapper(module, UBatchConfig(verify="off", dbo_prefill_token_threshold=4, group=voting))
     for step, (rows, late) in enumerate([(8, False), (3, False), (8, True), (3, True)]):
@@ -223,11 +206,8 @@ def several_groups(rank: int, world_size: int) -> None:
     model.close()
 
 
-def test_a_group_that_the_step_used_breaks_with_the_one_it_voted_on() -> None:
-    run_ranks(several_groups, 2)
-
-
-def sub_groups(rank: int, world_size: int) -> None:
+@on_ranks(3, timeout_s=GROUP_TIMEOUT_S)
+def test_sub_groups(rank: int, everybody: CommGroup) -> None:
     # Rank 0 is in more process groups than the others: names must not depend on how many a process has.
     lonely = dist.new_group([0])
     if rank == 0:
@@ -236,7 +216,6 @@ def sub_groups(rank: int, world_size: int) -> None:
         with pytest.raises(ubatch.ConfigError, match=f"rank {rank} is not in the process group"):
             CommGroup.from_process_group(lonely, timeout_s=GROUP_TIMEOUT_S)
     pairs = [dist.new_group(pair) for pair in ([0, 1], [1, 2])]
-    everybody = CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S)
     mine = [CommGroup.from_process_group(pg, timeout_s=GROUP_TIMEOUT_S) for pg, left in zip(pairs, (0, 1), strict=True)
             if rank in (left, left + 1)]  # fmt: skip
     for pair in mine:
@@ -270,15 +249,11 @@ def sub_groups(rank: int, world_size: int) -> None:
     model.close()
 
 
-def test_sub_groups() -> None:
-    run_ranks(sub_groups, 3)
-
-
 # ------------------------------------------------------------------------------------------ without other ranks
 
 
-def alone(rank: int, world_size: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S)
+@on_ranks(1, timeout_s=GROUP_TIMEOUT_S)
+def test_without_other_ranks_nothing_needs_a_reset(rank: int, group: CommGroup) -> None:
     for own_group in (group, None):
         module = TwoGroups(group, group)
         config = UBatchConfig(verify="off", dbo_prefill_token_threshold=4, group=own_group)
@@ -293,19 +268,11 @@ def alone(rank: int, world_size: int) -> None:
     assert group.broken is None
 
 
-def test_without_other_ranks_nothing_needs_a_reset() -> None:
-    run_ranks(alone, 1)
-
-
-def reset_alone(rank: int, ranks: int) -> None:
-    group = CommGroup.from_process_group(timeout_s=20.0)
+@on_ranks(1)
+def test_a_group_of_one_is_reset_as_often_as_needed(rank: int, group: CommGroup) -> None:
     for _ in range(2):
         group.usable_connection().fail("the test says so.")
         with pytest.raises(GroupBroken, match="the test says so"):
             all_reduce(torch.ones(2), group)
         group.reset()
         assert all_reduce(torch.ones(2), group).tolist() == [1.0, 1.0]
-
-
-def test_a_group_of_one_is_reset_as_often_as_needed() -> None:
-    run_ranks(reset_alone, 1)

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lanes import FinishedWork
 
 import ubatch
-from ranks import run_ranks
+from ranks import on_ranks
 from ubatch import CommGroup, Schedule, Transfer
 from ubatch.lanes.single_lane import SingleLane
 from ubatch.lanes.transfer_limit import transfers_end_within
+from ubatch.ranks.transfer_times import arrivals_now, record_transfers
 
 
 class FakeWork:
@@ -173,8 +175,9 @@ def test_a_single_lanes_time_out_ends_its_transfers() -> None:
     assert work.given == [None]
 
 
-def races(rank: int, world_size: int) -> None:
-    connection = CommGroup.from_process_group(timeout_s=1.0).usable_connection()
+@on_ranks(1, timeout_s=1.0)
+def test_waiting_for_works(rank: int, group: CommGroup) -> None:
+    connection = group.usable_connection()
 
     class JustInTime(FakeWork):
         """Ends between the end of the slice and the question whether it is over."""
@@ -208,12 +211,48 @@ def races(rank: int, world_size: int) -> None:
         connection.check_usable()
 
 
-def test_waiting_for_works() -> None:
-    run_ranks(races, 1)
-
-
 def test_a_limit_that_is_left_open_is_gone_with_its_block() -> None:
     block = transfers_end_within(0.01)
     block.__enter__()
     del block  # as Ctrl-C in place of its end leaves it
     test_an_error_of_the_transport_is_raised_by_every_wait()
+
+
+# ---------------------------------------------------------------------------------- when they arrived, for whoever asks
+
+
+class Slow(FinishedWork):
+    def wait(self, timeout: Any = None) -> bool:
+        time.sleep(0.01)
+        return super().wait(timeout)
+
+
+def test_transfers_are_recorded_in_the_order_of_their_waits() -> None:
+    with record_transfers() as arrivals:
+        first, second = (Transfer(name, [Slow()], lambda: None) for name in ("dispatch", "combine"))
+        second.wait()
+        first.wait()
+        first.wait()  # a second wait is none
+        Transfer.ready(1).wait()  # nothing was sent
+    assert [each.name for each in arrivals] == ["combine", "dispatch"]
+    for each in arrivals:
+        assert each.launched <= each.waited <= each.arrived - 0.009
+        assert 0 <= each.cpu_s < 0.009
+
+
+def test_an_emulated_links_deadline_is_the_arrival() -> None:
+    with record_transfers() as arrivals:
+        transfer = Transfer("dispatch", [FinishedWork()], lambda: None)
+        deadline = time.monotonic() + 0.01
+        transfer.delay_until(deadline)
+        time.sleep(0.02)
+        transfer.wait()
+    assert arrivals[0].arrived == deadline
+
+
+def test_nothing_is_recorded_outside() -> None:
+    with record_transfers() as arrivals, pytest.raises(ValueError, match="invalid literal"):
+        int("x")
+    assert arrivals_now() is None
+    Transfer("dispatch", [FinishedWork()], lambda: None).wait()
+    assert arrivals == []

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import run_ranks
+from ranks import on_ranks
 from ubatch import CommGroup, launch_all_gather, launch_all_to_all_single
 from ubatch.ranks import ways
 from ubatch.ranks.ways import Way, way_of
@@ -32,9 +32,14 @@ def sizes_of(world_size: int, each: int) -> list[list[int]]:
     return sizes
 
 
-def exchange(rank: int, world_size: int, each: int) -> list[tuple[int, int]]:
-    """Checks what arrives; returns how many rows each all-to-all sent to higher and to lower ranks."""
-    group = CommGroup.from_process_group(timeout_s=20.0)
+@pytest.mark.parametrize(
+    ("world_size", "each", "launches"),
+    [(2, 80, 6), (3, 80, 6), (2, 8, 3), (3, 2, 3), (2, 4, 0), (3, 0, 0)],
+    ids=["2-many", "3-many", "2-between", "3-between", "2-few", "3-few"],
+)
+@on_ranks()
+def test_rows_by_every_way(rank: int, group: CommGroup, world_size: int, each: int, launches: int) -> None:
+    """Three exchanges under way at once: many rows have a connection for each direction, and few need no gloo."""
     sizes = sizes_of(world_size, each)
     launched: list[tuple[int, int]] = []
     launch = dist.all_to_all_single
@@ -49,34 +54,17 @@ def exchange(rank: int, world_size: int, each: int) -> list[tuple[int, int]]:
     with mock.patch.object(ways.dist, "all_to_all_single", counted):
         transfers = [
             launch_all_to_all_single(blocks(rank, sizes[rank]), group, received, sizes[rank], most_rows=most)
-            for _ in range(3)  # several under way at once
+            for _ in range(3)
         ]
     for transfer in transfers:
         assert torch.equal(transfer.wait(), expected)
-    own = torch.full((each, ROW), float(rank))
-    gathered = launch_all_gather(own, group).wait()
+    gathered = launch_all_gather(torch.full((each, ROW), float(rank)), group).wait()
     assert gathered[:, 0].tolist() == [float(source) for source in range(world_size) for _ in range(each)]
-    return launched
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_large_rows_have_a_connection_for_each_direction(world_size: int) -> None:
-    for rank, launched in enumerate(run_ranks(exchange, world_size, 80)):
-        assert len(launched) == 6  # three, in two each
+    assert len(launched) == launches
+    if launches == 6:
         assert all(min(up, down) == 0 for up, down in launched)
         assert sum(up for up, _ in launched) > 0 or rank == world_size - 1
         assert sum(down for _, down in launched) > 0 or rank == 0
-
-
-@pytest.mark.parametrize(("world_size", "each"), [(2, 8), (3, 2)])
-def test_rows_in_between_travel_in_one_piece(world_size: int, each: int) -> None:
-    for launched in run_ranks(exchange, world_size, each):
-        assert len(launched) == 3
-
-
-@pytest.mark.parametrize(("world_size", "each"), [(2, 4), (3, 0)])
-def test_few_rows_need_no_gloo(world_size: int, each: int) -> None:
-    assert run_ranks(exchange, world_size, each) == [[]] * world_size
 
 
 def test_all_ranks_reckon_alike() -> None:

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ubatch.schedules.ring import Ring, interleave
-from ubatch.schedules.schedule import SCHEDULES, Point, get_schedule
 
 Order = list[tuple[int, str]]
 
@@ -41,48 +40,19 @@ def numbered(lengths: Sequence[int]) -> list[list[str]]:
 # ------------------------------------------------------------------------------------------------ the transition table
 
 
-def test_a_new_ring_starts_with_lane_0() -> None:
+def test_a_ring_knows_who_is_alive_who_holds_and_what_was_passed_and_starts_again() -> None:
     ring = Ring(3)
     assert (ring.holder, ring.alive, ring.passed) == (0, [True] * 3, [0] * 3)
-
-
-def test_a_point_hands_on_round_the_ring() -> None:
-    ring = Ring(3)
     assert [ring.at_point(0), ring.at_point(1), ring.at_point(2), ring.at_point(0)] == [1, 2, 0, 1]
     assert ring.passed == [2, 1, 1]
-
-
-def test_lane_0_keeps_the_baton_through_its_lead_and_no_other_lane_does() -> None:
-    ring = Ring(2, lead=2)
-    assert [ring.at_point(0), ring.at_point(0), ring.at_point(0)] == [0, 0, 1]
-    assert ring.at_point(1) == 0
-    assert ring.at_point(0) == 1
-
-
-def test_a_lane_that_ends_is_skipped_from_then_on() -> None:
-    ring = Ring(3)
-    assert ring.at_point(0) == 1
     assert ring.at_end(1) == 2
     assert ring.alive == [True, False, True]
-    assert [ring.at_point(2), ring.at_point(0), ring.at_point(2)] == [0, 2, 0]
-
-
-def test_a_lane_that_is_alone_keeps_the_baton_and_the_last_end_empties_the_ring() -> None:
-    ring = Ring(2)
-    assert ring.at_end(0) == 1
-    assert [ring.at_point(1), ring.at_point(1)] == [1, 1]
-    assert ring.at_end(1) == -1
-    assert ring.holder == -1
-    assert ring.alive == [False, False]
-
-
-def test_reset_starts_again_with_another_lead() -> None:
-    ring = Ring(2)
-    ring.at_end(0)
-    ring.at_end(1)
+    assert [ring.at_point(2), ring.at_point(0), ring.at_end(2)] == [0, 2, 0], "a lane that has ended is skipped"
+    assert [ring.at_point(0), ring.at_point(0)] == [0, 0], "who is alone keeps the baton"
+    assert (ring.at_end(0), ring.holder, ring.alive) == (-1, -1, [False] * 3)
     ring.reset(lead=1)
-    assert (ring.holder, ring.alive, ring.passed) == (0, [True, True], [0, 0])
-    assert [ring.at_point(0), ring.at_point(0)] == [0, 1]
+    assert (ring.holder, ring.alive, ring.passed) == (0, [True] * 3, [0] * 3)
+    assert [ring.at_point(0), ring.at_point(0), ring.at_point(1)] == [0, 1, 2], "lane 0 alone leads"
 
 
 # ---------------------------------------------------------------------------------------------------- the interleaving
@@ -114,74 +84,3 @@ def test_two_equal_lanes_alternate() -> None:
         (0, "end"),
         (1, "end"),
     ]
-
-
-def test_a_lead_longer_than_lane_0_lets_it_run_to_its_end() -> None:
-    assert interleave([["a", "b"], ["a"]], lead=9) == [(0, "a"), (0, "b"), (0, "end"), (1, "a"), (1, "end")]
-
-
-# ----------------------------------------------------------------------------------------------------- SGLang's orders
-
-STAGE = {  # what runs before each point of a decode layer; output of a layer runs with the next layer's prepare
-    Point.ATTN_PREPARE: "output+prepare",
-    Point.SELECT: "core",
-    Point.DISPATCH: "dispatch_a+shared",
-    Point.COMBINE: "experts+combine_a",
-    Point.OUTPUT: "combine_b",
-}
-STEADY_DECODE = [
-    "A.core",
-    "B.combine_b",
-    "A.dispatch_a+shared",
-    "B.output+prepare",
-    "A.experts+combine_a",
-    "B.core",
-    "A.combine_b",
-    "B.dispatch_a+shared",
-    "A.output+prepare",
-    "B.experts+combine_a",
-]
-# Qwen3 has no shared expert and runs the output together with combine's arrival.
-QWEN3 = {
-    Point.ATTN_PREPARE: "prepare",
-    Point.SELECT: "core",
-    Point.DISPATCH: "dispatch_a",
-    Point.COMBINE: "experts+combine_a",
-    Point.LAYER: "combine_b+output",
-}
-STEADY_QWEN3_DECODE = [
-    "A.core",
-    "B.combine_b+output",
-    "A.dispatch_a",
-    "B.prepare",
-    "A.experts+combine_a",
-    "B.core",
-    "A.combine_b+output",
-    "B.dispatch_a",
-    "A.prepare",
-    "B.experts+combine_a",
-]
-
-
-@pytest.mark.parametrize(("stages", "steady"), [(STAGE, STEADY_DECODE), (QWEN3, STEADY_QWEN3_DECODE)])
-def test_sglang_decode_order(stages: dict[Point, str], steady: list[str]) -> None:
-    layers = 6
-    order = interleave([list(stages) * layers] * 2, lead=2)
-    named = [f"{'AB'[lane]}.{stages[Point(point)]}" for lane, point in order if point != "end"]
-    first = named.index("A.core", len(steady))  # past the lead
-    assert named[first : first + 3 * len(steady)] == steady * 3
-
-
-def test_the_named_schedules_have_sglangs_stages() -> None:
-    layer = [Point.ATTN_PREPARE, Point.SELECT, Point.DISPATCH, Point.COMBINE, Point.OUTPUT, Point.LAYER]
-    layers = 7
-
-    def stages(name: str) -> int:
-        schedule = get_schedule(name)
-        programs = [[point for point in layer * layers if schedule.active(point)]] * 2
-        return sum(lane == 1 for lane, _ in interleave(programs, lead=schedule.lead))
-
-    assert stages("two_batch_decode") == 5 * layers + 1
-    assert stages("two_batch_prefill") == 2 * layers + 1
-    assert stages("mlp_shared_overlap") == 2 * layers + 1
-    assert (SCHEDULES["two_batch_decode"].lead, SCHEDULES["two_batch_prefill"].lead) == (2, 0)

@@ -9,8 +9,7 @@ from layer_times import efficiency_of, scaled
 
 from ubatch.errors import ConfigError
 from ubatch.schedules.layer_program import LayerTimes, UnevenTimes, layer_program
-from ubatch.schedules.ring import interleave
-from ubatch.schedules.schedule import SCHEDULES, Point, Recv, Schedule, SharedExpert, get_schedule
+from ubatch.schedules.schedule import SCHEDULES, Point, Recv, Schedule, get_schedule
 from ubatch.schedules.simulate import (
     Compute,
     Launch,
@@ -66,17 +65,6 @@ def test_one_lane_hides_nothing_but_the_shared_expert() -> None:
     assert with_shared.seconds == pytest.approx(5 * 10.0)
 
 
-@pytest.mark.parametrize("name", [schedule.name for schedule in SIMULATED if schedule.chunks == 1])
-@pytest.mark.parametrize("lanes", [2, 3, 4])
-@pytest.mark.parametrize("lead", [0, 1, 2, 3, 4])
-def test_order_is_the_rings(name: str, lanes: int, lead: int) -> None:
-    schedule = replace(SCHEDULES[name], lanes=lanes, lead=lead)
-    times = LayerTimes(attn_core=1.0, experts=1.3, dispatch=0.7, combine=0.4, attn_prepare=0.2, shared=0.3)
-    programs = [layer_program(times, layers, schedule) for layers in range(1, lanes + 1)]
-    active = [[str(op.point) for op in p if isinstance(op, Pass) and schedule.active(op.point)] for p in programs]
-    assert list(simulate(programs, schedule).order) == interleave(active, lead=lead)
-
-
 def test_times_by_hand() -> None:
     """Two lanes, one transfer each: the second lane's compute hides the first one's transfer, the link queues."""
     program: list[Op] = [Compute(1.0), Launch("t", 4.0), Pass(Point.DISPATCH), Wait("t"), Compute(1.0)]
@@ -106,14 +94,6 @@ def test_the_link_is_full_duplex() -> None:
         ("a", 0.0, 4.0),
         ("b", 1.0, 5.0),
     ]
-
-
-@pytest.mark.long
-def test_bound_holds_for_every_schedule() -> None:
-    for schedule in SIMULATED:
-        for shared in SharedExpert:
-            chosen = replace(schedule, shared_expert=shared)
-            assert 0.3 < efficiency(0.35, 0.45, 0.2, chosen) <= 1.0
 
 
 def test_a_combine_inside_a_projection_is_refused() -> None:

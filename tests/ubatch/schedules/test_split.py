@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from splits import check_covers, lane_query_lens
 
 from ubatch.errors import ConfigError, SplitError
-from ubatch.schedules.split import UBatchSlice, split_balanced, split_fixed, split_requests, split_two_chunk
+from ubatch.schedules.split import (
+    UBatchSlice,
+    keep_together,
+    split_balanced,
+    split_fixed,
+    split_requests,
+    split_two_chunk,
+)
+from ubatch.schedules.split_cost import SplitCost, split_by_cost
 
 THRESHOLD = 0.48
 
@@ -54,38 +63,13 @@ def reference_two_chunk(lens: Sequence[int], threshold: float) -> tuple[int, int
     return (k + 1 if left_of_straddling else k), k, half
 
 
-def lane_query_lens(lens: Sequence[int], part: UBatchSlice) -> list[int]:
-    """The lengths of a lane's requests: each request's tokens that lie in the lane's token slice."""
-    starts = [sum(lens[:request]) for request in range(len(lens))]
-    return [
-        max(
-            0,
-            min(starts[request] + lens[request], part.token_slice.stop) - max(starts[request], part.token_slice.start),
-        )
-        for request in range(part.request_slice.start, part.request_slice.stop)
-    ]
-
-
 def indices(parts: Sequence[UBatchSlice]) -> tuple[int, int]:
     """`(split_seq_index, split_token_index)` of two lanes."""
     _, second = parts
     return second.request_slice.start, second.token_slice.start
 
 
-def check_covers(lens: Sequence[int], parts: Sequence[UBatchSlice], lanes: int) -> None:
-    """Every token and request once, in order; each lane's requests hold exactly its tokens."""
-    assert len(parts) == lanes
-    tokens = [token for part in parts for token in range(sum(lens))[part.token_slice]]
-    assert tokens == list(range(sum(lens)))
-    requests = [request for part in parts for request in range(len(lens))[part.request_slice]]
-    assert sorted(set(requests)) == list(range(len(lens)))
-    assert requests == sorted(requests)
-    for part in parts:
-        assert sum(lane_query_lens(lens, part)) == part.num_tokens
-    assert sum(part.num_tokens for part in parts) == sum(lens)
-
-
-# ------------------------------------------------------------------------------------------------------- slices
+# ------------------------------------------------------------------------------------------------------- golden
 
 
 def test_slice_properties() -> None:
@@ -97,23 +81,52 @@ def test_slice_properties() -> None:
         part.token_slice = slice(0, 1)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("bad", [slice(None, 3), slice(0, None), slice(3, 2), slice(-1, 2), slice(0, 4, 2)])
-def test_slice_refuses_what_is_no_plain_range(bad: slice) -> None:
-    with pytest.raises(SplitError, match="token_slice must be"):
-        UBatchSlice(slice(0, 1), bad)
-    with pytest.raises(SplitError, match="request_slice must be"):
-        UBatchSlice(bad, slice(0, 1))
+GOLDEN = [
+    *[(split_fixed(8, 1), (4, 4)), (split_fixed(4, 5), (2, 10)), (split_fixed(7, 1), (3, 3))],
+    *[(split_fixed(2, 1), (1, 1)), (split_fixed(1, 3), (0, 0)), (split_fixed(0, 1), (0, 0))],
+    (split_balanced([100, 50, 30, 80, 40, 60]), (3, 180)),
+    (split_balanced([10, 20, 30, 500, 40]), (3, 60)),
+    (split_balanced([1, 2, 1]), (2, 3)),  # |1 - 3| == |3 - 1|: the later index
+    (split_balanced([5, 0, 0]), (2, 5)),  # cutting before or after an empty request is a tie too
+    *[(split_balanced([42]), (0, 0)), (split_balanced([]), (0, 0))],
+    *[(split_two_chunk([42], THRESHOLD), (0, 21)), (split_two_chunk([498, 502], THRESHOLD), (1, 498))],
+    *[(split_two_chunk([42, 999], THRESHOLD), (1, 520)), (split_two_chunk([999, 42], THRESHOLD), (0, 520))],
+    (split_two_chunk([1, 1, 1, 1, 99999], THRESHOLD), (4, 50001)),
+    (split_two_chunk([10, 20, 30, 500, 40], THRESHOLD), (3, 300)),
+    (split_two_chunk([1, 99], 0.0), (1, 1)),
+    (split_two_chunk([1, 99], 0.02), (1, 50)),
+    (split_two_chunk([45, 55], 0.45), (1, 45)),  # exactly the threshold is balanced enough
+    (split_two_chunk([45, 55], 0.46), (1, 50)),
+    (split_two_chunk([49, 51], 0.5), (1, 50)),  # 0.5 cuts whenever the lanes differ
+]
 
 
-# -------------------------------------------------------------------------------------------------------- fixed
+@pytest.mark.parametrize(("parts", "expected"), GOLDEN)
+def test_golden_splits(parts: Sequence[UBatchSlice], expected: tuple[int, int]) -> None:
+    assert indices(parts) == expected
 
 
-@pytest.mark.parametrize(
-    ("num_requests", "tokens_per_request", "expected"),
-    [(8, 1, (4, 4)), (4, 5, (2, 10)), (7, 1, (3, 3)), (2, 1, (1, 1)), (1, 3, (0, 0)), (0, 1, (0, 0))],
-)
-def test_fixed_golden(num_requests: int, tokens_per_request: int, expected: tuple[int, int]) -> None:
-    assert indices(split_fixed(num_requests, tokens_per_request)) == expected
+def test_balanced_evens_out_what_the_largest_lane_leaves_open_and_looks_ahead() -> None:
+    for lens, expected in (
+        ([10, 1, 1, 1, 1], [10, 2, 2]),  # lanes of 10, 3 and 1 tokens would have no larger largest lane
+        ([3, 3, 1, 1, 1, 1, 2], [3, 3, 3, 3]),
+        ([4, 4, 5, 2, 18, 1], [15, 18, 1]),  # the cut nearest to a third, after 13 of 34, would force a lane of 19
+    ):
+        assert [part.num_tokens for part in split_balanced(lens, len(expected))] == expected
+
+
+def test_two_chunk_splits_the_straddling_request_between_the_lanes() -> None:
+    first, second = split_two_chunk([10, 20, 30, 500, 40], THRESHOLD)
+    assert (first.request_slice, second.request_slice) == (slice(0, 4), slice(3, 5))
+    assert lane_query_lens([10, 20, 30, 500, 40], first) == [10, 20, 30, 240]
+    assert lane_query_lens([10, 20, 30, 500, 40], second) == [260, 40]
+    # The midpoint of these lies between two requests: request 1 belongs to lane 1 alone.
+    first, second = split_two_chunk([7, 5, 1, 1, 1], 0.5)
+    assert (first.request_slice, first.token_slice) == (slice(0, 1), slice(0, 7))
+    assert (second.request_slice, second.token_slice) == (slice(1, 5), slice(7, 15))
+
+
+# -------------------------------------------------------------------------------------------------- the references
 
 
 @given(st.integers(0, 50), st.integers(1, 6), lane_counts)
@@ -124,24 +137,6 @@ def test_fixed_covers_and_is_even(num_requests: int, tokens_per_request: int, la
     assert max(sizes) - min(sizes) <= 1
     if num_requests >= lanes:
         assert not any(part.is_empty() for part in parts)
-
-
-# ----------------------------------------------------------------------------------------------------- balanced
-
-
-@pytest.mark.parametrize(
-    ("lens", "index"),
-    [
-        ([100, 50, 30, 80, 40, 60], 3),
-        ([10, 20, 30, 500, 40], 3),
-        ([1, 2, 1], 2),  # |1 - 3| == |3 - 1|: the later index
-        ([5, 0, 0], 2),  # cutting before or after an empty request is a tie too
-        ([42], 0),
-        ([], 0),
-    ],
-)
-def test_balanced_golden(lens: list[int], index: int) -> None:
-    assert indices(split_balanced(lens)) == (index, sum(lens[:index]))
 
 
 @given(lengths)
@@ -160,17 +155,6 @@ def test_balanced_has_the_smallest_largest_lane(lens: list[int], lanes: int) -> 
         assert not any(part.is_empty() for part in parts)
 
 
-def test_balanced_evens_out_what_the_largest_lane_leaves_open() -> None:
-    """Lanes of 10, 3 and 1 tokens would have no larger largest lane."""
-    assert [part.num_tokens for part in split_balanced([10, 1, 1, 1, 1], 3)] == [10, 2, 2]
-    assert [part.num_tokens for part in split_balanced([3, 3, 1, 1, 1, 1, 2], 4)] == [3, 3, 3, 3]
-
-
-def test_balanced_looks_ahead() -> None:
-    """The cut nearest to a third (after 13 of 34 tokens) would force a lane of 19."""
-    assert [part.num_tokens for part in split_balanced([4, 4, 5, 2, 18, 1], 3)] == [15, 18, 1]
-
-
 @pytest.mark.parametrize("lanes", [2, 3, 4])
 def test_fewer_requests_than_lanes_leave_a_lane_empty(lanes: int) -> None:
     lens = [5] * (lanes - 1)
@@ -178,65 +162,6 @@ def test_fewer_requests_than_lanes_leave_a_lane_empty(lanes: int) -> None:
     check_covers(lens, parts, lanes)
     assert sum(part.is_empty() for part in parts) == 1
     assert all(part.is_empty() for part in split_balanced([], lanes))
-
-
-# ---------------------------------------------------------------------------------------------------- two-chunk
-
-
-@pytest.mark.parametrize(
-    ("lens", "expected"),
-    [
-        ([42], (0, 21)),
-        ([42, 999], (1, 520)),
-        ([999, 42], (0, 520)),
-        ([498, 502], (1, 498)),
-        ([1, 1, 1, 1, 99999], (4, 50001)),
-        ([10, 20, 30, 500, 40], (3, 300)),
-    ],
-)
-def test_two_chunk_golden(lens: list[int], expected: tuple[int, int]) -> None:
-    parts = split_two_chunk(lens, THRESHOLD)
-    check_covers(lens, parts, 2)
-    assert indices(parts) == expected
-
-
-def test_two_chunk_splits_the_straddling_request_between_the_lanes() -> None:
-    first, second = split_two_chunk([10, 20, 30, 500, 40], THRESHOLD)
-    assert (first.request_slice, second.request_slice) == (slice(0, 4), slice(3, 5))
-    assert lane_query_lens([10, 20, 30, 500, 40], first) == [10, 20, 30, 240]
-    assert lane_query_lens([10, 20, 30, 500, 40], second) == [260, 40]
-
-
-def test_two_chunk_leaves_no_request_without_tokens_in_the_first_lane() -> None:
-    """The midpoint of [7, 5, 1, 1, 1] lies between two requests: request 1 belongs to lane 1 alone."""
-    first, second = split_two_chunk([7, 5, 1, 1, 1], 0.5)
-    assert (first.request_slice, first.token_slice) == (slice(0, 1), slice(0, 7))
-    assert (second.request_slice, second.token_slice) == (slice(1, 5), slice(7, 15))
-
-
-def test_two_chunk_threshold_rules() -> None:
-    skewed = [1, 99]
-    assert split_two_chunk(skewed, 0.0) == split_balanced(skewed)
-    assert indices(split_two_chunk(skewed, 0.02)) == (1, 50)
-    uneven = [45, 55]
-    assert indices(split_two_chunk(uneven, 0.45)) == (1, 45), "exactly the threshold is balanced enough"
-    assert indices(split_two_chunk(uneven, 0.46)) == (1, 50)
-    assert indices(split_two_chunk([49, 51], 0.5)) == (1, 50), "0.5 cuts whenever the lanes differ"
-
-
-@pytest.mark.parametrize("threshold", [-0.1, 0.51, 1.0, float("nan")])
-def test_two_chunk_threshold_out_of_range_is_refused(threshold: float) -> None:
-    with pytest.raises(ConfigError, match=r"two_chunk_threshold must be between 0 \(off\) and 0\.5, not"):
-        split_two_chunk([3, 4], threshold)
-    with pytest.raises(ConfigError, match="two_chunk_threshold"):
-        split_requests([1, 1], decode=True, two_chunk_threshold=threshold)
-
-
-def test_two_chunk_makes_two_lanes_only() -> None:
-    with pytest.raises(ConfigError, match="makes 2 lanes, not 3"):
-        split_two_chunk([3, 4, 5], THRESHOLD, 3)
-    with pytest.raises(ConfigError, match="makes 2 lanes, not 3"):
-        split_requests([3, 4, 5], decode=False, num_ubatches=3, two_chunk_threshold=THRESHOLD)
 
 
 @given(st.one_of(lengths, skewed_lengths), thresholds.filter(bool))
@@ -273,16 +198,41 @@ def test_split_requests_picks_by_mode(lens: list[int], decode: bool, lanes: int,
     check_covers(lens, parts, lanes)
 
 
-def test_bad_batches_are_refused_by_value() -> None:
-    with pytest.raises(ConfigError, match="at least 2, not 1"):
-        split_requests([1, 1], decode=True, num_ubatches=1)
-    with pytest.raises(SplitError, match="request 2 has 3 and request 0 has 1"):
-        split_requests([1, 1, 3], decode=True)
-    with pytest.raises(SplitError, match="request 1 has -4 tokens"):
-        split_balanced([3, -4])
-    with pytest.raises(SplitError, match="num_requests must be at least 0, not -1"):
-        split_fixed(-1)
-    with pytest.raises(SplitError, match="tokens_per_request must be at least 1, not 0"):
-        split_fixed(3, 0)
-    with pytest.raises(SplitError, match="request 0 has -2 tokens"):
-        split_requests([-2, -2], decode=False)
+NO_RANGE = [slice(None, 3), slice(0, None), slice(3, 2), slice(-1, 2), slice(0, 4, 2)]
+OUT_OF_RANGE = r"two_chunk_threshold must be between 0 \(off\) and 0\.5, not"
+REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
+    *[(lambda bad=bad: UBatchSlice(slice(0, 1), bad), SplitError, "token_slice must be") for bad in NO_RANGE],
+    *[(lambda bad=bad: UBatchSlice(bad, slice(0, 1)), SplitError, "request_slice must be") for bad in NO_RANGE],
+    *[
+        (lambda share=share: split_two_chunk([3, 4], share), ConfigError, OUT_OF_RANGE)
+        for share in (-0.1, 0.51, 1.0, float("nan"))
+    ],
+    (lambda: split_requests([1, 1], decode=True, two_chunk_threshold=0.51), ConfigError, OUT_OF_RANGE),
+    (lambda: split_two_chunk([3, 4, 5], THRESHOLD, 3), ConfigError, "makes 2 lanes, not 3"),
+    (
+        lambda: split_requests([3, 4, 5], decode=False, num_ubatches=3, two_chunk_threshold=THRESHOLD),
+        ConfigError,
+        "makes 2 lanes, not 3",
+    ),
+    (lambda: split_requests([1, 1], decode=True, num_ubatches=1), ConfigError, "at least 2, not 1"),
+    (lambda: split_requests([1, 1, 3], decode=True), SplitError, "request 2 has 3 and request 0 has 1"),
+    (lambda: split_balanced([3, -4]), SplitError, "request 1 has -4 tokens"),
+    (lambda: split_fixed(-1), SplitError, "num_requests must be at least 0, not -1"),
+    (lambda: split_fixed(3, 0), SplitError, "tokens_per_request must be at least 1, not 0"),
+    (lambda: split_requests([-2, -2], decode=False), SplitError, "request 0 has -2 tokens"),
+    (lambda: split_by_cost([1, 2], [0], SplitCost(1, 0)), SplitError, "2 query lengths and 1 prefix"),
+    (lambda: split_by_cost([1, 2], [0, 0], SplitCost(1, 0), 2, 0.6), ConfigError, "0.5, not 0.6"),
+    (lambda: split_by_cost([1, 2, 3], [0, 0, 0], SplitCost(1, 0), 3, 0.4), ConfigError, "makes 2 lanes, not 3"),
+    (lambda: split_by_cost([1, 2], [0, 0], SplitCost(1, 0), 1), ConfigError, "at least 2"),
+    *[(lambda costs=costs: SplitCost(*costs), ConfigError, "costs") for costs in ((-1, 0), (0, -1), (0, 0))],
+    (lambda: SplitCost(1, 1, window=0), ConfigError, "window must be at least 1, or None, not 0"),
+    (lambda: keep_together(split_balanced([1, 8, 1]), [1, 8, 1], [(1, 3)]), SplitError, "not within the batch's 3"),
+]
+
+
+@pytest.mark.parametrize(("refused", "error", "message"), REFUSED)
+def test_what_cannot_be_split_is_refused_by_value(
+    refused: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        refused()

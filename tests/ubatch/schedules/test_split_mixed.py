@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import replace
 
 import pytest
+from splits import check_covers
 
 from model_runner import make_offer
 from tests.support.shaped_steps import shaped_step
@@ -94,10 +94,7 @@ def test_the_faster_one_is_taken_and_every_token_is_in_one_lane(lanes: int) -> N
         threshold = rng.choice([0.0, 0.48]) if lanes == 2 else 0.0
         found = split_mixed(query_lens, prefix_lens, cost, schedule, threshold)
         equal = split_by_cost(query_lens, prefix_lens, cost, lanes, threshold)
-        edges = [(piece.token_slice.start, piece.token_slice.stop) for piece in found]
-        assert edges[0][0] == 0
-        assert edges[-1][1] == sum(query_lens)
-        assert all(one[1] == other[0] for one, other in itertools.pairwise(edges))
+        check_covers(query_lens, found, lanes)
         if found != equal:
             apart += 1
             assert found[0].token_slice == slice(0, decodes)

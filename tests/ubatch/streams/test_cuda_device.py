@@ -9,29 +9,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from lanes import EVERY_POINT, FinishedWork, run
+from nccl_alone import Collectives, check_reset
 from torch import Tensor, nn
 
 from ranks import run_ranks
 from ubatch import (
     CommGroup,
-    GroupBroken,
     Transfer,
     UBatchConfig,
     UBatchWrapper,
-    all_gather,
-    all_reduce,
     all_to_all_single,
     copy_to_host,
     dbo_register_recv_hook,
     dbo_yield,
     launch_all_to_all_single,
     profile_ranges,
-    reduce_scatter,
 )
 from ubatch.dbo import current_sm_budget, on_comm_stream
 from ubatch.lanes.workers import LanePool
 from ubatch.streams.sm_budget import SMBudget
-from ubatch.streams.streams import CudaStreams
 
 pytestmark = pytest.mark.gpu
 
@@ -45,22 +41,6 @@ def pool() -> Iterator[LanePool]:
     made = LanePool(2, CUDA, 60.0)
     yield made
     made.close()
-
-
-def test_streams_and_events() -> None:
-    streams = CudaStreams(CUDA)
-    assert streams.sm_count() == torch.cuda.get_device_properties(CUDA).multi_processor_count
-    event, other = streams.new_event(), streams.new_stream()
-    assert event.query(), "nothing was marked"
-    outside = streams.current()
-    streams.set_current(other)
-    torch.cuda._sleep(LONG)
-    event.record(other)
-    streams.set_current(outside)
-    assert not event.query()
-    event.wait(outside)
-    event.synchronize()
-    assert event.query()
 
 
 def delayed_copy(x: Tensor) -> Transfer[Tensor]:
@@ -197,28 +177,14 @@ def _nccl(rank: int, ranks: int) -> None:
     group = CommGroup.from_process_group(dist.new_group(backend="nccl"), timeout_s=30.0)
     assert group.stream_ordered(CUDA)
     assert not group.stream_ordered(torch.device("cpu"))
-    for check in (_collectives, _counts, _unwaited, _in_a_graph, _reset):
+    for check in (_collectives, _counts, _unwaited, _in_a_graph, check_reset):
         check(group)
     torch.cuda.synchronize()
 
 
-class Collectives(nn.Module):
-    def __init__(self, group: CommGroup) -> None:
-        super().__init__()
-        self.group = group
-
-    def forward(self, x: Tensor) -> Tensor:
-        group = self.group
-        for _ in range(3):
-            x = all_reduce(x.sin(), group)
-            x = reduce_scatter(all_gather(x.cos(), group), group)
-            x = all_to_all_single(x * 2, group)
-        return x
-
-
 def _wrapped(group: CommGroup, **settings: Any) -> UBatchWrapper:
     return UBatchWrapper(
-        Collectives(group).eval(),
+        Collectives(group, layers=3).eval(),
         UBatchConfig(verify="off", group=group, dbo_prefill_token_threshold=2),
         device=CUDA,
         **settings,
@@ -229,7 +195,7 @@ def _collectives(group: CommGroup) -> None:
     """In lanes and outside: the same; every dtype that only moves."""
     x = torch.randn(64, 256, device=CUDA)
     wrapper = _wrapped(group)
-    expected = Collectives(group)(x)
+    expected = Collectives(group, layers=3)(x)
     for _ in range(20):
         torch.testing.assert_close(wrapper(x), expected, rtol=0, atol=0)
     assert wrapper.statistics().engaged == 20
@@ -278,18 +244,6 @@ def _in_a_graph(group: CommGroup) -> None:
     wrapper.capture(x)
     for _ in range(5):
         x = torch.randn(64, 256, device=CUDA)
-        torch.testing.assert_close(wrapper(x), Collectives(group)(x), rtol=0, atol=0)
+        torch.testing.assert_close(wrapper(x), Collectives(group, layers=3)(x), rtol=0, atol=0)
     assert wrapper.statistics().graph_replays == 5
     wrapper.close()
-
-
-def _reset(group: CommGroup) -> None:
-    """With a communicator that was aborted the group is refused until it is reset; then a new one serves it."""
-    connection = group.usable_connection()
-    launch_all_to_all_single(torch.ones(4, 1, device=CUDA), group)
-    connection.pg.abort()
-    connection.fail("the test says so.")
-    with pytest.raises(GroupBroken, match="the test says so"):
-        all_reduce(torch.ones(3, device=CUDA), group)
-    group.reset()
-    assert all_reduce(torch.ones(3, device=CUDA), group).tolist() == [1.0] * 3

@@ -92,26 +92,14 @@ def test_spans_fill_the_turns_of_lanes_and_lanes_take_turns(pool: LanePool) -> N
     assert [turn[-1].name for turn in turns] == ["dispatch"] * 3 * pool.lanes + ["end"] * pool.lanes
     assert {span.step for span in trace.spans} == {0}
 
-
-def test_compute_and_wait_are_told_apart(pool: LanePool) -> None:
-    with tracing() as trace:
-        run(pool, *[layers(2)] * pool.lanes, schedule=SCHEDULE)
-    for lane in range(pool.lanes):
-        transfers = of(trace.spans, SpanKind.TRANSFER, lane=lane)
-        waits = of(trace.spans, SpanKind.WAIT, lane=lane)
-        assert len(transfers) == len(waits) == 2
+    for lane in range(pool.lanes):  # compute and waits are told apart
+        transfers, waits = of(trace.spans, SpanKind.TRANSFER, lane=lane), of(trace.spans, SpanKind.WAIT, lane=lane)
+        assert [each.name for each in transfers] == [each.name for each in waits] == ["dispatch"] * 3
         for transfer, wait in zip(transfers, waits, strict=True):
-            assert wait.name == transfer.name == "dispatch"
             assert transfer.start <= wait.start
-            assert wait.end >= transfer.end
+            assert transfer.end <= wait.end
     slept = sum(span.end - span.start for span in of(trace.spans, SpanKind.COMPUTE))
-    assert slept >= 2 * pool.lanes * 0.002
-
-
-def test_order_is_the_rings(pool: LanePool) -> None:
-    with tracing() as trace:
-        run(pool, *[layers(lane, link_s=0.0) for lane in range(pool.lanes)], schedule=SCHEDULE)
-    assert trace.order == interleave([["dispatch"] * lane for lane in range(pool.lanes)])
+    assert slept >= 3 * pool.lanes * 0.002
 
 
 # -------------------------------------------------------------------------------------------------------------- events

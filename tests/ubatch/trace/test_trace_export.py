@@ -113,11 +113,6 @@ def test_packed_transfers_do_not_overlap_in_a_row(spans: list[Span]) -> None:
         assert len(rows) == busiest, "no more rows than transfers at once"
 
 
-def test_transfers_that_follow_each_other_share_a_row() -> None:
-    first, second, beside = (Span(TRANSFER, "", 0, *at, 1) for at in ((0.0, 2.0), (2.0, 3.0), (1.0, 3.0)))
-    assert pack([first, beside, second]) == [[first, second], [beside]]
-
-
 # ------------------------------------------------------------------------------------------------------- chrome
 
 
@@ -191,12 +186,6 @@ def test_chrome_file_puts_all_ranks_on_one_clock(tmp_path: Path) -> None:
     assert processes == ["rank 0", "rank 1"]
     starts = {event["pid"]: event["ts"] for event in reversed(events_of(trace, "X")) if event["cat"] == "compute"}
     assert starts == {0: 0.0, 1: 3_000_000.0}
-
-
-def test_chrome_file_without_spans(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    write_chrome(path, {0: []})
-    assert not events_of(json.loads(path.read_text()), "X")
 
 
 # --------------------------------------------------------------------------------------------------------- html

@@ -1,0 +1,19 @@
+"""Fake devices with lanes on them; the lanes' threads end with the test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from cuda_cases import Lanes, opened_lanes
+from streams_cases import Streams, opened_streams
+
+
+@pytest.fixture
+def fake() -> Iterator[Streams]:
+    yield from opened_streams()
+
+
+@pytest.fixture
+def lanes() -> Iterator[Lanes]:
+    yield from opened_lanes()
