@@ -73,8 +73,13 @@ class DecodeSplits:
             return 0
         return num_reqs * self.max_queries * shape.num_heads * self.num_splits * (shape.value_dim + 1)
 
-    def partials(self, shape: AttentionShape, num_reqs: int, workspace: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of a workspace of at least `workspace_numbers` elements: the splits' outputs and LSEs, both flat."""
+    def partials(
+        self, shape: AttentionShape, num_reqs: int, workspace: Tensor
+    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Views of a workspace of at least `workspace_numbers` elements: the splits' outputs and LSEs, both flat; None
+        with a single split."""
+        if self.num_splits == 1:
+            return None, None
         numbers = self.workspace_numbers(shape, num_reqs)
         parts = numbers // (shape.value_dim + 1)
         out, lse = workspace[:numbers].split([numbers - parts, parts])
@@ -92,7 +97,6 @@ def _reduce_kernel(
     MAX_QUERIES: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
@@ -111,13 +115,13 @@ def _reduce_kernel(
 
     highest = tl.max(part_lse, 0)
     sink = float("-inf")
-    if HAS_SINKS:
+    if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
         highest = tl.maximum(highest, sink)
     shift = tl.where(highest == float("-inf"), 0.0, highest)
     weights = tl.exp2(part_lse - shift)
     weight_sum = tl.sum(weights, 0)
-    if HAS_SINKS:
+    if sinks is not None:
         weight_sum += tl.exp2(sink - shift)
     result = tl.sum(parts * weights[:, None], 0) / tl.where(weight_sum > 0, weight_sum, 1.0)
     token = (start + query).to(tl.int64) * NUM_HEADS + head
@@ -162,39 +166,37 @@ def decode_attention(
         num_splits=splits.num_splits,
         max_queries=splits.max_queries,
     )
-    if splits.num_splits > 1:
-        reduce_splits(out, *partials, batch, splits, sinks)
+    reduce_splits(out, partials, batch, splits, sinks)
 
 
 def reduce_splits(
     out: Tensor,
-    partial_out: Tensor,
-    partial_lse: Tensor,
+    partials: tuple[Tensor, Tensor] | tuple[None, None],
     batch: PagedBatch,
     splits: DecodeSplits,
     sinks: Tensor | None = None,
 ) -> None:
-    """Reduce the splits of every request to one output.
+    """Reduce the splits of every request to one output; a single split wrote it already.
 
     Args:
         out: `[T, heads, dim]`, contiguous; written.
-        partial_out: `[num_reqs * max_queries, heads, num_splits, dim]` float32, flat.
-        partial_lse: `[num_reqs * max_queries, heads, num_splits]` float32, flat; base-2 logarithms.
+        partials: outputs `[num_reqs * max_queries, heads, num_splits, dim]` float32, and LSEs
+            `[num_reqs * max_queries, heads, num_splits]` float32, base-2 logarithms; both flat.
         sinks: `[heads]` logits.
     """
+    if splits.num_splits == 1:
+        return
     _, num_heads, dim = out.shape
     block_s, block_d = power_of_2(splits.num_splits), power_of_2(dim)
     _reduce_kernel[batch.num_reqs * splits.max_queries, num_heads](
         out,
-        partial_out,
-        partial_lse,
+        *partials,
         batch.query_start_loc,
         sinks,
         splits.num_splits,
         MAX_QUERIES=splits.max_queries,
         NUM_HEADS=num_heads,
         HEAD_DIM=dim,
-        HAS_SINKS=sinks is not None,
         BLOCK_S=block_s,
         BLOCK_D=block_d,
         num_warps=max(1, min(16, block_s * block_d // _NUMBERS_PER_WARP)),

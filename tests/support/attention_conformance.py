@@ -33,7 +33,7 @@ from attention import (
     split_attn_metadata,
 )
 from attention.backends import registry
-from ubatch import ConfigError, ForwardMode, UBatchSlice
+from ubatch import ConfigError, ForwardMode, UBatchSlice, split_fixed
 from ubatch.kernels.c_jit import why_not_c
 
 Requests = list[tuple[int, int]]
@@ -78,7 +78,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all": {"scale": 0.5, "sliding_window": 20, "soft_cap": 2.0, "sinks": True},
 }
 ADVICE = re.compile("[Cc]hoose|[Cc]apture|[Cc]all|[Rr]aise|Draft|were (not )?given|come last")
-TRAITS = {"sliding_window": "window", "soft_cap": "soft cap", "sinks": "sinks", "v_head_dim": "narrow values"}
+LATENTS: dict[str, dict[str, Any]] = {
+    "halves": {"interleaved": False},
+    "scale": {"shape": replace(FLASHINFER_MLA, scale=0.02)},
+    "odd": {"shape": MLAShape(3, 20, 3, 6, 5, scale=0.8)},
+    "wide values": {"shape": MLAShape(2, 16, 3, 2, 8)},
+    "many heads": {"shape": MLAShape(40, 16, 4, 4, 4), "interleaved": False},
+    "small latents": {"shape": MLAShape(2, 4, 8, 4, 8)},
+}
+"""flashinfer's kernels take the first two only."""
 
 
 @dataclass(frozen=True)
@@ -347,6 +355,24 @@ def check_replays(bench: Bench, kind: str, **options: Any) -> None:
         torch.testing.assert_close(there.forward(plan).cpu(), batch.expected(), atol=near, rtol=near)
     made_late = 4 * 256  # the stand-ins' workspace, made with the first plan that runs
     assert backend.nbytes in (size, size + made_late)
+
+
+def check_graph_lanes(bench: Bench, kernels: StandIns) -> None:
+    """Nine requests of three drafts in two captured lanes: the second has five requests, and more than half of all."""
+    short = bench.batch([(5, 3)] * 9, drafts="chain", seed=1).on(bench.device)
+    batch = bench.batch([(90, 3)] * 9, drafts="chain").on(bench.device)
+    cache, slices = batch.empty_cache(), split_fixed(9, 3)
+    lanes = split_attn_metadata(slices, batch.metadata)
+    attention = UBatchAttention(batch.shape, cache, bench.name)
+    attention.init_graph_buffers(GraphLimits(max_reqs=9, max_tokens=27, max_seq_len=96), num_lanes=2)
+    plans = attention.plan_lanes_for_graph(split_attn_metadata(slices, short.metadata))
+    batch.fill(cache)
+    attention.replan_lanes(plans, lanes)
+    outs = []
+    for number, (plan, piece) in enumerate(zip(plans, slices, strict=True)):
+        kernels.lane = f"lane {number}"
+        outs.append(batch.part(piece.token_slice).forward(plan).cpu())
+    torch.testing.assert_close(torch.cat(outs), batch.on("cpu").expected(), atol=2e-5, rtol=2e-5)
 
 
 def check_graph_refusals(bench: Bench) -> None:

@@ -16,11 +16,13 @@ import torch
 from attention_conformance import (
     GRAPHS,
     KINDS,
+    LATENTS,
     OPTIONS,
     OVER_FLASHINFER,
     Bench,
     benches,
     check,
+    check_graph_lanes,
     check_graph_refusals,
     check_lanes,
     check_none_is_ignored,
@@ -117,6 +119,13 @@ def test_every_kind_of_batch(bench: Bench, kind: str) -> None:
 def test_heads(bench: Bench, heads: tuple[int, int, int]) -> None:
     check(bench, bench.batch([(9, 1), (4, 5)], heads=heads))
     check(bench, bench.batch([(9, 1), (17, 1)], heads=heads))
+
+
+@pytest.mark.sample(2)
+@cases(LATENTS, lambda bench, kind: bench.mla and (bench.name not in OVER_FLASHINFER or kind in ("halves", "scale")))
+@pytest.mark.parametrize("requests", [KINDS["decode"][0], MIXED], ids=["decode", "mixed"])
+def test_latents(bench: Bench, kind: str, requests: list[tuple[int, int]]) -> None:
+    check(bench, bench.batch(requests, num_layers=2, **LATENTS[kind]))
 
 
 @pytest.mark.sample(4)
@@ -279,6 +288,11 @@ def test_a_captured_plan_serves_longer_and_other_batches_in_place(bench: Bench, 
 def test_what_others_left_reaches_no_result_of_a_captured_plan(bench: Bench, kind: str) -> None:
     num_queries, options, (_, later, _) = GRAPHS[kind]
     check_others_values(bench, bench.padded(later, 4, num_queries, **options), captured=True)
+
+
+@cases(["chain"], lambda bench, _: bench.traits.graphs)
+def test_captured_lanes(bench: Bench, kind: str, kernels: StandIns) -> None:
+    check_graph_lanes(bench, kernels)
 
 
 @of_all
