@@ -259,8 +259,8 @@ def _latent_split_kernel(
     last = tl.minimum(first + keys_per_split, seq_len)
 
     highest = tl.full([C.rows], float("-inf"), tl.float32)
-    weight_sum = tl.zeros([C.rows], tl.float32)
-    total = tl.zeros([C.rows, C.ranks], tl.float32)
+    weight_sum = tl.full([C.rows], 0, tl.float32)
+    total = tl.full([C.rows, C.ranks], 0, tl.float32)
     following = first + tl.arange(0, C.keys)  # block numbers are loaded one iteration ahead, as in `tile.attend_keys`
     blocks = tl.load(table + following // C.page, mask=following < last, other=0)
     for turn in range(first, last, C.keys):

@@ -131,7 +131,7 @@ class TileSize:
 
 @dataclass(frozen=True)
 class KernelConstants:
-    """All that the attention kernel is compiled for, in one argument.
+    """All that the attention kernel is compiled for, in one argument. Triton reads its attributes when it compiles.
 
     Attributes:
         page: tokens of a block.
@@ -236,8 +236,8 @@ def attend_keys(
     v_dims = tl.arange(0, C.value_dims)
     is_v_dim = v_dims < C.shape.value_dim
     highest = tl.full([C.size.rows], float("-inf"), tl.float32)
-    weight_sum = tl.zeros([C.size.rows], tl.float32)
-    total = tl.zeros([C.size.rows, C.value_dims], tl.float32)
+    weight_sum = tl.full([C.size.rows], 0, tl.float32)
+    total = tl.full([C.size.rows, C.value_dims], 0, tl.float32)
     following = first + tl.arange(0, C.size.keys)
     blocks = tl.load(table + following // C.page, mask=following < last, other=0)
     for start in range(first, last, C.size.keys):
