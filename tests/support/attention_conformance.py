@@ -19,7 +19,7 @@ import torch
 from attention_batches import AnyBatch, make_batch, make_mla_batch
 from flashinfer_standin import StandIns, allocations
 from torch import Tensor
-from triton_batches import DEVICE
+from triton_batches import DEVICE, numbers
 
 from attention import (
     AttentionShape,
@@ -198,12 +198,6 @@ def check(bench: Bench, batch: AnyBatch, dtype: torch.dtype = torch.float32, tol
             step = 0.13 if batch.spec.fp8 else 1e-6 if dtype == torch.float32 else 1e-2
             torch.testing.assert_close(stored, expected.to(stored.dtype), atol=1e-6, rtol=step)
     return plan
-
-
-def numbers(stored: Tensor) -> Tensor:
-    """What a pool stores, as numbers on the CPU."""
-    stored = stored.cpu()
-    return stored.view(torch.float8_e4m3fn).float() if stored.dtype == torch.uint8 else stored
 
 
 def check_none_is_ignored(batch: AnyBatch) -> None:

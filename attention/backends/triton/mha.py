@@ -107,7 +107,7 @@ class TritonGraphPlan(TritonAttentionPlan):
         """Describe another batch; see `AttentionBackend.replan`."""
         num_reqs, num_tokens = self.batch.num_reqs, self.slots.shape[0]
         most = self.splits.max_queries if self.tiles is None and self.splits is not None else None
-        refuse_other_batch(metadata, self.batch, num_tokens, most)
+        refuse_other_batch(metadata, self.batch, most)
         self.static.fill(metadata, num_reqs, num_tokens)
         self.plan_tiles()
 

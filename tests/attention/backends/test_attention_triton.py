@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from attention_batches import fp8_scales, make_batch, make_mla_batch
-from attention_conformance import GRAPHS, LIMITS, Bench, check, check_replays, numbers, refused
-from triton_batches import DEVICE
+from attention_conformance import GRAPHS, LIMITS, Bench, check, check_replays, refused
+from triton_batches import DEVICE, numbers
 
 from attention import AttentionShape, MLAShape
 from attention.backends import store

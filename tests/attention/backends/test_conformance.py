@@ -37,8 +37,7 @@ from flashinfer_standin import StandIns
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attention import AttentionShape, register_attention_backend
-from attention.backends import registry
+from attention import AttentionShape
 from attention.backends.torch import mla as torch_mla
 from attention.backends.torch.sdpa import TorchAttentionBackend
 from attention.backends.trtllm import mla_prefill
@@ -311,198 +310,118 @@ def test_what_a_graph_cannot_run_is_refused(bench: Bench) -> None:
 # -- back ends that break a promise ------------------------------------------------------------------------------------
 
 
-class Wrong(TorchAttentionBackend):
-    """A back end whose plans are `torch`'s of other metadata, for another shape, or with other results."""
+def break_torch(
+    patch: pytest.MonkeyPatch, *, shape: dict[str, Any] | None = None, seen: Any = None, result: Any = None
+) -> None:
+    """Have `torch` plan for another shape or other metadata, or give other results."""
+    plan_rightly = TorchAttentionBackend.plan
 
-    traits = TorchAttentionBackend.traits
+    def plan(backend: Any, metadata: Any) -> Any:
+        patch.setattr(backend, "shape", replace(backend.shape, **(shape or {})))
+        made: Any = plan_rightly(backend, metadata if seen is None else seen(metadata))
+        forward = made.forward
+        if result is not None:
+            made.forward = lambda *args: result(forward, backend, metadata, *args)
+        return made
 
-    def seen(self, metadata: Any) -> Any:
-        """What it plans for."""
-        return metadata
-
-    def plan(self, metadata: Any) -> Any:
-        plan = super().plan(self.seen(metadata))
-        forward = plan.forward
-        plan.forward = lambda *args: self.result(forward, metadata, *args)  # type: ignore[method-assign]
-        return plan
-
-    def result(self, forward: Any, metadata: Any, *args: Any) -> Any:
-        """What a layer gives."""
-        return forward(*args)
+    patch.setattr(TorchAttentionBackend, "plan", plan)
 
 
-class WithoutWindow(Wrong):
-    name = "without_window"
-
-    def __init__(self, shape: AttentionShape, kv_cache: Any) -> None:
-        super().__init__(replace(shape, sliding_window=None), kv_cache)
-
-
-class WithoutCap(Wrong):
-    name = "without_cap"
-
-    def __init__(self, shape: AttentionShape, kv_cache: Any) -> None:
-        super().__init__(replace(shape, soft_cap=None), kv_cache)
+def write_nothing(forward: Any, backend: Any, metadata: Any, *args: Any) -> Any:
+    pools = [pool.memory for pool in backend.kv_cache._pools]
+    before = [memory.clone() for memory in pools]
+    out = forward(*args)
+    for memory, old in zip(pools, before, strict=True):
+        memory.copy_(old)
+    return out
 
 
-class ForgetsPrefixes(Wrong):
-    name = "forgets_prefixes"
-
-    def seen(self, metadata: Any) -> Any:
-        return replace(metadata, seq_lens=metadata.query_start_loc.diff(), seq_lens_cpu=metadata.query_lens_cpu)
-
-
-class WithoutTrees(Wrong):
-    name = "without_trees"
-
-    def seen(self, metadata: Any) -> Any:
-        return replace(metadata, spec_verify=None)
+def leave_padding(forward: Any, backend: Any, metadata: Any, *args: Any) -> Any:
+    out = forward(*args).clone()
+    out[metadata.num_actual_tokens :] = 1e-7  # too little for a tolerance
+    return out
 
 
-class WritesNothing(Wrong):
-    name = "writes_nothing"
-
-    def result(self, forward: Any, metadata: Any, *args: Any) -> Any:
-        pools = [pool.memory for pool in self.kv_cache._pools]
-        before = [memory.clone() for memory in pools]
-        out = forward(*args)
-        for memory, old in zip(pools, before, strict=True):
-            memory.copy_(old)
-        return out
+SHARED = torch.zeros(9)
 
 
-class WritesLayer0(Wrong):
-    name = "writes_layer_0"
-
-    def result(self, forward: Any, metadata: Any, *args: Any) -> Any:
-        q, k, v, _, *sinks = args
-        return forward(q, k, v, 0, *sinks)
-
-
-class OneRowOff(Wrong):
-    name = "one_row_off"
-
-    def result(self, forward: Any, metadata: Any, *args: Any) -> Any:
-        return forward(*args).roll(1, 0)
-
-
-class LeavesPadding(Wrong):
-    name = "leaves_padding"
-
-    def result(self, forward: Any, metadata: Any, *args: Any) -> Any:
-        out = forward(*args).clone()
-        out[metadata.num_actual_tokens :] = 1e-7  # too little for a tolerance
-        return out
-
-
-class DropsSinks(Wrong):
-    name = "drops_sinks"
-
-    def result(self, forward: Any, metadata: Any, *args: Any) -> Any:
-        return forward(*args[:4], None if args[4] is None else torch.full_like(args[4], -torch.inf))
-
-
-class IgnoresScales(Wrong):
-    name = "ignores_scales"
-
-    def result(self, forward: Any, metadata: Any, *args: Any) -> Any:
-        return forward(*args) / self.kv_cache.scales(args[3])[1]
-
-
-class ReadsOthers(Wrong):
-    name = "reads_others"
-
-    def result(self, forward: Any, metadata: Any, *args: Any) -> Any:
-        return forward(*args) + 0 * self.kv_cache.key_pool.memory.sum()
-
-
-class OneWorkspace(Wrong):
-    """Lanes' back ends share what one of them planned last."""
-
-    name = "one_workspace"
-    shared: Any = None
-
-    def plan(self, metadata: Any) -> Any:
-        plan = super().plan(metadata)
-        if OneWorkspace.shared is None or len(OneWorkspace.shared) != len(metadata.slot_mapping):
-            OneWorkspace.shared = torch.empty(len(metadata.slot_mapping), 4, 8)
-        self.out = OneWorkspace.shared
-        return plan
-
-    def result(self, forward: Any, metadata: Any, *args: Any) -> Any:
-        return self.out.copy_(forward(*args))
-
-
-class ForgetsReplans(static_attention.StaticAttention):
-    """Runs the batch that it was captured with."""
-
-    name = "forgets_replans"
-    captured = False
-
-    def replan(self, plan: Any, metadata: Any) -> None:
-        if not self.captured:
-            super().replan(plan, metadata)
-        self.captured = True
-
-
-class MovesPointers(static_attention.StaticAttention):
-    name = "moves_pointers"
-
-    def replan(self, plan: Any, metadata: Any) -> None:
-        plan.buffers.seq_lens = plan.buffers.seq_lens.clone()
-        super().replan(plan, metadata)
-
-
-@pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names registered in a test are forgotten after it."""
-    monkeypatch.setattr(registry._BACKENDS, "_targets", dict(registry._BACKENDS._targets))
+def share_memory(forward: Any, backend: Any, metadata: Any, *args: Any) -> Any:
+    backend.memory = SHARED
+    return forward(*args)
 
 
 def in_lanes(bench: Bench, batch: Any) -> None:
     check_lanes(bench, batch, (2,), StandIns())
 
 
-@pytest.mark.usefixtures("known")
-@pytest.mark.parametrize(
-    ("kind", "does", "requests", "options"),
-    [
-        (WithoutWindow, check, MIXED, {"option": "window"}),
-        (WithoutCap, check, MIXED, {"option": "soft cap"}),
-        (DropsSinks, check, MIXED, {"option": "sinks"}),
-        (ForgetsPrefixes, check, *KINDS["behind a prefix"]),
-        (WithoutTrees, check, *KINDS["tree"]),
-        (WritesNothing, check, MIXED, {}),
-        (WritesLayer0, check, MIXED, {"num_layers": 2}),
-        (OneRowOff, check, MIXED, {}),
-        (LeavesPadding, check, *KINDS["mixed"]),
-        (IgnoresScales, check, MIXED, {"fp8": True}),
-        (ReadsOthers, check_others_values, MIXED, {}),
-        (OneWorkspace, in_lanes, [(3, 2), (5, 2)], {}),
-    ],
-)
-def test_a_broken_back_end_is_noticed(kind: Any, does: Any, requests: Any, options: dict[str, Any]) -> None:
-    register_attention_backend(kind.name, f"{__name__}:{kind.__name__}")
-    bench = Bench(kind.name, False, kind)
-    does(replace(bench, name="torch", kind=TorchAttentionBackend), bench.batch(requests, **options))
+BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
+    "ignores the window": ({"shape": {"sliding_window": None}}, {"option": "window"}, check),
+    "ignores the soft cap": ({"shape": {"soft_cap": None}}, {"option": "soft cap"}, check),
+    "ignores the scale": ({"shape": {"scale": None}}, {"option": "scale"}, check),
+    "drops sinks": (
+        {"result": lambda forward, backend, metadata, *args: forward(*args[:4], torch.full_like(args[4], -torch.inf))},
+        {"option": "sinks"},
+        check,
+    ),
+    "forgets prefixes": (
+        {"seen": lambda of: replace(of, seq_lens=of.query_start_loc.diff(), seq_lens_cpu=of.query_lens_cpu)},
+        {},
+        check,
+    ),
+    "takes a tree for a chain": ({"seen": lambda of: replace(of, spec_verify=None)}, {"drafts": "tree"}, check),
+    "writes nothing": ({"result": write_nothing}, {}, check),
+    "writes to layer 0": (
+        {"result": lambda forward, backend, metadata, q, k, v, layer, sinks: forward(q, k, v, 0, sinks)},
+        {"num_layers": 2},
+        check,
+    ),
+    "is one row off": ({"result": lambda forward, backend, metadata, *args: forward(*args).roll(1, 0)}, {}, check),
+    "leaves padding": ({"result": leave_padding}, {"padding": 2}, check),
+    "ignores fp8 scales": (
+        {"result": lambda forward, backend, _, *args: forward(*args) / backend.kv_cache.scales(args[3])[1]},
+        {"fp8": True},
+        check,
+    ),
+    "reads what is not its own": (
+        {"result": lambda forward, backend, _, *args: forward(*args) + 0 * backend.kv_cache.key_pool.memory.sum()},
+        {},
+        check_others_values,
+    ),
+    "shares memory between lanes": ({"result": share_memory}, {}, in_lanes),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_back_end_is_noticed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken, options, does = BROKEN[how]
+    bench = BENCHES["torch-mha"]
+    batch = bench.batch([(17, 4), (2, 4)], **options)
+    does(bench, batch)
+    break_torch(monkeypatch, **broken)
     with pytest.raises(AssertionError):
-        does(bench, bench.batch(requests, **options))
+        does(bench, batch)
 
 
-@pytest.mark.usefixtures("known")
-@pytest.mark.parametrize("kind", [ForgetsReplans, MovesPointers])
-def test_a_graph_that_is_not_replanned_in_place_is_noticed(kind: Any) -> None:
-    register_attention_backend(kind.name, f"{__name__}:{kind.__name__}")
+@pytest.mark.parametrize("how", ["forgets", "moves"])
+def test_a_graph_that_is_not_replanned_in_place_is_noticed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs the batch that it was captured with; or a tensor is made anew."""
+    rightly, done = static_attention.StaticAttention.replan, []
+
+    def replan(backend: Any, plan: Any, metadata: Any) -> None:
+        if how == "moves":
+            plan.buffers.seq_lens = plan.buffers.seq_lens.clone()
+        if how == "moves" or not done:
+            rightly(backend, plan, metadata)
+        done.append(metadata)
+
+    monkeypatch.setattr(static_attention.StaticAttention, "replan", replan)
     with pytest.raises(AssertionError):
-        check_replays(Bench(kind.name, False, kind), "decode")
+        check_replays(BENCHES["static_torch-mha"], "decode")
 
 
-@pytest.mark.usefixtures("known")
 def test_a_back_end_that_drops_what_it_lacks_is_noticed() -> None:
-    """Its traits do not say that it has no windows, so nothing refuses them; or it takes trees as chains."""
-    register_attention_backend("without_trees", f"{__name__}:WithoutTrees")
-    batch = Bench("without_trees", False, WithoutTrees).batch(*KINDS["tree"][:1], drafts="tree", padding=1)
+    """It refuses nothing, or says nothing of what to do."""
     with pytest.raises(pytest.fail.Exception), refused("takes no tree mask"):
-        Bench("without_trees", False, WithoutTrees).make(batch).plan(batch.metadata)
+        pass
     with pytest.raises(AssertionError, match="no advice"), refused("no"):
         raise ConfigError("no")
