@@ -250,7 +250,7 @@ def _latent_split_kernel(
         q_r = q_r.to(q_l.dtype)
 
     query_positions = seq_len - num_queries + query
-    mask_rows = None
+    mask_rows = query
     if mask is not None:
         mask_rows = mask + tl.load(mask_offsets + request) + query.to(tl.int64) * seq_len
     table = block_table + request.to(tl.int64) * table_stride

@@ -139,7 +139,9 @@ class NativeMLAPlan:
             ("w_uk", inputs.w_uk, (heads, nope, rank)),
             ("w_uv", inputs.w_uv, (heads, rank, value)),
         )
-        q_nope, q_rope, latent, k_rope, w_uk, w_uv = (checked(shape, *each, self._dtype) for each in needed)
+        q_nope, q_rope, latent, k_rope, w_uk, w_uv = (
+            checked(shape, what, x, wanted, self._dtype) for what, x, wanted in needed
+        )
         w_uk, w_uv = w_uk.contiguous(), w_uv.contiguous()
         cos_sin, positions = self._rope_of(inputs.rope)
         threads = torch.get_num_threads()

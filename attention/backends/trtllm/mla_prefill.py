@@ -16,25 +16,35 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.backends.flashinfer_kernels import RequestBatch, ragged_positions, rows_of
+from attention.backends.flashinfer_kernels import RequestBatch, Workspace, ragged_positions, rows_of
 from attention.backends.torch.groups import as_stored
-from attention.interface import MLAInputs
+from attention.interface import MLAInputs, MLAShape
 from attention.kv_cache import MLAKVCache
 from attention.lse import merge_states
 from ubatch.streams.small_copies import to_device
 
-if TYPE_CHECKING:
-    from attention.backends.trtllm.mla import TRTLLMMLABackend
-
 EXPANDED_TOKENS = 32 << 10
 """Tokens of all prefixes together that are expanded at once; with 128 heads a token takes 80 kB in bfloat16."""
 _LN_2 = math.log(2.0)  # the kernel's LSE is a base-2 logarithm
+
+
+class RaggedBackend(Protocol):
+    """The members of the back end that this module uses.
+
+    Attributes:
+        ragged: the kernel that attends over concatenated sequences.
+    """
+
+    shape: MLAShape
+    kv_cache: MLAKVCache
+    ragged: Any
+    workspace: Workspace
 
 
 @dataclass(frozen=True)
@@ -84,13 +94,13 @@ class ExpandedPart:
     queries: _Ragged
     chunks: tuple[_Chunk, ...]
 
-    def store(self, backend: TRTLLMMLABackend, inputs: MLAInputs, layer: int) -> tuple[Tensor, Tensor]:
+    def store(self, backend: RaggedBackend, inputs: MLAInputs, layer: int) -> tuple[Tensor, Tensor]:
         """Write the latents; return the queries `[n, heads, nope + rope]` and the rotated key parts `[n, rope]`."""
         k_rope = inputs.rope.rotate(inputs.k_rope)
         backend.kv_cache.write(layer, inputs.latent, k_rope, self.slots)
         return torch.cat((inputs.q_nope, inputs.rope.rotate(inputs.q_rope)), dim=-1), k_rope
 
-    def attend(self, backend: TRTLLMMLABackend, state: tuple[Tensor, Tensor], inputs: MLAInputs, layer: int) -> Tensor:
+    def attend(self, backend: RaggedBackend, state: tuple[Tensor, Tensor], inputs: MLAInputs, layer: int) -> Tensor:
         """`[n, heads, v_head_dim]`."""
         query, k_rope = state
         pool = backend.kv_cache.pool
@@ -110,7 +120,7 @@ class ExpandedPart:
 
     def _attend_keys(
         self,
-        backend: TRTLLMMLABackend,
+        backend: RaggedBackend,
         query: Tensor,
         key: Tensor,
         value: Tensor,
