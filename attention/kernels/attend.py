@@ -3,9 +3,11 @@
     split    program (key/value head, request, split): all queries of a request with few, and a part of its keys
     tiled    program (tile, key/value head): some queries of a request, and all keys that they see
 
-`attention.kernels.decode` launches the first kind and reduces the partial results; `attention.kernels.prefill` launches
-the second. What is None is left out when the kernel is compiled: tiles (then keys are split), partial results (then
-there is one split), a mask, sinks. `C` are its `KernelConstants`.
+`attention.kernels.decode` launches the first kind and reduces the partial results; `prefill_attention` launches the
+second, whose tiles are assigned to requests once per step (`attention.kernels.planning`).
+
+What is None is left out when the kernel is compiled: tiles (then keys are split), partial results (then there is one
+split), a mask, sinks. `C` are its `KernelConstants`.
 
 Source: FlashAttention-2 (Dao, 2023); Flash-Decoding (Dao et al., 2023).
 """
@@ -13,18 +15,15 @@ Source: FlashAttention-2 (Dao, 2023); Flash-Decoding (Dao et al., 2023).
 import triton.language as tl
 from torch import Tensor
 
-from attention.interface import AttentionShape
 from attention.kernels.tile import (
     BATCH_ARGUMENTS,
     KernelConstants,
-    PagedBatch,
+    PagedLayer,
     TileSize,
     attend_keys,
-    cache_arguments,
     finish_rows,
     store_part,
 )
-from attention.kv_cache import PagedKVCache
 from ubatch.kernels.tensors import rows_contiguous
 from ubatch.kernels.triton_jit import jit
 
@@ -163,15 +162,11 @@ def launch_attention(
     grid: tuple[int, int, int],
     q: Tensor,
     out: Tensor,
-    shape: AttentionShape,
-    cache: PagedKVCache,
-    layer: int,
-    batch: PagedBatch,
+    where: PagedLayer,
     size: TileSize,
-    sinks: Tensor | None,
     *,
     tiles: Tensor | None = None,
-    partials: tuple[Tensor | None, Tensor | None] = (None, None),
+    partials: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
     num_splits: int = 1,
     max_queries: int = 0,
 ) -> None:
@@ -184,20 +179,33 @@ def launch_attention(
         max_queries: most queries of a request whose keys are split.
     """
     q = rows_contiguous(q)
-    spec = cache.spec
+    spec = where.cache.spec
     _attention_kernel[grid](
         out=out,
-        sinks=sinks,
         tiles=tiles,
         partial_out=partials[0],
         partial_lse=partials[1],
         q=q,
         q_stride_token=q.stride(0),
         q_stride_head=q.stride(1),
-        **cache_arguments(shape, cache, layer),
-        **batch.arguments(),
+        **where.arguments(),
         num_splits=num_splits,
-        C=KernelConstants(shape, size, spec.block_size, spec.fp8, max_queries),
+        C=KernelConstants(where.shape, size, spec.block_size, spec.fp8, max_queries),
         num_warps=size.num_warps,
         num_stages=size.num_stages,
     )
+
+
+def prefill_attention(q: Tensor, out: Tensor, where: PagedLayer, tiles: Tensor, size: TileSize) -> None:
+    """Attend for every query that is in a tile, prefixes included; other queries' rows are not written.
+
+    The step's own keys and values are read back from the cache, so a prompt, the next chunk of one and a decode row are
+    treated alike.
+
+    Args:
+        q: `[T, num_heads, head_dim]`.
+        out: `[T, num_heads, value_dim]`, contiguous; written.
+        tiles: `[tiles, 2]` int32 from `planning.plan_tiles`, for `size.queries(shape)` queries each.
+    """
+    if tiles.shape[0]:
+        launch_attention((tiles.shape[0], where.shape.num_kv_heads, 1), q, out, where, size, tiles=tiles)

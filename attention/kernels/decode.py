@@ -19,8 +19,7 @@ from torch import Tensor
 
 from attention.interface import AttentionShape
 from attention.kernels.attend import launch_attention
-from attention.kernels.tile import LOG2_E, PagedBatch, TileSize
-from attention.kv_cache import PagedKVCache
+from attention.kernels.tile import LOG2_E, PagedBatch, PagedLayer, TileSize
 from ubatch.kernels.triton_jit import cdiv, jit, power_of_2
 
 MAX_SPLITS = 64
@@ -128,45 +127,29 @@ def _reduce_kernel(
     tl.store(out + token * HEAD_DIM + dims, result, mask=dims < HEAD_DIM)
 
 
-def decode_attention(
-    q: Tensor,
-    out: Tensor,
-    shape: AttentionShape,
-    cache: PagedKVCache,
-    layer: int,
-    batch: PagedBatch,
-    splits: DecodeSplits,
-    workspace: Tensor,
-    sinks: Tensor | None = None,
-) -> None:
+def decode_attention(q: Tensor, out: Tensor, where: PagedLayer, splits: DecodeSplits, workspace: Tensor) -> None:
     """Attend for every request that has 1 to `splits.max_queries` queries; other requests' rows are not written.
 
     Args:
         q: `[T, num_heads, head_dim]`.
         out: `[T, num_heads, value_dim]`, contiguous; written.
-        cache: read; it holds the step's keys and values already.
         workspace: float32, at least `splits.workspace_numbers(...)`; overwritten.
-        sinks: `[num_heads]` logits, one more term in each head's denominator.
     """
+    shape, batch = where.shape, where.batch
     if not batch.num_reqs:
         return
     partials = splits.partials(shape, batch.num_reqs, workspace)
-    size = splits.tile or TileSize.decode(shape, splits.max_queries, q.dtype)
     launch_attention(
         (shape.num_kv_heads, batch.num_reqs, splits.num_splits),
         q,
         out,
-        shape,
-        cache,
-        layer,
-        batch,
-        size,
-        sinks,
+        where,
+        splits.tile or TileSize.decode(shape, splits.max_queries, q.dtype),
         partials=partials,
         num_splits=splits.num_splits,
         max_queries=splits.max_queries,
     )
-    reduce_splits(out, partials, batch, splits, sinks)
+    reduce_splits(out, partials, batch, splits, where.sinks)
 
 
 def reduce_splits(

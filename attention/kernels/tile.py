@@ -163,28 +163,47 @@ class KernelConstants:
         return power_of_2(self.shape.value_dim, 16)
 
 
-def cache_arguments(shape: AttentionShape, cache: PagedKVCache, layer: int) -> dict[str, Any]:
-    """The kernel arguments that describe a layer's cache."""
-    keys, values = cache.keys(layer), cache.values(layer)
-    alike = keys.stride() == values.stride() or shape.value_dim != shape.head_dim
-    if not alike or keys.stride(-1) != 1 or values.stride(-1) != 1:
-        raise ConfigError(
-            f"the triton back end reads keys and values that are dense in the last dimension, of one layout if heads "
-            f"have one size; the cache has strides {keys.stride()} and {values.stride()}."
-        )
-    k_scale, v_scale = cache.scales(layer)
-    return {
-        "keys": keys,
-        "values": values,
-        "score_scale": shape.softmax_scale * k_scale,
-        "value_scale": v_scale,
-        "stride_block": keys.stride(0),
-        "stride_slot": keys.stride(1),
-        "stride_head": keys.stride(2),
-        "v_stride_block": values.stride(0),
-        "v_stride_slot": values.stride(1),
-        "v_stride_head": values.stride(2),
-    }
+@dataclass(frozen=True)
+class PagedLayer:
+    """What a layer's queries attend to.
+
+    Attributes:
+        cache: read; it holds the step's keys and values already.
+        layer: number of the layer in the cache.
+        sinks: `[num_heads]` logits, one more term in each head's denominator.
+    """
+
+    shape: AttentionShape
+    cache: PagedKVCache
+    layer: int
+    batch: PagedBatch
+    sinks: Tensor | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """The kernel arguments that describe it."""
+        shape, cache, layer = self.shape, self.cache, self.layer
+        keys, values = cache.keys(layer), cache.values(layer)
+        alike = keys.stride() == values.stride() or shape.value_dim != shape.head_dim
+        if not alike or keys.stride(-1) != 1 or values.stride(-1) != 1:
+            raise ConfigError(
+                f"the triton back end reads keys and values that are dense in the last dimension, of one layout if "
+                f"heads have one size; the cache has strides {keys.stride()} and {values.stride()}."
+            )
+        k_scale, v_scale = cache.scales(layer)
+        return {
+            "keys": keys,
+            "values": values,
+            "score_scale": shape.softmax_scale * k_scale,
+            "value_scale": v_scale,
+            "stride_block": keys.stride(0),
+            "stride_slot": keys.stride(1),
+            "stride_head": keys.stride(2),
+            "v_stride_block": values.stride(0),
+            "v_stride_slot": values.stride(1),
+            "v_stride_head": values.stride(2),
+            "sinks": self.sinks,
+            **self.batch.arguments(),
+        }
 
 
 @jit()

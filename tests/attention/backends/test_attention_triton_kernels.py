@@ -8,18 +8,19 @@ from attention_batches import Batch, make_batch
 from triton_batches import DEVICE, numbers
 
 from attention import AttentionShape, KVCacheSpec, PagedKVCache
+from attention.kernels.attend import prefill_attention
 from attention.kernels.cache import write_kv
 from attention.kernels.decode import DecodeSplits, decode_attention
 from attention.kernels.planning import num_tiles, plan_mask_offsets, plan_tiles
-from attention.kernels.prefill import prefill_attention
 from attention.kernels.ragged import pad_ragged, unpad_ragged
-from attention.kernels.tile import PagedBatch, TileSize
+from attention.kernels.tile import PagedBatch, PagedLayer, TileSize
 from ubatch import ForwardMode
 
 
-def paged(batch: Batch) -> PagedBatch:
-    metadata = batch.metadata
-    return PagedBatch(metadata.num_reqs, metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
+def paged(batch: Batch, cache: PagedKVCache) -> PagedLayer:
+    of = batch.metadata
+    requests = PagedBatch(of.num_reqs, of.query_start_loc, of.seq_lens, of.block_table)
+    return PagedLayer(batch.shape, cache, 0, requests, batch.sinks)
 
 
 def written(requests: list[tuple[int, int]], *, sinks: bool) -> tuple[Batch, Batch, PagedKVCache]:
@@ -106,7 +107,7 @@ def test_split_decode_gives_each_request_its_output(num_splits: int, sinks: bool
     out = torch.full((7, 4, 8), 7.0, device=DEVICE)
     splits = DecodeSplits(2, num_splits)
     workspace = torch.full((splits.workspace_numbers(batch.shape, 4),), torch.nan, device=DEVICE)
-    decode_attention(there.q, out, batch.shape, cache, 0, paged(there), splits, workspace, there.sinks)
+    decode_attention(there.q, out, paged(there, cache), splits, workspace)
     expected = batch.expected()
     expected[2:5] = 7
     torch.testing.assert_close(out.cpu(), expected, atol=1e-5, rtol=1e-5)
@@ -120,7 +121,7 @@ def test_paged_prefill_gives_each_request_its_output(sinks: bool) -> None:
     queries = size.queries(batch.shape)
     tiles = torch.zeros(num_tiles(3, 28, queries), 2, dtype=torch.int32, device=DEVICE)
     plan_tiles(tiles, there.metadata.query_start_loc, 3, queries, min_queries=2)
-    prefill_attention(there.q, out, batch.shape, cache, 0, paged(there), tiles, size, there.sinks)
+    prefill_attention(there.q, out, paged(there, cache), tiles, size)
     expected = batch.expected()
     expected[9] = 7
     torch.testing.assert_close(out.cpu(), expected, atol=1e-5, rtol=1e-5)
