@@ -206,16 +206,12 @@ class GraphState:
         """The `FewQueries` for this batch's size.
 
         Raises:
-            ConfigError: requests are not padded to the same number of rows; see `queries_per_request`.
+            ConfigError: requests are not padded to the same number of rows, see `queries_per_request`; or there are
+                more than the limits allow.
         """
         num_reqs, num_queries = metadata.num_reqs, queries_per_request(name, metadata)
         ragged = metadata.mode is ForwardMode.DRAFT_EXTEND
-        if num_reqs > self.limits.max_reqs or num_reqs * num_queries > self.limits.max_tokens:
-            raise ConfigError(
-                f"a graph of {num_reqs} requests and {num_reqs * num_queries} tokens exceeds the graph buffers, made "
-                f"for {self.limits.max_reqs} and {self.limits.max_tokens}; raise the limits given to "
-                "init_graph_buffers."
-            )
+        self.batch.check(metadata, num_reqs, num_reqs * num_queries)
         return FewQueries(self._queries, num_reqs, num_queries, num_reqs * num_queries, ragged=ragged)
 
     def fill(self, queries: FewQueries, metadata: CommonAttentionMetadata) -> None:

@@ -1,9 +1,8 @@
 """Triton kernels of attention over a paged KV cache. The package itself does not import Triton; its modules do.
 
 tile      the loop that all attention kernels share: a tile of queries against a range of keys
-attend    the kernel of multi-head attention; `decode` and `prefill` launch it
+attend    the kernel of multi-head attention; for many queries per request it is launched over tiles of queries
 decode    few queries per request, a long cache: the keys are split, and the parts reduced
-prefill   many queries per request: tiles of queries, each against all its keys
 planning  the computations done once per step, on the device
 cache     writing keys and values
 ragged    padding requests of different lengths to a rectangle, and back

@@ -3,29 +3,27 @@
     split    program (key/value head, request, split): all queries of a request with few, and a part of its keys
     tiled    program (tile, key/value head): some queries of a request, and all keys that they see
 
-`attention.kernels.decode` launches the first kind and reduces the partial results; `attention.kernels.prefill` launches
-the second.
+`attention.kernels.decode` launches the first kind and reduces the partial results; `prefill_attention` launches the
+second, whose tiles are assigned to requests once per step (`attention.kernels.planning`).
+
+What is None is left out when the kernel is compiled: tiles (then keys are split), partial results (then there is one
+split), a mask, sinks. `C` are its `KernelConstants`.
 
 Source: FlashAttention-2 (Dao, 2023); Flash-Decoding (Dao et al., 2023).
 """
 
-from typing import Any
-
 import triton.language as tl
 from torch import Tensor
 
-from attention.interface import AttentionShape
 from attention.kernels.tile import (
     BATCH_ARGUMENTS,
-    PagedBatch,
+    KernelConstants,
+    PagedLayer,
     TileSize,
     attend_keys,
-    cache_arguments,
     finish_rows,
-    score_constants,
     store_part,
 )
-from attention.kv_cache import PagedKVCache
 from ubatch.kernels.tensors import rows_contiguous
 from ubatch.kernels.triton_jit import jit
 
@@ -58,27 +56,10 @@ def _attention_kernel(
     v_stride_slot: tl.tensor,
     v_stride_head: tl.tensor,
     num_splits: tl.tensor,
-    MAX_QUERIES: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    TILED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    FP8: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    C: tl.constexpr,
 ) -> None:
     first_query = 0
-    if TILED:
+    if tiles is not None:
         place, kv_head = tl.program_id(0), tl.program_id(1)
         request = tl.load(tiles + 2 * place)
         if request < 0:
@@ -88,41 +69,41 @@ def _attention_kernel(
         kv_head, request = tl.program_id(0), tl.program_id(1)
     start = tl.load(query_start_loc + request)
     num_queries = tl.load(query_start_loc + request + 1) - start
-    if not TILED:  # noqa: SIM102 - Triton evaluates the outer condition when it compiles
-        if (num_queries == 0) | (num_queries > MAX_QUERIES):
+    if tiles is None:  # noqa: SIM102 - Triton evaluates the outer condition when it compiles
+        if (num_queries == 0) | (num_queries > C.max_queries):
             return
     seq_len = tl.load(seq_lens + request)
     prefix = seq_len - num_queries
 
-    rows = tl.arange(0, BLOCK_M)
-    query, head = first_query + rows // GROUP, kv_head * GROUP + rows % GROUP
-    is_row = (rows < BLOCK_M // GROUP * GROUP) & (query < num_queries)
+    rows = tl.arange(0, C.size.rows)
+    query, head = first_query + rows // C.shape.group_size, kv_head * C.shape.group_size + rows % C.shape.group_size
+    is_row = (rows < C.size.rows // C.shape.group_size * C.shape.group_size) & (query < num_queries)
     query = tl.where(is_row, query, first_query)
-    dims = tl.arange(0, BLOCK_D)
-    inside = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    dims = tl.arange(0, C.size.dims)
+    inside = is_row[:, None] & (dims < C.shape.head_dim)[None, :]
     q_rows = (start + query).to(tl.int64) * q_stride_token + head * q_stride_head
     tile = tl.load(q + q_rows[:, None] + dims[None, :], mask=inside, other=0)
-    if UPCAST:
+    if C.upcast:
         tile = tile.to(tl.float32)
 
     query_positions = prefix + query
-    mask_rows = query
-    drafts = start
+    mask_rows = None
+    drafts = None
     lowest = prefix + first_query
     last = seq_len
-    if HAS_MASK:
+    if mask is not None:
         drafts = draft_positions + start
         mask_rows = mask + tl.load(mask_offsets + request) + query.to(tl.int64) * seq_len
         lowest = prefix  # the root's position; no draft has a lower one
-        if WINDOW > 0:
+        if C.window > 0:
             query_positions = tl.load(drafts + query).to(tl.int32)
-    elif TILED:  # causal: no query of the tile sees past the tile's end
-        last = tl.minimum(seq_len, lowest + BLOCK_M // GROUP)
+    elif tiles is not None:  # causal: no query of the tile sees past the tile's end
+        last = tl.minimum(seq_len, lowest + C.size.rows // C.shape.group_size)
     first = 0
-    if WINDOW > 0:  # no query sees further back than the tile's first one
-        first = tl.maximum(lowest + 1 - WINDOW, 0)
-    if not TILED:  # equal parts of whole tiles
-        keys_per_split = tl.cdiv(tl.cdiv(seq_len - first, num_splits), BLOCK_N) * BLOCK_N
+    if C.window > 0:  # no query sees further back than the tile's first one
+        first = tl.maximum(lowest + 1 - C.window, 0)
+    if tiles is None:  # equal parts of whole tiles
+        keys_per_split = tl.cdiv(tl.cdiv(seq_len - first, num_splits), C.size.keys) * C.size.keys
         first += tl.program_id(2) * keys_per_split
         last = tl.minimum(first + keys_per_split, seq_len)
     total, highest, weight_sum = attend_keys(
@@ -141,21 +122,11 @@ def _attention_kernel(
         stride_slot,
         v_stride_block,
         v_stride_slot,
-        HEAD_DIM,
-        V_DIM,
-        PAGE,
-        WINDOW,
-        SOFT_CAP,
-        HAS_MASK,
-        FP8,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_D,
-        BLOCK_V,
+        C,
     )
 
-    if WHOLE:
-        token = (start + query).to(tl.int64) * NUM_HEADS + head
+    if partial_out is None:
+        token = (start + query).to(tl.int64) * C.shape.num_heads + head
         finish_rows(
             out,
             sinks,
@@ -166,28 +137,36 @@ def _attention_kernel(
             head,
             is_row,
             value_scale,
-            V_DIM,
-            HAS_SINKS,
-            BLOCK_V,
+            C.shape.value_dim,
+            C.value_dims,
         )
     else:
-        part = ((request * MAX_QUERIES + query).to(tl.int64) * NUM_HEADS + head) * num_splits + tl.program_id(2)
-        store_part(partial_out, partial_lse, total, highest, weight_sum, part, is_row, value_scale, V_DIM, BLOCK_V)
+        part = ((request * C.max_queries + query).to(tl.int64) * C.shape.num_heads + head) * num_splits + tl.program_id(
+            2
+        )
+        store_part(
+            partial_out,
+            partial_lse,
+            total,
+            highest,
+            weight_sum,
+            part,
+            is_row,
+            value_scale,
+            C.shape.value_dim,
+            C.value_dims,
+        )
 
 
 def launch_attention(
     grid: tuple[int, int, int],
     q: Tensor,
     out: Tensor,
-    shape: AttentionShape,
-    cache: PagedKVCache,
-    layer: int,
-    batch: PagedBatch,
+    where: PagedLayer,
     size: TileSize,
-    sinks: Tensor | None,
     *,
     tiles: Tensor | None = None,
-    partials: tuple[Tensor, Tensor] | None = None,
+    partials: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
     num_splits: int = 1,
     max_queries: int = 0,
 ) -> None:
@@ -200,26 +179,33 @@ def launch_attention(
         max_queries: most queries of a request whose keys are split.
     """
     q = rows_contiguous(q)
-    partial_out, partial_lse = (None, None) if partials is None else partials
-    arguments: dict[str, Any] = {
-        **cache_arguments(shape, cache, layer),
-        **batch.arguments(),
-        **score_constants(shape),
-        **size.arguments(),
-    }
+    spec = where.cache.spec
     _attention_kernel[grid](
         out=out,
-        sinks=sinks,
         tiles=tiles,
-        partial_out=partial_out,
-        partial_lse=partial_lse,
+        partial_out=partials[0],
+        partial_lse=partials[1],
         q=q,
         q_stride_token=q.stride(0),
         q_stride_head=q.stride(1),
+        **where.arguments(),
         num_splits=num_splits,
-        MAX_QUERIES=max_queries,
-        HAS_SINKS=sinks is not None,
-        TILED=tiles is not None,
-        WHOLE=num_splits == 1,
-        **arguments,
+        C=KernelConstants(where.shape, size, spec.block_size, spec.fp8, max_queries),
+        num_warps=size.num_warps,
+        num_stages=size.num_stages,
     )
+
+
+def prefill_attention(q: Tensor, out: Tensor, where: PagedLayer, tiles: Tensor, size: TileSize) -> None:
+    """Attend for every query that is in a tile, prefixes included; other queries' rows are not written.
+
+    The step's own keys and values are read back from the cache, so a prompt, the next chunk of one and a decode row are
+    treated alike.
+
+    Args:
+        q: `[T, num_heads, head_dim]`.
+        out: `[T, num_heads, value_dim]`, contiguous; written.
+        tiles: `[tiles, 2]` int32 from `planning.plan_tiles`, for `size.queries(shape)` queries each.
+    """
+    if tiles.shape[0]:
+        launch_attention((tiles.shape[0], where.shape.num_kv_heads, 1), q, out, where, size, tiles=tiles)

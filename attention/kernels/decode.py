@@ -19,8 +19,7 @@ from torch import Tensor
 
 from attention.interface import AttentionShape
 from attention.kernels.attend import launch_attention
-from attention.kernels.tile import LOG2_E, PagedBatch, TileSize
-from attention.kv_cache import PagedKVCache
+from attention.kernels.tile import LOG2_E, PagedBatch, PagedLayer, TileSize
 from ubatch.kernels.triton_jit import cdiv, jit, power_of_2
 
 MAX_SPLITS = 64
@@ -73,8 +72,13 @@ class DecodeSplits:
             return 0
         return num_reqs * self.max_queries * shape.num_heads * self.num_splits * (shape.value_dim + 1)
 
-    def partials(self, shape: AttentionShape, num_reqs: int, workspace: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of a workspace of at least `workspace_numbers` elements: the splits' outputs and LSEs, both flat."""
+    def partials(
+        self, shape: AttentionShape, num_reqs: int, workspace: Tensor
+    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Views of a workspace of at least `workspace_numbers` elements: the splits' outputs and LSEs, both flat; None
+        with a single split."""
+        if self.num_splits == 1:
+            return None, None
         numbers = self.workspace_numbers(shape, num_reqs)
         parts = numbers // (shape.value_dim + 1)
         out, lse = workspace[:numbers].split([numbers - parts, parts])
@@ -92,7 +96,6 @@ def _reduce_kernel(
     MAX_QUERIES: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
@@ -111,90 +114,72 @@ def _reduce_kernel(
 
     highest = tl.max(part_lse, 0)
     sink = float("-inf")
-    if HAS_SINKS:
+    if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
         highest = tl.maximum(highest, sink)
     shift = tl.where(highest == float("-inf"), 0.0, highest)
     weights = tl.exp2(part_lse - shift)
     weight_sum = tl.sum(weights, 0)
-    if HAS_SINKS:
+    if sinks is not None:
         weight_sum += tl.exp2(sink - shift)
     result = tl.sum(parts * weights[:, None], 0) / tl.where(weight_sum > 0, weight_sum, 1.0)
     token = (start + query).to(tl.int64) * NUM_HEADS + head
     tl.store(out + token * HEAD_DIM + dims, result, mask=dims < HEAD_DIM)
 
 
-def decode_attention(
-    q: Tensor,
-    out: Tensor,
-    shape: AttentionShape,
-    cache: PagedKVCache,
-    layer: int,
-    batch: PagedBatch,
-    splits: DecodeSplits,
-    workspace: Tensor,
-    sinks: Tensor | None = None,
-) -> None:
+def decode_attention(q: Tensor, out: Tensor, where: PagedLayer, splits: DecodeSplits, workspace: Tensor) -> None:
     """Attend for every request that has 1 to `splits.max_queries` queries; other requests' rows are not written.
 
     Args:
         q: `[T, num_heads, head_dim]`.
         out: `[T, num_heads, value_dim]`, contiguous; written.
-        cache: read; it holds the step's keys and values already.
         workspace: float32, at least `splits.workspace_numbers(...)`; overwritten.
-        sinks: `[num_heads]` logits, one more term in each head's denominator.
     """
+    shape, batch = where.shape, where.batch
     if not batch.num_reqs:
         return
     partials = splits.partials(shape, batch.num_reqs, workspace)
-    size = splits.tile or TileSize.decode(shape, splits.max_queries, q.dtype)
     launch_attention(
         (shape.num_kv_heads, batch.num_reqs, splits.num_splits),
         q,
         out,
-        shape,
-        cache,
-        layer,
-        batch,
-        size,
-        sinks,
+        where,
+        splits.tile or TileSize.decode(shape, splits.max_queries, q.dtype),
         partials=partials,
         num_splits=splits.num_splits,
         max_queries=splits.max_queries,
     )
-    if splits.num_splits > 1:
-        reduce_splits(out, *partials, batch, splits, sinks)
+    reduce_splits(out, partials, batch, splits, where.sinks)
 
 
 def reduce_splits(
     out: Tensor,
-    partial_out: Tensor,
-    partial_lse: Tensor,
+    partials: tuple[Tensor, Tensor] | tuple[None, None],
     batch: PagedBatch,
     splits: DecodeSplits,
     sinks: Tensor | None = None,
 ) -> None:
-    """Reduce the splits of every request to one output.
+    """Reduce the splits of every request to one output; a single split wrote it already.
 
     Args:
         out: `[T, heads, dim]`, contiguous; written.
-        partial_out: `[num_reqs * max_queries, heads, num_splits, dim]` float32, flat.
-        partial_lse: `[num_reqs * max_queries, heads, num_splits]` float32, flat; base-2 logarithms.
+        partials: outputs `[num_reqs * max_queries, heads, num_splits, dim]` float32, and LSEs
+            `[num_reqs * max_queries, heads, num_splits]` float32, base-2 logarithms; both flat.
         sinks: `[heads]` logits.
     """
+    if splits.num_splits == 1:
+        return
     _, num_heads, dim = out.shape
     block_s, block_d = power_of_2(splits.num_splits), power_of_2(dim)
     _reduce_kernel[batch.num_reqs * splits.max_queries, num_heads](
         out,
-        partial_out,
-        partial_lse,
+        *partials,
         batch.query_start_loc,
         sinks,
         splits.num_splits,
         MAX_QUERIES=splits.max_queries,
         NUM_HEADS=num_heads,
         HEAD_DIM=dim,
-        HAS_SINKS=sinks is not None,
         BLOCK_S=block_s,
         BLOCK_D=block_d,
         num_warps=max(1, min(16, block_s * block_d // _NUMBERS_PER_WARP)),

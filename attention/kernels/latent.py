@@ -160,6 +160,43 @@ def write_latent(cache: MLAKVCache, layer: int, latent: Tensor, k_rope: Tensor, 
     )
 
 
+@dataclass(frozen=True)
+class LatentConstants:
+    """All that the kernel over latents is compiled for, in one argument.
+
+    Attributes:
+        rows, keys: of the tile.
+        page: tokens of a block.
+        fp8: whether the cache is.
+        interleaved: see `RopeTable`.
+        upcast: whether queries are multiplied in float32.
+    """
+
+    shape: MLAShape
+    rows: int
+    keys: int
+    page: int
+    fp8: bool
+    max_queries: int
+    interleaved: bool
+    upcast: bool = INTERPRETED
+
+    @property
+    def read_twice(self) -> bool:
+        """Whether latents are loaded again as values."""
+        return self.rows < _SHARED_ROWS
+
+    @property
+    def ranks(self) -> int:
+        """Elements of a latent, padded to a power of two."""
+        return power_of_2(self.shape.kv_lora_rank, 16)
+
+    @property
+    def ropes(self) -> int:
+        """Elements of a rotated part, padded to a power of two."""
+        return power_of_2(self.shape.qk_rope_head_dim, 16)
+
+
 @jit(*BATCH_ARGUMENTS, "num_splits", "positions")
 def _latent_split_kernel(
     out: tl.tensor,
@@ -187,75 +224,63 @@ def _latent_split_kernel(
     score_scale: tl.tensor,
     value_scale: tl.tensor,
     num_splits: tl.tensor,
-    MAX_QUERIES: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PAGE: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    WHOLE: tl.constexpr,
-    FP8: tl.constexpr,
-    UPCAST: tl.constexpr,
-    READ_TWICE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    C: tl.constexpr,
 ) -> None:
-    first_row, request, split = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2)
+    first_row, request, split = tl.program_id(0) * C.rows, tl.program_id(1), tl.program_id(2)
     start = tl.load(query_start_loc + request)
     num_queries = tl.load(query_start_loc + request + 1) - start
-    if (num_queries == 0) | (num_queries > MAX_QUERIES) | (first_row >= num_queries * NUM_HEADS):
+    if (num_queries == 0) | (num_queries > C.max_queries) | (first_row >= num_queries * C.shape.num_heads):
         return
     seq_len = tl.load(seq_lens + request)
 
-    rows = first_row + tl.arange(0, BLOCK_M)
-    is_row = rows < num_queries * NUM_HEADS
-    query, head = tl.where(is_row, rows // NUM_HEADS, 0), rows % NUM_HEADS
+    rows = first_row + tl.arange(0, C.rows)
+    is_row = rows < num_queries * C.shape.num_heads
+    query, head = tl.where(is_row, rows // C.shape.num_heads, 0), rows % C.shape.num_heads
     token = (start + query).to(tl.int64)
-    places_l, places_r = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
-    is_l, is_r = places_l < RANK, places_r < ROPE
+    places_l, places_r = tl.arange(0, C.ranks), tl.arange(0, C.ropes)
+    is_l, is_r = places_l < C.shape.kv_lora_rank, places_r < C.shape.qk_rope_head_dim
     of_row = q + (token * q_stride_token + head.to(tl.int64) * q_stride_head)[:, None]
     q_l = tl.load(of_row + places_l[None, :], mask=is_row[:, None] & is_l[None, :], other=0)
     angles = cos_sin + (tl.load(positions + token, mask=is_row, other=0) * angle_stride)[:, None]
     of_row = q_rope + (token * rope_stride_token + head * rope_stride_head)[:, None]
-    q_r = _rotated(of_row, is_row[:, None], angles, places_r[None, :], ROPE, INTERLEAVED)
-    if UPCAST:
+    q_r = _rotated(of_row, is_row[:, None], angles, places_r[None, :], C.shape.qk_rope_head_dim, C.interleaved)
+    if C.upcast:
         q_l = q_l.to(tl.float32)
     else:
         q_r = q_r.to(q_l.dtype)
 
     query_positions = seq_len - num_queries + query
     mask_rows = query
-    if HAS_MASK:
+    if mask is not None:
         mask_rows = mask + tl.load(mask_offsets + request) + query.to(tl.int64) * seq_len
     table = block_table + request.to(tl.int64) * table_stride
-    keys_per_split = tl.cdiv(tl.cdiv(seq_len, num_splits), BLOCK_N) * BLOCK_N
+    keys_per_split = tl.cdiv(tl.cdiv(seq_len, num_splits), C.keys) * C.keys
     first = split * keys_per_split
     last = tl.minimum(first + keys_per_split, seq_len)
 
-    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    weight_sum = tl.zeros([BLOCK_M], tl.float32)
-    total = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
-    following = first + tl.arange(0, BLOCK_N)  # block numbers are loaded one iteration ahead, as in `tile.attend_keys`
-    blocks = tl.load(table + following // PAGE, mask=following < last, other=0)
-    for turn in range(first, last, BLOCK_N):
-        places = turn + tl.arange(0, BLOCK_N)
+    highest = tl.full([C.rows], float("-inf"), tl.float32)
+    weight_sum = tl.full([C.rows], 0, tl.float32)
+    total = tl.full([C.rows, C.ranks], 0, tl.float32)
+    following = first + tl.arange(0, C.keys)  # block numbers are loaded one iteration ahead, as in `tile.attend_keys`
+    blocks = tl.load(table + following // C.page, mask=following < last, other=0)
+    for turn in range(first, last, C.keys):
+        places = turn + tl.arange(0, C.keys)
         is_key = places < last
-        row = latents + blocks.to(tl.int64) * stride_block + (places % PAGE) * stride_slot
-        following = places + BLOCK_N
-        blocks = tl.load(table + following // PAGE, mask=following < last, other=0)
+        row = latents + blocks.to(tl.int64) * stride_block + (places % C.page) * stride_slot
+        following = places + C.keys
+        blocks = tl.load(table + following // C.page, mask=following < last, other=0)
 
         k_l = tl.load(row[None, :] + places_l[:, None], mask=is_key[None, :] & is_l[:, None], other=0)
-        k_r = tl.load(row[None, :] + RANK + places_r[:, None], mask=is_key[None, :] & is_r[:, None], other=0)
-        if FP8:
+        k_r = tl.load(
+            row[None, :] + C.shape.kv_lora_rank + places_r[:, None], mask=is_key[None, :] & is_r[:, None], other=0
+        )
+        if C.fp8:
             k_l, k_r = load_fp8(k_l), load_fp8(k_r)
         k_l, k_r = k_l.to(q_l.dtype), k_r.to(q_l.dtype)
         scores = tl.dot(q_l, k_l, input_precision="ieee")
         scores += tl.dot(q_r, k_r, input_precision="ieee")
         scores *= score_scale * LOG2_E
-        if HAS_MASK:
+        if mask is not None:
             seen = tl.load(mask_rows[:, None] + places[None, :], mask=is_key[None, :], other=0) != 0
         else:
             seen = is_key[None, :] & (places[None, :] <= query_positions[:, None])
@@ -266,9 +291,9 @@ def _latent_split_kernel(
         weights = tl.exp2(scores - shift[:, None])
         fade = tl.exp2(highest - shift)
         weight_sum = weight_sum * fade + tl.sum(weights, 1)
-        if READ_TWICE:
+        if C.read_twice:
             v = tl.load(row[:, None] + places_l[None, :], mask=is_key[:, None] & is_l[None, :], other=0)
-            if FP8:
+            if C.fp8:
                 v = load_fp8(v)
             v = v.to(q_l.dtype)
         else:
@@ -276,12 +301,25 @@ def _latent_split_kernel(
         total = total * fade[:, None] + tl.dot(weights.to(q_l.dtype), v, input_precision="ieee")
         highest = higher
 
-    if WHOLE:
-        target = token * NUM_HEADS + head
-        finish_rows(out, out, total, highest, weight_sum, target, head, is_row, value_scale, RANK, False, BLOCK_L)
+    if partial_out is None:
+        target = token * C.shape.num_heads + head
+        finish_rows(
+            out, None, total, highest, weight_sum, target, head, is_row, value_scale, C.shape.kv_lora_rank, C.ranks
+        )
     else:
-        part = ((request * MAX_QUERIES + query).to(tl.int64) * NUM_HEADS + head) * num_splits + split
-        store_part(partial_out, partial_lse, total, highest, weight_sum, part, is_row, value_scale, RANK, BLOCK_L)
+        part = ((request * C.max_queries + query).to(tl.int64) * C.shape.num_heads + head) * num_splits + split
+        store_part(
+            partial_out,
+            partial_lse,
+            total,
+            highest,
+            weight_sum,
+            part,
+            is_row,
+            value_scale,
+            C.shape.kv_lora_rank,
+            C.ranks,
+        )
 
 
 def latent_decode(
@@ -309,12 +347,12 @@ def latent_decode(
     if not batch.num_reqs:
         return
     q, q_rope = rows_contiguous(q), rows_contiguous(q_rope)
-    latents, scale = cache.rows(layer), cache.scale(layer)
-    partial_out, partial_lse = splits.partials(as_attention(shape), batch.num_reqs, workspace)
+    latents, scale, stored = cache.rows(layer), cache.scale(layer), (cache.spec.block_size, cache.spec.fp8)
+    partials = splits.partials(as_attention(shape), batch.num_reqs, workspace)
     _latent_split_kernel[tile.blocks(shape, splits.max_queries), batch.num_reqs, splits.num_splits](
         out=out,
-        partial_out=partial_out,
-        partial_lse=partial_lse,
+        partial_out=partials[0],
+        partial_lse=partials[1],
         q=q,
         q_stride_token=q.stride(0),
         q_stride_head=q.stride(1),
@@ -330,23 +368,9 @@ def latent_decode(
         score_scale=shape.softmax_scale * scale,
         value_scale=scale,
         num_splits=splits.num_splits,
-        MAX_QUERIES=splits.max_queries,
-        NUM_HEADS=shape.num_heads,
-        RANK=shape.kv_lora_rank,
-        ROPE=shape.qk_rope_head_dim,
-        INTERLEAVED=rope.interleaved,
-        PAGE=cache.spec.block_size,
-        WHOLE=splits.num_splits == 1,
-        FP8=cache.spec.fp8,
-        UPCAST=INTERPRETED,
-        READ_TWICE=tile.rows < _SHARED_ROWS,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.keys,
-        BLOCK_L=power_of_2(shape.kv_lora_rank, 16),
-        BLOCK_R=power_of_2(shape.qk_rope_head_dim, 16),
+        C=LatentConstants(shape, tile.rows, tile.keys, *stored, splits.max_queries, rope.interleaved),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **batch.arguments(),
     )
-    if splits.num_splits > 1:
-        reduce_splits(out, partial_out, partial_lse, batch, splits)
+    reduce_splits(out, partials, batch, splits)

@@ -81,7 +81,6 @@ class PagedBatch:
             "mask": None if tree is None else tree.mask,
             "mask_offsets": None if tree is None else tree.offsets,
             "draft_positions": None if tree is None else tree.positions,
-            "HAS_MASK": tree is not None,
         }
 
 
@@ -129,55 +128,82 @@ class TileSize:
         """Queries that the tile holds; rows past the last whole query are idle."""
         return self.rows // shape.group_size
 
-    def arguments(self) -> dict[str, int]:
-        """The kernel arguments that describe the tile."""
+
+@dataclass(frozen=True)
+class KernelConstants:
+    """All that the attention kernel is compiled for, in one argument. Triton reads its attributes when it compiles.
+
+    Attributes:
+        page: tokens of a block.
+        fp8: whether the cache is.
+        max_queries: most queries of a request whose keys are split; 0 for tiles of prompts.
+        upcast: whether queries are multiplied in float32.
+    """
+
+    shape: AttentionShape
+    size: TileSize
+    page: int
+    fp8: bool
+    max_queries: int
+    upcast: bool = INTERPRETED
+
+    @property
+    def window(self) -> int:
+        """Tokens that a query sees; 0 is all."""
+        return self.shape.sliding_window or 0
+
+    @property
+    def soft_cap(self) -> float:
+        """Of the scores; 0 is none."""
+        return self.shape.soft_cap or 0.0
+
+    @property
+    def value_dims(self) -> int:
+        """Elements of a value head, padded to a power of two."""
+        return power_of_2(self.shape.value_dim, 16)
+
+
+@dataclass(frozen=True)
+class PagedLayer:
+    """What a layer's queries attend to.
+
+    Attributes:
+        cache: read; it holds the step's keys and values already.
+        layer: number of the layer in the cache.
+        sinks: `[num_heads]` logits, one more term in each head's denominator.
+    """
+
+    shape: AttentionShape
+    cache: PagedKVCache
+    layer: int
+    batch: PagedBatch
+    sinks: Tensor | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """The kernel arguments that describe it."""
+        shape, cache, layer = self.shape, self.cache, self.layer
+        keys, values = cache.keys(layer), cache.values(layer)
+        alike = keys.stride() == values.stride() or shape.value_dim != shape.head_dim
+        if not alike or keys.stride(-1) != 1 or values.stride(-1) != 1:
+            raise ConfigError(
+                f"the triton back end reads keys and values that are dense in the last dimension, of one layout if "
+                f"heads have one size; the cache has strides {keys.stride()} and {values.stride()}."
+            )
+        k_scale, v_scale = cache.scales(layer)
         return {
-            "BLOCK_M": self.rows,
-            "BLOCK_N": self.keys,
-            "BLOCK_D": self.dims,
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
+            "keys": keys,
+            "values": values,
+            "score_scale": shape.softmax_scale * k_scale,
+            "value_scale": v_scale,
+            "stride_block": keys.stride(0),
+            "stride_slot": keys.stride(1),
+            "stride_head": keys.stride(2),
+            "v_stride_block": values.stride(0),
+            "v_stride_slot": values.stride(1),
+            "v_stride_head": values.stride(2),
+            "sinks": self.sinks,
+            **self.batch.arguments(),
         }
-
-
-def score_constants(shape: AttentionShape) -> dict[str, Any]:
-    """The kernel constants that the model's attention shape sets."""
-    return {
-        "GROUP": shape.group_size,
-        "NUM_HEADS": shape.num_heads,
-        "HEAD_DIM": shape.head_dim,
-        "V_DIM": shape.value_dim,
-        "BLOCK_V": power_of_2(shape.value_dim, 16),
-        "WINDOW": shape.sliding_window or 0,
-        "SOFT_CAP": shape.soft_cap or 0.0,
-        "UPCAST": INTERPRETED,
-    }
-
-
-def cache_arguments(shape: AttentionShape, cache: PagedKVCache, layer: int) -> dict[str, Any]:
-    """The kernel arguments that describe a layer's cache."""
-    keys, values = cache.keys(layer), cache.values(layer)
-    alike = keys.stride() == values.stride() or shape.value_dim != shape.head_dim
-    if not alike or keys.stride(-1) != 1 or values.stride(-1) != 1:
-        raise ConfigError(
-            f"the triton back end reads keys and values that are dense in the last dimension, of one layout if heads "
-            f"have one size; the cache has strides {keys.stride()} and {values.stride()}."
-        )
-    k_scale, v_scale = cache.scales(layer)
-    return {
-        "keys": keys,
-        "values": values,
-        "score_scale": shape.softmax_scale * k_scale,
-        "value_scale": v_scale,
-        "stride_block": keys.stride(0),
-        "stride_slot": keys.stride(1),
-        "stride_head": keys.stride(2),
-        "v_stride_block": values.stride(0),
-        "v_stride_slot": values.stride(1),
-        "v_stride_head": values.stride(2),
-        "PAGE": cache.spec.block_size,
-        "FP8": cache.spec.fp8,
-    }
 
 
 @jit()
@@ -203,75 +229,66 @@ def attend_keys(
     stride_slot: tl.tensor,
     v_stride_block: tl.tensor,
     v_stride_slot: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    FP8: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    C: tl.constexpr,
 ) -> Any:
     """Online softmax of a tile over the keys `first` to `last` of its request.
 
     Args:
-        q: `[BLOCK_M, BLOCK_D]`, in the type to multiply in; idle rows are 0.
+        q: `[rows, dims]`, in the type to multiply in; idle rows are 0.
         keys: the layer's keys of the tile's head.
         table: the request's row of the block table.
         first: index of the first key in the request.
         last: index of the last key plus one.
-        query_positions: `[BLOCK_M]`, the queries' positions in the request.
-        mask_rows: `[BLOCK_M]`, with a mask: pointers to the queries' rows of the mask.
+        query_positions: `[rows]`, the queries' positions in the request.
+        mask_rows: `[rows]`, pointers to the queries' rows of the mask; None is causal.
         draft_positions: with a mask: pointer to the positions of the request's drafts.
         prefix: tokens of the request before its queries.
         score_scale: factor on the scores, the keys' scale included.
+        C: `KernelConstants`.
 
     Returns:
-        The sum of values weighted with 2 ** (score - highest), `[BLOCK_M, BLOCK_V]`; the highest score, scaled for base
+        The sum of values weighted with 2 ** (score - highest), `[rows, value_dims]`; the highest score, scaled for base
         2, -inf where no key is seen; the sum of the weights.
     """
-    dims = tl.arange(0, BLOCK_D)
-    is_dim = dims < HEAD_DIM
-    v_dims = tl.arange(0, BLOCK_V)
-    is_v_dim = v_dims < V_DIM
-    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    weight_sum = tl.zeros([BLOCK_M], tl.float32)
-    total = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    following = first + tl.arange(0, BLOCK_N)
-    blocks = tl.load(table + following // PAGE, mask=following < last, other=0)
-    for start in range(first, last, BLOCK_N):
-        places = start + tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, C.size.dims)
+    is_dim = dims < C.shape.head_dim
+    v_dims = tl.arange(0, C.value_dims)
+    is_v_dim = v_dims < C.shape.value_dim
+    highest = tl.full([C.size.rows], float("-inf"), tl.float32)
+    weight_sum = tl.full([C.size.rows], 0, tl.float32)
+    total = tl.full([C.size.rows, C.value_dims], 0, tl.float32)
+    following = first + tl.arange(0, C.size.keys)
+    blocks = tl.load(table + following // C.page, mask=following < last, other=0)
+    for start in range(first, last, C.size.keys):
+        places = start + tl.arange(0, C.size.keys)
         is_key = places < last
-        row = blocks.to(tl.int64) * stride_block + (places % PAGE) * stride_slot
+        row = blocks.to(tl.int64) * stride_block + (places % C.page) * stride_slot
         v_row = row
-        if V_DIM != HEAD_DIM:
-            v_row = blocks.to(tl.int64) * v_stride_block + (places % PAGE) * v_stride_slot
-        following = places + BLOCK_N
-        blocks = tl.load(table + following // PAGE, mask=following < last, other=0)
+        if C.shape.value_dim != C.shape.head_dim:
+            v_row = blocks.to(tl.int64) * v_stride_block + (places % C.page) * v_stride_slot
+        following = places + C.size.keys
+        blocks = tl.load(table + following // C.page, mask=following < last, other=0)
 
         k = tl.load(keys + row[None, :] + dims[:, None], mask=is_key[None, :] & is_dim[:, None], other=0)
-        if FP8:
+        if C.fp8:
             k = load_fp8(k)
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * score_scale
-        if SOFT_CAP > 0:
+        if C.soft_cap > 0:
             # tanh computed with exp needs no library. An overflow is harmless: exp may be inf, and 1 / inf is 0.
-            scores = SOFT_CAP * (1.0 - 2.0 / (tl.exp(scores * (2.0 / SOFT_CAP)) + 1.0))
+            scores = C.soft_cap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / C.soft_cap)) + 1.0))
         scores *= LOG2_E
 
-        if HAS_MASK:
+        if mask_rows is not None:
             seen = tl.load(mask_rows[:, None] + places[None, :], mask=is_key[None, :], other=0) != 0
-            if WINDOW > 0:
+            if C.window > 0:
                 is_draft = is_key & (places >= prefix)
                 drafted = tl.load(draft_positions + places - prefix, mask=is_draft, other=0).to(tl.int32)
                 stands = tl.where(is_draft, drafted, places)
-                seen = seen & (stands[None, :] > query_positions[:, None] - WINDOW)
+                seen = seen & (stands[None, :] > query_positions[:, None] - C.window)
         else:
             seen = is_key[None, :] & (places[None, :] <= query_positions[:, None])
-            if WINDOW > 0:
-                seen = seen & (places[None, :] > query_positions[:, None] - WINDOW)
+            if C.window > 0:
+                seen = seen & (places[None, :] > query_positions[:, None] - C.window)
         scores = tl.where(seen, scores, float("-inf"))
 
         higher = tl.maximum(highest, tl.max(scores, 1))
@@ -280,7 +297,7 @@ def attend_keys(
         fade = tl.exp2(highest - shift)
         weight_sum = weight_sum * fade + tl.sum(weights, 1)
         v = tl.load(values + v_row[:, None] + v_dims[None, :], mask=is_key[:, None] & is_v_dim[None, :], other=0)
-        if FP8:
+        if C.fp8:
             v = load_fp8(v)
         total = total * fade[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
         highest = higher
@@ -299,14 +316,13 @@ def finish_rows(
     is_row: tl.tensor,
     value_scale: tl.tensor,
     HEAD_DIM: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
     """Normalise the result of `attend_keys`, and store it.
 
     Args:
         out: `[rows, HEAD_DIM]`, dense.
-        sinks: `[heads]`.
+        sinks: `[heads]`, or None.
         total: `[BLOCK_M, BLOCK_D]`, the weighted values from `attend_keys`.
         highest: `[BLOCK_M]`, the highest scores from it.
         weight_sum: `[BLOCK_M]`, the sums of the weights from it.
@@ -316,7 +332,7 @@ def finish_rows(
         value_scale: factor on the values.
     """
     dims = tl.arange(0, BLOCK_D)
-    if HAS_SINKS:
+    if sinks is not None:
         sink = tl.load(sinks + head, mask=is_row, other=0).to(tl.float32) * LOG2_E
         higher = tl.maximum(highest, sink)
         fade = tl.exp2(highest - higher)

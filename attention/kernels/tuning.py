@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from attention.interface import AttentionShape, MLAShape, RopeTable
+from attention.kernels.attend import prefill_attention
 from attention.kernels.decode import DecodeSplits, decode_attention
 from attention.kernels.latent import LatentTile, as_attention, latent_decode
 from attention.kernels.planning import num_tiles, plan_tiles
-from attention.kernels.prefill import prefill_attention
-from attention.kernels.tile import PagedBatch, TileSize
+from attention.kernels.tile import PagedBatch, PagedLayer, TileSize
 from attention.kv_cache import MLAKVCache, PagedKVCache
 from ubatch.kernels.autotune import autotune
 from ubatch.kernels.triton_jit import INTERPRETED, power_of_2
@@ -166,7 +166,7 @@ def tune_decode(
         tile = choice.tile(shape, max_queries)
         splits = DecodeSplits.choose(shape, num_reqs, max_queries, seq_len, choice.waves * processors, tile)
         workspace = torch.empty(splits.workspace_numbers(shape, num_reqs), dtype=torch.float32, device=cache.device)
-        decode_attention(q, out, shape, cache, 0, batch, splits, workspace)
+        decode_attention(q, out, PagedLayer(shape, cache, 0, batch), splits, workspace)
 
     key = f"decode attention, {_name(shape, cache)}, {num_reqs} x {max_queries} queries, {seq_len} keys"
     return autotune(key, choices, run, device=cache.device)
@@ -189,7 +189,7 @@ def tune_prefill(shape: AttentionShape, cache: PagedKVCache) -> TileSize:
         queries = size.queries(shape)
         tiles = torch.empty(num_tiles(1, tokens, queries), 2, dtype=torch.int32, device=cache.device)
         plan_tiles(tiles, batch.query_start_loc, 1, queries)
-        prefill_attention(q, out, shape, cache, 0, batch, tiles, size)
+        prefill_attention(q, out, PagedLayer(shape, cache, 0, batch), tiles, size)
 
     return autotune(f"prefill attention, {_name(shape, cache)}", choices, run, device=cache.device)
 

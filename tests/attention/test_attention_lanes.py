@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from attention_batches import Batch, MLABatch, make_batch, make_mla_batch
+from attention_batches import AnyBatch, make_batch, make_mla_batch
+from attention_conformance import lanes_between
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,9 +17,7 @@ from torch import Tensor
 from attention import (
     AttentionShape,
     BackendTraits,
-    CommonAttentionMetadata,
     GraphLimits,
-    MLAInputs,
     UBatchAttention,
     register_attention_backend,
     split_attn_metadata,
@@ -28,7 +25,7 @@ from attention import (
 from attention.backends import registry
 from attention.backends.torch.sdpa import TorchAttentionBackend
 from attention.lanes import EmptyPlan, Plan
-from ubatch import ConfigError, ForwardMode, SplitError, UBatchSlice
+from ubatch import ConfigError, ForwardMode, UBatchSlice
 
 pytestmark = pytest.mark.long
 
@@ -52,7 +49,7 @@ OPTIONS = [
 
 
 @st.composite
-def cut_batches(draw: st.DrawFn, *, mla: bool) -> tuple[Batch | MLABatch, list[UBatchSlice]]:
+def cut_batches(draw: st.DrawFn, *, mla: bool) -> tuple[AnyBatch, list[UBatchSlice]]:
     """A batch of any kind, and legal lanes for it: cut anywhere, but drafts of a request stay together."""
     kind = draw(st.sampled_from(sorted(KINDS)))
     requests = draw(KINDS[kind]) + [(0, 0)] * draw(st.integers(0, 2))
@@ -65,7 +62,7 @@ def cut_batches(draw: st.DrawFn, *, mla: bool) -> tuple[Batch | MLABatch, list[U
         "seed": draw(st.integers(0, 99)),
     }
     if mla:
-        batch: Batch | MLABatch = make_mla_batch(requests, **options)
+        batch: AnyBatch = make_mla_batch(requests, **options)
     else:
         batch = make_batch(requests, shape=draw(st.sampled_from(OPTIONS)), **options)
     starts = batch.metadata.query_start_loc_cpu
@@ -74,27 +71,10 @@ def cut_batches(draw: st.DrawFn, *, mla: bool) -> tuple[Batch | MLABatch, list[U
     return batch, lanes_between(edges, batch.metadata)
 
 
-def lanes_between(edges: Sequence[int], metadata: CommonAttentionMetadata) -> list[UBatchSlice]:
-    """Lanes between token edges, each with the requests that own its tokens; the last one has all padding."""
-    starts, rows = metadata.query_start_loc_cpu, len(metadata.slot_mapping)
-    lanes = []
-    for start, stop in pairwise([0, *edges, metadata.num_actual_tokens]):
-        inside = [r for r in range(metadata.num_reqs) if starts[r] < stop and starts[r + 1] > start]
-        lanes.append((inside[0], inside[-1] + 1, start, stop) if inside else (0, 0, start, stop))
-    first, last, start, _ = lanes.pop()
-    lanes.append((first, metadata.num_reqs if last else last, start, rows))
-    return [UBatchSlice(slice(first, last), slice(start, stop)) for first, last, start, stop in lanes]
-
-
-def run(plan: Plan, batch: Batch | MLABatch, rows: slice, layer: int) -> Tensor:
-    if isinstance(batch, Batch):
-        return plan.forward(batch.q[rows], batch.k[rows], batch.v[rows], layer, batch.sinks)
-    return plan.forward(rows_of(batch.inputs, rows), layer)
-
-
-def rows_of(inputs: MLAInputs, rows: slice) -> MLAInputs:
-    parts = {name: getattr(inputs, name)[rows] for name in ("q_nope", "q_rope", "latent", "k_rope")}
-    return replace(inputs, **parts, rope=replace(inputs.rope, positions=inputs.rope.positions[rows]))
+def run(plan: Plan, batch: AnyBatch, rows: slice, layer: int = 0) -> Tensor:
+    own: Any = batch.part(rows)
+    out: Tensor = own.forward(plan, layer)
+    return out
 
 
 def memory_of(cache: object) -> list[Tensor]:
@@ -105,7 +85,7 @@ def memory_of(cache: object) -> list[Tensor]:
 # -- the property ------------------------------------------------------------------------------------------------------
 
 
-def check_lanes(batch: Batch | MLABatch, slices: Sequence[UBatchSlice], name: str = "torch") -> None:
+def check_lanes(batch: AnyBatch, slices: Sequence[UBatchSlice], name: str = "torch") -> None:
     whole_cache, lane_cache = batch.new_cache(), batch.new_cache()
     everything = slice(0, len(batch.metadata.slot_mapping))
     whole = run(UBatchAttention(batch.shape, whole_cache, name).plan(batch.metadata), batch, everything, 0)
@@ -118,18 +98,12 @@ def check_lanes(batch: Batch | MLABatch, slices: Sequence[UBatchSlice], name: st
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["torch", "auto"])
-@settings(max_examples=60, deadline=None)
-@given(case=cut_batches(mla=False))
-def test_lane_by_lane_equals_whole(name: str, case: tuple[Batch, list[UBatchSlice]]) -> None:
+@pytest.mark.parametrize(("name", "mla"), [("torch", False), ("auto", False), ("torch", True), ("auto", True)])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_lane_by_lane_equals_whole(name: str, mla: bool, data: st.DataObject) -> None:
     """The later lane sees what the earlier one wrote, in every kind of batch, wherever it is cut."""
-    check_lanes(*case, name)
-
-
-@settings(max_examples=60, deadline=None)
-@given(cut_batches(mla=True))
-def test_latent_attention_lane_by_lane_equals_whole(case: tuple[MLABatch, list[UBatchSlice]]) -> None:
-    check_lanes(*case)
+    check_lanes(*data.draw(cut_batches(mla=mla)), name)
 
 
 @pytest.mark.parametrize("make", [make_batch, make_mla_batch], ids=["mha", "mla"])
@@ -140,29 +114,6 @@ def test_the_wrong_order_would_be_noticed(make: type) -> None:
     plans = UBatchAttention(batch.shape, batch.new_cache()).plan_lanes(split_attn_metadata(slices, batch.metadata))
     late = run(plans[1], batch, slices[1].token_slice, 0)
     assert (late - batch.expected()[4:]).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("make", [make_batch, make_mla_batch], ids=["mha", "mla"])
-def test_a_tree_is_not_cut_through_a_request(make: type) -> None:
-    batch = make([(3, 4), (5, 4)], drafts="tree")
-    with pytest.raises(SplitError, match="tree would be torn"):
-        split_attn_metadata(lanes_between([2], batch.metadata), batch.metadata)
-
-
-@pytest.mark.parametrize("make", [make_batch, make_mla_batch], ids=["mha", "mla"])
-def test_lanes_may_run_interleaved_over_layers(make: type) -> None:
-    """As they do: lane 0 is in layer 1 while lane 1 is still in layer 0."""
-    batch = make([(9, 1), (3, 4), (0, 6), (20, 1)], num_layers=2)
-    slices = lanes_between([3, 8], batch.metadata)
-    attention = UBatchAttention(batch.shape, batch.new_cache())
-    plans = attention.plan_lanes(split_attn_metadata(slices, batch.metadata))
-    outs = {
-        (lane, layer): run(plans[lane], batch, slices[lane].token_slice, layer)
-        for lane, layer in [(0, 0), (0, 1), (1, 0), (2, 0), (1, 1), (2, 1)]
-    }
-    for layer in range(2):
-        found = torch.cat([outs[lane, layer] for lane in range(3)])
-        torch.testing.assert_close(found, batch.expected(layer), atol=5e-6, rtol=1e-5)
 
 
 # -- the composite -----------------------------------------------------------------------------------------------------
@@ -267,17 +218,6 @@ def test_back_ends_that_disagree_about_padding_requests_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"disagree.*'torch': 1.*'long_fill': 7"):
         UBatchAttention(batch.shape, cache, prefill="torch", decode="long_fill")
     UBatchAttention(batch.shape, cache, prefill="long_fill")
-
-
-@pytest.mark.usefixtures("fakes")
-def test_a_back_end_that_lacks_what_the_model_needs_is_refused_by_name() -> None:
-    for option in ({"sliding_window": 4}, {"soft_cap": 1.0}, {"sinks": True}, {"v_head_dim": 6}):
-        batch = make_batch([(3, 1)], shape=AttentionShape(4, 2, 8, **option))
-        with pytest.raises(ConfigError, match=f"'long_fill' has no {next(iter(option))}"):
-            UBatchAttention(batch.shape, batch.new_cache(), "long_fill")
-    fp8 = make_batch([(3, 1)], fp8=True)
-    with pytest.raises(ConfigError, match="cannot read an fp8 cache"):
-        UBatchAttention(fp8.shape, fp8.new_cache(), "long_fill")
 
 
 @pytest.mark.usefixtures("fakes")

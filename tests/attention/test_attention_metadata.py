@@ -1,4 +1,4 @@
-"""Metadata and its split into lanes: field by field, and by attention computed lane by lane."""
+"""Metadata and its split into lanes, field by field; `test_attention_lanes` computes attention in them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from attention_batches import Batch, make_batch
+from attention_batches import make_batch
+from attention_conformance import lanes_between
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,26 +15,12 @@ from attention import (
     AttentionShape,
     CommonAttentionMetadata,
     KVCacheSpec,
-    PagedKVCache,
-    make_attention_backend,
-    reference_attention,
     split_attn_metadata,
 )
 from ubatch import ConfigError, SplitError, UBatchSlice, split_balanced, split_fixed, split_two_chunk
 
 BATCHES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6)), min_size=1, max_size=7)
 """(prefix, new tokens) of each request."""
-
-
-def cut(metadata: CommonAttentionMetadata, edges: list[int]) -> list[UBatchSlice]:
-    """Lanes between token edges, each with exactly the requests that own its tokens."""
-    starts = metadata.query_start_loc_cpu
-    slices = []
-    for start, stop in zip([0, *edges], [*edges, metadata.num_actual_tokens], strict=True):
-        inside = [r for r in range(metadata.num_reqs) if starts[r] < stop and starts[r + 1] > start]
-        first, last = (inside[0], inside[-1] + 1) if inside else (0, 0)
-        slices.append(UBatchSlice(slice(first, last), slice(start, stop)))
-    return slices
 
 
 def test_split_between_requests_is_views() -> None:
@@ -66,7 +53,7 @@ def test_straddling_request_ends_at_the_cut_and_keeps_its_total_after_it() -> No
 
 def test_one_request_over_three_lanes() -> None:
     metadata = make_batch([(2, 9)]).metadata
-    lanes = split_attn_metadata(cut(metadata, [3, 6]), metadata)
+    lanes = split_attn_metadata(lanes_between([3, 6], metadata), metadata)
     assert [lane.seq_lens_cpu for lane in lanes] == [(5,), (8,), (11,)]
     assert [lane.query_start_loc_cpu for lane in lanes] == [(0, 3)] * 3
 
@@ -121,35 +108,6 @@ def test_slices_that_do_not_fit(slices: list[tuple[tuple[int, int], tuple[int, i
         split_attn_metadata([UBatchSlice(slice(*r), slice(*t)) for r, t in slices], metadata)
 
 
-def lane_by_lane(
-    batch: Batch, lanes: list[CommonAttentionMetadata], cache: PagedKVCache, *, slow: bool
-) -> torch.Tensor:
-    backend = make_attention_backend("torch", batch.shape, cache)
-    parts, start = [], 0
-    for lane in lanes:
-        rows = slice(start, start + lane.slot_mapping.shape[0])
-        start = rows.stop
-        q, k, v = batch.q[rows], batch.k[rows], batch.v[rows]
-        if slow:
-            parts.append(reference_attention(q, k, v, 0, lane, cache, batch.shape))
-        else:
-            parts.append(backend.plan(lane).forward(q, k, v, 0))
-    return torch.cat(parts)
-
-
-@pytest.mark.long
-@settings(max_examples=30, deadline=None)
-@given(requests=BATCHES, data=st.data(), slow=st.booleans())
-def test_lane_by_lane_equals_whole(requests: list[tuple[int, int]], data: st.DataObject, slow: bool) -> None:
-    """For any cuts, through requests or not: the later lane sees what the earlier one wrote."""
-    batch = make_batch(requests)
-    total = batch.metadata.num_actual_tokens
-    edges = sorted(data.draw(st.lists(st.integers(0, total), min_size=1, max_size=3)))
-    lanes = split_attn_metadata(cut(batch.metadata, edges), batch.metadata)
-    whole = reference_attention(batch.q, batch.k, batch.v, 0, batch.metadata, batch.new_cache(), batch.shape)
-    torch.testing.assert_close(lane_by_lane(batch, lanes, batch.new_cache(), slow=slow), whole, atol=2e-6, rtol=1e-5)
-
-
 @settings(max_examples=20, deadline=None)
 @given(requests=BATCHES, num_lanes=st.integers(2, 4), threshold=st.sampled_from([0.0, 0.3, 0.5]))
 def test_runtime_splits_are_accepted(requests: list[tuple[int, int]], num_lanes: int, threshold: float) -> None:
@@ -166,17 +124,6 @@ def test_runtime_splits_are_accepted(requests: list[tuple[int, int]], num_lanes:
             assert tuple(lane.query_start_loc.tolist()) == lane.query_start_loc_cpu
             assert tuple(lane.seq_lens.tolist()) == lane.seq_lens_cpu
             assert all(0 < q <= s for q, s in zip(lane.query_lens_cpu, lane.seq_lens_cpu, strict=True))
-
-
-def test_wrong_order_would_be_noticed() -> None:
-    """The property above can fail: running the later lane first gives another result."""
-    batch = make_batch([(0, 8)])
-    lanes = split_attn_metadata(cut(batch.metadata, [4]), batch.metadata)
-    cache = batch.new_cache()
-    backend = make_attention_backend("torch", batch.shape, cache)
-    late_first = backend.plan(lanes[1]).forward(batch.q[4:], batch.k[4:], batch.v[4:], 0)
-    whole = reference_attention(batch.q, batch.k, batch.v, 0, batch.metadata, batch.new_cache(), batch.shape)
-    assert (late_first - whole[4:]).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize(

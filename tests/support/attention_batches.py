@@ -7,9 +7,9 @@ reads what is not the request's gives another result, or an error.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,11 +27,13 @@ from attention import (
     RopeTable,
     SpecVerifyInput,
 )
+from attention.kv_cache import FP8, quantize_fp8
 from attention.reference import reference_attention, reference_mla
 from ubatch import ForwardMode
 
 STALE = 77.0
 Drafts = Literal["chain", "tree"]
+T = TypeVar("T")
 
 
 def fp8_scales(layer: int) -> tuple[float, float]:
@@ -39,73 +41,145 @@ def fp8_scales(layer: int) -> tuple[float, float]:
     return 0.05 * (layer + 1), 0.02 * (layer + 1)
 
 
+def mapped(x: T, change: Callable[[Tensor], Tensor]) -> T:
+    """A dataclass whose tensors, and those of the dataclasses in it, are changed."""
+    changes: dict[str, Any] = {}
+    for field in fields(x):  # type: ignore[arg-type]
+        value = getattr(x, field.name)
+        if isinstance(value, Tensor):
+            changes[field.name] = change(value)
+        elif is_dataclass(value) and not isinstance(value, type):
+            changes[field.name] = mapped(value, change)
+    return replace(x, **changes)  # type: ignore[type-var]
+
+
+def rows_of(inputs: MLAInputs, rows: slice | Tensor) -> MLAInputs:
+    """The inputs of some tokens."""
+    parts = {name: getattr(inputs, name)[rows] for name in ("q_nope", "q_rope", "latent", "k_rope")}
+    return replace(inputs, **parts, rope=replace(inputs.rope, positions=inputs.rope.positions[rows]))
+
+
 @dataclass(frozen=True)
-class Batch:
-    """A step's inputs, and the cache as the steps before it left it."""
+class AnyBatch:
+    """A step's inputs, and the cache as the steps before it left it; see the kinds below.
+
+    Attributes:
+        past_slots: of every token that is in the cache already.
+    """
+
+    shape: Any
+    metadata: CommonAttentionMetadata
+    spec: Any
+    num_blocks: int
+    past_slots: Tensor
+
+    PAST: ClassVar[tuple[str, str]]
+    """The fields with what the cache holds at `past_slots`, the same in all layers."""
+
+    @property
+    def past(self) -> list[Tensor]:
+        """What the cache holds at `past_slots`."""
+        return [getattr(self, name) for name in self.PAST]
+
+    def scale(self, cache: Any, layer: int) -> None:
+        """Set the scales of an fp8 cache."""
+        raise NotImplementedError
+
+    def empty_cache(self, num_blocks: int | None = None) -> Any:
+        """A cache of zeros, with the scales that are used here."""
+        kind = MLAKVCache if isinstance(self.spec, MLACacheSpec) else PagedKVCache
+        cache = kind(self.spec, num_blocks or self.num_blocks, self.past_slots.device)
+        for layer in range(self.spec.num_layers if self.spec.fp8 else 0):
+            self.scale(cache, layer)
+        return cache
+
+    def fill(self, cache: Any) -> None:
+        """Write the requests' prefixes to every layer, and stale numbers to all other slots."""
+        slots = torch.arange(cache.num_blocks * self.spec.block_size, device=self.past_slots.device)
+        stale = [x.new_full((len(slots), *x.shape[1:]), STALE) for x in self.past]
+        for layer in range(self.spec.num_layers):
+            cache.write(layer, *stale, slots)
+            cache.write(layer, *self.past, self.past_slots)
+
+    def new_cache(self, num_blocks: int | None = None) -> Any:
+        """A cache that holds the requests' prefixes in every layer."""
+        cache = self.empty_cache(num_blocks)
+        self.fill(cache)
+        return cache
+
+    def on(self, device: str | torch.device) -> Self:
+        """The same batch on another device."""
+        return mapped(self, lambda x: x.to(device))
+
+    def to(self, dtype: torch.dtype) -> Self:
+        """The same batch computed in `dtype`; of its numbers, what `dtype` can hold."""
+        changed = mapped(self, lambda x: x.to(dtype) if x.is_floating_point() else x)
+        return replace(changed, spec=replace(self.spec, dtype=dtype))
+
+
+@dataclass(frozen=True)
+class Batch(AnyBatch):
+    """Of multi-head or grouped-query attention."""
 
     shape: AttentionShape
-    metadata: CommonAttentionMetadata
+    spec: KVCacheSpec
     q: Tensor
     k: Tensor
     v: Tensor
     sinks: Tensor | None
-    spec: KVCacheSpec
-    num_blocks: int
-    past_slots: Tensor
     past_k: Tensor
     past_v: Tensor
-    """of every token that is in the cache already; the same in all layers"""
 
-    def new_cache(self) -> PagedKVCache:
-        """A cache that holds the requests' prefixes in every layer."""
-        cache = PagedKVCache(self.spec, self.num_blocks)
-        slots = torch.arange(self.num_blocks * self.spec.block_size)
-        rows = (self.past_k.shape[1:], self.past_v.shape[1:])
-        stale = [torch.full((len(slots), *row), STALE, dtype=self.spec.dtype) for row in rows]
-        for layer in range(self.spec.num_layers):
-            if self.spec.fp8:
-                cache.set_scales(layer, *fp8_scales(layer))
-            cache.write(layer, *stale, slots)
-            cache.write(layer, self.past_k, self.past_v, self.past_slots)
-        return cache
+    PAST = "past_k", "past_v"
+
+    def scale(self, cache: Any, layer: int) -> None:
+        cache.set_scales(layer, *fp8_scales(layer))
+
+    def forward(self, plan: Any, layer: int = 0) -> Tensor:
+        out: Tensor = plan.forward(self.q, self.k, self.v, layer, self.sinks)
+        return out
+
+    def part(self, rows: slice | Tensor, metadata: CommonAttentionMetadata | None = None) -> Batch:
+        q, k, v = (x[rows] for x in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v, metadata=metadata or self.metadata)
 
     def expected(self, layer: int = 0, cache: PagedKVCache | None = None) -> Tensor:
         """What the oracle says; `cache` is written."""
         cache = self.new_cache() if cache is None else cache
         return reference_attention(self.q, self.k, self.v, layer, self.metadata, cache, self.shape, self.sinks)
 
-    def to(self, dtype: torch.dtype) -> Batch:
-        """The same batch computed in `dtype`; of its numbers, what `dtype` can hold."""
-        parts = {name: getattr(self, name).to(dtype) for name in ("q", "k", "v", "past_k", "past_v")}
-        sinks = None if self.sinks is None else self.sinks.to(dtype)
-        return replace(self, **parts, sinks=sinks, spec=replace(self.spec, dtype=dtype))
+    def exact_in_fp8(self) -> Batch:
+        """The same with queries that fp8 holds exactly: some kernels get them in fp8."""
+        return replace(self, q=_exact(self.q))
 
 
 @dataclass(frozen=True)
-class MLABatch:
-    """The same for multi-head latent attention."""
+class MLABatch(AnyBatch):
+    """Of multi-head latent attention.
+
+    Attributes:
+        past_k_rope: rotated.
+        scaled: whether fp8 caches have the scales of `fp8_scales`, or 1.
+    """
 
     shape: MLAShape
-    metadata: CommonAttentionMetadata
-    inputs: MLAInputs
     spec: MLACacheSpec
-    num_blocks: int
-    past_slots: Tensor
+    inputs: MLAInputs
     past_latent: Tensor
     past_k_rope: Tensor
-    """rotated"""
+    scaled: bool = True
 
-    def new_cache(self) -> MLAKVCache:
-        """A cache that holds the requests' prefixes in every layer."""
-        cache = MLAKVCache(self.spec, self.num_blocks)
-        slots = torch.arange(self.num_blocks * self.spec.block_size)
-        stale = torch.full((len(slots), self.spec.numbers_per_token), STALE, dtype=self.spec.dtype)
-        for layer in range(self.spec.num_layers):
-            if self.spec.fp8:
-                cache.set_scale(layer, fp8_scales(layer)[0])
-            cache.write(layer, *stale.split([self.spec.kv_lora_rank, self.spec.qk_rope_head_dim], dim=1), slots)
-            cache.write(layer, self.past_latent, self.past_k_rope, self.past_slots)
-        return cache
+    PAST = "past_latent", "past_k_rope"
+
+    def scale(self, cache: Any, layer: int) -> None:
+        cache.set_scale(layer, fp8_scales(layer)[0] if self.scaled else 1.0)
+
+    def forward(self, plan: Any, layer: int = 0) -> Tensor:
+        out: Tensor = plan.forward(self.inputs, layer)
+        return out
+
+    def part(self, rows: slice | Tensor, metadata: CommonAttentionMetadata | None = None) -> MLABatch:
+        return replace(self, inputs=rows_of(self.inputs, rows), metadata=metadata or self.metadata)
 
     def expected(self, layer: int = 0, cache: MLAKVCache | None = None) -> Tensor:
         """What the oracle says; `cache` is written."""
@@ -113,11 +187,29 @@ class MLABatch:
         return reference_mla(self.inputs, layer, self.metadata, cache, self.shape)
 
     def to(self, dtype: torch.dtype) -> MLABatch:
-        """The same batch computed in `dtype`; of its numbers, what `dtype` can hold."""
-        names = ("q_nope", "q_rope", "latent", "k_rope", "w_uk", "w_uv")
-        inputs = replace(self.inputs, **{name: getattr(self.inputs, name).to(dtype) for name in names})
-        past = {name: getattr(self, name).to(dtype) for name in ("past_latent", "past_k_rope")}
-        return replace(self, **past, inputs=inputs, spec=replace(self.spec, dtype=dtype))
+        """As of every batch; angles stay as they are."""
+        changed = super().to(dtype)
+        return replace(changed, inputs=replace(changed.inputs, rope=self.inputs.rope))
+
+    def exact_in_fp8(self) -> MLABatch:
+        """The same with queries and latents that fp8 holds exactly, also after absorption and rotation.
+
+        Each number of a query goes to one number of the latent's space, and rotations are by quarters of a circle.
+        """
+        inputs, shape = self.inputs, self.shape
+        generator = torch.Generator().manual_seed(0)
+        w_uk, nope = torch.zeros_like(inputs.w_uk), torch.arange(shape.qk_nope_head_dim)
+        for head in range(shape.num_heads):
+            w_uk[head, nope, torch.randperm(shape.kv_lora_rank, generator=generator)[: len(nope)]] = 1.0
+        quarters = torch.randint(4, (1024, shape.qk_rope_head_dim // 2), generator=generator) * (torch.pi / 2)
+        cos_sin = torch.cat((quarters.cos(), quarters.sin()), dim=-1).round()
+        exact = {name: _exact(getattr(inputs, name)) for name in ("q_nope", "q_rope", "latent", "k_rope")}
+        rope = replace(inputs.rope, cos_sin=cos_sin)
+        return replace(self, inputs=replace(inputs, **exact, w_uk=w_uk, rope=rope), scaled=False)
+
+
+def _exact(x: Tensor) -> Tensor:
+    return quantize_fp8(x.contiguous(), 1.0).view(FP8).float()
 
 
 def make_batch(
@@ -162,7 +254,8 @@ def make_batch(
     parts = torch.randn(rows, sum(sizes), generator=generator).split(sizes, dim=1)
     q, k, v = (part.unflatten(1, size) for part, size in zip(parts, heads_and_dims, strict=True))
     sinks = torch.randn(shape.num_heads, generator=generator) if shape.sinks else None
-    return Batch(shape, layout.metadata, q, k, v, sinks, spec, layout.num_blocks, layout.past_slots, past_k, past_v)
+    placed = (layout.num_blocks, layout.past_slots)
+    return Batch(shape, layout.metadata, spec, *placed, q, k, v, sinks, past_k, past_v)
 
 
 def make_mla_batch(
@@ -216,9 +309,8 @@ def make_mla_batch(
         rope=RopeTable(torch.cat((angles.cos(), angles.sin()), dim=-1), layout.positions, interleaved),
     )
     past = len(layout.past_slots)
-    return MLABatch(
-        shape, layout.metadata, inputs, spec, layout.num_blocks, layout.past_slots, draw(past, rank), draw(past, rope)
-    )
+    placed = (layout.num_blocks, layout.past_slots)
+    return MLABatch(shape, layout.metadata, spec, *placed, inputs, draw(past, rank), draw(past, rope))
 
 
 @dataclass(frozen=True)

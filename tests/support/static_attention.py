@@ -7,15 +7,23 @@ requests of different lengths, and for trees of drafts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from attention import AttentionShape, CommonAttentionMetadata, GraphLimits, PagedKVCache, register_attention_backend
+from attention import (
+    AttentionShape,
+    BackendTraits,
+    CommonAttentionMetadata,
+    GraphLimits,
+    PagedKVCache,
+    register_attention_backend,
+)
 from attention.backends.torch.sdpa import TorchAttentionBackend
 from attention.graph_buffers import GraphBuffers
+from ubatch import ConfigError
 
 NAME = "static_torch"
 
@@ -57,6 +65,7 @@ class StaticPlan:
             first = (sizes.cumsum(0) - sizes)[owner] + number * lens
             entry = (first[:, None] + place).clamp(0, self.mask.shape[0] - 1)
             visible = (place < lens[:, None]) & self.mask[entry]
+        values = values.masked_fill((place >= lens[:, None])[:, :, None, None], 0)
         heads = q.view(self.rows, self.shape.num_kv_heads, self.shape.group_size, -1)
         scores = torch.einsum("tkgd,tskd->tkgs", heads, keys) * self.shape.softmax_scale
         # Padding may see nothing.
@@ -69,7 +78,7 @@ class StaticAttention(TorchAttentionBackend):
     """See the module."""
 
     name: ClassVar[str] = NAME
-    traits: ClassVar = replace(TorchAttentionBackend.traits, graphs=True)
+    traits: ClassVar = BackendTraits(devices=("cpu", "cuda"), tree_mask=True, graphs=True)
     buffers: GraphBuffers | None = None
     mask: Tensor | None = None
 
@@ -82,7 +91,8 @@ class StaticAttention(TorchAttentionBackend):
 
     def plan_for_graph(self, metadata: CommonAttentionMetadata) -> StaticPlan:
         """See `AttentionBackend`."""
-        assert self.buffers is not None
+        if self.buffers is None:
+            raise ConfigError("static_torch has no graph buffers; call init_graph_buffers before a capture.")
         size = metadata.num_reqs, metadata.slot_mapping.shape[0]
         mask = self.mask if metadata.has_tree else None
         plan = StaticPlan(self.shape, self.kv_cache, *size, self.buffers, mask)
@@ -91,7 +101,8 @@ class StaticAttention(TorchAttentionBackend):
 
     def replan(self, plan: StaticPlan, metadata: CommonAttentionMetadata) -> None:
         """See `AttentionBackend`."""
-        assert not metadata.num_actual_tokens or metadata.has_tree is (plan.mask is not None)
+        if metadata.num_actual_tokens and metadata.has_tree is (plan.mask is None):
+            raise ConfigError("static_torch captured a graph without a tree mask, or with one; capture both.")
         plan.buffers.fill(metadata, plan.requests, plan.rows)
         if plan.mask is not None and metadata.spec_verify is not None:
             shown = metadata.spec_verify.custom_mask

@@ -5,17 +5,15 @@ Import this before anything that imports Triton, which reads TRITON_INTERPRET on
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from attention_batches import Batch
+from attention_batches import Batch, mapped
 from torch import Tensor
 
-from attention import PagedKVCache, SpecVerifyInput
+from attention import PagedKVCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
@@ -25,20 +23,13 @@ pytest.importorskip("triton", reason="Triton is not installed; `make test` insta
 
 def moved(x: Any) -> Any:
     """A dataclass with its tensors on that device."""
-    fields = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
-    there = {name: value.to(DEVICE) for name, value in fields.items() if isinstance(value, Tensor)}
-    there |= {name: moved(value) for name, value in fields.items() if isinstance(value, SpecVerifyInput)}
-    return replace(x, **there)
+    return mapped(x, lambda tensor: tensor.to(DEVICE))
 
 
 def moved_cache(batch: Batch, dtype: torch.dtype = torch.float32) -> PagedKVCache:
     """`batch.new_cache()`, there and in that dtype."""
-    here = batch.new_cache()
-    there = PagedKVCache(replace(batch.spec, dtype=dtype), batch.num_blocks, DEVICE)
-    for source, target in ((here.key_pool, there.key_pool), (here.value_pool, there.value_pool)):
-        target.memory.copy_(source.memory)
-        target.scales[:] = source.scales
-    return there
+    cache: PagedKVCache = batch.to(dtype).on(DEVICE).new_cache()
+    return cache
 
 
 def numbers(stored: Tensor) -> Tensor:

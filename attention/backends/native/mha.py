@@ -20,7 +20,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attention.backends.native.requests import Queries, Requests, Sizes, check_slots, check_usable, load_library
+from attention.backends.native.requests import (
+    Queries,
+    Requests,
+    Sizes,
+    check_slots,
+    check_usable,
+    checked,
+    load_library,
+)
 from attention.backends.torch.groups import Workspace
 from attention.backends.torch.sdpa import TorchAttentionBackend
 from attention.interface import AttentionPlan, AttentionShape, BackendTraits
@@ -129,8 +137,9 @@ class NativeAttentionPlan:
         if not (q.dtype is k.dtype is v.dtype is dtype and q.stride(2) == k.stride(2) == v.stride(2) == 1) or (
             q.shape != self._q_shape or k.shape != self._k_shape or v.shape != self._v_shape
         ):
-            q = self._checked("queries", q, self._q_shape)
-            k, v = self._checked("keys", k, self._k_shape), self._checked("values", v, self._v_shape)
+            q = checked(self._shape, "queries", q, self._q_shape, dtype)
+            k = checked(self._shape, "keys", k, self._k_shape, dtype)
+            v = checked(self._shape, "values", v, self._v_shape, dtype)
         if sinks is not None:
             if sinks.shape != (self._shape.num_heads,):
                 raise ConfigError(f"{self._shape} needs a sink for each of its heads, not {[*sinks.shape]}.")
@@ -167,14 +176,6 @@ class NativeAttentionPlan:
     def repeats(self) -> int | None:
         """Number of rows if calls may be rebound to a later step, because all requests decode one token."""
         return self._q_shape[0] if self._prompts is None and self._decodes is not None else None
-
-    def _checked(self, what: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """`x`, with the numbers of a head side by side."""
-        if x.shape != shape or x.dtype is not self._dtype:
-            raise ConfigError(
-                f"{self._shape} needs {what} {[*shape]} in the cache's {self._dtype}, not {[*x.shape]} in {x.dtype}."
-            )
-        return x if x.stride(2) == 1 else x.contiguous()
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attention.backends.native.requests import Queries, Requests, Sizes, check_slots, check_usable, load_library
+from attention.backends.native.requests import (
+    Queries,
+    Requests,
+    Sizes,
+    check_slots,
+    check_usable,
+    checked,
+    load_library,
+)
 from attention.backends.torch.groups import Request, list_requests
 from attention.backends.torch.mla import LatentStep, TorchMLABackend
 from attention.interface import BackendTraits, MLAInputs, MLAPlan, MLAShape, RopeTable
@@ -123,12 +131,18 @@ class NativeMLAPlan:
         """
         shape, rows, heads = self._step.shape, self._num_rows, self._step.shape.num_heads
         nope, rope, rank, value = shape.qk_nope_head_dim, shape.qk_rope_head_dim, shape.kv_lora_rank, shape.v_head_dim
-        q_nope = self._checked("queries", inputs.q_nope, (rows, heads, nope))
-        q_rope = self._checked("rotated queries", inputs.q_rope, (rows, heads, rope))
-        latent = self._checked("latents", inputs.latent, (rows, rank))
-        k_rope = self._checked("rotated keys", inputs.k_rope, (rows, rope))
-        w_uk = self._checked("w_uk", inputs.w_uk, (heads, nope, rank)).contiguous()
-        w_uv = self._checked("w_uv", inputs.w_uv, (heads, rank, value)).contiguous()
+        needed = (
+            ("queries", inputs.q_nope, (rows, heads, nope)),
+            ("rotated queries", inputs.q_rope, (rows, heads, rope)),
+            ("latents", inputs.latent, (rows, rank)),
+            ("rotated keys", inputs.k_rope, (rows, rope)),
+            ("w_uk", inputs.w_uk, (heads, nope, rank)),
+            ("w_uv", inputs.w_uv, (heads, rank, value)),
+        )
+        q_nope, q_rope, latent, k_rope, w_uk, w_uv = (
+            checked(shape, what, x, wanted, self._dtype) for what, x, wanted in needed
+        )
+        w_uk, w_uv = w_uk.contiguous(), w_uv.contiguous()
         cos_sin, positions = self._rope_of(inputs.rope)
         threads = torch.get_num_threads()
         if threads > self._threads:
@@ -184,15 +198,6 @@ class NativeMLAPlan:
                 )
             self._rope, self._rope_tensors = rope, (table, positions)
         return self._rope_tensors
-
-    def _checked(self, what: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """`x`, with the numbers of its last dimension side by side."""
-        if x.shape != shape or x.dtype is not self._dtype:
-            raise ConfigError(
-                f"{self._step.shape} needs {what} {[*shape]} in the cache's {self._dtype}, "
-                f"not {[*x.shape]} in {x.dtype}."
-            )
-        return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,17 @@ def check_slots(library: ctypes.CDLL, slots: Tensor, kv_cache: PagedKVCache | ML
     return num_rows
 
 
+def checked(needed_by: object, what: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """`x`, with the numbers of its last dimension side by side.
+
+    Raises:
+        ConfigError: it has another shape or dtype, so that a kernel would read past it.
+    """
+    if x.shape != shape or x.dtype is not dtype:
+        raise ConfigError(f"{needed_by} needs {what} {[*shape]} in the cache's {dtype}, not {[*x.shape]} in {x.dtype}.")
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 class _Plan(ctypes.Structure):
     """The C struct `Plan` of pages.c."""
 

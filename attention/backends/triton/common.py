@@ -84,23 +84,15 @@ def paged_batch(metadata: CommonAttentionMetadata) -> PagedBatch:
     )
 
 
-def refuse_other_batch(
-    metadata: CommonAttentionMetadata, batch: PagedBatch, num_tokens: int, max_queries: int | None
-) -> None:
-    """Refuse a batch that a captured graph cannot run.
+def refuse_other_batch(metadata: CommonAttentionMetadata, batch: PagedBatch, max_queries: int | None) -> None:
+    """Refuse a batch of another kind than a captured graph runs; its buffers refuse one that is too large.
 
     Args:
         max_queries: most queries of a request in the captured batch; None for any number.
 
     Raises:
-        ConfigError: more requests or tokens, longer queries, a tree where none was captured, or none where one was.
-            A smaller batch is padded.
+        ConfigError: longer queries, a tree where none was captured, or none where one was.
     """
-    if metadata.num_reqs > batch.num_reqs or metadata.slot_mapping.shape[0] > num_tokens:
-        raise ConfigError(
-            f"a graph of {batch.num_reqs} requests and {num_tokens} tokens cannot run a batch of {metadata.num_reqs} "
-            f"and {metadata.slot_mapping.shape[0]}; choose a larger one."
-        )
     if max_queries is not None and metadata.max_query_len > max_queries:
         raise ConfigError(
             f"a graph captured with {max_queries} tokens per request cannot run a batch with "

@@ -32,11 +32,11 @@ from attention.backends.triton.common import (
     tree_of,
 )
 from attention.interface import AttentionShape, BackendTraits, GraphLimits
+from attention.kernels.attend import prefill_attention
 from attention.kernels.cache import write_kv
 from attention.kernels.decode import DecodeSplits, decode_attention
 from attention.kernels.planning import num_tiles, plan_tiles
-from attention.kernels.prefill import prefill_attention
-from attention.kernels.tile import PagedBatch, TileSize
+from attention.kernels.tile import PagedBatch, PagedLayer, TileSize
 from attention.kernels.tuning import tune_decode, tune_prefill
 from attention.kv_cache import PagedKVCache
 from attention.metadata import CommonAttentionMetadata
@@ -82,11 +82,11 @@ class TritonAttentionPlan:
             out = q.new_empty(*q.shape[:2], self.shape.value_dim)
         else:
             out = self.output.memory[: q.shape[0]]
-        where = (self.shape, self.kv_cache, layer, self.batch)
+        where = PagedLayer(self.shape, self.kv_cache, layer, self.batch, sinks)
         if self.splits is not None:
-            decode_attention(q, out, *where, self.splits, self.workspace, sinks)
+            decode_attention(q, out, where, self.splits, self.workspace)
         if self.tiles is not None:
-            prefill_attention(q, out, *where, self.tiles, self.tile_size, sinks)
+            prefill_attention(q, out, where, self.tiles, self.tile_size)
         return out
 
     def plan_tiles(self) -> None:
@@ -107,7 +107,7 @@ class TritonGraphPlan(TritonAttentionPlan):
         """Describe another batch; see `AttentionBackend.replan`."""
         num_reqs, num_tokens = self.batch.num_reqs, self.slots.shape[0]
         most = self.splits.max_queries if self.tiles is None and self.splits is not None else None
-        refuse_other_batch(metadata, self.batch, num_tokens, most)
+        refuse_other_batch(metadata, self.batch, most)
         self.static.fill(metadata, num_reqs, num_tokens)
         self.plan_tiles()
 

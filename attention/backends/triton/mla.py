@@ -127,7 +127,7 @@ class TritonMLAGraphPlan(TritonMLAPlan):
     def replan(self, metadata: CommonAttentionMetadata) -> None:
         """Describe another batch; see `AttentionBackend.replan`."""
         batch, num_tokens = self.captured.batch, self.slots.shape[0]
-        refuse_other_batch(metadata, batch, num_tokens, self.captured.splits.max_queries)
+        refuse_other_batch(metadata, batch, self.captured.splits.max_queries)
         self.static.fill(metadata, batch.num_reqs, num_tokens)
 
 

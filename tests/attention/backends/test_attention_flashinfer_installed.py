@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from flashinfer_cases import LIMITS, MIXED, PREFIX, install, make, padded, run
+from attention_batches import MLABatch
+from flashinfer_cases import LIMITS, MIXED, PREFIX, install, make, padded
 from flashinfer_standin import FLASHINFER_VERSION, StandIns
 from flashinfer_standin_wrappers import DECODE_PLAN_OPTIONS
 
-from attention import MLAKVCache, make_attention_backend
+from attention import make_attention_backend
 from attention.backends import flashinfer_kernels as trtllm_common
 from attention.backends.flashinfer_kernels import FlashInferKernel, find_kernel
 from ubatch import ConfigError, ForwardMode
@@ -109,16 +111,15 @@ def test_our_calls_bind_to_the_installed_functions(
         *(padded([(5, 3)], 3, drafts=kind, **options) for kind in drafts),
     ]
     for number, batch in enumerate([*captured, *(make(requests, **options) for requests in (PREFIX, MIXED))]):
-        cache = batch.new_cache()
-        if isinstance(cache, MLAKVCache) and fp8:
-            cache.set_scale(0, 1.0)
-        backend = make_attention_backend(name, batch.shape, cache)
-        run(backend.plan(batch.metadata), batch)
+        if isinstance(batch, MLABatch):
+            batch = replace(batch, scaled=False)
+        backend = make_attention_backend(name, batch.shape, batch.new_cache())
+        batch.forward(backend.plan(batch.metadata))
         if number < len(captured):
             backend.init_graph_buffers(LIMITS)
             plan = backend.plan_for_graph(batch.metadata)
             backend.replan(plan, batch.metadata)
-            run(plan, batch)
+            batch.forward(plan)
     assert standins.calls
 
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from attention_batches import Batch, MLABatch
-from flashinfer_cases import BACKENDS, DECODE, EXTEND, LIMITS, MIXED, PREFIX, VERIFY, make, padded, run
+from flashinfer_cases import BACKENDS, DECODE, EXTEND, LIMITS, MIXED, PREFIX, VERIFY, make, padded
 
-from attention import MLAKVCache, PagedKVCache, make_attention_backend
+from attention import make_attention_backend
 from attention.backends.flashinfer import mla as flashinfer_mla
 from ubatch import ConfigError, ForwardMode
 
@@ -114,24 +113,27 @@ def blackwell(calls: list[tuple[str, str, Any]], monkeypatch: pytest.MonkeyPatch
     return found
 
 
-def half(batch: Batch | MLABatch) -> Any:
-    """The batch in bfloat16, as on a GPU."""
-    spec = replace(batch.spec, dtype=torch.bfloat16)
-    if isinstance(batch, Batch):
-        return replace(batch, spec=spec, q=batch.q.bfloat16(), k=batch.k.bfloat16(), v=batch.v.bfloat16())
-    names = ("q_nope", "q_rope", "latent", "k_rope", "w_uk", "w_uv")
-    halves = {name: getattr(batch.inputs, name).bfloat16() for name in names}
-    return replace(batch, spec=spec, inputs=replace(batch.inputs, **halves))
-
-
-BATCHES = {
-    "decode": lambda **options: make(DECODE, **options),
-    "prefill": lambda **options: make(PREFIX, **options),
-    "mixed": lambda **options: make(MIXED, **options),
-    "extend": lambda **options: make(EXTEND, mode=ForwardMode.DRAFT_EXTEND, **options),
-    "chain": lambda **options: make(VERIFY, drafts="chain", **options),
-    "tree": lambda **options: make(VERIFY, drafts="tree", **options),
+KINDS: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
+    "decode": (DECODE, {}),
+    "prefill": (PREFIX, {}),
+    "mixed": (MIXED, {}),
+    "extend": (EXTEND, {"mode": ForwardMode.DRAFT_EXTEND}),
+    "chain": (VERIFY, {"drafts": "chain"}),
+    "tree": (VERIFY, {"drafts": "tree"}),
 }
+CAUSAL = pytest.mark.parametrize("name", [name for name in KINDS if name != "tree"])
+
+
+def half(name: str, **options: Any) -> Any:
+    """A batch in bfloat16, as on a GPU."""
+    requests, own = KINDS[name]
+    return make(requests, **own, **options).to(torch.bfloat16)
+
+
+def over(name: str, *batches: Any) -> Any:
+    """The back end over an empty cache for any of the batches."""
+    cache = batches[0].empty_cache(max(batch.num_blocks for batch in batches))
+    return make_attention_backend(name, batches[0].shape, cache)
 
 
 @pytest.mark.parametrize("heads", [(8, 2, 64), (2, 2, 64)], ids=["tensor-cores", "cuda-cores"])
@@ -140,74 +142,57 @@ def test_one_back_end_takes_all_batches_in_any_order(
     fp8: bool, heads: tuple[int, int, int], calls: list[tuple[str, str, Any]]
 ) -> None:
     """A wrapper keeps the kernels of its first plan: those of a prefill take no tree mask."""
-    batches = {name: half(make_one(heads=heads, fp8=fp8)) for name, make_one in BATCHES.items()}
-    first = batches["decode"]
-    backend = make_attention_backend("flashinfer", first.shape, big_cache(*batches.values()))
+    batches = {name: half(name, heads=heads, fp8=fp8) for name in KINDS}
+    backend = over("flashinfer", *batches.values())
     for name in [*batches, *reversed(batches)]:
         calls.clear()
         plan = backend.plan(batches[name].metadata)
-        assert run(plan, batches[name]).shape == batches[name].q.shape
+        assert batches[name].forward(plan).shape == batches[name].q.shape
         [(kernels, _, _), (_, asked, mask)] = calls
         assert asked == "run"
         assert (mask == CUSTOM_MASK) == (name == "tree")
         assert kernels != "fa3" or mask != CUSTOM_MASK
 
 
-@pytest.mark.parametrize("name", [name for name in BATCHES if name != "tree"])
+@CAUSAL
 def test_latent_attention_takes_all_batches(name: str, calls: list[tuple[str, str, Any]]) -> None:
-    batch = half(BATCHES[name](mla=True))
-    backend = make_attention_backend("flashinfer", batch.shape, big_cache(batch))
+    batch = half(name, mla=True)
+    backend = over("flashinfer", batch)
     for _ in range(2):
-        run(backend.plan(batch.metadata), batch)
+        batch.forward(backend.plan(batch.metadata))
     assert [asked for _, asked, _ in calls] == ["plan", "run"] * 2
 
 
-@pytest.mark.parametrize("mla", [False, True], ids=["mha", "mla"])
-@pytest.mark.parametrize("kind", ["decode", "extend", "chain", "tree"])
+@pytest.mark.parametrize(
+    ("mla", "kind"),
+    [(mla, kind) for mla in (False, True) for kind in ("decode", "extend", "chain")] + [(False, "tree")],
+)
 def test_graphs_are_planned_again(kind: str, mla: bool, calls: list[tuple[str, str, Any]]) -> None:
     """Buffers have the sizes, dtypes and layouts that a wrapper wants, and do not overlap."""
-    if mla and kind == "tree":
-        pytest.skip("latent attention takes no tree")
-    options: dict[str, Any] = {
-        "decode": {"mode": ForwardMode.DECODE},
-        "extend": {"mode": ForwardMode.DRAFT_EXTEND},
-        "chain": {"drafts": "chain"},
-        "tree": {"drafts": "tree"},
-    }[kind]
+    options = KINDS[kind][1] or {"mode": ForwardMode.DECODE}
     queries = 1 if kind == "decode" else 3
-    small, large = (half(padded([(prefix, queries)] * 2, queries, mla=mla, **options)) for prefix in (5, 40))
-    backend = make_attention_backend("flashinfer", small.shape, big_cache(small, large))
+    small, large = (
+        padded([(prefix, queries)] * 2, queries, mla=mla, **options).to(torch.bfloat16) for prefix in (5, 40)
+    )
+    backend = over("flashinfer", small, large)
     backend.init_graph_buffers(LIMITS)
     plan = backend.plan_for_graph(small.metadata)
     for batch in (small, large):
         backend.replan(plan, batch.metadata)
-        run(plan, batch)
+        batch.forward(plan)
     assert [asked for _, asked, _ in calls] == ["plan", "plan", "run", "plan", "run"]
 
 
-def big_cache(*batches: Any) -> PagedKVCache | MLAKVCache:
-    """An empty cache for any of the batches."""
-    num_blocks = max(batch.num_blocks for batch in batches)
-    spec = batches[0].spec
-    return PagedKVCache(spec, num_blocks) if isinstance(batches[0], Batch) else MLAKVCache(spec, num_blocks)
-
-
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("name", [name for name in BATCHES if name != "tree"])
-def test_tensorrt_llm_over_keys_and_values(name: str, fp8: bool, blackwell: list[str]) -> None:
-    batch = half(BATCHES[name](heads=(8, 2, 64), fp8=fp8))
-    backend = make_attention_backend("trtllm_mha", batch.shape, big_cache(batch))
-    assert run(backend.plan(batch.metadata), batch).dtype == torch.bfloat16
-    kind = "decode" if name in ("decode", "chain") else "context"
-    assert blackwell == [f"paged_attention_{kind}"]
-
-
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("name", [name for name in BATCHES if name != "tree"])
-def test_tensorrt_llm_over_latents(name: str, fp8: bool, blackwell: list[str]) -> None:
-    batch = half(BATCHES[name](mla=True, fp8=fp8, block_size=32))
-    backend = make_attention_backend("trtllm_mla", batch.shape, big_cache(batch))
-    run(backend.plan(batch.metadata), batch)
+@CAUSAL
+def test_tensorrt_llm(name: str, fp8: bool, blackwell: list[str]) -> None:
+    batch = half(name, heads=(8, 2, 64), fp8=fp8)
+    assert batch.forward(over("trtllm_mha", batch).plan(batch.metadata)).dtype == torch.bfloat16
+    assert blackwell == [f"paged_attention_{'decode' if name in ('decode', 'chain') else 'context'}"]
+    blackwell.clear()
+    batch = half(name, mla=True, fp8=fp8, block_size=32)
+    batch = replace(batch, scaled=False)
+    batch.forward(over("trtllm_mla", batch).plan(batch.metadata))
     absorbed = ["rope_quantize"] * fp8 + ["paged_attention_decode"]
     expected = {"prefill": ["ragged_attention"] * 2, "mixed": [*absorbed, *["ragged_attention"] * 2]}
     assert sorted(blackwell) == sorted(expected.get(name, absorbed))
@@ -241,7 +226,7 @@ def test_other_heads_are_refused(heads: int, calls: list[tuple[str, str, Any]]) 
 
     with pytest.raises(Exception, match="would omit a visible key"):
         plan_any_prefix()
-    batch = half(make(PREFIX, mla=True))
+    batch = half("prefill", mla=True)
     shape: Any = replace(batch.shape, num_heads=heads)
     with pytest.raises(ConfigError, match=f"1, 2, 4, 8, 16, 32, 64 or 128 heads, not {heads}.*Choose 'triton'"):
         flashinfer_mla.FlashInferMLABackend(shape, SimpleNamespace(spec=batch.spec, device=torch.device("cpu")))  # type: ignore[arg-type]

@@ -134,11 +134,18 @@ def test_what_a_back_end_lacks_is_refused_by_name(
         make_attention_backend(name, shape, cache_of(shape, **cache))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("target", "message"), [("somewhere:Else", "already"), ("somewhere.Else", "form")])
+def test_registrations_that_cannot_be(target: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        register_attention_backend("torch" if message == "already" else "mine", target)
+    register_attention_backend("torch", "attention.backends.torch.sdpa:TorchAttentionBackend")  # the same again
+
+
 def test_shape_and_cache_must_fit() -> None:
     with pytest.raises(ConfigError, match="make both from the same model config"):
         make_attention_backend("torch", MHA, cache_of(AttentionShape(4, 4, 16)))
-    with pytest.raises(ConfigError, match="cannot run in a CUDA graph"):
-        make_attention_backend("torch", MHA, cache_of(MHA)).replan(None, None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="needs a cache"):
+        make_attention_backend("torch", MLA, cache_of(MHA))
 
 
 @pytest.mark.parametrize(

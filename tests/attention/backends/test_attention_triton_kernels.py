@@ -5,50 +5,39 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_batches import Batch, make_batch
-from torch import Tensor
-from triton_batches import DEVICE, moved, moved_cache, numbers
+from triton_batches import DEVICE, numbers
 
-from attention import AttentionShape, CommonAttentionMetadata, KVCacheSpec, PagedKVCache
+from attention import AttentionShape, KVCacheSpec, PagedKVCache
+from attention.kernels.attend import prefill_attention
 from attention.kernels.cache import write_kv
 from attention.kernels.decode import DecodeSplits, decode_attention
 from attention.kernels.planning import num_tiles, plan_mask_offsets, plan_tiles
-from attention.kernels.prefill import prefill_attention
 from attention.kernels.ragged import pad_ragged, unpad_ragged
-from attention.kernels.tile import PagedBatch, TileSize
-from attention.lse import softmax_attention
+from attention.kernels.tile import PagedBatch, PagedLayer, TileSize
 from ubatch import ForwardMode
 
 
-def paged(metadata: CommonAttentionMetadata) -> PagedBatch:
-    there = moved(metadata)
-    return PagedBatch(there.num_reqs, there.query_start_loc, there.seq_lens, there.block_table)
+def paged(batch: Batch, cache: PagedKVCache) -> PagedLayer:
+    of = batch.metadata
+    requests = PagedBatch(of.num_reqs, of.query_start_loc, of.seq_lens, of.block_table)
+    return PagedLayer(batch.shape, cache, 0, requests, batch.sinks)
 
 
-def dense_output(batch: Batch, request: int) -> Tensor:
-    """Output `[L, heads, d]` of one request, from its keys laid out one after the other."""
-    cache, metadata = batch.new_cache(), batch.metadata
-    cache.write(0, batch.k, batch.v, cache.write_slots(metadata.slot_mapping))
-    rows = slice(*metadata.query_start_loc_cpu[request : request + 2])
-    length, queries = metadata.seq_lens_cpu[request], metadata.query_lens_cpu[request]
-    blocks = metadata.block_table[request, : batch.spec.blocks_for(length)].long()
-    keys, values = (pool[blocks].flatten(0, 1)[:length] for pool in (cache.keys(0), cache.values(0)))
-    hidden = torch.arange(length) > torch.arange(length - queries, length)[:, None]
-    out, _ = softmax_attention(
-        batch.q[rows].transpose(0, 1)[None],
-        keys.transpose(0, 1)[None],
-        values.transpose(0, 1)[None],
-        scale=batch.shape.softmax_scale,
-        mask=torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)[None, None],
-        sinks=batch.sinks,
-    )
-    return out[0].transpose(0, 1)
+def written(requests: list[tuple[int, int]], *, sinks: bool) -> tuple[Batch, Batch, PagedKVCache]:
+    """A batch, the same on the device, and a cache there that has the new tokens, too."""
+    shape = AttentionShape(4, 2, 8, sinks=sinks)
+    batch = make_batch(requests, shape=shape, mode=ForwardMode.MIXED)
+    there = batch.on(DEVICE)
+    cache = there.new_cache()
+    write_kv(cache, 0, there.k, there.v, there.metadata.slot_mapping)
+    return batch, there, cache
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])
 @pytest.mark.parametrize("heads", [(4, 2, 8), (3, 3, 24)], ids=["pow2", "odd"])
 def test_keys_and_values_are_written_and_padding_is_not(fp8: bool, heads: tuple[int, int, int]) -> None:
     batch = make_batch([(3, 2), (0, 4)], heads=heads, num_layers=2, padding=2, fp8=fp8)
-    cache, expected = moved_cache(batch), batch.new_cache()
+    cache, expected = batch.on(DEVICE).new_cache(), batch.new_cache()
     real = batch.metadata.slot_mapping >= 0
     slots = batch.metadata.slot_mapping.to(DEVICE)
     write_kv(cache, 1, 3 * batch.k.to(DEVICE), 3 * batch.v.to(DEVICE), slots)
@@ -114,32 +103,25 @@ def test_tree_masks_are_found_behind_those_of_earlier_requests() -> None:
 @pytest.mark.parametrize("num_splits", [1, 2, 5])
 def test_split_decode_gives_each_request_its_output(num_splits: int, sinks: bool) -> None:
     """Also with more splits than keys; a request with more queries is left alone."""
-    requests = [(50, 1), (3, 1), (8, 3), (20, 2)]
-    batch = make_batch(requests, shape=AttentionShape(4, 2, 8, sinks=sinks), mode=ForwardMode.MIXED)
-    cache = moved_cache(batch)
-    write_kv(cache, 0, batch.k.to(DEVICE), batch.v.to(DEVICE), batch.metadata.slot_mapping.to(DEVICE))
+    batch, there, cache = written([(50, 1), (3, 1), (8, 3), (20, 2)], sinks=sinks)
     out = torch.full((7, 4, 8), 7.0, device=DEVICE)
     splits = DecodeSplits(2, num_splits)
     workspace = torch.full((splits.workspace_numbers(batch.shape, 4),), torch.nan, device=DEVICE)
-    given = None if batch.sinks is None else batch.sinks.to(DEVICE)
-    decode_attention(batch.q.to(DEVICE), out, batch.shape, cache, 0, paged(batch.metadata), splits, workspace, given)
-    for request, rows in ((0, slice(0, 1)), (1, slice(1, 2)), (3, slice(5, 7))):
-        torch.testing.assert_close(out[rows].cpu(), dense_output(batch, request), atol=1e-5, rtol=1e-5)
-    assert (out[2:5] == 7).all()
+    decode_attention(there.q, out, paged(there, cache), splits, workspace)
+    expected = batch.expected()
+    expected[2:5] = 7
+    torch.testing.assert_close(out.cpu(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 def test_paged_prefill_gives_each_request_its_output(sinks: bool) -> None:
     """Behind prefixes, over several tiles of queries and keys; requests without a tile are left alone."""
-    batch = make_batch([(37, 9), (5, 1), (0, 18)], shape=AttentionShape(4, 2, 8, sinks=sinks))
-    cache, size = moved_cache(batch), TileSize.prefill(batch.shape, torch.float32)
-    write_kv(cache, 0, batch.k.to(DEVICE), batch.v.to(DEVICE), batch.metadata.slot_mapping.to(DEVICE))
-    out = torch.full((28, 4, 8), 7.0, device=DEVICE)
-    there, queries = paged(batch.metadata), size.queries(batch.shape)
+    batch, there, cache = written([(37, 9), (5, 1), (0, 18)], sinks=sinks)
+    size, out = TileSize.prefill(batch.shape, torch.float32), torch.full((28, 4, 8), 7.0, device=DEVICE)
+    queries = size.queries(batch.shape)
     tiles = torch.zeros(num_tiles(3, 28, queries), 2, dtype=torch.int32, device=DEVICE)
-    plan_tiles(tiles, there.query_start_loc, 3, queries, min_queries=2)
-    given = None if batch.sinks is None else batch.sinks.to(DEVICE)
-    prefill_attention(batch.q.to(DEVICE), out, batch.shape, cache, 0, there, tiles, size, given)
-    for request, rows in ((0, slice(0, 9)), (2, slice(10, 28))):
-        torch.testing.assert_close(out[rows].cpu(), dense_output(batch, request), atol=1e-5, rtol=1e-5)
-    assert (out[9] == 7).all()
+    plan_tiles(tiles, there.metadata.query_start_loc, 3, queries, min_queries=2)
+    prefill_attention(there.q, out, paged(there, cache), tiles, size)
+    expected = batch.expected()
+    expected[9] = 7
+    torch.testing.assert_close(out.cpu(), expected, atol=1e-5, rtol=1e-5)
