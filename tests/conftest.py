@@ -64,7 +64,9 @@ else:
     settings.register_profile("explore", deadline=None, max_examples=2000)
     settings.load_profile("ubatch")
 
-pytest.register_assert_rewrite("model_checks", "peer_failure_cases", "attention_conformance")  # they assert for the tests
+pytest.register_assert_rewrite(
+    "model_checks", "peer_failure_cases", "attention_conformance"
+)  # they assert for the tests
 
 SECONDS_FOR_THREADS_TO_END = 5.0
 _WHY_NO_INTERPRETER = why_no_interpreter()
