@@ -14,8 +14,7 @@ from fake_cuda import FakeCuda
 from moe_layers import Layer, make_layer, make_tokens
 from torch import Tensor, nn
 
-from moe import FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all, make_experts
-from moe.all2all.base import All2AllTraits
+from moe import All2AllTraits, FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all, make_experts
 from moe.all2all.chunks import blocks_of, only_block
 from moe.experts.grouped import GroupedExperts
 from ubatch import ConfigError, Point, Recv, Schedule, SharedExpert, SpanKind, Trace, dbo_yield, get_schedule, tracing

@@ -9,7 +9,7 @@ import torch
 from moe_layers import Layer, Routed, make_layer, make_tokens
 from torch import Tensor, nn
 
-from moe import All2AllTraits, Dispatched, FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all, make_experts
+from moe import All2All, All2AllTraits, Dispatched, FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all, make_experts
 from ubatch import (
     SCHEDULES,
     ConfigError,
@@ -37,7 +37,7 @@ class Events(list[str]):
         self.append(f"{dbo_current_ubatch_id()} {what}")
 
 
-class WatchedAll2All:
+class WatchedAll2All(All2All[None]):
     """`local`, telling when something is launched and when it is waited for."""
 
     def __init__(self, num_experts: int, events: Events, traits: dict[str, int] | None = None) -> None:

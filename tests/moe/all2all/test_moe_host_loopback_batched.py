@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe import BatchedDispatch, EmulatedLink, make_all2all
 from moe.all2all.batches import sort_pairs, sum_pairs
-from moe.all2all.chunks import blocks_of, dispatch_chunks, dispatch_cut
+from moe.all2all.chunks import blocks_of
 from moe.all2all.host_loopback_batched import HostLoopbackBatchedAll2All
 from ubatch import CommGroup, ConfigError, GradientError, Schedule
 
@@ -139,8 +139,8 @@ def test_chunks_have_their_own_experts_rows(cut: bool) -> None:
     layer, there = make_layer(), transport()
     routed = make_tokens(layer, 6, 3, unrouted=0.2)
     blocks = blocks_of(8, 3)
-    given = there, routed.x, routed.ids, routed.weights, blocks
-    chunks = dispatch_cut(*given).wait() if cut else [each.wait() for each in dispatch_chunks(*given)]
+    given = routed.x, routed.ids, routed.weights, blocks
+    chunks = there.dispatch_cut(*given).wait() if cut else [each.wait() for each in there.dispatch_chunks(*given)]
     total = torch.zeros_like(routed.x)
     for number, (chunk, block) in enumerate(zip(chunks, blocks, strict=True)):
         assert chunk.handle.chunk == number
