@@ -14,7 +14,7 @@ from fake_cuda import FakeCuda
 from moe_layers import Layer, make_layer, make_tokens
 from torch import Tensor, nn
 
-from moe import All2AllTraits, FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all, make_experts
+from moe import All2AllTraits, FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all
 from moe.all2all.chunks import blocks_of, only_block
 from moe.experts.grouped import GroupedExperts
 from ubatch import ConfigError, Point, Recv, Schedule, SharedExpert, SpanKind, Trace, dbo_yield, get_schedule, tracing
@@ -346,18 +346,3 @@ def test_whatever_ranks_measure_their_order_is_the_same() -> None:
                     launches = [(span.lane, span.name) for span in line.spans if span.kind is SpanKind.TRANSFER]
                     orders.append((line.order, launches))
                 assert orders[0] == orders[1]
-
-
-def test_experts_of_make_experts_take_chunks() -> None:
-    """Ids of no expert held here, in whatever place, are nobody's: what masking relies on."""
-    layer = make_layer(EXPERTS, HIDDEN)
-    routed = make_tokens(layer, 6, TOP_K)
-    reference = make_experts("reference", layer.w13, layer.w2)
-    total = torch.zeros(6, HIDDEN)
-    grouped = make_experts("grouped", layer.w13, layer.w2)
-    for block in blocks_of(EXPERTS, 3):
-        ids = only_block(routed.ids, block, EXPERTS)
-        part = grouped(routed.x, ids, routed.weights)
-        torch.testing.assert_close(part, reference(routed.x, ids, routed.weights))
-        total += part
-    torch.testing.assert_close(total, layer.expected(routed))

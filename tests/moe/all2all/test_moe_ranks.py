@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moe_layers import Layer, Routed, Stack, make_layer, make_tokens, run_checks
+from moe_layers import Layer, Routed, Stack, lanes_of, make_layer, make_tokens, run_checks
 from only_lane import alone
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe import EmulatedLink, FusedMoEModularKernel, local_experts, make_all2all, mask_padding
 from moe.all2all.chunks import blocks_of, only_block

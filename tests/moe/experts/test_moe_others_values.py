@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_layers import make_layer, make_tokens, settings_of
+from moe_layers import settings_of
 from torch import Tensor
 from triton_batches import DEVICE
 
-from moe import GroupLimitedRouter, Router, SigmoidTopKRouter, SoftmaxTopKRouter, make_all2all
+from moe import GroupLimitedRouter, Router, SigmoidTopKRouter, SoftmaxTopKRouter
 from moe.kernels.router import route_topk
-from ubatch.kernels.c_jit import why_not_c
 
 ROUTERS: list[Router] = [
     SoftmaxTopKRouter(2),
@@ -50,35 +49,3 @@ def test_a_token_without_numbers_chooses_different_experts_that_exist(router: Ro
     others = [0, 2, 3, 5, 6]
     assert torch.equal(ids[others], clean_ids[others])
     assert torch.equal(weights[others], clean_weights[others])
-
-
-@pytest.mark.parametrize(
-    ("transport", "experts"),
-    [
-        ("local", "grouped"),
-        ("local", "grouped_mm"),
-        ("local", "native"),
-        ("local", "packed"),
-        ("local", "triton"),
-        ("host_loopback", "grouped"),
-        ("host_loopback_batched", "grouped"),
-        ("host_loopback_batched", "triton_batched"),
-    ],
-)
-def test_a_layer_keeps_tokens_apart(transport: str, experts: str) -> None:
-    if experts == "native" and why_not_c():
-        pytest.skip("needs a C compiler")
-    layer = make_layer(hidden=16, intermediate=8)
-    routed = make_tokens(layer, 9, unrouted=0.2)
-    kernel = layer.kernel(make_all2all(transport, group=None, num_experts=8), experts)
-    bad, padding = [1, 4, 7], [8]
-    ids = routed.ids.clone()
-    ids[padding] = -1
-    x, weights = routed.x.clone(), routed.weights.clone()
-    x[bad], weights[bad] = BAD[:, None], BAD[:, None]
-    x[padding], weights[padding] = float("nan"), float("nan")
-    with torch.inference_mode():
-        clean, found = kernel(routed.x, routed.weights, ids), kernel(x, weights, ids)
-    others = [0, 2, 3, 5, 6]
-    assert torch.equal(found[others], clean[others])
-    assert torch.equal(found[padding], torch.zeros_like(found[padding]))
