@@ -82,18 +82,6 @@ def test_blocks_are_the_same_share_of_every_ranks_experts() -> None:
     assert masked[1].tolist() == [[-1, -1, 2, 3], [-1, -1, 6, 7], [-1, -1, -1, -1]]
 
 
-@pytest.mark.parametrize("all2all", ["local", "host_loopback"])
-@torch.inference_mode()
-def test_results_in_every_combination(all2all: str) -> None:
-    """The plain call's, within the rounding of another order of sums."""
-    model = Model(make_layer(EXPERTS, HIDDEN), all2all)
-    x = torch.randn(8, HIDDEN)
-    expected = model(x)
-    for schedule in variants(BASE):
-        actual, _ = run_in_lanes(model, x, schedule)
-        torch.testing.assert_close(actual, expected, msg=lambda text, name=schedule.name: f"{name}: {text}")
-
-
 class Scaling(nn.Module):
     """Experts that only multiply: their bits depend on nothing but the token, so those of a sum show its order."""
 
@@ -239,16 +227,16 @@ def test_experts_compute_only_the_chunks_rows() -> None:
         assert experts.rows == expected
 
 
-def test_gradients_flow_through_chunks_where_nothing_travels() -> None:
+def test_gradients_flow_through_lanes_and_chunks_where_nothing_travels() -> None:
     model = Model(make_layer(EXPERTS, HIDDEN))
     x, grads = torch.randn(6, HIDDEN), []
-    for schedule in (None, replace(BASE, chunks=3), replace(BASE, chunks=2, chunk_dispatch=False)):
+    for schedule in (None, BASE, replace(BASE, chunks=3), replace(BASE, chunks=2, chunk_dispatch=False)):
         leaf = x.clone().requires_grad_()
         output = model(leaf) if schedule is None else run_in_lanes(model, leaf, schedule)[0]
         output.square().sum().backward()
         grads.append(leaf.grad)
-    torch.testing.assert_close(grads[1], grads[0])
-    torch.testing.assert_close(grads[2], grads[0])
+    for found in grads[1:]:
+        torch.testing.assert_close(found, grads[0])
 
 
 @torch.inference_mode()
