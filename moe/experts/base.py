@@ -183,7 +183,7 @@ class FusedExperts(nn.Module):
                 f"k], for {hidden_states.shape[0]} tokens."
             )
 
-    def refuse_gradients(self, *inputs: Tensor) -> None:
+    def _refuse_gradients(self, *inputs: Tensor) -> None:
         """For experts without a backward.
 
         Raises:

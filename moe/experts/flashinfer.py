@@ -59,7 +59,7 @@ class FlashInferExperts(FusedExperts):
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, scales: Tensor | None = None
     ) -> Tensor:
         self.check_input(hidden_states, topk_ids, topk_weights, scales)
-        self.refuse_gradients(hidden_states, topk_weights)
+        self._refuse_gradients(hidden_states, topk_weights)
         report_sm_use("flashinfer experts", obeys=self.obeys_sms)
         x = self.dequantized(hidden_states, scales).contiguous()
         out = torch.empty_like(x)

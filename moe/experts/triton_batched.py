@@ -370,7 +370,7 @@ class TritonBatchedExperts(FusedExperts):
                 f"triton experts run on CUDA, not on {hidden_states.device}. Use experts 'grouped', or set "
                 "TRITON_INTERPRET=1 before Triton is imported, for tests."
             )
-        self.refuse_gradients(hidden_states)
+        self._refuse_gradients(hidden_states)
 
     def _checked_scale(self, name: str, w: Tensor, scale: Tensor | None) -> Tensor | None:
         if self.weights_dtype != FP8:
