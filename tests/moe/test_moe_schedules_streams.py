@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-import all2all_contract
+import all2all_bench
 import deep_ep_standin
 import pytest
 import torch
@@ -53,7 +53,7 @@ from ubatch.streams.lane_streams import LaneStreams
 
 @dataclass(frozen=True)
 class Case:
-    """A transport of `all2all_contract` under schedules.
+    """A transport of `all2all_bench` under schedules.
 
     Attributes:
         base: the back end, its options, rows and ranks.
@@ -62,7 +62,7 @@ class Case:
         named: schedules; where they are not all, another case of the back end has all.
     """
 
-    base: all2all_contract.Case
+    base: all2all_bench.Case
     experts: str = "grouped"
     captured: bool = False
     named: tuple[str, ...] = tuple(SCHEDULES)
@@ -79,7 +79,7 @@ class Case:
 
 
 SOME = ("mlp_shared_overlap", "two_batch_decode")
-CONTRACT = all2all_contract.CASES
+CONTRACT = all2all_bench.CASES
 CASES = {
     name: Case(base, named=tuple(SCHEDULES) if name == base.name or "decode" in name else SOME)
     for name, base in CONTRACT.items()
@@ -143,7 +143,7 @@ def refusal(schedule: Schedule, kernel: FusedMoEModularKernel, mode: ForwardMode
 
 
 def stack_of(case: Case, group: CommGroup | None) -> Stack:
-    bench = all2all_contract.Bench(case.base, 0 if group is None else group.rank, group)
+    bench = all2all_bench.Bench(case.base, 0 if group is None else group.rank, group)
     return Stack([bench.layer(seed=seed) for seed in (0, 1)], bench.all2all, case.experts, shared=True)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from all2all_contract import CASES, CHECKS, Bench, Case, check_case
+from all2all_bench import CASES, Bench, Case
+from all2all_contract import CHECKS, check_case
 from repository import TINY_MOE
 from torch import Tensor
 
