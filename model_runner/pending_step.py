@@ -231,7 +231,7 @@ class PendingStep:
         Raises:
             StepOrderError: `sample` was not called yet.
             PeerFailed, GroupBroken, TransferTimeout: on a GPU, another rank did not take part in the step.
-            UBatchError: a transfer of the step was incomplete (`moe.TellsLater`).
+            UBatchError: a transfer of the step was incomplete (`moe.All2All.listen`).
         """
         output = self._output
         if output is None:
@@ -249,8 +249,7 @@ class PendingStep:
         step = self.step
         told = sampled.told.wait().tolist()
         tokens, bad_rows = iter(told), told[len(step.logits_rows_cpu) :]
-        if self._runner.listen is not None:
-            self._runner.listen()
+        self._runner.listen()
         says = [tuple(islice(tokens, count)) for count in step.rows_per_share]
         paths = [tuple(range(count)) for count in step.rows_per_share]
         if step.mode is ForwardMode.TARGET_VERIFY:

@@ -33,7 +33,7 @@ from model_runner.weights.dummy_weights import open_checkpoint
 from model_runner.weights.fp8 import log_projections
 from model_runner.weights.kv_scales import load_kv_scales
 from model_runner.weights.weights import Checkpoint
-from moe import StepSizes, TellsLater
+from moe import StepSizes
 from ubatch import UBatchStatistics
 from ubatch.ranks.long_calls import taking_long
 from ubatch.schedules.modes import MODE_KEYS
@@ -107,7 +107,7 @@ class ModelRunner(StepRunner):
         steps = steps.shared_by(own.tensor_parallel_size)
         asked = own.all2all_backend, own.group, of_experts, num_experts, own.all2all_options
         self.all2all = make_transport(*asked, steps)
-        self.listen = self.all2all.listen if isinstance(self.all2all, TellsLater) else None
+        self.listen = self.all2all.listen
         where = own.dtype, self.device
         how: dict[str, Any] = {"dbo": self.dbo, "group": own.group, "quantization": stored}
         self.experts_backend = resolve_experts(own.experts_backend, self.config, self.all2all, *where, **how)

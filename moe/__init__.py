@@ -20,21 +20,11 @@ Depends only on `ubatch`.
 
 from __future__ import annotations
 
-from moe.all2all.base import (
-    All2All,
-    All2AllTraits,
-    BatchedDispatch,
-    BlockCombine,
-    Dispatched,
-    MarksInputs,
-    SendsBlocks,
-    SignalledCombine,
-    SignalsCombine,
-    StepSizes,
-    TellsLater,
-    traits_in,
-)
-from moe.all2all.chunks import ServesChunks
+import typing
+import warnings
+
+from moe.all2all.base import All2All, BlockCombine, SignalledCombine, StepSizes, traits_in
+from moe.all2all.layouts import BatchedDispatch, Dispatched
 from moe.all2all.link import EmulatedLink, LinkStatistics
 from moe.all2all.registry import (
     all2all_backends,
@@ -43,6 +33,7 @@ from moe.all2all.registry import (
     make_all2all,
     register_all2all_backend,
 )
+from moe.all2all.traits import All2AllTraits
 from moe.cpu_linear import PackedLinear, linear, packing_pays
 from moe.expert_parallel import ExpertParallelMoE, UnsupportedModelError, expert_parallel
 from moe.experts.base import BatchedExperts, BlockwiseExperts, Experts, FusedExperts, SignallingExperts
@@ -92,19 +83,14 @@ __all__ = [
     "FusedMoEModularKernel",
     "GroupLimitedRouter",
     "LinkStatistics",
-    "MarksInputs",
     "NativeLinear",
     "PackedLinear",
     "Router",
-    "SendsBlocks",
-    "ServesChunks",
     "SigmoidTopKRouter",
     "SignalledCombine",
     "SignallingExperts",
-    "SignalsCombine",
     "SoftmaxTopKRouter",
     "StepSizes",
-    "TellsLater",
     "TransformersUnsupportedError",
     "UnsupportedModelError",
     "all2all_backends",
@@ -137,3 +123,14 @@ __all__ = [
     "traits_in",
     "usable_experts",
 ]
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name not in _ABILITIES:
+        raise AttributeError(f"module 'moe' has no attribute {name!r}")
+    message = f"moe.{name} is gone in the next release. What it asks for is a part of moe.All2All, with a default."
+    warnings.warn(message, DeprecationWarning, stacklevel=2)
+    return All2All
+
+
+_ABILITIES = ("MarksInputs", "SendsBlocks", "ServesChunks", "SignalsCombine", "TellsLater")

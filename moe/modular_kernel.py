@@ -55,16 +55,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moe.all2all.base import (
-    All2All,
-    All2AllTraits,
-    BatchedDispatch,
-    Dispatched,
-    MarksInputs,
-    SendsBlocks,
-    SignalsCombine,
-)
-from moe.all2all.chunks import blocks_of, dispatch_chunks, dispatch_cut
+from moe.all2all.base import All2All
+from moe.all2all.chunks import blocks_of
+from moe.all2all.layouts import BatchedDispatch, Dispatched
+from moe.all2all.traits import All2AllTraits
 from moe.experts.base import BatchedExperts, BlockwiseExperts, Experts, SignallingExperts
 from moe.schedule_checks import check_schedule, check_signalled_experts
 from ubatch import (
@@ -92,14 +86,19 @@ class FusedMoEModularKernel(nn.Module):
         shared_experts: applied to every token in addition to the routed ones, `[T, H] -> [T, H]`.
 
     Raises:
-        ConfigError: `all2all` sends other experts' tokens here than `experts` holds, or batches of rows by expert to
-            experts that take only tokens.
+        ConfigError: `all2all` does not inherit from `All2All`, or sends other tokens here than `experts` are for, or
+            batches of rows by expert to experts that take only tokens.
 
     Source: vLLM's `FusedMoEModularKernel` and its `MLP_SHARED_OVERLAP` schedule; SGLang's two-batch operations.
     """
 
     def __init__(self, all2all: All2All[Any], experts: Experts, shared_experts: nn.Module | None = None) -> None:
         super().__init__()
+        if not isinstance(all2all, All2All):
+            raise ConfigError(
+                f"{type(all2all).__name__} is no moe.All2All. Inherit from it: dispatch, combine and 3 attributes are "
+                "enough."
+            )
         if experts.expert_range != all2all.experts:
             raise ConfigError(
                 f"the experts hold {experts.expert_range}, but the all2all back end sends this rank the tokens of "
@@ -114,7 +113,6 @@ class FusedMoEModularKernel(nn.Module):
         self.experts = experts
         self.shared_experts = shared_experts
         self._usable: tuple[Schedule | None, All2AllTraits | None] = (None, None)  # checked last
-        self._marks_inputs = all2all if isinstance(all2all, MarksInputs) else None
 
     def forward(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """Run the layer.
@@ -141,9 +139,8 @@ class FusedMoEModularKernel(nn.Module):
             first, *others = self._pieces(*first, self.all2all.traits.max_tokens)
 
         # --- prepare: tokens travel to their experts ---
-        if self._marks_inputs is not None:
-            blocks = blocks_of(len(self.all2all.experts), schedule.chunks if schedule.chunk_dispatch else 1)
-            self._marks_inputs.inputs_ready(first[0], first[2], first[1], blocks)
+        blocks = blocks_of(len(self.all2all.experts), schedule.chunks if schedule.chunk_dispatch else 1)
+        self.all2all.inputs_ready(first[0], first[2], first[1], blocks)
         dbo_yield(Point.SELECT)
         dbo_maybe_run_recv_hook()
         arrivals = self._dispatch(*first, schedule)
@@ -198,15 +195,13 @@ class FusedMoEModularKernel(nn.Module):
     def _dispatch(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, schedule: Schedule) -> _Arrivals:
         """Launch the dispatches of all chunks."""
         if schedule.signalled and self.all2all.traits.sends_blocks:
-            whole = cast(SendsBlocks, self.all2all).dispatch_blocks(x, topk_ids, topk_weights)
-            return _Arrivals([whole])
+            return _Arrivals([self.all2all.dispatch_blocks(x, topk_ids, topk_weights)])
         if schedule.chunks == 1:
             return _Arrivals([self.all2all.dispatch(x, topk_ids, topk_weights)])
         blocks = blocks_of(len(self.all2all.experts), schedule.chunks)
         if schedule.chunk_dispatch:
-            chunks = dispatch_chunks(self.all2all, x, topk_ids, topk_weights, blocks)
-            return _Arrivals(list(chunks))
-        return _Arrivals([dispatch_cut(self.all2all, x, topk_ids, topk_weights, blocks)], cut=True)
+            return _Arrivals(list(self.all2all.dispatch_chunks(x, topk_ids, topk_weights, blocks)))
+        return _Arrivals([self.all2all.dispatch_cut(x, topk_ids, topk_weights, blocks)], cut=True)
 
     def _results_of(self, received: _Received) -> _Combine:
         """Run the experts of a chunk, and launch its combine, which begins before they are done."""
@@ -228,7 +223,7 @@ class FusedMoEModularKernel(nn.Module):
         """The same, but results are sent while the down projection still computes."""
         batches, experts = cast(BatchedDispatch[Any], received), cast(SignallingExperts, self.experts)  # see `_check`
         rows = experts.project_up_batched(batches.hidden_states, batches.rows_per_expert, batches.scales)
-        combine = cast(SignalsCombine[Any], self.all2all).open_combine(batches.handle)
+        combine = self.all2all.open_combine(batches.handle)
         results = experts.project_down_signalling(rows, batches.rows_per_expert, combine.signals)
         dbo_maybe_run_recv_hook()
         return combine.send(results)
@@ -236,7 +231,7 @@ class FusedMoEModularKernel(nn.Module):
     def _in_blocks(self, received: _Received) -> _InBlocks:
         """The same, but the rows that a block of experts has completed are sent while the next block is computed."""
         rows, experts = cast(Dispatched[Any], received), cast(BlockwiseExperts, self.experts)  # see `_check`
-        combine = cast(SendsBlocks, self.all2all).combine_blocks(rows.handle)
+        combine = self.all2all.combine_blocks(rows.handle)
         sums = experts.run_blocks(rows.hidden_states, rows.topk_ids, rows.topk_weights, combine.blocks, rows.scales)
         transfers = []
         for y in sums:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from moe.all2all.base import All2All, All2AllTraits, SendsBlocks, SignalsCombine
+from moe.all2all.base import All2All
 from moe.all2all.registry import all2all_class
+from moe.all2all.traits import All2AllTraits
 from moe.experts.base import BlockwiseExperts, SignallingExperts
 from ubatch import ConfigError, Schedule
 
@@ -56,7 +57,7 @@ def check_schedule_by_name(schedule: Schedule, name: str) -> None:
     Raises:
         ConfigError: an unknown back end, or a signalled schedule and a back end without signals.
     """
-    if schedule.signalled and not issubclass(all2all_class(name), SendsBlocks | SignalsCombine):
+    if schedule.signalled and not all2all_class(name).may_signal:
         raise ConfigError(_nobody_signals(schedule, f"all2all back end {name!r}"))
 
 

@@ -15,23 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe.all2all.base import (
-    All2AllTraits,
-    Dispatched,
-    OnCounts,
-    at_once,
-    check_dispatch,
-    refuse_gradients,
-)
+from moe.all2all.base import All2All
+from moe.all2all.checks import check_dispatch, refuse_gradients
+from moe.all2all.layouts import Dispatched
 from moe.all2all.payload import pack_rows, unpack_rows
+from moe.all2all.traits import All2AllTraits
 from moe.all2all.voted import unpadded, voted_tokens
 from moe.placement import local_experts
-from ubatch import (
-    CommGroup,
-    Transfer,
-    launch_all_gather,
-    launch_reduce_scatter,
-)
+from ubatch import CommGroup, Transfer, launch_all_gather, launch_reduce_scatter
 from ubatch.ranks.group import check_group
 
 
@@ -47,7 +38,7 @@ class Handle:
     padding: int
 
 
-class AllGatherReduceScatterAll2All:
+class AllGatherReduceScatterAll2All(All2All[Handle]):
     """Sends every token to all ranks.
 
     Args:
@@ -60,7 +51,6 @@ class AllGatherReduceScatterAll2All:
     def __init__(self, *, group: CommGroup, num_experts: int) -> None:
         check_group(group, "all2all back end 'allgather_reducescatter' needs")
         self.group = group
-        self.on_counts: OnCounts = at_once
         self.num_experts = num_experts
         self.experts = local_experts(num_experts, group.rank, group.size)
         self.traits = All2AllTraits(

@@ -7,37 +7,21 @@ two ways to dispatch:
                        the chunk, so that a token travels for it only to ranks that hold one of its experts there
     dispatch_cut       one dispatch for all chunks; what arrived is cut. Every chunk's results travel home alone
 
-A back end that can do one of them better than that says so (`ServesChunks`).
+A back end that can do one of them better overrides it (`moe.all2all.base`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from moe.all2all.base import All2All, Dispatched, HandleT
-from ubatch import ConfigError, Transfer
-
-
-@runtime_checkable
-class ServesChunks(Protocol):
-    """A back end that knows of chunks. Blocks are of local experts: `range(0, 2)` is every rank's first two."""
-
-    def dispatch_chunks(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
-    ) -> Sequence[Transfer[Any]]:
-        """Launch one dispatch per block; see `All2All.dispatch`. What arrives has no ids but the block's."""
-
-    def dispatch_cut(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
-    ) -> Transfer[Sequence[Any]]:
-        """Launch one dispatch, which arrives as one `Dispatched` per block, each with a handle of its own."""
+from moe.all2all.layouts import Dispatched, HandleT
+from ubatch import ConfigError
 
 
 @lru_cache(64)
@@ -62,30 +46,6 @@ def only_block(topk_ids: Tensor, block: range, num_local: int) -> Tensor:
 def ids_of_blocks(topk_ids: Tensor, blocks: Sequence[range], num_local: int) -> list[Tensor]:
     """The ids that each block's dispatch is routed by; see `only_block`."""
     return [topk_ids] if len(blocks) == 1 else [only_block(topk_ids, block, num_local) for block in blocks]
-
-
-def dispatch_chunks(
-    all2all: All2All[Any], x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
-) -> Sequence[Transfer[Any]]:
-    """Launch one dispatch per block, all at once. See `ServesChunks`."""
-    if isinstance(all2all, ServesChunks):
-        return all2all.dispatch_chunks(x, topk_ids, topk_weights, blocks)
-    masked = ids_of_blocks(topk_ids, blocks, len(all2all.experts))
-    return [all2all.dispatch(x, ids, topk_weights) for ids in masked]
-
-
-def dispatch_cut(
-    all2all: All2All[Any], x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
-) -> Transfer[Sequence[Any]]:
-    """Launch one dispatch for all blocks. See `ServesChunks`.
-
-    Where the back end cannot cut it, every chunk has all rows, and no ids but its own: its experts compute no more than
-    with fewer rows, but the results of all rows travel home, most of them zeros.
-    """
-    if isinstance(all2all, ServesChunks):
-        return all2all.dispatch_cut(x, topk_ids, topk_weights, blocks)
-    transfer: Transfer[Any] = all2all.dispatch(x, topk_ids, topk_weights)
-    return transfer.map(partial(cut, blocks=blocks))
 
 
 def cut(arrived: Dispatched[HandleT], blocks: Sequence[range]) -> list[Dispatched[HandleT]]:

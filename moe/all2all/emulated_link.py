@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from moe.all2all.base import (
-    All2AllTraits,
-    BlockCombine,
-    Dispatched,
-    ExchangesCounts,
-    MarksInputs,
-    SendsBlocks,
-    traits_in,
-)
-from moe.all2all.chunks import dispatch_chunks, dispatch_cut
+from moe.all2all.base import All2All, BlockCombine
+from moe.all2all.layouts import Dispatched
 from moe.all2all.link import EmulatedLink
 from moe.all2all.registry import make_all2all
+from moe.all2all.traits import All2AllTraits
 from ubatch import CommGroup, ConfigError, ForwardMode, Transfer
 
 
-class EmulatedLinkAll2All:
+class EmulatedLinkAll2All(All2All[Any]):
     """Launches through another back end; the link decides when it arrives.
 
     Args:
@@ -33,6 +26,8 @@ class EmulatedLinkAll2All:
     Raises:
         ConfigError: there is no link, or `inner` is this back end or unknown.
     """
+
+    may_signal: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -49,34 +44,20 @@ class EmulatedLinkAll2All:
             raise ConfigError("emulated_link cannot wrap itself; give `inner` the back end that moves the data.")
         self.link = link
         self.inner = make_all2all(inner, group=group, num_experts=num_experts, **options)
-        if isinstance(self.inner, ExchangesCounts):
-            self.inner.on_counts = link.signal
-        # Asked once: asking in every layer is slow.
-        self._marks_inputs = self.inner if isinstance(self.inner, MarksInputs) else None
+        self.inner.on_counts = link.signal
+        self.num_experts, self.experts = self.inner.num_experts, self.inner.experts
 
     @property
-    def traits(self) -> All2AllTraits:
+    def traits(self) -> All2AllTraits:  # type: ignore[override]
         """The inner back end's traits, but without signals: the link cannot delay what a device signals."""
         return _without_signals(self.inner.traits)
 
     def traits_for(self, mode: ForwardMode, tokens: int) -> All2AllTraits:
-        """See `DiffersBySteps`."""
-        return _without_signals(traits_in(self.inner, mode, tokens))
-
-    @property
-    def num_experts(self) -> int:
-        """Experts of all ranks."""
-        return self.inner.num_experts
-
-    @property
-    def experts(self) -> range:
-        """Global ids of the experts that this rank holds."""
-        return self.inner.experts
+        """See `All2All`."""
+        return _without_signals(self.inner.traits_for(mode, tokens))
 
     def inputs_ready(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]) -> None:
-        """See `MarksInputs`."""
-        if self._marks_inputs is not None:
-            self._marks_inputs.inputs_ready(x, topk_ids, topk_weights, blocks)
+        self.inner.inputs_ready(x, topk_ids, topk_weights, blocks)
 
     def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Any]:
         """See `All2All`. Where the host waits for counts first, those take the link's latency too."""
@@ -86,25 +67,22 @@ class EmulatedLinkAll2All:
     def dispatch_chunks(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
     ) -> Sequence[Transfer[Any]]:
-        """See `ServesChunks`. One after the other on the link."""
-        return [self.link.carry(each) for each in dispatch_chunks(self.inner, x, topk_ids, topk_weights, blocks)]
+        """See `All2All`. One after the other on the link."""
+        return [self.link.carry(each) for each in self.inner.dispatch_chunks(x, topk_ids, topk_weights, blocks)]
 
     def dispatch_cut(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
     ) -> Transfer[Sequence[Any]]:
-        """See `ServesChunks`."""
-        return self.link.carry(dispatch_cut(self.inner, x, topk_ids, topk_weights, blocks))
+        return self.link.carry(self.inner.dispatch_cut(x, topk_ids, topk_weights, blocks))
 
     def combine(self, y: Tensor, handle: Any) -> Transfer[Tensor]:
         return self.link.carry(self.inner.combine(y, handle))
 
     def dispatch_blocks(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[Any]]:
-        """See `SendsBlocks`. Where the inner back end does (`traits`)."""
-        return self.link.carry(cast("SendsBlocks", self.inner).dispatch_blocks(x, topk_ids, topk_weights))
+        return self.link.carry(self.inner.dispatch_blocks(x, topk_ids, topk_weights))
 
     def combine_blocks(self, handle: Any) -> BlockCombine:
-        """See `SendsBlocks`."""
-        return _LinkedBlocks(cast("SendsBlocks", self.inner).combine_blocks(handle), self.link)
+        return _LinkedBlocks(self.inner.combine_blocks(handle), self.link)
 
 
 @dataclass(frozen=True)

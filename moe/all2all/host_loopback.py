@@ -22,8 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.all2all.base import All2AllTraits, Dispatched, check_dispatch, refuse_gradients
+from moe.all2all.base import All2All
+from moe.all2all.checks import check_dispatch, refuse_gradients
+from moe.all2all.layouts import Dispatched
 from moe.all2all.payload import pack_rows, unpack_rows
+from moe.all2all.traits import All2AllTraits
 from moe.placement import local_experts
 from ubatch import (
     CommGroup,
@@ -40,7 +43,7 @@ from ubatch.ranks.transfer import Queued
 from ubatch.streams.streams import Event
 
 
-class HostLoopbackAll2All:
+class HostLoopbackAll2All(All2All[None]):
     """Sends every token, and every result, through host memory.
 
     Args:
@@ -79,7 +82,6 @@ class HostLoopbackAll2All:
 
     @staticmethod
     def check_options(options: Mapping[str, Any], num_ranks: int) -> None:
-        """See `ChecksOptions`."""
         if num_ranks != 1:
             raise ConfigError(
                 f"all2all back end 'host_loopback' stands in for a network: it serves one rank, not {num_ranks}. "

@@ -28,15 +28,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from moe.all2all.base import BatchedDispatch, check_dispatch, refuse_gradients
+from moe.all2all.base import All2All
 from moe.all2all.batches import sort_pairs, sum_pairs
+from moe.all2all.checks import check_dispatch, refuse_gradients
 from moe.all2all.chunks import only_block
 from moe.all2all.host_loopback import HostLoopbackAll2All, Message, Staging, lane_here
+from moe.all2all.layouts import BatchedDispatch
 from moe.all2all.payload import pack_rows, unpack_rows
 from ubatch import (
     CommGroup,
@@ -74,7 +76,7 @@ class BatchedHandle:
     chunk: int
 
 
-class HostLoopbackBatchedAll2All:
+class HostLoopbackBatchedAll2All(All2All[BatchedHandle]):
     """Sends every token, and every result, through host memory; experts get batches.
 
     Args:
@@ -83,6 +85,8 @@ class HostLoopbackBatchedAll2All:
     Raises:
         ConfigError: the group has more than one rank, or a factor below 1.
     """
+
+    may_signal: ClassVar[bool] = True
 
     def __init__(self, *, group: CommGroup | None = None, num_experts: int, bytes_factor: float = 1.0) -> None:
         self._host = HostLoopbackAll2All(group=group, num_experts=num_experts, bytes_factor=bytes_factor)
@@ -93,7 +97,6 @@ class HostLoopbackBatchedAll2All:
         self._alarm: Alarm | None = None
 
     check_options = staticmethod(HostLoopbackAll2All.check_options)
-    """See `ChecksOptions`."""
 
     @property
     def pinned_bytes(self) -> int:
@@ -111,14 +114,14 @@ class HostLoopbackBatchedAll2All:
     def dispatch_chunks(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
     ) -> Sequence[Transfer[BatchedDispatch[BatchedHandle]]]:
-        """See `ServesChunks`. Each has signals of its own, so that all may be under way."""
+        """See `All2All`. Each has signals of its own, so that all may be under way."""
         masked = [only_block(topk_ids, block, self.num_experts) for block in blocks]
         return [self._dispatch(x, ids, topk_weights, chunk) for chunk, ids in enumerate(masked)]
 
     def dispatch_cut(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
     ) -> Transfer[Sequence[BatchedDispatch[BatchedHandle]]]:
-        """See `ServesChunks`. Chunks share the rows, and count their own."""
+        """See `All2All`. Chunks share the rows, and count their own."""
         whole = self._dispatch(x, topk_ids, topk_weights, 0)
         return whole.map(lambda arrived: [self._cut(arrived, block, chunk) for chunk, block in enumerate(blocks)])
 
@@ -135,7 +138,6 @@ class HostLoopbackBatchedAll2All:
         return self._host.travel("combine", rows).map(lambda arrived: self._sum(arrived, handle))
 
     def open_combine(self, handle: BatchedHandle) -> _SignalledCombine:
-        """See `SignalsCombine`."""
         from moe.kernels.signals import make_signals
 
         self.listen()
@@ -169,7 +171,7 @@ class HostLoopbackBatchedAll2All:
             raise
 
     def listen(self) -> None:
-        """See `TellsLater`.
+        """See `All2All`.
 
         Raises:
             SignalTimeout: as `check`.

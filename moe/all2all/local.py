@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 
-from moe.all2all.base import All2AllTraits, Dispatched
+from moe.all2all.base import All2All
+from moe.all2all.layouts import Dispatched
+from moe.all2all.traits import All2AllTraits
 from moe.placement import local_experts
 from ubatch import CommGroup, ConfigError, Transfer
 
 
-class LocalAll2All:
+class LocalAll2All(All2All[None]):
     """Hands tokens and results through. Works under autograd, in lanes and in graphs.
 
     Args:
@@ -20,11 +25,7 @@ class LocalAll2All:
     """
 
     def __init__(self, *, group: CommGroup | None = None, num_experts: int) -> None:
-        if group is not None and group.size != 1:
-            raise ConfigError(
-                f"all2all back end 'local' holds all experts on one rank, but the group has {group.size}. "
-                "Use 'torch_dist' or 'allgather_reducescatter'."
-            )
+        self.check_options({}, 1 if group is None else group.size)
         self.num_experts = num_experts
         self.experts = local_experts(num_experts, 0, 1)
         self.traits = All2AllTraits(
@@ -36,6 +37,14 @@ class LocalAll2All:
             other_ranks=0,
             routed=True,
         )
+
+    @staticmethod
+    def check_options(options: Mapping[str, Any], num_ranks: int) -> None:
+        if num_ranks != 1:
+            raise ConfigError(
+                f"all2all back end 'local' holds all experts on one rank, but the group has {num_ranks}. "
+                "Use 'torch_dist' or 'allgather_reducescatter'."
+            )
 
     def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[None]]:
         return Transfer.ready(Dispatched(x, topk_ids, topk_weights, None, self.experts), "dispatch")

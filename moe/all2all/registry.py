@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol, cast, get_args, get_type_hints, runtime_checkable
+from typing import Any, get_args, get_type_hints
 
 from moe.all2all.base import All2All, StepSizes
 from ubatch import CommGroup, ConfigError, LazyRegistry, nearest
@@ -30,31 +30,6 @@ _PLACE = ("self", "group", "num_experts")
 """The arguments of every back end; all others are its options."""
 
 
-@runtime_checkable
-class FollowsSteps(Protocol):
-    """A class of back ends some of whose options follow from the steps that there will be."""
-
-    @staticmethod
-    def default_options(sizes: StepSizes, num_ranks: int) -> Mapping[str, object]:
-        """Default options for these steps on `num_ranks` ranks, if the user gives none."""
-
-
-@runtime_checkable
-class ChecksOptions(Protocol):
-    """A class of back ends that does not serve every number of ranks, or every value of an option."""
-
-    @staticmethod
-    def check_options(options: Mapping[str, Any], num_ranks: int) -> None:
-        """Refuse options and numbers of ranks that the constructor would refuse.
-
-        Args:
-            options: those that are given, of the right types.
-
-        Raises:
-            ConfigError: says what is served.
-        """
-
-
 def register_all2all_backend(name: str, target: str) -> None:
     """Register a transport.
 
@@ -76,10 +51,21 @@ def all2all_backends() -> tuple[str, ...]:
 def all2all_class(name: str) -> type[All2All[Any]]:
     """The class that `make_all2all` makes for that name.
 
+    Args:
+        name: one of `all2all_backends()`, or the place of a class that nobody has registered, `"package.module:Class"`.
+
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: an unknown name, or what it leads to is no subclass of `All2All`.
     """
-    return cast("type[All2All[Any]]", _BACKENDS.load(name))
+    if ":" in name:
+        register_all2all_backend(name, name)
+    try:
+        found = _BACKENDS.load(name)
+    except AttributeError as error:
+        raise ConfigError(f"all2all back end {shown(name)}: {error}.") from None
+    if not (isinstance(found, type) and issubclass(found, All2All)):
+        raise ConfigError(f"all2all back end {shown(name)} is {found!r}, which is no subclass of moe.All2All.")
+    return found
 
 
 def check_all2all_options(name: str, options: Mapping[str, object], num_ranks: int) -> None:
@@ -92,7 +78,7 @@ def check_all2all_options(name: str, options: Mapping[str, object], num_ranks: i
         ConfigError: an unknown back end or option, a value of another type or out of range, or a number of ranks that
             it does not serve.
     """
-    make: Any = _BACKENDS.load(name)
+    make = all2all_class(name)
     parameters = inspect.signature(make).parameters
     known = [option for option in parameters if option not in _PLACE]
     types: Mapping[str, object] = {}
@@ -110,8 +96,7 @@ def check_all2all_options(name: str, options: Mapping[str, object], num_ranks: i
         if accepted and type(value) not in kinds:
             names = " or ".join(sorted(kind.__name__ for kind in accepted))
             raise ConfigError(f"all2all back end {shown(name)}: option {option} must be {names}, not {shown(value)}.")
-    if isinstance(make, ChecksOptions):
-        make.check_options(options, num_ranks)
+    make.check_options(options, num_ranks)
 
 
 def default_all2all_options(name: str, sizes: StepSizes, num_ranks: int) -> dict[str, object]:
@@ -120,8 +105,7 @@ def default_all2all_options(name: str, sizes: StepSizes, num_ranks: int) -> dict
     Raises:
         ConfigError: an unknown back end.
     """
-    make = _BACKENDS.load(name)
-    return dict(make.default_options(sizes, num_ranks)) if isinstance(make, FollowsSteps) else {}
+    return dict(all2all_class(name).default_options(sizes, num_ranks))
 
 
 def make_all2all(name: str, *, group: CommGroup | None, num_experts: int, **options: object) -> All2All[Any]:
@@ -136,7 +120,7 @@ def make_all2all(name: str, *, group: CommGroup | None, num_experts: int, **opti
     Raises:
         ConfigError: an unknown name or option, experts that do not divide by the ranks, or a group that does not fit.
     """
-    make = cast("Callable[..., All2All[Any]]", _BACKENDS.load(name))
+    make: Callable[..., All2All[Any]] = all2all_class(name)
     arguments: dict[str, object] = {"group": group, "num_experts": num_experts, **options}
     try:
         inspect.signature(make).bind(**arguments)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.experts.quantization import FP8, check_scales, dequantize_blocks
-from ubatch import ConfigError
+from ubatch import ConfigError, GradientError
 
 if TYPE_CHECKING:
     from moe.kernels.signals import Signals  # imports Triton
@@ -181,6 +181,17 @@ class FusedExperts(nn.Module):
             raise ConfigError(
                 f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)} must both be [tokens, "
                 f"k], for {hidden_states.shape[0]} tokens."
+            )
+
+    def _refuse_gradients(self, *inputs: Tensor) -> None:
+        """For experts without a backward.
+
+        Raises:
+            GradientError: an input or a weight requires grad, and grad mode is on.
+        """
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *self.parameters())):
+            raise GradientError(
+                f"{type(self).__name__} have no backward. Run under torch.no_grad(), or use experts 'grouped'."
             )
 
     def check_batched_input(self, hidden_states: Tensor, rows_per_expert: Tensor, scales: Tensor | None = None) -> None:

@@ -52,12 +52,14 @@ class FlashInferExperts(FusedExperts):
         self._fused_moe = find_fused_moe()
         gate, up = self.w13.detach().chunk(2, dim=1)
         self.w31 = nn.Parameter(torch.cat((up, gate), dim=1), requires_grad=False)
+        self.w2 = nn.Parameter(self.w2.detach().contiguous(), requires_grad=False)
         del self.w13
 
     def forward(
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, scales: Tensor | None = None
     ) -> Tensor:
         self.check_input(hidden_states, topk_ids, topk_weights, scales)
+        self._refuse_gradients(hidden_states, topk_weights)
         report_sm_use("flashinfer experts", obeys=self.obeys_sms)
         x = self.dequantized(hidden_states, scales).contiguous()
         out = torch.empty_like(x)

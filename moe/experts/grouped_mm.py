@@ -63,6 +63,7 @@ class GroupedMMExperts(FusedExperts):
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, scales: Tensor | None = None
     ) -> Tensor:
         self.check_input(hidden_states, topk_ids, topk_weights, scales)
+        self._refuse_gradients(hidden_states, topk_weights)
         report_sm_use("grouped_mm experts", obeys=self.obeys_sms)
         x = self.dequantized(hidden_states, scales)
         if not topk_ids.numel():

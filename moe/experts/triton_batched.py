@@ -25,7 +25,7 @@ from moe.kernels.gemm_configs import GemmConfig, RowTile, gemm_configs, row_tile
 from moe.kernels.grouped_gemm import Rows, Weights, project_down, project_up
 from moe.kernels.quantize import BLOCK, quantize_rows, quantize_weights
 from moe.kernels.signals import Signals, project_down_signalling
-from ubatch import ConfigError, GradientError, capturing, current_schedule
+from ubatch import ConfigError, capturing, current_schedule
 from ubatch.dbo import current_sm_budget, report_sm_use
 from ubatch.kernels.autotune import autotune
 from ubatch.kernels.triton_jit import INTERPRETED, power_of_2
@@ -370,8 +370,7 @@ class TritonBatchedExperts(FusedExperts):
                 f"triton experts run on CUDA, not on {hidden_states.device}. Use experts 'grouped', or set "
                 "TRITON_INTERPRET=1 before Triton is imported, for tests."
             )
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden_states, self.w13, self.w2)):
-            raise GradientError("triton experts have no backward. Run under torch.no_grad(), or use experts 'grouped'.")
+        self._refuse_gradients(hidden_states)
 
     def _checked_scale(self, name: str, w: Tensor, scale: Tensor | None) -> Tensor | None:
         if self.weights_dtype != FP8:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from model_runner import ModelRunner, SamplingParams, generate
 from model_runner.decoder import decoder
+from moe import All2All
 from ranks import run_ranks
 from ubatch import SCHEDULES, CommGroup, Transfer, UBatchConfig, dbo_current_ubatch_id, tracing
 from ubatch.schedules.ring import interleave
@@ -158,7 +159,7 @@ class Noting(nn.Module):
         return self.module(*args)
 
 
-class NotingTransport:
+class NotingTransport(All2All[Any]):
     """A transport whose launches are noted, and when what combine brings is used."""
 
     def __init__(self, inner: Any, record: Record) -> None:

@@ -14,8 +14,7 @@ from fake_cuda import FakeCuda
 from moe_layers import Layer, make_layer, make_tokens
 from torch import Tensor, nn
 
-from moe import FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all, make_experts
-from moe.all2all.base import All2AllTraits
+from moe import All2AllTraits, FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all
 from moe.all2all.chunks import blocks_of, only_block
 from moe.experts.grouped import GroupedExperts
 from ubatch import ConfigError, Point, Recv, Schedule, SharedExpert, SpanKind, Trace, dbo_yield, get_schedule, tracing
@@ -81,18 +80,6 @@ def test_blocks_are_the_same_share_of_every_ranks_experts() -> None:
     masked = [only_block(ids, block, 4) for block in blocks_of(4, 2)]
     assert masked[0].tolist() == [[0, 1, -1, -1], [4, 5, -1, -1], [-1, 8, 9, -1]]
     assert masked[1].tolist() == [[-1, -1, 2, 3], [-1, -1, 6, 7], [-1, -1, -1, -1]]
-
-
-@pytest.mark.parametrize("all2all", ["local", "host_loopback"])
-@torch.inference_mode()
-def test_results_in_every_combination(all2all: str) -> None:
-    """The plain call's, within the rounding of another order of sums."""
-    model = Model(make_layer(EXPERTS, HIDDEN), all2all)
-    x = torch.randn(8, HIDDEN)
-    expected = model(x)
-    for schedule in variants(BASE):
-        actual, _ = run_in_lanes(model, x, schedule)
-        torch.testing.assert_close(actual, expected, msg=lambda text, name=schedule.name: f"{name}: {text}")
 
 
 class Scaling(nn.Module):
@@ -240,16 +227,16 @@ def test_experts_compute_only_the_chunks_rows() -> None:
         assert experts.rows == expected
 
 
-def test_gradients_flow_through_chunks_where_nothing_travels() -> None:
+def test_gradients_flow_through_lanes_and_chunks_where_nothing_travels() -> None:
     model = Model(make_layer(EXPERTS, HIDDEN))
     x, grads = torch.randn(6, HIDDEN), []
-    for schedule in (None, replace(BASE, chunks=3), replace(BASE, chunks=2, chunk_dispatch=False)):
+    for schedule in (None, BASE, replace(BASE, chunks=3), replace(BASE, chunks=2, chunk_dispatch=False)):
         leaf = x.clone().requires_grad_()
         output = model(leaf) if schedule is None else run_in_lanes(model, leaf, schedule)[0]
         output.square().sum().backward()
         grads.append(leaf.grad)
-    torch.testing.assert_close(grads[1], grads[0])
-    torch.testing.assert_close(grads[2], grads[0])
+    for found in grads[1:]:
+        torch.testing.assert_close(found, grads[0])
 
 
 @torch.inference_mode()
@@ -347,18 +334,3 @@ def test_whatever_ranks_measure_their_order_is_the_same() -> None:
                     launches = [(span.lane, span.name) for span in line.spans if span.kind is SpanKind.TRANSFER]
                     orders.append((line.order, launches))
                 assert orders[0] == orders[1]
-
-
-def test_experts_of_make_experts_take_chunks() -> None:
-    """Ids of no expert held here, in whatever place, are nobody's: what masking relies on."""
-    layer = make_layer(EXPERTS, HIDDEN)
-    routed = make_tokens(layer, 6, TOP_K)
-    reference = make_experts("reference", layer.w13, layer.w2)
-    total = torch.zeros(6, HIDDEN)
-    grouped = make_experts("grouped", layer.w13, layer.w2)
-    for block in blocks_of(EXPERTS, 3):
-        ids = only_block(routed.ids, block, EXPERTS)
-        part = grouped(routed.x, ids, routed.weights)
-        torch.testing.assert_close(part, reference(routed.x, ids, routed.weights))
-        total += part
-    torch.testing.assert_close(total, layer.expected(routed))

@@ -206,66 +206,89 @@ def _check_refusals(group: CommGroup) -> None:
 # ------------------------------------------------------------------------------------------------- what is refused
 
 
-def test_unknown_families_are_refused_by_name() -> None:
-    config = Qwen2MoeConfig(**{**SIZES, "num_experts": 4, "moe_intermediate_size": 12, "eos_token_id": 2})
-    known = "Qwen3-MoE, Mixtral, OLMoE, DeepSeek-V2, DeepSeek-V3"
-    with pytest.raises(UnsupportedModelError, match=rf"Qwen2MoeSparseMoeBlock.* Known families: {known}"):
-        expert_parallel(Qwen2MoeForCausalLM(config), None, all2all_backend="local")
+def of_unknown_family() -> nn.Module:
+    config = {**SIZES, "num_experts": 4, "moe_intermediate_size": 12, "eos_token_id": 2}
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**config))
 
 
-def test_deepseek_blocks_that_are_not_built_as_known_are_refused() -> None:
+def dense() -> nn.Module:
+    sizes = {key: value for key, value in SIZES.items() if key != "num_experts_per_tok"}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes))
+
+
+def without_shared_experts() -> nn.Module:
     model = deepseek_v2()
     del moe_blocks(model)[1].shared_experts
-    with pytest.raises(UnsupportedModelError, match=r"layers\.2\..*DeepseekV2Moe has no shared_experts"):
-        expert_parallel(model, None, all2all_backend="local")
+    return model
+
+
+def whose_block_chooses() -> nn.Module:
+    """As some releases of transformers have it."""
     model = deepseek_v3()
     gate = moe_blocks(model)[0].gate
-    gate.forward = lambda x: nn.functional.linear(x, gate.weight)  # as some releases have it: the block chooses
-    with pytest.raises(UnsupportedModelError, match="TopkRouter that does not return logits, weights and ids"):
-        expert_parallel(model, None, all2all_backend="local")
-    assert not any(isinstance(module, ExpertParallelMoE) for module in model.modules()), "nothing was replaced"
+    gate.forward = lambda x: nn.functional.linear(x, gate.weight)
+    return model
 
 
-def test_models_without_experts_are_refused() -> None:
-    dense = Qwen3ForCausalLM(Qwen3Config(**{k: v for k, v in SIZES.items() if k != "num_experts_per_tok"}))
-    with pytest.raises(UnsupportedModelError, match="Qwen3ForCausalLM has no MoE block"):
-        expert_parallel(dense, None, all2all_backend="local")
-
-
-def test_a_model_is_replaced_once() -> None:
-    model = expert_parallel(qwen3_moe(), None, all2all_backend="local")
-    with pytest.raises(UnsupportedModelError, match=r"layers\.1\..* is expert parallel already"):
-        expert_parallel(model, None, all2all_backend="local")
-
-
-def test_blocks_that_are_not_built_as_known_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="has the activation GELUActivation, not SiLU"):
-        expert_parallel(mixtral(hidden_act="gelu"), None, all2all_backend="local")
+def with_experts(number: int, **changes: Any) -> nn.Module:
+    """A Mixtral in one of whose blocks the experts are not as usual."""
     model = mixtral()
-    moe_blocks(model)[2].experts.down_proj = nn.Parameter(torch.zeros(4, 16, 23))
-    with pytest.raises(UnsupportedModelError, match=r"layers\.2\..* down_proj \[4, 16, 23\]\. Expected a Mixtral"):
-        expert_parallel(model, None, all2all_backend="local")
-    assert not any(isinstance(module, ExpertParallelMoE) for module in model.modules()), "nothing was replaced"
-    model = mixtral()
-    moe_blocks(model)[1].experts.down_proj.data = torch.zeros(4, 16, 24, dtype=torch.float64)
-    with pytest.raises(UnsupportedModelError, match=r"down_proj of torch\.float64"):
-        expert_parallel(model, None, all2all_backend="local")
-    model = mixtral()
-    moe_blocks(model)[1].experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
-    with pytest.raises(UnsupportedModelError, match="has gate MixtralTopKRouter and experts ModuleList"):
-        expert_parallel(model, None, all2all_backend="local")
-    with pytest.raises(UnsupportedModelError, match="MixtralSparseMoeBlock alone cannot be replaced"):
-        expert_parallel(moe_blocks(mixtral())[0], None, all2all_backend="local")
+    block = moe_blocks(model)[number]
+    for name, value in changes.items():
+        setattr(block if name == "experts" else block.experts, name, value)
+    return model
 
 
-def test_other_bad_input_is_refused() -> None:
-    with pytest.raises(ConfigError, match="group must be a CommGroup, not str"):
-        expert_parallel(qwen3_moe(), "world")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="unknown all2all back end 'deepep'"):
-        expert_parallel(qwen3_moe(), None, all2all_backend="deepep")
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (
+            of_unknown_family,
+            r"Qwen2MoeSparseMoeBlock.* Known families: Qwen3-MoE, Mixtral, OLMoE, DeepSeek-V2, DeepSeek-V3",
+        ),
+        (dense, "Qwen3ForCausalLM has no MoE block"),
+        (without_shared_experts, r"layers\.2\..*DeepseekV2Moe has no shared_experts"),
+        (whose_block_chooses, "TopkRouter that does not return logits, weights and ids"),
+        (lambda: mixtral(hidden_act="gelu"), "has the activation GELUActivation, not SiLU"),
+        (
+            lambda: with_experts(2, down_proj=nn.Parameter(torch.zeros(4, 16, 23))),
+            r"layers\.2\..* down_proj \[4, 16, 23\]\. Expected a Mixtral",
+        ),
+        (
+            lambda: with_experts(1, down_proj=nn.Parameter(torch.zeros(4, 16, 24, dtype=torch.float64))),
+            r"down_proj of torch\.float64",
+        ),
+        (
+            lambda: with_experts(1, experts=nn.ModuleList(nn.Linear(2, 2) for _ in range(4))),
+            "has gate MixtralTopKRouter and experts ModuleList",
+        ),
+        (lambda: moe_blocks(mixtral())[0], "MixtralSparseMoeBlock alone cannot be replaced"),
+        (
+            lambda: expert_parallel(qwen3_moe(), None, all2all_backend="local"),
+            r"layers\.1\..* is expert parallel already",
+        ),
+    ],
+)
+def test_models_that_are_not_built_as_known_are_refused(make: Any, complaint: str) -> None:
+    model = make()
+    replaced = sum(isinstance(module, ExpertParallelMoE) for module in model.modules())
+    with pytest.raises(UnsupportedModelError, match=complaint):
+        expert_parallel(model, None, all2all_backend="local")
+    assert replaced == sum(isinstance(module, ExpertParallelMoE) for module in model.modules()), "nothing was replaced"
+
+
+@pytest.mark.parametrize(
+    ("group", "options", "complaint"),
+    [
+        ("world", {}, "group must be a CommGroup, not str"),
+        (None, {"all2all_backend": "deepep"}, "unknown all2all back end 'deepep'"),
+        (None, {"all2all_backend": "local", "experts_backend": "tritn"}, "unknown experts back end 'tritn'"),
+    ],
+)
+def test_other_bad_input_is_refused(group: Any, options: dict[str, str], complaint: str) -> None:
     model = qwen3_moe()
-    with pytest.raises(ConfigError, match="unknown experts back end 'tritn'"):
-        expert_parallel(model, None, all2all_backend="local", experts_backend="tritn")
+    with pytest.raises(ConfigError, match=complaint):
+        expert_parallel(model, group, **options)  # type: ignore[arg-type]
     assert not any(isinstance(module, ExpertParallelMoE) for module in model.modules()), "nothing was replaced"
 
 

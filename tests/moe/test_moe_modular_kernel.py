@@ -6,14 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moe_layers import Layer, Routed, make_layer, make_tokens
+from moe_layers import Layer, Routed, make_layer
 from torch import Tensor, nn
 
-from moe import All2AllTraits, Dispatched, FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all, make_experts
+from moe import All2All, All2AllTraits, Dispatched, FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all, make_experts
 from ubatch import (
-    SCHEDULES,
     ConfigError,
-    Point,
     Recv,
     Schedule,
     SharedExpert,
@@ -22,12 +20,7 @@ from ubatch import (
     UBatchWrapper,
     dbo_current_ubatch_id,
     get_schedule,
-    interleave,
-    tracing,
 )
-
-RUNNABLE = [name for name, schedule in SCHEDULES.items() if schedule.chunks == 1 and schedule.lanes > 1]
-LAYER_POINTS = [Point.SELECT, Point.DISPATCH, Point.COMBINE, Point.OUTPUT]
 
 
 class Events(list[str]):
@@ -37,7 +30,7 @@ class Events(list[str]):
         self.append(f"{dbo_current_ubatch_id()} {what}")
 
 
-class WatchedAll2All:
+class WatchedAll2All(All2All[None]):
     """`local`, telling when something is launched and when it is waited for."""
 
     def __init__(self, num_experts: int, events: Events, traits: dict[str, int] | None = None) -> None:
@@ -103,16 +96,6 @@ def overlapping(model: nn.Module, schedule: Schedule | str, lanes: int = 2) -> U
         timeout_s=10.0,
     )
     return UBatchWrapper(model, config)
-
-
-@pytest.mark.parametrize("experts", ["grouped", "reference"])
-def test_outside_a_lane_the_layer_is_the_formula(experts: str) -> None:
-    layer = make_layer()
-    routed = make_tokens(layer, 7, unrouted=0.3)
-    kernel = layer.kernel(make_all2all("local", group=None, num_experts=8), experts)
-    torch.testing.assert_close(kernel(routed.x, routed.weights, routed.ids), layer.expected(routed))
-    nothing = kernel(routed.x[:0], routed.weights[:0], routed.ids[:0])
-    assert nothing.shape == (0, layer.hidden_size)
 
 
 @pytest.mark.parametrize("place", list(SharedExpert))
@@ -195,50 +178,24 @@ def test_order_of_events_outside_lanes() -> None:
     assert [event[2:] for event in events] == ["dispatch", *MIDDLE, "shared", "combined"]
 
 
-@pytest.mark.parametrize("lanes", [2, 3])
-@pytest.mark.parametrize("name", RUNNABLE)
-@torch.inference_mode()
-def test_points_and_results_in_every_schedule(name: str, lanes: int) -> None:
-    layer = make_layer()
-    all2all = make_all2all("local", group=None, num_experts=8)
-    model = Stack([layer.kernel(all2all) for _ in range(3)], layer.hidden_size)
-    x = torch.randn(7, layer.hidden_size)
-    wrapper = overlapping(model, name, lanes)
-    with tracing() as trace:
-        actual = wrapper(x)
-    torch.testing.assert_close(actual, model(x))
-    schedule = get_schedule(name)
-    points = [str(point) for _ in range(3) for point in LAYER_POINTS if schedule.active(point)]
-    assert trace.order == interleave([points] * lanes, lead=schedule.lead)
-
-
-def test_gradients_flow_where_nothing_travels() -> None:
-    layer = make_layer()
-    all2all = make_all2all("local", group=None, num_experts=8)
-    model = Stack([layer.kernel(all2all) for _ in range(2)], layer.hidden_size)
-    x = torch.randn(6, layer.hidden_size)
-    grads = []
-    for run in (model, overlapping(model, "mlp_shared_overlap")):
-        leaf = x.clone().requires_grad_()
-        run(leaf).square().sum().backward()
-        grads.append(leaf.grad)
-    torch.testing.assert_close(grads[1], grads[0])
-
-
-def test_bad_input_is_refused() -> None:
-    layer = make_layer()
-    kernel = layer.kernel(make_all2all("local", group=None, num_experts=8))
-    x, weights, ids = torch.zeros(5, 12), torch.zeros(5, 2), torch.zeros(5, 2, dtype=torch.int64)
-    with pytest.raises(ConfigError, match=r"\[1, 5, 12\]\. Flatten batch and sequence"):
-        kernel(x[None], weights, ids)
-    with pytest.raises(ConfigError, match=r"not torch\.float64 and torch\.int64"):
-        kernel(x, weights.double(), ids)
-    with pytest.raises(ConfigError, match=r"not torch\.float32 and torch\.int32"):
-        kernel(x, weights, ids.int())
-    with pytest.raises(ConfigError, match=r"must both be \[5, k\]"):
-        kernel(x, weights[:4], ids[:4])
-    with pytest.raises(ConfigError, match="top_k = 9 must be between 1 and the 8 experts"):
-        kernel(x, torch.zeros(5, 9), torch.zeros(5, 9, dtype=torch.int64))
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"x": torch.zeros(1, 5, 12)}, r"\[1, 5, 12\]\. Flatten batch and sequence"),
+        ({"weights": torch.zeros(5, 2, dtype=torch.float64)}, r"not torch\.float64 and torch\.int64"),
+        ({"ids": torch.zeros(5, 2, dtype=torch.int32)}, r"not torch\.float32 and torch\.int32"),
+        ({"weights": torch.zeros(4, 2), "ids": torch.zeros(4, 2, dtype=torch.int64)}, r"must both be \[5, k\]"),
+        (
+            {"weights": torch.zeros(5, 9), "ids": torch.zeros(5, 9, dtype=torch.int64)},
+            "top_k = 9 must be between 1 and the 8 experts",
+        ),
+    ],
+)
+def test_bad_input_is_refused(changes: dict[str, Tensor], complaint: str) -> None:
+    kernel = make_layer().kernel(make_all2all("local", group=None, num_experts=8))
+    given = {"x": torch.zeros(5, 12), "weights": torch.zeros(5, 2), "ids": torch.zeros(5, 2, dtype=torch.int64)}
+    with pytest.raises(ConfigError, match=complaint):
+        kernel(*(given | changes).values())
 
 
 def test_experts_that_the_transport_does_not_serve_are_refused() -> None:
@@ -247,6 +204,8 @@ def test_experts_that_the_transport_does_not_serve_are_refused() -> None:
         FusedMoEModularKernel(
             make_all2all("local", group=None, num_experts=4), make_experts("grouped", layer.w13, layer.w2)
         )
+    with pytest.raises(ConfigError, match=r"object is no moe\.All2All\. Inherit from it"):
+        FusedMoEModularKernel(object(), make_experts("grouped", layer.w13, layer.w2))  # type: ignore[arg-type]
 
 
 @torch.inference_mode()

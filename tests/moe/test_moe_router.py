@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,26 +54,6 @@ def test_softmax_top_k(num_experts: int, tokens: int, renormalize: bool, seed: i
         expected_weights, expected_ids = by_hand(token, top_k, renormalize)
         assert ids[row].tolist() == expected_ids
         torch.testing.assert_close(weights[row].double(), torch.tensor(expected_weights, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("norm_topk_prob", [True, False])
-def test_equals_the_routers_of_transformers(norm_topk_prob: bool) -> None:
-    from transformers import MixtralConfig, Qwen3MoeConfig
-    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
-
-    hidden, x = 16, torch.randn(7, 16)
-    qwen = Qwen3MoeTopKRouter(
-        Qwen3MoeConfig(hidden_size=hidden, num_experts=6, num_experts_per_tok=3, norm_topk_prob=norm_topk_prob)
-    )
-    mixtral = MixtralTopKRouter(MixtralConfig(hidden_size=hidden, num_local_experts=6, num_experts_per_tok=3))
-    for gate, renormalize in ((qwen, norm_topk_prob), (mixtral, True)):
-        torch.nn.init.normal_(gate.weight)
-        with torch.no_grad():
-            logits, weights, ids = gate(x)
-            ours = SoftmaxTopKRouter(3, renormalize)(logits)
-        torch.testing.assert_close(ours[0], weights, atol=1e-7, rtol=1e-5)
-        assert torch.equal(ours[1], ids)
 
 
 def test_low_precision_logits_are_routed_in_float32() -> None:
@@ -174,50 +157,48 @@ def same_choice(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> N
     torch.testing.assert_close(our_weights.gather(1, our_order), weights.gather(1, order))
 
 
-@pytest.mark.parametrize("method", ["greedy", "group_limited_greedy"])
-def test_equals_deepseek_v2_of_transformers(method: str) -> None:
-    from transformers import DeepseekV2Config
-    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
-
-    sizes = {"hidden_size": 16, "num_attention_heads": 4, "n_routed_experts": 12, "num_experts_per_tok": 3}
-    config = DeepseekV2Config(**sizes, n_group=4, topk_group=2, topk_method=method, routed_scaling_factor=16.0)
-    gate = DeepseekV2TopkRouter(config)
-    torch.nn.init.normal_(gate.weight)
-    with torch.no_grad():
-        logits, weights, ids = gate(torch.randn(50, 16))
-        groups = (1, 1) if method == "greedy" else (4, 2)
-        same_choice(GroupLimitedRouter(3, *groups, scale=16.0)(logits), (weights, ids))
+DEEPSEEK = {"num_attention_heads": 4, "n_routed_experts": 12, "num_experts_per_tok": 3}
+V2 = {**DEEPSEEK, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 16.0}
+V3 = {**DEEPSEEK, "num_experts_per_tok": 5, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+FEW = {"num_experts": 6, "num_experts_per_tok": 3}
+FAMILIES = {
+    "v2": "deepseek_v2.DeepseekV2TopkRouter",
+    "v3": "deepseek_v3.DeepseekV3TopkRouter",
+    "qwen3": "qwen3_moe.Qwen3MoeTopKRouter",
+    "olmoe": "olmoe.OlmoeTopKRouter",
+    "mixtral": "mixtral.MixtralTopKRouter",
+}
 
 
-@pytest.mark.parametrize("norm_topk_prob", [True, False])
-def test_equals_deepseek_v3_of_transformers(norm_topk_prob: bool) -> None:
-    from transformers import DeepseekV3Config
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
-
-    sizes = {"hidden_size": 16, "num_attention_heads": 4, "n_routed_experts": 12, "num_experts_per_tok": 5}
-    gate = DeepseekV3TopkRouter(
-        DeepseekV3Config(**sizes, n_group=4, topk_group=2, norm_topk_prob=norm_topk_prob, routed_scaling_factor=2.5)
+@pytest.mark.parametrize(
+    ("family", "settings", "ours"),
+    [
+        ("v2", {**V2, "topk_method": "greedy"}, GroupLimitedRouter(3, 1, 1, scale=16.0)),
+        ("v2", {**V2, "topk_method": "group_limited_greedy"}, GroupLimitedRouter(3, 4, 2, scale=16.0)),
+        ("v3", {**V3, "norm_topk_prob": True}, SigmoidTopKRouter(5, 4, 2, True, 2.5)),
+        ("v3", {**V3, "norm_topk_prob": False}, SigmoidTopKRouter(5, 4, 2, False, 2.5)),
+        ("qwen3", {**FEW, "norm_topk_prob": True}, SoftmaxTopKRouter(3)),
+        ("qwen3", {**FEW, "norm_topk_prob": False}, SoftmaxTopKRouter(3, False)),
+        ("olmoe", {**FEW, "norm_topk_prob": True}, SoftmaxTopKRouter(3)),
+        ("olmoe", {**FEW, "norm_topk_prob": False}, SoftmaxTopKRouter(3, False)),
+        ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 3}, SoftmaxTopKRouter(3)),
+    ],
+)
+@torch.no_grad()
+def test_equals_the_routers_of_transformers(family: str, settings: dict[str, Any], ours: Any) -> None:
+    module, _, router = FAMILIES[family].partition(".")
+    there = f"transformers.models.{module}"
+    config = re.sub("Top[kK]Router", "Config", router)
+    config_class = getattr(importlib.import_module(f"{there}.configuration_{module}"), config)
+    gate = getattr(importlib.import_module(f"{there}.modeling_{module}"), router)(
+        config_class(hidden_size=16, **settings)
     )
     torch.nn.init.normal_(gate.weight)
-    torch.nn.init.normal_(gate.e_score_correction_bias, std=0.3)
-    with torch.no_grad():
-        logits, weights, ids = gate(torch.randn(50, 16))
-        router = SigmoidTopKRouter(5, 4, 2, norm_topk_prob, 2.5, gate.e_score_correction_bias)
-        same_choice(router(logits), (weights, ids))
-
-
-@pytest.mark.parametrize("norm_topk_prob", [True, False])
-def test_equals_olmoe_of_transformers(norm_topk_prob: bool) -> None:
-    from transformers import OlmoeConfig
-    from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
-
-    gate = OlmoeTopKRouter(
-        OlmoeConfig(hidden_size=16, num_experts=6, num_experts_per_tok=3, norm_topk_prob=norm_topk_prob)
-    )
-    torch.nn.init.normal_(gate.weight)
-    with torch.no_grad():
-        logits, weights, ids = gate(torch.randn(7, 16))
-        same_choice(SoftmaxTopKRouter(3, norm_topk_prob)(logits), (weights, ids))
+    if isinstance(ours, SigmoidTopKRouter):
+        torch.nn.init.normal_(gate.e_score_correction_bias, std=0.3)
+        ours = replace(ours, correction_bias=gate.e_score_correction_bias)
+    logits, weights, ids = gate(torch.randn(50, 16))
+    same_choice(ours(logits), (weights, ids))
 
 
 def test_groups_that_cannot_be_are_refused() -> None:

@@ -8,25 +8,26 @@ run in real lanes; gloo carries the bytes, `fake_cuda` checks the order in which
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
+import all2all_bench
 import deep_ep_standin
 import pytest
 import torch
 import torch._dynamo  # the fake device's modes import it, for seconds: once, before ranks are forked
 from deep_ep_standin_events import calls
-from deepep_cases import ROOM, TOLERANCE
 from deepep_device import deepep_device
-from moe_layers import make_layer
+from fake_cuda import FakeCuda
+from moe_layers import Stack, lanes_of, run_checks
 from torch import Tensor, nn
 
-from moe import EmulatedLink, FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all
-from moe.all2all import registry
+from moe import FusedMoEModularKernel
 from moe.all2all.deepep import base as deepep
 from moe.all2all.deepep.auto import DeepEPAutoAll2All
+from moe.all2all.torch_dist import chunks as torch_dist_chunks
 from moe.experts.base import SignallingExperts
 from ranks import run_ranks
 from ubatch import (
@@ -38,78 +39,63 @@ from ubatch import (
     PeerFailed,
     Recv,
     Schedule,
-    UBatchConfig,
-    UBatchWrapper,
+    Transfer,
+    all_reduce,
+    dbo_keep,
+    dbo_yield_and_switch_from_comm_to_compute,
+    dbo_yield_and_switch_from_compute_to_comm,
+    launch_all_reduce,
     set_forward_context,
 )
 from ubatch.streams import streams
-
-EXPERTS, TOP_K = 8, 2
+from ubatch.streams.lane_streams import LaneStreams
 
 
 @dataclass(frozen=True)
 class Case:
-    """A transport on so many ranks.
+    """A transport of `all2all_bench` under schedules.
 
     Attributes:
-        name: of the back end.
-        options: its own.
-        ranks: gloo ranks, or 1.
+        base: the back end, its options, rows and ranks.
         experts: back end of the experts.
-        mode: of the steps.
         captured: DeepEP launches as it does while a graph is captured.
         named: schedules; where they are not all, another case of the back end has all.
     """
 
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)
-    ranks: int = 2
+    base: all2all_bench.Case
     experts: str = "grouped"
-    mode: ForwardMode = ForwardMode.PREFILL
     captured: bool = False
     named: tuple[str, ...] = tuple(SCHEDULES)
 
     @property
     def deepep(self) -> bool:
-        """Whether DeepEP is in it, which needs rows of its own sizes in bfloat16."""
-        return "deepep" in f"{self.name} {self.options.get('inner')}"
+        """Whether DeepEP is in it."""
+        return not self.base.any_ids
 
     @property
     def tolerance(self) -> float:
         """Of a token's row, relative. A last bit more in bfloat16 can be the next step of fp8 in the second layer."""
-        return 6e-2 if "use_fp8" in self.options else TOLERANCE if self.deepep else 1e-5
+        return 6e-2 if "use_fp8" in self.base.options else self.base.tolerance
 
 
 SOME = ("mlp_shared_overlap", "two_batch_decode")
-WITHOUT_COUNTS = {"use_fp8": True, "worst_case": True}
-LINK = EmulatedLink(1e-5, 1e9)
+CONTRACT = all2all_bench.CASES
 CASES = {
-    "local": Case("local", ranks=1),
-    "host_loopback": Case("host_loopback", {"bytes_factor": 1.5}, ranks=1),
-    "host_loopback_batched": Case("host_loopback_batched", ranks=1),
+    name: Case(base, named=tuple(SCHEDULES) if name == base.name or "decode" in name else SOME)
+    for name, base in CONTRACT.items()
+} | {
     "host_loopback_batched, signalling experts": Case(
-        "host_loopback_batched", ranks=1, experts="triton_batched", named=("single_batch_signalled",)
+        CONTRACT["host_loopback_batched"], "triton_batched", named=("single_batch_signalled",)
     ),
-    "torch_dist": Case("torch_dist"),
-    "allgather_reducescatter": Case("allgather_reducescatter"),
-    "emulated_link": Case("emulated_link", {"link": LINK}),
-    "emulated_link over DeepEP": Case("emulated_link", {"link": LINK, "inner": "deepep_high_throughput"}, named=SOME),
-    "deepep_high_throughput": Case("deepep_high_throughput"),
-    "deepep_high_throughput, fp8 without counts": Case("deepep_high_throughput", WITHOUT_COUNTS, named=SOME),
-    "deepep_high_throughput, captured": Case("deepep_high_throughput", captured=True, named=SOME),
-    "deepep_low_latency": Case("deepep_low_latency", {"max_tokens_per_rank": ROOM}),
-    "deepep_low_latency, one buffer": Case(
-        "deepep_low_latency", {"max_tokens_per_rank": ROOM, "share_buffer": True}, named=SOME
-    ),
-    "deepep_auto, prefill": Case("deepep_auto", {"max_tokens_per_rank": ROOM}),
-    "deepep_auto, decode": Case("deepep_auto", {"max_tokens_per_rank": ROOM}, mode=ForwardMode.DECODE),
-    "deepep_v2": Case("deepep_v2", {"max_tokens_per_rank": ROOM}),
-    "deepep_v2, fp8 without counts": Case("deepep_v2", {"max_tokens_per_rank": ROOM, **WITHOUT_COUNTS}, named=SOME),
-    "deepep_v2, captured": Case("deepep_v2", {"max_tokens_per_rank": ROOM}, captured=True, named=SOME),
+    "deepep_high_throughput, captured": Case(CONTRACT["deepep_high_throughput"], captured=True, named=SOME),
+    "deepep_v2, captured": Case(CONTRACT["deepep_v2"], captured=True, named=SOME),
 }
 
 
-QUICK = ("local", "deepep_low_latency, one buffer")
+QUICK = (
+    *("local", "host_loopback", "deepep_low_latency, one buffer"),
+    *("deepep_high_throughput, captured", "deepep_v2, fp8 without counts"),
+)
 
 
 def schedules(named: Sequence[str] = tuple(SCHEDULES)) -> Iterator[Schedule]:
@@ -118,6 +104,7 @@ def schedules(named: Sequence[str] = tuple(SCHEDULES)) -> Iterator[Schedule]:
     variants = [
         replace(first, name="received by the peer", recv=Recv.PEER),
         replace(first, name="one dispatch for all chunks", chunk_dispatch=False),
+        replace(first, name="every point", points_off=frozenset()),
     ]
     seen = set()
     for schedule in (*map(SCHEDULES.__getitem__, named), *variants):
@@ -155,31 +142,16 @@ def refusal(schedule: Schedule, kernel: FusedMoEModularKernel, mode: ForwardMode
     return None
 
 
-class Stack(nn.Module):
-    """Residual MoE layers with a shared expert, of which nothing is held longer than needed."""
+def stack_of(case: Case, group: CommGroup | None) -> Stack:
+    bench = all2all_bench.Bench(case.base, 0 if group is None else group.rank, group)
+    return Stack([bench.layer(seed=seed) for seed in (0, 1)], bench.all2all, case.experts, shared=True)
 
-    def __init__(self, case: Case, group: CommGroup | None) -> None:
-        super().__init__()
-        hidden, dtype = (2048, torch.bfloat16) if case.deepep else (12, torch.float32)
-        self.all2all = all2all = make_all2all(case.name, group=group, num_experts=EXPERTS, **case.options)
-        torch.manual_seed(0)
-        self.shared = nn.Linear(hidden, hidden, dtype=dtype)
-        layers = [make_layer(EXPERTS, hidden, 4, seed=seed, dtype=dtype) for seed in (0, 1)]
-        self.kernels = nn.ModuleList(layer.kernel(all2all, case.experts, self.shared) for layer in layers)
-        self.router = SoftmaxTopKRouter(TOP_K)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for kernel in self.kernels:
-            weights, ids = self.router(x[:, :EXPERTS].float())
-            x = x + kernel(x, weights, ids)
-        return x
-
-    def rows(self, case: Case, rank: int) -> Tensor:
-        """Enough where chunks signal: of one without rows, whose kernel sets nothing, the device would see no write."""
-        generator = torch.Generator().manual_seed(rank)
-        return torch.randn(
-            48 if case.experts == "triton_batched" else 7 + 4 * rank, self.shared.in_features, generator=generator
-        ).to(self.shared.weight.dtype)
+def rows_of(case: Case, rank: int) -> Tensor:
+    """Enough where chunks signal: of one without rows, whose kernel sets nothing, the device would see no write."""
+    tokens = 48 if case.experts == "triton_batched" else 7 + 4 * rank
+    x = torch.randn(tokens, case.base.hidden, generator=torch.Generator().manual_seed(rank))
+    return x.to(case.base.dtypes[0])
 
 
 def test_what_is_tried() -> None:
@@ -187,9 +159,9 @@ def test_what_is_tried() -> None:
     tried = {_same_as(schedule) for schedule in schedules()}
     for schedule in SCHEDULES.values():
         assert {_same_as(replace(schedule, lanes=lanes, chunks=chunks)) for lanes, chunks in sizes} <= tried
-    known = {name for name, target in registry._BACKENDS._targets.items() if target.startswith("moe.")}  # not tests'
-    assert {case.name for case in CASES.values()} == known
-    assert {case.name for case in CASES.values() if case.named == tuple(SCHEDULES)} == known
+    assert {case.base.name for case in CASES.values() if case.named == tuple(SCHEDULES)} == {
+        base.name for base in CONTRACT.values()
+    }
 
 
 @pytest.mark.parametrize(
@@ -203,24 +175,24 @@ def test_what_is_tried() -> None:
 def test_no_race_or_refused_by_name(name: str, lanes: int) -> None:
     if CASES[name].experts == "triton_batched":
         pytest.importorskip("triton", reason="Triton is not installed; `make test` installs it")
-    run_ranks(_check, CASES[name].ranks, name, lanes)
+    run_ranks(_check, CASES[name].base.ranks, name, lanes)
 
 
 def _check(rank: int, ranks: int, name: str, lanes: int) -> None:
     case = CASES[name]
     with torch.inference_mode(), deep_ep_standin.installed():
-        deep_ep_standin.Buffer.shared_by_lanes = "share_buffer" in case.options
+        deep_ep_standin.Buffer.shared_by_lanes = "share_buffer" in case.base.options
         group = CommGroup.from_process_group(timeout_s=20.0) if ranks > 1 else None
-        model = Stack(case, group)
-        x = model.rows(case, rank)
+        model = stack_of(case, group)
+        x = rows_of(case, rank)
         expected = model(x)
         ran = 0
         for schedule in schedules(case.named):
             if schedule.lanes != lanes:
                 continue
             what = f"{name}: {schedule.name}, {schedule.lanes} lanes x {schedule.chunks} chunks"
-            why = refusal(schedule, cast(FusedMoEModularKernel, model.kernels[0]), case.mode)
-            with set_forward_context(ForwardContext(mode=case.mode, num_tokens=x.shape[0])):
+            why = refusal(schedule, model.kernels[0], case.base.mode)
+            with set_forward_context(ForwardContext(mode=case.base.mode, num_tokens=x.shape[0])):
                 if why is None:
                     _check_runs(model, group, schedule, case, x, expected, what)
                     ran += 1
@@ -233,7 +205,7 @@ def _check_runs(
     model: Stack, group: CommGroup | None, schedule: Schedule, case: Case, x: Tensor, expected: Tensor, what: str
 ) -> None:
     captured = mock.patch.object(deepep, "capturing", return_value=True) if case.captured else nullcontext()
-    with deepep_device() as cuda, _in_lanes(model, group, schedule) as wrapper:
+    with deepep_device() as cuda, closing(lanes_of(model, group, schedule, schedule.lanes)) as wrapper:
         with captured, mock.patch.object(streams, "CudaStreams", return_value=cuda):  # of a step outside lanes
             result = wrapper(x) * 1
         statistics = wrapper.statistics()
@@ -242,14 +214,21 @@ def _check_runs(
     error = (result - expected).float().norm(dim=1) / expected.float().norm(dim=1)
     assert (error < case.tolerance).all(), f"{what}: tokens are wrong by {error.tolist()}"
     cuda.check(what)
+    if not case.deepep and schedule.overlaps:
+        travelled = cuda.counts["comm"] + cuda.counts["nccl"]
+        assert (travelled > 0) is (case.base.name != "local"), f"{what}: {cuda.counts}"
+        syncs = {sync for sync in cuda.syncs if "experts" not in sync}  # the grouped loop reads its offsets
+        assert model.kernels[0].all2all.traits.blocks_host or not syncs, (
+            f"{what}: the host waited for a whole stream: {syncs}"
+        )
 
 
 def _check_refused(model: Stack, group: CommGroup | None, schedule: Schedule, x: Tensor, why: str, what: str) -> None:
-    follows_the_vote = isinstance(model.all2all, DeepEPAutoAll2All)
+    follows_the_vote = isinstance(model.kernels[0].all2all, DeepEPAutoAll2All)
     calls.clear()
     with (
         deepep_device() as cuda,
-        _in_lanes(model, group if follows_the_vote else None, schedule) as wrapper,
+        closing(lanes_of(model, group if follows_the_vote else None, schedule, schedule.lanes)) as wrapper,
         pytest.raises((ConfigError, PeerFailed), match=why),  # a peer may have been refused before this rank began
     ):
         wrapper(x)
@@ -259,16 +238,91 @@ def _check_refused(model: Stack, group: CommGroup | None, schedule: Schedule, x:
         group.reset()  # as after any step that fails
 
 
-@contextmanager
-def _in_lanes(model: Stack, group: CommGroup | None, schedule: Schedule) -> Iterator[UBatchWrapper]:
-    config = UBatchConfig(
-        verify="off",
-        group=group,
-        schedule=schedule,
-        num_ubatches=max(schedule.lanes, 2),
-        dbo_prefill_token_threshold=3,
-        dbo_decode_token_threshold=3,
-        timeout_s=20.0,
+# -------------------------------------------------------------------------------- other collectives, and planted errors
+
+
+@pytest.mark.slow
+def test_collectives_and_what_is_left_out_of_the_real_code() -> None:
+    run_checks(_check_collectives, _check_planted)
+
+
+def _run(model: nn.Module, group: CommGroup | None, schedule: Schedule, x: Tensor) -> FakeCuda:
+    """Two steps in lanes, checked; the caller works on meanwhile. The result must be that of the plain call."""
+    expected = model(x)
+    with FakeCuda().installed() as cuda, mock.patch.object(torch_dist_chunks, "_true_places", _true_places_on_cuda):
+        wrapper = lanes_of(model, group, schedule, schedule.lanes)
+        for _ in range(2):
+            result = wrapper(x) * 1
+        statistics = wrapper.statistics()
+        wrapper.close()
+    assert statistics.engaged + statistics.engaged_single == 2, statistics
+    torch.testing.assert_close(result, expected)
+    return cuda
+
+
+def _true_places_on_cuda(mask: Tensor, count: int) -> Tensor:
+    return torch.nonzero_static(mask, size=count)
+
+
+def _check_collectives(rank: int, group: CommGroup) -> None:
+    """A dense layer split over the ranks, as tensor parallelism has it."""
+
+    class Dense(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = all_reduce(x.sin(), group) * 0.5
+            return x
+
+    class Switching(nn.Module):
+        """The same, launched between two points that switch streams."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = x.sin()
+                dbo_yield_and_switch_from_compute_to_comm()
+                transfer = launch_all_reduce(x, group)
+                dbo_keep(x)
+                del x
+                dbo_yield_and_switch_from_comm_to_compute()
+                x = transfer.wait() * 0.5
+                del transfer
+            return x
+
+    for model in (Dense(), Switching()):
+        for schedule in schedules():
+            if schedule.overlaps and not schedule.signalled:
+                cuda = _run(model, group, schedule, torch.ones(8, 12))
+                cuda.check(f"{type(model).__name__}, {schedule.name}, {schedule.lanes} lanes")
+                assert cuda.counts["nccl"] == 2 * 3 * schedule.lanes
+
+
+def _check_planted(rank: int, group: CommGroup) -> None:
+    """Each left out in turn, in the real code."""
+    case = CASES["torch_dist"]
+    model = stack_of(case, group)
+
+    def run(*patches: Any) -> FakeCuda:
+        with ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            return _run(model, group, SCHEDULES["mlp_shared_overlap"], rows_of(case, rank))
+
+    no_join = run(mock.patch.object(LaneStreams, "join_comm"))
+    assert any("reads" in race and "alltoall_base_" in race for race in no_join.races), no_join.races[:3]
+
+    make_transfer = Transfer.__init__
+    keeps_nothing = mock.patch.object(
+        Transfer, "__init__", lambda self, *args, **kwargs: make_transfer(self, *args, **{**kwargs, "keep": ()})
     )
-    with closing(UBatchWrapper(model, config)) as wrapper:
-        yield wrapper
+    no_keep = run(keeps_nothing)
+    assert not no_keep.races
+    assert any("alltoall_base_ on nccl may still use" in each for each in no_keep.lifetimes), no_keep.lifetimes[:3]
+
+    no_fork = run(mock.patch.object(LaneStreams, "enter_comm", _enter_comm_without_fork))
+    assert any("alltoall_base_ on nccl reads" in race for race in no_fork.races), no_fork.races[:3]
+
+
+def _enter_comm_without_fork(lane: Any, **how: Any) -> None:
+    if not lane.on_comm:
+        lane._streams.set_current(lane.comm_stream)
+        lane.on_comm = True

@@ -167,15 +167,36 @@ def test_of_equal_experts_and_groups_the_first_are_chosen(seed: int) -> None:
 
 @of_each_kernel
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of nan
-def test_scores_that_underflow_or_are_no_numbers_choose_experts_that_exist() -> None:
+def test_scores_that_underflow_stay_finite() -> None:
     logits = torch.full((3, 6), -300.0)
     weights, ids = fused(SigmoidTopKRouter(2), logits)
     assert weights.tolist() == [[0.0, 0.0]] * 3
     assert ids.tolist() == [[0, 1]] * 3
-    logits[1, 4] = torch.nan
-    for router in (SoftmaxTopKRouter(5), SigmoidTopKRouter(5, 3, 3), GroupLimitedRouter(3, 3, 2)):
-        _, ids = fused(router, logits)
-        assert all(len(set(row)) == len(row) and set(row) <= set(range(6)) for row in ids.tolist())
+
+
+@of_each_kernel
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of nan
+@pytest.mark.parametrize("in_torch", [True, False], ids=["torch", "kernel"])
+@pytest.mark.parametrize(
+    "router",
+    [SoftmaxTopKRouter(2), GroupLimitedRouter(2, 4, 2, renormalize=True), SigmoidTopKRouter(2, 4, 2)],
+    ids=lambda router: type(router).__name__,
+)
+def test_a_token_without_numbers_changes_no_other_and_chooses_different_experts(router: Any, in_torch: bool) -> None:
+    """Transports have room for each token once per expert."""
+    clean = torch.randn(9, 8)
+    logits = clean.clone()
+    logits[[1, 4, 7]] = torch.tensor([float("nan"), float("inf"), float("-inf")])[:, None]
+    logits[8, 3] = float("nan")
+    (weights, ids), (clean_weights, clean_ids) = (
+        (router if in_torch else partial(fused, router))(x) for x in (logits, clean)
+    )
+    assert ids.min() >= 0
+    assert ids.max() < 8
+    assert (ids[:, 0] != ids[:, 1]).all()
+    others = [0, 2, 3, 5, 6]
+    assert torch.equal(ids[others], clean_ids[others])
+    assert torch.equal(weights[others], clean_weights[others])
 
 
 @of_each_kernel

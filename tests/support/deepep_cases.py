@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import deep_ep_standin
+import moe_layers
 import torch
-from moe_layers import Layer, Routed, make_layer, make_tokens
-from torch import Tensor, nn
+from moe_layers import Check, Layer, Routed, Stack, lanes_of, make_layer, make_tokens
+from torch import Tensor
 
-from moe import (
-    All2All,
-    FusedMoEModularKernel,
-    SoftmaxTopKRouter,
-    dequantize_blocks,
-    make_all2all,
-    quantize_blocks,
-)
-from ranks import run_ranks
-from ubatch import CommGroup, Schedule, UBatchConfig, UBatchWrapper
+from moe import All2All, FusedMoEModularKernel, dequantize_blocks, make_all2all, quantize_blocks
+from ubatch import CommGroup
+
+__all__ = ["Stack", "lanes_of"]
 
 EXPERTS, HIDDEN, TOP_K, ROOM = 8, 2048, 2, 16
 
@@ -31,19 +26,15 @@ BACKENDS: dict[str, dict[str, Any]] = {
 TOLERANCE = 1.5e-2
 """Of a token's row in bfloat16, relative."""
 
-Check = Callable[[int, CommGroup], None]
-
 
 def run_checks(*checks: Check, ranks: int = 2) -> None:
-    """Run them on gloo ranks, with the stand-in in DeepEP's place."""
-    run_ranks(_run, ranks, checks)
+    """Run them on gloo ranks, with the stand-in in DeepEP's place, which each finds new."""
+    moe_layers.run_checks(*(partial(_run, check) for check in checks), ranks=ranks)
 
 
-def _run(rank: int, ranks: int, checks: tuple[Check, ...]) -> None:
-    with torch.inference_mode():
-        for check in checks:
-            with deep_ep_standin.installed():
-                check(rank, CommGroup.from_process_group(timeout_s=20.0))
+def _run(check: Check, rank: int, group: CommGroup) -> None:
+    with deep_ep_standin.installed():
+        check(rank, CommGroup.from_process_group(timeout_s=20.0))
 
 
 def layer_of(seed: int = 0) -> Layer:
@@ -71,43 +62,6 @@ def close(actual: Tensor, expected: Tensor, what: str) -> None:
     difference, size = (actual.float() - expected.float()).norm(dim=1), expected.float().norm(dim=1)
     error = difference / size.clamp(min=1e-3)  # a token routed nowhere is zero
     assert (error < TOLERANCE).all(), f"{what}: tokens are wrong by {error.tolist()}"
-
-
-class Stack(nn.Module):
-    """Residual MoE layers with routers of their own, in bfloat16."""
-
-    def __init__(self, layers: list[Layer], all2all: Any, experts: str = "grouped") -> None:
-        super().__init__()
-        self.layers = layers
-        self.kernels = nn.ModuleList(layer.kernel(all2all, experts) for layer in layers)
-        self.router: nn.Module = SoftmaxTopKRouter(TOP_K)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for kernel in self.kernels:
-            weights, ids = self.router(x[:, :EXPERTS].float())
-            x = x + kernel(x, weights, ids)
-        return x
-
-    def expected(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            weights, ids = self.router(x[:, :EXPERTS].float())
-            x = x + layer.expected(Routed(x, ids, weights))
-        return x
-
-
-def lanes_of(model: nn.Module, group: CommGroup, schedule: Schedule | str, lanes: int = 2) -> UBatchWrapper:
-    return UBatchWrapper(
-        model,
-        UBatchConfig(
-            verify="off",
-            group=group,
-            schedule=schedule,
-            num_ubatches=lanes,
-            dbo_prefill_token_threshold=lanes,
-            dbo_decode_token_threshold=lanes,
-            timeout_s=20.0,
-        ),
-    )
 
 
 def rows_of(tokens: int, seed: int) -> Tensor:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from moe import All2All, FusedMoEModularKernel, SigmoidTopKRouter, make_experts
+from moe import All2All, FusedMoEModularKernel, SigmoidTopKRouter, SoftmaxTopKRouter, make_experts
+from ranks import run_ranks
+from ubatch import CommGroup, Schedule, UBatchConfig, UBatchWrapper
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Layer:
         self,
         all2all: All2All[Any],
         experts: str = "grouped",
-        shared_experts: torch.nn.Module | None = None,
+        shared_experts: nn.Module | None = None,
     ) -> FusedMoEModularKernel:
         """The layer as this rank of `all2all` runs it."""
         held = all2all.experts
@@ -89,6 +92,63 @@ def make_tokens(
     ids = ids + candidates.start
     ids[torch.rand(ids.shape, generator=generator) < unrouted] = -1
     return Routed(x, ids, weights / weights.sum(1, keepdim=True))
+
+
+class Stack(nn.Module):
+    """Residual MoE layers, routed by the first columns of their rows; and the same from the plain loop."""
+
+    def __init__(
+        self, layers: list[Layer], all2all: Any, experts: str = "grouped", top_k: int = 2, *, shared: bool = False
+    ) -> None:
+        super().__init__()
+        self.layers = layers
+        torch.manual_seed(0)  # the same on all ranks
+        hidden = layers[0].hidden_size
+        self.shared = nn.Linear(hidden, hidden, dtype=layers[0].w13.dtype) if shared else None
+        self.kernels: Any = nn.ModuleList(layer.kernel(all2all, experts, self.shared) for layer in layers)
+        self.router: nn.Module | SoftmaxTopKRouter = SoftmaxTopKRouter(top_k)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, kernel in zip(self.layers, self.kernels, strict=True):
+            weights, ids = self.router(x[:, : layer.num_experts].float())
+            x = x + kernel(x, weights, ids)
+        return x
+
+    def expected(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            weights, ids = self.router(x[:, : layer.num_experts].float())
+            y = layer.expected(Routed(x, ids, weights))
+            x = x + (y if self.shared is None else y + self.shared(x))
+        return x
+
+
+def lanes_of(model: nn.Module, group: CommGroup | None, schedule: Schedule | str, lanes: int = 2) -> UBatchWrapper:
+    """The model in lanes, however few tokens it gets."""
+    config = UBatchConfig(
+        verify="off",
+        group=group,
+        schedule=schedule,
+        num_ubatches=max(lanes, 2),
+        dbo_prefill_token_threshold=max(lanes, 2),
+        dbo_decode_token_threshold=max(lanes, 2),
+        timeout_s=20.0,
+    )
+    return UBatchWrapper(model, config)
+
+
+Check = Callable[[int, CommGroup], None]
+
+
+def run_checks(*checks: Check, ranks: int = 2) -> None:
+    """Run them on gloo ranks, in inference mode."""
+    run_ranks(_run, ranks, checks)
+
+
+def _run(rank: int, ranks: int, checks: tuple[Check, ...]) -> None:
+    group = CommGroup.from_process_group(timeout_s=20.0)
+    with torch.inference_mode():
+        for check in checks:
+            check(rank, group)
 
 
 def settings_of(router: Any) -> dict[str, Any]:

@@ -19,11 +19,12 @@ from typing import Any
 
 from torch import Tensor
 
-from moe.all2all.base import All2AllTraits, BatchedDispatch, Dispatched, StepSizes
-from moe.all2all.chunks import dispatch_chunks, dispatch_cut
+from moe.all2all.base import All2All, StepSizes
 from moe.all2all.deepep.base import check_ranks
 from moe.all2all.deepep.high_throughput import DeepEPHighThroughputAll2All, HighThroughputHandle
 from moe.all2all.deepep.low_latency import DeepEPLowLatencyAll2All, LowLatencyHandle
+from moe.all2all.layouts import BatchedDispatch, Dispatched
+from moe.all2all.traits import All2AllTraits
 from ubatch import CommGroup, ConfigError, ForwardMode, Transfer, fingerprint, get_forward_context
 
 AutoHandle = HighThroughputHandle | LowLatencyHandle
@@ -31,7 +32,7 @@ AutoHandle = HighThroughputHandle | LowLatencyHandle
 _LOW_LATENCY = frozenset(fingerprint(mode) for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY))
 
 
-class DeepEPAutoAll2All:
+class DeepEPAutoAll2All(All2All[Any]):
     """Two DeepEP back ends, of which each step uses one.
 
     Memory is for both; beyond one node it is the same, as one process can have no two such buffers
@@ -73,14 +74,14 @@ class DeepEPAutoAll2All:
 
     @staticmethod
     def check_options(options: Mapping[str, Any], num_ranks: int) -> None:
-        """See `ChecksOptions`: what either refuses."""
+        """See `All2All`: what either refuses."""
         check_ranks("deepep_auto", num_ranks)
         DeepEPLowLatencyAll2All.check_options(options, num_ranks)
         DeepEPHighThroughputAll2All.check_options(options, num_ranks)
 
     @staticmethod
     def default_options(sizes: StepSizes, num_ranks: int) -> Mapping[str, object]:
-        """See `FollowsSteps`: decode and verify by low latency, as far as there is room, else without counts if they
+        """See `All2All`: decode and verify by low latency, as far as there is room, else without counts if they
         shall be captured."""
         low_latency = DeepEPLowLatencyAll2All.default_options(sizes, num_ranks)
         if low_latency["max_tokens_per_rank"] >= sizes.decode:
@@ -88,19 +89,15 @@ class DeepEPAutoAll2All:
         return {**low_latency, **DeepEPHighThroughputAll2All.default_options(sizes, num_ranks)}
 
     @property
-    def traits(self) -> All2AllTraits:
+    def traits(self) -> All2AllTraits:  # type: ignore[override]
         """Those of the back end that this step uses; batches may arrive in the next one."""
         return replace(self._chosen().traits, batched=True)
 
     def traits_for(self, mode: ForwardMode, tokens: int) -> All2AllTraits:
-        """See `DiffersBySteps`."""
         return replace(self._suited({fingerprint(mode)}, tokens).traits, batched=True)
 
     def inputs_ready(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]) -> None:
-        """See `MarksInputs`."""
-        chosen = self._chosen()
-        if isinstance(chosen, DeepEPHighThroughputAll2All):
-            chosen.inputs_ready(x, topk_ids, topk_weights, blocks)
+        self._chosen().inputs_ready(x, topk_ids, topk_weights, blocks)
 
     def dispatch(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor
@@ -115,14 +112,12 @@ class DeepEPAutoAll2All:
     def dispatch_chunks(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
     ) -> Sequence[Transfer[Any]]:
-        """See `ServesChunks`."""
-        return dispatch_chunks(self._chosen(), x, topk_ids, topk_weights, blocks)
+        return self._chosen().dispatch_chunks(x, topk_ids, topk_weights, blocks)
 
     def dispatch_cut(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
     ) -> Transfer[Sequence[Any]]:
-        """See `ServesChunks`."""
-        return dispatch_cut(self._chosen(), x, topk_ids, topk_weights, blocks)
+        return self._chosen().dispatch_cut(x, topk_ids, topk_weights, blocks)
 
     def combine(self, y: Tensor, handle: AutoHandle) -> Transfer[Tensor]:
         """See `All2All`. The results go home the way their tokens came."""

@@ -15,24 +15,21 @@ checks arguments and the order of calls, and exchanges over gloo (`tests/support
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from moe.all2all.base import (
-    All2AllTraits,
-    Dispatched,
-    check_dispatch,
-    refuse_gradients,
-)
-from moe.all2all.chunks import cut, ids_of_blocks
+from moe.all2all.base import All2All
+from moe.all2all.checks import check_dispatch, refuse_gradients
+from moe.all2all.chunks import ids_of_blocks
 from moe.all2all.deepep.buffers import NODE, in_one_node
+from moe.all2all.layouts import Dispatched
+from moe.all2all.traits import All2AllTraits
 from moe.experts.quantization import quantize_tokens
 from moe.placement import local_experts
 from ubatch import (
@@ -96,7 +93,7 @@ def sms_in_force(name: str, default: int) -> int:
     return max(_MIN_SMS, budget.comm // 2 * 2)
 
 
-class DeepEPTransport:
+class DeepEPTransport(All2All[Any]):
     """The base of all DeepEP back ends.
 
     Attributes:
@@ -204,7 +201,7 @@ class Inputs:
         return self.blocks == tuple(blocks) and all(own is its for own, its in zip(self.given, given, strict=True))
 
 
-class DeepEPStreamed(DeepEPTransport, ABC):
+class DeepEPStreamed(DeepEPTransport):
     """A back end whose kernels run on DeepEP's own communication stream.
 
     All lanes share that stream, in the order in which they run. A dispatch waits for an event recorded before the lane
@@ -274,7 +271,6 @@ class DeepEPStreamed(DeepEPTransport, ABC):
         return Dispatched(hidden_states, ids, weights, handle, self.experts, scales)
 
     def inputs_ready(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]) -> None:
-        """See `MarksInputs`."""
         self._inputs[dbo_current_ubatch_id()] = self._make_inputs(x, topk_ids, topk_weights, blocks)
 
     def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[Any]]:
@@ -284,17 +280,10 @@ class DeepEPStreamed(DeepEPTransport, ABC):
     def dispatch_chunks(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
     ) -> list[Transfer[Dispatched[Any]]]:
-        """See `ServesChunks`."""
         inputs = self._inputs.pop(dbo_current_ubatch_id(), None)
         if inputs is None or not inputs.are((x, topk_ids, topk_weights), blocks):
             inputs = self._make_inputs(x, topk_ids, topk_weights, blocks)
         return [self.launch(inputs, ids) for ids in inputs.ids]
-
-    def dispatch_cut(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
-    ) -> Transfer[Sequence[Dispatched[Any]]]:
-        """See `ServesChunks`."""
-        return self.dispatch(x, topk_ids, topk_weights).map(partial(cut, blocks=blocks))
 
     def _make_inputs(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]) -> Inputs:
         self.check_payload(x, topk_ids, topk_weights)

@@ -24,9 +24,10 @@ from typing import Any
 
 from torch import Tensor
 
-from moe.all2all.base import Dispatched, StepSizes
+from moe.all2all.base import StepSizes
 from moe.all2all.deepep.base import DeepEPStreamed, Inputs, check_ranks, sms_in_force
 from moe.all2all.deepep.buffers import NODE, BufferSize, SizedBuffers, in_one_node
+from moe.all2all.layouts import Dispatched
 from moe.all2all.voted import voted_tokens
 from ubatch import CommGroup, ConfigError, Transfer, capturing
 from ubatch.ranks.launch_checks import check_launch
@@ -119,7 +120,6 @@ class DeepEPHighThroughputAll2All(DeepEPStreamed):
 
     @staticmethod
     def check_options(options: Mapping[str, Any], num_ranks: int) -> None:
-        """See `ChecksOptions`."""
         check_ranks("deepep_high_throughput", num_ranks)
         if options.get("worst_case") and not in_one_node(num_ranks):
             raise ConfigError(
@@ -129,7 +129,7 @@ class DeepEPHighThroughputAll2All(DeepEPStreamed):
 
     @staticmethod
     def default_options(sizes: StepSizes, num_ranks: int) -> Mapping[str, object]:
-        """See `FollowsSteps`: without counts where steps shall be captured, and the ranks are one node's."""
+        """See `All2All`: without counts where steps shall be captured, and the ranks are one node's."""
         return {"worst_case": sizes.captured and num_ranks <= NODE}
 
     def capture(self) -> Any:

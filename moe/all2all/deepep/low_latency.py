@@ -36,10 +36,12 @@ from typing import Any
 
 from torch import Tensor
 
-from moe.all2all.base import All2AllTraits, BatchedDispatch, StepSizes
+from moe.all2all.base import StepSizes
 from moe.all2all.chunks import ids_of_blocks
 from moe.all2all.deepep.base import DeepEPTransport, check_ranks
 from moe.all2all.deepep.buffers import NODE, BufferSize, SizedBuffer, SizedBuffers, in_one_node
+from moe.all2all.layouts import BatchedDispatch
+from moe.all2all.traits import All2AllTraits
 from ubatch import CommGroup, ConfigError, Transfer, dbo_current_ubatch_id, report_sm_use
 from ubatch.ranks.launch_checks import check_launch
 from ubatch.streams.graph_protocols import current_capture
@@ -132,7 +134,6 @@ class DeepEPLowLatencyAll2All(DeepEPTransport):
 
     @staticmethod
     def check_options(options: Mapping[str, Any], num_ranks: int) -> None:
-        """See `ChecksOptions`."""
         check_ranks("deepep_low_latency", num_ranks)
         room = options.get("max_tokens_per_rank")
         if room is not None and not 1 <= room <= _MAX_TOKENS:
@@ -147,7 +148,7 @@ class DeepEPLowLatencyAll2All(DeepEPTransport):
 
     @staticmethod
     def default_options(sizes: StepSizes, num_ranks: int) -> Mapping[str, int]:
-        """See `FollowsSteps`: room for the largest decode or verify step, as far as the queues are deep enough."""
+        """See `All2All`: room for the largest decode or verify step, as far as the queues are deep enough."""
         unit = 4 // math.gcd(num_ranks, 4)
         room = -(-sizes.decode // unit) * unit
         return {"max_tokens_per_rank": min(room, _MAX_TOKENS // unit * unit)}
@@ -160,22 +161,9 @@ class DeepEPLowLatencyAll2All(DeepEPTransport):
     def dispatch_chunks(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
     ) -> Sequence[Transfer[BatchedDispatch[LowLatencyHandle]]]:
-        """See `ServesChunks`. Each on a buffer of its own, so that all may be under way."""
+        """See `All2All`. Each on a buffer of its own, so that all may be under way."""
         masked = ids_of_blocks(topk_ids, blocks, len(self.experts))
         return [self._dispatch(x, ids, topk_weights, chunk) for chunk, ids in enumerate(masked)]
-
-    def dispatch_cut(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
-    ) -> Transfer[Sequence[BatchedDispatch[LowLatencyHandle]]]:
-        """Refused (`cuts_combine` is None).
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            f"all2all back end {self.name!r} cannot have two combines of one dispatch under way. Choose a schedule "
-            "with chunk_dispatch."
-        )
 
     def _dispatch(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, chunk: int

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.all2all.base import Dispatched, StepSizes
+from moe.all2all.base import StepSizes
 from moe.all2all.deepep.base import DeepEPStreamed, Inputs, check_ranks, sms_in_force
 from moe.all2all.deepep.buffers import DeepEPBuffers
+from moe.all2all.layouts import Dispatched
 from moe.all2all.voted import voted_tokens
 from ubatch import CommGroup, ConfigError, Transfer
 from ubatch.ranks.connection import Connection
@@ -90,7 +91,6 @@ class DeepEPV2All2All(DeepEPStreamed):
 
     @staticmethod
     def check_options(options: Mapping[str, Any], num_ranks: int) -> None:
-        """See `ChecksOptions`."""
         check_ranks("deepep_v2", num_ranks)
         room = options.get("max_tokens_per_rank", 1)
         if room < 1:
@@ -98,7 +98,7 @@ class DeepEPV2All2All(DeepEPStreamed):
 
     @staticmethod
     def default_options(sizes: StepSizes, num_ranks: int) -> Mapping[str, object]:
-        """See `FollowsSteps`: room for the largest step; without counts where steps shall be captured."""
+        """See `All2All`: room for the largest step; without counts where steps shall be captured."""
         room = {} if sizes.largest is None else {"max_tokens_per_rank": sizes.largest}
         return {**room, "worst_case": sizes.captured}
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe.all2all.base import refuse_gradients
+from moe.all2all.checks import refuse_gradients
 from moe.all2all.chunks import blocks_of
 from moe.all2all.voted import most_voted_tokens
 from moe.placement import block_of

@@ -23,24 +23,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from moe.all2all.base import (
-    All2AllTraits,
-    Dispatched,
-    OnCounts,
-    at_once,
-    check_dispatch,
-    refuse_gradients,
-    visited,
-)
+from moe.all2all.base import All2All
+from moe.all2all.checks import check_dispatch, refuse_gradients
 from moe.all2all.chunks import only_block
+from moe.all2all.layouts import Dispatched
 from moe.all2all.payload import pack_rows, unpack_rows
 from moe.all2all.torch_dist.blocks import BlockRoutes, BlocksHandle, TorchDistBlocks
 from moe.all2all.torch_dist.chunks import ChunkedRows, ChunkHandle, Cube, Routes, tokens_of, visits_of
+from moe.all2all.traits import All2AllTraits, visited
 from moe.all2all.voted import most_voted_tokens, tokens_in, unpadded
 from moe.placement import local_experts
 from moe.segments import segment_sum
@@ -81,17 +76,18 @@ class Handle:
     visit_offsets: Tensor
 
 
-class TorchDistAll2All:
+class TorchDistAll2All(All2All[Any]):
     """Sends each token once to every rank that holds one of its experts.
 
     Raises:
         ConfigError: the experts do not divide by the ranks.
     """
 
+    may_signal: ClassVar[bool] = True
+
     def __init__(self, *, group: CommGroup, num_experts: int) -> None:
         check_group(group, "all2all back end 'torch_dist' needs")
         self.group = group
-        self.on_counts: OnCounts = at_once
         self.num_experts = num_experts
         self.experts = local_experts(num_experts, group.rank, group.size)
         self.traits = All2AllTraits(
@@ -127,7 +123,6 @@ class TorchDistAll2All:
         return self._send(rows, sent, received, most, x.shape[1], Handle(sent, received, most, *visits))
 
     def dispatch_blocks(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[BlocksHandle]]:
-        """See `SendsBlocks`."""
         check_dispatch(x, topk_ids, topk_weights, name="torch_dist")
         routes = BlockRoutes(topk_ids, self.group.size, len(self.experts))
         counts = self._exchange(routes.counts)
@@ -141,13 +136,11 @@ class TorchDistAll2All:
         return self._send(rows, going, _sum_of(received), most_voted_tokens(self.group), x.shape[1], handle)
 
     def combine_blocks(self, handle: BlocksHandle) -> TorchDistBlocks:
-        """See `SendsBlocks`."""
         return TorchDistBlocks(self.group, handle)
 
     def dispatch_chunks(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
     ) -> Sequence[Transfer[Dispatched[ChunkHandle]]]:
-        """See `ServesChunks`."""
         transfers, rows, handles = self._dispatch(x, topk_ids, topk_weights, blocks, together=False)
 
         def arrive(chunk: int, handle: ChunkHandle, arrived: Tensor) -> Dispatched[ChunkHandle]:
@@ -162,7 +155,6 @@ class TorchDistAll2All:
     def dispatch_cut(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, blocks: Sequence[range]
     ) -> Transfer[Sequence[Dispatched[ChunkHandle]]]:
-        """See `ServesChunks`."""
         (transfer,), rows, handles = self._dispatch(x, topk_ids, topk_weights, blocks, together=True)
 
         def arrive(arrived: Tensor) -> list[Dispatched[ChunkHandle]]:

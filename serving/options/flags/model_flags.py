@@ -32,9 +32,11 @@ def _transport(name: str | None) -> str | None:
     if name in _NOT_HERE:
         raise ValueError(f"{name} is not here; use {_NOT_HERE[name]}")
     known = (AUTO, *all2all_backends())
-    if name is not None and name not in known and name not in _OTHER_NAMES:
+    if name is None or ":" in name:  # "package.module:Class", which need not be registered
+        return name
+    if name not in known and name not in _OTHER_NAMES:
         raise ValueError(f"unknown all2all back end {shown(name)}{nearest(name, known)}")
-    return name if name is None else _OTHER_NAMES.get(name, name)
+    return _OTHER_NAMES.get(name, name)
 
 
 TransportName = Annotated[str | None, AfterValidator(_transport)]

@@ -20,7 +20,6 @@ from deepep_cases import (
     ROOM,
     Stack,
     check_layer,
-    close,
     lanes_of,
     layer_of,
     rows_of,
@@ -28,23 +27,24 @@ from deepep_cases import (
     tokens_of,
     transport,
 )
+from only_lane import alone
 
-from moe import BatchedDispatch, Dispatched, local_experts, quantize_blocks
+from moe import BatchedDispatch, Dispatched, quantize_blocks
 from ubatch import (
     CommGroup,
     ConfigError,
     ForwardContext,
     Recv,
+    Schedule,
     SpanKind,
     get_schedule,
-    interleave,
     set_forward_context,
     tracing,
 )
 
 
 def test_results() -> None:
-    run_checks(_results, _without_counts, _layouts)
+    run_checks(_without_counts, _layouts)
 
 
 def test_fp8_is_one_kernel() -> None:
@@ -53,34 +53,10 @@ def test_fp8_is_one_kernel() -> None:
 
 
 def test_inside_lanes() -> None:
-    run_checks(_lanes, _idle_rank, _hook_order, _mark_before_the_hand_off, _one_buffer_for_all_lanes)
+    run_checks(_travels_meanwhile, _hook_order, _mark_before_the_hand_off, _one_buffer_for_all_lanes, _buffer_per_chunk)
 
 
 # ---------------------------------------------------------------------------------------------- outside lanes
-
-
-def _results(rank: int, group: CommGroup) -> None:
-    """Uneven and empty ranks, experts and ranks without tokens, tokens without experts, with fp8 and without."""
-    layer = layer_of()
-    kernels = {
-        (name, use_fp8): layer.kernel(transport(name, group, use_fp8=use_fp8))
-        for name in BACKENDS
-        for use_fp8 in (False, True)
-    }
-    cases = [
-        ((5, 3), range(EXPERTS), 0.0),
-        ((5, 3), local_experts(EXPERTS, 1, 2), 0.0),
-        ((0, 4), range(EXPERTS), 0.3),
-        ((4, 0), range(3, 5), 0.0),
-        ((2, 6), range(EXPERTS), 1.0),
-        ((0, 0), range(EXPERTS), 0.0),
-        ((16, 15), range(EXPERTS), 0.0),
-    ]
-    for tokens, only, unrouted in cases:
-        routed = tokens_of(layer, tokens[rank], seed=10 + rank, only=only, unrouted=unrouted)
-        for (name, use_fp8), kernel in kernels.items():
-            what = f"{name}, fp8 {use_fp8}, {tokens} tokens on {only}, {unrouted} unrouted"
-            check_layer(kernel, layer, routed, what, use_fp8)
 
 
 def _without_counts(rank: int, group: CommGroup) -> None:
@@ -119,57 +95,24 @@ def _layouts(rank: int, group: CommGroup) -> None:
     assert arrived.scales is not None
     assert arrived.scales.shape == (EXPERTS // 2, 2 * ROOM, HIDDEN // 128)
     assert arrived.rows_per_expert.dtype is torch.int32
-    for experts in ("reference", "grouped"):
-        check_layer(layer.kernel(transport("deepep_low_latency", group), experts), layer, routed, experts)
+    check_layer(layer.kernel(transport("deepep_low_latency", group), "reference"), layer, routed, "reference")
 
 
 # ----------------------------------------------------------------------------------------------- inside lanes
 
 
-def _lanes(rank: int, group: CommGroup) -> None:
-    """Different token counts on each rank, schedules of both orders, two and three lanes; overlap engages."""
-    layers = [layer_of(seed) for seed in (0, 1)]
-    peer = replace(get_schedule("mlp_shared_overlap"), name="received by the peer", recv=Recv.PEER)
+def _travels_meanwhile(rank: int, group: CommGroup) -> None:
+    """While lane 0's first dispatch travels, lane 1 computes."""
     for name in BACKENDS:
-        model = Stack(layers, transport(name, group))
-        x = rows_of(7 + 4 * rank, rank)
-        expected = Stack(layers, transport("torch_dist", group))(x)
-        close(expected, model.expected(x), "torch_dist")
-        for schedule, lanes in (
-            ("mlp_shared_overlap", 2),
-            (peer, 2),
-            ("two_batch_prefill", 3),
-            ("two_batch_decode", 2),
-        ):
-            chosen = get_schedule(schedule) if isinstance(schedule, str) else schedule
-            wrapper = lanes_of(model, group, schedule, lanes)
-            with tracing() as trace:
-                actual = wrapper(x)
-            close(actual, expected, f"{name}, {chosen.name}")
-            assert wrapper.statistics().engaged == 1, wrapper.statistics()
-            points = [p for _ in layers for p in ("select", "dispatch", "combine", "output") if chosen.active(p)]
-            assert trace.order == interleave([points] * lanes, lead=chosen.lead)
-            transfers = [span for span in trace.spans if span.kind is SpanKind.TRANSFER]
-            assert len(transfers) == 2 * len(layers) * lanes
-            if chosen.name == "mlp_shared_overlap":  # while lane 0's first dispatch travels, lane 1 computes
-                first = next(span for span in transfers if (span.name, span.lane) == ("dispatch", 0))
-                others = [span for span in trace.spans if span.kind is SpanKind.COMPUTE and span.lane == 1]
-                assert any(first.start <= span.start and span.end <= first.end for span in others)
-            wrapper.close()
-
-
-def _idle_rank(rank: int, group: CommGroup) -> None:
-    """A rank without tokens passes every launch of every lane."""
-    for name in BACKENDS:
-        model = Stack([layer_of()], transport(name, group))
-        wrapper = lanes_of(model, group, "mlp_shared_overlap")
-        x = rows_of(6 * rank, 0)
-        close(wrapper(x), model.expected(x), name)
-        assert wrapper.statistics().engaged == 1, wrapper.statistics()
+        wrapper = lanes_of(Stack([layer_of()], transport(name, group)), group, "mlp_shared_overlap")
+        with tracing() as trace:
+            wrapper(rows_of(7 + 4 * rank, rank))
+        transfers = [span for span in trace.spans if span.kind is SpanKind.TRANSFER]
+        assert len(transfers) == 2 * 2
+        first = next(span for span in transfers if (span.name, span.lane) == ("dispatch", 0))
+        others = [span for span in trace.spans if span.kind is SpanKind.COMPUTE and span.lane == 1]
+        assert any(first.start <= span.start and span.end <= first.end for span in others), name
         wrapper.close()
-
-
-LL, HT = "low_latency_", ""
 
 
 def _in_lanes(name: str, group: CommGroup, *, one_buffer: bool, options: Any = None, **changes: Any) -> list[str]:
@@ -212,6 +155,15 @@ def _one_buffer_for_all_lanes(rank: int, group: CommGroup) -> None:
         assert shared == PEER_RECEIVES
     finally:
         deep_ep_standin.Buffer.shared_by_lanes = False
+
+
+def _buffer_per_chunk(rank: int, group: CommGroup) -> None:
+    """Of low latency, made once."""
+    all2all: Any = transport("deepep_low_latency", group)
+    kernel, routed = layer_of().kernel(all2all), tokens_of(layer_of(), 4, seed=rank)
+    for chunks in (3, 3, 1):
+        alone(group, Schedule("mine", lanes=1, chunks=chunks), lambda: kernel(routed.x, routed.weights, routed.ids))
+    assert len(all2all._buffers) == 3
 
 
 def _mark_before_the_hand_off(rank: int, group: CommGroup) -> None:

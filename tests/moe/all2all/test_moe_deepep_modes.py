@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 from unittest import mock
 
 import deep_ep_standin
@@ -149,50 +149,36 @@ def _sm_budget(rank: int, group: CommGroup) -> None:
     routed = tokens_of(layer, 4, seed=rank)
     reported: dict[str, bool] = {}
     budgets: list[SMBudget | None] = [None]
-    with mock.patch.multiple(
-        "moe.all2all.deepep.base",
-        current_sm_budget=lambda: budgets[-1],
-        report_sm_use=lambda name, *, obeys: reported.update({name: obeys}),
+
+    def report(name: str, *, obeys: bool) -> None:
+        reported[name] = obeys
+
+    made = [transport(f"deepep_{name}", group) for name in ("high_throughput", "v2", "low_latency")]
+    with (
+        mock.patch.multiple("moe.all2all.deepep.base", current_sm_budget=lambda: budgets[-1], report_sm_use=report),
+        mock.patch("moe.all2all.deepep.low_latency.report_sm_use", report),
     ):
-        all2all = transport("deepep_high_throughput", group)
-        kernel = layer.kernel(all2all)
-        check_layer(kernel, layer, routed, "no budget")
-        assert deep_ep_standin.Buffer.num_sms == 20
-        assert not reported
+        for total, taken, of_v2, obeys in (
+            (None, 20, 24, None),
+            (17, 16, 16, True),
+            (1, 2, 2, False),
+            (64, 20, 64, True),
+        ):
+            budgets.append(None if total is None else SMBudget(132, total))
+            reported.clear()
+            for all2all in made:
+                check_layer(layer.kernel(all2all), layer, routed, f"{total} SMs")
+            assert deep_ep_standin.Buffer.num_sms == taken  # at most what its buffer was made for
+            elastic = made[1].dispatch(routed.x, routed.ids, routed.weights).wait()
+            assert elastic.handle.route.num_sms == of_v2  # type: ignore[union-attr] # the stand-in's own choice is 24
+            assert (reported.get("deepep_high_throughput"), reported.get("deepep_v2")) == (obeys, obeys)
+            assert reported["deepep_low_latency"] is False, "its kernels cannot be told"
         budgets.append(SMBudget(132, 17))
-        check_layer(kernel, layer, routed, "an odd budget")
-        assert deep_ep_standin.Buffer.num_sms == 16
-        assert reported == {"deepep_high_throughput": True}
-        arrived = all2all.dispatch(routed.x, routed.ids, routed.weights).wait()
+        arrived: Any = made[0].dispatch(routed.x, routed.ids, routed.weights).wait()
         budgets.append(SMBudget(132, 1))
         results = torch.zeros(arrived.handle.layout[1], HIDDEN, dtype=torch.bfloat16)
-        all2all.combine(results, arrived.handle).wait()  # the stand-in compares its SMs with the dispatch's
-        check_layer(kernel, layer, routed, "less than a pair")
-        assert reported == {"deepep_high_throughput": False}
-        budgets.append(SMBudget(132, 64))
-        check_layer(kernel, layer, routed, "more than the buffer was made for")
-        assert deep_ep_standin.Buffer.num_sms == 20
+        made[0].combine(results, arrived.handle).wait()  # the stand-in compares its SMs with the dispatch's
     deep_ep_standin.Buffer.set_num_sms(20)
-
-    elastic, low_latency = transport("deepep_v2", group), transport("deepep_low_latency", group)
-    for budget, taken, obeys in ((None, 24, None), (SMBudget(132, 17), 16, True), (SMBudget(132, 1), 2, False)):
-        reported.clear()
-        with (
-            mock.patch.multiple(
-                "moe.all2all.deepep.base",
-                current_sm_budget=lambda budget=budget: budget,
-                report_sm_use=lambda name, *, obeys: reported.update({name: obeys}),
-            ),
-            mock.patch(
-                "moe.all2all.deepep.low_latency.report_sm_use",
-                lambda name, *, obeys: reported.update({name: obeys}),
-            ),
-        ):
-            arrived = elastic.dispatch(routed.x, routed.ids, routed.weights).wait()
-            check_layer(layer.kernel(low_latency), layer, routed, "low latency")
-        assert arrived.handle.route.num_sms == taken  # the stand-in's own choice is 24
-        assert reported.get("deepep_v2") is obeys
-        assert reported["deepep_low_latency"] is False, "its kernels cannot be told"
 
 
 class Faulty(nn.Module):
@@ -264,61 +250,53 @@ def test_deepep_must_be_there(name: str) -> None:
         make_all2all(name, group=None, num_experts=EXPERTS)
 
 
-def test_what_deepep_cannot_do_is_refused_at_once() -> None:
-    with (
-        _one_of(12) as group,
-        pytest.raises(ConfigError, match="up to 8 ranks, or whole nodes of 8 each, not 12 ranks"),
-    ):
-        make_all2all("deepep_low_latency", group=group, num_experts=12)
-    with _one_of(3) as group, pytest.raises(ConfigError, match="no settings for 3 ranks: Unsupported number of EP"):
-        make_all2all("deepep_high_throughput", group=group, num_experts=12)
+@pytest.mark.parametrize(
+    ("name", "ranks", "options", "complaint"),
+    [
+        ("deepep_low_latency", 12, {}, "up to 8 ranks, or whole nodes of 8 each, not 12 ranks"),
+        ("deepep_high_throughput", 3, {}, "no settings for 3 ranks: Unsupported number of EP"),
+        ("deepep_high_throughput", 16, {"worst_case": True}, "inside one node of 8 ranks, but the group has 16"),
+        ("deepep_low_latency", 16, {"share_buffer": False}, "share_buffer=False: beyond one node"),
+        ("deepep_low_latency", 2, {"max_tokens_per_rank": 0}, "max_tokens_per_rank must be 1 to 511, not 0"),
+        ("deepep_low_latency", 2, {"max_tokens_per_rank": 512}, "max_tokens_per_rank must be 1 to 511, not 512"),
+        ("deepep_low_latency", 2, {"max_tokens_per_rank": 7}, "= 7 times 2 ranks must be a multiple of 4"),
+        ("deepep_v2", 2, {"max_tokens_per_rank": 0}, "max_tokens_per_rank must be at least 1, not 0"),
+    ],
+)
+def test_what_deepep_cannot_do_is_refused_at_once(
+    name: str, ranks: int, options: dict[str, Any], complaint: str
+) -> None:
+    with _one_of(ranks) as group, pytest.raises(ConfigError, match=complaint):
+        make_all2all(name, group=group, num_experts=4 * ranks, **options)
+
+
+def test_what_follows_from_nodes_and_versions() -> None:
     with _one_of(16) as group:
-        with pytest.raises(ConfigError, match="inside one node of 8 ranks, but the group has 16"):
-            make_all2all("deepep_high_throughput", group=group, num_experts=16, worst_case=True)
-        with pytest.raises(ConfigError, match="share_buffer=False: beyond one node"):
-            make_all2all("deepep_low_latency", group=group, num_experts=16, share_buffer=False)
         assert make_all2all("deepep_low_latency", group=group, num_experts=16).share_buffer  # type: ignore[attr-defined]
-    with _one_of(2) as group:
-        for tokens in (0, 512):
-            with pytest.raises(ConfigError, match=f"max_tokens_per_rank must be 1 to 511, not {tokens}"):
-                make_all2all("deepep_low_latency", group=group, num_experts=8, max_tokens_per_rank=tokens)
-        with pytest.raises(ConfigError, match="max_tokens_per_rank = 7 times 2 ranks must be a multiple of 4"):
-            make_all2all("deepep_low_latency", group=group, num_experts=8, max_tokens_per_rank=7)
-        with pytest.raises(ConfigError, match="max_tokens_per_rank must be at least 1, not 0"):
-            make_all2all("deepep_v2", group=group, num_experts=8, max_tokens_per_rank=0)
-        with (
-            mock.patch.dict(sys.modules, {"deep_ep": SimpleNamespace(__version__="1.2.1")}),
-            pytest.raises(ConfigError, match=r"needs DeepEP 2 with its ElasticBuffer; this one is 1\.2\.1"),
-        ):
-            make_all2all("deepep_v2", group=group, num_experts=8)
+    old = mock.patch.dict(sys.modules, {"deep_ep": SimpleNamespace(__version__="1.2.1")})
+    with _one_of(2) as group, old, pytest.raises(ConfigError, match=r"its ElasticBuffer; this one is 1\.2\.1"):
+        make_all2all("deepep_v2", group=group, num_experts=8)
 
 
-def test_what_deepep_cannot_carry_is_refused_before_launch() -> None:
-    weights, ids = torch.rand(5, 2), torch.zeros(5, 2, dtype=torch.int64)
+@pytest.mark.parametrize(
+    ("name", "hidden", "top_k", "complaint"),
+    [
+        *((name, 0, 2, rf"'{name}' carries bfloat16 .* not torch\.float32") for name in BACKENDS),
+        ("deepep_high_throughput", 2176, 2, "a multiple of 512 bytes, not hidden size 2176 in bfloat16"),
+        ("deepep_v2", 2176, 2, "a multiple of 512 bytes, not hidden size 2176 in bfloat16"),
+        ("deepep_low_latency", 2176, 2, r"compiled for hidden sizes \[2048, 2560.* not 2176"),
+        ("deepep_low_latency", 2560, 12, "serves top_k up to 11, not 12"),
+    ],
+)
+def test_what_deepep_cannot_carry_is_refused_before_launch(name: str, hidden: int, top_k: int, complaint: str) -> None:
+    x = torch.zeros(5, hidden, dtype=torch.bfloat16) if hidden else torch.zeros(5, HIDDEN)
+    ids = torch.zeros(5, top_k, dtype=torch.int64)
     with _one_of(2) as group:
-        for name in BACKENDS:
-            all2all = make_all2all(name, group=group, num_experts=EXPERTS)
-            with pytest.raises(ConfigError, match=rf"'{name}' carries bfloat16 .* not torch\.float32"):
-                all2all.dispatch(torch.zeros(5, HIDDEN), ids, weights)
-            with pytest.raises(
-                ConfigError, match=r"brings home contiguous bfloat16 results, not strided torch\.bfloat16"
-            ):
-                all2all.combine(torch.zeros(2, 5, dtype=torch.bfloat16).t(), None)
-        odd, wide = (torch.zeros(5, size, dtype=torch.bfloat16) for size in (2048 + 128, 2560))
-        for name in ("deepep_high_throughput", "deepep_v2"):
-            all2all = make_all2all(name, group=group, num_experts=EXPERTS)
-            with pytest.raises(ConfigError, match="a multiple of 512 bytes, not hidden size 2176 in bfloat16"):
-                all2all.dispatch(odd, ids, weights)
-        low_latency = make_all2all("deepep_low_latency", group=group, num_experts=EXPERTS, max_tokens_per_rank=4)
-        with pytest.raises(ConfigError, match=r"compiled for hidden sizes \[2048, 2560.* not 2176"):
-            low_latency.dispatch(odd, ids, weights)
-        with pytest.raises(ConfigError, match="has room for 4 tokens of a rank at once, not 5"):
-            low_latency.dispatch(wide, ids, weights)
-        with pytest.raises(ConfigError, match="serves top_k up to 11, not 12"):
-            low_latency.dispatch(wide, ids.repeat(1, 6), weights.repeat(1, 6))
-        elastic = make_all2all("deepep_v2", group=group, num_experts=EXPERTS, max_tokens_per_rank=4)
-        with pytest.raises(ConfigError, match="has room for 4 tokens of a rank at once, not 5"):
-            elastic.dispatch(wide, ids, weights)
+        all2all = make_all2all(name, group=group, num_experts=EXPERTS)
+        with pytest.raises(ConfigError, match=complaint):
+            all2all.dispatch(x, ids, torch.rand(5, top_k))
+        with pytest.raises(ConfigError, match=r"brings home contiguous bfloat16 results, not strided torch\.bfloat16"):
+            all2all.combine(torch.zeros(2, 5, dtype=torch.bfloat16).t(), None)
 
 
 def test_batches_need_experts_that_take_them() -> None:

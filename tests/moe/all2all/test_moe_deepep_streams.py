@@ -1,7 +1,7 @@
 """DeepEP's asynchronous mode, as if on a GPU: its own stream, its events, and memory that it marks for the allocator.
 
 `fake_cuda` checks every operation of the real back ends, kernel and experts against every kernel of the stand-in. The
-synchronous mode, which captures use, is checked with the other transports.
+synchronous mode, and every schedule, is checked with the other transports (`test_moe_schedules_streams`).
 """
 
 from __future__ import annotations
@@ -22,20 +22,12 @@ from torch import Tensor, nn
 
 from moe import SoftmaxTopKRouter
 from moe.all2all.deepep.base import DeepEPStreamed, Prepared, Queued
-from ubatch import CommGroup, Recv, Schedule, get_schedule
+from ubatch import CommGroup, Schedule, get_schedule
 
 pytestmark = pytest.mark.ranks
 
-NAMED = [get_schedule(name) for name in ("mlp_shared_overlap", "two_batch_decode")]
-SCHEDULES = [
-    *NAMED,
-    replace(NAMED[0], name="received by the peer", recv=Recv.PEER),
-    replace(NAMED[0], name="every point", points_off=frozenset()),
-]
-
-
-def test_order_and_memory() -> None:
-    run_checks(_in_order)
+OVERLAP = get_schedule("mlp_shared_overlap")
+EVERY_POINT = replace(OVERLAP, name="every point", points_off=frozenset())
 
 
 @pytest.mark.slow
@@ -53,7 +45,6 @@ def _run(
     group: CommGroup,
     schedule: Schedule,
     rank: int,
-    lanes: int = 2,
     patch: Any = None,
     router: nn.Module | None = None,
     **options: Any,
@@ -65,7 +56,7 @@ def _run(
     x = rows_of(7 + 2 * rank, rank)
     expected = model(x)
     with patch or nullcontext(), deepep_device() as cuda:
-        wrapper = lanes_of(model, group, schedule, lanes)
+        wrapper = lanes_of(model, group, schedule)
         for _ in range(2):
             result = wrapper(x) * 1
         assert wrapper.statistics().engaged == 2, wrapper.statistics()
@@ -73,14 +64,6 @@ def _run(
     close(result, expected, f"{name}, {schedule.name}")
     assert cuda.deep_ep.clock["deep_ep"] > 0
     return cuda
-
-
-def _in_order(rank: int, group: CommGroup) -> None:
-    for schedule in SCHEDULES:
-        _run("deepep_high_throughput", group, schedule, rank).check(schedule.name)
-    for name in ("deepep_high_throughput", "deepep_v2"):
-        _run(name, group, SCHEDULES[-1], rank, 3, use_fp8=True).check(f"{name}, three lanes in fp8")
-        _run(name, group, SCHEDULES[0], rank, worst_case=True).check(f"{name}, without counts")
 
 
 class _Strided(nn.Module):
@@ -96,9 +79,8 @@ class _Strided(nn.Module):
 
 def _converted(rank: int, group: CommGroup) -> None:
     """Ids where DeepEP was built for 32 bits, and ids and weights that are not contiguous."""
-    every_point = SCHEDULES[-1]
     for name in ("deepep_high_throughput", "deepep_v2"):
-        for schedule in (every_point, replace(every_point, chunks=2)):
+        for schedule in (EVERY_POINT, replace(EVERY_POINT, chunks=2)):
             with mock.patch.object(deep_ep_standin, "topk_idx_t", torch.int32):
                 _run(name, group, schedule, rank).check(f"{name}, ids of 32 bits, {schedule.chunks} chunks")
             strided = _run(name, group, schedule, rank, router=_Strided())
@@ -108,7 +90,7 @@ def _converted(rank: int, group: CommGroup) -> None:
 def _planted(rank: int, group: CommGroup) -> None:
     """Each left out in turn, in the real code; and what DeepEP's own marks are for."""
 
-    def planted(target: Any, what: str, instead: Callable[..., Any], schedule: Schedule = SCHEDULES[0]) -> FakeCuda:
+    def planted(target: Any, what: str, instead: Callable[..., Any], schedule: Schedule = OVERLAP) -> FakeCuda:
         patch = mock.patch.object(target, what, instead)
         return _run("deepep_high_throughput", group, schedule, rank, patch=patch, use_fp8=True)
 
@@ -125,6 +107,6 @@ def _planted(rank: int, group: CommGroup) -> None:
     too_early = planted(DeepEPStreamed, "prepare", marks_too_early).races
     assert any("deep_ep.dispatch on deep_ep reads" in race for race in too_early), too_early[:3]
 
-    unmarked = planted(FakeCudaWithDeepEP, "_free", FakeCuda._free, SCHEDULES[-1])
+    unmarked = planted(FakeCudaWithDeepEP, "_free", FakeCuda._free, EVERY_POINT)
     assert not unmarked.races
     assert any("freed too early" in each for each in unmarked.lifetimes), unmarked.lifetimes[:3]

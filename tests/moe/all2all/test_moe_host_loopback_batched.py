@@ -4,22 +4,18 @@ combines are signalled is in `test_moe_signalled`.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lanes import lane_pool, run
 from moe_layers import make_layer, make_tokens
-from torch import Tensor
 
 from moe import BatchedDispatch, EmulatedLink, make_all2all
 from moe.all2all.batches import sort_pairs, sum_pairs
-from moe.all2all.chunks import blocks_of, dispatch_chunks, dispatch_cut
+from moe.all2all.chunks import blocks_of
 from moe.all2all.host_loopback_batched import HostLoopbackBatchedAll2All
-from ubatch import CommGroup, ConfigError, GradientError, Schedule
 
 # -------------------------------------------------------------------------------------------------- by expert, and back
 
@@ -109,16 +105,6 @@ def transport(num_experts: int = 8, **options: Any) -> HostLoopbackBatchedAll2Al
     return made
 
 
-@pytest.mark.parametrize("factor", [1.0, 2.5])
-@pytest.mark.parametrize("experts", ["grouped", "reference"])
-def test_the_layer_is_the_formula(experts: str, factor: float) -> None:
-    layer = make_layer()
-    kernel = layer.kernel(transport(bytes_factor=factor), experts)
-    for tokens, unrouted in ((7, 0.3), (0, 0.0), (3, 1.0)):
-        routed = make_tokens(layer, tokens, 3, unrouted=unrouted)
-        torch.testing.assert_close(kernel(routed.x, routed.weights, routed.ids), layer.expected(routed))
-
-
 def test_what_crosses() -> None:
     """Tokens once, results one by one."""
     layer, there = make_layer(), transport(bytes_factor=1.5)
@@ -139,8 +125,8 @@ def test_chunks_have_their_own_experts_rows(cut: bool) -> None:
     layer, there = make_layer(), transport()
     routed = make_tokens(layer, 6, 3, unrouted=0.2)
     blocks = blocks_of(8, 3)
-    given = there, routed.x, routed.ids, routed.weights, blocks
-    chunks = dispatch_cut(*given).wait() if cut else [each.wait() for each in dispatch_chunks(*given)]
+    given = routed.x, routed.ids, routed.weights, blocks
+    chunks = there.dispatch_cut(*given).wait() if cut else [each.wait() for each in there.dispatch_chunks(*given)]
     total = torch.zeros_like(routed.x)
     for number, (chunk, block) in enumerate(zip(chunks, blocks, strict=True)):
         assert chunk.handle.chunk == number
@@ -152,20 +138,6 @@ def test_chunks_have_their_own_experts_rows(cut: bool) -> None:
         total += there.combine(y, chunk.handle).wait()
     here = ((routed.ids >= 0) * routed.weights).sum(1, keepdim=True)
     torch.testing.assert_close(total, here * routed.x)
-
-
-@pytest.mark.parametrize("chunks", [1, 2])
-@pytest.mark.usefixtures("no_thread_leaks")
-def test_lanes_compute_what_the_plain_loop_does(chunks: int) -> None:
-    layer = make_layer()
-    kernel = layer.kernel(transport())
-    shares = [make_tokens(layer, tokens, seed=tokens, unrouted=0.2) for tokens in (7, 0, 4)]
-    schedule = Schedule("mine", chunks=chunks)
-    with lane_pool(3) as pool:
-        bodies = [lambda routed=routed: kernel(routed.x, routed.weights, routed.ids) for routed in shares]
-        for _ in range(2):
-            for routed, result in zip(shares, run(pool, *bodies, schedule=schedule), strict=True):
-                torch.testing.assert_close(result, layer.expected(routed))
 
 
 def test_an_emulated_link_delays_it_and_signals_nothing() -> None:
@@ -181,40 +153,3 @@ def test_an_emulated_link_delays_it_and_signals_nothing() -> None:
     assert not link.traits.signals
     routed = make_tokens(layer, 4)
     torch.testing.assert_close(layer.kernel(link)(routed.x, routed.weights, routed.ids), layer.expected(routed))
-
-
-def test_what_cannot_be_is_refused() -> None:
-    layer, there = make_layer(), transport()
-    two_ranks = cast(CommGroup, SimpleNamespace(rank=0, size=2))
-    with pytest.raises(ConfigError, match="stands in for a network: it serves one rank, not 2"):
-        HostLoopbackBatchedAll2All(group=two_ranks, num_experts=8)
-    routed = make_tokens(layer, 3)
-    with pytest.raises(GradientError, match="'host_loopback_batched' got a tensor that requires grad"):
-        there.dispatch(routed.x.clone().requires_grad_(), routed.ids, routed.weights)
-    arrived = there.dispatch(routed.x, routed.ids, routed.weights).wait()
-    with pytest.raises(GradientError, match="'host_loopback_batched' got"):
-        there.combine(arrived.hidden_states.requires_grad_(), arrived.handle)
-    there.check()  # nothing was signalled, so nothing was missed
-
-
-def reads_on_the_host(kernel: Any, *given: Tensor) -> bool:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Reads(TorchDispatchMode):
-        seen = False
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            self.seen |= func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
-            return func(*args, **(kwargs or {}))
-
-    with Reads() as mode:
-        arrived = kernel.dispatch(*given).wait()
-        kernel.combine(arrived.hidden_states, arrived.handle).wait()
-    return mode.seen
-
-
-def test_nothing_is_read_on_the_host() -> None:
-    routed = make_tokens(make_layer(), 5, unrouted=0.2)
-    there = transport()
-    assert there.traits.capturable
-    assert not reads_on_the_host(there, routed.x, routed.ids, routed.weights)

@@ -1,30 +1,34 @@
-"""Expert parallelism on two gloo ranks: every rank's tokens against the plain loop over all experts."""
+"""Over two gloo ranks: what `torch_dist` and `allgather_reducescatter` send, whole, in chunks and in blocks, and when.
+
+That results are right is in `test_conformance`.
+"""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
-from moe_layers import Layer, Routed, make_layer, make_tokens
+from moe_layers import Layer, Routed, Stack, lanes_of, make_layer, make_tokens, run_checks
+from only_lane import alone
 from torch import Tensor, nn
 
-from moe import EmulatedLink, SoftmaxTopKRouter, local_experts, make_all2all, mask_padding
-from ranks import run_ranks
+from moe import EmulatedLink, FusedMoEModularKernel, local_experts, make_all2all, mask_padding
+from moe.all2all.chunks import blocks_of, only_block
+from moe.experts.grouped import GroupedExperts, RowPlan
 from ubatch import (
     CommGroup,
     ConfigError,
     ForwardContext,
     ForwardMode,
-    GradientError,
+    Schedule,
+    SharedExpert,
     SpanKind,
     Trace,
-    UBatchConfig,
-    UBatchWrapper,
     get_schedule,
-    interleave,
     set_forward_context,
     tracing,
 )
@@ -33,56 +37,31 @@ pytestmark = pytest.mark.ranks
 
 BACKENDS = ["torch_dist", "allgather_reducescatter"]
 EXPERTS, HIDDEN, TOP_K = 8, 12, 2
+SIGNALLED, CHUNKS, SERIAL = (get_schedule(name) for name in ("single_batch_signalled", "single_batch", "serial"))
 
 
-def test_results_and_traffic() -> None:
-    run_ranks(_check_all, 2, ["results", "nan", "traffic", "known_sizes", "sent_to_all", "dtypes", "refusals"])
+def test_traffic() -> None:
+    run_checks(_traffic, _known_sizes, _sent_to_all, _traffic_of_chunks, _one_round_trip_of_counts, _traffic_of_blocks)
 
 
-def test_inside_lanes() -> None:
-    run_ranks(_check_all, 2, ["lanes", "idle_rank", "emulated_link"])
+def test_an_emulated_link() -> None:
+    run_checks(_emulated_link, _overlap)
 
 
-def _check_all(rank: int, ranks: int, names: list[str]) -> None:
-    group = CommGroup.from_process_group(timeout_s=20.0)
-    with torch.inference_mode():
-        for name in names:
-            CHECKS[name](rank, group)
+def test_a_signalled_schedule_that_is_not_served() -> None:
+    run_checks(_refused)
 
 
-# ---------------------------------------------------------------------------------------------- outside lanes
+@pytest.mark.slow
+def test_three_ranks_in_blocks() -> None:
+    """A token's sum is in the order of the ranks, with whichever block each of them sends it."""
+    run_checks(_bits_of_blocks, ranks=3)
 
 
-def _results(rank: int, group: CommGroup) -> None:
-    """Uneven and empty ranks, experts and ranks without tokens, tokens without experts."""
-    layer = make_layer(EXPERTS, HIDDEN)
-    kernels = {name: layer.kernel(make_all2all(name, group=group, num_experts=EXPERTS)) for name in BACKENDS}
-    loads = [(5, 3), (0, 4), (4, 0), (0, 0), (1, 6)]
-    visited = [range(EXPERTS), local_experts(EXPERTS, 0, 2), local_experts(EXPERTS, 1, 2), range(3, 5)]
-    for tokens in loads:
-        for only in visited:
-            for unrouted in (0.0, 0.5, 1.0):
-                routed = make_tokens(layer, tokens[rank], TOP_K, seed=10 + rank, only=only, unrouted=unrouted)
-                expected = layer.expected(routed)
-                for name, kernel in kernels.items():
-                    actual = kernel(routed.x, routed.weights, routed.ids)
-                    where = f"{name}, {tokens} tokens on {only}, {unrouted} unrouted"
-                    torch.testing.assert_close(actual, expected, msg=lambda text, where=where: f"{where}: {text}")
-
-
-def _nan(rank: int, group: CommGroup) -> None:
-    """A token without numbers on one rank, and padding that holds none, change no bit of any other token."""
-    layer = make_layer(EXPERTS, HIDDEN)
-    routed = make_tokens(layer, 6, TOP_K, seed=10 + rank)
-    ids = routed.ids.clone()
-    ids[5] = -1
-    x = routed.x.clone()
-    x[[0, 5] if rank else [5]] = float("nan")
-    for name in BACKENDS:
-        kernel = layer.kernel(make_all2all(name, group=group, num_experts=EXPERTS))
-        clean = kernel(routed.x, routed.weights, ids)
-        assert torch.equal(kernel(x, routed.weights, ids)[1:], clean[1:]), name
-        assert torch.equal(clean[5], torch.zeros(HIDDEN)), name
+@pytest.mark.slow
+def test_blocks_overlap_and_are_no_slower_than_two_chunks() -> None:
+    """Over an emulated link that is busy as long as the experts are."""
+    run_checks(_speed_of_blocks)
 
 
 def _traffic(rank: int, group: CommGroup) -> None:
@@ -169,106 +148,157 @@ def _sent_to_all(rank: int, group: CommGroup) -> None:
     assert _exchanged_counts(trace)
 
 
-def _dtypes(rank: int, group: CommGroup) -> None:
-    for dtype, tolerance in ((torch.float64, 1e-6), (torch.bfloat16, 5e-2)):
-        layer = make_layer(4, 7, dtype=dtype)  # an odd width: rows are not aligned
-        routed = make_tokens(layer, 3 + rank, 3, seed=rank)
-        for name in BACKENDS:
-            kernel = layer.kernel(make_all2all(name, group=group, num_experts=4))
-            actual = kernel(routed.x, routed.weights, routed.ids)
-            torch.testing.assert_close(actual, layer.expected(routed), atol=tolerance, rtol=tolerance)
+# ------------------------------------------------------------------------------------------------------------ in chunks
 
 
-def _refusals(rank: int, group: CommGroup) -> None:
-    """Before anything is launched, so both ranks can go on."""
+def chunked(chunks: int, own: bool, place: SharedExpert = SharedExpert.COMBINE) -> Schedule:
+    name = f"{chunks} chunks, {'own' if own else 'one'} dispatch"
+    return Schedule(name, lanes=1, chunks=chunks, chunk_dispatch=own, shared_expert=place)
+
+
+def schedules() -> Iterator[Schedule]:
+    for chunks, own in itertools.product((1, 2, 3, 4), (True, False)):
+        yield chunked(chunks, own)
+
+
+def _traffic_of_chunks(rank: int, group: CommGroup) -> None:
+    """A token travels once, with the first chunk that it visits there, and its result with the last one."""
     layer = make_layer(EXPERTS, HIDDEN)
-    routed = make_tokens(layer, 2, TOP_K)
-    for name in BACKENDS:
-        with pytest.raises(ConfigError, match="7 experts do not divide by 2 ranks"):
-            make_all2all(name, group=group, num_experts=7)
-        all2all = make_all2all(name, group=group, num_experts=EXPERTS)
-        assert all2all.traits.is_async
-        with torch.inference_mode(False), torch.enable_grad():
-            x = torch.randn(2, HIDDEN, requires_grad=True)
-            with pytest.raises(GradientError, match=f"'{name}' got a tensor that requires grad"):
-                layer.kernel(all2all)(x, torch.ones(2, TOP_K), torch.zeros(2, TOP_K, dtype=torch.int64))
-        with pytest.raises(ConfigError, match=r"int64 ids, not torch\.float32, torch\.float32 and torch\.int32"):
-            all2all.dispatch(routed.x, routed.ids.int(), routed.weights)
-    with pytest.raises(ConfigError, match="'local' holds all experts on one rank"):
-        make_all2all("local", group=group, num_experts=EXPERTS)
+    all2all = make_all2all("torch_dist", group=group, num_experts=EXPERTS)
+    kernel, held, other = layer.kernel(all2all), EXPERTS // 2, 1 - rank
+    ids = torch.rand(6, EXPERTS, generator=torch.Generator().manual_seed(3)).topk(3, dim=1).indices
+    ids = (ids + held * rank) % EXPERTS  # what one rank sends is then what it gets
+    routed = Routed(torch.randn(6, HIDDEN), ids, torch.full((6, 3), 0.5))
+    row, result = HIDDEN * 4 + 3 * 8, HIDDEN * 4
+    there = ids // held == other
+    for chunks in (1, 2, 4):
+        blocks = [only_block(ids, block, held) >= 0 for block in blocks_of(held, chunks)]
+        visits = torch.stack([(there & block).any(1) for block in blocks])  # [chunks, tokens]
+        numbers = range(chunks)
+        first = [next((chunk for chunk in numbers if each[chunk]), None) for each in visits.t()]
+        last = [next((chunk for chunk in numbers[::-1] if each[chunk]), None) for each in visits.t()]
+        goes, comes = ([2 * each.count(chunk) for chunk in numbers] for each in (first, last))  # sent and received
+        for own in (True, False):
+            _, trace = alone(
+                group, chunked(chunks, own), lambda routed=routed: kernel(routed.x, routed.weights, routed.ids)
+            )
+            sent = [(span.name, span.bytes) for span in trace.spans if span.kind is SpanKind.TRANSFER]
+            dispatched = [rows * row for rows in (goes if own else [sum(goes)])]
+            assert sorted(size for name, size in sent if name == "dispatch") == sorted(dispatched), (chunks, own)
+            assert sorted(size for name, size in sent if name == "combine") == sorted(rows * result for rows in comes)
 
 
-# ----------------------------------------------------------------------------------------------- inside lanes
+def _one_round_trip_of_counts(rank: int, group: CommGroup) -> None:
+    """However many chunks, the host waits for counts once a layer."""
+    layer = make_layer(EXPERTS, HIDDEN)
+    kernel = layer.kernel(make_all2all("torch_dist", group=group, num_experts=EXPERTS))
+    routed = make_tokens(layer, 6, 3, seed=rank)
+    for schedule in schedules():
+        _, trace = alone(group, schedule, lambda: kernel(routed.x, routed.weights, routed.ids))
+        waits = [event.name for event in trace.events if event.kind == "wait" and "counts" in event.name]
+        assert len(waits) == 1, f"{schedule.name}: {waits}"
 
 
-class Stack(nn.Module):
-    """Residual MoE layers with routers of their own, and the same from the plain loop."""
-
-    def __init__(self, layers: list[Layer], all2all: Any, shared: bool = False) -> None:
-        super().__init__()
-        self.layers = layers
-        self.shared = nn.Linear(HIDDEN, HIDDEN) if shared else None
-        self.kernels = nn.ModuleList(layer.kernel(all2all, shared_experts=self.shared) for layer in layers)
-        self.router = SoftmaxTopKRouter(TOP_K)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for kernel in self.kernels:
-            weights, ids = self.router(x[:, :EXPERTS])
-            x = x + kernel(x, weights, ids)
-        return x
-
-    def expected(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            weights, ids = self.router(x[:, :EXPERTS])
-            y = layer.expected(Routed(x, ids, weights))
-            x = x + (y if self.shared is None else y + self.shared(x))
-        return x
+# ------------------------------------------------------------------------------------------------------------ in blocks
 
 
-def _wrap(model: nn.Module, group: CommGroup, schedule: str, lanes: int) -> UBatchWrapper:
-    return UBatchWrapper(
-        model,
-        UBatchConfig(
-            verify="off",
-            group=group,
-            schedule=schedule,
-            num_ubatches=lanes,
-            dbo_prefill_token_threshold=lanes,
-            timeout_s=20.0,
-        ),
-    )
+def _traffic_of_blocks(rank: int, group: CommGroup) -> None:
+    """A combine for each of eight blocks at most, together the bytes of one; counts are waited for once."""
+    for held, blocks in ((4, 4), (16, 8)):
+        layer = make_layer(held * 2, HIDDEN)
+        kernel = layer.kernel(make_all2all("torch_dist", group=group, num_experts=layer.num_experts))
+        routed = make_tokens(layer, 40, 3, seed=rank)
+        sent: dict[str, list[int]] = {}
+        for schedule in (SIGNALLED, SERIAL):
+            _, trace = alone(group, schedule, lambda k=kernel, r=routed: k(r.x, r.weights, r.ids))
+            carried = [span for span in trace.spans if span.kind is SpanKind.TRANSFER]
+            sent[schedule.name] = [span.bytes for span in carried if span.name == "combine"]
+            waits = [event.name for event in trace.events if event.kind == "wait" and "counts" in event.name]
+            assert len(waits) == 1, waits
+        assert (len(sent[SIGNALLED.name]), len(sent[SERIAL.name])) == (blocks, 1)
+        assert sum(sent[SIGNALLED.name]) == sum(sent[SERIAL.name])
+        assert max(sent[SIGNALLED.name]) < 0.6 * sum(sent[SERIAL.name])
 
 
-def _lanes(rank: int, group: CommGroup) -> None:
-    """Different token counts on each rank, every schedule, two and three lanes; overlap engages."""
-    torch.manual_seed(0)  # the shared expert is the same on both ranks
-    layers = [make_layer(EXPERTS, HIDDEN, seed=seed) for seed in (0, 1)]
-    for name in BACKENDS:
-        model = Stack(layers, make_all2all(name, group=group, num_experts=EXPERTS), shared=True)
-        x = torch.randn(7 + 4 * rank, HIDDEN, generator=torch.Generator().manual_seed(rank))
-        for schedule, lanes in (("mlp_shared_overlap", 2), ("two_batch_prefill", 3), ("two_batch_decode", 2)):
-            wrapper = _wrap(model, group, schedule, lanes)
-            with tracing() as trace:
-                actual = wrapper(x)
-            torch.testing.assert_close(actual, model.expected(x))
-            assert wrapper.statistics().engaged == 1, wrapper.statistics()
-            chosen = get_schedule(schedule)
-            points = [p for _ in layers for p in ("select", "dispatch", "combine", "output") if chosen.active(p)]
-            assert trace.order == interleave([points] * lanes, lead=chosen.lead)
-            assert _exchanged_counts(trace) is (name == "torch_dist"), "the others know the sizes from the vote"
-            wrapper.close()
+def _bits_of_blocks(rank: int, group: CommGroup) -> None:
+    """The same bits as in one piece: of more experts than blocks, idle ranks, tokens without experts."""
+    layer = make_layer(11 * group.size, HIDDEN)
+    kernel = layer.kernel(make_all2all("torch_dist", group=group, num_experts=layer.num_experts))
+    for tokens, unrouted in (((5, 3, 1), 0.0), ((0, 4, 2), 0.5)):
+        routed = make_tokens(layer, tokens[rank], 3, 10 + rank, unrouted=unrouted)
+        outputs = [
+            alone(group, schedule, lambda r=routed: kernel(r.x, r.weights, r.ids))[0]
+            for schedule in (SIGNALLED, SERIAL)
+        ]
+        assert torch.equal(*outputs)
+        torch.testing.assert_close(outputs[0], layer.expected(routed))
 
 
-def _idle_rank(rank: int, group: CommGroup) -> None:
-    """A rank without tokens passes every collective of every lane."""
-    layers = [make_layer(EXPERTS, HIDDEN, seed=seed) for seed in (0, 1)]
-    for name in BACKENDS:
-        model = Stack(layers, make_all2all(name, group=group, num_experts=EXPERTS))
-        wrapper = _wrap(model, group, "mlp_shared_overlap", 2)
-        x = torch.randn(6 * rank, HIDDEN)
-        torch.testing.assert_close(wrapper(x), model.expected(x))
-        assert wrapper.statistics().engaged == 1, wrapper.statistics()
-        wrapper.close()
+class Timed(GroupedExperts):
+    """Experts that take their time, but no CPU; and when the last of them was done."""
+
+    SECONDS = 0.02
+    ended = 0.0
+
+    def _run_experts(self, hidden_states: Tensor, plan: RowPlan, slots: range) -> Tensor:
+        time.sleep(self.SECONDS * sum(plan.rows_per_expert[slot] > 0 for slot in slots))
+        results = super()._run_experts(hidden_states, plan, slots)
+        self.ended = time.monotonic()
+        return results
+
+
+def _speed_of_blocks(rank: int, group: CommGroup) -> None:
+    layer = make_layer(32, 64)
+    routed = make_tokens(layer, 400, 4, seed=rank)
+    compute_s = 16 * Timed.SECONDS
+    link = EmulatedLink(2e-5, 1e9)
+    all2all = make_all2all("emulated_link", group=group, num_experts=32, link=link)
+    held = all2all.experts
+    experts = Timed(layer.w13[held.start : held.stop], layer.w2[held.start : held.stop], held.start)
+    kernel = FusedMoEModularKernel(all2all, experts)
+
+    def run() -> Tensor:
+        return kernel(routed.x, routed.weights, routed.ids)
+
+    expected, _ = alone(group, SERIAL, run)
+    link.bytes_per_s = link.statistics().bytes_sent / compute_s
+    link.reset_statistics()
+    seconds: dict[str, list[float]] = {schedule.name: [] for schedule in (SIGNALLED, CHUNKS, SERIAL)}
+    for _ in range(4):
+        for schedule in (SIGNALLED, CHUNKS, SERIAL):
+            torch.distributed.barrier(group.pg)
+            begun = time.perf_counter()
+            actual, trace = alone(group, schedule, run)
+            seconds[schedule.name].append(time.perf_counter() - begun)
+            torch.testing.assert_close(actual, expected)
+            if schedule is SIGNALLED:
+                combines = [span for span in trace.spans if span.kind is SpanKind.TRANSFER and span.name == "combine"]
+                assert len(combines) == 8
+                hidden = [max(0.0, min(span.end, experts.ended) - span.start) for span in combines]
+                assert sum(hidden) > 0.3 * sum(span.end - span.start for span in combines), "nothing was hidden"
+    # Undisturbed: 1.65, 1.74 and 2 times the experts' time. A machine that is busy only adds to it.
+    signalled, chunks, serial = (min(seconds[each.name]) for each in (SIGNALLED, CHUNKS, SERIAL))
+    assert signalled < 1.02 * chunks, seconds
+    assert signalled < 0.9 * serial, seconds
+
+
+def _refused(rank: int, group: CommGroup) -> None:
+    layer = make_layer(EXPERTS, HIDDEN)
+    kernel = layer.kernel(make_all2all("torch_dist", group=group, num_experts=EXPERTS))
+    routed = make_tokens(layer, 6, TOP_K)
+    two = replace(SIGNALLED, chunks=2)
+    with (
+        tracing() as trace,
+        pytest.raises(ConfigError, match="dispatch, not of 2"),
+    ):
+        alone(group, two, lambda: kernel(routed.x, routed.weights, routed.ids))
+    kernel.experts = _Sleeping(kernel.experts, 0.0)
+    with pytest.raises(ConfigError, match=r"_Sleeping run all at once .* Use experts 'grouped', or .* chunks"):
+        alone(group, SIGNALLED, lambda: kernel(routed.x, routed.weights, routed.ids))
+    assert not [event for event in trace.events if event.kind == "launch"]
+
+
+# ------------------------------------------------------------------------------------------------ over an emulated link
 
 
 def _emulated_link(rank: int, group: CommGroup) -> None:
@@ -278,7 +308,7 @@ def _emulated_link(rank: int, group: CommGroup) -> None:
         link = EmulatedLink(2e-3, 1e6)
         all2all = make_all2all("emulated_link", group=group, num_experts=EXPERTS, link=link, inner=inner)
         model = Stack(layers, all2all)
-        wrapper = _wrap(model, group, "mlp_shared_overlap", 2)
+        wrapper = lanes_of(model, group, "mlp_shared_overlap")
         x = torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(rank))
         with tracing() as trace:
             torch.testing.assert_close(wrapper(x), model.expected(x))
@@ -305,15 +335,39 @@ def _emulated_link(rank: int, group: CommGroup) -> None:
         all2all.combine(dispatched.hidden_states.contiguous(), dispatched.handle).wait()
 
 
-CHECKS: dict[str, Callable[[int, CommGroup], None]] = {
-    "results": _results,
-    "nan": _nan,
-    "traffic": _traffic,
-    "known_sizes": _known_sizes,
-    "sent_to_all": _sent_to_all,
-    "dtypes": _dtypes,
-    "refusals": _refusals,
-    "lanes": _lanes,
-    "idle_rank": _idle_rank,
-    "emulated_link": _emulated_link,
-}
+class _Sleeping(nn.Module):
+    """Experts and shared expert that take their time, but no CPU."""
+
+    def __init__(self, module: nn.Module, seconds: float) -> None:
+        super().__init__()
+        self.module, self.seconds = module, seconds
+        self.expert_range = getattr(module, "expert_range", None)
+
+    def forward(self, x: Tensor, *args: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        output: Tensor = self.module(x, *args)
+        return output
+
+
+def _overlap(rank: int, group: CommGroup) -> None:
+    """One lane: every chunk's transfer but the first dispatch and the last combine travels while something computes."""
+    layer = make_layer(EXPERTS, HIDDEN)
+    link = EmulatedLink(0.05, 1e9)
+    kernel = layer.kernel(make_all2all("emulated_link", group=group, num_experts=EXPERTS, link=link))
+    kernel.experts, kernel.shared_experts = _Sleeping(kernel.experts, 0.06), _Sleeping(nn.Identity(), 0.06)
+    routed = make_tokens(layer, 6, 3, seed=rank)
+
+    def exposed(schedule: Schedule) -> float:
+        """Seconds waited for the link, of the best of some tries: the machine may be busy."""
+        tries = []
+        for _ in range(3):
+            _, trace = alone(group, schedule, lambda: kernel(routed.x, routed.weights, routed.ids))
+            waits = [span for span in trace.spans if span.kind is SpanKind.WAIT and "counts" not in span.name]
+            tries.append(sum(span.end - span.start for span in waits))
+        return min(tries)
+
+    # Four transfers of 50 ms. The first dispatch is waited for. The second one arrives while the first chunk computes,
+    # the first combine while the second chunk does, the second combine during the shared expert.
+    assert exposed(chunked(2, True)) < 0.09
+    # During the first dispatch instead: then the last combine is waited for.
+    assert exposed(chunked(2, True, SharedExpert.DISPATCH)) < 0.09

@@ -65,26 +65,6 @@ def test_outputs_are_those_of_the_plain_loop(schedule: Schedule) -> None:
         assert counted(wrapper) == ((0, 3) if schedule.lanes == 1 else (3, 0))
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("signalled", [False, True], ids=["after", "signalled"])
-def test_any_routing(signalled: bool, chunks: int) -> None:
-    """No tokens, none with an expert, all with one, as many choices as experts."""
-    layer = make_layer(5, 32, 20)
-    kernel = layer.kernel(make_all2all("host_loopback_batched", group=None, num_experts=5), "triton_batched")
-    schedule = Schedule("mine", lanes=1, chunks=chunks, signalled=signalled)
-    for tokens, top_k, only, unrouted in (
-        (0, 2, None, 0.0),
-        (4, 2, None, 1.0),
-        (70, 1, range(3, 4), 0.0),
-        (9, 5, None, 0.3),
-        (130, 2, range(2), 0.1),
-    ):
-        routed = make_tokens(layer, tokens, top_k, only=only, unrouted=unrouted)
-        output = in_one_lane(kernel, routed.x, routed.weights, routed.ids, schedule=schedule)
-        close(output, layer.expected(routed))
-
-
 # -------------------------------------------------------------------------------------------------------------- points
 
 

@@ -1,4 +1,4 @@
-"""Triton experts against the plain loop.
+"""Triton experts in graphs and in fp8; against the plain loop they are in the conformance tests.
 
 Without a GPU shapes are small, and tiles too. With one, the same tests run compiled; `test_moe_triton_gpu` adds the
 dtypes, sizes and tiles that only a GPU has.
@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from graph_cases import graphed
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from moe_layers import Layer, Routed, make_layer, make_tokens
 from torch import Tensor
 from triton_batches import DEVICE
@@ -40,122 +38,6 @@ def batches(layer: Layer, rows: list[int], capacity: int) -> tuple[Tensor, Tenso
     for expert, count in enumerate(rows):
         x[expert, :count] = torch.randn(count, layer.hidden_size)
     return x.to(DEVICE), torch.tensor(rows, dtype=torch.int32, device=DEVICE)
-
-
-def check_batches(found: Tensor, expected: Tensor, rows: list[int], tolerance: float = 1e-5) -> None:
-    assert found.shape == expected.shape
-    assert found.is_contiguous()
-    for expert, count in enumerate(rows):
-        torch.testing.assert_close(found[expert, :count], expected[expert, :count], atol=tolerance, rtol=tolerance)
-
-
-@settings(max_examples=8)
-@given(
-    tokens=st.integers(0, 40),
-    num_experts=st.integers(1, 6),
-    first=st.integers(0, 4),
-    spread=st.integers(1, 12),
-    hidden=st.sampled_from([12, 32, 72]),
-    intermediate=st.sampled_from([5, 20, 64]),
-    unrouted=st.sampled_from([0.0, 0.4, 1.0]),
-    seed=st.integers(0, 99),
-    data=st.data(),
-)
-def test_triton_equals_the_plain_loop(
-    tokens: int,
-    num_experts: int,
-    first: int,
-    spread: int,
-    hidden: int,
-    intermediate: int,
-    unrouted: float,
-    seed: int,
-    data: st.DataObject,
-) -> None:
-    """Experts without tokens, tokens without experts, other ranks' experts, all tokens on one expert."""
-    layer = make_layer(num_experts, hidden, intermediate, seed)
-    routed = make_tokens(layer, tokens, data.draw(st.integers(1, min(spread, 4))), seed, range(spread), unrouted)
-    experts = on_device("triton", layer, first)
-    expected = make_experts("reference", layer.w13, layer.w2, first)(routed.x, routed.ids, routed.weights)
-    actual = run(experts, routed)
-    assert actual.is_contiguous()
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_one_expert_gets_everything() -> None:
-    layer = make_layer(8, 32, 20)
-    routed = make_tokens(layer, 70, 1, only=range(5, 6))
-    torch.testing.assert_close(run(on_device("triton", layer), routed), layer.expected(routed), atol=1e-5, rtol=1e-5)
-
-
-def test_strided_rows_int32_ids_and_a_token_of_nan() -> None:
-    layer = make_layer(4, 32, 20)
-    routed = make_tokens(layer, 20, unrouted=0.2)
-    wide = torch.cat([routed.x, torch.full((20, 16), float("nan"))], dim=1)
-    wide[3] = float("nan")
-    ids = routed.ids.clone()
-    ids[3] = torch.tensor([0, 1])
-    actual = run(on_device("triton", layer), routed, wide[:, :-16], ids.int())
-    assert actual.isnan().any(1).tolist() == [token == 3 for token in range(20)]
-    others = torch.arange(20) != 3
-    torch.testing.assert_close(actual[others], layer.expected(routed)[others], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("kind", [torch.clone, torch.nn.Parameter], ids=["tensor", "parameter"])
-def test_weights_need_not_lie_densely(kind: Any) -> None:
-    layer = make_layer(3, 13, 20)
-    routed = make_tokens(layer, 5)
-    w13, w2 = (kind(w.mT.contiguous().mT.to(DEVICE)) for w in (layer.w13, layer.w2))
-    assert not w13.is_contiguous()
-    with torch.no_grad():
-        actual = run(make_experts("triton", w13, w2), routed)
-    torch.testing.assert_close(actual, layer.expected(routed), atol=1e-5, rtol=1e-5)
-
-
-def test_one_choice_of_several_as_a_view() -> None:
-    layer = make_layer(4, 32, 20)
-    routed = make_tokens(layer, 20, 3)
-    ids, weights = routed.ids.to(DEVICE)[:, 1:2], routed.weights.to(DEVICE)[:, 1:2]
-    actual = on_device("triton", layer)(routed.x.to(DEVICE), ids, weights).cpu()
-    expected = layer.expected(Routed(routed.x, ids.cpu(), weights.cpu()))
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_a_token_is_computed_alike_in_every_batch() -> None:
-    layer = make_layer(4, 32, 20)
-    routed = make_tokens(layer, 30, 2)
-    experts = on_device("triton", layer)
-    together = run(experts, routed)
-    alone = run(experts, Routed(routed.x[7:19], routed.ids[7:19], routed.weights[7:19]))
-    # The interpreter multiplies with numpy, which on some processors rounds a row by its place in the tile.
-    torch.testing.assert_close(together[7:19], alone, rtol=0, atol=0 if DEVICE == "cuda" else 5e-6)
-
-
-def test_bfloat16_in_and_out() -> None:
-    layer = make_layer(4, 32, 20, dtype=torch.bfloat16)
-    routed = make_tokens(layer, 9, unrouted=0.2)
-    actual = run(on_device("triton", layer), routed)
-    assert actual.dtype is torch.bfloat16
-    wide = Layer(layer.w13.float(), layer.w2.float())
-    expected = wide.expected(Routed(routed.x.float(), routed.ids, routed.weights))
-    torch.testing.assert_close(actual.float(), expected, atol=3e-2, rtol=3e-2)
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", ["triton", "triton_batched"])
-@pytest.mark.parametrize(
-    ("rows", "capacity"), [([0, 0, 0], 4), ([3, 0, 20], 20), ([1, 33, 7], 40), ([0, 0, 1], 1)], ids=str
-)
-def test_batches_equal_the_plain_loop(name: str, rows: list[int], capacity: int) -> None:
-    layer = make_layer(3, 32, 20)
-    x, counts = batches(layer, rows, capacity)
-    expected = on_device("reference", layer).run_batched(x, counts)
-    check_batches(on_device(name, layer).run_batched(x, counts), expected, rows)
-
-
-def test_batches_without_room() -> None:
-    x, counts = batches(make_layer(3, 32, 20), [0, 0, 0], 0)
-    assert on_device("triton_batched", make_layer(3, 32, 20)).run_batched(x, counts).shape == (3, 0, 32)
 
 
 class Routing(torch.nn.Module):
@@ -254,19 +136,6 @@ def test_fp8_batches(arrives: str) -> None:
             check_fp8(found[expert, :count], expected_fp8(layer, x[expert, :count].cpu(), expert))
 
 
-def test_fp8_activations_for_other_weights() -> None:
-    layer = make_layer(3, 256, 20)
-    routed = make_tokens(layer, 9)
-    x, scales = quantize_blocks(routed.x)
-    experts = on_device("triton", layer)
-    actual = experts(x.to(DEVICE), routed.ids.to(DEVICE), routed.weights.to(DEVICE), scales.to(DEVICE)).cpu()
-    torch.testing.assert_close(actual, layer.expected(Routed(rounded(routed.x), routed.ids, routed.weights)))
-    batched, counts = batches(layer, [2, 0, 5], 5)
-    x, scales = quantize_blocks(batched.nan_to_num())
-    expected = on_device("reference", layer).run_batched(x, counts, scales)
-    check_batches(experts.run_batched(x, counts, scales), expected, [2, 0, 5])
-
-
 def test_quantize_is_the_same_as_fp8_weights() -> None:
     layer = make_layer(2, 128, 128)
     routed = make_tokens(layer, 5)
@@ -308,18 +177,12 @@ def test_bad_input_is_refused() -> None:
     layer = make_layer(2, 32, 20)
     experts = on_device("triton", layer)
     routed = make_tokens(layer, 4)
-    with pytest.raises(ConfigError, match=r"hidden_states are torch\.float64"):
-        run(experts, routed, routed.x.double())
-    with pytest.raises(ConfigError, match="take rows in batches"):
-        run(on_device("triton_batched", layer), routed)
     with pytest.raises(ConfigError, match="hidden_states are on meta, the experts on"):
         experts(routed.x.to("meta"), routed.ids, routed.weights)
     with pytest.raises(GradientError, match="no backward"):
         run(experts, routed, routed.x.requires_grad_())
     with torch.no_grad():
         run(experts, routed)
-    with pytest.raises(ConfigError, match="rows_per_expert must be"):
-        experts.run_batched(torch.zeros(2, 3, 32, device=DEVICE), torch.zeros(3, dtype=torch.int32, device=DEVICE))
 
 
 def test_a_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
