@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,22 +15,14 @@ from fake_proposer import FakeProposer
 from attention import KVCacheError
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, check_tensor_parallel, generate
 from model_runner.memory.memory_profile import CudaMemory
-from ranks import run_ranks
 from serving.engine import EngineCore
 from serving.engine.speculation import Algorithm, SpeculationConfig, make_scheduler, runner_options
 from serving.requests import RequestInput
 from serving.scheduler import SchedulerConfig
-from ubatch import CommGroup, ConfigError, Point, UBatchConfig, tracing
-from ubatch.trace.spans import SpanKind
+from ubatch import ConfigError, UBatchConfig
 
 NEW = 7
 EAGER = {"dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
-ARMS: dict[str, dict[str, Any]] = {
-    "off": {"dbo": UBatchConfig(enable_dbo=False)},
-    "five stages": {"dbo": UBatchConfig(**EAGER, schedule="two_batch_decode")},
-    "three lanes": {"dbo": UBatchConfig(dbo_decode_token_threshold=3, dbo_prefill_token_threshold=3, num_ubatches=3)},
-    "single": {"dbo": UBatchConfig(**EAGER, schedule="single_batch")},
-}
 
 
 def prompts_of(seed: int, lengths: tuple[int, ...]) -> list[list[int]]:
@@ -144,56 +135,6 @@ def test_no_state_sees_a_rejected_draft(paths: dict[str, Path], lanes: int) -> N
                 break
         assert (runner.statistics().engaged > 0) == (lanes == 2)
     assert accepted == {0, 1, 2, 3}
-
-
-def generate_in_all_arms(rank: int, world_size: int, paths: dict[str, str], size: int) -> dict[Any, Any]:
-    group = CommGroup.from_process_group(timeout_s=30)
-    results = {}
-    # Rank 0 has more and longer prompts, so the other one is idle in the end.
-    lengths = ((5, 90, 2, 9), (4, 7, 3))[rank // size]
-    for family, path in paths.items():
-        for name, arm in ARMS.items():
-            settings = {"num_kv_blocks": 96, "block_size": 4, "tensor_parallel_size": size, **arm}
-            with ModelRunner(path, group=group, **settings) as runner, tracing() as trace:
-                tokens = NEW if rank // size == 0 else NEW - 3
-                outputs = generate(runner, prompts_of(rank // size, lengths), SamplingParams(max_tokens=tokens))
-                transfers = [span for span in trace.spans if span.kind is SpanKind.TRANSFER and span.lane >= 0]
-                computing = [span for span in trace.spans if span.kind is SpanKind.COMPUTE and span.lane >= 0]
-                hidden = any(
-                    mine.lane != other.lane and mine.step == other.step and mine.start < other.start < mine.end
-                    for mine in transfers
-                    for other in computing
-                )
-                places = sum(point == Point.ATTN_PREPARE for _, point in trace.order)
-                results[family, name] = (
-                    [list(output.token_ids) for output in outputs],
-                    runner.statistics().engaged + runner.statistics().engaged_single,
-                    hidden,
-                    places,
-                    dict(runner.statistics().declined),
-                )
-    return results
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("size", [1, 2], ids=["DP 2", "TP 2"])
-def test_ranks_overlap_and_give_transformers_tokens(paths: dict[str, Path], size: int) -> None:
-    own = paths if size == 1 else {"Qwen3Next": paths["Qwen3Next"]}
-    ranks = run_ranks(generate_in_all_arms, 2, {family: str(path) for family, path in own.items()}, size)
-    for rank, results in enumerate(ranks):
-        lengths = ((5, 90, 2, 9), (4, 7, 3))[rank // size]
-        for family, path in own.items():
-            expected = expected_of(path, prompts_of(rank // size, lengths))
-            count = NEW if rank // size == 0 else NEW - 3
-            for name in ARMS:
-                in_lanes = name in ("five stages", "three lanes")
-                tokens, engaged, hidden, places, declined = results[family, name]
-                assert tokens == [row[:count] for row in expected], (family, name, rank)
-                assert engaged == (0 if name == "off" else NEW), (family, name, rank, declined)
-                if in_lanes:
-                    assert hidden, (family, name, rank)
-                    lanes = 3 if name == "three lanes" else 2
-                    assert places in (0, 3 * lanes * NEW), places  # in layers of both kinds
 
 
 def test_a_checkpoint_that_can_see_runs_without_its_eyes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,18 +30,9 @@ def windows_of(config: Any) -> tuple[int | None, ...]:
     return tuple(config.attention.of_layer(layer).sliding_window for layer in range(config.num_layers))
 
 
-def test_every_family_is_known_and_reads_its_config() -> None:
-    assert {f"{family}ForCausalLM" for family in FAMILIES} <= set(known_architectures())
-    for family in FAMILIES:
-        config = read(family)
-        assert isinstance(config, DecoderConfig)
-        assert (config.moe is None) == (config.num_experts == 0) == (config.num_experts_per_tok == 0)
-
-
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("Llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("Llama", {"mlp_bias": "yes"}, "mlp_bias is 'yes'"),
         ("Llama", {"head_dim": 15}, "head_dim is 15.*even"),
         (
@@ -72,7 +63,6 @@ def test_every_family_is_known_and_reads_its_config() -> None:
         ),
         ("Qwen2Moe", {"use_sliding_window": True, "sliding_window": None}, "sliding_window is None"),
         ("Llama", {"num_key_value_heads": 3}, "a divisor of its 4 attention heads"),
-        ("Llama", {"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq'.*not supported"),
         (
             "Qwen3",
             {

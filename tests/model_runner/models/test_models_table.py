@@ -14,7 +14,6 @@ import torch
 import transformers
 from checkpoints import FAMILIES, make_checkpoint
 from fp8_checkpoints import FP8, PLAIN, blockwise, kept_projections, with_config
-from random_models import RANDOM_FAMILIES
 from repository import ROOT
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -138,7 +137,7 @@ def test_every_cell_is_true(family: str, tmp_path: Path) -> None:
     same = read.keys() == plain.keys() and all(torch.equal(read[name], plain[name]) for name in plain)
     decoder = issubclass(model_class(f"{family}ForCausalLM"), DecoderLM)
     found = {
-        "lanes": "yes" if family in RANDOM_FAMILIES else "no",  # compared with transformers there, in lanes
+        "lanes": "yes",  # compared with transformers in `test_conformance`
         "DP + EP": "yes" if sparse else "dense",
         "`-tp`": "no" if refused(check_tensor_parallel, config, 2) else "yes",
         "CUDA graphs": graphs_of(config),
