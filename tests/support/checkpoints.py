@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model_runner import known_architectures
+from model_runner import known_architectures, model_class
+from model_runner.weights.hf_config import HFConfig
 
 if TYPE_CHECKING:  # else imported where it is used: ranks that only run checkpoints start seconds earlier
     from transformers import PreTrainedModel
@@ -165,6 +168,42 @@ def make_checkpoint(path: Path | str, family: str, *, max_shard_size: str = "5GB
                 tensor.uniform_(-0.3, 0.3)
     model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
     return Path(path)
+
+
+def with_tensors(
+    path: Path, more: Mapping[str, Tensor | None] | None = None, to: Path | None = None, **config: Any
+) -> Path:
+    """Write a checkpoint of one file again, here or in another folder.
+
+    Args:
+        path: the checkpoint.
+        more: tensors that it has then; None is one that it has not.
+        to: the folder; the same by default.
+        config: changes of its config; `...` removes an entry.
+    """
+    to = path if to is None else to
+    to.mkdir(exist_ok=True)
+    (to / "config.json").write_text((path / "config.json").read_text())
+    tensors = {**load_file(path / "model.safetensors"), **(more or {})}
+    kept = {name: each for name, each in tensors.items() if each is not None}
+    save_file(kept, to / "model.safetensors", metadata={"format": "pt"})
+    return with_config(to, **config)
+
+
+def with_config(path: Path, **changes: Any) -> Path:
+    """Change entries of a checkpoint's config; `...` removes one."""
+    file = path / "config.json"
+    values = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({name: value for name, value in values.items() if value is not ...}))
+    return path
+
+
+def read_config(family: str, **changes: Any) -> Any:
+    """What a family reads from the config of its small checkpoint, with changes; `...` removes an entry."""
+    values = {"n_group": 1, "topk_group": 1, **FAMILIES[family], **changes}
+    config = HFConfig({name: value for name, value in values.items() if value is not ...}, Path("config.json"))
+    kind = model_class(f"{family}ForCausalLM", config)
+    return kind.read_config(config, HFConfig({}, Path("generation_config.json")))
 
 
 def make_qwen3_moe_checkpoint(path: Path | str, *, max_shard_size: str = "5GB", **overrides: Any) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -168,6 +168,29 @@ def draft_shape(
 def make_proposer(runner: ModelRunner, network: DraftNetwork, **shape: Any) -> DraftProposer:
     """A proposer around a network, not set as observer; arguments of `draft_shape`."""
     return DraftProposer(runner, network, draft_shape(**shape))
+
+
+def attached(runner: ModelRunner, network: Any, **shape: Any) -> DraftProposer:
+    """A proposer that sees the runner's steps."""
+    proposer = make_proposer(runner, network, **shape)
+    runner.set_observer(proposer)
+    return proposer
+
+
+def drafting(
+    runner: ModelRunner,
+    network: Any,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    *,
+    chunk: int = 1000,
+    params: Mapping[str, Any] | None = None,
+    **shape: Any,
+) -> tuple[DraftProposer, list[Request]]:
+    """The same, and requests whose prompts it has seen."""
+    proposer = attached(runner, network, **shape)
+    requests = admitted(runner, prompts, **(params or {}))
+    prefill(runner, requests, chunk)
+    return proposer, requests
 
 
 def drafted_tokens(

@@ -45,11 +45,16 @@ def close(got: Tensor, expected: Tensor) -> None:
     assert expected.abs().max() > 0.5  # large enough for the tolerance to mean something
 
 
-def prefill_logits(path: Path, prompts: list[list[int]] = PROMPTS, **settings: Any) -> Tensor:
+def prompt_logits(runner: ModelRunner, prompts: list[list[int]] = PROMPTS) -> Tensor:
     """The logits of every token of all prompts, in one step."""
+    requests = admitted(runner, prompts)
+    return all_logits(runner, [ScheduledRequest(request, request.num_tokens) for request in requests]).cpu()
+
+
+def prefill_logits(path: Path, prompts: list[list[int]] = PROMPTS, **settings: Any) -> Tensor:
+    """The same, of a runner for it alone."""
     with ModelRunner(path, num_kv_blocks=64, block_size=4, **settings) as runner:
-        requests = admitted(runner, prompts)
-        return all_logits(runner, [ScheduledRequest(request, request.num_tokens) for request in requests])
+        return prompt_logits(runner, prompts)
 
 
 def expected_logits(reference: Path | PreTrainedModel, prompts: list[list[int]] = PROMPTS) -> Tensor:

@@ -26,11 +26,11 @@ Drafting = Callable[[random.Random, Sequence[int]], Draft]
 """Makes the drafts of a request, given the tokens that would be right, as many as there may be."""
 
 
-def chain(num_drafts: int, right: float) -> Drafting:
+def chain(num_drafts: int, right: float, vocabulary: int = VOCAB) -> Drafting:
     """Chains, each draft right with this probability."""
 
     def draft(rng: random.Random, known: Sequence[int]) -> Draft:
-        tokens = (token if rng.random() < right else rng.randrange(VOCAB) for token in known[:num_drafts])
+        tokens = (token if rng.random() < right else rng.randrange(vocabulary) for token in known[:num_drafts])
         return Draft(tuple(tokens))
 
     return draft

@@ -10,17 +10,25 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import model_checks
 import pytest
 import torch
-from checkpoints import FAMILIES, LATENT_ROPE, load_reference, make_checkpoint, reference_greedy, reference_logits
+from checkpoints import (
+    FAMILIES,
+    LATENT_ROPE,
+    load_reference,
+    make_checkpoint,
+    reference_greedy,
+    reference_logits,
+    with_tensors,
+)
 from model_checks import admitted, all_logits, check_decode, check_overlap, check_prefill, close
 from random_models import random_fields
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tensor_parallel_steps import EAGER, check_logits, hidden_share, play_all
 from torch import Tensor
 
@@ -48,7 +56,7 @@ from ubatch import CommGroup, ConfigError, DeclineReason, Schedule, UBatchConfig
 LONG = pytest.mark.long
 SEEDS = 10
 PARTS = {"Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM"}
-"""Architectures of larger models, of which another one is all that runs; see `test_hybrids_end_to_end`."""
+"""Architectures of larger models, of which another one is all that runs; see `test_hybrids`."""
 PROMPTS = [[5, 17, 99, 3, 42, 42, 8], [1], list(range(20, 61))]
 BF16 = {"max_shard_size": "30KB", "dtype": torch.bfloat16}
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
@@ -70,14 +78,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return made[family]
 
     return of
-
-
-def changed(path: Path, to: Path, tensors: Mapping[str, Tensor]) -> Checkpoint:
-    """A checkpoint with the same config and these tensors."""
-    to.mkdir(exist_ok=True)
-    (to / "config.json").write_text((path / "config.json").read_text())
-    save_file(dict(tensors), to / "model.safetensors")
-    return Checkpoint(to)
 
 
 def test_every_architecture_is_a_family_or_runs_as_one() -> None:
@@ -237,14 +237,13 @@ def test_a_checkpoint_is_read_whole(checkpoint: Callable[[str], Path], family: s
     path = checkpoint(family)
     read_model(Checkpoint(path))
     tensors = load_file(path / "model.safetensors")
-    more = {**tensors, "model.layers.1.strange": torch.zeros(1)}
     with pytest.raises(TensorsUnread, match=f"{family}ForCausalLM") as unread:
-        read_model(changed(path, tmp_path, more))
+        read_model(Checkpoint(with_tensors(path, {"model.layers.1.strange": torch.zeros(1)}, tmp_path)))
     assert unread.value.names == ("model.layers.1.strange",)
     needed = [name for name in tensors if "layers." not in name or "layers.1." in name]
     for name in (each for each in needed if ".experts." not in each or ".experts.7." in each):
         with pytest.raises(TensorMissing) as caught:
-            read_model(changed(path, tmp_path, {each: tensors[each] for each in tensors if each != name}))
+            read_model(Checkpoint(with_tensors(path, {name: None}, tmp_path)))
         assert name in str(caught.value)
 
 

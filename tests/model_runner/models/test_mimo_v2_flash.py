@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, load_reference, make_checkpoint
+from checkpoints import load_reference, make_checkpoint, read_config, with_config, with_tensors
 from model_checks import close, expected_logits, prefill_logits
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -20,26 +21,13 @@ from model_runner import CheckpointError, ModelRunner
 from model_runner.auto.cpu_dtype import _Sizes
 from model_runner.decoder.base import check_tensor_parallel
 from model_runner.drafting.network import load_draft
-from model_runner.models.mimo_v2_flash import MiMoV2FlashForCausalLM
-from model_runner.weights.hf_config import HFConfig
 from ubatch import ConfigError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 FACTORS = {FULL: 0.5, SLIDING: 0.2}
 
 
-def read(**changes: Any) -> Any:
-    """The config of the small checkpoint, with changes; `...` removes an entry."""
-    values = {"n_group": 1, "topk_group": 1, **FAMILIES["MiMoV2Flash"], **changes}
-    config = HFConfig({name: value for name, value in values.items() if value is not ...}, Path("config.json"))
-    return MiMoV2FlashForCausalLM.read_config(config, HFConfig({}, Path("generation_config.json")))
-
-
-def edit(path: Path, changes: dict[str, Any]) -> None:
-    """Change entries of a checkpoint's config; `...` removes one."""
-    file = path / "config.json"
-    values = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps({name: value for name, value in values.items() if value is not ...}))
+read = partial(read_config, "MiMoV2Flash")
 
 
 def as_published(fields: dict[str, Any]) -> dict[str, Any]:
@@ -85,18 +73,16 @@ def test_published_entries_say_the_same(tmp_path: Path, caplog: pytest.LogCaptur
         mlp_layer_types=["sparse", "dense", "sparse"],
     )
     wanted = expected_logits(path)
-    weights = load_file(path / "model.safetensors")
-    weights["model.mtp.layers.0.eh_proj.weight"] = torch.zeros(48, 96)
-    save_file(weights, path / "model.safetensors")
-    edit(path, as_published(json.loads((path / "config.json").read_text())))
+    published = as_published(json.loads((path / "config.json").read_text()))
+    with_tensors(path, {"model.mtp.layers.0.eh_proj.weight": torch.zeros(48, 96)}, **published)
     with caplog.at_level(logging.INFO, logger="model_runner"):
         close(prefill_logits(path), wanted)
     assert "1 (layers for multi-token prediction, which are not served)" in caplog.text
     # A config of transformers that kept the published entries has both.
-    edit(path, {"layer_types": [SLIDING, FULL, SLIDING], "num_nextn_predict_layers": 3})
+    with_config(path, layer_types=[SLIDING, FULL, SLIDING], num_nextn_predict_layers=3)
     with ModelRunner(path, num_kv_blocks=4) as runner, pytest.raises(ConfigError, match="attention of several kinds"):
         load_draft("mtp", None, runner)
-    edit(path, {"layer_types": [SLIDING, FULL, FULL]})
+    with_config(path, layer_types=[SLIDING, FULL, FULL])
     with pytest.raises(CheckpointError, match=r"hybrid_layer_pattern is \[1, 0, 1\].*as layer_types"):
         prefill_logits(path)
 
@@ -115,7 +101,7 @@ def test_either_kind_of_layer_may_have_sinks(in_full: bool, in_sliding: bool, tm
             weights[name] = torch.tensor([0.5, -1.0, 1.5, 0.1])
             attention.sinks = nn.Parameter(weights[name])
     save_file(weights, path / "model.safetensors")
-    edit(path, {"add_full_attention_sink_bias": in_full, "add_swa_attention_sink_bias": in_sliding})
+    with_config(path, add_full_attention_sink_bias=in_full, add_swa_attention_sink_bias=in_sliding)
     close(prefill_logits(path), expected_logits(reference))
 
 
@@ -132,7 +118,7 @@ def test_windows_may_have_any_number_of_key_value_heads(kv_heads: int, tmp_path:
             weights[name] = weights[name][: kv_heads * dim].clone()
             getattr(attention, part).weight = nn.Parameter(weights[name])
     save_file(weights, path / "model.safetensors")
-    edit(path, {"swa_num_key_value_heads": kv_heads})
+    with_config(path, swa_num_key_value_heads=kv_heads)
     close(prefill_logits(path), expected_logits(reference))
 
 
@@ -179,7 +165,7 @@ def test_what_a_config_leaves_out() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layer_types": [FULL, "chunked_attention", FULL]}, "layer_types is .*for each of its 3 layers"),
+        ({"layer_types": [FULL, "attention", FULL]}, "layer_types is .*for each of its 3 layers"),
         ({"layer_types": [FULL] * 2}, "layer_types is .*for each of its 3 layers"),
         ({"hybrid_layer_pattern": [0, 1, 2]}, "hybrid_layer_pattern is .*0 or 1 for each"),
         ({"mlp_layer_types": ["dense", "sparse", "both"]}, "mlp_layer_types is .*dense or sparse"),

@@ -10,8 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import TINY, load_reference, make_checkpoint, reference_greedy, reference_logits
-from model_checks import PROMPTS, admitted, all_logits, check_prefill, close, expected_logits, prefill_logits
+from checkpoints import TINY, load_reference, make_checkpoint, reference_greedy, reference_logits, with_tensors
+from model_checks import (
+    PROMPTS,
+    admitted,
+    all_logits,
+    check_prefill,
+    close,
+    expected_logits,
+    prefill_logits,
+    prompt_logits,
+)
 from repository import TINY_MOE
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -35,8 +44,7 @@ def test_a_model_in_bf16_stays_near_its_reference(tmp_path: Path) -> None:
         assert (mlp.gate_dtype, mlp.correction_bias.dtype) == (torch.float32, torch.float32)
         assert mlp.kernel.experts.dtype == torch.bfloat16
         assert runner.kv_cache.spec.dtype == torch.bfloat16
-        requests = admitted(runner, PROMPTS)
-        got = all_logits(runner, [ScheduledRequest(request, request.num_tokens) for request in requests])
+        got = prompt_logits(runner)
     wanted = expected_logits(path)
     error = (got.float() - wanted).abs()
     assert error.median() < 0.02 * wanted.abs().max()  # a token that bf16 sends to another expert may be far off
@@ -112,10 +120,8 @@ def test_checkpoints_have_the_published_names(tmp_path: Path, family: str, name:
 def test_tied_embeddings_and_an_output_layer_in_the_checkpoint(own: bool, tmp_path: Path) -> None:
     """transformers ties them only if they are equal; fine-tuned checkpoints may have both, and say they are tied."""
     path = make_checkpoint(tmp_path, "Qwen2", tie_word_embeddings=True)
-    tensors = load_file(path / "model.safetensors")
-    embedding = tensors["model.embed_tokens.weight"]
-    tensors["lm_head.weight"] = torch.randn_like(embedding) if own else embedding.clone()
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    embedding = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    with_tensors(path, {"lm_head.weight": torch.randn_like(embedding) if own else embedding.clone()})
     check_prefill(path)
     with ModelRunner(path, num_kv_blocks=1) as runner:
         assert isinstance(runner.model, DecoderLM)
