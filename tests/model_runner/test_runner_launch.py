@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_qwen3_moe_checkpoint
+from checkpoints import checkpoint_fixture, make_qwen3_moe_checkpoint
 from dense_checkpoint import make_small
 from launched_ahead import Ahead
 
@@ -44,9 +44,7 @@ HISTORIES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_qwen3_moe_checkpoint(tmp_path_factory.mktemp("launch"), num_hidden_layers=2)
+checkpoint = checkpoint_fixture(num_hidden_layers=2)
 
 
 def make_runner(checkpoint: Path, *, lanes: bool = False) -> ModelRunner:

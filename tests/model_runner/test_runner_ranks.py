@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_qwen3_moe_checkpoint
+from checkpoints import checkpoint_fixture, make_qwen3_moe_checkpoint
 from torch import Tensor
 
 from model_runner import (
@@ -43,9 +43,7 @@ def params_of(rank: int) -> list[SamplingParams]:
     return [SamplingParams(max_tokens=NUM_TOKENS if rank == 0 else 3)] * count
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_qwen3_moe_checkpoint(tmp_path_factory.mktemp("ranks"), num_hidden_layers=2, mlp_only_layers=[])
+checkpoint = checkpoint_fixture(num_hidden_layers=2, mlp_only_layers=[])
 
 
 def fail_and_recover(rank: int, world_size: int, path: str, uneven: str) -> list[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -209,6 +210,16 @@ def read_config(family: str, **changes: Any) -> Any:
 def make_qwen3_moe_checkpoint(path: Path | str, *, max_shard_size: str = "5GB", **overrides: Any) -> Path:
     """A random Qwen3-MoE checkpoint at `path`; see `make_checkpoint`."""
     return make_checkpoint(path, "Qwen3Moe", max_shard_size=max_shard_size, **overrides)
+
+
+def checkpoint_fixture(make: Callable[..., Path] = make_qwen3_moe_checkpoint, *args: Any, **fields: Any) -> Any:
+    """A module's fixture: what `make` writes into a folder of its own."""
+
+    @pytest.fixture(scope="module")
+    def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return make(tmp_path_factory.mktemp("checkpoint"), *args, **fields)
+
+    return checkpoint
 
 
 def load_reference(path: Path | str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

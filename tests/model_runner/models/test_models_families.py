@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import TINY, load_reference, make_checkpoint, reference_greedy, reference_logits, with_tensors
+from checkpoints import (
+    TINY,
+    checkpoint_fixture,
+    load_reference,
+    make_checkpoint,
+    reference_greedy,
+    reference_logits,
+    with_tensors,
+)
 from model_checks import (
     PROMPTS,
     admitted,
@@ -131,9 +139,7 @@ def test_tied_embeddings_and_an_output_layer_in_the_checkpoint(own: bool, tmp_pa
 # -- Qwen3-MoE ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("qwen3_moe"), "Qwen3Moe")
+checkpoint = checkpoint_fixture(make_checkpoint, "Qwen3Moe")
 
 
 def test_chunks_and_mixed_steps_change_nothing(checkpoint: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from checkpoints import make_qwen3_moe_checkpoint
+from checkpoints import checkpoint_fixture
 from sampling_definition import by_definition
 from torch import Tensor
 
@@ -127,9 +127,7 @@ def test_draws_depend_on_seed_and_index_only() -> None:
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [58, 97, 93, 23, 84], [62, 64, 33] * 7]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_qwen3_moe_checkpoint(tmp_path_factory.mktemp("sampling"), num_hidden_layers=2)
+checkpoint = checkpoint_fixture(num_hidden_layers=2)
 
 
 def logits_after(runner: ModelRunner, tokens: list[int]) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, make_qwen3_moe_checkpoint, with_config, with_tensors
+from checkpoints import checkpoint_fixture, make_checkpoint, make_qwen3_moe_checkpoint, with_config, with_tensors
 from draft_cases import (
     TOLERANCE,
     Recording,
@@ -180,9 +180,7 @@ def test_training_starts(tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").stat().st_size < 4_000_000
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_qwen3_moe_checkpoint(tmp_path_factory.mktemp("target"))
+target = checkpoint_fixture()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import runner_graph_cases as graphs
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import checkpoint_fixture, make_checkpoint
 from dense_checkpoint import make_small
 from speculating import NEW, PARAMS, PROMPTS, VOCAB, chain, check, p_value, prefill, speculate, tree, verify
 from step_cases import StepStreamsFake, recording
@@ -67,9 +67,7 @@ class Recorder:
         self.modes.append(batch.mode)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("steps"), "Qwen3Moe", num_hidden_layers=2)
+checkpoint = checkpoint_fixture(make_checkpoint, "Qwen3Moe", num_hidden_layers=2)
 
 
 def make_runner(checkpoint: Path, **options: Any) -> ModelRunner:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_qwen3_moe_checkpoint, with_config, with_tensors
+from checkpoints import checkpoint_fixture, make_qwen3_moe_checkpoint, with_config, with_tensors
 from safetensors.torch import load_file
 
 from model_runner import (
@@ -27,10 +27,7 @@ from model_runner import (
 )
 from ubatch import ConfigError, UBatchError
 
-
-@pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_qwen3_moe_checkpoint(tmp_path_factory.mktemp("single"))
+single = checkpoint_fixture()
 
 
 @pytest.fixture(scope="module")
