@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from dense_checkpoint import DenseQwen3
-from draft_cases import Recording, admitted, attached, drafting, make_head, prefill, step, verify
+from draft_cases import Recording, attached, drafting, make_head
 from fake_graphs import FakeGraphs
+from request_steps import admitted, prefill, step, verify
 from runner_graph_cases import SIZES, TINY, make_checkpoint, make_runner
 
 from attention import MODES

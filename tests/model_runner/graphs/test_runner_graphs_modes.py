@@ -13,8 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from launched_ahead import Ahead
+from request_steps import verify
 from runner_graph_cases import EXPERTS, TINY, Job, make_captured, make_checkpoint, make_load, make_runner, serve, start
-from speculating import chain, verify
+from speculating import chain
 
 from attention import CommonAttentionMetadata
 from model_runner import Draft, ModelRunner, SamplingParams, ScheduledRequest, Step, build_input_batch

@@ -9,17 +9,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import checkpoint_fixture, make_checkpoint, make_qwen3_moe_checkpoint, with_config, with_tensors
-from draft_cases import (
-    TOLERANCE,
-    Recording,
-    Reference,
-    admitted,
-    drafted_tokens,
-    drafting,
-    make_head,
-    prefill,
-    step,
-)
+from draft_cases import PROMPTS, TOLERANCE, Recording, Reference, drafted_tokens, drafting, make_head
+from request_steps import admitted, prefill, step
 from run_examples import run_example
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -130,7 +121,7 @@ def test_the_layer_for_multi_token_prediction(family: str, tmp_path: Path) -> No
             drafted_tokens(runner, proposer, requests, max(r.num_output_tokens for r in requests) + 1, 3)
         with_drafts = [request.output_token_ids for request in requests]
     with ModelRunner(path, num_kv_blocks=128, block_size=4) as plain:
-        requests = admitted(plain)
+        requests = admitted(plain, PROMPTS)
         prefill(plain, requests)
         for _ in range(max(map(len, with_drafts)) - 1):
             step(plain, [ScheduledRequest(request, 1) for request in requests])

@@ -18,7 +18,6 @@ from draft_cases import (
     TOLERANCE,
     Recording,
     Reference,
-    admitted,
     attached,
     draft_shape,
     drafted_tokens,
@@ -27,11 +26,9 @@ from draft_cases import (
     make_head,
     make_proposer,
     plain_tokens,
-    prefill,
-    step,
     trainer,
-    verify,
 )
+from request_steps import admitted, counts, prefill, step, verify
 from transformers import AutoTokenizer
 
 from attention import CommonAttentionMetadata, UBatchAttention
@@ -102,7 +99,7 @@ def test_after_any_number_of_accepted_drafts_and_plain_steps(made: SimpleNamespa
             wrong = (index + turn) % 4  # the first draft that is: 3 for none
             drafts.append(Draft(tuple(t if p < wrong else (t + 1) % 131 for p, t in enumerate(follows))))
             expected.append(wrong + 1)
-        assert verify(runner, requests, drafts) == expected
+        assert counts(verify(runner, requests, drafts)) == expected
         check_chain(proposer, network, made.reference, requests)
         step(runner, [ScheduledRequest(request, 1) for request in requests])
         check_chain(proposer, network, made.reference, requests, count=2)
@@ -166,7 +163,7 @@ def test_a_model_runs_what_was_accepted_even_if_plain_steps_come_first(
 ) -> None:
     proposer, requests = drafting(runner, load_draft("draft_model", made.target, runner), num_steps=3)
     for _ in range(3):
-        assert verify(runner, requests, proposer.propose(requests, [3] * 3)) == [4] * 3
+        assert counts(verify(runner, requests, proposer.propose(requests, [3] * 3))) == [4] * 3
         step(runner, [ScheduledRequest(request, 1) for request in requests])
 
 
@@ -209,7 +206,7 @@ def test_trees_need_a_back_end_with_masks(
 def test_drawn_drafts_say_what_they_were_drawn_from(made: SimpleNamespace, runner: ModelRunner) -> None:
     network = Recording(load_draft("eagle", made.head, runner))
     proposer = attached(runner, network, num_steps=3, sampled=True)
-    requests = admitted(runner, temperature=0.8, seed=11)
+    requests = admitted(runner, PROMPTS, temperature=0.8, seed=11)
     requests[1].params = SamplingParams()
     prefill(runner, requests)
     drafts = proposer.propose(requests, [3, 3, 2])
@@ -237,7 +234,7 @@ def test_drawn_drafts_follow_the_distribution() -> None:
 def test_a_request_that_ended_meanwhile_is_not_kept(made: SimpleNamespace, runner: ModelRunner) -> None:
     network = Recording(load_draft("eagle", made.head, runner))
     proposer = attached(runner, network, num_steps=3)
-    requests = admitted(runner)
+    requests = admitted(runner, PROMPTS)
     launched = runner.launch([ScheduledRequest(request, request.num_tokens) for request in requests])
     launched.sample()
     runner.release(requests[1])

@@ -14,18 +14,16 @@ from draft_cases import (
     TOLERANCE,
     Recording,
     Reference,
-    admitted,
     drafted_tokens,
     drafting,
     head_estimates,
     make_head,
     make_proposer,
     plain_tokens,
-    prefill,
-    verify,
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from request_steps import admitted, prefill, verify
 from torch import Tensor
 from transformers import AutoTokenizer
 
