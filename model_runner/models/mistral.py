@@ -22,6 +22,5 @@ class MistralForCausalLM(DecoderLM):
         kinds = config.words("layer_types")
         if kinds is not None and len(set(kinds)) > 1:
             raise config.wrong("layer_types", kinds, "the same attention in all layers (others are Ministral's)")
-        given = "sliding_window" in config.values
-        window = config.optional_integer("sliding_window") if given else _SLIDING_WINDOW
+        window = config.optional_integer("sliding_window", _SLIDING_WINDOW)
         return read_decoder(config, generation, read_grouped_query(config, sliding_window=window))

@@ -29,7 +29,7 @@ def read_sliding_window(config: HFConfig) -> int | None:
     """The sliding window in tokens; None unless `use_sliding_window` is set."""
     if not config.flag("use_sliding_window", False):
         return None
-    return config.optional_integer("sliding_window") if "sliding_window" in config.values else _SLIDING_WINDOW
+    return config.optional_integer("sliding_window", _SLIDING_WINDOW)
 
 
 def read_windows(config: HFConfig) -> list[int | None]:

@@ -1,5 +1,5 @@
 """Model classes by a checkpoint's architecture name. A new family is a file in this folder and a
-line here; `docs/adding-a-model.md` has the tests and lists that it also needs."""
+line here, by which it is tested; `docs/adding-a-model.md` has the lists that it also needs."""
 
 from __future__ import annotations
 

@@ -67,9 +67,10 @@ class HFConfig:
             raise self.wrong(name, value, f"{kind}, from {least:g} to {most:g}")
         return float(value)
 
-    def optional_integer(self, name: str) -> int | None:
-        """As `integer`, or None where the entry is null or absent."""
-        return None if self.values.get(name) is None else self.integer(name)
+    def optional_integer(self, name: str, default: int | None = None) -> int | None:
+        """As `integer`; None where the entry is null, and the default where it is absent."""
+        value = self.values.get(name, default)
+        return None if value is None else self.integer(name, default=value)
 
     def flag(self, name: str, default: bool) -> bool:
         """A boolean; errors as `integer`."""

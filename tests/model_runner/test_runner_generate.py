@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import load_reference, make_qwen3_moe_checkpoint, reference_greedy
+from checkpoints import checkpoint_fixture, load_reference, reference_greedy
 
 from attention import KVCacheExhausted
 from model_runner import FinishReason, ModelRunner, Request, RequestError, SamplingParams, ScheduledRequest, generate
@@ -18,9 +18,7 @@ pytestmark = pytest.mark.long
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [58, 97, 93, 23, 84], [62, 64, 33] * 7, [100] * 4]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_qwen3_moe_checkpoint(tmp_path_factory.mktemp("generate"), num_hidden_layers=2)
+checkpoint = checkpoint_fixture(num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, make_qwen3_moe_checkpoint
+from checkpoints import make_checkpoint, make_qwen3_moe_checkpoint, with_tensors
 from model_checks import PROMPTS, admitted, all_logits
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attention import PagedKVCache
@@ -24,12 +22,14 @@ SCALES = {0: (0.0123, 0.0456), 2: (1e-3, 3e-8)}
 def scaled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint whose first and last layer bring scales, of the shapes that quantisers write."""
     path = make_qwen3_moe_checkpoint(tmp_path_factory.mktemp("scaled"))
-    tensors = load_file(path / "model.safetensors")
-    for layer, scales in SCALES.items():
-        for part, scale, shape in zip("kv", scales, ((), (1,)), strict=True):
-            tensors[f"model.layers.{layer}.self_attn.{part}_scale"] = torch.full(shape, scale)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path
+    return with_tensors(
+        path,
+        {
+            f"model.layers.{layer}.self_attn.{part}_scale": torch.full(shape, scale)
+            for layer, scales in SCALES.items()
+            for part, scale, shape in zip("kv", scales, ((), (1,)), strict=True)
+        },
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -85,10 +85,7 @@ def test_an_unknown_kv_cache_dtype_is_refused(scaled: Path) -> None:
     ],
 )
 def test_scales_that_would_be_ignored_are_refused(scaled: Path, tmp_path: Path, extra: str, message: str) -> None:
-    shutil.copytree(scaled, tmp_path, dirs_exist_ok=True)
-    tensors = load_file(scaled / "model.safetensors")
-    tensors[extra] = torch.tensor(0.5)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with_tensors(scaled, {extra: torch.tensor(0.5)}, tmp_path)
     with pytest.raises(CheckpointError, match=message):
         ModelRunner(tmp_path, num_kv_blocks=4, kv_cache_dtype="fp8")
     ModelRunner(tmp_path, num_kv_blocks=4).close()

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_qwen3_moe_checkpoint
+from checkpoints import checkpoint_fixture, make_qwen3_moe_checkpoint
 from dense_checkpoint import make_small
+from launched_ahead import Ahead
 
 from attention import KVCacheSpec
 from model_runner import (
     PENDING_TOKEN,
     FutureMap,
     ModelRunner,
-    PendingStep,
     Request,
     RequestError,
     SamplingParams,
@@ -44,9 +44,7 @@ HISTORIES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_qwen3_moe_checkpoint(tmp_path_factory.mktemp("launch"), num_hidden_layers=2)
+checkpoint = checkpoint_fixture(num_hidden_layers=2)
 
 
 def make_runner(checkpoint: Path, *, lanes: bool = False) -> ModelRunner:
@@ -67,40 +65,15 @@ def launch_ahead(
 
     With `late` a step is sampled after the one before is read, as for requests that need their history.
     """
-    requests = [
-        Request(index, prompt, param) for index, (prompt, param) in enumerate(zip(PROMPTS, params, strict=True))
-    ]
-    for request in requests:
-        runner.admit(request, request.num_tokens + NEW)
-    scored = [0] * len(requests)
-    before: PendingStep | None = None
-
-    def read(step: PendingStep) -> None:
-        output = step.result()
-        for index, (request, tokens, logprobs) in enumerate(zip(requests, output.tokens, output.logprobs, strict=True)):
-            (token,) = tokens
-            request.token_ids[request.token_ids.index(PENDING_TOKEN)] = token
+    ahead = Ahead.admit(runner, PROMPTS, params, late=late)
+    tokens = ahead.run(NEW)
+    runner.allocator.check(idle=True)
+    scored = [0] * len(PROMPTS)
+    for output in ahead.outputs:
+        for index, ((token,), logprobs) in enumerate(zip(output.tokens, output.logprobs, strict=True)):
             scored[index] += len(logprobs)
             assert all(entry.token == token for entry in logprobs)
-
-    for _ in range(NEW):
-        shares = [ScheduledRequest(request, request.num_uncomputed_tokens) for request in requests]
-        step = runner.launch(shares)
-        for share in shares:
-            share.request.advance(share.num_tokens, PENDING_TOKEN)
-        if not late:
-            step.sample()
-        if before is not None:
-            read(before)
-        if late:
-            step.sample()
-        before = step
-    assert before is not None
-    read(before)
-    for request in requests:
-        runner.release(request)
-    runner.allocator.check(idle=True)
-    return [request.output_token_ids for request in requests], scored
+    return tokens, scored
 
 
 def expected_tokens(runner: ModelRunner, params: Sequence[SamplingParams]) -> list[list[int]]:

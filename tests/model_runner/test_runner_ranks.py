@@ -1,4 +1,4 @@
-"""DP 2 + EP 2 on two gloo ranks: same tokens and logits as transformers, overlapped and not; idle ranks; failures."""
+"""DP 2 + EP 2 on two gloo ranks: idle ranks, failures and lazy loading. Tokens and logits: `test_conformance`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from checkpoints import load_reference, make_qwen3_moe_checkpoint, reference_greedy
+from checkpoints import checkpoint_fixture, make_qwen3_moe_checkpoint
 from torch import Tensor
 
 from model_runner import (
@@ -21,23 +20,14 @@ from model_runner import (
     ScheduledRequest,
     generate,
 )
-from moe import EmulatedLink
 from ranks import run_ranks
-from ubatch import CommGroup, ConfigError, DeclineReason, PeerFailed, UBatchConfig
+from ubatch import CommGroup, ConfigError, PeerFailed, UBatchConfig
 
 pytestmark = pytest.mark.ranks
 
 NUM_TOKENS = 8
 EAGER = {"dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
 """Overlap whatever can be split."""
-ARMS: dict[str, dict[str, Any]] = {
-    "off": {"dbo": UBatchConfig(enable_dbo=False)},
-    "two lanes": {"dbo": UBatchConfig(**EAGER)},
-    "gathered": {"dbo": UBatchConfig(**EAGER), "all2all_backend": "allgather_reducescatter"},
-    "five stages": {"dbo": UBatchConfig(**EAGER, schedule="two_batch_decode")},
-    "never cut": {"dbo": UBatchConfig(**EAGER, tbo_token_distribution_threshold=0)},
-    "link": {"dbo": UBatchConfig(**EAGER), "link": EmulatedLink(1e-4, 1e9)},
-}
 
 
 def prompts_of(rank: int) -> list[list[int]]:
@@ -53,61 +43,7 @@ def params_of(rank: int) -> list[SamplingParams]:
     return [SamplingParams(max_tokens=NUM_TOKENS if rank == 0 else 3)] * count
 
 
-def generate_in_all_arms(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    group = CommGroup.from_process_group(timeout_s=20)
-    results: dict[str, Any] = {}
-    for name, arm in ARMS.items():
-        with ModelRunner(path, group=group, num_kv_blocks=64, block_size=4, **arm) as runner:
-            logits: list[Tensor] = []
-            compute = runner.model.compute_logits
-
-            def record(
-                hidden: Tensor, compute: Any = compute, logits: list[Tensor] = logits
-            ) -> Tensor:  # bound now: the loop goes on
-                logits.append(compute(hidden))
-                return logits[-1]
-
-            runner.model.compute_logits = record  # type: ignore[method-assign]
-            outputs = generate(runner, prompts_of(rank), params_of(rank))
-            runner.allocator.check(idle=True)
-            statistics = runner.statistics()
-            results[name] = {
-                "tokens": [output.token_ids for output in outputs],
-                "logits": [step.numpy() for step in logits if len(step)],
-                "engaged": statistics.engaged,
-                "calls": statistics.calls,
-                "declined": dict(statistics.declined),
-                "held": [tuple(layer.mlp.kernel.experts.expert_range) for layer in runner.model.layers],
-            }
-    return results
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_qwen3_moe_checkpoint(tmp_path_factory.mktemp("ranks"), num_hidden_layers=2, mlp_only_layers=[])
-
-
-@pytest.mark.slow
-def test_overlapped_and_not_equal_transformers(checkpoint: Path) -> None:
-    reference = load_reference(checkpoint)
-    ranks = run_ranks(generate_in_all_arms, 2, str(checkpoint))
-    for rank, results in enumerate(ranks):
-        length = params_of(rank)[0].max_tokens
-        expected = [reference_greedy(reference, prompt, length) for prompt in prompts_of(rank)]
-        for name, arm in results.items():
-            assert [list(tokens) for tokens in arm["tokens"]] == [tokens for tokens, _ in expected], (name, rank)
-            assert len(arm["logits"]) == length, (name, rank)
-            for step, logits in enumerate(arm["logits"]):
-                wanted = torch.stack([steps[step] for _, steps in expected])
-                assert (torch.from_numpy(logits) - wanted).abs().max() < 1e-4, (name, rank, step)
-        assert results["off"]["held"] == [tuple(range(4 * rank, 4 * rank + 4))] * 2
-
-    for name in ARMS:
-        steps = NUM_TOKENS  # one prefill and seven decodes, of which rank 1 idles through the last five
-        assert [results[name]["calls"] for results in ranks] == [steps, steps], name
-        engaged = 0 if name == "off" else steps
-        assert [results[name]["engaged"] for results in ranks] == [engaged, engaged], name
-    assert ranks[0]["off"]["declined"] == {DeclineReason.DISABLED: NUM_TOKENS}
+checkpoint = checkpoint_fixture(num_hidden_layers=2, mlp_only_layers=[])
 
 
 def fail_and_recover(rank: int, world_size: int, path: str, uneven: str) -> list[str]:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from model_runner import known_architectures, model_class
+from model_runner.weights.hf_config import HFConfig
 
 if TYPE_CHECKING:  # else imported where it is used: ranks that only run checkpoints start seconds earlier
     from transformers import PreTrainedModel
@@ -29,152 +36,107 @@ GROUPED: Mapping[str, Any] = {
     "head_dim": 16,  # not hidden / heads
     "rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0},
 }
-LATENT: Mapping[str, Any] = {
-    "num_key_value_heads": 4,
+TINY: Mapping[str, Any] = {
+    **COMMON,
+    **GROUPED,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "shared_intermediate_size": 20,
+    "shared_expert_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.7,
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.4,  # not head_dim ** -0.5
+    "logits_scaling": 1.5,
     "q_lora_rank": 20,
     "kv_lora_rank": 24,
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "n_group": 4,
-    "topk_group": 2,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "routed_scaling_factor": 1.7,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 10_000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "mscale": 0.707,
-        "mscale_all_dim": 1.2,
-    },
-}
-HYBRID: Mapping[str, Any] = {
-    **{name: value for name, value in COMMON.items() if name != "intermediate_size"},
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0, "partial_rotary_factor": 0.25},
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 20,
 }
-GRANITE: Mapping[str, Any] = {
-    "embedding_multiplier": 6.0,
-    "residual_multiplier": 0.22,
-    "attention_multiplier": 0.4,  # not head_dim ** -0.5
-    "logits_scaling": 1.5,
+"""Entries of configs, far from their defaults. A family gets those that its class in transformers has a field for."""
+_SCALED = {**GROUPED["rope_parameters"], "factor": 4.0, "original_max_position_embeddings": 64}
+LATENT_ROPE = {**_SCALED, "rope_type": "yarn", "rope_theta": 10_000.0, "mscale": 0.707, "mscale_all_dim": 1.2}
+_LATENT = {"rope_parameters": LATENT_ROPE, "num_key_value_heads": 4, "head_dim": 8, "n_group": 4, "topk_group": 2}
+_HYBRID = {
+    "rope_parameters": {**GROUPED["rope_parameters"], "partial_rotary_factor": 0.25},
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
-ZERO_CENTRED = ("Qwen3Next", "Qwen3_5Moe")
-"""Families whose norms multiply by 1 + weight, except those of linear attention."""
-FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "Llama": {
-        **COMMON,
-        **GROUPED,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 50_000.0,
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-    },
-    "Qwen2": {**COMMON, **GROUPED},
-    "Qwen3": {**COMMON, **GROUPED},
-    "Mistral": {**COMMON, **GROUPED, "sliding_window": None},
-    "Mixtral": {**COMMON, **GROUPED, "num_local_experts": 8, "num_experts_per_tok": 3},
-    "Qwen2Moe": {
-        **COMMON,
-        **GROUPED,
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 36,
-        "mlp_only_layers": [1],
-    },
-    "Qwen3Moe": {
-        **COMMON,
-        **GROUPED,
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24,
-        "mlp_only_layers": [1],  # two sparse layers around a dense one
-        "norm_topk_prob": True,
-    },
-    "Olmoe": {**COMMON, **GROUPED, "head_dim": 12, "num_experts": 8, "num_experts_per_tok": 3},
+_OWN: Mapping[str, Mapping[str, Any]] = {
+    "Llama": {"rope_parameters": {**_SCALED, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+    "Mistral": {"sliding_window": None},
+    "Qwen2Moe": {"shared_expert_intermediate_size": 36, "mlp_only_layers": [1]},
+    "Qwen3Moe": {"mlp_only_layers": [1], "norm_topk_prob": True},  # two sparse layers around a dense one
+    "Olmoe": {"head_dim": 12},
     "GptOss": {
-        **COMMON,
-        **GROUPED,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 50_000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "truncate": False,
-        },
-        "num_local_experts": 8,
-        "num_experts_per_tok": 3,
+        "rope_parameters": {**_SCALED, "rope_type": "yarn", "truncate": False},
         "sliding_window": 5,
         "swiglu_limit": 0.7,  # small, so that it clamps
     },
     "Glm4Moe": {
-        **COMMON,
-        **GROUPED,
         "rope_parameters": {**GROUPED["rope_parameters"], "partial_rotary_factor": 0.5},
         "attention_bias": True,
         "use_qk_norm": True,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "n_shared_experts": 2,
-        "n_group": 2,
-        "topk_group": 1,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24,
-        "routed_scaling_factor": 1.7,
-    },
-    "Granite": {**COMMON, **GROUPED, **GRANITE},
-    "GraniteMoe": {**COMMON, **GROUPED, **GRANITE, "num_local_experts": 8, "num_experts_per_tok": 3},
-    "GraniteMoeShared": {
-        **COMMON,
-        **GROUPED,
-        **GRANITE,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 3,
-        "shared_intermediate_size": 20,
     },
     "MiMoV2Flash": {
-        **COMMON,
-        **GROUPED,
-        "v_head_dim": 10,
         "sliding_window": 5,
         "attention_value_scale": 0.6,
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 50_000.0, "partial_rotary_factor": 0.5},
             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
         },
-        "n_routed_experts": 8,
-        "n_group": 2,
-        "topk_group": 1,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24,
-        "routed_scaling_factor": 1.7,
     },
-    "DeepseekV2": {**COMMON, **LATENT, "topk_method": "group_limited_greedy"},
-    "DeepseekV3": {**COMMON, **LATENT},
-    "Qwen3Next": {**HYBRID, "intermediate_size": 40},
-    "Qwen3_5Moe": HYBRID,
+    "DeepseekV2": {**_LATENT, "topk_method": "group_limited_greedy"},
+    "DeepseekV3": _LATENT,
+    "Qwen3Next": _HYBRID,
+    "Qwen3_5Moe": _HYBRID,
 }
-"""Family (`{family}Config` and `{family}ForCausalLM` of transformers) -> the fields of its config."""
+"""What else belongs into a family's config, so that all that it has is computed."""
+_EXTRA = frozenset({"head_dim"})
+"""Entries that configs may have without a field for them."""
+ZERO_CENTRED = ("Qwen3Next", "Qwen3_5Moe")
+"""Families whose norms multiply by 1 + weight, except those of linear attention."""
+
+
+def config_class(family: str) -> Any:
+    """The class of a family's config in transformers."""
+    import transformers
+
+    return getattr(transformers, f"{family}ForCausalLM").config_class
+
+
+def known_fields(family: str, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the entries that the family's config has."""
+    known = _EXTRA | {field.name for field in dataclasses.fields(config_class(family))}
+    return {name: value for name, value in entries.items() if name in known}
+
+
+class _Families(Mapping[str, Mapping[str, Any]]):
+    """Every registered family (`{family}ForCausalLM`) and the fields of a small config of it, which its class gives."""
+
+    def __getitem__(self, family: str) -> Mapping[str, Any]:
+        return known_fields(family, TINY) | dict(_OWN.get(family, {}))
+
+    def __iter__(self) -> Iterator[str]:
+        suffix = "ForCausalLM"
+        return (name.removesuffix(suffix) for name in known_architectures() if name.endswith(suffix))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+FAMILIES = _Families()
 
 
 def make_checkpoint(path: Path | str, family: str, *, max_shard_size: str = "5GB", **overrides: Any) -> Path:
@@ -182,7 +144,7 @@ def make_checkpoint(path: Path | str, family: str, *, max_shard_size: str = "5GB
 
     Args:
         path: the folder.
-        family: one of `FAMILIES`, or any other of transformers if `overrides` say enough.
+        family: one of `FAMILIES`, or any other of transformers.
         max_shard_size: of its files.
         overrides: fields of the config; and `seed` and `dtype`.
     """
@@ -192,8 +154,7 @@ def make_checkpoint(path: Path | str, family: str, *, max_shard_size: str = "5GB
     logging.disable_progress_bar()
     torch.manual_seed(overrides.pop("seed", 0))
     dtype = overrides.pop("dtype", torch.float32)
-    kind = f"{family}TextConfig" if family == "Qwen3_5Moe" else f"{family}Config"
-    config = getattr(transformers, kind)(**{**FAMILIES.get(family, {}), **overrides})
+    config = config_class(family)(**{**FAMILIES[family], **overrides})
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -210,9 +171,55 @@ def make_checkpoint(path: Path | str, family: str, *, max_shard_size: str = "5GB
     return Path(path)
 
 
+def with_tensors(
+    path: Path, more: Mapping[str, Tensor | None] | None = None, to: Path | None = None, **config: Any
+) -> Path:
+    """Write a checkpoint of one file again, here or in another folder.
+
+    Args:
+        path: the checkpoint.
+        more: tensors that it has then; None is one that it has not.
+        to: the folder; the same by default.
+        config: changes of its config; `...` removes an entry.
+    """
+    to = path if to is None else to
+    to.mkdir(exist_ok=True)
+    (to / "config.json").write_text((path / "config.json").read_text())
+    tensors = {**load_file(path / "model.safetensors"), **(more or {})}
+    kept = {name: each for name, each in tensors.items() if each is not None}
+    save_file(kept, to / "model.safetensors", metadata={"format": "pt"})
+    return with_config(to, **config)
+
+
+def with_config(path: Path, **changes: Any) -> Path:
+    """Change entries of a checkpoint's config; `...` removes one."""
+    file = path / "config.json"
+    values = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({name: value for name, value in values.items() if value is not ...}))
+    return path
+
+
+def read_config(family: str, **changes: Any) -> Any:
+    """What a family reads from the config of its small checkpoint, with changes; `...` removes an entry."""
+    values = {"n_group": 1, "topk_group": 1, **FAMILIES[family], **changes}
+    config = HFConfig({name: value for name, value in values.items() if value is not ...}, Path("config.json"))
+    kind = model_class(f"{family}ForCausalLM", config)
+    return kind.read_config(config, HFConfig({}, Path("generation_config.json")))
+
+
 def make_qwen3_moe_checkpoint(path: Path | str, *, max_shard_size: str = "5GB", **overrides: Any) -> Path:
     """A random Qwen3-MoE checkpoint at `path`; see `make_checkpoint`."""
     return make_checkpoint(path, "Qwen3Moe", max_shard_size=max_shard_size, **overrides)
+
+
+def checkpoint_fixture(make: Callable[..., Path] = make_qwen3_moe_checkpoint, *args: Any, **fields: Any) -> Any:
+    """A module's fixture: what `make` writes into a folder of its own."""
+
+    @pytest.fixture(scope="module")
+    def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return make(tmp_path_factory.mktemp("checkpoint"), *args, **fields)
+
+    return checkpoint
 
 
 def load_reference(path: Path | str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from checkpoints import load_reference
 from repository import ROOT
+from request_steps import admitted, counts, prefill, step, verify
 from torch import Tensor
 from torch.nn import functional as F
 
-from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
+from model_runner import ModelRunner, Request, ScheduledRequest
 from model_runner.drafting import DraftNetwork, DraftProposer, DraftShape
-from model_runner.speculation import Draft
 
 EXAMPLES = ROOT / "examples"
 TINY_MOE = EXAMPLES / "models" / "tiny-moe"
@@ -125,39 +125,6 @@ class Recording:
         return logits
 
 
-def admitted(
-    runner: ModelRunner, prompts: Sequence[Sequence[int]] = PROMPTS, room: int = 64, **params: Any
-) -> list[Request]:
-    """Requests with rows and blocks for `room` more tokens each."""
-    requests = [Request(index, list(prompt), SamplingParams(**params)) for index, prompt in enumerate(prompts)]
-    for request in requests:
-        runner.admit(request, request.num_tokens + room)
-    return requests
-
-
-def step(runner: ModelRunner, shares: Sequence[ScheduledRequest]) -> list[int]:
-    """Run a step and take its tokens over; returns how many tokens each share got."""
-    output = runner.execute(shares)
-    for share, new in zip(shares, output.tokens, strict=True):
-        share.request.num_computed_tokens += len(new) if share.drafts else share.num_tokens
-        share.request.token_ids += new
-    return [len(new) for new in output.tokens]
-
-
-def prefill(runner: ModelRunner, requests: Sequence[Request], chunk: int = 1000) -> None:
-    """All prompts to their ends, at most `chunk` tokens of each per step."""
-    while waiting := [request for request in requests if request.num_computed_tokens < request.num_prompt_tokens]:
-        lens = [min(chunk, request.num_uncomputed_tokens) for request in waiting]
-        step(runner, [ScheduledRequest(request, length) for request, length in zip(waiting, lens, strict=True)])
-
-
-def verify(runner: ModelRunner, requests: Sequence[Request], drafts: Sequence[Draft]) -> list[int]:
-    """One verify step."""
-    pairs = zip(requests, drafts, strict=True)
-    shares = [ScheduledRequest(request, 1, draft.tokens, draft.parents, draft.probs) for request, draft in pairs]
-    return step(runner, shares)
-
-
 def draft_shape(
     num_steps: int, topk: int = 1, num_draft_tokens: int | None = None, *, sampled: bool = False
 ) -> DraftShape:
@@ -170,13 +137,36 @@ def make_proposer(runner: ModelRunner, network: DraftNetwork, **shape: Any) -> D
     return DraftProposer(runner, network, draft_shape(**shape))
 
 
+def attached(runner: ModelRunner, network: Any, **shape: Any) -> DraftProposer:
+    """A proposer that sees the runner's steps."""
+    proposer = make_proposer(runner, network, **shape)
+    runner.set_observer(proposer)
+    return proposer
+
+
+def drafting(
+    runner: ModelRunner,
+    network: Any,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    *,
+    chunk: int = 1000,
+    params: Mapping[str, Any] | None = None,
+    **shape: Any,
+) -> tuple[DraftProposer, list[Request]]:
+    """The same, and requests whose prompts it has seen."""
+    proposer = attached(runner, network, **shape)
+    requests = admitted(runner, prompts, **(params or {}))
+    prefill(runner, requests, chunk)
+    return proposer, requests
+
+
 def drafted_tokens(
     runner: ModelRunner, proposer: DraftProposer, requests: Sequence[Request], count: int, num_drafts: int
 ) -> list[int]:
     """Generate until every request has at least `count` tokens; returns all steps' accepted lengths."""
     lengths = []
     while running := [request for request in requests if request.num_output_tokens < count]:
-        lengths += verify(runner, running, proposer.propose(running, [num_drafts] * len(running)))
+        lengths += counts(verify(runner, running, proposer.propose(running, [num_drafts] * len(running))))
     return lengths
 
 

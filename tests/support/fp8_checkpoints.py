@@ -8,17 +8,24 @@ import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
+from checkpoints import with_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from model_runner import Checkpoint, model_class
 from model_runner.decoder.layers import Projection
+from model_runner.parallel.tensor_parallel import Shard
 from moe import FusedMoEModularKernel
 from moe.experts.reference import ReferenceExperts
 
 FP8 = torch.float8_e4m3fn
+PROMPTS = [[5, 17, 99, 3, 42], [1]]
+"""Few: rounding sends a token in a hundred to another expert."""
 PLAIN = re.compile(r"norm|embed_tokens|lm_head|mlp\.gate\.|bias$")
 """Names of tensors that are never quantised."""
 
@@ -158,11 +165,22 @@ def exponents(scales: Tensor) -> Tensor:
     return scales.to(torch.float8_e8m0fnu).view(torch.uint8)
 
 
-def with_config(path: Path, **changes: Any) -> Path:
-    """Change entries of a checkpoint's config."""
-    file = path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    return path
+class HeldExperts(nn.Module):
+    """A layer that only holds its experts."""
+
+    def __init__(self, all2all: Any, experts: nn.Module, shared: nn.Module | None) -> None:
+        super().__init__()
+        self.experts, self.shared = experts, shared
+
+
+def load_share(checkpoint: Checkpoint, shard: Shard, experts: range) -> Any:
+    """A rank's model, of which nothing is run."""
+    kind = model_class(checkpoint.architecture)
+    config = kind.read_config(checkpoint.config, checkpoint.generation_config())
+    all2all = SimpleNamespace(experts=experts, traits=SimpleNamespace(other_ranks=True))
+    parallel: Any = SimpleNamespace(all2all=all2all, experts="grouped", tensor=None, shard=shard, fp8_block=None)
+    with mock.patch("model_runner.decoder.sparse_mlp.FusedMoEModularKernel", HeldExperts):
+        return kind.load(config, checkpoint, parallel)
 
 
 def one_weight(path: Path, stored: dict[str, Tensor], config: dict[str, Any] | None = None, **values: Any) -> Path:

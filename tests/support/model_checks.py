@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from checkpoints import load_reference, reference_greedy, reference_logits
@@ -13,6 +13,9 @@ from torch import Tensor
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, build_input_batch
 from model_runner.models import DecoderConfig
 from ubatch import Point, Schedule, UBatchConfig, interleave, tracing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PROMPTS = [[5, 17, 99, 3, 42, 42, 8], [1], list(range(20, 61)), [130, 0, 64]]
 TOLERANCE = 1e-4
@@ -42,13 +45,27 @@ def close(got: Tensor, expected: Tensor) -> None:
     assert expected.abs().max() > 0.5  # large enough for the tolerance to mean something
 
 
+def prompt_logits(runner: ModelRunner, prompts: list[list[int]] = PROMPTS) -> Tensor:
+    """The logits of every token of all prompts, in one step."""
+    requests = admitted(runner, prompts)
+    return all_logits(runner, [ScheduledRequest(request, request.num_tokens) for request in requests]).cpu()
+
+
+def prefill_logits(path: Path, prompts: list[list[int]] = PROMPTS, **settings: Any) -> Tensor:
+    """The same, of a runner for it alone."""
+    with ModelRunner(path, num_kv_blocks=64, block_size=4, **settings) as runner:
+        return prompt_logits(runner, prompts)
+
+
+def expected_logits(reference: Path | PreTrainedModel, prompts: list[list[int]] = PROMPTS) -> Tensor:
+    """The same by transformers."""
+    model = load_reference(reference) if isinstance(reference, Path) else reference
+    return torch.cat([reference_logits(model, prompt) for prompt in prompts])
+
+
 def check_prefill(path: Path, prompts: list[list[int]] = PROMPTS, **settings: Any) -> None:
     """One step of all prompts: the logits of every token."""
-    reference = load_reference(path)
-    with ModelRunner(path, num_kv_blocks=64, block_size=4, **settings) as runner:
-        requests = admitted(runner, prompts)
-        got = all_logits(runner, [ScheduledRequest(request, request.num_tokens) for request in requests])
-    close(got, torch.cat([reference_logits(reference, prompt) for prompt in prompts]))
+    close(prefill_logits(path, prompts, **settings), expected_logits(path, prompts))
 
 
 def check_decode(path: Path, prompts: list[list[int]] = PROMPTS, **settings: Any) -> int:

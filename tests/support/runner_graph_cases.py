@@ -15,6 +15,7 @@ import static_attention
 import torch
 import torch.nn.functional as F
 from fake_graphs import FakeGraphs
+from request_steps import admitted, prefill
 from torch import Tensor
 
 from model_runner import ModelRunner, RandomQwen3Moe, Request, SamplingParams, ScheduledRequest, make_random_qwen3_moe
@@ -112,12 +113,8 @@ def make_captured(checkpoint: Path, **options: Any) -> ModelRunner:
 
 def start(runner: ModelRunner, lengths: Sequence[int], room: int = 20) -> list[Request]:
     """Requests that have prefilled, and decode next."""
-    requests = [Request(n, [(n + i) % 50 for i in range(length)], SamplingParams()) for n, length in enumerate(lengths)]
-    for request in requests:
-        runner.admit(request, request.num_tokens + room)
-    output = runner.execute([ScheduledRequest(request, request.num_tokens) for request in requests])
-    for request, (token,) in zip(requests, output.tokens, strict=True):
-        request.advance(request.num_tokens, token)
+    requests = admitted(runner, [[(n + i) % 50 for i in range(length)] for n, length in enumerate(lengths)], room)
+    prefill(runner, requests)
     return requests
 
 

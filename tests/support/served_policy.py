@@ -93,6 +93,10 @@ class Served:
         self.seconds.append(true_seconds(kind, tokens, overlapped, self.link))
         return overlapped
 
+    def decodes(self, tokens: int, count: int) -> list[bool]:
+        """So many steps of one size; which of them overlapped."""
+        return [self.step("decode", tokens) for _ in range(count)]
+
     def against(self, how: Callable[[str, int], bool] | None = None, first: int = 0) -> float:
         """Time of another way to run these steps / time of this one; the better way of every step if none is given."""
         total = 0.0

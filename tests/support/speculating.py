@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
+from request_steps import admit, prefill, verify
 from torch import Tensor
 
-from model_runner import Draft, ModelRunner, Request, SamplingParams, ScheduledRequest, TokenLogprobs
+from model_runner import Draft, ModelRunner, Request, SamplingParams, TokenLogprobs
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [58, 97, 93, 23, 84], [62, 64, 33] * 7, [100] * 4]
 NEW = 12
@@ -26,11 +26,11 @@ Drafting = Callable[[random.Random, Sequence[int]], Draft]
 """Makes the drafts of a request, given the tokens that would be right, as many as there may be."""
 
 
-def chain(num_drafts: int, right: float) -> Drafting:
+def chain(num_drafts: int, right: float, vocabulary: int = VOCAB) -> Drafting:
     """Chains, each draft right with this probability."""
 
     def draft(rng: random.Random, known: Sequence[int]) -> Draft:
-        tokens = (token if rng.random() < right else rng.randrange(VOCAB) for token in known[:num_drafts])
+        tokens = (token if rng.random() < right else rng.randrange(vocabulary) for token in known[:num_drafts])
         return Draft(tuple(tokens))
 
     return draft
@@ -58,28 +58,6 @@ def make_requests(params: Sequence[SamplingParams] = PARAMS) -> list[Request]:
     return [Request(index, *each) for index, each in enumerate(zip(PROMPTS, params, strict=True))]
 
 
-def prefill(runner: ModelRunner, requests: Sequence[Request], room: int) -> None:
-    """Admit requests with room for so many more tokens, and run their prompts."""
-    for request in requests:
-        runner.admit(request, request.num_tokens + room)
-    output = runner.execute([ScheduledRequest(request, request.num_tokens) for request in requests])
-    for request, (token,) in zip(requests, output.tokens, strict=True):
-        request.advance(request.num_tokens, token)
-
-
-def verify(runner: ModelRunner, requests: Sequence[Request], drafts: Sequence[Draft]) -> Any:
-    """One verify step, whose tokens the requests get."""
-    shares = [
-        ScheduledRequest(request, 1, draft.tokens, draft.parents, draft.probs)
-        for request, draft in zip(requests, drafts, strict=True)
-    ]
-    output = runner.execute(shares)
-    for request, tokens in zip(requests, output.tokens, strict=True):
-        request.token_ids += tokens
-        request.num_computed_tokens += len(tokens)
-    return output
-
-
 def speculate(
     runner: ModelRunner,
     expected: Sequence[Sequence[int]],
@@ -92,7 +70,8 @@ def speculate(
     rng = random.Random(seed)
     requests = make_requests(params)
     logprobs: list[list[TokenLogprobs]] = [[] for _ in requests]
-    prefill(runner, requests, NEW + num_drafts + 1)
+    admit(runner, requests, NEW + num_drafts + 1)
+    prefill(runner, requests)
     steps = 0
     while running := [request for request in requests if request.num_output_tokens < NEW]:
         drafts = []

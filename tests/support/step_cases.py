@@ -14,7 +14,7 @@ what `step_host` sees: copies past pinned memory, and the host's looks at what t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,14 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model_runner import (
-    PENDING_TOKEN,
-    ModelRunner,
-    PendingStep,
-    Request,
-    SamplingParams,
-    ScheduledRequest,
-)
+from model_runner import ModelRunner
 from model_runner.step.streams import PinnedBuffers
 from ubatch.lanes.crew import Job
 
@@ -259,75 +252,6 @@ def recorded(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
         patch.setattr(PinnedBuffers, "take", pinned)
         with recorder, HostSide(recorder), watched_launches(Recorder):
             yield
-
-
-@dataclass
-class Ahead:
-    """Requests whose next step is launched before the last one is read, as the overlapped loop does.
-
-    Attributes:
-        late: sample after the step before is read, as for sampling that needs its tokens.
-        unread: the last step, which nobody has read.
-    """
-
-    runner: ModelRunner
-    fake: StepStreamsFake
-    requests: list[Request]
-    late: bool = False
-    number: int = 0
-    unread: PendingStep | None = None
-
-    @classmethod
-    def admit(
-        cls,
-        runner: ModelRunner,
-        fake: StepStreamsFake,
-        prompts: Sequence[list[int]],
-        params: Sequence[SamplingParams],
-        *,
-        late: bool = False,
-    ) -> Ahead:
-        """Requests with room for what they ask for."""
-        requests = [
-            Request(index, prompt, each) for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
-        ]
-        for request in requests:
-            runner.admit(request, request.num_tokens + request.params.max_tokens)
-        return cls(runner, fake, requests, late)
-
-    def step(self) -> None:
-        """Launch the next step, and read the last one."""
-        shares = [ScheduledRequest(request, request.num_uncomputed_tokens) for request in self.requests]
-        self.fake.tag = f"launch {self.number} "
-        step = self.runner.launch(shares)
-        for share in shares:
-            share.request.advance(share.num_tokens, PENDING_TOKEN)
-        if not self.late:
-            self._sample(step)
-        self.read()
-        if self.late:
-            self._sample(step)
-        self.unread = step
-        self.number += 1
-
-    def read(self) -> None:
-        """Read the step that is unread."""
-        if self.unread is not None:
-            self.fake.tag = f"read {self.number - 1} "
-            for request, (token,) in zip(self.requests, self.unread.result().tokens, strict=True):
-                request.token_ids[request.token_ids.index(PENDING_TOKEN)] = token
-        self.unread = None
-
-    def _sample(self, step: PendingStep) -> None:
-        self.fake.tag = f"sample {self.number} "
-        step.sample()
-
-    def finish(self) -> list[list[int]]:
-        """Read the last step; the tokens of every request, whose rows and blocks are free again."""
-        self.read()
-        for request in self.requests:
-            self.runner.release(request)
-        return [request.output_token_ids for request in self.requests]
 
 
 def tensors_of(thing: object) -> list[Tensor]:

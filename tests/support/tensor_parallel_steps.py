@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,11 +159,11 @@ def lane_points(schedule: Schedule, mlps: str) -> list[str]:
     return [point for point in [*passed, Point.FINAL_GATHER] if schedule.active(point)]
 
 
-def hidden_share(spans: Sequence[Span]) -> float:
-    """Of the gathers and scatters of lanes, how many were under way while another lane computed."""
-    travelling = [span for span in spans if span.kind is SpanKind.TRANSFER and span.name in TENSOR_PARALLEL_POINTS]
+def hidden_share(spans: Sequence[Span], names: Set[str] | None = TENSOR_PARALLEL_POINTS) -> float:
+    """Of the transfers of lanes, how many were under way while another lane computed: those of `names`, or all."""
+    travelling = [span for span in spans if span.kind is SpanKind.TRANSFER and span.lane >= 0]
+    travelling = [span for span in travelling if names is None or span.name in names]
     computing = [span for span in spans if span.kind is SpanKind.COMPUTE]
-    travelling = [span for span in travelling if span.lane >= 0]
     hidden = sum(
         any(
             other.lane not in (span.lane, -1)

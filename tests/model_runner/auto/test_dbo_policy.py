@@ -42,8 +42,7 @@ def test_a_new_load_is_right_within_twenty_steps(link: float) -> None:
     """Of one kind and size; after that, and over 500 steps with all trials."""
     for tokens in (16, 100, 256):
         served = Served(Policy(BOTH), link, seed=tokens)
-        for _ in range(500):
-            served.step("decode", tokens)
+        served.decodes(tokens, 500)
         assert served.against(first=20) >= 0.97, (tokens, served.policy.reasons)
         assert served.against(serial) >= 0.985
 
@@ -87,10 +86,9 @@ def test_what_one_size_told_of_a_new_link_sends_the_others_through_a_serial_step
     assert 0.0 < slope < 0.6
     assert overlapping(served) == {16: True, 256: True}
     served.link = 5.0
-    for _ in range(20):
-        served.step("decode", 200)
+    served.decodes(200, 20)
     assert (overlapping(served), served.policy.kinds["decode"].known_slope()) == ({256: True}, slope)
-    assert [served.step("decode", 16) for _ in range(7)] == [True, False, False, *[True] * 4]
+    assert served.decodes(16, 7) == [True, False, False, *[True] * 4]
 
 
 def test_a_slower_link_is_seen_in_two_serial_steps() -> None:
@@ -154,7 +152,7 @@ def test_what_trials_tell_again_is_believed_longer_until_the_link_changes() -> N
     assert sum(ways[:500]) >= 4
     assert sum(ways[500:]) <= 3
     served.link = 6.0
-    ways = [served.step("decode", 64) for _ in range(40)]
+    ways = served.decodes(64, 40)
     assert sum(ways[20:]) >= 18
 
 
@@ -210,7 +208,7 @@ def test_where_only_whole_times_are_known_trials_decide(link: float) -> None:
 def test_without_transfers_nothing_is_tried() -> None:
     """As on one rank: lanes have nothing to hide, and it says so."""
     served = Served(Policy(DECODES), 0.0)
-    assert {served.step("decode", 64) for _ in range(200)} == {False}
+    assert set(served.decodes(64, 200)) == {False}
     reasons = served.policy.reasons["decode"]
     assert reasons.startswith("by tokens: 64: serial (5.")
     assert "0% waiting; overlapped 0." in reasons
@@ -229,20 +227,11 @@ def test_it_says_when_it_has_changed_and_its_reasons_are_made_once() -> None:
 
 def test_a_size_close_to_a_known_one_runs_serially_until_its_time_is_known() -> None:
     served = Served(Policy(DECODES), 2.0, spread=0.0)
-    for _ in range(50):
-        served.step("decode", 128)
+    served.decodes(128, 50)
     trials = served.policy.trials
-    ways = [served.step("decode", 256) for _ in range(6)]
+    ways = served.decodes(256, 6)
     assert ways == [True, True, False, False, True, True]  # the first two are like the steps before them
     assert served.policy.trials == trials
-
-
-def test_ranks_with_somewhat_different_batches_decide_alike() -> None:
-    served = Served(Policy(DECODES), 2.0)
-    for _ in range(50):
-        served.step("decode", 64)
-    assert all(served.policy.overlaps("decode", tokens) for tokens in (63, 64, 90))
-    assert served.policy.overlaps("decode", 3)  # of ranks with 3 and 125 tokens, 64 is the mean
 
 
 def test_a_trial_weighs_more_than_one_of_many_steps() -> None:
@@ -271,15 +260,14 @@ def test_sizes_that_lose_do_not_keep_another_from_being_tried() -> None:
     for tokens in (2, 4, 8, 16):
         for _ in range(40):
             served.step("decode", tokens, slow=1.8)
-    ways = [served.step("decode", 64) for _ in range(300)]
+    ways = served.decodes(64, 300)
     assert ways[150:].count(True) >= 130
 
 
-@pytest.mark.parametrize("batches", [(40, 10), (100, 10, 10, 10)])
-def test_ranks_with_unlike_batches_decide_alike(batches: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("mean", "batches"), [(64, (63, 64, 90, 3, 125)), (25, (40, 10)), (32, (100, 10, 10, 10))])
+def test_ranks_with_unlike_batches_decide_alike(mean: int, batches: tuple[int, ...]) -> None:
     served = Served(Policy(DECODES), 2.0)
-    for _ in range(50):
-        served.step("decode", sum(batches) // len(batches))
+    served.decodes(mean, 50)
     assert all(served.policy.overlaps("decode", tokens) for tokens in batches)
 
 
@@ -306,7 +294,7 @@ def test_a_first_serial_step_that_warms_up_is_not_believed() -> None:
     served = Served(Policy(DECODES), 8.0, spread=0.0)
     served.step("decode", 64)
     served.link = 0.0
-    assert not any(served.step("decode", 64) for _ in range(100))
+    assert not any(served.decodes(64, 100))
 
 
 def test_all_ranks_decide_the_same_from_the_same_times() -> None:
@@ -317,8 +305,7 @@ def test_all_ranks_decide_the_same_from_the_same_times() -> None:
 def test_few_times_are_wanted_once_nothing_is_new() -> None:
     """Timing a small step costs as much as it gains."""
     served = Served(Policy(DECODES), 0.0, spread=0.0)
-    for _ in range(40):
-        served.step("decode", 64)
+    served.decodes(64, 40)
     assert sum(served.policy.saw("decode", 64, False) is not None for _ in range(40)) == 10
     assert all(served.policy.saw("decode", tokens, False) for tokens in (8, 8, 8, 8))
 
@@ -326,10 +313,9 @@ def test_few_times_are_wanted_once_nothing_is_new() -> None:
 def test_checks_of_a_small_gain_do_not_have_every_step_timed() -> None:
     """They come every eighth step, as they cost little."""
     served = Served(Policy(DECODES), 0.8)
-    for _ in range(60):
-        served.step("decode", 64)
+    served.decodes(64, 60)
     trials, timed = served.policy.trials, served.policy.timed
-    ways = [served.step("decode", 64) for _ in range(400)]
+    ways = served.decodes(64, 400)
     assert ways.count(True) > 300
     assert served.policy.trials - trials > 20
     assert served.policy.timed - timed < 200

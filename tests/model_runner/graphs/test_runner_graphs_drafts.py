@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from dense_checkpoint import DenseQwen3
-from draft_cases import Recording, admitted, make_head, make_proposer, prefill, step, verify
+from draft_cases import Recording, attached, drafting, make_head
 from fake_graphs import FakeGraphs
+from request_steps import admitted, prefill, step, verify
 from runner_graph_cases import SIZES, TINY, make_checkpoint, make_runner
 
 from attention import MODES
@@ -44,12 +45,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     )
     small = make_random_qwen3_moe(folder / "small", 5, size=dense, dtype=torch.float32)
     return SimpleNamespace(target=make_checkpoint(folder / "target"), head=folder / "head", small=small)
-
-
-def attached(runner: ModelRunner, network: Any, **settings: Any) -> DraftProposer:
-    proposer = make_proposer(runner, network, **settings)
-    runner.set_observer(proposer)
-    return proposer
 
 
 def captured_runner(made: SimpleNamespace, shape: dict[str, int], **options: Any) -> ModelRunner:
@@ -131,9 +126,7 @@ def test_fewer_drafts_than_a_chain_has(made: SimpleNamespace) -> None:
     """The graph drafts all of a chain; what nobody wants goes to no slot of the cache."""
     wanted = [1, 2, 0, 1]
     with make_runner(made.target) as runner:
-        proposer = attached(runner, load_draft("eagle", made.head, runner), **CHAIN)
-        requests = admitted(runner, PROMPTS)
-        prefill(runner, requests)
+        proposer, requests = drafting(runner, load_draft("eagle", made.head, runner), PROMPTS, **CHAIN)
         expected = proposer.propose(requests, wanted)
     with captured_runner(made, CHAIN) as runner:
         proposer = attached(runner, load_draft("eagle", made.head, runner), **CHAIN)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from draft_cases import admitted, drafted_tokens, make_proposer, prefill
+from draft_cases import drafted_tokens, drafting
 from host_waits import no_host_waits
 from runner_graph_cases import TINY, make_captured, make_checkpoint, make_load, make_runner, serve, start
 
@@ -57,10 +57,9 @@ def test_drafts_of_graphs(checkpoint: Path, shape: dict[str, int]) -> None:
         expected = [list(output.token_ids) for output in generate(eager, prompts, params)]
     options = {"num_speculative_tokens": drafts, "speculative_trees": "topk" in shape}
     with make_captured(checkpoint, **CAPTURED, **options) as runner:
-        proposer = make_proposer(runner, load_draft("draft_model", checkpoint, runner), **shape)
-        runner.set_observer(proposer)
-        requests = admitted(runner, prompts, ignore_eos=True)
-        prefill(runner, requests)
+        proposer, requests = drafting(
+            runner, load_draft("draft_model", checkpoint, runner), prompts, params={"ignore_eos": True}, **shape
+        )
         lengths = drafted_tokens(runner, proposer, requests, 24, drafts)
         assert [request.output_token_ids[:24] for request in requests] == expected
         assert sum(lengths) / len(lengths) > 3

@@ -12,19 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from launched_ahead import Ahead
+from request_steps import verify
 from runner_graph_cases import EXPERTS, TINY, Job, make_captured, make_checkpoint, make_load, make_runner, serve, start
+from speculating import chain
 
 from attention import CommonAttentionMetadata
-from model_runner import (
-    PENDING_TOKEN,
-    ModelRunner,
-    PendingStep,
-    Request,
-    SamplingParams,
-    ScheduledRequest,
-    Step,
-    build_input_batch,
-)
+from model_runner import Draft, ModelRunner, SamplingParams, ScheduledRequest, Step, build_input_batch
 from model_runner.graphs.steps import place_in_torch
 from model_runner.kernels.place import place_lane
 from tests.support.shaped_steps import decided_step, shaped_step
@@ -52,21 +46,16 @@ def speculate(
     """
     rng = random.Random(0)
     requests = start(runner, [3, 6, 1, 5, 2], room=30)
-    for number, drafts in enumerate(counts):
-        shares = []
+    for number, count in enumerate(counts):
+        drafts = []
         for request, known in zip(requests, expected, strict=True):
-            ahead = [*known, *[0] * 20][request.num_output_tokens :][:drafts]
-            guesses = tuple(token if rng.random() < 0.7 else rng.randrange(TINY.vocab_size) for token in ahead)
-            parents = None
+            ahead = [*known, *[0] * 20][request.num_output_tokens :][:count]
             if trees and number % 2 == 0:
-                guesses = tuple(
-                    ahead[place // 2] if place % 2 else (ahead[place // 2] + 1) % 61 for place in range(drafts)
-                )
-                parents = tuple(place // 2 * 2 for place in range(drafts))
-            shares.append(ScheduledRequest(request, 1, guesses, parents))
-        for share, tokens in zip(shares, runner.execute(shares).tokens, strict=True):
-            share.request.token_ids += tokens
-            share.request.num_computed_tokens += len(tokens)
+                nodes = (ahead[node // 2] if node % 2 else (ahead[node // 2] + 1) % 61 for node in range(count))
+                drafts.append(Draft(tuple(nodes), tuple(node // 2 * 2 for node in range(count))))
+            else:
+                drafts.append(chain(count, 0.7, TINY.vocab_size)(rng, ahead))
+        verify(runner, requests, drafts)
     return [request.output_token_ids for request in requests]
 
 
@@ -108,23 +97,8 @@ def test_steps_launched_before_the_last_one_is_read(checkpoint: Path) -> None:
     with make_runner(checkpoint) as eager:
         expected, _ = serve(eager, jobs)
     with make_captured(checkpoint, lanes=2) as runner:
-        requests = [Request(n, job.prompt, job.params) for n, job in enumerate(jobs)]
-        for request in requests:
-            runner.admit(request, request.num_tokens + 9)
-        before: PendingStep | None = None
-        for _ in range(10):
-            step = None
-            if requests[0].num_output_tokens < 9:
-                shares = [ScheduledRequest(request, request.num_uncomputed_tokens) for request in requests]
-                step = runner.launch(shares)
-                for share in shares:
-                    share.request.advance(share.num_tokens, PENDING_TOKEN)
-                step.sample()
-            if before is not None:
-                for request, (token,) in zip(requests, before.result().tokens, strict=True):
-                    request.token_ids[request.token_ids.index(PENDING_TOKEN)] = token
-            before = step
-        assert [request.output_token_ids for request in requests] == expected
+        ahead = Ahead.admit(runner, [job.prompt for job in jobs], [job.params for job in jobs])
+        assert ahead.run(9) == expected
         assert runner.statistics().graph_replays == 8
 
 

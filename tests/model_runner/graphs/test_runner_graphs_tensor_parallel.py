@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 import torch
 from checkpoints import make_checkpoint as make_family
-from draft_cases import PROMPTS, admitted, drafted_tokens, make_head, make_proposer, plain_tokens, prefill
+from draft_cases import PROMPTS, drafted_tokens, make_head, make_proposer, plain_tokens
+from request_steps import admitted, prefill
 from runner_graph_cases import EXPERTS, make_captured, make_checkpoint, make_runner, start
 
 from model_runner import ModelRunner, SamplingParams, ScheduledRequest, generate
@@ -161,7 +162,7 @@ def draft_on_rank(rank: int, world_size: int, path: str, head: str) -> tuple[lis
             network = load_draft("eagle", head, runner)
             proposer = make_proposer(runner, network, num_steps=3, topk=2, num_draft_tokens=5)
             runner.set_observer(proposer)
-            requests = admitted(runner, ignore_eos=True)
+            requests = admitted(runner, PROMPTS, ignore_eos=True)
             prefill(runner, requests)
             before = runner.statistics().graph_replays
             steps = len(drafted_tokens(runner, proposer, requests, 8, 5)) // 3

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import FAMILIES, load_reference, make_checkpoint, reference_logits
-from model_checks import admitted, all_logits, close
+from checkpoints import FAMILIES, make_checkpoint
+from model_checks import admitted, all_logits, close, expected_logits
 
 from model_runner import CheckpointError, ModelRunner, ScheduledRequest, model_class
 from model_runner.decoder.rope import read_longest_context
+from model_runner.models import DecoderConfig
 from model_runner.weights.hf_config import HFConfig
 from serving.cli import main
 from ubatch import ConfigError
@@ -40,23 +42,20 @@ YARN = {"rope_type": "yarn", "rope_theta": 50_000.0, "factor": 4.0, "original_ma
     ],
 )
 def test_what_configs_say(positions: int, rope: dict[str, Any] | None, longest: int) -> None:
-    config = HFConfig({"max_position_embeddings": positions, "rope_scaling": rope}, Path("config.json"))
-    assert read_longest_context(config) == longest
-
-
-def test_an_original_beside_the_scaling_counts() -> None:
-    values = {"max_position_embeddings": 64, "original_max_position_embeddings": 50}
-    config = HFConfig({**values, "rope_scaling": {"type": "yarn", "factor": 2.0}}, Path("config.json"))
-    assert read_longest_context(config) == 100
+    values = {"max_position_embeddings": positions, "rope_scaling": rope}
+    assert read_longest_context(HFConfig(values, Path("config.json"))) == longest
+    if rope and "original_max_position_embeddings" in rope:  # it may stand beside the scaling
+        values["original_max_position_embeddings"] = rope.pop("original_max_position_embeddings")
+        assert read_longest_context(HFConfig(values, Path("config.json"))) == longest
 
 
 def check(path: Path, length: int, **settings: Any) -> None:
-    reference, prompt = load_reference(path), [(7 * place) % 131 for place in range(length)]
+    prompt = [(7 * place) % 131 for place in range(length)]
     with ModelRunner(path, num_kv_blocks=64, block_size=8, **settings) as runner:
         assert runner.max_model_len == length + 1
-        requests = admitted(runner, [prompt], length + 1)
-        got = all_logits(runner, [ScheduledRequest(requests[0], length)])
-    close(got, reference_logits(reference, prompt))
+        (request,) = admitted(runner, [prompt], length + 1)
+        got = all_logits(runner, [ScheduledRequest(request, length)])
+    close(got, expected_logits(path, [prompt]))
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "DeepseekV3"])
@@ -101,15 +100,12 @@ def test_dual_chunk_attention_is_refused_beyond_its_original_length(
         ({}, "has no 'original_max_position_embeddings'"),
         ({"original_max_position_embeddings": "long"}, "original_max_position_embeddings is 'long'"),
         ([], r"dual_chunk_attention_config is \[\].*or null"),
+        (None, None),
     ],
 )
-def test_a_dual_chunk_attention_config_without_its_original_length(entries: object, message: str) -> None:
-    values = {**FAMILIES["Qwen2"], "dual_chunk_attention_config": entries}
-    with pytest.raises(CheckpointError, match=message):
-        model_class("Qwen2ForCausalLM").read_config(HFConfig(values, Path("config.json")), HFConfig({}, Path()))
-
-
-def test_no_dual_chunk_attention() -> None:
-    values = {**FAMILIES["Qwen2"], "dual_chunk_attention_config": None}
-    config = model_class("Qwen2ForCausalLM").read_config(HFConfig(values, Path("config.json")), HFConfig({}, Path()))
-    assert config.full_attention_length is None
+def test_a_dual_chunk_attention_config_without_its_original_length(entries: object, message: str | None) -> None:
+    values = HFConfig({**FAMILIES["Qwen2"], "dual_chunk_attention_config": entries}, Path("config.json"))
+    with pytest.raises(CheckpointError, match=message) if message else nullcontext():
+        config = model_class("Qwen2ForCausalLM").read_config(values, HFConfig({}, Path()))
+        assert isinstance(config, DecoderConfig)
+        assert config.full_attention_length is None

@@ -13,10 +13,8 @@ import pytest
 import torch
 import transformers
 from checkpoints import FAMILIES, make_checkpoint
-from fp8_checkpoints import FP8, PLAIN, blockwise, kept_projections, with_config
-from random_models import RANDOM_FAMILIES
+from fp8_checkpoints import blockwise, kept_projections, write_fp8
 from repository import ROOT
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from attention import UBatchAttention
@@ -73,23 +71,6 @@ def loaded(path: Path, block: tuple[int, int] | None = None) -> nn.Module:
     return model_class(checkpoint.architecture, checkpoint.config).load(config, checkpoint, parallel)
 
 
-def write_fp8(path: Path, to: Path) -> tuple[Path, Path]:
-    """The checkpoint in fp8, every scale a half, and what it means."""
-    stored: dict[str, torch.Tensor] = {}
-    meant: dict[str, torch.Tensor] = {}
-    for name, w in load_file(path / "model.safetensors").items():
-        stored[name] = meant[name] = w
-        if w.dim() == 2 and not PLAIN.search(name):
-            stored[name] = (2 * w).to(FP8)
-            stored[name + "_scale_inv"] = torch.full([-(-size // 4) for size in w.shape], 0.5)
-            meant[name] = stored[name].float() / 2
-    for folder, weights in (("fp8", stored), ("meant", meant)):
-        (to / folder).mkdir()
-        (to / folder / "config.json").write_text((path / "config.json").read_text())
-        save_file(weights, to / folder / "model.safetensors")
-    return with_config(to / "fp8", quantization_config=blockwise(*BLOCK).config), to / "meant"
-
-
 def refused(check: Any, *arguments: Any) -> bool:
     try:
         check(*arguments)
@@ -130,7 +111,7 @@ def drafts_of(family: str) -> str:
 def test_every_cell_is_true(family: str, tmp_path: Path) -> None:
     row = ROWS[f"{family}ForCausalLM"]
     path = make_checkpoint(tmp_path / "plain", family)
-    fp8, meant = write_fp8(path, tmp_path)
+    fp8, meant = write_fp8(path, tmp_path, blockwise(*BLOCK))
     config = config_of(Checkpoint(path))
     hybrid, sparse = bool(config.linear_layers), config.num_experts > 0
     mxfp4 = {**Checkpoint(path).config.values, "quantization_config": {"quant_method": "mxfp4"}}
@@ -138,7 +119,7 @@ def test_every_cell_is_true(family: str, tmp_path: Path) -> None:
     same = read.keys() == plain.keys() and all(torch.equal(read[name], plain[name]) for name in plain)
     decoder = issubclass(model_class(f"{family}ForCausalLM"), DecoderLM)
     found = {
-        "lanes": "yes" if family in RANDOM_FAMILIES else "no",  # compared with transformers there, in lanes
+        "lanes": "yes",  # compared with transformers in `test_conformance`
         "DP + EP": "yes" if sparse else "dense",
         "`-tp`": "no" if refused(check_tensor_parallel, config, 2) else "yes",
         "CUDA graphs": graphs_of(config),

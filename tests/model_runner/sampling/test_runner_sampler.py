@@ -1,39 +1,73 @@
-"""Sampling: truncation against a plain reference, distributions by chi-squared, draws that ignore the batch."""
+"""Sampling: the token that a draw falls on, against exact arithmetic; what that takes; and rows that mind no other."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import model_runner.sampling.sampler
 from model_runner import SamplingParams, SamplingRow, sample
-from model_runner.sampling.sampler import NO_TOKEN
+from model_runner.sampling.sampler import NO_TOKEN, _highest, distributions, fall
 
 pytestmark = pytest.mark.long
+
+VOCAB = 6000  # several blocks, and a part of one
+KINDS = {
+    "whole": SamplingParams(temperature=0.8),
+    "min_p": SamplingParams(temperature=1.2, min_p=0.01),
+    "top_k": SamplingParams(temperature=0.9, top_k=20),
+    "top_k and top_p": SamplingParams(temperature=1.1, top_k=300, top_p=0.9),
+    "top_p": SamplingParams(temperature=0.7, top_p=0.9),
+    "flat top_p": SamplingParams(temperature=30.0, top_p=0.9),
+    "large top_k": SamplingParams(temperature=30.0, top_k=2000, top_p=0.99, min_p=0.001),
+}
+
+
+def logits_of(rows: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """In bfloat16 many of them are equal."""
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)).mul(4).to(dtype)
+
+
+def exactly(logits: Tensor, params: SamplingParams) -> tuple[list[int], list[float]]:
+    """One row's tokens in the order in which a draw counts through them, and their weights, in exact arithmetic."""
+    weights = torch.softmax(logits.double() / params.temperature, -1).tolist()
+    tokens = list(range(len(weights)))
+    least = params.min_p * max(weights)
+    if params.truncated:
+        values = logits.tolist()
+        tokens.sort(key=lambda token: (-values[token], token))
+        tokens = [token for token in tokens if weights[token] >= least]
+        tokens = tokens[: params.top_k] if params.top_k > 0 else tokens
+        reached, mass = 0.0, math.fsum(weights[token] for token in tokens)
+        for count, token in enumerate(tokens):
+            if count and reached >= params.top_p * mass:
+                tokens = tokens[:count]
+                break
+            reached += weights[token]
+    tokens = [token for token in tokens if weights[token] >= least]
+    return tokens, [weights[token] for token in tokens]
+
+
+def is_right(token: int, draw: float, tokens: Sequence[int], weights: Sequence[float], rounding: float) -> bool:
+    """Whether the draw falls on the token, or so near its edge that rounding may decide."""
+    total, place = math.fsum(weights), tokens.index(token)
+    before = math.fsum(weights[:place]) / total
+    return before - rounding <= draw <= before + weights[place] / total + rounding
 
 
 def reference_distribution(logits: torch.Tensor, params: SamplingParams) -> dict[int, float]:
     """One row's distribution, as the definitions say it."""
-    probabilities = torch.softmax(logits.double() / params.temperature, -1).tolist()
-    ranked = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
-    ranked = [token for token in ranked if probabilities[token] >= params.min_p * probabilities[ranked[0]]]
-    if params.top_k > 0:
-        ranked = ranked[: params.top_k]
-    mass = sum(probabilities[token] for token in ranked)
-    kept, reached = [], 0.0
-    for token in ranked:
-        if kept and reached >= params.top_p:
-            break
-        kept.append(token)
-        reached += probabilities[token] / mass
-    total = sum(probabilities[token] for token in kept)
-    return {token: probabilities[token] / total for token in kept}
+    tokens, weights = exactly(logits, params)
+    return {token: weight / sum(weights) for token, weight in zip(tokens, weights, strict=True)}
 
 
 def tokens_of(logits: torch.Tensor, params: Sequence[SamplingParams], draws: Sequence[float]) -> list[int]:
@@ -46,10 +80,6 @@ def tokens_of(logits: torch.Tensor, params: Sequence[SamplingParams], draws: Seq
 def draws_of(seed: int, count: int) -> list[float]:
     generator = random.Random(seed)
     return [generator.random() for _ in range(count)]
-
-
-def draw(logits: torch.Tensor, params: SamplingParams, count: int) -> Counter[int]:
-    return Counter(tokens_of(logits.expand(count, -1), [params] * count, draws_of(0, count)))
 
 
 def without_sorting(probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
@@ -105,68 +135,6 @@ def test_greedy_is_argmax() -> None:
     assert tokens_of(logits, [SamplingParams()] * 5, draws_of(0, 5)) == logits.argmax(-1).tolist()
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=1.0),
-        SamplingParams(temperature=0.5),
-        SamplingParams(temperature=2.0, top_k=4),
-        SamplingParams(temperature=1.0, top_p=0.6),
-        SamplingParams(temperature=1.3, top_k=5, top_p=0.7),
-        SamplingParams(temperature=1.0, top_k=-1, top_p=0.9),
-        SamplingParams(temperature=1.0, min_p=0.1),
-        SamplingParams(temperature=1.5, top_k=7, top_p=0.95, min_p=0.2),
-    ],
-    ids=str,
-)
-def test_distribution(params: SamplingParams) -> None:
-    """20,000 draws against the exact distribution: chi-squared within 5 standard deviations of its mean."""
-    logits = torch.randn(12, generator=torch.Generator().manual_seed(3)) * 1.5
-    expected = reference_distribution(logits, params)
-    count = 20_000
-    seen = draw(logits, params, count)
-    assert set(seen) <= set(expected)
-    chi_squared = sum((seen[token] - p * count) ** 2 / (p * count) for token, p in expected.items())
-    freedom = max(len(expected) - 1, 1)
-    assert chi_squared < freedom + 5 * (2 * freedom) ** 0.5
-
-
-@given(
-    seed=st.integers(0, 10_000),
-    top_k=st.integers(0, 12),
-    top_p=st.floats(1e-6, 1.0, exclude_min=True),
-    min_p=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
-    temperature=st.floats(0.05, 5.0),
-)
-def test_never_outside_the_truncated_set(seed: int, top_k: int, top_p: float, min_p: float, temperature: float) -> None:
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    logits = torch.randn(10, generator=torch.Generator().manual_seed(seed))
-    tokens = tokens_of(logits.expand(20, -1), [params] * 20, draws_of(seed, 20))
-    probabilities = torch.softmax(logits.double() / temperature, -1)
-    allowed = reference_distribution(logits, params)
-    # A token at the very edge of top_p may fall on either side of it by rounding.
-    assert all(token in allowed or probabilities[token] >= 0.999 * min(allowed.values()) for token in tokens) or all(
-        token in allowed for token in tokens
-    )
-
-
-def test_a_request_does_not_depend_on_its_batch() -> None:
-    logits = torch.randn(4, 50)
-    params = [
-        SamplingParams(temperature=1.0, seed=1),
-        SamplingParams(),
-        SamplingParams(temperature=0.8, top_k=7, seed=2),
-        SamplingParams(temperature=1.2, top_p=0.5, seed=3),
-    ]
-    draws = draws_of(5, 4)
-    # Each of them alone takes another way through the sampler than all together.
-    together = tokens_of(logits, params, draws)
-    alone = [tokens_of(logits[i : i + 1], params[i : i + 1], draws[i : i + 1])[0] for i in range(4)]
-    assert together == alone
-    assert together == tokens_of(logits.flip(0), params[::-1], draws[::-1])[::-1]
-
-
 def test_tiny_top_p_and_top_k_1_and_min_p_1_are_greedy() -> None:
     logits = torch.randn(6, 40)
     greedy = logits.argmax(-1).tolist()
@@ -199,3 +167,129 @@ def test_few_candidates_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch, scal
 
 def test_no_rows() -> None:
     assert sample(torch.empty(0, 10), {}).shape == (0,)
+
+
+# -- vocabularies of real size ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.sample(14)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [12, VOCAB])
+@pytest.mark.parametrize("kind", KINDS)
+def test_draws_fall_where_exact_arithmetic_puts_them(kind: str, vocab: int, dtype: torch.dtype) -> None:
+    params, logits = KINDS[kind], logits_of(1, dtype)[:, :vocab]
+    tokens, weights = exactly(logits[0], params)
+    draws = [0.0, 1.0 - 2.0**-53, *(random.Random(3).random() for _ in range(100))]
+    found = sample(logits.expand(len(draws), -1), {i: SamplingRow(params, draw) for i, draw in enumerate(draws)})
+    wrong = [
+        (token, draw)
+        for token, draw in zip(found.tolist(), draws, strict=True)
+        if not is_right(token, draw, tokens, weights, 2e-6)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_row_minds_the_others(dtype: torch.dtype) -> None:
+    """Bit for bit: each alone, all together, and with others of its kind."""
+    params = [*KINDS.values(), SamplingParams()] * 3
+    logits = logits_of(len(params), dtype)
+    for seed in range(10):
+        source = random.Random(seed)
+        rows = [SamplingRow(each, source.random()) for each in params]
+        together = sample(logits, dict(enumerate(rows))).tolist()
+        assert together == [int(sample(logits[i : i + 1], {0: row})) for i, row in enumerate(rows)]
+        few = random.Random(seed).sample(range(len(rows)), 5)
+        assert [together[i] for i in few] == sample(logits[few], {n: rows[i] for n, i in enumerate(few)}).tolist()
+
+
+class Watch(TorchDispatchMode):
+    """What was computed, and of which size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, torch.dtype, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.made.append((func._schema.name.removeprefix("aten::"), leaf.dtype, leaf.numel()))
+        return result
+
+
+@pytest.mark.parametrize("sampler", ["sample", "distributions"])
+def test_the_vocabulary_is_float32_and_not_sorted_for_a_few_tokens(sampler: str) -> None:
+    kinds = [each for name, each in KINDS.items() if name not in ("flat top_p", "large top_k")]
+    rows = [SamplingRow(each, 0.4) for each in kinds]
+    logits = logits_of(len(rows))
+    with Watch() as watch:
+        if sampler == "sample":
+            sample(logits, dict(enumerate(rows)))
+        else:
+            distributions(logits, rows)
+    wide = [made for made in watch.made if made[2] >= VOCAB]
+    assert wide
+    assert [made for made in wide if made[1] is torch.float64] == []
+    assert [made for made in wide if made[0] in ("sort", "argsort")] == []
+    assert max(size for name, _, size in watch.made if name == "topk") <= 2 * 1024
+
+
+def test_a_gpu_sorts_only_what_has_no_small_top_k(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host must not ask whether few tokens were enough; and in half precision."""
+    rows = [SamplingRow(each, 0.4) for each in KINDS.values()]
+    logits = logits_of(len(rows), torch.bfloat16)
+    expected = sample(logits, dict(enumerate(rows))).tolist()
+    monkeypatch.setattr(model_runner.sampling.sampler, "_may_ask", lambda device: False)
+    with Watch() as watch:
+        assert sample(logits, dict(enumerate(rows))).tolist() == expected
+    sorts = [size for name, _, size in watch.made if name in ("sort", "argsort") and size >= VOCAB]
+    assert max(sorts) == 3 * VOCAB  # both kinds of top-p, and the large top-k
+    assert not any(name in ("nonzero", "_local_scalar_dense", "equal") for name, _, _ in watch.made)
+    assert [made for made in watch.made if made[1] is torch.float64 and made[2] >= VOCAB] == []
+
+
+@pytest.mark.parametrize("vocab", [16_384, 16_400, 70_001])
+def test_the_highest_of_blocks_are_the_highest(vocab: int) -> None:
+    """Also where they lie side by side, and behind the last whole block."""
+    logits = (
+        torch.randperm(5 * vocab, generator=torch.Generator().manual_seed(vocab))[: 3 * vocab].view(3, vocab).float()
+    )
+    logits[1, 70:200] += 5 * vocab
+    logits[2, -40:] += 5 * vocab
+    for width in (64, 256):
+        found = _highest(logits, width)
+        assert torch.equal(found.sort(dim=-1).values, logits.topk(width, dim=-1).indices.sort(dim=-1).values)
+
+
+def test_equal_tokens_come_in_the_vocabularys_order() -> None:
+    logits = torch.full((1, VOCAB), -20.0)
+    logits[0, [4000, 17, 900, 5001]] = 2.0
+    params = SamplingParams(temperature=1.0, top_k=4)
+    rows = {place: SamplingRow(params, (place + 0.5) / 4) for place in range(4)}
+    assert sample(logits.expand(4, -1), rows).tolist() == [17, 900, 4000, 5001]
+
+
+def test_unlikely_tokens_are_not_lost() -> None:
+    """A likely token before a hundred thousand that are too small to change a float32 sum one by one."""
+    weights = torch.full((1, 100_001), 2.0**-26)
+    weights[0, 0] = 1.0
+    draws = torch.linspace(0.998, 1, 1001, dtype=torch.float64)[:-1, None]
+    found = fall(weights.expand(1000, -1), draws).flatten().double()
+    exact = weights[0].double().cumsum(0)
+    expected = torch.searchsorted(exact, (draws * exact[-1]).flatten(), right=True).double()
+    assert (expected > 0).sum() > 500
+    assert (found - expected).abs().max() <= 40  # tokens, of 1.5e-8 each
+
+
+def test_distributions_sum_to_one() -> None:
+    rows = [SamplingRow(each) for each in KINDS.values()]
+    logits = logits_of(len(rows))
+    found = distributions(logits, rows)
+    assert found.dtype is torch.float32
+    for row, own, params in zip(logits, found, KINDS.values(), strict=True):
+        tokens, weights = exactly(row, params)
+        expected = torch.zeros(VOCAB, dtype=torch.float64)
+        expected[tokens] = torch.tensor(weights, dtype=torch.float64) / math.fsum(weights)
+        assert (own.double() - expected).abs().sum() < 1e-4
+        assert abs(float(own.double().sum()) - 1) < 1e-6

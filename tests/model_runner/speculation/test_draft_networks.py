@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, make_qwen3_moe_checkpoint
-from draft_cases import (
-    TOLERANCE,
-    Recording,
-    Reference,
-    admitted,
-    drafted_tokens,
-    make_head,
-    make_proposer,
-    prefill,
-    step,
-)
+from checkpoints import checkpoint_fixture, make_checkpoint, make_qwen3_moe_checkpoint, with_config, with_tensors
+from draft_cases import PROMPTS, TOLERANCE, Recording, Reference, drafted_tokens, drafting, make_head
+from request_steps import admitted, prefill, step
 from run_examples import run_example
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -66,14 +56,8 @@ def make_mtp_checkpoint(path: Path, family: str = "DeepseekV3", first: str = "li
         for name, own in APART.items():
             weights[own] = weights.pop(f"mtp.layers.0.{name}.weight") - int(own != "mtp.fc.weight")
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    config |= {"num_hidden_layers": LAYERS}
-    if hybrid:
-        config["layer_types"] = config["layer_types"][:LAYERS]
-    else:
-        config["num_nextn_predict_layers"] = 1
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+    own = {"layer_types": kinds["layer_types"][:LAYERS]} if hybrid else {"num_nextn_predict_layers": 1}
+    return with_config(path, num_hidden_layers=LAYERS, **own)
 
 
 def mtp_estimates(path: Path) -> Callable[[Any], Any]:
@@ -125,10 +109,7 @@ def test_the_layer_for_multi_token_prediction(family: str, tmp_path: Path) -> No
     reference = Reference(path, mtp_estimates(path))
     with ModelRunner(path, num_kv_blocks=128, block_size=4, num_speculative_tokens=3) as runner:
         network = Recording(load_draft("mtp", None, runner))
-        proposer = make_proposer(runner, network, num_steps=3)
-        runner.set_observer(proposer)
-        requests = admitted(runner)
-        prefill(runner, requests, chunk=6)
+        proposer, requests = drafting(runner, network, chunk=6, num_steps=3)
         for _ in range(3):
             network.given.clear()
             drafts = proposer.propose(requests, [3] * 3)
@@ -140,7 +121,7 @@ def test_the_layer_for_multi_token_prediction(family: str, tmp_path: Path) -> No
             drafted_tokens(runner, proposer, requests, max(r.num_output_tokens for r in requests) + 1, 3)
         with_drafts = [request.output_token_ids for request in requests]
     with ModelRunner(path, num_kv_blocks=128, block_size=4) as plain:
-        requests = admitted(plain)
+        requests = admitted(plain, PROMPTS)
         prefill(plain, requests)
         for _ in range(max(map(len, with_drafts)) - 1):
             step(plain, [ScheduledRequest(request, 1) for request in requests])
@@ -190,9 +171,7 @@ def test_training_starts(tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").stat().st_size < 4_000_000
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_qwen3_moe_checkpoint(tmp_path_factory.mktemp("target"))
+target = checkpoint_fixture()
 
 
 @pytest.fixture
@@ -201,44 +180,30 @@ def runner(target: Path) -> Iterator[ModelRunner]:
         yield runner
 
 
-def test_heads_of_other_models_are_refused(tmp_path: Path, runner: ModelRunner) -> None:
-    make_head(tmp_path / "wide", hidden_size=64)
-    with pytest.raises(ConfigError, match="hidden_size 64, the target 48"):
-        load_draft("eagle", tmp_path / "wide", runner)
-    make_head(tmp_path / "words", vocab_size=140)
-    with pytest.raises(ConfigError, match="vocab_size 140, the target 131"):
-        load_draft("eagle", tmp_path / "words", runner)
+def refused(runner: ModelRunner, algorithm: str, path: Path | None, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        load_draft(algorithm, path, runner)
 
 
-def test_models_that_do_not_fit_are_refused(tmp_path: Path, runner: ModelRunner) -> None:
-    words = make_qwen3_moe_checkpoint(tmp_path / "words", vocab_size=140)
-    with pytest.raises(ConfigError, match="vocab_size 140, the target 131"):
-        load_draft("draft_model", words, runner)
+def test_what_does_not_fit_is_refused(tmp_path: Path, runner: ModelRunner) -> None:
+    for name, sizes in (("wide", {"hidden_size": 64}), ("words", {"vocab_size": 140})):
+        make_head(tmp_path / name, **sizes)
+    refused(runner, "eagle", tmp_path / "wide", "hidden_size 64, the target 48")
+    refused(runner, "eagle", tmp_path / "words", "vocab_size 140, the target 131")
+    words = make_qwen3_moe_checkpoint(tmp_path / "other words", vocab_size=140)
+    refused(runner, "draft_model", words, "vocab_size 140, the target 131")
     short = make_qwen3_moe_checkpoint(tmp_path / "short", max_position_embeddings=64)
-    with pytest.raises(ConfigError, match="has 64 positions, the target runs sequences of 256"):
-        load_draft("draft_model", short, runner)
+    refused(runner, "draft_model", short, "has 64 positions, the target runs sequences of 256")
 
 
 def test_what_is_something_else_is_refused(tmp_path: Path, target: Path, runner: ModelRunner) -> None:
-    with pytest.raises(ConfigError, match="choose draft_model"):
-        load_draft("eagle", target, runner)
     make_head(tmp_path)
-    with pytest.raises(ConfigError, match="choose eagle"):
-        load_draft("draft_model", tmp_path, runner)
-    with pytest.raises(ConfigError, match="has no layer for multi-token prediction"):
-        load_draft("mtp", None, runner)
-    with pytest.raises(ConfigError, match="takes no path"):
-        load_draft("mtp", tmp_path, runner)
-    with pytest.raises(ConfigError, match="needs a checkpoint's path"):
-        load_draft("eagle", None, runner)
-    with pytest.raises(ConfigError, match="eagel"):
-        load_draft("eagel", tmp_path, runner)
-
-
-def with_tensors(path: Path, **add: Tensor | None) -> None:
-    """Write a checkpoint's file again with more tensors, or without those that are None."""
-    tensors = {**load_file(path / "model.safetensors"), **add}
-    save_file({name: each for name, each in tensors.items() if each is not None}, path / "model.safetensors")
+    refused(runner, "eagle", target, "choose draft_model")
+    refused(runner, "draft_model", tmp_path, "choose eagle")
+    refused(runner, "mtp", None, "has no layer for multi-token prediction")
+    refused(runner, "mtp", tmp_path, "takes no path")
+    refused(runner, "eagle", None, "needs a checkpoint's path")
+    refused(runner, "eagel", tmp_path, "eagel")
 
 
 def load_mtp(path: Path) -> object:
@@ -254,11 +219,11 @@ def test_a_hybrid_without_linear_layers_keeps_its_layer_apart_too(
     load_mtp(path)
     main(["serve", str(path), "--speculative-algorithm", "mtp", "--print-config"])
     assert "has no tokenizer" in capsys.readouterr().err, "which is checked last"
-    with_tensors(path, **{"mtp.fc.weight": None})
+    with_tensors(path, {"mtp.fc.weight": None})
     with pytest.raises(TensorMissing, match=r"no tensor 'mtp\.fc\.weight'"):
         load_mtp(path)
     names = load_file(path / "model.safetensors")
-    with_tensors(path, **{name: None for name in names if name.startswith("mtp.")})
+    with_tensors(path, {name: None for name in names if name.startswith("mtp.")})
     with pytest.raises(ConfigError, match=r"no layer for multi-token prediction \(tensors mtp\.\*\)"):
         load_mtp(path)
 
@@ -276,11 +241,11 @@ def test_a_layer_that_is_counted_and_not_stored(tmp_path: Path) -> None:
 def test_all_of_the_layer_is_read(family: str, place: str, tmp_path: Path) -> None:
     path = make_mtp_checkpoint(tmp_path, family)
     copy, further = torch.zeros(131, 48), "mtp.layers.1.strange"
-    with_tensors(path, **{f"{place}.embed_tokens.weight": copy, f"{place}.shared_head.head.weight": copy.clone()})
+    with_tensors(path, {f"{place}.embed_tokens.weight": copy, f"{place}.shared_head.head.weight": copy.clone()})
     if place == "mtp":
-        with_tensors(path, **{further: torch.zeros(1)})
+        with_tensors(path, {further: torch.zeros(1)})
     load_mtp(path)
-    with_tensors(path, **{f"{place}.strange": torch.zeros(1)})
+    with_tensors(path, {f"{place}.strange": torch.zeros(1)})
     with pytest.raises(TensorsUnread, match=rf"{place}\.strange") as caught:
         load_mtp(path)
     assert caught.value.names == (f"{place}.strange",)
@@ -290,7 +255,7 @@ def test_all_of_the_layer_is_read(family: str, place: str, tmp_path: Path) -> No
 def test_all_of_a_draft_network_is_read(algorithm: str, tmp_path: Path, runner: ModelRunner) -> None:
     make_head(tmp_path) if algorithm == "eagle" else make_qwen3_moe_checkpoint(tmp_path)
     load_draft(algorithm, tmp_path, runner)
-    with_tensors(tmp_path, **{"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})
+    with_tensors(tmp_path, {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})
     with pytest.raises(TensorsUnread, match=r"self_attn\.q_proj\.bias"):
         load_draft(algorithm, tmp_path, runner)
 

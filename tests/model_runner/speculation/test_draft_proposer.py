@@ -18,18 +18,17 @@ from draft_cases import (
     TOLERANCE,
     Recording,
     Reference,
-    admitted,
+    attached,
     draft_shape,
     drafted_tokens,
+    drafting,
     head_estimates,
     make_head,
     make_proposer,
     plain_tokens,
-    prefill,
-    step,
     trainer,
-    verify,
 )
+from request_steps import admitted, counts, prefill, step, verify
 from transformers import AutoTokenizer
 
 from attention import CommonAttentionMetadata, UBatchAttention
@@ -60,12 +59,6 @@ def runner(made: SimpleNamespace) -> Iterator[ModelRunner]:
         yield runner
 
 
-def attached(runner: ModelRunner, network: Any, **settings: Any) -> DraftProposer:
-    proposer = make_proposer(runner, network, **settings)
-    runner.set_observer(proposer)
-    return proposer
-
-
 def check_chain(
     proposer: DraftProposer, network: Recording, reference: Reference, requests: list[Request], count: int = 3
 ) -> list[Draft]:
@@ -87,9 +80,7 @@ def check_chain(
 @pytest.mark.parametrize("chunk", [1000, 5], ids=["whole", "chunked"])
 def test_after_prompts(made: SimpleNamespace, runner: ModelRunner, chunk: int) -> None:
     network = Recording(load_draft("eagle", made.head, runner))
-    proposer = attached(runner, network, num_steps=3)
-    requests = admitted(runner)
-    prefill(runner, requests, chunk)
+    proposer, requests = drafting(runner, network, chunk=chunk, num_steps=3)
     check_chain(proposer, network, made.reference, requests)
 
 
@@ -108,7 +99,7 @@ def test_after_any_number_of_accepted_drafts_and_plain_steps(made: SimpleNamespa
             wrong = (index + turn) % 4  # the first draft that is: 3 for none
             drafts.append(Draft(tuple(t if p < wrong else (t + 1) % 131 for p, t in enumerate(follows))))
             expected.append(wrong + 1)
-        assert verify(runner, requests, drafts) == expected
+        assert counts(verify(runner, requests, drafts)) == expected
         check_chain(proposer, network, made.reference, requests)
         step(runner, [ScheduledRequest(request, 1) for request in requests])
         check_chain(proposer, network, made.reference, requests, count=2)
@@ -116,9 +107,7 @@ def test_after_any_number_of_accepted_drafts_and_plain_steps(made: SimpleNamespa
 
 def test_after_retraction(made: SimpleNamespace, runner: ModelRunner) -> None:
     network = Recording(load_draft("eagle", made.head, runner))
-    proposer = attached(runner, network, num_steps=3)
-    requests = admitted(runner)
-    prefill(runner, requests)
+    proposer, requests = drafting(runner, network, num_steps=3)
     drafted_tokens(runner, proposer, requests, 6, 3)
     runner.release(requests[1])
     proposer.forget(requests[1])
@@ -133,9 +122,7 @@ def test_after_retraction(made: SimpleNamespace, runner: ModelRunner) -> None:
 
 
 def test_drafts_are_as_many_as_wanted(made: SimpleNamespace, runner: ModelRunner) -> None:
-    proposer = attached(runner, load_draft("eagle", made.head, runner), num_steps=3)
-    requests = admitted(runner)
-    prefill(runner, requests)
+    proposer, requests = drafting(runner, load_draft("eagle", made.head, runner), num_steps=3)
     whole = proposer.propose(requests, [3, 3, 3])
     assert [len(draft.tokens) for draft in proposer.propose(requests, [0, 1, 2])] == [0, 1, 2]
     part = proposer.propose([requests[2], requests[0]], [1, 3])  # in another order, too
@@ -147,9 +134,7 @@ def test_drafts_are_as_many_as_wanted(made: SimpleNamespace, runner: ModelRunner
 def test_what_comes_out_never_depends_on_the_drafts(made: SimpleNamespace, runner: ModelRunner, kind: str) -> None:
     algorithm, path = ("draft_model", made.small) if kind == "draft_model" else ("eagle", made.head)
     shape = {"topk": 2, "num_draft_tokens": 5} if kind == "tree" else {}
-    proposer = attached(runner, load_draft(algorithm, path, runner), num_steps=3, **shape)
-    requests = admitted(runner)
-    prefill(runner, requests)
+    proposer, requests = drafting(runner, load_draft(algorithm, path, runner), num_steps=3, **shape)
     drafted_tokens(runner, proposer, requests, 6, 5)
     for pool in (proposer._draft.kv_cache.key_pool, proposer._draft.kv_cache.value_pool):
         pool.memory.normal_()  # as stale as keys and values can be
@@ -159,9 +144,7 @@ def test_what_comes_out_never_depends_on_the_drafts(made: SimpleNamespace, runne
 
 
 def test_a_model_drafts_what_it_would_say(made: SimpleNamespace, runner: ModelRunner) -> None:
-    proposer = attached(runner, load_draft("draft_model", made.small, runner), num_steps=3)
-    requests = admitted(runner)
-    prefill(runner, requests, chunk=5)
+    proposer, requests = drafting(runner, load_draft("draft_model", made.small, runner), chunk=5, num_steps=3)
     for turn in range(4):
         drafts = proposer.propose(requests, [3] * 3)
         for request, draft in zip(requests, drafts, strict=True):
@@ -171,20 +154,16 @@ def test_a_model_drafts_what_it_would_say(made: SimpleNamespace, runner: ModelRu
 
 
 def test_the_target_itself_drafts_what_is_right(made: SimpleNamespace, runner: ModelRunner) -> None:
-    proposer = attached(runner, load_draft("draft_model", made.target, runner), num_steps=3)
-    requests = admitted(runner)
-    prefill(runner, requests)
+    proposer, requests = drafting(runner, load_draft("draft_model", made.target, runner), num_steps=3)
     assert set(drafted_tokens(runner, proposer, requests, 20, 3)) == {4}
 
 
 def test_a_model_runs_what_was_accepted_even_if_plain_steps_come_first(
     made: SimpleNamespace, runner: ModelRunner
 ) -> None:
-    proposer = attached(runner, load_draft("draft_model", made.target, runner), num_steps=3)
-    requests = admitted(runner)
-    prefill(runner, requests)
+    proposer, requests = drafting(runner, load_draft("draft_model", made.target, runner), num_steps=3)
     for _ in range(3):
-        assert verify(runner, requests, proposer.propose(requests, [3] * 3)) == [4] * 3
+        assert counts(verify(runner, requests, proposer.propose(requests, [3] * 3))) == [4] * 3
         step(runner, [ScheduledRequest(request, 1) for request in requests])
 
 
@@ -209,9 +188,7 @@ def test_all_that_is_planned_waits_for_the_plan_before(
     monkeypatch.setattr(runner.streams, "planning", planning)
     monkeypatch.setattr(UBatchAttention, "plan", recorded)
     path = made.head if algorithm == "eagle" else made.small
-    proposer = attached(runner, load_draft(algorithm, path, runner), num_steps=3, topk=2, num_draft_tokens=5)
-    requests = admitted(runner)
-    prefill(runner, requests)
+    proposer, requests = drafting(runner, load_draft(algorithm, path, runner), num_steps=3, topk=2, num_draft_tokens=5)
     drafted_tokens(runner, proposer, requests, 8, 5)
     assert {ForwardMode.PREFILL, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND} == set(modes)
 
@@ -229,7 +206,7 @@ def test_trees_need_a_back_end_with_masks(
 def test_drawn_drafts_say_what_they_were_drawn_from(made: SimpleNamespace, runner: ModelRunner) -> None:
     network = Recording(load_draft("eagle", made.head, runner))
     proposer = attached(runner, network, num_steps=3, sampled=True)
-    requests = admitted(runner, temperature=0.8, seed=11)
+    requests = admitted(runner, PROMPTS, temperature=0.8, seed=11)
     requests[1].params = SamplingParams()
     prefill(runner, requests)
     drafts = proposer.propose(requests, [3, 3, 2])
@@ -257,7 +234,7 @@ def test_drawn_drafts_follow_the_distribution() -> None:
 def test_a_request_that_ended_meanwhile_is_not_kept(made: SimpleNamespace, runner: ModelRunner) -> None:
     network = Recording(load_draft("eagle", made.head, runner))
     proposer = attached(runner, network, num_steps=3)
-    requests = admitted(runner)
+    requests = admitted(runner, PROMPTS)
     launched = runner.launch([ScheduledRequest(request, request.num_tokens) for request in requests])
     launched.sample()
     runner.release(requests[1])
@@ -331,8 +308,8 @@ def test_the_trained_head_on_held_out_text() -> None:
     train = trainer()
     prompts = train.held_out_prompts(AutoTokenizer.from_pretrained(TINY_MOE), train.read_corpus(0), 0)[:12]
     with ModelRunner(TINY_MOE) as runner:
-        proposer = attached(runner, load_draft("eagle", TINY_HEAD, runner), num_steps=3)
-        requests = admitted(runner, prompts.tolist(), ignore_eos=True)
-        prefill(runner, requests)
+        proposer, requests = drafting(
+            runner, load_draft("eagle", TINY_HEAD, runner), prompts.tolist(), params={"ignore_eos": True}, num_steps=3
+        )
         lengths = drafted_tokens(runner, proposer, requests, 40, 3)
     assert sum(lengths) / len(lengths) > 2.5  # 3.4 over 64 prompts and 128 tokens each

@@ -14,17 +14,16 @@ from draft_cases import (
     TOLERANCE,
     Recording,
     Reference,
-    admitted,
     drafted_tokens,
+    drafting,
     head_estimates,
     make_head,
     make_proposer,
     plain_tokens,
-    prefill,
-    verify,
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from request_steps import admitted, prefill, verify
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -67,10 +66,7 @@ def test_the_most_likely_nodes(tmp_path: Path, num_steps: int, topk: int, count:
     reference = Reference(target, head_estimates(make_head(tmp_path / "head")))
     with ModelRunner(target, num_kv_blocks=128, block_size=4) as runner:
         network = Recording(load_draft("eagle", tmp_path / "head", runner))
-        proposer = make_proposer(runner, network, num_steps=num_steps, topk=topk, num_draft_tokens=count)
-        runner.set_observer(proposer)
-        requests = admitted(runner, PROMPTS)
-        prefill(runner, requests)
+        proposer, requests = drafting(runner, network, PROMPTS, num_steps=num_steps, topk=topk, num_draft_tokens=count)
         for _ in range(2):
             network.given.clear()
             drafts = proposer.propose(requests, [count] * 3)
@@ -94,10 +90,9 @@ def mean_lengths(target: Path, prompts: list[list[int]], kind: str, path: Path, 
     means = []
     for shape in shapes:
         with ModelRunner(target, num_kv_blocks=512, block_size=4) as runner:
-            proposer = make_proposer(runner, load_draft(kind, path, runner), num_steps=3, **shape)
-            runner.set_observer(proposer)
-            requests = admitted(runner, prompts, ignore_eos=True)
-            prefill(runner, requests)
+            proposer, requests = drafting(
+                runner, load_draft(kind, path, runner), prompts, params={"ignore_eos": True}, num_steps=3, **shape
+            )
             lengths = drafted_tokens(runner, proposer, requests, 24, shape.get("num_draft_tokens", 3))
             assert [request.output_token_ids[:24] for request in requests] == expected
             means.append(sum(lengths) / len(lengths))

@@ -95,12 +95,13 @@ def test_the_accepted_path(data: st.DataObject) -> None:
     num_drafts = data.draw(st.integers(0, 8))
     drafts = data.draw(st.lists(st.integers(0, 2), min_size=num_drafts, max_size=num_drafts))
     says = data.draw(st.lists(st.integers(0, 2), min_size=num_drafts + 1, max_size=num_drafts + 1))
-    parents = [data.draw(st.integers(0, draft)) for draft in range(num_drafts)]
+    chain = data.draw(st.booleans())
+    parents = list(range(num_drafts)) if chain else [data.draw(st.integers(0, draft)) for draft in range(num_drafts)]
     node, expected = 0, [0]
     while right := [d for d in range(num_drafts) if parents[d] == node and drafts[d] == says[node]]:
         node = right[0] + 1
         expected.append(node)
-    assert accepted_nodes(drafts, parents, says) == tuple(expected)
+    assert accepted_nodes(drafts, None if chain else parents, says) == tuple(expected)
     assert path_to(node, parents) == tuple(each - 1 for each in expected[1:])
 
 

@@ -129,49 +129,37 @@ def test_rows_that_are_no_path_from_the_root(rows: list[tuple[int, ...]]) -> Non
 # -- steps in a row ----------------------------------------------------------------------------------------------------
 
 STEPS = 3
+CAPTURED = [("triton", False), ("trtllm_mha", False), ("trtllm_mla", True)]
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(("name", "mla"), BACKENDS)
-def test_steps_that_are_planned_at_once(name: str, mla: bool) -> None:
-    """Step i sees what steps 0 to i wrote; some requests get into their next page on the way."""
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(
+    ("name", "mla", "captured"), [*((*each, False) for each in BACKENDS), *((*each, True) for each in CAPTURED)]
+)
+def test_steps_that_are_planned_at_once(name: str, mla: bool, captured: bool) -> None:
+    """Step i sees what steps 0 to i wrote; some requests get into their next page on the way.
+
+    Plans for a graph have room for more requests, and were captured with the shortest: every step has its own buffers.
+    """
+    count, room = len(PREFIXES), len(PREFIXES) + 2 * captured
     batch = make([(prefix, STEPS) for prefix in PREFIXES], mla)
-    slots = batch.metadata.slot_mapping.view(len(PREFIXES), STEPS).T.contiguous()
+    slots, table = batch.metadata.slot_mapping.view(count, STEPS).T.contiguous(), batch.metadata.block_table
     fast, slow = batch.new_cache(), batch.new_cache()
     states = MultiStepDraftAttention(batch.shape, fast, STEPS, name)
-    plans = states.plan(PREFIXES, batch.metadata.block_table, slots)
+    if captured:
+        states.init_graph_buffers(GraphLimits(room, room, 4 * PAGE))
+        nothing = torch.zeros(room, 1, dtype=torch.int32), torch.full((room,), -1)
+        shortest = CommonAttentionMetadata.build([1] * room, [1] * room, *nothing, ForwardMode.DECODE)
+        plans = states.plan_for_graph(shortest)
+        states.replan(plans, PREFIXES, table, slots)
+    else:
+        plans = states.plan(PREFIXES, table, slots)
     assert len(plans) == STEPS
     for step, plan in enumerate(plans):
-        metadata = CommonAttentionMetadata.build(
-            [1] * len(PREFIXES),
-            [prefix + step + 1 for prefix in PREFIXES],
-            batch.metadata.block_table,
-            slots[step],
-            ForwardMode.DECODE,
-        )
-        positions = torch.tensor(PREFIXES) + step
-        own = pick(batch, torch.arange(len(PREFIXES)) * STEPS + step, positions, metadata)
-        torch.testing.assert_close(forward(plan, own), own.expected(cache=slow), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("name", "mla"), [("triton", False), ("trtllm_mha", False), ("trtllm_mla", True)])
-def test_captured_steps_are_planned_at_once(name: str, mla: bool) -> None:
-    """Plans for a graph with room for more requests, captured with the shortest: every step has buffers of its own."""
-    count, room = len(PREFIXES), len(PREFIXES) + 2
-    batch = make([(prefix, STEPS) for prefix in PREFIXES], mla)
-    slots = batch.metadata.slot_mapping.view(count, STEPS).T.contiguous()
-    fast, slow = batch.new_cache(), batch.new_cache()
-    states = MultiStepDraftAttention(batch.shape, fast, STEPS, name)
-    states.init_graph_buffers(GraphLimits(room, room, 4 * PAGE))
-    nothing = torch.zeros(room, 1, dtype=torch.int32), torch.full((room,), -1)
-    plans = states.plan_for_graph(CommonAttentionMetadata.build([1] * room, [1] * room, *nothing, ForwardMode.DECODE))
-    states.replan(plans, PREFIXES, batch.metadata.block_table, slots)
-    for step, plan in enumerate(plans):
         lens = [prefix + step + 1 for prefix in PREFIXES]
-        table = batch.metadata.block_table
         metadata = CommonAttentionMetadata.build([1] * count, lens, table, slots[step], ForwardMode.DECODE)
         rows, positions = torch.arange(count) * STEPS + step, torch.tensor(PREFIXES) + step
-        padded = pick(batch, *(torch.cat((each, each[:2])) for each in (rows, positions)), metadata)
+        padded = pick(batch, *(torch.cat((each, each[: room - count])) for each in (rows, positions)), metadata)
         expected = pick(batch, rows, positions, metadata).expected(cache=slow)
         torch.testing.assert_close(forward(plan, padded)[:count], expected, atol=1e-5, rtol=1e-5)
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import runner_graph_cases as graphs
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import checkpoint_fixture, make_checkpoint
 from dense_checkpoint import make_small
-from speculating import NEW, PARAMS, PROMPTS, VOCAB, chain, check, p_value, prefill, speculate, tree, verify
+from request_steps import admit, prefill, verify
+from speculating import NEW, PARAMS, PROMPTS, VOCAB, chain, check, p_value, speculate, tree
 from step_cases import StepStreamsFake, recording
 from torch import Tensor
 from trtllm_cases import install
@@ -67,9 +68,7 @@ class Recorder:
         self.modes.append(batch.mode)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("steps"), "Qwen3Moe", num_hidden_layers=2)
+checkpoint = checkpoint_fixture(make_checkpoint, "Qwen3Moe", num_hidden_layers=2)
 
 
 def make_runner(checkpoint: Path, **options: Any) -> ModelRunner:
@@ -88,7 +87,8 @@ def test_the_observer_is_told_every_step(checkpoint: Path, lanes: bool) -> None:
         recorder = Recorder(runner)
         runner.set_observer(recorder)
         first, second = (Request(n, PROMPTS[n], SamplingParams(max_tokens=NEW)) for n in (0, 3))
-        prefill(runner, [first], NEW)
+        admit(runner, [first], NEW)
+        prefill(runner, [first])
         runner.admit(second, second.num_tokens + NEW)
         for chunk in (9, second.num_tokens - 9):
             output = runner.execute([ScheduledRequest(first, 1), ScheduledRequest(second, chunk)])
@@ -117,7 +117,8 @@ def test_the_observer_sees_drafts_that_are_right(checkpoint: Path, drafting: Any
         expected = [list(output.token_ids) for output in generate(runner, PROMPTS, greedy)]
         recorder = Recorder(runner)
         runner.set_observer(recorder)
-        prefill(runner, requests, 3 * NEW)
+        admit(runner, requests, 3 * NEW)
+        prefill(runner, requests)
         accepted, rng = 0, random.Random(0)
         for _ in range(3):
             known = [
@@ -162,7 +163,8 @@ def test_trees_are_refused_where_attention_takes_no_mask(checkpoint: Path, monke
     with make_runner(checkpoint, attention_backend="trtllm_mha", block_size=16) as runner:
         assert not runner.attention.takes_trees
         request = Request("a", [1, 2, 3], SamplingParams())
-        prefill(runner, [request], 8)
+        admit(runner, [request], 8)
+        prefill(runner, [request])
         verify(runner, [request], [Draft((1, 2), (0, 1))])
         with pytest.raises(ConfigError, match="'trtllm_mha' takes no tree mask"):
             verify(runner, [request], [Draft((1, 2), (0, 0))])
@@ -248,7 +250,8 @@ def test_trees_and_rejection_on_streams(tmp_path: Path, monkeypatch: pytest.Monk
         runner.set_observer(drafter := Drafter(runner))
         greedy = Request("greedy", PROMPTS[3], SamplingParams())
         drawn = Request("drawn", PROMPTS[0], SamplingParams(temperature=1.5, top_k=60, seed=3))
-        prefill(runner, [greedy, drawn], 20)
+        admit(runner, [greedy, drawn], 20)
+        prefill(runner, [greedy, drawn])
         for parents in ((0, 0, 2), None):
             guesses = (7, right_after(greedy), 9) if parents else (1, 2, 3)
             drafts = [Draft(guesses, parents), Draft((4, 5, 6), probs=drafter.probs)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_qwen3_moe_checkpoint
+from checkpoints import checkpoint_fixture
 from torch import Tensor
 
 from attention import (
@@ -29,9 +29,7 @@ pytestmark = pytest.mark.long
 PREFIX = [7, 3, 9, 1, 4, 4, 2, 8]  # two blocks of 4
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_qwen3_moe_checkpoint(tmp_path_factory.mktemp("kv_order"), num_hidden_layers=2)
+checkpoint = checkpoint_fixture(num_hidden_layers=2)
 
 
 def make_runner(checkpoint: Path) -> ModelRunner:

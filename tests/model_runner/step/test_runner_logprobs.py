@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import load_reference, make_qwen3_moe_checkpoint, reference_logits
+from checkpoints import checkpoint_fixture, load_reference, reference_logits
 from torch import Tensor
 
 import model_runner.step.logprobs
@@ -26,9 +26,7 @@ from ubatch import UBatchConfig
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [62, 64, 33] * 7, [9, 8, 7, 6]]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_qwen3_moe_checkpoint(tmp_path_factory.mktemp("logprobs"), num_hidden_layers=2)
+checkpoint = checkpoint_fixture(num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
-from hypothesis import given
-from hypothesis import strategies as st
 from speculating import NEW, PARAMS, PROMPTS, Drafting, chain, check, speculate, tree
 from torch import Tensor
 
@@ -24,7 +22,6 @@ from model_runner import (
     build_input_batch,
     generate,
 )
-from model_runner.speculation.accept import accepted_nodes
 from ubatch import DeclineReason, ForwardMode, UBatchConfig
 
 pytestmark = pytest.mark.long
@@ -148,13 +145,3 @@ def test_a_verify_batch(runner: ModelRunner) -> None:
         runner.launch([ScheduledRequest(requests[0], 1, (1,))])
     for request in requests:
         runner.release(request)
-
-
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.data())
-def test_accepted_drafts(drafts: list[int], data: st.DataObject) -> None:
-    sampled = data.draw(st.lists(st.integers(0, 2), min_size=len(drafts) + 1, max_size=len(drafts) + 1))
-    nodes = accepted_nodes(drafts, None, sampled)
-    right = len(nodes) - 1
-    assert nodes == tuple(range(right + 1))
-    assert [sampled[node] for node in nodes] == [*drafts[:right], sampled[right]]
-    assert right == len(drafts) or drafts[right] != sampled[right]

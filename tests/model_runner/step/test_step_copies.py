@@ -16,9 +16,10 @@ import pytest
 import torch
 from attention_batches import Batch, MLABatch
 from dense_checkpoint import make_small
-from draft_cases import admitted, drafted_tokens, prefill
+from draft_cases import drafted_tokens
 from flashinfer_cases import DECODE, EXTEND, LIMITS, MIXED, PREFIX, VERIFY, install, make, padded, run
 from flashinfer_standin import StandIns
+from request_steps import admitted, prefill
 from step_cases import Recorder, StepStreamsFake, recorded, recording, tensors_of
 from step_host import Place
 from torch import Tensor
@@ -248,7 +249,7 @@ def test_drafting(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, attention: 
         with recording(runner, fake, monkeypatch) as recorder:
             for tensor in [*device, *(pool.memory for pool in proposer._draft.kv_cache._pools)]:
                 recorder.put(tensor, Place.DEVICE)
-            requests = admitted(runner)
+            requests = admitted(runner, PROMPTS[:3])
             prefill(runner, requests)
             drafted_tokens(runner, proposer, requests, 8, 3 if topk == 1 else 5)
     assert fake.races + fake.faults == []

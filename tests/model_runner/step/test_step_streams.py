@@ -17,7 +17,8 @@ import torch
 from dense_checkpoint import make_small
 from fake_device import run
 from fake_streams import FakeEvent, FakeStream
-from step_cases import Ahead, StepStreamsFake, recording
+from launched_ahead import Ahead
+from step_cases import StepStreamsFake, recording
 from step_host import Place
 
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, generate
@@ -86,10 +87,7 @@ class Steps:
     def run(self, params: list[SamplingParams], *, late: bool = False) -> list[list[int]]:
         """The tokens; with `late` a step is sampled once the one before is read."""
         with recording(self.runner, self.fake, self.monkeypatch):
-            ahead = Ahead.admit(self.runner, self.fake, PROMPTS, params, late=late)
-            for _ in range(NEW):
-                ahead.step()
-            return ahead.finish()
+            return Ahead.admit(self.runner, PROMPTS, params, late=late, fake=self.fake).run(NEW)
 
     @property
     def faults(self) -> list[str]:

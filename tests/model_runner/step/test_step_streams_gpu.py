@@ -7,22 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from dense_checkpoint import make_small
 from host_waits import no_host_waits
+from launched_ahead import Ahead
 
-from model_runner import (
-    PENDING_TOKEN,
-    ModelRunner,
-    PendingStep,
-    Request,
-    SamplingParams,
-    ScheduledRequest,
-    generate,
-)
+from model_runner import ModelRunner, SamplingParams, generate
 from ubatch import UBatchConfig
 from ubatch.streams.small_copies import to_device
 
@@ -60,54 +54,18 @@ def make_runner(checkpoint: Path, device: str, *, lanes: bool = False) -> ModelR
 # -- who waits for whom -------------------------------------------------------------------------------------------
 
 
-class Ahead:
-    """Requests that decode, each step launched before the last one is read."""
-
-    def __init__(self, runner: ModelRunner, params: Sequence[SamplingParams]) -> None:
-        self.runner = runner
-        self.requests = [Request(n, prompt, params[n]) for n, prompt in enumerate(PROMPTS)]
-        for request in self.requests:
-            runner.admit(request, 100)
-
-    def launch(self) -> PendingStep:
-        """The next step, sampled."""
-        shares = [ScheduledRequest(request, request.num_uncomputed_tokens) for request in self.requests]
-        step = self.runner.launch(shares)
-        for share in shares:
-            share.request.advance(share.num_tokens, PENDING_TOKEN)
-        step.sample()
-        return step
-
-    def warm_up(self) -> None:
-        """Compile what steps need, and fill the pools."""
-        for _ in range(3):
-            self.read(self.launch())
-
-    def run(self, steps: int) -> list[list[int]]:
-        """So many steps; the tokens of every request, whose row and blocks are free then."""
-        before = None
-        for _ in range(steps):
-            step = self.launch()
-            if before is not None:
-                self.read(before)
-            before = step
-        if before is not None:
-            self.read(before)
-        for request in self.requests:
-            self.runner.release(request)
-        return [request.output_token_ids for request in self.requests]
-
-    def read(self, step: PendingStep) -> None:
-        """Its tokens take the place of those that were pending."""
-        for request, (token,) in zip(self.requests, step.result().tokens, strict=True):
-            request.token_ids[request.token_ids.index(PENDING_TOKEN)] = token
+def warmed_up(runner: ModelRunner, params: Sequence[SamplingParams]) -> Ahead:
+    """Requests that decode: what steps need is compiled, and the pools are filled."""
+    ahead = Ahead.admit(runner, PROMPTS, params)
+    for _ in range(3):
+        ahead.read(ahead.launch())
+    return ahead
 
 
 @pytest.fixture
 def ahead(checkpoint: Path) -> Iterator[Ahead]:
     with make_runner(checkpoint, "cuda") as runner:
-        ahead = Ahead(runner, MIXED)
-        ahead.warm_up()
+        ahead = warmed_up(runner, MIXED)
         yield ahead
         for request in ahead.requests:
             runner.release(request)
@@ -119,7 +77,7 @@ def ahead(checkpoint: Path) -> Iterator[Ahead]:
 def test_steps_that_are_launched_ahead_give_the_same_tokens(checkpoint: Path, device: str, lanes: bool) -> None:
     with make_runner(checkpoint, device, lanes=lanes) as runner:
         one_by_one = [list(output.token_ids) for output in generate(runner, PROMPTS, MIXED)]
-        assert Ahead(runner, MIXED).run(NEW) == one_by_one
+        assert Ahead.admit(runner, PROMPTS, MIXED).run(NEW) == one_by_one
 
 
 @contextmanager
@@ -171,8 +129,7 @@ def test_inputs_arrive_while_a_step_runs_and_the_caller_waits_for_nobody(ahead: 
 @pytest.mark.parametrize("params", [MIXED, CONSTRAINED])
 def test_nothing_in_a_step_waits_for_the_device(checkpoint: Path, params: list[SamplingParams]) -> None:
     with make_runner(checkpoint, "cuda") as runner:
-        ahead = Ahead(runner, params)
-        ahead.warm_up()
+        ahead = warmed_up(runner, params)
         for _ in range(3):
             with no_host_waits():
                 step = ahead.launch()
@@ -182,14 +139,10 @@ def test_nothing_in_a_step_waits_for_the_device(checkpoint: Path, params: list[S
 @pytest.mark.gpu
 def test_constrained_sampling_waits_for_tokens_but_its_forward_does_not(checkpoint: Path) -> None:
     with make_runner(checkpoint, "cuda") as runner:
-        ahead = Ahead(runner, CONSTRAINED)
-        ahead.warm_up()
-        before = ahead.launch()
-        shares = [ScheduledRequest(request, 1) for request in ahead.requests]
+        ahead = warmed_up(runner, CONSTRAINED)
+        before, ahead.late = ahead.launch(), True
         with device_asleep(runner) as awake:
-            step = runner.launch(shares)
-            for share in shares:
-                share.request.advance(1, PENDING_TOKEN)
+            step = ahead.launch()
             ahead.read(before)
             step.sample()
             assert not awake.query()
@@ -201,7 +154,7 @@ def test_steps_take_no_more_memory_as_they_go_on(checkpoint: Path) -> None:
     with make_runner(checkpoint, "cuda") as runner:
         taken = []
         for _ in range(20):
-            Ahead(runner, MIXED).run(50)
+            Ahead.admit(runner, PROMPTS, [replace(each, max_tokens=50) for each in MIXED]).run(50)
             torch.cuda.synchronize()
             pinned = runner.streams._pinned
             buffers = [*pinned._free, *(buffer for _, buffer, _ in pinned._lent)]
@@ -213,7 +166,7 @@ def test_steps_take_no_more_memory_as_they_go_on(checkpoint: Path) -> None:
 @pytest.mark.gpu
 def test_closing_waits_for_what_is_queued(checkpoint: Path) -> None:
     with make_runner(checkpoint, "cuda") as runner:
-        Ahead(runner, MIXED).warm_up()
+        warmed_up(runner, MIXED)
         done = torch.cuda.Event()
         with runner.streams.forward():
             torch.cuda._sleep(SLEEP_CYCLES // 4)

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import load_reference, make_checkpoint, reference_greedy, reference_logits
-from fp8_checkpoints import FP8, Kind, blockwise, compressed, dequantize, one_weight, quantize, with_config, write_fp8
-from model_checks import PROMPTS, admitted, all_logits, close
-from safetensors.torch import load_file, save_file
+from checkpoints import load_reference, make_checkpoint, reference_greedy, with_tensors
+from fp8_checkpoints import (
+    FP8,
+    Kind,
+    blockwise,
+    compressed,
+    dequantize,
+    load_share,
+    one_weight,
+    quantize,
+    write_fp8,
+)
+from model_checks import PROMPTS, close, expected_logits, prefill_logits
+from safetensors.torch import load_file
 from step_cases import StepStreamsFake
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model_runner import (
-    Checkpoint,
-    ModelRunner,
-    SamplingParams,
-    ScheduledRequest,
-    model_class,
-)
+from model_runner import Checkpoint, ModelRunner, SamplingParams
 from model_runner.drafting.network import load_draft
 from model_runner.parallel.tensor_parallel import Shard
 from model_runner.weights.scaled import ScaledBlocks
@@ -61,12 +64,7 @@ def test_logits_are_those_of_the_weights_that_it_means(
     path, meant = write_fp8(make_checkpoint(tmp_path / "plain", family, **changes), tmp_path, kind)
     stored = {w.dtype for file in path.glob("*.safetensors") for w in load_file(file).values()}
     assert {FP8, kind.scales} <= stored
-    reference = load_reference(meant)
-    expected = torch.cat([reference_logits(reference, prompt) for prompt in PROMPTS])
-    with ModelRunner(path, num_kv_blocks=64, block_size=4) as runner:
-        requests = admitted(runner, PROMPTS)
-        got = all_logits(runner, [ScheduledRequest(request, request.num_tokens) for request in requests])
-    close(got, expected)
+    close(prefill_logits(path), expected_logits(meant))
 
 
 # ---------------------------------------------------------------------------------------------------------- the parts
@@ -122,25 +120,15 @@ def test_every_number_of_fp8_is_itself() -> None:
         assert torch.equal(out.nan_to_num(), numbers.float().nan_to_num() * 3)
 
 
-def test_ranks_load_their_own_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_load_their_own_only(tmp_path: Path) -> None:
     """Experts 4 to 7, and the second half of the heads and the dense MLP; blocks of 20 x 28 fit none of these."""
-    monkeypatch.setattr("model_runner.decoder.sparse_mlp.FusedMoEModularKernel", Kernel)
     path, _ = write_fp8(make_checkpoint(tmp_path / "plain", "DeepseekV3"), tmp_path, blockwise(20, 28))
 
     def load(experts: range, shard: Shard) -> tuple[dict[str, Tensor], set[str]]:
-        checkpoint = Checkpoint(path)
+        checkpoint: Any = Checkpoint(path)
         read: set[str] = set()
-        monkeypatch.setattr(checkpoint, "_mapped", lambda name: read.add(name) or Checkpoint._mapped(checkpoint, name))
-        kind = model_class(checkpoint.architecture)
-        config = kind.read_config(checkpoint.config, checkpoint.generation_config())
-        parallel: Any = SimpleNamespace(
-            all2all=SimpleNamespace(experts=experts, traits=SimpleNamespace(other_ranks=True)),
-            experts="grouped",
-            tensor=None,
-            shard=shard,
-            fp8_block=None,
-        )
-        return kind.load(config, checkpoint, parallel).state_dict(), read
+        checkpoint._mapped = lambda name: read.add(name) or Checkpoint._mapped(checkpoint, name)
+        return load_share(checkpoint, shard, experts).state_dict(), read
 
     (whole, _), (part, read) = load(range(8), Shard(0, 1)), load(range(4, 8), Shard(1, 2))
     assert not any(f".experts.{expert}." in name for name in read for expert in range(4))
@@ -154,14 +142,6 @@ def test_ranks_load_their_own_only(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 cut += 1
         assert torch.equal(w, expected), name
     assert cut >= 3 * 4
-
-
-class Kernel(torch.nn.Module):
-    """A layer that only holds its experts."""
-
-    def __init__(self, all2all: Any, experts: torch.nn.Module, shared: torch.nn.Module | None) -> None:
-        super().__init__()
-        self.experts, self.shared = experts, shared
 
 
 class Peak(TorchDispatchMode):
@@ -212,12 +192,9 @@ def test_the_dtype_is_that_of_what_is_not_quantised(named: dict[str, str], tmp_p
 
 def test_a_layer_for_drafts_is_dequantised_too(tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", "DeepseekV3", num_hidden_layers=4)
-    weights = load_file(plain / "model.safetensors")
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        weights[f"model.layers.3.{name}.weight"] = torch.rand(48)
-    weights["model.layers.3.eh_proj.weight"] = torch.randn(48, 96)
-    save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
-    with_config(plain, num_hidden_layers=3, num_nextn_predict_layers=1)
+    parts = {f"model.layers.3.{name}.weight": torch.rand(48) for name in ("enorm", "hnorm", "shared_head.norm")}
+    parts["model.layers.3.eh_proj.weight"] = torch.randn(48, 96)
+    with_tensors(plain, parts, num_hidden_layers=3, num_nextn_predict_layers=1)
     path, meant = write_fp8(plain, tmp_path, blockwise(32, 20))
     drafts = []
     for each in (path, meant):
@@ -231,11 +208,8 @@ def test_scales_of_the_kv_cache_are_read_beside_those_of_weights(tmp_path: Path)
     kind = compressed("tensor")
     kind.config["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
     path, _ = write_fp8(make_checkpoint(tmp_path / "plain", "Llama"), tmp_path, kind)
-    weights = load_file(path / "model.safetensors")
-    for layer in range(3):
-        for part in ("k", "v"):
-            weights[f"model.layers.{layer}.self_attn.{part}_scale"] = torch.tensor(0.25 + layer)
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    names = {f"model.layers.{layer}.self_attn.{part}_scale": layer for layer in range(3) for part in "kv"}
+    with_tensors(path, {name: torch.tensor(0.25 + layer) for name, layer in names.items()})
     with ModelRunner(path, num_kv_blocks=4, kv_cache_dtype="fp8") as runner:
         assert runner.kv_cache.key_pool.scales == [0.25, 1.25, 2.25]
 

@@ -8,23 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, with_config
 from fp8_checkpoints import (
     FP8,
+    PROMPTS,
     Kind,
     blockwise,
     compressed,
     kept_projections,
     round_operands,
-    with_config,
     write_fp8,
 )
-from model_checks import admitted, all_logits
+from model_checks import prompt_logits
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from triton_batches import DEVICE  # before Triton is imported
 
-from model_runner import ModelRunner, RandomQwen3Moe, ScheduledRequest, make_random_qwen3_moe
+from model_runner import ModelRunner, RandomQwen3Moe, make_random_qwen3_moe
 from model_runner.drafting.network import load_draft
 from moe import FusedMoEModularKernel, fp8_block, fp8_linear_block
 
@@ -38,13 +38,7 @@ DEEPSEEK = {
     "n_shared_experts": 1,
     "intermediate_size": 100,
 }
-PROMPTS = [[5, 17, 99, 3, 42], [1]]
 BLOCKS = blockwise(128, 128)
-
-
-def logits(runner: ModelRunner) -> Tensor:
-    requests = admitted(runner, PROMPTS)
-    return all_logits(runner, [ScheduledRequest(request, request.num_tokens) for request in requests]).cpu()
 
 
 def experts_of(model: nn.Module) -> list[Any]:
@@ -55,9 +49,9 @@ def experts_of(model: nn.Module) -> list[Any]:
 def plain_and_rounded(meant: Path, projections: list[str]) -> tuple[Tensor, Tensor]:
     """Logits in float32 on the CPU: of the weights as they are, and with the fp8 operands rounded."""
     with ModelRunner(meant, num_kv_blocks=16, experts_backend="reference") as runner:
-        plain = logits(runner)
+        plain = prompt_logits(runner, PROMPTS)
         round_operands(runner.model, projections)
-        return plain, logits(runner)
+        return plain, prompt_logits(runner, PROMPTS)
 
 
 CASES = [("Qwen3Moe", MOE, torch.float32), ("DeepseekV3", DEEPSEEK, torch.float8_e8m0fnu)]
@@ -72,7 +66,7 @@ def test_logits_are_those_of_rounded_operands(
     with ModelRunner(path, num_kv_blocks=16, device=DEVICE, experts_backend="triton") as runner:
         held = experts_of(runner.model)
         assert {(each.w13.dtype, each.w2.dtype, each.dtype) for each in held} == {(FP8, FP8, torch.float32)}
-        found = logits(runner)
+        found = prompt_logits(runner, PROMPTS)
         stored = load_file(path / "model.safetensors")
         name = "model.layers.1.mlp.experts.3.{}_proj.weight{}"
         w13 = [stored[name.format(half, "")] for half in ("gate", "up")]
@@ -138,7 +132,7 @@ def test_random_weights_and_drafts_are_in_fp8_too(tmp_path: Path) -> None:
     (path / "model.safetensors").unlink()
     with ModelRunner(path, num_kv_blocks=16, device=DEVICE, experts_backend="triton", load_format="dummy") as runner:
         assert [each.w13.dtype for each in experts_of(runner.model)] == [torch.float32, FP8]
-        assert logits(runner).isfinite().all()
+        assert prompt_logits(runner, PROMPTS).isfinite().all()
         draft: Any = load_draft("mtp", None, runner)
         assert [each.w13.dtype for each in experts_of(draft)] == [FP8]
         w13 = experts_of(draft)[0].w13.float() * experts_of(draft)[0].w13_scale[0, 0, 0]
@@ -163,6 +157,6 @@ def test_auto_keeps_them_in_fp8_on_a_gpu(tmp_path: Path) -> None:
     with ModelRunner(path, num_kv_blocks=16, device="cuda", dtype=torch.bfloat16) as runner:
         in_fp8 = torch.cuda.get_device_capability() >= (8, 9)
         assert {each.w13.dtype for each in experts_of(runner.model)} == {FP8 if in_fp8 else torch.bfloat16}
-        found, projections = logits(runner), kept_projections(runner.model)
+        found, projections = prompt_logits(runner, PROMPTS), kept_projections(runner.model)
     _, expected = plain_and_rounded(meant, projections)
     assert (found - expected).norm() < 9e-2 * expected.norm()

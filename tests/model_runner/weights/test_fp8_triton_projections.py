@@ -5,19 +5,25 @@ from __future__ import annotations
 import copy
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
-from fp8_checkpoints import FP8, blockwise, kept_projections, round_operands, with_config, write_fp8
-from model_checks import admitted, all_logits
+from checkpoints import make_checkpoint, with_config
+from fp8_checkpoints import (
+    FP8,
+    PROMPTS,
+    blockwise,
+    kept_projections,
+    load_share,
+    round_operands,
+    write_fp8,
+)
+from model_checks import prompt_logits
 from safetensors.torch import load_file
-from torch import Tensor, nn
 from triton_batches import DEVICE  # before Triton is imported
 
-from model_runner import Checkpoint, ModelRunner, ScheduledRequest, model_class, split_cost
+from model_runner import Checkpoint, ModelRunner, split_cost
 from model_runner.decoder.layers import Projection
 from model_runner.parallel.tensor_parallel import WHOLE, Shard
 from ubatch import ConfigError
@@ -38,14 +44,6 @@ DEEPSEEK = {
     "moe_intermediate_size": 128,
     "n_shared_experts": 1,
 }
-PROMPTS = [[5, 17, 99, 3, 42], [1]]
-
-
-def logits(runner: ModelRunner) -> Tensor:
-    requests = admitted(runner, PROMPTS)
-    return all_logits(runner, [ScheduledRequest(request, request.num_tokens) for request in requests]).cpu()
-
-
 ATTENTION = [f"layers.{layer}.attention.{part}" for layer in range(2) for part in ("qkv", "out")]
 LATENT = [f"layers.{layer}.attention.{part}" for layer in range(2) for part in ("q_up", "down", "out")]
 DENSE = ["layers.0.mlp.gate_up", "layers.0.mlp.down"]
@@ -74,12 +72,12 @@ def test_logits_are_those_of_rounded_operands(
         assert f"all {len(kept)} projections of the layers stay in fp8" in caplog.messages
         of_experts = "routed experts and " if family == "DeepseekV3" else ""
         assert f"{of_experts}projections stored in fp8 stay so" in caplog.messages
-        found, cost = logits(runner), split_cost(runner.model)
+        found, cost = prompt_logits(runner, PROMPTS), split_cost(runner.model)
     with ModelRunner(meant, num_kv_blocks=16, experts_backend="reference") as runner:
         assert split_cost(runner.model) == cost
-        exact = logits(runner)
+        exact = prompt_logits(runner, PROMPTS)
         round_operands(runner.model, kept)
-        expected = logits(runner)
+        expected = prompt_logits(runner, PROMPTS)
     assert expected.abs().max() > 0.5
     # A GPU may round a tie to the other number of fp8.
     limit = 1e-2 if DEVICE == "cpu" else 5e-2 * float(expected.abs().max())
@@ -87,31 +85,16 @@ def test_logits_are_those_of_rounded_operands(
     assert (exact - expected).abs().max() > 2e-2, "or the activations were not rounded"
 
 
-class Kernel(nn.Module):
-    """A layer that only holds its experts."""
-
-    def __init__(self, all2all: Any, experts: nn.Module, shared: nn.Module | None) -> None:
-        super().__init__()
-        self.shared = shared
-
-
 def load(path: Path, shard: Shard, block: tuple[int, int] | None = (128, 128)) -> tuple[Any, Checkpoint]:
     """A rank's model, with its projections in fp8 where they can be."""
     checkpoint = Checkpoint(path)
     checkpoint.projection_block = block
-    kind = model_class(checkpoint.architecture)
-    config = kind.read_config(checkpoint.config, checkpoint.generation_config())
-    all2all = SimpleNamespace(experts=range(1), traits=SimpleNamespace(other_ranks=True))
-    parallel: Any = SimpleNamespace(all2all=all2all, experts="grouped", tensor=None, shard=shard, fp8_block=None)
-    return kind.load(config, checkpoint, parallel), checkpoint
+    return load_share(checkpoint, shard, range(1)), checkpoint
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("Qwen3", QWEN3), ("DeepseekV3", {**DEEPSEEK, "v_head_dim": 64})])
-def test_ranks_hold_their_blocks(
-    family: str, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_hold_their_blocks(family: str, sizes: dict[str, Any], tmp_path: Path) -> None:
     """Both ranks' halves together are the whole; a half that does not end at a border is dequantised."""
-    monkeypatch.setattr("model_runner.decoder.sparse_mlp.FusedMoEModularKernel", Kernel)
     path, _ = write_fp8(make_checkpoint(tmp_path / "plain", family, **sizes), tmp_path, BLOCKS)
     whole, _ = load(path, WHOLE)
     ranks = [load(path, Shard(rank, 2))[0] for rank in range(2)]
@@ -174,7 +157,7 @@ def test_random_weights_are_in_fp8_too(tmp_path: Path) -> None:
         assert sorted(kept_projections(runner.model)) == sorted([*ATTENTION, *DENSE])
         down = runner.model.layers[0].mlp.down
         assert (down.weight.float() * down.scales[0, 0]).std() == pytest.approx(256**-0.5, rel=0.05)
-        assert logits(runner).isfinite().all()
+        assert prompt_logits(runner, PROMPTS).isfinite().all()
 
 
 def test_one_in_fp8_is_a_module_like_any_other() -> None:
@@ -204,9 +187,9 @@ def test_a_gpu_keeps_them_in_fp8_in_captured_steps(tmp_path: Path) -> None:
         kept = kept_projections(runner.model)
         assert len(kept) == (8 if in_fp8 else 0)
         runner.capture_graphs()
-        found = logits(runner)
+        found = prompt_logits(runner, PROMPTS)
     with ModelRunner(meant, num_kv_blocks=16) as runner:
         round_operands(runner.model, kept)
-        expected = logits(runner)
+        expected = prompt_logits(runner, PROMPTS)
     # In bfloat16 an operand may round to the other number of fp8: on a CPU, too, bfloat16 and float32 are 0.09 apart.
     assert (found - expected).norm() < 0.15 * expected.norm()

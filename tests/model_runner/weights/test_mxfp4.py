@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import load_reference, make_checkpoint, reference_logits
-from fp8_checkpoints import one_weight, with_config
-from model_checks import PROMPTS, admitted, all_logits, close
+from checkpoints import make_checkpoint, with_config
+from fp8_checkpoints import one_weight
+from model_checks import close, expected_logits, prefill_logits
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from model_runner import Checkpoint, CheckpointError, ModelRunner, ScheduledRequest, WrongShape
+from model_runner import Checkpoint, CheckpointError, WrongShape
 from model_runner.weights.mxfp4 import MXFP4Blocks
 from model_runner.weights.weights import Part
 
@@ -60,14 +60,10 @@ def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
     packed = {name.removesuffix("_blocks") for name in weights if name.endswith("_blocks")}
     halves = [name for name in weights if name.endswith(("_blocks", "_scales"))]
     save_file({name: w for name, w in weights.items() if name not in halves}, path / "model.safetensors")
-    reference = load_reference(path)
-    expected = torch.cat([reference_logits(reference, prompt) for prompt in PROMPTS])
+    expected = expected_logits(path)
     save_file({name: w for name, w in weights.items() if name not in packed}, path / "model.safetensors")
     with_config(path, quantization_config=CONFIG)
-    with ModelRunner(path, num_kv_blocks=64, block_size=4) as runner:
-        requests = admitted(runner, PROMPTS)
-        got = all_logits(runner, [ScheduledRequest(request, request.num_tokens) for request in requests])
-    close(got, expected)
+    close(prefill_logits(path), expected)
 
 
 def test_what_does_not_fit(tmp_path: Path) -> None:

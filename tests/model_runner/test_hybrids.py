@@ -1,4 +1,4 @@
-"""The prefix cache of models with linear attention: tokens are transformers', however a request's states came about."""
+"""Models with linear attention, through the server's scheduler: tokens are transformers', however states came about."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import load_reference, make_checkpoint, reference_greedy
+import transformers
+from checkpoints import FAMILIES, load_reference, make_checkpoint, reference_greedy
 from fake_proposer import FakeProposer
 
 from attention import KVCacheError
-from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
+from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, check_tensor_parallel, generate
+from model_runner.memory.memory_profile import CudaMemory
 from ranks import run_ranks
 from serving.engine import EngineCore, EngineOptions
 from serving.engine.rank.build import make_runner
@@ -22,7 +24,7 @@ from serving.engine.speculation import Algorithm, SpeculationConfig, make_schedu
 from serving.options import notes, resolve_keywords
 from serving.requests import RequestInput
 from serving.scheduler import SchedulerConfig, kv_manager
-from ubatch import CommGroup, UBatchConfig
+from ubatch import CommGroup, ConfigError, UBatchConfig
 
 LANES = {"dbo_decode_token_threshold": 3, "dbo_prefill_token_threshold": 3}
 ROOM = {"num_kv_blocks": 160, "block_size": 4, "max_num_seqs": 8}
@@ -97,7 +99,12 @@ CASES: dict[str, dict[str, Any]] = {
     "prefill first": {"family": "Qwen3_5Moe", "prefill_first": True, "interval": 8},
     "drafts": {"family": "Qwen3_5Moe", "drafts": True, "interval": 8, "lanes": 2},
     "crowded": {"family": "Qwen3Next", "overlap": True, "blocks": 48, "interval": 8},
+    "no snapshots": {"family": "Qwen3Next", "snapshots": 0, "budget": 30, "lanes": 3, "split_by": "cost"},
+    "drafts without": {"family": "Qwen3Next", "snapshots": 0, "drafts": True, "lanes": 2, "crowd": True},
+    "retracted": {"family": "Qwen3_5Moe", "snapshots": 0, "overlap": True, "budget": 12, "lanes": 2, "crowd": True},
 }
+CROWD = {"blocks": 25, "seqs": 10, "new": 50}
+"""Short prompts that grow until some have to give up their blocks."""
 
 
 @pytest.mark.long
@@ -109,10 +116,19 @@ def test_requests_go_on_from_snapshots(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Later turns, equal prompts at once (`n` > 1), beginnings that several share, and nothing that fits."""
+    """Later turns, equal prompts at once (`n` > 1), beginnings that several share, and nothing that fits.
+
+    Without snapshots nobody does; chunked prompts, mixed steps, drafts and retraction are as right.
+    """
     case = CASES[name]
-    family, lanes = case["family"], case.get("lanes", 1)
+    family, lanes, snapshots = case["family"], case.get("lanes", 1), case.get("snapshots", 16)
     waves = conversations[family].waves
+    if case.get("crowd"):
+        case = CROWD | case
+        reference = load_reference(paths[family])
+        prompts = [tokens_of(length, length) for length in (5, 9, 7, 20, 3, 8, 1, 6)]
+        prompts += [[*prompts[3][:12], 1, 2, 3], prompts[3]]
+        waves = [[(prompt, reference_greedy(reference, prompt, case["new"])[0]) for prompt in prompts]]
     monkeypatch.setattr(kv_manager, "SNAPSHOT_INTERVAL", case.get("interval", 256))
     speculation = SpeculationConfig(Algorithm.NGRAM, 3) if case.get("drafts") else None
     known = {tuple(prompt): answer for wave in waves for prompt, answer in wave}
@@ -122,29 +138,33 @@ def test_requests_go_on_from_snapshots(
         return [*answer, 0, 0, 0, 0][len(tokens) - request.num_prompt_tokens]
 
     monkeypatch.setattr("serving.engine.speculation.make_proposer", lambda *_: FakeProposer(right_one, vocab_size=131))
-    dbo = UBatchConfig(**LANES, num_ubatches=lanes) if lanes > 1 else UBatchConfig(enable_dbo=False)
-    room = {**ROOM, "num_kv_blocks": case.get("blocks", 160), "num_state_snapshots": case.get("snapshots", 16)}
+    dbo = UBatchConfig(
+        **LANES, num_ubatches=max(lanes, 2), split_by=case.get("split_by", "tokens"), enable_dbo=lanes > 1
+    )
+    most = case.get("seqs", 8)
+    room = {**ROOM, "num_kv_blocks": case.get("blocks", 160), "max_num_seqs": most, "num_state_snapshots": snapshots}
     config = SchedulerConfig(
-        max_num_seqs=8,
+        max_num_seqs=most,
         max_num_batched_tokens=case.get("budget", 300),
         max_model_len=110,
         prefill_first=case.get("prefill_first", False),
     )
     with ModelRunner(paths[family], dbo=dbo, max_model_len=110, **room, **runner_options(speculation)) as runner:
-        assert f"and {room['num_state_snapshots']} snapshots" in describe_memory(runner)
+        assert (f"and {snapshots} snapshots" in describe_memory(runner)) == (snapshots > 0)
         with caplog.at_level("INFO"):
             scheduler = make_scheduler(config, speculation, runner)
-        assert "prefix cache off" not in caplog.text
+        assert ("prefix cache off" in caplog.text) == (snapshots == 0)
         core = EngineCore(runner, scheduler, overlap_schedule=case.get("overlap", False))
         got, cached = serve(core, waves)
         statistics = scheduler.statistics()
         assert (runner.statistics().engaged > NEW) == (lanes > 1)
     assert got == answers(waves)
-    assert statistics.prefix_hits == sum(map(sum, cached)) > 0
+    assert statistics.prefix_hits == sum(map(sum, cached))
+    assert (statistics.prefix_hits > 0) == (snapshots > 0)
+    assert statistics.preemptions > 0 or "crowd" not in case
+    assert (statistics.accepted_tokens > 0) == ("drafts" in case)
     if name == "plain":  # the last page border of a prompt; a beginning that a second request showed; equal prompts
         assert cached == [[0, 0, 0], [68, 52, 0, 0, 44], [68, 52, 0, 48, 48, 44]]
-    if name == "drafts":
-        assert statistics.accepted_tokens > 0
 
 
 def serve_on_a_rank(rank: int, world_size: int, path: str, size: int, waves: Any) -> dict[str, Any]:
@@ -232,3 +252,54 @@ def test_an_engine_has_room_for_as_many_as_it_was_told(paths: dict[str, Path]) -
             assert runner.states is not None
             assert runner.states.num_snapshots == expected
             assert make_scheduler(config, None, runner).kv.tree.snapshots.count == expected
+
+
+def test_a_checkpoint_that_can_see_runs_without_its_eyes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+    config = transformers.Qwen3_5MoeConfig(text_config=dict(FAMILIES["Qwen3_5Moe"]), vision_config=eyes)
+    model = transformers.Qwen3_5MoeForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    prompt = tokens_of(3, 19)
+    with caplog.at_level("INFO"), ModelRunner(tmp_path, num_kv_blocks=16) as runner:
+        (got,) = generate(runner, [prompt], SamplingParams(max_tokens=NEW))
+    assert list(got.token_ids) == reference_greedy(model, prompt, NEW)[0]
+    assert "vision tower, which is not served" in caplog.text
+
+
+def test_what_a_state_cannot_do_is_refused(paths: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"2 layers of this model have linear attention.* a tree of drafts"):
+        ModelRunner(paths["Qwen3Next"], num_kv_blocks=16, num_speculative_tokens=2, speculative_trees=True)
+    with ModelRunner(paths["Qwen3Next"], num_kv_blocks=16) as runner:
+        with pytest.raises(ConfigError, match="does not divide the 2 key heads of its linear attention"):
+            check_tensor_parallel(runner.config, 4)
+        request = Request(0, [1, 2, 3, 4], SamplingParams())
+        runner.admit(request, 16)
+        share = ScheduledRequest(request, 2)
+        runner.execute([share])
+        request.advance(2, None)
+        request.num_computed_tokens = 3  # as if a page had been found in a prefix cache
+        with pytest.raises(KVCacheError, match=r"begins at token 3 .* have seen 2"):
+            runner.execute([ScheduledRequest(request, 1)])
+
+
+def test_states_take_their_part_of_a_gpus_memory(paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there before memory is measured, so the KV cache gets what they leave."""
+    held: list[int] = []
+
+    def measured(runner: ModelRunner, *_: object) -> int:
+        held.append(0 if runner.states is None else runner.states.nbytes)
+        return 16
+
+    monkeypatch.setattr("model_runner.runner.measured_blocks", measured)
+    with ModelRunner(
+        paths["Qwen3Next"],
+        gpu_memory_utilization=0.5,
+        memory=CudaMemory(torch.device("cpu")),
+        max_num_seqs=5,
+        num_speculative_tokens=2,
+        num_state_snapshots=4,
+    ) as runner:
+        assert runner.kv_cache.spec.num_layers == 1
+    window, state, kept = 3 * 80 * 4, 4 * 8 * 12 * 4, 3 * (80 + 8) * 4
+    assert held == [2 * (5 * (window + state + kept) + 4 * (window + state))]
