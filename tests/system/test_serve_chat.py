@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serve_processes import PATIENCE_S, Server
+from serve_processes import PATIENCE_S, Server, running
 
 pytestmark = pytest.mark.server
 
@@ -25,13 +25,9 @@ CONVERSATION = [
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     names = [word for name in NAMES for word in ("--served-model-name", name)]
-    server = Server(MODEL, *names, "--dtype", "float32", "--port", "0")
-    try:
+    with running(MODEL, *names, "--dtype", "float32", "--port", "0") as server:
         server.wait_for("ready on")
         yield server
-    finally:
-        server.process.kill()
-        server.end()
 
 
 def post(server: Server, path: str, **body: Any) -> Any:

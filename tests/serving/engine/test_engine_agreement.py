@@ -200,7 +200,7 @@ def test_a_message_of_no_rank_of_this_run_changes_nothing(caplog: pytest.LogCapt
         assert not client._all_ready.done()
         assert not client._finished.done()
         assert not receiving.done()
-        assert client._signs._nodes == {}
+        assert client._liveness._nodes == {}
         send("rank-1", Ready(1, 1, 1, ""))
         await asyncio.wait_for(client._all_ready, 10)
         receiving.cancel()

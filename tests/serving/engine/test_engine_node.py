@@ -20,7 +20,7 @@ from serving.engine import EngineClient, EngineOptions, run_node
 from serving.engine.node import _Supervisor, _Told
 from serving.engine.rank.process import ToldToEnd, run_rank
 from serving.engine.wire.link import EngineLink
-from serving.engine.wire.messages import Finished, NodeAlive, NodeHeard, Ready, ToEngine
+from serving.engine.wire.messages import Failed, Finished, NodeAlive, NodeHeard, Ready, ToEngine
 from serving.engine.wire.rendezvous import Place, Run, init_ranks
 from serving.network import choose_interface
 from serving.requests import EngineDead, RequestInput
@@ -136,8 +136,8 @@ class Leaving:
     def exit_status(self, rank: int) -> int | None:
         return self.status
 
-    def describe_exit(self, rank: int) -> str:
-        return f"died with exit status {self.status}"
+    def ended(self, rank: int) -> Failed:
+        return Failed(rank, f"died with exit status {self.status}")
 
     def receive(self, wait_s: float) -> tuple[ToEngine, ...]:
         return self.said
