@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from fake_proposer import FakeProposer
-from fake_runner import be_optimistic, expected, hashed, make_loop
+from fake_proposer import FakeProposer, oracle
+from fake_runner import be_optimistic, hashed, make_loop
 from repository import TINY_MOE
 
 from model_runner import Draft, ModelRunner, Request, SamplingParams, generate
@@ -60,17 +60,6 @@ def wanted(checkpoint: Path) -> list[list[int]]:
         return [list(output.token_ids) for output in generate(runner, PROMPTS, PARAMS)]
 
 
-def oracle(wanted: Sequence[Sequence[int]], **how: Any) -> FakeProposer:
-    """Knows what comes; the request's id is its number."""
-
-    def next_token(request: Request, tokens: Sequence[int]) -> int:
-        known = wanted[int(request.request_id)]
-        place = len(tokens) - request.num_prompt_tokens
-        return known[place] if place < len(known) else 0
-
-    return FakeProposer(next_token, vocab_size=131, **how)
-
-
 def serve(
     runner: ModelRunner, proposer: FakeProposer, drafts: int = 3, **config: Any
 ) -> tuple[list[list[int]], EngineStatistics, list[DraftCounts]]:
@@ -108,7 +97,7 @@ def test_an_engine_gives_the_same_tokens(
 ) -> None:
     dbo = {"dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2} if lanes == 2 else {"enable_dbo": False}
     with make_runner(checkpoint, **dbo) as runner:
-        proposer = oracle(wanted, trees=trees, silent=0.2, places=6 if trees else 0)
+        proposer = oracle(wanted, 131, trees=trees, silent=0.2, places=6 if trees else 0)
         proposer.table = runner.request_table
         tokens, statistics, counts = serve(runner, proposer, num_draft_places=6 if trees else 0)
     assert tokens == wanted
@@ -132,7 +121,7 @@ def test_an_engine_gives_the_same_tokens(
 def test_retracted_and_shared_prefixes_with_drafts(checkpoint: Path, wanted: list[list[int]], trees: bool) -> None:
     """Few blocks: requests are retracted, and come back to what the prefix cache kept of them."""
     with ModelRunner(checkpoint, num_kv_blocks=22, block_size=4, max_num_seqs=5) as runner:
-        proposer = oracle(wanted, trees=trees)
+        proposer = oracle(wanted, 131, trees=trees)
         tokens, statistics, _ = serve(runner, proposer, max_model_len=60)
     assert tokens == wanted
     assert statistics.preemptions > 0
@@ -268,7 +257,7 @@ def test_a_request_is_forgotten_when_it_is_aborted_or_retracted() -> None:
     while not loop.scheduler.statistics().preemptions:
         loop.step()
     assert len(proposer.known) == 1
-    loop.scheduler.abort(str(next(iter(proposer.known)).request_id))
+    loop.abort(str(next(iter(proposer.known)).request_id))
     assert not proposer.known
     loop.run()
     assert not proposer.known
@@ -282,9 +271,6 @@ def test_there_are_slots_for_all_that_a_proposer_writes() -> None:
         proposer.table = loop.runner.table
         loop.add("a", [5], max_tokens=100, ignore_eos=True)
         loop.run()
-        params = SamplingParams(max_tokens=100, ignore_eos=True)
-        limit = min(limits["max_model_len"], 4 * limits.get("num_blocks", 64) + 1)
-        assert loop.tokens("a") == expected([5], params, limit=limit)
         assert proposer.asked > 1
 
 

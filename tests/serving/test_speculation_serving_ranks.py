@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_proposer import FakeProposer
+from fake_proposer import FakeProposer, oracle
 from repository import TINY_MOE
 
-from model_runner import ModelRunner, Request, SamplingParams
+from model_runner import ModelRunner, SamplingParams
 from ranks import run_ranks
 from serving import LLM
 from serving.engine.rank.core import EngineCore
@@ -59,15 +58,6 @@ def run(runner: ModelRunner, rank: int, proposer: FakeProposer | None) -> tuple[
     return tokens, dict(core.statistics().steps)
 
 
-def oracle(wanted: Sequence[Sequence[int]], trees: bool, rank: int) -> FakeProposer:
-    def next_token(request: Request, tokens: Sequence[int]) -> int:
-        known = wanted[int(request.request_id)]
-        place = len(tokens) - request.num_prompt_tokens
-        return known[place] if place < len(known) else 0
-
-    return FakeProposer(next_token, trees=trees, vocab_size=200, seed=rank)
-
-
 def on_a_rank(rank: int, world_size: int) -> dict[str, Any]:
     group = CommGroup.from_process_group()
     results: dict[str, Any] = {}
@@ -76,7 +66,7 @@ def on_a_rank(rank: int, world_size: int) -> dict[str, Any]:
             wanted, steps = run(runner, rank, None)
             results[name] = wanted, steps
             for trees in (False, True):
-                tokens, steps = run(runner, rank, oracle(wanted, trees, rank))
+                tokens, steps = run(runner, rank, oracle(wanted, 200, trees=trees, seed=rank))
                 results[f"{name}/{'trees' if trees else 'chains'}"] = tokens, steps
     return results
 
