@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from repository import TINY_MOE
 
 from model_runner import ModelRunner, PendingStep, SamplingParams, Step
-from serving.engine import EngineClient, EngineOptions
+from ranks import free_port
+from serving.engine import EngineClient, EngineOptions, run_node
+from serving.engine.launch import EngineMain
 from serving.engine.rank import process
 from serving.engine.rank.process import run_engine
 from serving.engine.wire.link import EngineLink
@@ -118,3 +121,17 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+@asynccontextmanager
+async def two_nodes(
+    main: EngineMain = run_engine, **options: Any
+) -> AsyncIterator[tuple[EngineClient, asyncio.Task[int]]]:
+    """A run of two ranks on two nodes, both on this machine: node 0's client, and node 1's exit status to come."""
+    both = {"nnodes": 2, "master_port": free_port(), **options}
+    node = asyncio.create_task(asyncio.to_thread(run_node, tiny(2, node_rank=1, **both), engine_main=main))
+    client = await EngineClient.start(tiny(2, **both), engine_main=main)
+    try:
+        yield client, node
+    finally:
+        await client.close()

@@ -9,12 +9,13 @@ import secrets
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch.distributed as dist
 import zmq
-from engine_mains import tiny, tokens_of
+from engine_mains import tiny, tokens_of, two_nodes
 
 from model_runner import SamplingParams
 from ranks import free_port
@@ -133,23 +134,16 @@ def test_two_nodes_with_a_secret_serve_as_one_without(
     without: tuple[list[list[int]], set[str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "serving")
-    port, file = free_port(), make_secret(tmp_path / "secret")
-    both = {"nnodes": 2, "master_addr": "127.0.0.2", "master_port": port, "cluster_secret_file": file}
+    file = make_secret(tmp_path / "secret")
+    secured = {"master_addr": "127.0.0.2", "cluster_secret_file": file, "expert_parallel": True}
 
     async def scenario() -> tuple[list[list[int]], set[str], int]:
-        node = asyncio.create_task(
-            asyncio.to_thread(run_node, tiny(2, expert_parallel=True, node_rank=1, **both)),
-        )
         stranger = Stranger()
         try:
-            client = await EngineClient.start(tiny(2, expert_parallel=True, **both))
-            try:
+            async with two_nodes(**secured) as (client, node):
                 given, addresses = await tokens(client), listening()
-                given_again = await tokens(client)
-                assert given_again == given
+                assert await tokens(client) == given
                 assert len(stranger.reached) >= 2, "store and messages"
-            finally:
-                await client.close()
         finally:
             stranger.stop()
         return given, addresses, await node
@@ -165,31 +159,25 @@ def test_two_nodes_with_a_secret_serve_as_one_without(
     assert file.read_text() not in "".join(texts)
 
 
-def test_another_secret_ends_both_nodes_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_secret_ends_both_nodes_at_once(tmp_path: Path) -> None:
+    files = [make_secret(tmp_path / name) for name in "01"]
     port = free_port()
 
-    async def scenario() -> tuple[BaseException, BaseException]:
-        files = [make_secret(tmp_path / name) for name in "01"]
-        options = [
+    async def scenario() -> list[Any]:
+        first, second = (
             tiny(2, nnodes=2, node_rank=rank, master_port=port, cluster_secret_file=file)
             for rank, file in enumerate(files)
-        ]
-        node = asyncio.create_task(asyncio.to_thread(run_node, options[1]))
-        first, second = await asyncio.gather(EngineClient.start(options[0]), node, return_exceptions=True)
-        assert isinstance(first, BaseException)
-        assert isinstance(second, BaseException)
-        return first, second
+        )
+        node = asyncio.create_task(asyncio.to_thread(run_node, second))
+        return await asyncio.gather(EngineClient.start(first), node, return_exceptions=True)
 
     start = time.monotonic()
-    first, second = asyncio.run(scenario())
+    for here, error in enumerate(asyncio.run(scenario())):
+        assert isinstance(error, ConfigError)
+        assert str(error).startswith(f"node {here} and node {1 - here} do not have the same cluster secret")
+        assert "copy of one file" in str(error)
+        assert not any(file.read_text() in str(error) for file in files)
     assert time.monotonic() - start < 60
-    assert isinstance(first, ConfigError)
-    assert str(first).startswith("node 0 and node 1 do not have the same cluster secret")
-    assert isinstance(second, ConfigError)
-    assert str(second).startswith("node 1 and node 0 do not have the same cluster secret")
-    assert "copy of one file" in str(first)
-    for error in (first, second):
-        assert not any(file.read_text() in str(error) for file in tmp_path.iterdir())
 
 
 def test_without_a_secret_one_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 from fake_runner import Loop, be_optimistic, make_loop
-from hypothesis import given
-from hypothesis import strategies as st
 
 from model_runner import FinishReason
 from serving.scheduler import SchedulingPolicy
@@ -130,10 +128,10 @@ def test_a_request_whose_last_token_is_pending_is_not_admitted(max_tokens: int) 
     loop.run()
 
 
-@given(st.integers(1, 8), st.integers(1, 20))
-def test_the_ratio_is_estimated_from_what_was_generated(requests: int, steps: int) -> None:
+@pytest.mark.parametrize("steps", [1, 6, 40])
+def test_the_ratio_is_estimated_from_what_was_generated(steps: int) -> None:
     loop = make_loop()
-    for number in range(requests):
+    for number in range(2):
         loop.add(f"r{number}", [number + 1] * 4, max_tokens=100, ignore_eos=True)
     for _ in range(steps):
         loop.step()
@@ -142,4 +140,4 @@ def test_the_ratio_is_estimated_from_what_was_generated(requests: int, steps: in
         ratio.estimate(running)
         assert ratio.value == pytest.approx((steps + 20) / 100)
     victim = choose_victim(list(loop.scheduler._running.values()), by_priority=False)
-    assert victim.name == f"r{requests - 1}", "of equals the one that came last"
+    assert victim.name == "r1", "of equals the one that came last"
