@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from engine_mains import core_over
 from fake_proposer import FakeProposer, oracle
 from fake_runner import be_optimistic, hashed, make_loop
 from repository import TINY_MOE
@@ -24,10 +25,9 @@ from serving.cli import main
 from serving.engine.options import EngineOptions
 from serving.engine.rank.build import make_core
 from serving.engine.rank.build import make_runner as make_engine_runner
-from serving.engine.rank.core import EngineCore
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.requests import DraftCounts, EngineStatistics, RequestInput
-from serving.scheduler import Scheduler, SchedulerConfig
+from serving.scheduler import SchedulerConfig
 from serving.scheduler.request import shares_of
 from serving.scheduler.speculation import depth_of
 from serving.workbench.bench.runtime.speculation_census import census_of
@@ -65,15 +65,7 @@ def serve(
 ) -> tuple[list[list[int]], EngineStatistics, list[DraftCounts]]:
     """All prompts through an engine's plain loop: tokens, totals, and the drafts of each."""
     settings = {"max_num_seqs": 5, "max_num_batched_tokens": 24, "max_model_len": 100, **config}
-    scheduler = Scheduler(
-        SchedulerConfig(num_speculative_tokens=drafts, **settings),
-        runner.allocator,
-        runner.request_table,
-        eos_token_ids=runner.config.eos_token_ids,
-        vocab_size=runner.config.vocab_size,
-        proposer=proposer,
-    )
-    core = EngineCore(runner, scheduler, overlap_schedule=False)
+    core = core_over(runner, proposer=proposer, num_speculative_tokens=drafts, **settings)
     for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         core.add(RequestInput(str(index), prompt, params))
     tokens: list[list[int]] = [[] for _ in PROMPTS]
@@ -82,7 +74,7 @@ def serve(
         for output in core.step():
             tokens[int(output.request_id)] += output.token_ids
             counts[int(output.request_id)] += output.drafts
-    scheduler.check(idle=True)
+    core.scheduler.check(idle=True)
     return tokens, core.statistics(), counts
 
 

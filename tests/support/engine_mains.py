@@ -12,17 +12,18 @@ from typing import Any
 
 from repository import TINY_MOE
 
-from model_runner import ModelRunner, PendingStep, SamplingParams, Step
+from model_runner import ModelRunner, PendingStep, Proposer, SamplingParams, Step
 from ranks import free_port
 from serving.engine import EngineClient, EngineOptions, run_node
 from serving.engine.launch import EngineMain
 from serving.engine.rank import process
+from serving.engine.rank.core import EngineCore
 from serving.engine.rank.process import run_engine
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import Ready
 from serving.engine.wire.rendezvous import Place
 from serving.requests import RequestInput
-from serving.scheduler import SchedulerConfig
+from serving.scheduler import Scheduler, SchedulerConfig
 from ubatch import UBatchConfig
 
 POISON = 666
@@ -38,6 +39,21 @@ def tiny(ranks: int = 1, *, expert_parallel: bool = False, **options: Any) -> En
         **options,
     }
     return EngineOptions(TINY_MOE, data_parallel_size=ranks, enable_expert_parallel=expert_parallel, **settings)
+
+
+def core_over(
+    runner: ModelRunner, *, overlap: bool = False, proposer: Proposer | None = None, **config: Any
+) -> EngineCore:
+    """The loop over a scheduler and a real runner, without a process; `config` is the scheduler's."""
+    scheduler = Scheduler(
+        SchedulerConfig(**config),
+        runner.allocator,
+        runner.request_table,
+        eos_token_ids=runner.config.eos_token_ids,
+        vocab_size=runner.config.vocab_size,
+        proposer=proposer,
+    )
+    return EngineCore(runner, scheduler, overlap_schedule=overlap)
 
 
 async def tokens_of(client: EngineClient, name: str, prompt: Sequence[int], params: SamplingParams) -> list[int]:

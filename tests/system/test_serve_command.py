@@ -30,6 +30,7 @@ FLOAT32 = ("--dtype", "float32")  # `auto` runs products of both dtypes for seco
 EP = ("--enable-expert-parallel", *FLOAT32, "--port", "0")
 DP, TP = ("--data-parallel-size", "2", *EP), ("-tp", "2", *EP)
 OVERLAP = ("--enable-dbo", "--config", "examples/dbo.yaml", "--dbo-decode-token-threshold", "2")
+NAMES = ("--served-model-name", MODEL, "--served-model-name", "alias")
 
 
 @pytest.fixture(scope="module", params=[DP, pytest.param(TP, marks=pytest.mark.slow)], ids=["dp", "tp"])
@@ -40,7 +41,7 @@ def ways(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def server(ways: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(MODEL, *ways, *OVERLAP, "--profile-dir", str(tmp_path_factory.mktemp("profile"))) as server:
+    with running(MODEL, *ways, *OVERLAP, *NAMES, "--profile-dir", str(tmp_path_factory.mktemp("profile"))) as server:
         yield server
 
 
@@ -60,20 +61,20 @@ def test_openai_client_and_overlapped_steps(server: Server, ways: tuple[str, ...
     import openai
 
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE_S) as client:
-        assert [model.id for model in client.models.list().data] == [MODEL]
+        assert [model.id for model in client.models.list().data] == [MODEL, "alias"]
         one = client.completions.create(model=MODEL, prompt="def main(", max_tokens=5, temperature=0)
         assert one.choices[0].text.startswith("self")
-        many = client.completions.create(model=MODEL, prompt=PROMPTS, max_tokens=8, temperature=0)
+        many = client.completions.create(model="alias", prompt=PROMPTS, max_tokens=8, temperature=0)
         if ways == TP:  # no seed: both ranks sample the same nevertheless
             client.completions.create(model=MODEL, prompt=PROMPTS, max_tokens=8, temperature=1.0)
-    assert len(many.choices) == len(PROMPTS)
+    assert (many.model, len(many.choices)) == ("alias", len(PROMPTS))
     assert many.choices[0].text.startswith(one.choices[0].text)
     ended = 1 + len(PROMPTS) * (2 if ways == TP else 1)
     # An answer may be here before it has been counted.
     for name in ("vllm:request_success_total", "vllm:e2e_request_latency_seconds_count"):
         wait_until(lambda name=name: metric(server, name) == ended, name)  # type: ignore[misc]
     wait_until(lambda: metric(server, "vllm:num_requests_running") == 0, "nothing runs")
-    assert metric(server, "ubatch:steps_total", mode="decode", outcome="engaged", engine="0") > 0
+    assert metric(server, "ubatch:steps_total", mode="decode", outcome="engaged", engine="0", model_name=MODEL) > 0
     for engine in ("0", "1"):  # of tensor-parallel ranks the first one counts
         generated = metric(server, "vllm:generation_tokens_total", engine=engine)
         assert (generated > 0) == (ways == DP or engine == "0")
