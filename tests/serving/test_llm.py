@@ -17,7 +17,9 @@ from repository import TINY_MOE
 
 from model_runner import FinishReason, ModelRunner, RequestError, SamplingParams, generate
 from serving import LLM
+from serving.llm import _Job
 from serving.requests import RequestInput, RequestOutput
+from serving.text.detokenizer import TextStream
 from ubatch import ConfigError, UBatchError
 
 pytestmark = pytest.mark.long
@@ -35,6 +37,7 @@ PARAMS = [
     SamplingParams(max_tokens=24, ignore_eos=True, bad_token_sequences=BAD),
     SamplingParams(max_tokens=24, temperature=0.7, seed=5, allowed_token_ids=ALLOWED, bad_token_sequences=BAD),  # type: ignore[arg-type]
 ]
+ONE = SamplingParams(max_tokens=1)
 SMALL = {"max_num_seqs": 8, "kv_cache_memory": "16M", "max_model_len": 512}
 
 
@@ -122,6 +125,17 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM, reference: list[tuple[i
     assert llm.statistics[0].num_running == 0
 
 
+def test_tokens_behind_a_stop_string_are_left_out(llm: LLM) -> None:
+    """Though they came in the same step, as drafts that were right do."""
+    ids = llm.tokenizer.encode("import os\nimport sys\n")
+    text = TextStream(llm.tokenizer, prompt=[1], stop=["os"])
+    job = _Job([1], RequestInput("a", [1], ONE), text, stops=True)
+    assert not job.take(RequestOutput("a", ids, finish_reason=FinishReason.LENGTH))
+    (only,) = job.result().outputs
+    assert (only.text, only.finish_reason, only.stop_reason) == ("import ", FinishReason.STOP, "os")
+    assert llm.tokenizer.decode(only.token_ids) == "import os"
+
+
 def test_bad_words_are_made_tokens(llm: LLM) -> None:
     """With a space before and without; each of several prompts keeps its own parameters."""
     prompts = ["import os\n", "def main(", "for name in names:\n    "]
@@ -135,7 +149,6 @@ def test_bad_words_are_made_tokens(llm: LLM) -> None:
     assert one.outputs[0].text.startswith("obj")
 
 
-ONE = SamplingParams(max_tokens=1)
 TOO_MANY_BAD = SamplingParams(bad_token_sequences=tuple((n,) for n in range(256)))
 NO_STRINGS = [
     (name, wrong, f"^{name} must be a string or a list of strings, not ")

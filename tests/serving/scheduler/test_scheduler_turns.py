@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 from fake_runner import Loop, admitted, make_loop, shares
@@ -15,7 +16,6 @@ from model_runner import SamplingParams
 from serving.scheduler import SchedulingPolicy, TrackedRequest
 from serving.scheduler.admission.waiting import WaitingQueue
 from serving.scheduler.kv_manager import KVManager
-from serving.scheduler.radix_cache import PrefixMatch
 
 pytestmark = pytest.mark.long
 
@@ -157,7 +157,7 @@ def test_with_any_limit_a_short_request_runs_beside_a_prompt_that_is_cut(limit: 
     loop.run()
 
 
-def test_who_waits_for_a_prefix_costs_a_step_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_a_prefix_costs_a_step_little() -> None:
     loop = make_loop(
         num_blocks=4096,
         block_size=16,
@@ -168,17 +168,9 @@ def test_who_waits_for_a_prefix_costs_a_step_little(monkeypatch: pytest.MonkeyPa
     shared = [place * place % 49 + 1 for place in range(120)]
     for number in range(2000):
         loop.add(f"r{number}", [*shared, number % 49 + 1, number // 49 + 1], group="body", max_tokens=1)
-    looked = 0
-    lookup = KVManager.lookup
-
-    def counted(self: KVManager, request: TrackedRequest) -> PrefixMatch:
-        nonlocal looked
-        looked += 1
-        return lookup(self, request)
-
-    monkeypatch.setattr(KVManager, "lookup", counted)
-    assert admitted(loop.step()) == ["r0"]
-    assert looked < 300
+    with mock.patch.object(KVManager, "lookup", autospec=True, side_effect=KVManager.lookup) as lookup:
+        assert admitted(loop.step()) == ["r0"]
+    assert lookup.call_count < 300
     loop.run()
     assert len(loop.outputs) == 2000
 
@@ -318,22 +310,14 @@ def test_nothing_is_lost_and_nobody_waits_for_two_of_another_group(
 
 
 @pytest.mark.slow
-def test_the_next_is_found_without_looking_at_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_is_found_without_looking_at_all_that_wait() -> None:
     queue = WaitingQueue(SchedulingPolicy.FCFS, lambda request: 0)
     body = [tracked(f"a{number}", number, "a") for number in range(50_000)]
     for request in body:
         queue.push(request)
-    looked = 0
-    key = WaitingQueue._key
-
-    def counted(self: WaitingQueue, request: TrackedRequest) -> tuple[int, bool, int, int]:
-        nonlocal looked
-        looked += 1
-        return key(self, request)
-
-    monkeypatch.setattr(WaitingQueue, "_key", counted)
-    queue.push(tracked("b", 50_000, "b"))
-    for request, _ in zip(queue.in_order(), range(100), strict=False):
-        queue.admit(request)
-    queue.remove(body[-1])
-    assert looked < 102 * 20
+    with mock.patch.object(WaitingQueue, "_key", autospec=True, side_effect=WaitingQueue._key) as key:
+        queue.push(tracked("b", 50_000, "b"))
+        for request, _ in zip(queue.in_order(), range(100), strict=False):
+            queue.admit(request)
+        queue.remove(body[-1])
+    assert key.call_count < 102 * 20
