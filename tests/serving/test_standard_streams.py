@@ -61,7 +61,7 @@ def test_what_is_asked_for_is_written_though_messages_are_lost(redirected: str, 
 @pytest.mark.parametrize("redirected", ["<&- >&- 2>&-", "2>/dev/full", "2> >(head -1 >/dev/null)"])
 def test_a_server_that_nobody_hears_serves_and_drains(redirected: str) -> None:
     port = free_port()
-    words = f"serve examples/models/tiny-moe --device cpu --dtype float32 --port {port} --data-parallel-size 2"
+    words = f"serve examples/models/tiny-moe --device cpu --dtype float32 --port {port}"
     with subprocess.Popen(["bash", "-c", f"{COMMAND} {words} {redirected}"], cwd=ROOT) as server:
         try:
             wait_until(lambda: _is_well(port) or server.poll() is not None, "the server is ready")

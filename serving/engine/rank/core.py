@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Protocol
 
-from model_runner import ModelRunner, PendingStep
+from model_runner import Step, StepOutput
 from serving.engine.rank.tracing import StepTracer
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
 from serving.scheduler import Scheduler
@@ -25,6 +26,32 @@ from ubatch import Trace, UBatchError
 
 _EMPTY_STEPS = 1000
 """This many steps in a row without tokens, though requests wait and no step is in flight, are a scheduler's fault."""
+
+
+class LaunchedStep(Protocol):
+    """A step that the device works on (`model_runner.PendingStep` is one).
+
+    Attributes:
+        step: what was launched, with the ranks' decision.
+    """
+
+    step: Step
+
+    def sample(self) -> None:
+        """Sample the step's tokens; called once."""
+
+    def result(self) -> StepOutput:
+        """Wait for the step; returns its tokens."""
+
+
+class Executor(Protocol):
+    """What runs steps (`model_runner.ModelRunner` is one)."""
+
+    def launch(self, step: Step, /) -> LaunchedStep:
+        """Start the forward of a step."""
+
+    def restart_clock(self) -> None:
+        """Start the step timer again: the time since the last launch was idle time, not a step's."""
 
 
 class EngineCore:
@@ -40,7 +67,7 @@ class EngineCore:
 
     def __init__(
         self,
-        executor: ModelRunner,
+        executor: Executor,
         scheduler: Scheduler,
         *,
         overlap_schedule: bool,
@@ -52,7 +79,7 @@ class EngineCore:
         self.overlap_schedule = overlap_schedule
         self.tracer = StepTracer(measures=measure_overlap)
         self._decided = decided
-        self._in_flight: tuple[PendingStep, Trace | None] | None = None
+        self._in_flight: tuple[LaunchedStep, Trace | None] | None = None
         self._steps: Counter[str] = Counter()
         self._graph_replays = 0
         self.idle = False
@@ -125,7 +152,7 @@ class EngineCore:
         previous, self._in_flight = self._in_flight, None
         return self._process(*previous) if previous is not None else []
 
-    def _launch(self) -> tuple[PendingStep, Trace | None]:
+    def _launch(self) -> tuple[LaunchedStep, Trace | None]:
         """Launch the next step; returns it, and the trace that records it."""
         self.idle = False  # until this turn has processed an empty step
         step = self.scheduler.schedule()
@@ -134,7 +161,7 @@ class EngineCore:
         self.scheduler.advance(step)
         return launched, trace
 
-    def _process(self, launched: PendingStep, trace: Trace | None) -> list[RequestOutput]:
+    def _process(self, launched: LaunchedStep, trace: Trace | None) -> list[RequestOutput]:
         output = launched.result()
         outputs = self.scheduler.process(launched.step, output)
         self.idle = output.all_idle
