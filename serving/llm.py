@@ -299,58 +299,45 @@ class LLM:
 
 @dataclass
 class _Job:
-    """A prompt, and its output so far."""
+    """A prompt, and its outputs so far."""
 
     prompt: Prompt
     request: RequestInput
     text: TextStream | None
     stops: bool
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    num_cached_tokens: int = 0
-    drafts: DraftCounts = field(default_factory=DraftCounts)
-    last: RequestOutput | None = None
+    outputs: list[RequestOutput] = field(default_factory=list)
 
     def take(self, output: RequestOutput) -> bool:
         """Add a step's output; False once the prompt needs no more tokens."""
-        self.token_ids += output.token_ids
-        self.logprobs += output.logprobs
-        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
-        self.drafts += output.drafts
-        if output.prompt_logprobs is not None:
-            self.prompt_logprobs = tuple(output.prompt_logprobs)
-        if output.finish_reason is not None:
-            self.last = output
+        self.outputs.append(output)
         if self.stops and self.text is not None:
             self.text.take(output)
-            return self.last is None and self.text.stopped is None
-        return self.last is None
+            return output.finish_reason is None and self.text.stopped is None
+        return output.finish_reason is None
 
     def result(self) -> LLMOutput:
         """The finished output."""
-        text, last = self.text, self.last
-        if text is not None and last is not None and not self.stops:
-            text.take(replace(last, token_ids=self.token_ids))  # all at once
-        stopped, count, reason = None, len(self.token_ids), FinishReason.STOP
+        whole, text = RequestOutput.merged(self.outputs), self.text
+        if text is not None and not self.stops:
+            text.take(whole)  # all at once
+        count, reason = len(whole.token_ids), whole.finish_reason or FinishReason.STOP
+        stopped: str | int | None = whole.stop_token
         if text is not None and text.stopped is not None:
-            stopped, count = text.stopped, text.num_tokens
-        elif last is not None and last.finish_reason is not None:
-            reason = last.finish_reason
+            stopped, count, reason = text.stopped, text.num_tokens, FinishReason.STOP
         completion = CompletionResult(
             text="" if text is None else text.text,
-            token_ids=tuple(self.token_ids[:count]),
+            token_ids=tuple(whole.token_ids[:count]),
             finish_reason=reason,
-            stop_reason=stopped if stopped is not None or last is None else last.stop_token,
-            logprobs=tuple(self.logprobs[:count]),
-            drafts=self.drafts,
+            stop_reason=stopped,
+            logprobs=tuple(whole.logprobs[:count]),
+            drafts=whole.drafts,
         )
         return LLMOutput(
             self.prompt if isinstance(self.prompt, str) else None,
             tuple(self.request.token_ids),
             (completion,),
-            self.prompt_logprobs,
-            self.num_cached_tokens,
+            None if whole.prompt_logprobs is None else tuple(whole.prompt_logprobs),
+            whole.num_cached_tokens,
         )
 
 

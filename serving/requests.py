@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from model_runner import FinishReason, RequestError, SamplingParams, TokenLogprobs
@@ -93,6 +93,20 @@ class RequestOutput:
     stop_token: int | None = None
     num_cached_tokens: int = 0
     drafts: DraftCounts = DraftCounts()
+
+    @classmethod
+    def merged(cls, parts: Sequence[RequestOutput]) -> RequestOutput:
+        """Several outputs of one request, at least one, in their order, as one."""
+        if len(parts) == 1:
+            return parts[0]
+        return replace(
+            parts[-1],
+            token_ids=[token for part in parts for token in part.token_ids],
+            logprobs=[logprob for part in parts for logprob in part.logprobs],
+            prompt_logprobs=parts[0].prompt_logprobs,
+            num_cached_tokens=max(part.num_cached_tokens for part in parts),
+            drafts=sum((part.drafts for part in parts), DraftCounts()),
+        )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ launch, node   the processes of one machine; a machine without the client
 routing        which rank serves a request, and to which stream its outputs go
 prefixes       which rank was sent which beginnings of prompts
 profiles       asks every rank to write its trace, and waits
-liveness       finds ranks and nodes that are silent for too long; picks the report that names the cause of a failure
+liveness       takes all signs of life and of death, and says once which rank has failed, and why
 run_folder     the private folder of a run on one machine
 run_host       what node 0 provides for a run: folder, store, socket, who may connect
 client         the engines as the API uses them

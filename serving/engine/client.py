@@ -3,7 +3,7 @@
     generate  ->  router picks a rank  ->  Add to it, Wake to the others that step with it
                                            (with tensor parallelism to their leaders, which tell their followers)
     receive loop  ->  Outputs          ->  router  ->  the request's stream  ->  generate yields
-    sentinels, Failed, vital signs     ->  first cause  ->  every stream fails, the other engines are ended
+    sentinels, Failed, Alive           ->  liveness        ->  every stream fails, the other engines are ended
 
 Everything runs on one asyncio loop, and nothing blocks it.
 """
@@ -20,9 +20,9 @@ from pathlib import Path
 
 import msgspec
 
-from model_runner import FinishReason, RequestError
+from model_runner import RequestError
 from serving.engine.launch import EngineMain, LocalEngines, require_descriptors
-from serving.engine.liveness import FirstCause, VitalSigns, dead_error, start_error
+from serving.engine.liveness import Liveness, dead_error, start_error
 from serving.engine.options import EngineOptions
 from serving.engine.profiles import Profiles
 from serving.engine.rank.process import run_engine
@@ -75,9 +75,8 @@ class EngineClient:
         self._all_ready: asyncio.Future[None] = self._loop.create_future()
         self._died: asyncio.Future[EngineDead] = self._loop.create_future()
         self._finished: asyncio.Future[str] = self._loop.create_future()
-        self._cause = FirstCause(self._failed)
+        self._liveness = Liveness(options, self._failed)
         self._profiles = Profiles(options)
-        self._signs = VitalSigns(options, self._cause.report)
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
         self._posted: dict[int, list[bytes]] = {}
@@ -98,8 +97,9 @@ class EngineClient:
         require_descriptors(options)
         client = cls(options)
         try:
-            place = client._host.open(client._signs.heard_node, client._cause.report)
-            client._tasks += [asyncio.create_task(work) for work in (client._receive(), client._signs.watch())]
+            liveness = client._liveness
+            place = client._host.open(liveness.heard_node, liveness.report)
+            client._tasks += [asyncio.create_task(work) for work in (client._receive(), liveness.watch())]
             client._engines = engines = LocalEngines(options, place, engine_main)
             for rank, sentinel in engines.sentinels.items():
                 client._loop.add_reader(sentinel, client._exited, engines, rank, sentinel)
@@ -116,7 +116,7 @@ class EngineClient:
 
     async def _end(self, timeout_s: float) -> None:
         self._closing = True
-        self._cause.close()
+        self._liveness.close()
         self._fail_all(partial(EngineDead, "the engines were closed."))
         self._shut_down()
         if self._engines is not None:
@@ -165,12 +165,6 @@ class EngineClient:
         finally:
             if not finished:
                 self._abort(request_id)
-
-    async def abort(self, request_id: str) -> None:
-        """End a request, if it runs; its `generate` yields a last output with `FinishReason.ABORT`."""
-        stream = self._abort(request_id)
-        if stream is not None:
-            stream.put(RequestOutput(request_id, (), finish_reason=FinishReason.ABORT))
 
     def _abort(self, request_id: str) -> RequestStream | None:
         stream = self._router.drop(request_id)
@@ -302,7 +296,7 @@ class EngineClient:
     def _handle(self, message: wire.FromEngine) -> None:
         match message:
             case wire.Alive():
-                self._signs.heard(message)
+                self._liveness.heard(message)
             case wire.Outputs():
                 self._router.deliver(message)
             case wire.Refused(_, request_id, kind, text, param):
@@ -313,7 +307,7 @@ class EngineClient:
                 self._ready[rank] = message
                 if self._ready.keys() == set(range(self.options.world_size)) and not self._all_ready.done():
                     self.info = self._make_info()
-                    self._signs.begin()
+                    self._liveness.begin()
                     self._host.admit_no_more()
                     self._all_ready.set_result(None)
             case wire.ProfileWritten():
@@ -322,10 +316,10 @@ class EngineClient:
                 if not self._finished.done():
                     self._finished.set_result(result)
             case wire.NodeAlive(node_rank):
-                self._signs.heard_node(node_rank)
+                self._liveness.heard_node(node_rank)
                 self._answer(node_identity(node_rank), wire.encode(wire.NodeHeard()))
             case wire.Failed():
-                self._cause.report(message)
+                self._liveness.report(message)
 
     def _make_info(self) -> EngineInfo:
         ready = [self._ready[rank] for rank in sorted(self._ready)]
@@ -337,7 +331,7 @@ class EngineClient:
     def _exited(self, engines: LocalEngines, rank: int, sentinel: int) -> None:
         """The process of a rank ended."""
         self._loop.remove_reader(sentinel)
-        self._cause.report(wire.Failed(rank, engines.describe_exit(rank)))
+        self._liveness.report(engines.ended(rank))
 
     def _failed(self, failed: wire.Failed) -> None:
         """The cause of a failure is known: fail all waiting calls, and end the other engines."""

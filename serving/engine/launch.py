@@ -11,6 +11,7 @@ from multiprocessing.connection import wait
 from typing import TypeAlias
 
 from serving.engine.options import EngineOptions
+from serving.engine.wire.messages import Failed
 from serving.engine.wire.rendezvous import Place
 from serving.processes import how_it_ended, kill
 from ubatch import ConfigError
@@ -75,9 +76,9 @@ class LocalEngines:
         """The exit status of a rank's process, negative for a signal; None while it lives."""
         return self._processes[rank].exitcode
 
-    def describe_exit(self, rank: int) -> str:
-        """See `how_it_ended`."""
-        return how_it_ended(self._processes[rank])
+    def ended(self, rank: int) -> Failed:
+        """The report of a rank whose process has ended."""
+        return Failed(rank, how_it_ended(self._processes[rank]))
 
     def join(self, timeout_s: float) -> bool:
         """Wait until all processes have ended; returns False if some still run after `timeout_s`."""

@@ -1,16 +1,23 @@
-"""Which ranks and nodes live, and which report names the cause if one does not.
+"""The one place that says which rank has failed, and why: `rank 3 hangs: ...`, `rank 1 was killed by SIGKILL`.
 
-Ranks send heartbeats (`Alive`), nodes send `NodeAlive`. Silence for too long is reported:
+All signs of life and of death go to a `Liveness`, whoever notices them:
+
+    a process ended      its sentinel (`LocalEngines.ended`); on other nodes their supervisors send it as `Failed`
+    a rank's own error   `Failed`, with a traceback; `echo` if it only noticed a failed peer
+    silence              ranks send `Alive`, nodes send `NodeAlive`; too long without one is a failure
+
+Silence that is too long:
 
     rank    while all start: five times `--timeout-s`, at least 60 s; from `begin` on: `--timeout-s` plus the silence
             announced by it or by a rank that steps with it
     node    five minutes to join, then `--timeout-s` between two messages, but at most 15 s
 
-Only the time in which this process was running counts, not the time while it was stopped or its machine slept.
+Only the time in which this process was running counts (`WatchedTime`), not while it was stopped or its machine slept.
+A node's supervisor watches node 0 by the same clock and the same limits.
 
 One failure causes many reports. The failed rank sends its error and exits; ranks that shared its step report a failed
-peer, sometimes earlier; and the exit of every process is noticed. So after the first report the client waits a moment
-for others, and uses the best one:
+peer, sometimes earlier; and the exit of every process is noticed. So after the first report `Liveness` waits a moment
+for others, decides once, and uses the best one:
 
     1   a rank's own error
     2   a process that ended without a report (a process that sent one ends, too)
@@ -52,100 +59,67 @@ def node_beat_s(timeout_s: float) -> float:
     return min(node_silent_s(timeout_s) / _BEATS_PER_SILENCE, _NODE_BEAT_S)
 
 
-class VitalSigns:
-    """Records the heartbeats, and reports ranks and nodes that are silent for too long.
+class WatchedTime:
+    """Seconds in which this process has watched others.
 
     Args:
-        report: called with the silent rank or node; again at every check.
+        every_s: seconds between two calls of `look`; of a longer gap only twice as much counts.
     """
 
-    def __init__(self, options: EngineOptions, report: Callable[[Failed], None]) -> None:
-        self._options, self._report = options, report
+    def __init__(self, every_s: float) -> None:
+        self.now = 0.0
+        self.every_s = every_s
+        self._last = time.monotonic()
+
+    def look(self) -> float:
+        """Count the time since the last call; returns the total."""
+        last, self._last = self._last, time.monotonic()
+        self.now += min(self._last - last, 2 * self.every_s)
+        return self.now
+
+
+class Liveness:
+    """Takes the signs of life and the reports of a run, from its start to its first failure.
+
+    Args:
+        decided: called once, with the report that names the cause.
+    """
+
+    def __init__(self, options: EngineOptions, decided: Callable[[Failed], object]) -> None:
+        self._options, self._decided = options, decided
         self._timeout_s = options.dbo.timeout_s
         self._start_s = max(_START_SILENCES * self._timeout_s, _LEAST_START_S)
-        self._now = 0.0  # seconds that this process has watched
+        self._clock = WatchedTime(min(_LOOK_S, self._timeout_s / _LOOKS_PER_TIMEOUT))
         self._nodes = dict.fromkeys(range(1, options.nnodes), _NODE_JOINS_S)
         self._heard = dict.fromkeys(options.local_ranks, 0.0)  # when the last heartbeat of a rank arrived
         self._silence_s: dict[int, float] = {}  # the silence that it announced
         self._begun = False
+        self._reports: dict[int, Failed] = {}
+        self._over = False
+
+    # -- signs of life ------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """All ranks are ready: check their heartbeats from now on."""
         self._begun = True
-        self._heard = dict.fromkeys(range(self._options.world_size), self._now)
+        self._heard = dict.fromkeys(range(self._options.world_size), self._clock.now)
 
     def heard(self, alive: Alive) -> None:
         """Record a heartbeat. If an announced silence ends, the time-outs of ranks that step together start again."""
         before = self._silence_s.get(alive.rank, 0.0)
-        self._heard[alive.rank], self._silence_s[alive.rank] = self._now, alive.silence_s
+        self._heard[alive.rank], self._silence_s[alive.rank] = self._clock.now, alive.silence_s
         if alive.silence_s < before:
             for rank in self._together(alive.rank) & self._heard.keys():
-                self._heard[rank] = self._now
+                self._heard[rank] = self._clock.now
 
     def heard_node(self, node_rank: int) -> None:
         """Record a `NodeAlive` message. The first one tells that the node's ranks are starting."""
         first = node_rank * self._options.local_size
         for rank in range(first, first + self._options.local_size):
-            self._heard.setdefault(rank, self._now)
-        self._nodes[node_rank] = self._now + node_silent_s(self._timeout_s)
+            self._heard.setdefault(rank, self._clock.now)
+        self._nodes[node_rank] = self._clock.now + node_silent_s(self._timeout_s)
 
-    async def watch(self) -> None:
-        """Check regularly, until cancelled."""
-        every_s = min(_LOOK_S, self._timeout_s / _LOOKS_PER_TIMEOUT)
-        last = time.monotonic()
-        while True:
-            await asyncio.sleep(every_s)
-            now = time.monotonic()
-            self._now += min(now - last, 2 * every_s)
-            last = now
-            self._look()
-
-    def _look(self) -> None:
-        for node, until in self._nodes.items():
-            if self._now > until:
-                rank = node * self._options.local_size
-                joined = rank in self._heard
-                what = "cannot be reached" if joined else f"has not joined within {_NODE_JOINS_S:g} s"
-                self._report(Failed(rank, f"is lost: node {node} {what}"))
-        silent = [
-            rank
-            for rank, heard in self._heard.items()
-            if self._now - heard > self._patience_s(rank) and not self._is_unreachable(rank)
-        ]
-        if silent:  # ranks that wait for a hung one on a device also go silent, but later: report the first
-            first = min(silent, key=self._heard.__getitem__)
-            what = f"hangs: it has given no sign of life for {self._timeout_s:g} s (timeout_s)"
-            if not self._begun:
-                what = f"hangs while it starts: it has given no sign of life for {self._start_s:g} s"
-            self._report(Failed(first, what))
-
-    def _is_unreachable(self, rank: int) -> bool:
-        """Whether the rank's node is silent, too: then it is the node that is to be named."""
-        until = self._nodes.get(rank // self._options.local_size)
-        beat_s = node_beat_s(self._timeout_s)
-        return until is not None and until - self._now < node_silent_s(self._timeout_s) - 2 * beat_s
-
-    def _patience_s(self, rank: int) -> float:
-        """Seconds that a rank may be silent. Includes silence announced by ranks that step with it: it may wait for
-        them on a device, where it cannot send heartbeats."""
-        if not self._begun:
-            return self._start_s
-        return self._timeout_s + max(self._silence_s.get(each, 0.0) for each in self._together(rank))
-
-    def _together(self, rank: int) -> Set[int]:
-        """The ranks that step with it, itself included."""
-        size = self._options.step_size
-        first = rank - rank % size
-        return frozenset(range(first, first + size))
-
-
-class FirstCause:
-    """Collects reports, and decides once which one names the cause."""
-
-    def __init__(self, decided: Callable[[Failed], None]) -> None:
-        self._decided = decided
-        self._reports: dict[int, Failed] = {}
-        self._over = False
+    # -- reports ------------------------------------------------------------------------------------------------
 
     def report(self, failed: Failed) -> None:
         """Take a report: a rank failed, a rank noticed a failed peer, or a process ended without a report."""
@@ -162,6 +136,55 @@ class FirstCause:
         if not self._over:
             self.close()
             self._decided(min(self._reports.values(), key=_grace_s))
+
+    # -- silence ------------------------------------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """Check regularly, until cancelled."""
+        while True:
+            await asyncio.sleep(self._clock.every_s)
+            self._clock.look()
+            for failed in self._silent():
+                self.report(failed)
+
+    def _silent(self) -> list[Failed]:
+        """Every node that is silent for too long, and one rank."""
+        now, found = self._clock.now, []
+        for node, until in self._nodes.items():
+            if now > until:
+                rank = node * self._options.local_size
+                what = "cannot be reached" if rank in self._heard else f"has not joined within {_NODE_JOINS_S:g} s"
+                found.append(Failed(rank, f"is lost: node {node} {what}"))
+        silent = [
+            rank
+            for rank, heard in self._heard.items()
+            if now - heard > self._patience_s(rank) and not self._is_unreachable(rank)
+        ]
+        if silent:  # ranks that wait for a hung one on a device also go silent, but later: report the first
+            what = f"hangs: it has given no sign of life for {self._timeout_s:g} s (timeout_s)"
+            if not self._begun:
+                what = f"hangs while it starts: it has given no sign of life for {self._start_s:g} s"
+            found.append(Failed(min(silent, key=self._heard.__getitem__), what))
+        return found
+
+    def _is_unreachable(self, rank: int) -> bool:
+        """Whether the rank's node is silent, too: then it is the node that is to be named."""
+        until = self._nodes.get(rank // self._options.local_size)
+        beat_s = node_beat_s(self._timeout_s)
+        return until is not None and until - self._clock.now < node_silent_s(self._timeout_s) - 2 * beat_s
+
+    def _patience_s(self, rank: int) -> float:
+        """Seconds that a rank may be silent. Includes silence announced by ranks that step with it: it may wait for
+        them on a device, where it cannot send heartbeats."""
+        if not self._begun:
+            return self._start_s
+        return self._timeout_s + max(self._silence_s.get(each, 0.0) for each in self._together(rank))
+
+    def _together(self, rank: int) -> Set[int]:
+        """The ranks that step with it, itself included."""
+        size = self._options.step_size
+        first = rank - rank % size
+        return frozenset(range(first, first + size))
 
 
 def _grace_s(failed: Failed) -> float:

@@ -20,7 +20,7 @@ from threading import current_thread, main_thread
 from typing import Self
 
 from serving.engine.launch import EngineMain, LocalEngines, require_descriptors
-from serving.engine.liveness import node_beat_s, node_silent_s
+from serving.engine.liveness import WatchedTime, node_beat_s, node_silent_s
 from serving.engine.options import EngineOptions
 from serving.engine.rank.process import run_engine
 from serving.engine.run_folder import RunFolder
@@ -188,23 +188,21 @@ class _Supervisor:
         self._link = link
         self._told = told
         self._failed = False
-        self._silent_s = 0.0
+        self._clock = WatchedTime(node_beat_s(options.dbo.timeout_s))
+        self._heard = 0.0  # when node 0 was heard last
 
     def run(self) -> int:
         alive = dict(self._engines.sentinels)
         deadline = float("inf")
-        beat_s, last = node_beat_s(self._options.dbo.timeout_s), time.monotonic()
         while alive and time.monotonic() < deadline:
-            ended = wait([*alive.values(), self._told.pipe], beat_s)
+            ended = wait([*alive.values(), self._told.pipe], self._clock.every_s)
             if self._told.number:
                 return self._end_as_told(next(iter(alive)))
             for rank in [rank for rank, sentinel in alive.items() if sentinel in ended]:
                 del alive[rank]
                 self._ended(rank)
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
-            now = time.monotonic()
-            self._silent_s += min(now - last, 2 * beat_s)  # not the time in which this process was stopped
-            last = now
+            self._clock.look()
             if alive and (lost := self._node_0_lost()):
                 well = self._engines.join(_LEAVING_S) and not any(map(self._engines.exit_status, self._engines.ranks))
                 if well and not self._failed:
@@ -222,12 +220,12 @@ class _Supervisor:
         return 128 + self._told.number
 
     def _ended(self, rank: int) -> None:
-        what = self._engines.describe_exit(rank)
+        failed = self._engines.ended(rank)
         if self._engines.exit_status(rank) == 0:
             return
         self._failed = True
-        log_event(_logger, "engine ended", level=logging.ERROR, rank=rank, how=what)
-        self._link.send(Failed(rank, what))
+        log_event(_logger, "engine ended", level=logging.ERROR, rank=rank, how=failed.text)
+        self._link.send(failed)
 
     def _node_0_lost(self) -> str | None:
         """Send a heartbeat, and read the answers to earlier ones. Returns what is wrong with node 0, or None."""
@@ -235,14 +233,14 @@ class _Supervisor:
         self._hear()
         if self._link.disconnected_s() > _GONE_S:
             return "node 0 is gone"
-        if self._silent_s > node_silent_s(self._options.dbo.timeout_s):
+        if self._clock.now - self._heard > node_silent_s(self._options.dbo.timeout_s):
             return f"node 0 at {self._options.master_addr} cannot be reached"
         return None
 
     def _hear(self, wait_s: float = 0.0) -> None:
         """Read what node 0 says. A run that has failed there has failed here, too, though the ranks end well."""
         for message in self._link.receive(wait_s):
-            self._silent_s = 0.0
+            self._heard = self._clock.now
             if isinstance(message, NodeHeard) and message.failure and not self._failed:
                 self._failed = True
                 log_event(_logger, "run failed", level=logging.ERROR, node_rank=self._node_rank, why=message.failure)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 
 from serving.engine.prefixes import Prefixes
 from serving.engine.wire.messages import Outputs
-from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput
+from serving.requests import EngineStatistics, RequestInput, RequestOutput
 from ubatch import UBatchError
 
 _NEAR = 0.05
@@ -60,16 +59,7 @@ class RequestStream:
             self._changed.clear()
             await self._changed.wait()
         parts, self._outputs = self._outputs, []
-        if len(parts) == 1:
-            return parts[0]
-        return replace(
-            parts[-1],
-            token_ids=[token for part in parts for token in part.token_ids],
-            logprobs=[logprob for part in parts for logprob in part.logprobs],
-            prompt_logprobs=parts[0].prompt_logprobs,
-            num_cached_tokens=max(part.num_cached_tokens for part in parts),
-            drafts=sum((part.drafts for part in parts), DraftCounts()),
-        )
+        return RequestOutput.merged(parts)
 
 
 class Router:

@@ -5,7 +5,7 @@ scheduler      `Scheduler`: add, abort; schedule, advance, process
 request        the scheduler's state of a request; a planned step
 admission      the waiting queue, shared prefixes, KV kept free, what can never be served
 kv_manager     blocks, rows and the prefix cache
-radix_cache    the prefix cache: a tree of pages
+radix_cache    the prefix cache: a tree of pages; `radix_node` has its nodes
 snapshots      whose the snapshots of recurrent states are
 speculation    drafts for decode steps
 mixed_steps    the limit of prefill tokens in a step that also decodes
@@ -16,7 +16,8 @@ import warnings
 import model_runner
 from serving.scheduler.config import SchedulerConfig, SchedulingPolicy
 from serving.scheduler.kv_manager import KVManager
-from serving.scheduler.radix_cache import Insertion, PrefixMatch, RadixCache, RadixNode
+from serving.scheduler.radix_cache import Insertion, PrefixMatch, RadixCache
+from serving.scheduler.radix_node import RadixNode
 from serving.scheduler.request import TrackedRequest, TrackedShare
 from serving.scheduler.scheduler import Scheduler
 

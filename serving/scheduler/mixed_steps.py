@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 from ubatch import Decision
 
@@ -35,22 +35,6 @@ _LOOK_EVERY = 64  # mixed steps until the next decode-only step is measured
 _LOOK_SOON = 8  # the same, if there are fewer than `_ENOUGH` times or they are contradicted
 _CONTRADICTED = 2.0  # a time is contradicted by one that is this many times longer or shorter
 _LOOK_STEPS = 4  # most steps in a row without prompts; the overlapped loop sees a time a step or two later
-
-
-class _Limit(Protocol):
-    def see(self, decodes: int, prefills: int, seconds: float) -> None: ...
-    def tokens(self) -> int: ...
-
-
-class _Fixed:
-    def __init__(self, tokens: int) -> None:
-        self._tokens = tokens
-
-    def see(self, decodes: int, prefills: int, seconds: float) -> None:
-        pass
-
-    def tokens(self) -> int:
-        return self._tokens
 
 
 class MeasuredLimit:
@@ -159,9 +143,7 @@ class MixedSteps:
     """
 
     def __init__(self, limit: PrefillLimit, block_size: int, most: int, own_ranks: range = range(1)) -> None:
-        self._limit: _Limit | None = None
-        if limit is not None:
-            self._limit = MeasuredLimit(block_size, most) if limit == "auto" else _Fixed(limit)
+        self._limit = MeasuredLimit(block_size, most) if limit == "auto" else limit
         self._own_ranks = own_ranks
         self._last: Decision | None = None
         self._before: deque[Decision | None] = deque()  # per step in flight: the last known decision at its launch
@@ -170,7 +152,7 @@ class MixedSteps:
         """How many of `room` tokens prompts may use, with `num_decodes` decodes here and those of other ranks."""
         if self._limit is None or not (num_decodes or self._others_decode):
             return room
-        return min(room, self._limit.tokens())
+        return min(room, self._limit if isinstance(self._limit, int) else self._limit.tokens())
 
     def launched(self) -> None:
         """A step was launched; its vote carries the time of the last known step."""
@@ -182,7 +164,7 @@ class MixedSteps:
         if self._limit is None:
             return
         before = self._before.popleft()
-        if before is not None and before.prefill_tokens:
+        if isinstance(self._limit, MeasuredLimit) and before is not None and before.prefill_tokens:
             decodes = max(map(int.__sub__, map(sum, before.tokens), before.prefill_tokens))
             self._limit.see(decodes, max(before.prefill_tokens), decision.period_us / 1e6)
         self._last = decision

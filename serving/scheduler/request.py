@@ -8,7 +8,7 @@ from typing import cast
 
 from model_runner import PENDING_TOKEN, Draft, FinishReason, Request, ScheduledRequest, Step, TokenLogprobs
 from serving.requests import DraftCounts, RequestInput
-from serving.scheduler.radix_cache import RadixNode
+from serving.scheduler.radix_node import RadixNode
 
 
 @dataclass(eq=False)

@@ -79,11 +79,6 @@ class Scheduler:
     # -- requests -----------------------------------------------------------------------------------------------
 
     @property
-    def num_running(self) -> int:
-        """Requests that have KV."""
-        return len(self._running)
-
-    @property
     def num_waiting(self) -> int:
         """Requests in the queue, without KV."""
         return len(self._waiting)

@@ -14,20 +14,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Protocol
 
 from attention import KVCacheError
+from serving.scheduler.radix_node import RadixNode
 
 SNAPSHOT_INTERVAL = 256
 """Tokens after which a running request's states are kept again, at the next page border that a step ends with."""
 SNAPSHOT_WORTH = 32
 """Least tokens that a snapshot must save to cut a prompt for it (or one page, if larger): a cut costs a step."""
-
-
-class SnapshotOwner(Protocol):
-    """What owns a snapshot: a node of the tree."""
-
-    snapshot: int | None
 
 
 class Snapshots:
@@ -37,7 +31,7 @@ class Snapshots:
         self.count = count
         self._free = list(range(count))
         self._promised: set[int] = set()
-        self._owners: OrderedDict[int, SnapshotOwner] = OrderedDict()  # least recently used first
+        self._owners: OrderedDict[int, RadixNode] = OrderedDict()  # least recently used first
 
     def take(self) -> int | None:
         """A slot for a step to write: a free one, or else the least recently used; None if all are promised."""
@@ -51,7 +45,7 @@ class Snapshots:
         self._promised.add(number)
         return number
 
-    def give(self, number: int, owner: SnapshotOwner) -> None:
+    def give(self, number: int, owner: RadixNode) -> None:
         """A promised slot is written: it becomes the owner's, or free if that has a snapshot already."""
         if owner.snapshot is not None:
             self.put_back(number)
@@ -65,19 +59,19 @@ class Snapshots:
         self._promised.remove(number)
         self._free.append(number)
 
-    def use(self, owner: SnapshotOwner) -> None:
+    def use(self, owner: RadixNode) -> None:
         """A request begins with the owner's snapshot, if it has one: it is the most recently used now."""
         if owner.snapshot is not None:
             self._owners.move_to_end(owner.snapshot)
 
-    def drop(self, owner: SnapshotOwner) -> None:
+    def drop(self, owner: RadixNode) -> None:
         """The owner is evicted, or no longer ends where its snapshot was kept."""
         if owner.snapshot is not None:
             del self._owners[owner.snapshot]
             self._free.append(owner.snapshot)
             owner.snapshot = None
 
-    def check(self, owners: Iterable[SnapshotOwner], *, idle: bool = False) -> None:
+    def check(self, owners: Iterable[RadixNode], *, idle: bool = False) -> None:
         """Check that free + promised + owned == all, none is two of these, and `owners` own what is noted.
 
         Args:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from repository import TINY_MOE
 
 from model_runner import FinishReason, ModelRunner, RequestError, SamplingParams, generate
 from serving import LLM
+from serving.llm import _Job
 from serving.requests import RequestInput, RequestOutput
+from serving.text.detokenizer import TextStream
 from ubatch import ConfigError, UBatchError
 
 pytestmark = pytest.mark.long
@@ -34,6 +37,7 @@ PARAMS = [
     SamplingParams(max_tokens=24, ignore_eos=True, bad_token_sequences=BAD),
     SamplingParams(max_tokens=24, temperature=0.7, seed=5, allowed_token_ids=ALLOWED, bad_token_sequences=BAD),  # type: ignore[arg-type]
 ]
+ONE = SamplingParams(max_tokens=1)
 SMALL = {"max_num_seqs": 8, "kv_cache_memory": "16M", "max_model_len": 512}
 
 
@@ -121,6 +125,17 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM, reference: list[tuple[i
     assert llm.statistics[0].num_running == 0
 
 
+def test_tokens_behind_a_stop_string_are_left_out(llm: LLM) -> None:
+    """Though they came in the same step, as drafts that were right do."""
+    ids = llm.tokenizer.encode("import os\nimport sys\n")
+    text = TextStream(llm.tokenizer, prompt=[1], stop=["os"])
+    job = _Job([1], RequestInput("a", [1], ONE), text, stops=True)
+    assert not job.take(RequestOutput("a", ids, finish_reason=FinishReason.LENGTH))
+    (only,) = job.result().outputs
+    assert (only.text, only.finish_reason, only.stop_reason) == ("import ", FinishReason.STOP, "os")
+    assert llm.tokenizer.decode(only.token_ids) == "import os"
+
+
 def test_bad_words_are_made_tokens(llm: LLM) -> None:
     """With a space before and without; each of several prompts keeps its own parameters."""
     prompts = ["import os\n", "def main(", "for name in names:\n    "]
@@ -132,32 +147,60 @@ def test_bad_words_are_made_tokens(llm: LLM) -> None:
         assert not any(word in output.outputs[0].text for word in ("import os", "self", "name"))
     (one,) = llm.generate(prompts[1], params[0], bad_words="self")
     assert one.outputs[0].text.startswith("obj")
-    for wrong, why in (
-        (["a" * 201], "201 characters"),
-        (["a"] * 129, "129 words"),
-        ([" "], "only white space"),
-        ([3], "strings"),
-    ):
-        with pytest.raises(RequestError, match=why):
-            llm.generate("a", bad_words=wrong)  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="surrogate"):
-        llm.generate("a", bad_words="\ud800")
-    with pytest.raises(RequestError, match=r"^with the tokens of bad_words: bad_token_sequences has .* at most 256"):
-        llm.generate("a", SamplingParams(bad_token_sequences=tuple((n,) for n in range(256))), bad_words="self")
+
+
+TOO_MANY_BAD = SamplingParams(bad_token_sequences=tuple((n,) for n in range(256)))
+NO_STRINGS = [
+    (name, wrong, f"^{name} must be a string or a list of strings, not ")
+    for name in ("stop", "bad_words")
+    for wrong in (5, 0, True, b"os", 2.5)
+] + [(name, ["b", entry], f"{name} must be strings") for name in ("stop", "bad_words") for entry in (None, 5, b"a")]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "keywords", "why"),
+    [
+        *(("a", {name: wrong}, why) for name, wrong, why in NO_STRINGS),
+        ("a", {"bad_words": ["a" * 201]}, "201 characters"),
+        ("a", {"bad_words": ["a"] * 129}, "129 words"),
+        ("a", {"bad_words": [" "]}, "only white space"),
+        ("a", {"bad_words": "\ud800"}, "surrogate"),
+        (
+            "a",
+            {"sampling_params": TOO_MANY_BAD, "bad_words": "self"},
+            r"^with the tokens of bad_words: bad_token_sequences has .* at most 256",
+        ),
+        ("a", {"stop": ["a" * 1001]}, "1001 characters"),
+        ("a", {"stop": ["a"] * 65}, "65 strings"),
+        ("a\ud800", {}, "surrogate"),
+        ([1, 2.5], {}, r"a list of token ids, not \[1, 2\.5\]"),
+        ("a", {"sampling_params": {"max_tokens": 1}}, "must be SamplingParams, or one each, not a str"),
+        ([[1, 2], [3]], {"sampling_params": [ONE] * 3}, "3 sampling parameters for 2 prompts"),
+        ([[1, 2], [9999]], {}, "vocabulary"),
+        ("a", {"sampling_params": SamplingParams(allowed_token_ids=(0,), min_tokens=1)}, "leaves no token"),
+        (
+            "a",
+            {"sampling_params": SamplingParams(allowed_token_ids=(2048,))},
+            r"allowed_token_ids.* has token 2048; the vocabulary is 0 to 2047",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_and_leaves_nothing_behind(
+    llm: LLM, prompts: Any, keywords: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(RequestError, match=why) as caught:
+        llm.generate(prompts, **keywords)
+    if "must be a string or" in why:
+        assert caught.value.param in keywords
+    statistics = llm.statistics[0]
+    assert (statistics.num_running, statistics.num_waiting, statistics.kv_usage) == (0, 0, 0)
+    assert len(llm.generate([[1, 2], [3]], ONE)) == 2
 
 
 @pytest.mark.parametrize("name", ["stop", "bad_words"])
-def test_none_is_no_string_and_a_number_is_refused(llm: LLM, name: str) -> None:
-    (plain,) = llm.generate("import os\n")
-    (same,) = llm.generate("import os\n", **{name: None})  # type: ignore[arg-type]
+def test_none_is_no_string(llm: LLM, name: str) -> None:
+    (plain,), (same,) = llm.generate("import os\n"), llm.generate("import os\n", **{name: None})  # type: ignore[arg-type]
     assert same.outputs[0].token_ids == plain.outputs[0].token_ids
-    for wrong in (5, 0, True, b"os", 2.5):
-        with pytest.raises(RequestError, match=f"^{name} must be a string or a list of strings, not ") as caught:
-            llm.generate("a", **{name: wrong})  # type: ignore[arg-type]
-        assert caught.value.param == name
-    for entry in (None, 5, b"a"):
-        with pytest.raises(RequestError, match=f"{name} must be strings"):
-            llm.generate("a", **{name: ["b", entry]})  # type: ignore[arg-type]
 
 
 def test_where_no_token_is_left_only_that_request_ends(llm: LLM, reference: list[tuple[int, ...]]) -> None:
@@ -172,11 +215,6 @@ def test_where_no_token_is_left_only_that_request_ends(llm: LLM, reference: list
         assert set(only.token_ids) <= {5, 6}
         assert "leave no token" in str(only.error)
         assert "checkpoint" not in str(only.error)
-    eos = llm.tokenizer.eos_token_id
-    with pytest.raises(RequestError, match="leaves no token"):
-        llm.generate("a", SamplingParams(allowed_token_ids=(eos,), min_tokens=1))
-    with pytest.raises(RequestError, match=r"allowed_token_ids.* has token 2048; the vocabulary is 0 to 2047"):
-        llm.generate("a", SamplingParams(allowed_token_ids=(2048,)))
     assert (llm.statistics[0].num_running, llm.statistics[0].corrupted_requests) == (0, 0)
 
 
@@ -216,20 +254,11 @@ def test_a_stop_token_is_the_last_token_and_no_text(llm: LLM, reference: list[tu
 
 
 def test_prompts_come_as_text_as_tokens_or_many(llm: LLM) -> None:
-    one = SamplingParams(max_tokens=1)
-    assert len(llm.generate("a", one)) == 1
-    assert len(llm.generate([1, 2, 3], one)) == 1
-    assert [output.prompt for output in llm.generate([[1, 2], [3]], one)] == [None, None]
+    assert len(llm.generate("a", ONE)) == 1
+    assert len(llm.generate([1, 2], ONE)) == 1
+    assert [output.prompt for output in llm.generate([[1, 2], [3]], ONE)] == [None, None]
     assert llm.generate([]) == []
-
-
-def test_what_is_no_token_or_no_parameters_is_refused(llm: LLM) -> None:
-    one = SamplingParams(max_tokens=1)
-    assert tokens(llm.generate([torch.tensor([1, 2])], one)) == tokens(llm.generate([1, 2], one))  # type: ignore[list-item]
-    with pytest.raises(RequestError, match=r"a list of token ids, not \[1, 2\.5\]"):
-        llm.generate([1, 2.5])  # type: ignore[list-item]
-    with pytest.raises(RequestError, match="must be SamplingParams, or one each, not a str"):
-        llm.generate("a", {"max_tokens": 1})  # type: ignore[arg-type]
+    assert tokens(llm.generate([torch.tensor([1, 2])], ONE)) == tokens(llm.generate([1, 2], ONE))  # type: ignore[list-item]
 
 
 def test_shared_prompts_come_from_the_cache(llm: LLM) -> None:
@@ -238,16 +267,6 @@ def test_shared_prompts_come_from_the_cache(llm: LLM) -> None:
     second = llm.generate(prompt, SamplingParams(max_tokens=4))[0]
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 48)
     assert first.outputs == second.outputs
-
-
-def test_what_cannot_be_served_leaves_nothing_behind(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="vocabulary"):
-        llm.generate([[1, 2], [9999]])
-    with pytest.raises(RequestError, match="3 sampling parameters for 2 prompts"):
-        llm.generate([[1, 2], [3]], [SamplingParams()] * 3)
-    statistics = llm.statistics[0]
-    assert (statistics.num_running, statistics.num_waiting, statistics.kv_usage) == (0, 0, 0)
-    assert len(llm.generate([[1, 2], [3]])) == 2
 
 
 @pytest.mark.slow
@@ -312,21 +331,17 @@ def test_a_profile_beside_an_earlier_one_leaves_it(llm: LLM, tmp_path: Path) -> 
     assert len(written) == 2
 
 
-def test_prompts_and_stop_strings_that_cannot_work(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="surrogate"):
-        llm.generate("a\ud800")
-    for stop, why in ((["a" * 1001], "1001 characters"), (["a"] * 65, "65 strings")):
-        with pytest.raises(RequestError, match=why):
-            llm.generate("a", stop=stop)
-
-
-def test_wrong_options_are_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(ConfigError, match="max_num_seqs"):
-        LLM(TINY_MOE, max_num_seq=3)
-    with pytest.raises(ConfigError, match="nowhere"):
-        LLM("/nowhere")
-    with pytest.raises(ConfigError, match="expert"):
-        LLM(TINY_MOE, enable_expert_parallel=True)
+@pytest.mark.parametrize(
+    ("model", "option", "why"),
+    [
+        (TINY_MOE, {"max_num_seq": 3}, "max_num_seqs"),
+        ("/nowhere", {}, "nowhere"),
+        (TINY_MOE, {"enable_expert_parallel": True}, "expert"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_loaded(model: Any, option: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        LLM(model, **option)
 
 
 def test_without_a_tokenizer_tokens_go_in_and_out() -> None:
@@ -334,12 +349,9 @@ def test_without_a_tokenizer_tokens_go_in_and_out() -> None:
         only = llm.generate([1, 2, 3])[0].outputs[0]
         assert len(only.token_ids) == 16
         assert only.text == ""
-        with pytest.raises(ConfigError, match="skip_tokenizer_init"):
-            llm.generate("text")
-        with pytest.raises(ConfigError, match="skip_tokenizer_init"):
-            llm.generate([1], stop="x")
-        with pytest.raises(ConfigError, match="skip_tokenizer_init"):
-            llm.generate([1], bad_words="x")
+        for prompt, keywords in (("text", {}), ([1], {"stop": "x"}), ([1], {"bad_words": "x"})):
+            with pytest.raises(ConfigError, match="skip_tokenizer_init"):
+                llm.generate(prompt, **keywords)  # type: ignore[arg-type]
     with pytest.raises(UBatchError, match="closed"):
         llm.generate([1])
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_proposer import FakeProposer
+from engine_mains import core_over
+from fake_proposer import FakeProposer, oracle
 from repository import TINY_MOE
 
-from model_runner import ModelRunner, Request, SamplingParams
+from model_runner import ModelRunner, SamplingParams
 from ranks import run_ranks
 from serving import LLM
-from serving.engine.rank.core import EngineCore
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.requests import RequestInput
-from serving.scheduler import Scheduler, SchedulerConfig
 from serving.workbench.bench.runtime.speculation_census import census_of, take_census
 from ubatch import CommGroup, UBatchConfig
 
@@ -34,20 +32,14 @@ CONFIGS = {
 
 def run(runner: ModelRunner, rank: int, proposer: FakeProposer | None) -> tuple[list[list[int]], dict[str, int]]:
     """Four prompts of this rank's own, greedy, until both ranks are done."""
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_num_seqs=8,
-            max_model_len=128,
-            enable_prefix_caching=False,  # the next scheduler over this runner would not know what it keeps
-            num_speculative_tokens=3 if proposer else 0,
-        ),
-        runner.allocator,
-        runner.request_table,
-        eos_token_ids=runner.config.eos_token_ids,
-        vocab_size=runner.config.vocab_size,
+    core = core_over(
+        runner,
         proposer=proposer,
+        max_num_seqs=8,
+        max_model_len=128,
+        enable_prefix_caching=False,  # the next scheduler over this runner would not know what it keeps
+        num_speculative_tokens=3 if proposer else 0,
     )
-    core = EngineCore(runner, scheduler, overlap_schedule=False)
     for index in range(4):
         prompt = [(37 * rank + 11 * index + 5 * place) % 200 + 3 for place in range(6 + 3 * index)]
         core.add(RequestInput(str(index), prompt, SamplingParams(max_tokens=NEW + 3 * rank, ignore_eos=True)))
@@ -55,17 +47,8 @@ def run(runner: ModelRunner, rank: int, proposer: FakeProposer | None) -> tuple[
     while core.has_work or not core.idle:
         for output in core.step():
             tokens[int(output.request_id)] += output.token_ids
-    scheduler.check(idle=True)
+    core.scheduler.check(idle=True)
     return tokens, dict(core.statistics().steps)
-
-
-def oracle(wanted: Sequence[Sequence[int]], trees: bool, rank: int) -> FakeProposer:
-    def next_token(request: Request, tokens: Sequence[int]) -> int:
-        known = wanted[int(request.request_id)]
-        place = len(tokens) - request.num_prompt_tokens
-        return known[place] if place < len(known) else 0
-
-    return FakeProposer(next_token, trees=trees, vocab_size=200, seed=rank)
 
 
 def on_a_rank(rank: int, world_size: int) -> dict[str, Any]:
@@ -76,7 +59,7 @@ def on_a_rank(rank: int, world_size: int) -> dict[str, Any]:
             wanted, steps = run(runner, rank, None)
             results[name] = wanted, steps
             for trees in (False, True):
-                tokens, steps = run(runner, rank, oracle(wanted, trees, rank))
+                tokens, steps = run(runner, rank, oracle(wanted, 200, trees=trees, seed=rank))
                 results[f"{name}/{'trees' if trees else 'chains'}"] = tokens, steps
     return results
 

@@ -30,6 +30,7 @@ FULL = "ubatch: cannot write to standard output: No space left on device. Make r
 CLOSED = "ubatch: standard output is closed; send it to a file, or to /dev/null.\n"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("words", "redirected", "status", "said"),
     [
@@ -57,10 +58,11 @@ def test_what_is_asked_for_is_written_though_messages_are_lost(redirected: str, 
     assert written.startswith("ubatch ")
 
 
-@pytest.mark.parametrize("redirected", ["2>/dev/full", "<&- >&- 2>&-", "2> >(head -1 >/dev/null)"])
+@pytest.mark.sample(3)  # each starts a server
+@pytest.mark.parametrize("redirected", ["<&- >&- 2>&-", "2>/dev/full", "2> >(head -1 >/dev/null)"])
 def test_a_server_that_nobody_hears_serves_and_drains(redirected: str) -> None:
     port = free_port()
-    words = f"serve examples/models/tiny-moe --device cpu --dtype float32 --port {port} --data-parallel-size 2"
+    words = f"serve examples/models/tiny-moe --device cpu --dtype float32 --port {port}"
     with subprocess.Popen(["bash", "-c", f"{COMMAND} {words} {redirected}"], cwd=ROOT) as server:
         try:
             wait_until(lambda: _is_well(port) or server.poll() is not None, "the server is ready")

@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from repository import TINY_MOE
 
-from model_runner import ModelRunner, PendingStep, SamplingParams, Step
-from serving.engine import EngineClient, EngineOptions
+from model_runner import ModelRunner, PendingStep, Proposer, SamplingParams, Step
+from ranks import free_port
+from serving.engine import EngineClient, EngineOptions, run_node
+from serving.engine.launch import EngineMain
 from serving.engine.rank import process
+from serving.engine.rank.core import EngineCore
 from serving.engine.rank.process import run_engine
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import Ready
 from serving.engine.wire.rendezvous import Place
 from serving.requests import RequestInput
-from serving.scheduler import SchedulerConfig
+from serving.scheduler import Scheduler, SchedulerConfig
 from ubatch import UBatchConfig
 
 POISON = 666
@@ -35,6 +39,21 @@ def tiny(ranks: int = 1, *, expert_parallel: bool = False, **options: Any) -> En
         **options,
     }
     return EngineOptions(TINY_MOE, data_parallel_size=ranks, enable_expert_parallel=expert_parallel, **settings)
+
+
+def core_over(
+    runner: ModelRunner, *, overlap: bool = False, proposer: Proposer | None = None, **config: Any
+) -> EngineCore:
+    """The loop over a scheduler and a real runner, without a process; `config` is the scheduler's."""
+    scheduler = Scheduler(
+        SchedulerConfig(**config),
+        runner.allocator,
+        runner.request_table,
+        eos_token_ids=runner.config.eos_token_ids,
+        vocab_size=runner.config.vocab_size,
+        proposer=proposer,
+    )
+    return EngineCore(runner, scheduler, overlap_schedule=overlap)
 
 
 async def tokens_of(client: EngineClient, name: str, prompt: Sequence[int], params: SamplingParams) -> list[int]:
@@ -118,3 +137,17 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+@asynccontextmanager
+async def two_nodes(
+    main: EngineMain = run_engine, **options: Any
+) -> AsyncIterator[tuple[EngineClient, asyncio.Task[int]]]:
+    """A run of two ranks on two nodes, both on this machine: node 0's client, and node 1's exit status to come."""
+    both = {"nnodes": 2, "master_port": free_port(), **options}
+    node = asyncio.create_task(asyncio.to_thread(run_node, tiny(2, node_rank=1, **both), engine_main=main))
+    client = await EngineClient.start(tiny(2, **both), engine_main=main)
+    try:
+        yield client, node
+    finally:
+        await client.close()

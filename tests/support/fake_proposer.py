@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from attention import RequestToTokenTable
 from model_runner import PENDING_TOKEN, Draft, Request
@@ -78,3 +79,14 @@ class FakeProposer:
             )
             paths.append([*path, token])
         return Draft(tuple(path[-1] for path in paths[1:]), tuple(parents) if is_tree else None)
+
+
+def oracle(wanted: Sequence[Sequence[int]], vocab_size: int, **how: Any) -> FakeProposer:
+    """One that knows the outputs; a request's id is its number among them."""
+
+    def next_token(request: Request, tokens: Sequence[int]) -> int:
+        known = wanted[int(request.request_id)]
+        place = len(tokens) - request.num_prompt_tokens
+        return known[place] if place < len(known) else 0
+
+    return FakeProposer(next_token, vocab_size=vocab_size, **how)

@@ -13,10 +13,20 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from attention import BlockAllocator, RequestToTokenTable
-from model_runner import PENDING_TOKEN, Proposer, SamplingParams, ScheduledRequest, Step, StepOutput, TokenLogprobs
+from model_runner import (
+    PENDING_TOKEN,
+    FinishReason,
+    Proposer,
+    SamplingParams,
+    ScheduledRequest,
+    Step,
+    StepOutput,
+    TokenLogprobs,
+)
 from model_runner.speculation.ngram import NgramProposer
 from serving.requests import RequestInput, RequestOutput
 from serving.scheduler import Scheduler, SchedulerConfig
+from serving.scheduler.request import shares_of
 from ubatch import Decision
 
 EOS = 0
@@ -241,34 +251,70 @@ class FakeRunner:
         return tuple(TokenLogprobs(request.token_ids[p], -1.0, 1, ()) if p else None for p in places)
 
 
+Launched = tuple[Step, FakePending]
+
+
 @dataclass
 class Loop:
-    """Scheduler and fake runner, in the order of an engine: plain, or overlapped with results one step late."""
+    """Scheduler and fake runner, in the order of an engine: plain, or overlapped with results one step late.
+
+    `run` compares what every request has given with what it would give alone.
+    """
 
     scheduler: Scheduler
     runner: FakeRunner
+    limit: int
     overlapped: bool = False
+    requests: dict[str, RequestInput] = field(default_factory=dict)
     outputs: dict[str, list[RequestOutput]] = field(default_factory=dict)
-    _flight: tuple[Step, FakePending] | None = None
+    aborted: set[str] = field(default_factory=set)
+    _flight: Launched | None = None
+
+    def add(
+        self, request_id: str, prompt: Sequence[int], *, priority: int = 0, group: str = "", **params: object
+    ) -> None:
+        sampling = SamplingParams(**params)  # type: ignore[arg-type]
+        request = RequestInput(request_id, prompt, sampling, priority, group)
+        self.scheduler.add(request)
+        self.requests[request_id] = request
+        self.outputs.pop(request_id, None)
+
+    def abort(self, request_id: str) -> bool:
+        found = self.scheduler.abort(request_id)
+        self.aborted |= {request_id} if found else set()
+        return found
 
     def step(self) -> Step:
+        step, pending = launched = self.launch()
+        if self.overlapped:
+            self._process()
+        if step.delay_sampling:
+            pending.sample()
+        self._flight = launched
+        if not self.overlapped:
+            self._process()
+        return step
+
+    def launch(self) -> Launched:
+        """Plan a step, and launch it."""
         step = self.scheduler.schedule()
         assert step.shares or self._flight or not self.scheduler.has_work, "nothing runs although somebody waits"
         pending = self.runner.launch(step.shares)
         self.scheduler.advance(step)
         if not step.delay_sampling:
             pending.sample()
-        if self.overlapped:
-            self._process()
-        if step.delay_sampling:
-            pending.sample()
-        self._flight = (step, pending)
-        if not self.overlapped:
-            self._process()
-        return step
+        return step, pending
+
+    def process(self, launched: Launched) -> list[RequestOutput]:
+        """Process a step's result."""
+        step, pending = launched
+        outputs = self.scheduler.process(step, pending.result())
+        for output in outputs:
+            self.outputs.setdefault(output.request_id, []).append(output)
+        return outputs
 
     def run(self, most_steps: int = 10_000) -> None:
-        """Until nothing is left."""
+        """Until nothing is left; then the books balance, and every request has got its own tokens."""
         while self.scheduler.has_work or self._flight is not None:
             most_steps -= 1
             assert most_steps > 0, "it does not come to an end"
@@ -276,22 +322,36 @@ class Loop:
             if not self.scheduler.has_work:
                 self._process()
         self.scheduler.check(idle=True)
-
-    def _process(self) -> None:
-        if self._flight is not None:
-            step, pending = self._flight
-            self._flight = None
-            for output in self.scheduler.process(step, pending.result()):
-                self.outputs.setdefault(output.request_id, []).append(output)
+        for name in self.requests if self.runner.checked else ():
+            self._check_outputs(name)
 
     def tokens(self, request_id: str) -> list[int]:
         return [token for output in self.outputs[request_id] for token in output.token_ids]
 
-    def add(
-        self, request_id: str, prompt: Sequence[int], *, priority: int = 0, group: str = "", **params: object
-    ) -> None:
-        sampling = SamplingParams(**params)  # type: ignore[arg-type]
-        self.scheduler.add(RequestInput(request_id, prompt, sampling, priority, group))
+    def _process(self) -> None:
+        launched, self._flight = self._flight, None
+        if launched is not None:
+            self.process(launched)
+
+    def _check_outputs(self, name: str) -> None:
+        request, params = self.requests[name], self.requests[name].params
+        wanted = expected(request.token_ids, params, limit=self.limit, next_token=self.runner.next_token)
+        outputs = self.outputs.get(name, [])
+        if name in self.aborted:
+            got = self.tokens(name) if outputs else []
+            assert got == wanted[: len(got)], name
+            return
+        assert self.tokens(name) == wanted, name
+        assert [output.finish_reason for output in outputs[:-1]] == [None] * (len(outputs) - 1)
+        stopped = outputs[-1].stop_token is not None
+        assert outputs[-1].finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        scored = [one.token for output in outputs for one in output.logprobs]
+        assert scored == ([] if params.logprobs is None else wanted)
+        prompt_logprobs = [output.prompt_logprobs for output in outputs]
+        assert prompt_logprobs[1:] == [None] * (len(outputs) - 1), "they come once, and with the first token"
+        if params.prompt_logprobs is not None:
+            assert prompt_logprobs[0] is not None
+            assert [one and one.token for one in prompt_logprobs[0]] == [None, *request.token_ids[1:]]
 
 
 def make_loop(
@@ -326,11 +386,28 @@ def make_loop(
     scheduler = Scheduler(
         settings, runner.allocator, runner.table, eos_token_ids=[EOS], vocab_size=VOCAB, proposer=proposer
     )
-    return Loop(scheduler, runner, overlapped)
+    limit = min(max_model_len, num_blocks * block_size + 1)
+    return Loop(scheduler, runner, limit, overlapped)
 
 
-def be_optimistic(loop: Loop) -> None:
+def shares(step: Step) -> list[tuple[str, int]]:
+    """Who runs in a step, with how many tokens."""
+    return [(str(share.request.request_id), share.num_tokens) for share in step.shares]
+
+
+def admitted(step: Step) -> list[str]:
+    """Whose prompts run in a step."""
+    return [share.request.name for share in shares_of(step) if share.prefill]
+
+
+def prompt_of(length: int, start: int = 1) -> list[int]:
+    """A prompt without repetitions."""
+    return [(start + 7 * place) % 49 + 1 for place in range(length)]
+
+
+def be_optimistic(loop: Loop) -> Loop:
     """Keep no KV for outputs: as many requests as can be are admitted, and many retracted."""
     loop.scheduler._prefills.ratio = SimpleNamespace(  # type: ignore[assignment]
         decay=lambda: None, reset=lambda: None, estimate=lambda running: None, tokens=lambda requests: 0
     )
+    return loop

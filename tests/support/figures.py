@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from repository import ROOT
 
-__all__ = ["GPU", "MEASURED", "README", "RESULTS", "as_table", "interval", "results", "table_below"]
+__all__ = ["GPU", "MEASURED", "README", "RESULTS", "Figures", "as_table", "interval", "results", "table_below"]
 
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
@@ -38,3 +40,63 @@ def table_below(heading: str, document: Path = MEASURED) -> list[list[str]]:
 def as_table(rows: list[list[str]]) -> str:
     """What to put into the document where it differs."""
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+class Figures(dict[str, Any]):
+    """What the templates of rows name: a file of results, or something `computed`."""
+
+    def __missing__(self, name: str) -> Figure:
+        self[name] = Figure(computed().get(name) or results(name))
+        return self[name]
+
+
+class Figure:
+    """A value in a file. `:.2fx []` writes an interval, `1.66x [1.49, 1.77]`; `:.2f` its median, or a number."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __getitem__(self, place: str | int) -> Figure:
+        return Figure(self.value[place])
+
+    def __format__(self, spec: str) -> str:
+        number, is_interval, _ = spec.partition(" []")
+        if is_interval:
+            return interval(self.value, number.removesuffix("x"), "x" if number.endswith("x") else "")
+        return format(self.value["median"] if isinstance(self.value, Mapping) else self.value, spec)
+
+
+@functools.cache
+def computed() -> dict[str, Any]:
+    """What rows show of a file that is not a value in it, by a name for the rows."""
+    experts, offline, overlap = (results(name) for name in ("experts", "engine-offline", "engine-overlap"))
+    speculation, abuse, links = (results(name) for name in ("speculation", "abuse", "link"))
+    one, eight = speculation["results"]
+    lengths = [kind["mean_length"] for batch in (one, eight) for kind in batch["acceptance"].values()]
+    windows = abuse["windows"]
+    (slow,) = [of["loads"] for of in links["links"] if of["link"] == ["500 us, 600 Mbit/s"]]
+    # What says "the same tokens", or that nothing was wrong, has been so.
+    assert results("attention")["generate"]["same_tokens"] == 1.0
+    assert {*offline["generate"]["same"].values(), *(of["same"] for of in overlap["overlap"]["results"].values())} == {
+        1
+    }
+    assert all(kind["same"] for batch in (one, eight) for kind in batch["acceptance"].values())
+    loads = [arm for of in links["links"] for arms in of["loads"].values() for arm in arms.values()]
+    assert all(arm["same"] == arm["requests"] for arm in loads)
+    assert not abuse["faults"]
+    return {
+        **{"few": experts["results"]["64"], "many": experts["results"]["2048"], "offline": offline["generate"]},
+        "host_ms": statistics.median(results("engine-scheduler")["scheduler"]["arms_ms"]["host"]),
+        **{"one": one, "eight": eight, "accepted": [min(lengths), max(lengths)], "slow": slow},
+        "fair": {f"{arm['limit']} {arm['dbo']}": arm for arm in results("fairness")["arms"]},
+        "attacked": {
+            **{name: sum(window["seen"][name] for window in windows) for name in ("wrong", "ended")},
+            "health_s": max(window["health_s"] for window in windows),
+            "mb": abuse["peak_resident_bytes"] / 1e6,
+            "waits_s": [wait for window in windows for wait in window["waits_s"]],
+        },
+        "gpu": {
+            name: {each["what"]: each["value"] for each in of["figures"]}
+            for name, of in results("gpu")["sections"].items()
+        },
+    }

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -74,24 +76,57 @@ class Server:
                 self.process.wait()
 
 
+@contextmanager
+def running(*words: str) -> Iterator[Server]:
+    """A server that has ended afterwards, whatever happened."""
+    server = Server(*words)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.end()
+
+
 def metric(server: Server, name: str, **labels: str) -> float:
     text = httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
 
 
-def stream_lines(url: str, max_tokens: int, lines: list[str], began: threading.Event) -> None:
-    """Stream a completion of exactly so many tokens; collects the lines until the connection ends."""
-    body = {"model": MODEL, "prompt": "def main(", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-    try:
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE_S) as response:
-            for line in response.iter_lines():
-                lines.append(line)
-                began.set()
-    except httpx.HTTPError as error:
-        lines.append(f"cut: {error!r}")
-    finally:
-        began.set()
+class Stream:
+    """A completion of exactly so many tokens, streamed by a thread from its first line on.
+
+    Attributes:
+        lines: what has come, until the connection ends.
+    """
+
+    def __init__(self, url: str, max_tokens: int) -> None:
+        self.lines: list[str] = []
+        self._began = threading.Event()
+        self._thread = threading.Thread(target=self._read, args=(url, max_tokens))
+        self._thread.start()
+        assert self._began.wait(PATIENCE_S)
+
+    def to_its_end(self) -> list[str]:
+        self._thread.join(PATIENCE_S)
+        return self.lines
+
+    def has_error(self, text: str) -> bool:
+        """Whether it ends with an error that says this."""
+        return any('"error"' in line and text in line for line in self.to_its_end())
+
+    def _read(self, url: str, max_tokens: int) -> None:
+        body = {"model": MODEL, "prompt": "def main(", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        try:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE_S) as response:
+                for line in response.iter_lines():
+                    self.lines.append(line)
+                    self._began.set()
+        except httpx.HTTPError as error:
+            self.lines.append(f"cut: {error!r}")
+        finally:
+            self._began.set()
 
 
 def sick(url: str) -> str:

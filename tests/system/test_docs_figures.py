@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from documents import DOCUMENTS
-from figures import GPU, MEASURED, README, RESULTS, as_table, interval, results, table_below
+from figures import GPU, MEASURED, README, RESULTS, Figures, as_table, interval, results, table_below
 from repository import ROOT
 
 from serving.workbench.bench.provenance import read_provenance
@@ -25,160 +24,120 @@ SPECULATION = ROOT / "docs" / "speculation.md"
 CPU_KERNELS = ROOT / "docs" / "cpu-kernels.md"
 
 
-# -- the table of everything ------------------------------------------------------------------------------------------
+# -- rows of one figure each ------------------------------------------------------------------------------------------
 
-
-def handoff() -> Iterator[tuple[str, str]]:
-    found = results("handoff")
-    empty = f"an empty Python function {found['empty_function_ns']['median']:.0f} ns"
-    yield "`dbo_yield` outside a lane", f"{found['noop_ns']['median']:.0f} ns; {empty}"
-    ring = f"{found['ratio_to_event']['median']:.2f} of a `threading.Event` ring in the same run"
-    bare = f"{found['settings']['pinned']['eventfd']['median']:.1f} us of it a bare switch of threads (`eventfd`)"
-    yield "a hand-off, lanes pinned to one core", f"{found['per_switch_us']['median']:.1f} us, {bare}; {ring}"
-    busy = found["settings"]["busy"]["dbo_yield"]["median"]
-    yield "a hand-off while another Python", f"{busy:.0f} us: keep other threads idle while lanes run"
-
-
-def wrapper() -> Iterator[tuple[str, str]]:
-    found = results("wrapper")
-    us = {name: f"{each['median']:.0f} us" for name, each in found["us"].items()}
-    yield (
-        "the guard of a wrapped call",
-        f"{us['guard, 100 tensors']} with 100 tensors, {us['guard, 1000 tensors']} with 1,000",
-    )
-    look_up = (
-        f"look-up {us['look-up, argument tensors: 1']} for one argument tensor, {us['look-up, argument tensors: 11']}"
-    )
-    rest = f"for eleven; {us['declined call']} if it declines; cutting a cache of 24 layers {us['cache of 24 layers']}"
-    yield "what else a wrapped call costs", f"{look_up} {rest}"
-
-
-def lanes() -> Iterator[tuple[str, str]]:
-    found = results("lanes")
-    overhead = interval(found["overhead"], ".3f", "")
-    yield "lanes with nothing to overlap", f"{overhead} of their time, with {found['handoffs']} hand-offs"
-
-
-def experts() -> Iterator[tuple[str, str]]:
-    few, many = (results("experts")["results"][tokens] for tokens in ("64", "2048"))
-
-    def faster(kind: str, dtype: str = "float32") -> str:
-        medians = (each[f"{kind} {dtype}"]["over_grouped"]["median"] for each in (few, many))
-        return "`{}` {:.1f}x ({:.2f}x)".format(kind, *medians)
-
-    weights, products = few["native float32"]["weights_gb_s"], many["native float32"]["gflops"]
-    speeds = f"weights at {weights:.0f} GB/s (products at {products:.0f} GFLOP/s)"
-    half = f"in bfloat16 {faster('native', 'bfloat16')}"
-    yield "a layer's 32 experts", f"{faster('native')} faster, {speeds}; {faster('packed')}; {half}"
-
-
-def attention() -> Iterator[tuple[str, str]]:
-    found = results("attention")
-    decode, generate = found["decode"], found["generate"]
-    native, torch = (interval(decode["speedup"][kind], ".1f") for kind in ("native", "torch"))
-    shares = [decode["bandwidth_share"][kind]["median"] for kind in ("native", "torch")]
-    memory = f"`native` {native} faster, {shares[0]:.2f} of the memory bandwidth; `torch` {torch}, {shares[1]:.2f}"
-    yield "decode attention", memory
-    yield "prefill attention", f"{interval(found['prefill']['over_dense'], unit='')} of its time"
-    yield "splitting the metadata", f"{found['split_us']['median']:.0f} us"
-    assert generate["same_tokens"] == 1.0
-    limit = f"{generate['arithmetic_share']['median']:.2f} of the arithmetic limit"
-    speed = f"{interval(generate['speedup'])} faster ({generate['tokens_per_s']['median']:.0f} tokens/s)"
-    yield "generating with a 100 M", f"{speed}, the same tokens; {limit}"
-
-
-def engine() -> Iterator[tuple[str, str]]:
-    found, scheduler = results("engine-offline")["generate"], results("engine-scheduler")["scheduler"]
-    assert set(found["same"].values()) == {1.0}
-    tokens_per_s = found["tokens_per_s"]["offline_1"]["median"]
-    speed = interval(found["over_transformers"]["offline_1"])
-    yield "the same through `LLM`", f"{speed} ({tokens_per_s:.0f} tokens/s), the same tokens"
-    served, streamed = (interval(found["over_offline"][f"{how}_1"], unit="") for how in ("served", "streamed"))
-    yield "the same through `ubatch serve`", f"{served} of its speed; streamed {streamed}"
-    host_ms = statistics.median(scheduler["arms_ms"]["host"])
-    hidden = f"the overlapped loop hides {scheduler['hidden']['median']:.2f} of what a device would wait"
-    yield "scheduling a step", f"{host_ms:.2f} ms; {hidden}"
-    overlap = results("engine-overlap")["overlap"]["results"]
-    assert {kind["same"] for kind in overlap.values()} == {1.0}
-    yield "`--enable-dbo`, two ranks", f"{interval(overlap['prefill']['speedup'])} faster, the same tokens"
-    yield "the same link, 64 prompts", f"{interval(overlap['decode']['speedup'])}, the same tokens"
-
-
-def speculation() -> Iterator[tuple[str, str]]:
-    found = results("speculation")
-    one, eight = found["results"]
-    lengths = [kind["mean_length"] for batch in (one, eight) for kind in batch["acceptance"].values()]
-    assert all(kind["same"] for batch in (one, eight) for kind in batch["acceptance"].values())
-
-    def gains(batch: Mapping[str, Any]) -> list[str]:
-        return [interval(batch["speedup"][name]) for name in ("ngram", "eagle_chain", "eagle_tree")]
-
-    def base(batch: Mapping[str, Any]) -> str:
-        return f"{batch['tokens_per_s']['without']['median']:.0f} tokens/s"
-
-    ngram, chain, tree = gains(one)
-    steps = f"{min(lengths):.1f} to {max(lengths):.1f} tokens per verify step"
-    yield (
-        "speculation, tiny-moe",
-        f"n-gram {ngram}, trained head {chain}, as a tree {tree} of {base(one)}, the same tokens; {steps}",
-    )
-    census = found["census"]
-    lanes = f"{census['engaged']} of {census['above']} verify steps above the threshold ran in two lanes"
-    yield (
-        "the same, eight at once",
-        f"{', '.join(gains(eight))} of {base(eight)}; with `--enable-dbo` on two ranks {lanes}",
-    )
-
-
-def transformers() -> Iterator[tuple[str, str]]:
-    yield "a 100 M Qwen3-MoE that transformers shards", interval(results("transformers")["over_not_wrapped"])
-
-
-def fairness() -> Iterator[tuple[str, str]]:
-    arms = results("fairness")["arms"]
-    names = ("stretch", "throughput")
-    figures = {(arm["limit"], arm["dbo"], name): interval(arm[name]) for arm in arms for name in names}
-    plain, overlapped = (
-        f"{figures['off', dbo, 'stretch']} of decodes alone, with `auto` {figures['auto', dbo, 'stretch']}"
-        for dbo in (False, True)
-    )
-    yield "p99 between two tokens", f"{plain}; with `--enable-dbo` {overlapped}"
-    plain, overlapped = (figures["auto", dbo, "throughput"] for dbo in (False, True))
-    yield "the tokens per second", f"{plain}; with `--enable-dbo` {overlapped}"
-
-
-def abuse() -> Iterator[tuple[str, str]]:
-    found = results("abuse")
-    assert not found["faults"]
-    windows = found["windows"]
-    shorts = [f"{wait:.2f} s" for window in windows for wait in window["waits_s"]]
-    wrong, ended = (sum(window["seen"][name] for window in windows) for name in ("wrong", "ended"))
-    yield (
-        "twenty attacks",
-        f"{wrong} of {ended} streams with a wrong token; `/health` within "
-        f"{max(window['health_s'] for window in windows):.2f} s; the API process at most "
-        f"{found['peak_resident_bytes'] / 1e6:.0f} MB; inter-token p99 {found['gap_p99_ratio']:.2f} of that alone "
-        f"while prompts of 900 tokens arrive; a short request behind 1,000 prompts {shorts[0]}, behind 200 of 1,000 "
-        f"tokens {shorts[1]}",
-    )
-
-
-def link() -> Iterator[tuple[str, str]]:
-    links = results("link")["links"]
-    assert all(arm["same"] == arm["requests"] for of in links for arms in of["loads"].values() for arm in arms.values())
-    (slow,) = [of["loads"] for of in links if of["link"] == ["500 us, 600 Mbit/s"]]
-    prefills, mixed = (interval(slow[load]["dbo"]["speedup"]) for load in ("prefill", "mixed"))
-    yield "`--enable-dbo`, two servers", f"{prefills} faster; a mixed load {mixed}, the same tokens"
-
-
-BENCHMARKS: tuple[Callable[[], Iterator[tuple[str, str]]], ...] = (
-    *(handoff, wrapper, lanes, experts, attention, engine, link, speculation, transformers, fairness, abuse),
-)
+ROWS: Mapping[str, str] = {
+    "`dbo_yield` outside a lane": (
+        "{handoff[noop_ns]:.0f} ns; an empty Python function {handoff[empty_function_ns]:.0f} ns"
+    ),
+    "a hand-off, lanes pinned to one core": (
+        "{handoff[per_switch_us]:.1f} us, {handoff[settings][pinned][eventfd]:.1f} us of it a bare switch of threads "
+        "(`eventfd`); {handoff[ratio_to_event]:.2f} of a `threading.Event` ring in the same run"
+    ),
+    "a hand-off while another Python": (
+        "{handoff[settings][busy][dbo_yield]:.0f} us: keep other threads idle while lanes run"
+    ),
+    "the guard of a wrapped call": (
+        "{wrapper[us][guard, 100 tensors]:.0f} us with 100 tensors, "
+        "{wrapper[us][guard, 1000 tensors]:.0f} us with 1,000"
+    ),
+    "what else a wrapped call costs": (
+        "look-up {wrapper[us][look-up, argument tensors: 1]:.0f} us for one argument tensor, "
+        "{wrapper[us][look-up, argument tensors: 11]:.0f} us for eleven; {wrapper[us][declined call]:.0f} us if it "
+        "declines; cutting a cache of 24 layers {wrapper[us][cache of 24 layers]:.0f} us"
+    ),
+    "lanes with nothing to overlap": "{lanes[overhead]:.3f []} of their time, with {lanes[handoffs]} hand-offs",
+    "a layer's 32 experts": (
+        "`native` {few[native float32][over_grouped]:.1f}x ({many[native float32][over_grouped]:.2f}x) faster, weights "
+        "at {few[native float32][weights_gb_s]:.0f} GB/s (products at {many[native float32][gflops]:.0f} GFLOP/s); "
+        "`packed` {few[packed float32][over_grouped]:.1f}x ({many[packed float32][over_grouped]:.2f}x); in bfloat16 "
+        "`native` {few[native bfloat16][over_grouped]:.1f}x ({many[native bfloat16][over_grouped]:.2f}x)"
+    ),
+    "decode attention": (
+        "`native` {attention[decode][speedup][native]:.1fx []} faster, "
+        "{attention[decode][bandwidth_share][native]:.2f} of the memory bandwidth; "
+        "`torch` {attention[decode][speedup][torch]:.1fx []}, {attention[decode][bandwidth_share][torch]:.2f}"
+    ),
+    "prefill attention": "{attention[prefill][over_dense]:.2f []} of its time",
+    "splitting the metadata": "{attention[split_us]:.0f} us",
+    "generating with a 100 M": (
+        "{attention[generate][speedup]:.2fx []} faster ({attention[generate][tokens_per_s]:.0f} tokens/s), the same "
+        "tokens; {attention[generate][arithmetic_share]:.2f} of the arithmetic limit"
+    ),
+    "the same through `LLM`": (
+        "{offline[over_transformers][offline_1]:.2fx []} ({offline[tokens_per_s][offline_1]:.0f} tokens/s), the same "
+        "tokens"
+    ),
+    "the same through `ubatch serve`": (
+        "{offline[over_offline][served_1]:.2f []} of its speed; streamed {offline[over_offline][streamed_1]:.2f []}"
+    ),
+    "scheduling a step": (
+        "{host_ms:.2f} ms; the overlapped loop hides {engine-scheduler[scheduler][hidden]:.2f} of what a device would "
+        "wait"
+    ),
+    "`--enable-dbo`, two ranks": (
+        "{engine-overlap[overlap][results][prefill][speedup]:.2fx []} faster, the same tokens"
+    ),
+    "the same link, 64 prompts": "{engine-overlap[overlap][results][decode][speedup]:.2fx []}, the same tokens",
+    "speculation, tiny-moe": (
+        "n-gram {one[speedup][ngram]:.2fx []}, trained head {one[speedup][eagle_chain]:.2fx []}, as a tree "
+        "{one[speedup][eagle_tree]:.2fx []} of {one[tokens_per_s][without]:.0f} tokens/s, the same tokens; "
+        "{accepted[0]:.1f} to {accepted[1]:.1f} tokens per verify step"
+    ),
+    "the same, eight at once": (
+        "{eight[speedup][ngram]:.2fx []}, {eight[speedup][eagle_chain]:.2fx []}, {eight[speedup][eagle_tree]:.2fx []} "
+        "of {eight[tokens_per_s][without]:.0f} tokens/s; with `--enable-dbo` on two ranks "
+        "{speculation[census][engaged]} of {speculation[census][above]} verify steps above the threshold ran in two "
+        "lanes"
+    ),
+    "a 100 M Qwen3-MoE that transformers shards": "{transformers[over_not_wrapped]:.2fx []}",
+    "p99 between two tokens": (
+        "{fair[off False][stretch]:.2fx []} of decodes alone, with `auto` {fair[auto False][stretch]:.2fx []}; with "
+        "`--enable-dbo` {fair[off True][stretch]:.2fx []} of decodes alone, with `auto` "
+        "{fair[auto True][stretch]:.2fx []}"
+    ),
+    "the tokens per second": (
+        "{fair[auto False][throughput]:.2fx []}; with `--enable-dbo` {fair[auto True][throughput]:.2fx []}"
+    ),
+    "twenty attacks": (
+        "{attacked[wrong]} of {attacked[ended]} streams with a wrong token; `/health` within {attacked[health_s]:.2f} "
+        "s; the API process at most {attacked[mb]:.0f} MB; inter-token p99 {abuse[gap_p99_ratio]:.2f} of that alone "
+        "while prompts of 900 tokens arrive; a short request behind 1,000 prompts {attacked[waits_s][0]:.2f} s, behind "
+        "200 of 1,000 tokens {attacked[waits_s][1]:.2f} s"
+    ),
+    "`--enable-dbo`, two servers": (
+        "{slow[prefill][dbo][speedup]:.2fx []} faster; a mixed load {slow[mixed][dbo][speedup]:.2fx []}, the same "
+        "tokens"
+    ),
+}
+"""Begin of a row of `docs/measured.md` -> its figures: `{file[place][place]:format}`, see `Figures`."""
+GPU_ROWS: Mapping[str, str] = {
+    "overlapped prefill": "{gpu[prefill][communication 1x compute: speed-up]:.2fx []} faster",
+    "communication hidden": "{gpu[prefill][communication 1x compute: hidden]:.3f []}",
+    "of the most that is possible": "{gpu[prefill][communication 1x compute: efficiency]:.3f []}",
+    "experts' products next to copies": "{gpu[prefill][GEMM slow-down beside copies]:.3fx []}",
+    "fused MoE of Qwen3-30B-A3B": (
+        "{gpu[moe-decode][64 tokens: speed against torch._grouped_mm]:.2f}x, "
+        "{gpu[moe-decode][128 tokens: speed against torch._grouped_mm]:.2f}x, "
+        "{gpu[moe-decode][256 tokens: speed against torch._grouped_mm]:.2f}x faster"
+    ),
+    "the same, 4k": (
+        "{gpu[moe-prefill][4096 tokens: share of the matrix peak]:.2f}, "
+        "{gpu[moe-prefill][8192 tokens: share of the matrix peak]:.2f}, "
+        "{gpu[moe-prefill][16384 tokens: share of the matrix peak]:.2f}"
+    ),
+    "products next to a transport": (
+        "{gpu[sms][dealt beside: slow-down]:.2f}x, {gpu[sms][claimed beside: slow-down]:.2f}x, "
+        "{gpu[sms][reserved beside: slow-down]:.2f}x"
+    ),
+    "eager lanes": "{gpu[lanes][lanes' cost per layer, step]:.0f} us",
+}
+"""The same of the table in `docs/gpu.md`, from `gpu.json`."""
 
 
 def test_every_row_of_the_page_of_figures_is_that_of_a_file() -> None:
     """Where they differ, put these in."""
-    expected = {label: value for benchmark in BENCHMARKS for label, value in benchmark()}
+    expected = written(ROWS)
     shown = table_below("| what | measured |")
     labels = [next((label for label in expected if row[0].startswith(label)), None) for row in shown]
     assert sorted(map(str, labels)) == sorted(expected), "a row of no file, or a figure without its row"
@@ -188,6 +147,18 @@ def test_every_row_of_the_page_of_figures_is_that_of_a_file() -> None:
         if label is not None and row[1] != expected[label]
     ]
     assert not wrong, as_table(wrong)
+
+
+def written(rows: Mapping[str, str]) -> dict[str, str]:
+    figures = Figures()
+    return {label: template.format_map(figures) for label, template in rows.items()}
+
+
+def test_the_figures_of_a_gpu_are_those_of_its_file() -> None:
+    rows = table_below("| what | measured | goal |", GPU)
+    for begins, figure in written(GPU_ROWS).items():
+        (row,) = [row for row in rows if row[0].startswith(begins)]
+        assert row[1] == figure, begins
 
 
 FIRST_PAGE: Mapping[str, str] = {
@@ -344,6 +315,49 @@ def test_the_table_of_where_the_time_of_a_step_goes(step: str) -> None:
     expected.append(["together", *(figure(arm["clocked_ms"]["median"]) for arm in arms)])
     expected.append(["without clocks", *(figure(arm["step_ms"]["median"]) for arm in arms)])
     assert table_below(f"| {step}, ms |", CPU_KERNELS) == expected, as_table(expected)
+
+
+def test_the_table_of_real_links() -> None:
+    """Where it differs, put in these."""
+    expected = []
+    forced = ("two-lanes", "three-lanes", "single-batch", "two-by-two")
+    for found in results("link")["links"]:
+        for load, arms in found["loads"].items():
+            ratios = [f"{arms[name]['whole']['median']:.2f}" for name in forced]
+            serial, dbo = f"{statistics.median(arms['serial']['seconds']):.1f} s", arms["dbo"]
+            shares = [f"{dbo[name]:.2f}" for name in ("of_fastest", "learned")]
+            cells = [serial, interval(dbo["whole"], unit=""), *shares, *ratios]
+            expected.append([f"`{found['link'][0]}`", load, *cells])
+        pooled = found["pooled"]
+        of_fastest = pooled["dbo"]["median"] / max(own["median"] for own in pooled.values())
+        cells = ["", interval(pooled["dbo"], unit=""), f"{of_fastest:.2f}", ""]
+        cells += [f"{pooled[name]['median']:.2f}" for name in forced]
+        expected.append([f"`{found['link'][0]}`", "all", *cells])
+    shown = table_below("| link | load | serial |")
+    assert shown == expected, as_table(expected)
+
+
+def test_the_table_of_real_links_on_the_first_page() -> None:
+    """Where it differs, put in these."""
+    expected = []
+    for found in results("link")["links"]:
+        ratios = [*(arms["dbo"]["whole"] for arms in found["loads"].values()), found["pooled"]["dbo"]]
+        expected.append([f"`{found['link'][0]}`", *(interval(each) for each in ratios)])
+    shown = table_below("| `--enable-dbo` over |", README)
+    assert shown == expected, as_table(expected)
+
+
+def test_the_table_of_a_link_that_changes() -> None:
+    """Where it differs, put in these."""
+    (found,) = results("link-change")["links"]
+    expected = []
+    for load, arms in found["loads"].items():
+        for name in ("dbo", "two-lanes"):
+            halves, whole = arms[name]["halves"], arms[name]["whole"]
+            ratios = [interval(each, unit="") for each in (halves["before"], halves["after"], whole)]
+            expected.append([load, f"`{name}`", *ratios])
+    shown = table_below("| the link changes |")
+    assert shown == expected, as_table(expected)
 
 
 def test_what_the_trained_head_gets_right() -> None:

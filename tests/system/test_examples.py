@@ -20,30 +20,30 @@ from ubatch.trace.spans import UNSPLIT
 
 
 @pytest.mark.slow
-def test_wrap_module() -> None:
-    output = run_example("wrap_module.py", "--tokens", "512")
-    assert "calls: 1 overlapped, not overlapped: {'below_prefill_threshold': 1}" in output
-
-
-@pytest.mark.slow
-def test_wrap_tensor_parallel() -> None:
-    output = run_example("wrap_tensor_parallel.py", "--sequences", "4")
-    assert "calls: 1 overlapped, not overlapped: {'gradients': 1}" in output
-    assert "all-reduce time hidden: " in output
-
-
-@pytest.mark.slow
-def test_wrap_transformers() -> None:
-    output = run_example("wrap_transformers.py", "--max-new-tokens", "6")
-    assert output.count("generated tokens equal, 4 steps overlapped, not overlapped: {}") == 2
-
-
-@pytest.mark.slow
-def test_wrap_transformers_parallel() -> None:
-    output = run_example("wrap_transformers_parallel.py")
-    assert output.count("generated tokens equal") == 2
-    assert output.count("steps overlapped, not overlapped: {}") == 2
-    assert output.count("communication hidden: ") == 2
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        (
+            ("wrap_module.py", "--tokens", "512"),
+            {"calls: 1 overlapped, not overlapped: {'below_prefill_threshold': 1}": 1},
+        ),
+        (
+            ("wrap_tensor_parallel.py", "--sequences", "4"),
+            {"calls: 1 overlapped, not overlapped: {'gradients': 1}": 1, "all-reduce time hidden: ": 1},
+        ),
+        (
+            ("wrap_transformers.py", "--max-new-tokens", "6"),
+            {"generated tokens equal, 4 steps overlapped, not overlapped: {}": 2},
+        ),
+        (
+            ("wrap_transformers_parallel.py",),
+            {"generated tokens equal": 2, "steps overlapped, not overlapped: {}": 2, "communication hidden: ": 2},
+        ),
+    ],
+)
+def test_an_example_prints_that_it_overlapped(words: tuple[str, ...], printed: dict[str, int]) -> None:
+    output = run_example(*words)
+    assert {line: output.count(line) for line in printed} == printed
 
 
 @pytest.mark.slow

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
-import sysconfig
 import tarfile
 import tomllib
 from pathlib import Path
 
 import pytest
+from fresh_trees import copy_tree, make_environment, run
 from repository import ROOT
 
 from ubatch import __version__
 
 PACKAGES = ("ubatch", "moe", "attention", "model_runner", "serving")
-WRITTEN = (".git", ".venv", ".*cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist", "demo")
-
-
-def run(words: list[str], folder: Path, **environment: str) -> str:
-    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    ran = subprocess.run(words, cwd=folder, env=outside | environment, capture_output=True, text=True, timeout=110)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The repository without what `make` wrote: building writes next to the sources."""
-    copy = tmp_path_factory.mktemp("source") / "ubatch"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*WRITTEN))
-    return copy
+    return copy_tree(tmp_path_factory.mktemp("source") / "ubatch")
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +59,7 @@ def test_a_wheel_needs_no_repository(unpacked: Path, tmp_path: Path) -> None:
     run([sys.executable, "-c", build], unpacked)
     (wheel,) = tmp_path.glob("*.whl")
     fresh = tmp_path / "venv"
-    run([sys.executable, "-m", "venv", "--without-pip", str(fresh)], tmp_path)
-    python = fresh / "bin" / "python"
-    install = ["install", "--quiet", "--no-deps", "--no-index", str(wheel)]
-    run([sys.executable, "-m", "pip", "--python", str(python), *install], tmp_path)
-    (site,) = fresh.glob("lib/python*/site-packages")
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    python, site = make_environment(fresh, str(wheel))
     assert run([str(fresh / "bin" / "ubatch"), "--version"], tmp_path) == f"ubatch {__version__}\n"
     where = f"import {', '.join(PACKAGES)}; print(*(each.__file__ for each in ({', '.join(PACKAGES)})), sep='\\n')"
     for line in run([str(python), "-c", where], tmp_path).splitlines():

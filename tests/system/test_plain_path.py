@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
-import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from document_shell import Shell
 from documents import Command, sections
+from fresh_trees import copy_tree, make_environment
 from repository import ROOT
 
-WRITTEN = (".git", ".venv", ".*cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist", "demo")
 COMMANDS = [command for section in sections() if section.document.name == "README.md" for command in section.commands]
 
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tree, set up as by `make setup`; what that downloads, such as torch, is borrowed from this interpreter."""
-    folder = tmp_path_factory.mktemp("clone") / "ubatch"
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*WRITTEN))
+    folder = copy_tree(tmp_path_factory.mktemp("clone") / "ubatch")
     environment = folder / ".venv"
-    python = environment / "bin" / "python"
-    run(folder, "-m", "venv", "--without-pip", str(environment))
-    (site,) = environment.glob("lib/python*/site-packages")
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    offline = ("--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
-    run(folder, "-m", "pip", "--python", str(python), "install", "--quiet", *offline, "--editable", ".")
+    python, _ = make_environment(environment, "--no-build-isolation", "--editable", ".")
     torchrun = environment / "bin" / "torchrun"
     torchrun.write_text(f"#!{python}\nfrom torch.distributed.run import main\n\nmain()\n")
     torchrun.chmod(0o755)
     for stamp in (".installed", ".installed-test"):
         (environment / stamp).touch()
     return folder
-
-
-def run(folder: Path, *words: str) -> None:
-    """This interpreter with these words."""
-    done = subprocess.run(
-        [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=110, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")

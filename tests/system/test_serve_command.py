@@ -1,9 +1,13 @@
-"""`ubatch serve` as a user runs it: one command, its clients, its signals, and engines that die."""
+"""`ubatch serve` as a user runs it: one command, its clients, its signals, and engines that die.
+
+Two ranks share the experts, data-parallel or tensor-parallel.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -15,55 +19,65 @@ from pathlib import Path
 import httpx
 import pytest
 from forked import AsSpawned
-from serve_processes import MODEL, PATIENCE_S, PROMPTS, Server, metric, sick, stream_lines
+from serve_processes import MODEL, PATIENCE_S, PROMPTS, Server, Stream, metric, running, sick
 from served import wait_until
 
 from serving.cli import main
 
 pytestmark = pytest.mark.server
 
-EP = ("--data-parallel-size", "2", "--enable-expert-parallel")
 FLOAT32 = ("--dtype", "float32")  # `auto` runs products of both dtypes for seconds
+EP = ("--enable-expert-parallel", *FLOAT32, "--port", "0")
+DP, TP = ("--data-parallel-size", "2", *EP), ("-tp", "2", *EP)
+OVERLAP = ("--enable-dbo", "--config", "examples/dbo.yaml", "--dbo-decode-token-threshold", "2")
+NAMES = ("--served-model-name", MODEL, "--served-model-name", "alias")
+
+
+@pytest.fixture(scope="module", params=[DP, pytest.param(TP, marks=pytest.mark.slow)], ids=["dp", "tp"])
+def ways(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    words: tuple[str, ...] = request.param
+    return words
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    words = ["--enable-dbo", "--config", "examples/dbo.yaml", "--dbo-decode-token-threshold", "2", "--port", "0"]
-    server = Server(MODEL, *EP, *FLOAT32, *words, "--profile-dir", str(tmp_path_factory.mktemp("profile")))
-    try:
+def server(ways: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(MODEL, *ways, *OVERLAP, *NAMES, "--profile-dir", str(tmp_path_factory.mktemp("profile"))) as server:
         yield server
-    finally:
-        if server.process.poll() is None:
-            server.process.kill()
-            server.end()
 
 
-def test_it_says_what_it_has_when_it_is_ready(server: Server) -> None:
+def test_it_says_what_it_has_when_it_is_ready(server: Server, ways: tuple[str, ...]) -> None:
     assert server.url.startswith("http://127.0.0.1:")
+    assert ("ranks=1 tensor_parallel_size=2" if ways == TP else "ranks=2") in server.text
     for rank in (0, 1):
-        assert f"memory of rank {rank}: KV cache" in server.text
+        name, place = (f" (DP 0, TP {rank})", f" dp=0 tp={rank}") if ways == TP else ("", "")
+        assert f"memory of rank {rank}{name}: KV cache" in server.text
+        assert server.wait_for(rf"engine rank={rank} pid=\d+{place}\n")
     overlap = server.wait_for(r"overlap ubatch_size.*")
     assert "decode_from_tokens=2 prefill_from_tokens=64 schedule=mlp_shared_overlap" in overlap
     assert "Traceback" not in server.text
 
 
-def test_openai_client_and_overlapped_steps(server: Server) -> None:
+def test_openai_client_and_overlapped_steps(server: Server, ways: tuple[str, ...]) -> None:
     import openai
 
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE_S) as client:
-        assert [model.id for model in client.models.list().data] == [MODEL]
+        assert [model.id for model in client.models.list().data] == [MODEL, "alias"]
         one = client.completions.create(model=MODEL, prompt="def main(", max_tokens=5, temperature=0)
         assert one.choices[0].text.startswith("self")
-        many = client.completions.create(model=MODEL, prompt=PROMPTS, max_tokens=8, temperature=0)
-    assert len(many.choices) == len(PROMPTS)
+        many = client.completions.create(model="alias", prompt=PROMPTS, max_tokens=8, temperature=0)
+        if ways == TP:  # no seed: both ranks sample the same nevertheless
+            client.completions.create(model=MODEL, prompt=PROMPTS, max_tokens=8, temperature=1.0)
+    assert (many.model, len(many.choices)) == ("alias", len(PROMPTS))
     assert many.choices[0].text.startswith(one.choices[0].text)
-    assert metric(server, "ubatch:steps_total", mode="decode", outcome="engaged") > 0
-    for engine in ("0", "1"):
-        assert metric(server, "vllm:generation_tokens_total", engine=engine) > 0
+    ended = 1 + len(PROMPTS) * (2 if ways == TP else 1)
     # An answer may be here before it has been counted.
     for name in ("vllm:request_success_total", "vllm:e2e_request_latency_seconds_count"):
-        wait_until(lambda name=name: metric(server, name) == 1 + len(PROMPTS), name)  # type: ignore[misc]
+        wait_until(lambda name=name: metric(server, name) == ended, name)  # type: ignore[misc]
     wait_until(lambda: metric(server, "vllm:num_requests_running") == 0, "nothing runs")
+    assert metric(server, "ubatch:steps_total", mode="decode", outcome="engaged", engine="0", model_name=MODEL) > 0
+    for engine in ("0", "1"):  # of tensor-parallel ranks the first one counts
+        generated = metric(server, "vllm:generation_tokens_total", engine=engine)
+        assert (generated > 0) == (ways == DP or engine == "0")
 
 
 def test_a_profile_has_both_lanes(server: Server) -> None:
@@ -79,12 +93,31 @@ def test_a_profile_has_both_lanes(server: Server) -> None:
         assert '"lane 1"' in text
 
 
+@pytest.mark.slow
+def test_a_trace_shows_both_processes(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    traced = threading.Event()
+
+    def keep_streaming() -> None:
+        while not traced.is_set():
+            Stream(server.url, 40).to_its_end()
+
+    streams = [threading.Thread(target=keep_streaming) for _ in range(4)]
+    for stream in streams:
+        stream.start()
+    try:
+        assert main(["trace", "--url", server.url, "--seconds", "1", "--out", str(tmp_path / "trace")]) == 0
+    finally:
+        traced.set()
+        for stream in streams:
+            stream.join(PATIENCE_S)
+    assert re.search(r"fact: [1-9]\d* of \d+ steps overlapped", capsys.readouterr().out)
+    text = (tmp_path / "trace" / "trace.json").read_text()
+    assert '"lane 1"' in text
+    assert '"pid":1' in text.replace(" ", "")
+
+
 def test_sigterm_drains_and_exits_with_zero(server: Server) -> None:
-    lines: list[str] = []
-    began = threading.Event()
-    stream = threading.Thread(target=stream_lines, args=(server.url, 60, lines, began))
-    stream.start()
-    assert began.wait(PATIENCE_S)
+    stream = Stream(server.url, 60)
     server.process.send_signal(signal.SIGTERM)
     assert "requests=1" in server.wait_for(r"draining signal=SIGTERM requests=\d+")
     body = {"model": MODEL, "prompt": "def main(", "max_tokens": 1}
@@ -94,7 +127,7 @@ def test_sigterm_drains_and_exits_with_zero(server: Server) -> None:
         assert httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code == 503
     except httpx.TransportError:  # it was quicker than we
         server.wait_for("drained")
-    stream.join(PATIENCE_S)
+    lines = stream.to_its_end()
     assert lines[-2:] == ["data: [DONE]", ""] or lines[-1] == "data: [DONE]"
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
@@ -104,80 +137,58 @@ def test_sigterm_drains_and_exits_with_zero(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_an_engine_that_dies_ends_the_server() -> None:
-    server = Server(MODEL, "--data-parallel-size", "2", "--port", "0")
-    try:
-        url = server.url
-        pids = [int(server.wait_for(rf"engine rank={rank} pid=(\d+)")) for rank in (0, 1)]
-        streams, all_lines = [], []
-        for _ in range(2):  # one on each rank
-            lines: list[str] = []
-            began = threading.Event()
-            stream = threading.Thread(target=stream_lines, args=(url, 1000, lines, began))
-            stream.start()
-            assert began.wait(PATIENCE_S)
-            streams.append(stream)
-            all_lines.append(lines)
-        os.kill(pids[1], signal.SIGKILL)
+@pytest.mark.parametrize(
+    ("words", "rank"), [(("--data-parallel-size", "2", "--port", "0"), "rank 1"), (TP, "rank 1 (DP 0, TP 1)")]
+)
+def test_an_engine_that_dies_ends_the_server(words: tuple[str, ...], rank: str) -> None:
+    with running(MODEL, *words) as server:
+        pid = int(server.wait_for(r"engine rank=1 pid=(\d+)"))
+        streams = [Stream(server.url, 1000) for _ in range(2)]  # one on each rank
+        os.kill(pid, signal.SIGKILL)
         killed = time.monotonic()
-        assert "rank 1" in sick(url)
-        status = server.end()
+        assert rank in sick(server.url)
+        assert server.end() == 1
         assert time.monotonic() - killed < 30
-        assert status == 1
-        assert server.lines[-1] == "ubatch serve: rank 1 was killed by SIGKILL."
-        for stream, lines in zip(streams, all_lines, strict=True):
-            stream.join(PATIENCE_S)
-            assert any('"error"' in line and "rank 1" in line for line in lines), lines[-3:]
-    finally:
-        if server.process.poll() is None:
-            server.process.kill()
-            server.end()
+        assert server.lines[-1] == f"ubatch serve: {rank} was killed by SIGKILL."
+        assert all(stream.has_error("rank 1") for stream in streams)
 
 
 @pytest.mark.slow
 def test_an_engine_that_hangs_ends_the_server() -> None:
-    server = Server(MODEL, "--port", "0", "--timeout-s", "4")
-    lines: list[str] = []
-    began = threading.Event()
-    stream = threading.Thread(target=stream_lines, args=(server.url, 1000, lines, began))
-    stream.start()
-    assert began.wait(PATIENCE_S)
-    os.kill(int(server.wait_for(r"engine rank=0 pid=(\d+)")), signal.SIGSTOP)
-    stopped = time.monotonic()
-    assert "rank 0 hangs" in sick(server.url)
-    assert time.monotonic() - stopped < 6
-    stream.join(PATIENCE_S)
-    assert any('"error"' in line and "rank 0 hangs" in line for line in lines), lines[-3:]
-    assert server.end() == 1
-    assert server.lines[-1] == "ubatch serve: rank 0 hangs: it has given no sign of life for 4 s (timeout_s)."
+    with running(MODEL, "--port", "0", "--timeout-s", "4") as server:
+        stream = Stream(server.url, 1000)
+        os.kill(int(server.wait_for(r"engine rank=0 pid=(\d+)")), signal.SIGSTOP)
+        stopped = time.monotonic()
+        assert "rank 0 hangs" in sick(server.url)
+        assert time.monotonic() - stopped < 6
+        assert stream.has_error("rank 0 hangs")
+        assert server.end() == 1
+        said = "rank 0 hangs: it has given no sign of life for 4 s (timeout_s)."
+        assert server.lines[-1] == f"ubatch serve: {said}"
 
 
 @pytest.mark.slow
 def test_a_second_signal_does_not_wait() -> None:
-    server = Server(MODEL, "--port", "0")
-    lines: list[str] = []
-    began = threading.Event()
-    stream = threading.Thread(target=stream_lines, args=(server.url, 1000, lines, began))
-    stream.start()
-    assert began.wait(PATIENCE_S)
-    server.process.send_signal(signal.SIGINT)
-    server.wait_for("draining signal=SIGINT requests=1")
-    server.process.send_signal(signal.SIGINT)
-    began_to_end = time.monotonic()
-    assert server.end() == 128 + signal.SIGINT
-    assert time.monotonic() - began_to_end < 5
-    assert "Traceback" not in server.text
-    stream.join(PATIENCE_S)
-    assert '"finish_reason":"length"' not in "".join(lines)  # an error in the stream, or the connection cut
+    with running(MODEL, "--port", "0") as server:
+        stream = Stream(server.url, 1000)
+        server.process.send_signal(signal.SIGINT)
+        server.wait_for("draining signal=SIGINT requests=1")
+        server.process.send_signal(signal.SIGINT)
+        began_to_end = time.monotonic()
+        assert server.end() == 128 + signal.SIGINT
+        assert time.monotonic() - began_to_end < 5
+        assert "Traceback" not in server.text
+        # An error in the stream, or the connection cut.
+        assert '"finish_reason":"length"' not in "".join(stream.to_its_end())
 
 
 @pytest.mark.slow
 def test_ctrl_c_while_starting_ends_the_ranks() -> None:
-    server = Server(MODEL, *EP, "--port", "0")
-    server.wait_for("starting model=")
-    os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does: to all of them
-    assert server.end() == 128 + signal.SIGINT
-    assert server.lines[-1].endswith("interrupted while starting signal=SIGINT")
+    with running(MODEL, *DP) as server:
+        server.wait_for("starting model=")
+        os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does: to all of them
+        assert server.end() == 128 + signal.SIGINT
+        assert server.lines[-1].endswith("interrupted while starting signal=SIGINT")
 
 
 def serve(*words: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +27,16 @@ class FakeClient:
     num_outstanding = 1
 
 
+@contextmanager
+def serve_of(**keywords: Any) -> Iterator[_Serve]:
+    """A server that has a socket, and has started nothing."""
+    settings = resolve_settings(read_keywords({"model": TINY_MOE, **keywords}), gpus=0)
+    with socket.socket() as listener:
+        yield _Serve(Command(settings, to_engine_options(settings), False, ()), listener, 1024)
+
+
 def drain(happens: Callable[[FakeClient, _Stop, asyncio.Future[Any]], None], drain_timeout_s: float) -> FakeClient:
     """Drain a server with one request, while something happens a moment later."""
-    keywords = {"model": TINY_MOE, "drain_timeout_s": drain_timeout_s}
-    settings = resolve_settings(read_keywords(keywords), gpus=0)
     client = FakeClient()
     second: list[int] = []
 
@@ -39,8 +46,7 @@ def drain(happens: Callable[[FakeClient, _Stop, asyncio.Future[Any]], None], dra
         died: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         signal.raise_signal(signal.SIGTERM)
         await asyncio.wait_for(stop.came.wait(), 30)
-        with socket.socket() as listener:
-            serve = _Serve(Command(settings, to_engine_options(settings), False, ()), listener, 1024)
+        with serve_of(drain_timeout_s=drain_timeout_s) as serve:
             asyncio.get_running_loop().call_later(0.05, happens, client, stop, died)
             fake: Any = client
             task: Any = died
@@ -92,9 +98,8 @@ def test_a_broken_chat_template_ends_the_start(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(server, "load_tokenizer", broken)
     monkeypatch.delattr(server.EngineClient, "start")
     monkeypatch.setattr(server, "_Stop", lambda _: SimpleNamespace(first=asyncio.Event()))
-    settings = resolve_settings(read_keywords({"model": TINY_MOE}), gpus=0)
-    with socket.socket() as listener, pytest.raises(ConfigError, match="chat template"):
-        asyncio.run(_Serve(Command(settings, to_engine_options(settings), False, ()), listener, 100).run())
+    with serve_of() as serve, pytest.raises(ConfigError, match="chat template"):
+        asyncio.run(serve.run())
 
 
 def test_the_chosen_one_of_named_templates_is_said(
@@ -113,9 +118,8 @@ def test_the_chosen_one_of_named_templates_is_said(
     monkeypatch.setattr(server, "load_tokenizer", named)
     monkeypatch.setattr(server.EngineClient, "start", start)
     monkeypatch.setattr(server, "_Stop", lambda _: SimpleNamespace(came=asyncio.Event()))
-    settings = resolve_settings(read_keywords({"model": TINY_MOE}), gpus=0)
-    with socket.socket() as listener, caplog.at_level("INFO"), pytest.raises(EngineDead, match="far enough"):
-        asyncio.run(_Serve(Command(settings, to_engine_options(settings), False, ()), listener, 100).run())
+    with serve_of() as serve, caplog.at_level("INFO"), pytest.raises(EngineDead, match="far enough"):
+        asyncio.run(serve.run())
     assert "chat template tool_use" in caplog.text
 
 

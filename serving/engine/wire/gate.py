@@ -32,14 +32,10 @@ _SAY_EVERY_S = 60.0
 
 
 class Seldom:
-    """Logs an event that strangers can cause at a limited rate, with the number of times it happened.
+    """Logs an event that strangers can cause once a minute at most, with the number of times it happened."""
 
-    Args:
-        every_s: least seconds between two lines.
-    """
-
-    def __init__(self, logger: logging.Logger, event: str, every_s: float = _SAY_EVERY_S) -> None:
-        self._logger, self._event, self._every_s = logger, event, every_s
+    def __init__(self, logger: logging.Logger, event: str) -> None:
+        self._logger, self._event = logger, event
         self._times = 0
         self._said = -float("inf")
 
@@ -47,7 +43,7 @@ class Seldom:
         """Count the event, and log it if the last line is old enough, with the `fields` of this event (`log_event`)."""
         self._times += 1
         now = time.monotonic()
-        if now - self._said >= self._every_s:
+        if now - self._said >= _SAY_EVERY_S:
             log_event(self._logger, self._event, level=logging.WARNING, times=self._times, **fields)
             self._times, self._said = 0, now
 

@@ -6,12 +6,13 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager, closing
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 
 import pytest
 import zmq
 import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 
 from serving.engine.wire.gate import CurveGate, Seldom
@@ -20,6 +21,8 @@ from serving.engine.wire.messages import Failed, FromEngine, NodeAlive, Outputs,
 from serving.engine.wire.secret import ClusterSecret, CurveKeys
 from serving.requests import EngineStatistics, RequestOutput
 from ubatch import UBatchError
+
+KEYS = ClusterSecret(b"s" * 32).curve("run")
 
 
 @asynccontextmanager
@@ -37,6 +40,19 @@ async def guarded(keys: CurveKeys) -> AsyncIterator[tuple[zmq.asyncio.Socket, st
         context.term()
 
 
+@contextmanager
+def linked(address: str, identity: str, keys: CurveKeys) -> Iterator[EngineLink]:
+    """A link that loses what it has not sent."""
+    with closing(EngineLink(address, identity, keys)) as link:
+        link._socket.linger = 0
+        yield link
+
+
+async def hears_nothing(router: zmq.asyncio.Socket, seconds: float = 1.0) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(router.recv_multipart(), seconds)
+
+
 def with_keys(server_public: bytes, secret: bytes) -> Callable[[zmq.Socket[bytes]], None]:
     def dress(socket: zmq.Socket[bytes]) -> None:
         socket.curve_serverkey = server_public
@@ -46,17 +62,16 @@ def with_keys(server_public: bytes, secret: bytes) -> Callable[[zmq.Socket[bytes
 
 
 def test_strangers_are_not_heard_and_stop_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    keys = ClusterSecret(b"s" * 32).curve("run")
     strange = z85.encode(b"x" * 32)
     strangers: list[Callable[[zmq.Socket[bytes]], object]] = [
         lambda socket: None,  # plain
         with_keys(zmq.curve_public(strange), strange),
-        with_keys(keys.server_public, strange),  # knows node 0's public key, and that alone is not enough
+        with_keys(KEYS.server_public, strange),  # knows node 0's public key, and that alone is not enough
     ]
     caplog.set_level(logging.WARNING, "serving")
 
     async def scenario() -> list[list[bytes]]:
-        async with guarded(keys) as (router, address):
+        async with guarded(KEYS) as (router, address):
             context = ends.enter_context(zmq.Context())
             for dress in strangers:
                 socket_ = ends.enter_context(context.socket(zmq.DEALER))
@@ -71,14 +86,13 @@ def test_strangers_are_not_heard_and_stop_nothing(caplog: pytest.LogCaptureFixtu
                 with socket.create_connection((host, int(port))) as raw:
                     raw.sendall(garbage)
             await asyncio.sleep(1.0)
-            link = ends.enter_context(closing(EngineLink(address, "node-1", keys)))
+            link = ends.enter_context(closing(EngineLink(address, "node-1", KEYS)))
             link.send(NodeAlive(1))
             came = [await asyncio.wait_for(router.recv_multipart(), 10)]
             await router.send_multipart([b"node-1", b"back"])
             assert await asyncio.to_thread(link._socket.poll, 5000)
             assert link._socket.recv() == b"back"
-            with pytest.raises(TimeoutError):
-                came.append(await asyncio.wait_for(router.recv_multipart(), 0.5))
+            await hears_nothing(router, 0.5)
         return came
 
     with ExitStack() as ends:
@@ -91,28 +105,25 @@ def test_strangers_are_not_heard_and_stop_nothing(caplog: pytest.LogCaptureFixtu
 
 def test_a_node_talks_to_no_stranger_that_took_node_0s_place() -> None:
     """It sends nothing to who has not the key, and believes nothing."""
-    keys, strange = ClusterSecret(b"s" * 32).curve("run"), z85.encode(b"x" * 32)
+    strange = z85.encode(b"x" * 32)
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.curve_server = True
     router.curve_publickey, router.curve_secretkey = zmq.curve_public(strange), strange
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    link = EngineLink(f"tcp://127.0.0.1:{port}", "node-1", keys)
-    link._socket.linger = 0
-    link.send(NodeAlive(1))
-    assert not router.poll(700)
-    link.close()
+    with linked(f"tcp://127.0.0.1:{port}", "node-1", KEYS) as link:
+        link.send(NodeAlive(1))
+        assert not router.poll(700)
     router.close(linger=0)
     context.term()
 
 
 def test_what_is_recorded_cannot_be_played_again() -> None:
     """A stranger in the middle hands on what node 1 sends, and then sends the same bytes anew."""
-    keys = ClusterSecret(b"s" * 32).curve("run")
 
     async def scenario() -> None:
         recorded = bytearray()
-        async with guarded(keys) as (router, address):
+        async with guarded(KEYS) as (router, address):
             host, port = address.removeprefix("tcp://").split(":")
 
             async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, keep: bool) -> None:
@@ -127,15 +138,14 @@ def test_what_is_recorded_cannot_be_played_again() -> None:
                 await asyncio.gather(pump(reader, there[1], True), pump(there[0], writer, False))
 
             server = await asyncio.start_server(middle, "127.0.0.1", 0)
-            link = EngineLink(f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", "node-1", keys)
+            link = EngineLink(f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", "node-1", KEYS)
             link.send(NodeAlive(1))
             await asyncio.wait_for(router.recv_multipart(), 10)
             await asyncio.to_thread(link.close)
             assert b"NodeAlive" not in recorded, "it is encrypted"
             _, writer = await asyncio.open_connection(host, int(port))
             writer.write(bytes(recorded))
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(router.recv_multipart(), 1.0)
+            await hears_nothing(router)
             writer.close()
             server.close()
 
@@ -147,13 +157,11 @@ def test_of_a_message_that_node_0_would_not_take_the_longest_request_is_refused(
 ) -> None:
     """And the engine goes on."""
     monkeypatch.setattr("serving.engine.wire.link.MOST_BYTES", 600)
-    keys = ClusterSecret(b"s" * 32).curve("run")
     outputs = [RequestOutput(name, (1,) * (900 if name == "c" else 30)) for name in "abcdefgh"]
 
     async def scenario() -> list[FromEngine]:
-        async with guarded(keys) as (router, address):
-            with closing(EngineLink(address, "rank-1", keys)) as link:
-                link._socket.linger = 0
+        async with guarded(KEYS) as (router, address):
+            with linked(address, "rank-1", KEYS) as link:
                 link.send(Outputs(1, 7, outputs, EngineStatistics(num_running=8)))
                 with pytest.raises(UBatchError, match=r"Failed, has .* bytes for node 0, which takes 600"):
                     link.send(Failed(1, "x" * 900))
@@ -176,17 +184,14 @@ def test_of_a_message_that_node_0_would_not_take_the_longest_request_is_refused(
 
 def test_a_longer_message_than_node_0_takes_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serving.engine.wire.gate.MOST_BYTES", 4096)
-    keys = ClusterSecret(b"s" * 32).curve("run")
 
     async def scenario() -> None:
-        async with guarded(keys) as (router, address):
-            with closing(EngineLink(address, "rank-1", keys)) as link:
-                link._socket.linger = 0
+        async with guarded(KEYS) as (router, address):
+            with linked(address, "rank-1", KEYS) as link:
                 link._socket.send(b"x" * 4096)  # as long as the link sends
                 assert await asyncio.wait_for(router.recv_multipart(), 10) == [b"rank-1", b"x" * 4096]
                 link._socket.send(b"x" * 8192)
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(router.recv_multipart(), 1.0)
+                await hears_nothing(router)
 
     asyncio.run(scenario())
 
@@ -196,7 +201,7 @@ def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serving.engine.wire.gate._HANDSHAKE_MS", 300)
 
     async def scenario() -> None:
-        async with guarded(ClusterSecret(b"s" * 32).curve("run")) as (_, address):
+        async with guarded(KEYS) as (_, address):
             host, port = address.removeprefix("tcp://").split(":")
             reader, writer = await asyncio.open_connection(host, int(port))
             await asyncio.wait_for(reader.read(), 10)  # until the other end closes
@@ -205,33 +210,23 @@ def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(scenario())
 
 
-def test_without_its_authenticator_node_0_lets_nobody_in() -> None:
-    keys = ClusterSecret(b"s" * 32).curve("run")
+def test_without_its_authenticator_node_0_lets_nobody_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AsyncioAuthenticator, "start", lambda self: None)
 
     async def scenario() -> None:
-        context = zmq.asyncio.Context()
-        router = context.socket(zmq.ROUTER)
-        gate = CurveGate(context, router, keys)
-        gate._authenticator.stop()
-        port = router.bind_to_random_port("tcp://127.0.0.1")
-        link = EngineLink(f"tcp://127.0.0.1:{port}", "node-1", keys)
-        link._socket.linger = 0
-        link.send(NodeAlive(1))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(router.recv_multipart(), 1.0)
-        link.close()
-        gate.close()
-        router.close(linger=0)
-        context.term()
+        async with guarded(KEYS) as (router, address):
+            with linked(address, "node-1", KEYS) as link:
+                link.send(NodeAlive(1))
+                await hears_nothing(router)
 
     asyncio.run(scenario())
 
 
 def test_what_strangers_cause_is_logged_seldom(caplog: pytest.LogCaptureFixture) -> None:
-    seldom = Seldom(logging.getLogger("serving.test"), "it happened", every_s=0.2)
+    seldom = Seldom(logging.getLogger("serving.test"), "it happened")
     for _ in range(50):
         seldom.happened(by="somebody")
     assert [each.getMessage() for each in caplog.records] == ["it happened times=1 by=somebody"]
-    seldom._said -= 1
+    seldom._said -= 60.0
     seldom.happened()
     assert caplog.records[-1].getMessage() == "it happened times=50"

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -149,18 +150,40 @@ def sleep_for_ever(options: EngineOptions, rank: int, place: Place) -> None:
     asyncio.run(asyncio.sleep(3600))
 
 
-def test_a_server_of_two_nodes_takes_none_of_four() -> None:
-    port = free_port()
+def secret_of(path: Path, text: str) -> Path:
+    path.touch(0o600)
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("stranger", "secrets", "why"),
+    [
+        ({"ranks": 4, "nnodes": 4, "node_rank": 3}, (), "--nnodes is 4 on node 3 and 2 on node 0"),
+        (
+            {"node_rank": 1},
+            ("0123456789abcdef" * 4, "fedcba9876543210" * 4),
+            "^node {0} and node {1} do not have the same cluster secret.* copy of one file",
+        ),
+    ],
+    ids=["settings", "secret"],
+)
+def test_nodes_that_do_not_fit_both_say_so_and_end_at_once(
+    stranger: dict[str, Any], secrets: tuple[str, ...], why: str, tmp_path: Path
+) -> None:
+    common = {"master_port": free_port()}
+    files = [{"cluster_secret_file": secret_of(tmp_path / text[:4], text)} for text in secrets] or [{}, {}]
 
     async def scenario() -> list[Any]:
-        stranger = tiny(4, nnodes=4, node_rank=3, master_port=port)
-        node = asyncio.create_task(asyncio.to_thread(run_node, stranger, engine_main=sleep_for_ever))
-        start = EngineClient.start(tiny(2, nnodes=2, master_port=port), engine_main=sleep_for_ever)
+        other = two_nodes(**common, **files[1], **stranger)
+        node = asyncio.create_task(asyncio.to_thread(run_node, other, engine_main=sleep_for_ever))
+        start = EngineClient.start(two_nodes(**common, **files[0]), engine_main=sleep_for_ever)
         return await asyncio.wait_for(asyncio.gather(start, node, return_exceptions=True), 60)
 
-    for error in asyncio.run(scenario()):
+    for here, error in enumerate(asyncio.run(scenario())):
         assert isinstance(error, ConfigError)
-        assert "--nnodes is 4 on node 3 and 2 on node 0" in str(error)
+        assert re.search(why.format(here, 1 - here), str(error))
+        assert not any(secret in str(error) for secret in secrets)
 
 
 STRANGE: dict[str, tuple[str, Callable[[int], Any]]] = {
@@ -200,7 +223,7 @@ def test_a_message_of_no_rank_of_this_run_changes_nothing(caplog: pytest.LogCapt
         assert not client._all_ready.done()
         assert not client._finished.done()
         assert not receiving.done()
-        assert client._signs._nodes == {}
+        assert client._liveness._nodes == {}
         send("rank-1", Ready(1, 1, 1, ""))
         await asyncio.wait_for(client._all_ready, 10)
         receiving.cancel()

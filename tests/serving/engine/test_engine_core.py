@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from fake_device import DECLINED, ENGAGED, VOCAB, expected_output, make_core, run
+from fake_device import DECLINED, ENGAGED, make_core, run
+from fake_runner import VOCAB
+from fake_runner import expected as expected_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,7 +101,7 @@ def test_constrained_sampling_waits_for_the_step_before() -> None:
 
 def test_a_stop_token_drops_what_the_next_step_gave() -> None:
     """With the overlapped loop the step after it was launched before the stop was known."""
-    prompt = next(p for p in ([a, b] for a in range(1, 97) for b in range(97)) if len(short(p)) == 4)
+    prompt = next(p for p in ([a, b] for a in range(1, VOCAB) for b in range(VOCAB)) if len(short(p)) == 4)
     request = RequestInput("stops", prompt, SamplingParams(max_tokens=30))
     core, _, clock = make_core(overlap=True)
     assert run(core, [request]) == {"stops": short(prompt)}

@@ -17,9 +17,7 @@ from engine_mains import tiny
 
 from ranks import free_port
 from serving.engine import EngineOptions, node, run_node
-from serving.engine.liveness import VitalSigns
 from serving.engine.node import _await_node_0
-from serving.engine.wire.messages import Failed
 from serving.network import admit_no_more
 from ubatch import UBatchConfig, UBatchError
 
@@ -81,13 +79,3 @@ def test_a_node_that_is_ended_while_it_waits_leaves_no_folder(monkeypatch: pytes
     os.kill(child, signal.SIGTERM)
     assert exit_code(child) == -signal.SIGTERM
     assert not list(tmp_path.iterdir())
-
-
-def test_a_node_that_never_joins_is_told_from_one_that_is_lost() -> None:
-    reports: list[Failed] = []
-    signs = VitalSigns(tiny(3, nnodes=3, master_port=1), reports.append)
-    signs.heard_node(2)
-    signs._now = 301.0
-    signs._look()
-    texts = [each.text for each in reports]
-    assert texts[:2] == ["is lost: node 1 has not joined within 300 s", "is lost: node 2 cannot be reached"]

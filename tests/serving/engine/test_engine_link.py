@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,63 +16,60 @@ from engine_mains import tiny, tokens_of
 from model_runner import RequestError, SamplingParams
 from serving.engine.client import EngineClient
 from serving.engine.wire.link import EngineLink
-from serving.engine.wire.messages import Abort, Add, Refused, decode_to_engine, encode
+from serving.engine.wire.messages import Abort, Add, Refused, ToEngine, decode_to_engine, encode
+
+
+@contextmanager
+def connected(folder: Path) -> Iterator[tuple[Callable[..., object], EngineLink]]:
+    """What sends to an engine all at once, and the engine's end."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as client:
+        client.bind(f"ipc://{folder}/client")
+        with closing(EngineLink(f"ipc://{folder}/client", "rank-0")) as link:
+            link.send(Abort("hello"))  # type: ignore[arg-type]
+            client.recv_multipart()
+            yield lambda *messages: client.send_multipart([b"rank-0", *map(encode, messages)]), link
+
+
+def slowly(messages: Iterator[ToEngine]) -> list[str]:
+    """Take messages in, at a millisecond each."""
+    taken = []
+    for message in messages:
+        assert isinstance(message, Abort)
+        taken.append(message.request_id)
+        time.sleep(0.001)
+    return taken
 
 
 def test_a_flood_of_messages_is_taken_in_over_several_steps(tmp_path: Path) -> None:
     """Those that run must not wait until all of a large body's requests are read."""
-    address = f"ipc://{tmp_path}/client"
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as client:
-        client.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        client.bind(address)
-        link = EngineLink(address, "rank-0")
-        link.send(Abort("hello"))  # type: ignore[arg-type]
-        client.recv_multipart()
-        for number in range(300):
-            client.send_multipart([b"rank-0", encode(Abort(str(number)))])
+    names = [str(number) for number in range(300)]
+    with connected(tmp_path) as (send, link):
+        for name in names:
+            send(Abort(name))
         parts: list[list[str]] = []
         while sum(map(len, parts)) < 300:
-            parts.append([])
-            for message in link.receive(5.0):
-                assert isinstance(message, Abort)
-                parts[-1].append(message.request_id)
-                time.sleep(0.001)  # to take it in
+            parts.append(slowly(link.receive(5.0)))
         assert 2 < len(parts) < 300
-        assert [name for part in parts for name in part] == [str(number) for number in range(300)]
+        assert [name for part in parts for name in part] == names
         assert list(link.receive()) == []
-        for number in range(300):
-            client.send_multipart([b"rank-0", encode(Abort(str(number)))])
+        for name in names:
+            send(Abort(name))
         time.sleep(1.0)  # a long step
-        taken = 0
-        for _ in link.receive():
-            taken += 1
-            time.sleep(0.001)
-        assert taken > max(map(len, parts)), "what takes no longer than the step does not wait"
-        link.close()
+        assert len(slowly(link.receive())) > max(map(len, parts)), "what takes no longer than the step does not wait"
 
 
 def test_what_was_sent_together_is_taken_together_where_no_step_waits(tmp_path: Path) -> None:
     """So that all prompts of an offline run are in the first step, and ranks that share experts begin alike."""
-    address = f"ipc://{tmp_path}/client"
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as client:
-        client.bind(address)
-        link = EngineLink(address, "rank-0")
-        link.send(Abort("hello"))  # type: ignore[arg-type]
-        client.recv_multipart()
-        together = [encode(Abort(str(number))) for number in range(30)]
+    with connected(tmp_path) as (send, link):
         taken: list[int] = []
         for wait_s in (5.0, 0.0):
-            client.send_multipart([b"rank-0", *together])
+            send(*(Abort(str(number)) for number in range(30)))
             time.sleep(0.05)
             link._received_at = time.monotonic()
-            taken.append(0)
-            for _ in link.receive(wait_s):
-                taken[-1] += 1
-                time.sleep(0.001)
+            taken.append(len(slowly(link.receive(wait_s))))
         assert taken[0] == 30
         assert 0 < taken[1] < 30, "a step does not wait for all of them"
-        assert taken[1] + sum(1 for _ in link.receive()) == 30
-        link.close()
+        assert taken[1] + len(slowly(link.receive(1.0))) == 30
 
 
 def test_a_request_that_is_refused_while_it_runs_is_aborted() -> None:

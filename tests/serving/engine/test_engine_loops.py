@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 from dense_checkpoint import make_small
+from engine_mains import core_over
 from fake_device import run
 
 from model_runner import ModelRunner, SamplingParams, Step, StepOutput, step_runner
-from serving.engine import EngineCore
 from serving.requests import RequestInput, RequestOutput
-from serving.scheduler import Scheduler, SchedulerConfig
 from ubatch import UBatchConfig
 
 pytestmark = pytest.mark.long
 
 NEW = 20
+SMALL = {"max_num_seqs": 6, "max_num_batched_tokens": 32, "max_model_len": 128}
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [58, 97, 93, 23, 84], [62, 64, 33] * 15]
 MIXED = [
     SamplingParams(max_tokens=NEW, ignore_eos=True),
@@ -35,14 +35,7 @@ CONSTRAINED = [
 
 def serve(runner: ModelRunner, params: Sequence[SamplingParams], *, overlap: bool) -> dict[str, list[int]]:
     """The tokens of all requests, by one of the two loops."""
-    scheduler = Scheduler(
-        SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=32, max_model_len=128, enable_prefix_caching=False),
-        runner.allocator,
-        runner.request_table,
-        eos_token_ids=(),
-        vocab_size=runner.config.vocab_size,
-    )
-    core = EngineCore(runner, scheduler, overlap_schedule=overlap)
+    core = core_over(runner, overlap=overlap, **SMALL, enable_prefix_caching=False)
     return run(core, [RequestInput(str(n), prompt, params[n]) for n, prompt in enumerate(PROMPTS)])
 
 
@@ -73,21 +66,14 @@ def test_a_pause_is_not_told_as_the_time_of_a_step(
 
     with ModelRunner(make_small(tmp_path, dense=True), num_kv_blocks=100, block_size=16, max_num_seqs=6) as runner:
         monkeypatch.setattr(step_runner.time, "perf_counter", tick)
-        scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=32, max_model_len=128),
-            runner.allocator,
-            runner.request_table,
-            eos_token_ids=(),
-            vocab_size=runner.config.vocab_size,
-        )
-        core = EngineCore(runner, scheduler, overlap_schedule=overlap)
-        process, periods = scheduler.process, []
+        core = core_over(runner, overlap=overlap, **SMALL)
+        process, periods = core.scheduler.process, []
 
         def recorded(step: Step, output: StepOutput) -> list[RequestOutput]:
             periods.append(output.decision.period_us)
             return process(step, output)
 
-        monkeypatch.setattr(scheduler, "process", recorded)
+        monkeypatch.setattr(core.scheduler, "process", recorded)
         for number in range(4):
             clock[0] += 1000  # nothing to do
             run(core, [RequestInput(f"{number}", PROMPTS[0], SamplingParams(max_tokens=3, ignore_eos=True))])

@@ -11,7 +11,6 @@ from repository import TINY_MOE
 from attention import KVCacheExhausted
 from model_runner import CheckpointError, FinishReason, RequestError, SamplingParams, TensorMissing, TokenLogprobs
 from serving.engine import EngineOptions
-from serving.engine.liveness import dead_error, start_error
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.engine.wire import messages
 from serving.engine.wire.messages import (
@@ -36,8 +35,8 @@ from serving.engine.wire.messages import (
     make_error,
 )
 from serving.options import resolve_keywords
-from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
-from ubatch import ConfigError, PeerFailed
+from serving.requests import EngineStatistics, RequestInput, RequestOutput
+from ubatch import ConfigError
 
 PARAMS = SamplingParams(
     temperature=0.5,
@@ -124,26 +123,6 @@ def test_errors_keep_their_kind(error: Exception, kind: type[Exception]) -> None
 
 def test_errors_of_others_do_not_become_ours() -> None:
     assert make_error(error_kind(ZeroDivisionError("x")), "x") is None
-
-
-def failed(error: Exception, rank: int = 1) -> Failed:
-    return Failed(rank, str(error), error_kind(error), type(error).__name__, "Traceback ...")
-
-
-def test_a_failed_start_raises_the_ranks_own_error_where_the_user_can_mend_it() -> None:
-    assert type(start_error(failed(ConfigError("bad")), "rank 1")) is ConfigError
-    assert isinstance(start_error(failed(TensorMissing("w", "no w")), "rank 1"), CheckpointError)
-    other = start_error(failed(ZeroDivisionError("oops")), "rank 1")
-    assert type(other) is EngineDead
-    assert str(other) == "rank 1 did not start: ZeroDivisionError: oops"
-
-
-def test_a_dead_engine_is_one_line_with_the_traceback_as_a_note() -> None:
-    error = dead_error(failed(PeerFailed(0, "rank 0 died\nand more")), "rank 1")
-    assert str(error) == "rank 1 failed: PeerFailed: rank 0 died"
-    assert error.__notes__ == ["on rank 1:\nTraceback ..."]
-    silent = Failed(2, "was killed by SIGKILL")
-    assert str(dead_error(silent, "rank 2 (DP 1, TP 0)")) == "rank 2 (DP 1, TP 0) was killed by SIGKILL."
 
 
 @pytest.mark.parametrize(

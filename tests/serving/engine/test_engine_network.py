@@ -7,21 +7,19 @@ import logging
 import os
 import secrets
 import threading
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch.distributed as dist
 import zmq
-from engine_mains import tiny, tokens_of
+from engine_mains import tiny, tokens_of, two_nodes
 
 from model_runner import SamplingParams
 from ranks import free_port
-from serving.engine import EngineClient, run_node
+from serving.engine import EngineClient
 from serving.engine.wire.messages import Failed, NodeAlive, encode
 from serving.engine.wire.rendezvous import Run, init_ranks
-from ubatch import ConfigError
 
 PROMPTS = {"a": [1, 2], "b": [5, 6, 7], "c": [9]}
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -133,23 +131,16 @@ def test_two_nodes_with_a_secret_serve_as_one_without(
     without: tuple[list[list[int]], set[str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "serving")
-    port, file = free_port(), make_secret(tmp_path / "secret")
-    both = {"nnodes": 2, "master_addr": "127.0.0.2", "master_port": port, "cluster_secret_file": file}
+    file = make_secret(tmp_path / "secret")
+    secured = {"master_addr": "127.0.0.2", "cluster_secret_file": file, "expert_parallel": True}
 
     async def scenario() -> tuple[list[list[int]], set[str], int]:
-        node = asyncio.create_task(
-            asyncio.to_thread(run_node, tiny(2, expert_parallel=True, node_rank=1, **both)),
-        )
         stranger = Stranger()
         try:
-            client = await EngineClient.start(tiny(2, expert_parallel=True, **both))
-            try:
+            async with two_nodes(**secured) as (client, node):
                 given, addresses = await tokens(client), listening()
-                given_again = await tokens(client)
-                assert given_again == given
+                assert await tokens(client) == given
                 assert len(stranger.reached) >= 2, "store and messages"
-            finally:
-                await client.close()
         finally:
             stranger.stop()
         return given, addresses, await node
@@ -163,33 +154,6 @@ def test_two_nodes_with_a_secret_serve_as_one_without(
     assert len([text for text in texts if "must be private" in text]) == 1
     assert len([text for text in texts if "connections refused" in text]) <= 2
     assert file.read_text() not in "".join(texts)
-
-
-def test_another_secret_ends_both_nodes_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    port = free_port()
-
-    async def scenario() -> tuple[BaseException, BaseException]:
-        files = [make_secret(tmp_path / name) for name in "01"]
-        options = [
-            tiny(2, nnodes=2, node_rank=rank, master_port=port, cluster_secret_file=file)
-            for rank, file in enumerate(files)
-        ]
-        node = asyncio.create_task(asyncio.to_thread(run_node, options[1]))
-        first, second = await asyncio.gather(EngineClient.start(options[0]), node, return_exceptions=True)
-        assert isinstance(first, BaseException)
-        assert isinstance(second, BaseException)
-        return first, second
-
-    start = time.monotonic()
-    first, second = asyncio.run(scenario())
-    assert time.monotonic() - start < 60
-    assert isinstance(first, ConfigError)
-    assert str(first).startswith("node 0 and node 1 do not have the same cluster secret")
-    assert isinstance(second, ConfigError)
-    assert str(second).startswith("node 1 and node 0 do not have the same cluster secret")
-    assert "copy of one file" in str(first)
-    for error in (first, second):
-        assert not any(file.read_text() in str(error) for file in tmp_path.iterdir())
 
 
 def test_without_a_secret_one_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,17 +12,15 @@ from functools import partial
 from typing import Any
 
 import pytest
-from engine_mains import is_alive, tiny, tokens_of, wait_for
+from engine_mains import is_alive, tiny, tokens_of, two_nodes, wait_for
 
 from model_runner import SamplingParams
-from ranks import free_port
-from serving.engine import EngineClient, EngineOptions, run_node
+from serving.engine import EngineOptions, run_node
 from serving.engine.node import _Supervisor, _Told
 from serving.engine.rank.process import ToldToEnd, run_rank
 from serving.engine.wire.link import EngineLink
-from serving.engine.wire.messages import Finished, NodeAlive, NodeHeard, Ready, ToEngine
+from serving.engine.wire.messages import Failed, Finished, NodeAlive, NodeHeard, Ready, ToEngine
 from serving.engine.wire.rendezvous import Place, Run, init_ranks
-from serving.network import choose_interface
 from serving.requests import EngineDead, RequestInput
 from ubatch import CommGroup, ConfigError, UBatchConfig
 
@@ -32,23 +30,9 @@ def test_node_0_is_not_a_node_to_be_run() -> None:
         run_node(tiny())
 
 
-def test_the_interface_is_the_one_that_leads_to_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "chosen")
-    choose_interface("127.0.0.1")
-    assert os.environ.pop("GLOO_SOCKET_IFNAME") == "lo"
-    assert os.environ["NCCL_SOCKET_IFNAME"] == "chosen"
-
-
 def test_two_nodes_serve_and_the_death_of_a_remote_rank_is_named() -> None:
-    port = free_port()
-
     async def scenario() -> int:
-        node = asyncio.create_task(
-            asyncio.to_thread(run_node, tiny(2, nnodes=2, node_rank=1, master_port=port)),
-        )
-        client = await EngineClient.start(tiny(2, nnodes=2, master_port=port))
-        try:
+        async with two_nodes() as (client, node):
             assert list(client.pids) == [0]
             short = SamplingParams(max_tokens=4, ignore_eos=True)
             first, second = await asyncio.gather(*[tokens_of(client, name, [1, 2], short) for name in "ab"])
@@ -72,8 +56,6 @@ def test_two_nodes_serve_and_the_death_of_a_remote_rank_is_named() -> None:
                 assert isinstance(outcome, EngineDead)
                 assert str(outcome) == "rank 1 was killed by SIGKILL."
             assert await wait_for(lambda: not is_alive(remote))
-        finally:
-            await client.close()
         return await node
 
     assert asyncio.run(scenario()) == 1
@@ -104,17 +86,9 @@ def run_job(options: EngineOptions, rank: int, place: Place) -> None:
 
 @pytest.mark.parametrize(("leave", "status"), [("in time", 0), ("early", 1)])
 def test_the_ranks_of_two_nodes_do_a_job_and_a_node_says_whether_its_own_have_done_it(leave: str, status: int) -> None:
-    settings: dict[str, Any] = {"expert_parallel": True, "nnodes": 2, "master_port": free_port()}
-    settings["job"] = {"leave": leave}
-
     async def scenario() -> int:
-        other = tiny(2, node_rank=1, **settings)
-        node = asyncio.create_task(asyncio.to_thread(run_node, other, engine_main=run_job))
-        client = await EngineClient.start(tiny(2, **settings), engine_main=run_job)
-        try:
+        async with two_nodes(run_job, expert_parallel=True, job={"leave": leave}) as (client, node):
             assert await client.result() == "11.0"
-        finally:
-            await client.close()
         return await node
 
     assert asyncio.run(scenario()) == status
@@ -136,8 +110,8 @@ class Leaving:
     def exit_status(self, rank: int) -> int | None:
         return self.status
 
-    def describe_exit(self, rank: int) -> str:
-        return f"died with exit status {self.status}"
+    def ended(self, rank: int) -> Failed:
+        return Failed(rank, f"died with exit status {self.status}")
 
     def receive(self, wait_s: float) -> tuple[ToEngine, ...]:
         return self.said
@@ -173,16 +147,10 @@ def test_a_run_that_failed_elsewhere_has_not_ended_well_here(caplog: pytest.LogC
 
 
 def test_the_death_of_a_rank_of_node_0_is_a_failure_of_every_node() -> None:
-    port = free_port()
-
     async def scenario() -> int:
-        node = asyncio.create_task(asyncio.to_thread(run_node, tiny(2, nnodes=2, node_rank=1, master_port=port)))
-        client = await EngineClient.start(tiny(2, nnodes=2, master_port=port))
-        try:
+        async with two_nodes() as (client, node):
             os.kill(client.pids[0] or 0, signal.SIGKILL)
             assert str(await asyncio.wait_for(client.wait_dead(), 30)) == "rank 0 was killed by SIGKILL."
             return await asyncio.wait_for(node, 30)
-        finally:
-            await client.close()
 
     assert asyncio.run(scenario()) == 1

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from fake_device import FakeDevice, FakeStep, expected_output, make_core
+from fake_device import FakeDevice, FakeStep, make_core
+from fake_runner import expected
 
 from model_runner import SamplingParams, Step
 from ranks import run_ranks
@@ -67,8 +68,7 @@ class SharedDevice(FakeDevice):
 
 def serve(rank: int, world_size: int, overlap: bool, scripts: Sequence[Script]) -> tuple[dict[str, list[int]], int]:
     """Run a rank's script; returns what came out, and how often it slept."""
-    core, _, clock = make_core(overlap=overlap)
-    core.executor = SharedDevice(clock)
+    core, _, _ = make_core(overlap=overlap, device=SharedDevice)
     group = CommGroup.from_process_group(timeout_s=20)
     link = ScriptedLink(scripts[rank])
     dist.barrier()
@@ -83,7 +83,7 @@ def serve(rank: int, world_size: int, overlap: bool, scripts: Sequence[Script]) 
 
 
 def tokens_of(request: RequestInput) -> list[int]:
-    return expected_output(request.token_ids, request.params)
+    return expected(request.token_ids, request.params)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -11,7 +11,8 @@ from model_runner import SamplingParams
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("ranks", [2, 1])
 def test_a_conversation_finds_its_prompts_cached(ranks: int) -> None:
     served = Served(tiny(ranks))
     params = SamplingParams(max_tokens=3, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Which rank serves a request, how outputs find their way back, and which failure report counts."""
+"""Which rank serves a request, and how outputs find their way back."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 
 from model_runner import FinishReason, RequestError, SamplingParams
 from serving.engine import prefixes
-from serving.engine.liveness import FirstCause
 from serving.engine.routing import RequestStream, Router
-from serving.engine.wire.messages import Failed, Outputs
+from serving.engine.wire.messages import Outputs
 from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
 
 
@@ -249,44 +248,5 @@ def test_a_refusal_concerns_one_request() -> None:
             await refused.get()
         assert (await served.get()).finish_reason is FinishReason.LENGTH
         assert router.num_outstanding == 0
-
-    asyncio.run(scenario())
-
-
-OWN = Failed(1, "boom", name="ValueError", traceback="Traceback")
-OWN_EXIT = Failed(1, "died with exit status 1")
-ECHO = Failed(0, "rank 1 failed", "UBatchError", "PeerFailed", "Traceback", echo=True)
-ECHO_EXIT = Failed(0, "died with exit status 1")
-KILLED = Failed(1, "was killed by SIGKILL")
-
-
-@pytest.mark.parametrize(
-    ("reports", "cause"),
-    [
-        ([OWN], OWN),
-        ([ECHO, OWN], OWN),
-        ([OWN_EXIT, OWN], OWN),
-        ([ECHO, ECHO_EXIT, OWN_EXIT, OWN], OWN),
-        ([ECHO, ECHO_EXIT, KILLED], KILLED),
-        ([KILLED, ECHO, ECHO_EXIT], KILLED),
-        ([ECHO_EXIT, ECHO, KILLED], KILLED),
-        ([ECHO, ECHO_EXIT], ECHO),
-    ],
-)
-def test_the_first_cause_counts_whatever_order_the_reports_come_in(
-    reports: Sequence[Failed], cause: Failed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("serving.engine.liveness._GRACE_S", 0.05)
-    monkeypatch.setattr("serving.engine.liveness._ECHO_GRACE_S", 0.1)
-
-    async def scenario() -> None:
-        decided: asyncio.Queue[Failed] = asyncio.Queue()
-        first = FirstCause(decided.put_nowait)
-        for report in reports:
-            first.report(report)
-        assert await asyncio.wait_for(decided.get(), 20) == cause
-        first.report(OWN)
-        await asyncio.sleep(0.01)
-        assert decided.empty()
 
     asyncio.run(scenario())

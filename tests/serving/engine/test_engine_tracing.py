@@ -43,6 +43,18 @@ def spans_of_a_step(step: int = 1) -> list[Span]:
     ]
 
 
+def record(tracer: StepTracer, steps: int, first: int = 1) -> int:
+    """Run so many steps; returns how many of them were traced."""
+    traced = 0
+    for step in range(first, first + steps):
+        with tracer.step() as trace:
+            if trace is not None:
+                trace.step = step
+                trace.spans += spans_of_a_step(step)
+                traced += 1
+    return traced
+
+
 def test_the_wait_at_hand_offs_is_the_gap_between_two_lanes() -> None:
     assert summarise(spans_of_a_step()).handoff_s == pytest.approx(5e-3)
 
@@ -145,53 +157,37 @@ def test_a_forgotten_profile_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("serving.engine.rank.tracing.MOST_SPANS", 10)
     tracer = StepTracer()
     tracer.start_profile()
-    recorded = 0
-    for step in range(1, 6):
-        with tracer.step() as trace:
-            if trace is not None:
-                trace.spans += spans_of_a_step(step)
-                recorded += 1
-    assert recorded == 2
+    assert record(tracer, 5) == 2
 
 
-def test_a_profile_that_cannot_be_written_says_why(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+@pytest.mark.parametrize(
+    ("name", "why"), [("file/rank-0.json", "cannot write"), ("there", "File exists"), ("link", "File exists")]
+)
+def test_a_profile_that_cannot_be_written_says_why_and_replaces_nothing(name: str, why: str, tmp_path: Path) -> None:
+    for file in ("file", "there"):
+        (tmp_path / file).write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "there")
     tracer = StepTracer()
     tracer.start_profile()
-    error = tracer.stop_profile(tmp_path / "file" / "rank-0.json", 0)
-    assert error is not None
-    assert "cannot write" in error
-
-
-def test_a_profile_replaces_nothing_and_follows_no_link(tmp_path: Path) -> None:
-    (tmp_path / "there").write_text("mine")
-    (tmp_path / "link").symlink_to(tmp_path / "there")
-    for name in ("there", "link"):
-        tracer = StepTracer()
-        tracer.start_profile()
-        assert "File exists" in str(tracer.stop_profile(tmp_path / name, 0))
+    assert why in str(tracer.stop_profile(tmp_path / name, 0))
     assert (tmp_path / "there").read_text() == "mine"
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "there"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "link", "there"]
 
 
 def test_a_full_disk_says_what_was_lost_and_leaves_no_cut_file(tmp_path: Path) -> None:
     path, tracer = tmp_path / "rank-0.json", StepTracer()
 
-    def record(steps: int) -> str | None:
+    def profile(steps: int) -> str | None:
         tracer.start_profile()
-        for number in range(1, steps + 1):
-            with tracer.step() as trace:
-                assert trace is not None
-                trace.step = number
-                trace.spans += spans_of_a_step(number)
+        assert record(tracer, steps) == steps
         return tracer.stop_profile(path, 0)
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    assert record(1) is None
+    assert profile(1) is None
     written = path.read_text()
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-        error = record(100)
+        error = profile(100)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert error == f"cannot write {path}: File too large; the 100 steps that were recorded are lost."

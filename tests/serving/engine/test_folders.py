@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from children import exit_code, in_child
 
 from serving.engine.run_folder import RunFolder
 from serving.engine.wire.stores import FolderStore
@@ -65,18 +64,11 @@ def test_names_may_be_longer_than_those_of_files(tmp_path: Path) -> None:
     assert store.part(names[0]).add("count", 2) == 2
 
 
-MANY = """
-import sys
-from datetime import timedelta
-from pathlib import Path
-from serving.engine.wire.stores import FolderStore
-store = FolderStore(Path(sys.argv[1]), timedelta(seconds=10))
-for _ in range(200):
-    store.add("count", 1)
-"""
-
-
 def test_no_count_is_lost_between_processes(tmp_path: Path) -> None:
-    counting = [subprocess.Popen([sys.executable, "-c", MANY, str(tmp_path / "store")]) for _ in range(2)]
-    assert [each.wait(60) for each in counting] == [0, 0]
+    def body() -> None:
+        store = FolderStore(tmp_path / "store", timedelta(seconds=10))
+        for _ in range(200):
+            store.add("count", 1)
+
+    assert [exit_code(each) for each in (in_child(body), in_child(body))] == [0, 0]
     assert FolderStore(tmp_path / "store", timedelta(seconds=1)).add("count", 0) == 400

@@ -56,7 +56,7 @@ def test_who_takes_one_machine_off_loopback_is_told(
     caplog.set_level(logging.INFO, "serving")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)
     choose_interface("127.0.0.1", several=several)
-    assert os.environ["GLOO_SOCKET_IFNAME"] == chosen
+    assert [os.environ[name] for name in VARIABLES] == [chosen, "=lo"], "each variable is a choice of its own"
     assert levels(caplog) == [level]
 
 

@@ -23,7 +23,9 @@ from model_runner import (
     generate,
     make_random_checkpoint,
 )
+from model_runner.generate import GenerationOutput
 from serving import LLM
+from serving.llm import CompletionResult
 
 pytestmark = pytest.mark.long
 
@@ -109,6 +111,20 @@ def tokens(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[Sampling
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
+def mixed(llm: LLM) -> list[CompletionResult]:
+    """The completions of the bad prompts, and of the others behind them."""
+    outputs = llm.generate(BAD_PROMPTS + PROMPTS, BAD_PARAMS + PARAMS, use_tqdm=False)
+    return [output.outputs[0] for output in outputs]
+
+
+def check(outputs: Sequence[CompletionResult | GenerationOutput], clean: Sequence[tuple[int, ...]]) -> None:
+    """The bad ones end with an error, with the tokens before it, and the others as they do alone."""
+    bad, good = outputs[:5], outputs[5:]
+    assert [each.finish_reason for each in bad] == [FinishReason.ERROR] * 5
+    assert [tuple(each.token_ids) for each in bad] == [(), (), (), (BAD,), ()]
+    assert [tuple(each.token_ids) for each in good] == clean
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("loop", ["plain", "overlapped", "chunks, overlapped", "lanes", "drafts", "rejection"])
 def test_who_runs_out_of_tokens_is_not_corrupted(models: Callable[[str], Path], loop: str) -> None:
@@ -120,11 +136,14 @@ def test_who_runs_out_of_tokens_is_not_corrupted(models: Callable[[str], Path], 
     with make_llm(models("mha"), **LOOPS[loop]) as llm:
         clean = tokens(llm, PROMPTS, PARAMS)
         for _ in range(2):
-            mixed = llm.generate([*prompts, BAD_PROMPTS[0], *PROMPTS], [*asked, BAD_PARAMS[0], *PARAMS], use_tqdm=False)
-            own, bad_one, *good = [mixed[:3], mixed[3].outputs[0], *(each.outputs[0] for each in mixed[4:])]
-            assert [each.outputs[0].token_ids for each in own] == [(7, 7)] * 3
-            assert {each.outputs[0].finish_reason for each in own} == {FinishReason.NO_TOKEN_LEFT}
-            assert all("bad_words" in str(each.outputs[0].error) for each in own)
+            together = llm.generate(
+                [*prompts, BAD_PROMPTS[0], *PROMPTS], [*asked, BAD_PARAMS[0], *PARAMS], use_tqdm=False
+            )
+            *own, bad_one = (each.outputs[0] for each in together[:4])
+            good = [each.outputs[0] for each in together[4:]]
+            assert [each.token_ids for each in own] == [(7, 7)] * 3
+            assert {each.finish_reason for each in own} == {FinishReason.NO_TOKEN_LEFT}
+            assert all("bad_words" in str(each.error) for each in own)
             assert bad_one.finish_reason is FinishReason.ERROR
             if loop != "rejection":  # who shares a step has a say in how many drafts it has
                 assert [each.token_ids for each in good] == clean
@@ -141,14 +160,10 @@ def test_only_who_uses_it_ends_with_an_error(models: Callable[[str], Path], mode
     with make_llm(models(model), **LOOPS[loop]) as llm:
         clean = tokens(llm, PROMPTS, PARAMS)
     with make_llm(models(model), **LOOPS[loop]) as llm:
-        for turn in range(3):
-            mixed = llm.generate(BAD_PROMPTS + PROMPTS, BAD_PARAMS + PARAMS, use_tqdm=False)
-            bad, good = [each.outputs[0] for each in mixed[:5]], [each.outputs[0] for each in mixed[5:]]
-            assert [each.token_ids for each in good] == clean, f"turn {turn}"
-            assert [each.error for each in good] == [None] * 4
-            assert [each.finish_reason for each in bad] == [FinishReason.ERROR] * 5
-            assert all("not finite" in str(each.error) for each in bad)
-            assert [each.token_ids for each in bad] == [(), (), (), (BAD,), ()]
+        for _ in range(3):
+            outputs = mixed(llm)
+            check(outputs, clean)
+            assert ["not finite" in str(each.error) for each in outputs] == [True] * 5 + [False] * 4
         # Whoever begins like them, and whoever gets their pages.
         assert tokens(llm, PROMPTS, PARAMS) == clean
         alike = [[7, 8, 9, 10, 11], [20, 21] * 7, [1, 2, 3, 4]]
@@ -178,12 +193,10 @@ def test_its_pages_are_not_shared(models: Callable[[str], Path]) -> None:
 def test_the_plain_generate(models: Callable[[str], Path], transport: str, budget: int | None) -> None:
     sizes = {"max_num_seqs": 9, "num_kv_blocks": 40, "block_size": 4}
     with ModelRunner(models("mha"), all2all_backend=transport, experts_backend="grouped", **sizes) as runner:
-        clean = generate(runner, PROMPTS, PARAMS, max_num_batched_tokens=budget)
+        clean = [tuple(each.token_ids) for each in generate(runner, PROMPTS, PARAMS, max_num_batched_tokens=budget)]
         for _ in range(2):
-            mixed = generate(runner, BAD_PROMPTS + PROMPTS, BAD_PARAMS + PARAMS, max_num_batched_tokens=budget)
-            assert [each.token_ids for each in mixed[5:]] == [each.token_ids for each in clean]
-            assert [each.finish_reason for each in mixed[:5]] == [FinishReason.ERROR] * 5
-            assert [each.token_ids for each in mixed[:5]] == [(), (), (), (BAD,), ()]
+            prompts, params = BAD_PROMPTS + PROMPTS, BAD_PARAMS + PARAMS
+            check(generate(runner, prompts, params, max_num_batched_tokens=budget), clean)
 
 
 def test_captured_steps(models: Callable[[str], Path]) -> None:
@@ -203,9 +216,7 @@ def test_captured_steps(models: Callable[[str], Path]) -> None:
 def test_several_ranks(models: Callable[[str], Path], share: str) -> None:
     with make_llm(models("mha"), enable_expert_parallel=True, **{share: 2}) as llm:
         clean = tokens(llm, PROMPTS, PARAMS)
-        mixed = llm.generate(BAD_PROMPTS + PROMPTS, BAD_PARAMS + PARAMS, use_tqdm=False)
-        assert [each.outputs[0].token_ids for each in mixed[5:]] == clean
-        assert [each.outputs[0].finish_reason for each in mixed[:5]] == [FinishReason.ERROR] * 5
+        check(mixed(llm), clean)
         assert sum(rank.corrupted_requests for rank in llm.statistics.values()) == 5
 
 
@@ -221,7 +232,5 @@ def test_a_draft_that_is_not_finite_is_only_a_wrong_draft(models: Callable[[str]
     with make_llm(models("mha"), **drafts, **shape) as llm:
         assert tokens(llm, PROMPTS, PARAMS) == clean
         assert llm.statistics[0].drafted_tokens > 0
-        mixed = llm.generate(BAD_PROMPTS + PROMPTS, BAD_PARAMS + PARAMS, use_tqdm=False)
-        assert [each.outputs[0].token_ids for each in mixed[5:]] == clean
-        assert [each.outputs[0].finish_reason for each in mixed[:5]] == [FinishReason.ERROR] * 5
+        check(mixed(llm), clean)
         assert llm.statistics[0].corrupted_requests == 5

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 from c_kernels import needs_c
+from engine_mains import core_over
 from repository import ROOT, TINY_MOE
 
 from model_runner import ModelRunner, SamplingParams, Step
 from ranks import run_ranks
 from serving.engine.rank.core import EngineCore
 from serving.requests import RequestInput
-from serving.scheduler import Scheduler, SchedulerConfig
+from serving.scheduler import Scheduler
 from ubatch import CommGroup, UBatchConfig
 from ubatch.wrapping.execution import Execution
 
@@ -34,14 +35,7 @@ def overlapping_core(group: CommGroup | None = None) -> Iterator[EngineCore]:
     """Decodes in two lanes."""
     dbo = UBatchConfig(dbo_decode_token_threshold=2, dbo_prefill_token_threshold=100_000)
     with ModelRunner(TINY_MOE, group=group, dbo=dbo, max_num_seqs=REQUESTS) as runner:
-        scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=REQUESTS, max_model_len=128),
-            runner.allocator,
-            runner.request_table,
-            eos_token_ids=(),
-            vocab_size=runner.config.vocab_size,
-        )
-        core = EngineCore(runner, scheduler, overlap_schedule=group is not None)
+        core = core_over(runner, overlap=group is not None, max_num_seqs=REQUESTS, max_model_len=128)
         for index in range(REQUESTS):
             core.add(RequestInput(str(index), [index + 1, 7, 9], SamplingParams(max_tokens=60, ignore_eos=True)))
         yield core

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from fake_device import FakeDevice, FakeStep, expected_output, make_core
+from fake_device import FakeDevice, FakeStep, make_core
+from fake_runner import VOCAB, FakeRunner, expected
 
 from model_runner import SamplingParams, Step
 from serving.engine import EngineOptions
@@ -196,8 +198,8 @@ def test_a_leader_that_hangs_is_named(tmp_path: Path) -> None:
 class Recorder(FakeDevice):
     """Remembers what every step ran. Steps take a moment, so that requests pile up."""
 
-    def __init__(self, device: FakeDevice) -> None:
-        super().__init__(device.clock)
+    def __init__(self, runner: FakeRunner, *times: float) -> None:
+        super().__init__(runner, *times)
         self.steps: list[list[tuple[str, int, int]]] = []
 
     def launch(self, step: Step, /) -> FakeStep:
@@ -237,7 +239,7 @@ def a_load(draw: random.Random, count: int) -> list[ToEngine]:
     """Requests, some of them aborted later, whether they have ended or not; and some that are refused."""
     messages: list[ToEngine] = []
     for number in range(count):
-        prompt = [draw.randrange(1, 90) for _ in range(draw.randrange(1, 24))]
+        prompt = [draw.randrange(VOCAB) for _ in range(draw.randrange(1, 24))]
         if draw.random() < 0.1:
             prompt = [10**6]
         params = SamplingParams(max_tokens=draw.randrange(20, 80), ignore_eos=True)
@@ -265,10 +267,8 @@ def test_followers_run_the_same_steps(tmp_path: Path, seed: int, overlap: bool) 
     draw = random.Random(seed)
     load = a_load(draw, 40)
     config = SchedulerConfig(max_model_len=128, max_num_seqs=8, max_num_batched_tokens=32)
-    cores = [make_core(overlap=overlap, blocks=64, config=config)[0] for _ in range(3)]
-    recorders = [Recorder(core.executor) for core in cores]  # type: ignore[arg-type]
-    for core, recorder in zip(cores, recorders, strict=True):
-        core.executor = recorder
+    cores = [make_core(overlap=overlap, blocks=64, config=config, device=Recorder)[0] for _ in range(3)]
+    recorders: list[Any] = [core.executor for core in cores]
     with ExitStack() as stack:
         group = stack.enter_context(closing(Group(tmp_path)))
         live = stack.enter_context(closing(Live(load, draw)))
@@ -302,5 +302,5 @@ def check_tokens(heard: Sequence[FromEngine], load: Sequence[ToEngine]) -> None:
     for message in load:
         if isinstance(message, Add) and message.request.token_ids != [10**6]:
             request = message.request
-            wanted, given = expected_output(request.token_ids, request.params), tokens.get(request.request_id, [])
+            wanted, given = expected(request.token_ids, request.params), tokens.get(request.request_id, [])
             assert given == (wanted if request.request_id in to_their_end else wanted[: len(given)])

@@ -32,6 +32,15 @@ def write(kv: KVManager, one: TrackedRequest, count: int) -> None:
     kv.cache_written(one)
 
 
+def held(kv: KVManager, name: str, tokens: list[int], written: int = 0) -> TrackedRequest:
+    """A request that was admitted, and has computed so many of its tokens."""
+    one = request(name, tokens)
+    admit(kv, one)
+    if written:
+        write(kv, one, written)
+    return one
+
+
 def blocks(kv: KVManager, one: TrackedRequest) -> tuple[int, ...]:
     assert one.row is not None
     return kv._table.blocks(one.row)
@@ -60,23 +69,17 @@ def test_a_prefix_is_shared_once_it_is_written() -> None:
 
 def test_the_last_token_is_never_taken_from_the_cache() -> None:
     kv = make()
-    one = request("a", PROMPT[:8])
-    admit(kv, one)
-    write(kv, one, 8)
+    held(kv, "a", PROMPT[:8], 8)
     assert len(kv.lookup(request("b", PROMPT[:8])).blocks) == 1
     assert len(kv.lookup(request("c", PROMPT[:9])).blocks) == 2
 
 
 def test_prompt_logprobs_and_a_cache_that_is_off_find_nothing() -> None:
     kv = make()
-    one = request("a", PROMPT)
-    admit(kv, one)
-    write(kv, one, 10)
+    held(kv, "a", PROMPT, 10)
     assert kv.lookup(request("b", PROMPT, prompt_logprobs=0)).blocks == ()
     off = make(prefix_caching=False)
-    other = request("a", PROMPT)
-    admit(off, other)
-    write(off, other, 10)
+    other = held(off, "a", PROMPT, 10)
     assert off.lookup(request("b", PROMPT)).blocks == ()
     off.release(other)
     assert off.tree.num_cached == 0
@@ -85,9 +88,7 @@ def test_prompt_logprobs_and_a_cache_that_is_off_find_nothing() -> None:
 
 def test_two_that_computed_the_same_keep_one_copy() -> None:
     kv = make()
-    first, second = request("a", PROMPT), request("b", PROMPT)
-    admit(kv, first)
-    admit(kv, second)
+    first, second = held(kv, "a", PROMPT), held(kv, "b", PROMPT)
     own = blocks(kv, second)
     write(kv, first, 10)
     write(kv, second, 10)
@@ -99,22 +100,17 @@ def test_two_that_computed_the_same_keep_one_copy() -> None:
 
 def test_blocks_that_only_the_cache_holds_are_evicted_when_needed() -> None:
     kv = make(num_blocks=4)
-    old = request("old", PROMPT)
-    admit(kv, old)
-    write(kv, old, 10)
+    old = held(kv, "old", PROMPT, 10)
     kv.release(old)
     assert (kv.tree.num_cached, kv.num_available) == (2, 4)
-    new = request("new", [90 + token for token in range(16)])
-    admit(kv, new)
+    new = held(kv, "new", [90 + token for token in range(16)])
     assert kv.tree.num_cached == 0
     kv.check([new])
 
 
 def test_what_a_request_reads_is_not_evicted() -> None:
     kv = make(num_blocks=4)
-    reader = request("reader", PROMPT)
-    admit(kv, reader)
-    write(kv, reader, 10)
+    reader = held(kv, "reader", PROMPT, 10)
     with pytest.raises(KVCacheExhausted, match="2 KV blocks needed, 1 of 4 free"):
         kv.reserve(reader, 17)
     assert kv.tree.num_cached == 2
@@ -125,9 +121,7 @@ def test_what_a_request_reads_is_not_evicted() -> None:
 @pytest.mark.parametrize("lack", ["blocks", "rows", "length"])
 def test_a_refused_admission_takes_nothing(lack: str) -> None:
     kv = make(num_blocks=4 if lack == "blocks" else 30, rows=1 if lack == "rows" else 4)
-    first = request("first", PROMPT)
-    admit(kv, first)
-    write(kv, first, 10)
+    first = held(kv, "first", PROMPT, 10)
     before = (kv.num_available, kv.tree.num_locked)
     length = {"blocks": 20, "rows": 10, "length": 25}[lack]
     second = request("second", PROMPT + [50] * (length - 10))
@@ -139,9 +133,7 @@ def test_a_refused_admission_takes_nothing(lack: str) -> None:
 
 def test_a_match_counts_what_locking_it_takes_from_the_evictable() -> None:
     kv = make()
-    old = request("old", PROMPT)
-    admit(kv, old)
-    write(kv, old, 10)
+    old = held(kv, "old", PROMPT, 10)
     match = kv.lookup(request("new", PROMPT))
     assert kv.num_available_beside(match) == kv.num_available == 5
     kv.release(old)
@@ -150,9 +142,7 @@ def test_a_match_counts_what_locking_it_takes_from_the_evictable() -> None:
 
 def test_one_more_block_for_each_or_for_none() -> None:
     kv = make(num_blocks=6)
-    first, second = request("a", [1] * 8), request("b", [2] * 4)
-    admit(kv, first)
-    admit(kv, second)
+    first, second = held(kv, "a", [1] * 8), held(kv, "b", [2] * 4)
     kv.reserve_block_each([first, second])
     assert (len(blocks(kv, first)), len(blocks(kv, second))) == (3, 2)
     with pytest.raises(KVCacheExhausted, match="2 KV blocks needed, 1 of 6 free"):
@@ -162,8 +152,7 @@ def test_one_more_block_for_each_or_for_none() -> None:
 
 def test_the_check_finds_a_lost_and_a_shared_block() -> None:
     kv = make()
-    one = request("a", PROMPT)
-    admit(kv, one)
+    one = held(kv, "a", PROMPT)
     with pytest.raises(KVCacheError, match="not conserved"):
         kv.check([])
     one.num_shared_tokens = 4

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
-from fake_runner import Loop, expected, make_loop
+from fake_runner import Loop, make_loop, prompt_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from repository import TINY_MOE
 
-from model_runner import SamplingParams, Step
+from model_runner import Step
 from model_runner.step.dp import make_offer
 from serving.options import resolve_keywords
 from serving.scheduler.mixed_steps import MeasuredLimit, MixedSteps
@@ -22,10 +23,6 @@ from ubatch.schedules.vote import decide
 pytestmark = pytest.mark.long
 
 PAGE = 16
-
-
-def prompt(length: int, start: int = 1) -> list[int]:
-    return [(start + 7 * place) % 49 + 1 for place in range(length)]
 
 
 def counts(step: Step) -> tuple[int, int]:
@@ -45,10 +42,10 @@ def filled(limit: int | str | None, **config: object) -> Loop:
         **config,  # type: ignore[arg-type]
     )
     for number in range(4):
-        loop.add(f"runs{number}", prompt(8, number), max_tokens=900, ignore_eos=True)
+        loop.add(f"runs{number}", prompt_of(8, number), max_tokens=900, ignore_eos=True)
     loop.step()
     for number in range(4):
-        loop.add(f"comes{number}", prompt(300, 9 + number), max_tokens=2, ignore_eos=True)
+        loop.add(f"comes{number}", prompt_of(300, 9 + number), max_tokens=2, ignore_eos=True)
     return loop
 
 
@@ -66,10 +63,8 @@ def test_a_step_with_decodes_takes_no_more_prompt_tokens_than_the_limit(limit: i
             most = max(most, prefills)
     assert limit - PAGE < most <= limit
     for number in range(4):
-        wanted = expected(prompt(300, 9 + number), SamplingParams(max_tokens=2, ignore_eos=True))
-        while len(loop.tokens(f"comes{number}")) < 2:
-            loop.step()
-        assert loop.tokens(f"comes{number}") == wanted
+        loop.abort(f"runs{number}")
+    loop.run()
 
 
 def test_off_takes_what_there_is_room_for() -> None:
@@ -85,7 +80,7 @@ def test_a_step_without_decodes_is_not_limited() -> None:
         max_prefill_tokens_per_mixed_step=16,
     )
     for number in range(4):
-        loop.add(f"r{number}", prompt(300, number), max_tokens=1)
+        loop.add(f"r{number}", prompt_of(300, number), max_tokens=1)
     assert counts(loop.step()) == (0, 508)  # 300, and up to the end of a page
     assert counts(loop.step())[1] > 500
 
@@ -210,32 +205,61 @@ def test_auto_keeps_mixed_steps_below_three_times_decodes_alone(
     assert max(given) >= min(best * 0.9, 504) - PAGE, "no more is held back than must be"
 
 
-def test_auto_follows_a_load_that_changes() -> None:
-    limit = MeasuredLimit(PAGE, 2048)
-    for _ in range(10):
-        limit.see(8, 0, 0.010)
-    for _ in range(60):
-        limit.see(8, tokens := limit.tokens() or PAGE, 0.010 + 0.0001 * tokens)
-    assert 80 <= limit.tokens() <= 112
-    for _ in range(20):
-        limit.see(8, tokens := limit.tokens() or PAGE, 0.010 + 0.00002 * tokens)
-    assert 400 <= limit.tokens() <= 512
+class Machine:
+    """Steps of eight decodes: 10 ms alone, and a time for each prompt token more; `auto` fills them."""
+
+    def __init__(self, decodes: int = 8) -> None:
+        self.limit, self.decodes = MeasuredLimit(PAGE, 2048), decodes
+
+    def alone(self, times: int = 1, seconds: float = 0.010) -> None:
+        for _ in range(times):
+            self.limit.see(self.decodes, 0, seconds)
+
+    def mixed(self, times: int, token_us: float, *, alone_s: float = 0.010) -> list[tuple[int, float]]:
+        """The prompt tokens of so many steps, and their times; where the limit is 0 there is a page nevertheless."""
+        steps = []
+        for _ in range(times):
+            tokens = self.limit.tokens() or PAGE
+            steps.append((tokens, alone_s + token_us * 1e-6 * tokens))
+            self.limit.see(self.decodes, *steps[-1])
+        return steps
+
+    def obeys(self, times: int, token_us: float, late: Sequence[float] = ()) -> list[tuple[int, float]]:
+        """The same, but steps are of decodes alone where the limit is 0; the first of these take `late`."""
+        steps, late = [], list(late)
+        for _ in range(times):
+            tokens = self.limit.tokens()
+            seconds = 0.010 + token_us * 1e-6 * tokens
+            steps.append((tokens, late.pop(0) if not tokens and late else seconds))
+            self.limit.see(self.decodes, *steps[-1])
+        return steps
+
+
+def too_long(steps: Sequence[tuple[int, float]]) -> list[int]:
+    """Which mixed steps took three times as long as decodes alone."""
+    return [number for number, (tokens, seconds) in enumerate(steps) if tokens and seconds >= 0.030]
 
 
 def test_auto_begins_with_a_look_at_decodes_alone_and_one_page() -> None:
-    limit = MeasuredLimit(PAGE, 2048)
-    assert limit.tokens() == 0
-    limit.see(8, 0, 0.010)
-    assert limit.tokens() == PAGE
+    machine = Machine()
+    assert machine.limit.tokens() == 0
+    machine.alone()
+    assert machine.limit.tokens() == PAGE
+
+
+def test_auto_follows_a_load_that_changes() -> None:
+    machine = Machine()
+    machine.alone(10)
+    machine.mixed(60, 100)
+    assert 80 <= machine.limit.tokens() <= 112
+    machine.mixed(20, 20)
+    assert 400 <= machine.limit.tokens() <= 512
 
 
 def test_auto_looks_again_where_prompts_come_without_end_and_never_for_long() -> None:
-    limit = MeasuredLimit(PAGE, 2048)
-    limit.see(8, 0, 0.010)
-    given: list[int] = []
-    for _ in range(1000):
-        given.append(limit.tokens())
-        limit.see(8, given[-1], 0.010 + 0.0001 * given[-1])
+    machine = Machine()
+    machine.alone()
+    given = [tokens for tokens, _ in machine.obeys(1000, 100)]
     assert 10 <= given.count(0) <= 20
     stubborn = MeasuredLimit(PAGE, 2048)  # another rank's prompts, say: no step is ever of decodes alone
     given = []
@@ -247,66 +271,44 @@ def test_auto_looks_again_where_prompts_come_without_end_and_never_for_long() ->
 
 
 def test_one_step_that_was_held_up_changes_nothing() -> None:
-    limit = MeasuredLimit(PAGE, 2048)
-    for _ in range(10):
-        limit.see(8, 0, 0.010)
-    for _ in range(40):
-        limit.see(8, tokens := limit.tokens() or PAGE, 0.010 + 0.0001 * tokens)
-    before = limit.tokens()
-    limit.see(8, before, 3.0)
-    limit.see(8, 0, 3.0)
-    limit.see(8, before, 0.010 + 0.0001 * before)
-    assert limit.tokens() == before
+    machine = Machine()
+    machine.alone(10)
+    machine.mixed(40, 100)
+    before = machine.limit.tokens()
+    machine.limit.see(8, before, 3.0)
+    machine.alone(seconds=3.0)
+    machine.limit.see(8, before, 0.010 + 0.0001 * before)
+    assert machine.limit.tokens() == before
 
 
 @pytest.mark.parametrize("slow", [5, 200])
 @pytest.mark.parametrize("others", [1, 8])
 def test_a_slow_first_step_of_decodes_alone_does_not_switch_it_off(slow: int, others: int) -> None:
     """It follows a prompt, and is the likeliest to be slow."""
-    limit = MeasuredLimit(PAGE, 2048)
-    took = [0.010 * slow]
-    too_long = 0
-    for _ in range(300):
-        tokens = limit.tokens()
-        seconds = 0.010 + 0.0002 * tokens
-        if not tokens and took:
-            seconds = took.pop()
-        limit.see(others, tokens, seconds)
-        too_long += tokens > 0 and seconds >= 0.030
-    assert too_long <= 2
-    assert 48 <= limit.tokens() <= 64
+    machine = Machine(others)
+    assert len(too_long(machine.obeys(300, 200, late=[0.010 * slow]))) <= 2
+    assert 48 <= machine.limit.tokens() <= 64
 
 
 def test_a_machine_that_became_faster_is_noticed_soon() -> None:
-    limit = MeasuredLimit(PAGE, 2048)
-    for _ in range(40):
-        limit.see(8, 0, 0.040)
-    too_long = [0]
-    for step in range(300):
-        tokens = limit.tokens()
-        seconds = 0.010 + 0.0002 * tokens
-        limit.see(8, tokens, seconds)
-        if tokens and seconds >= 0.030:
-            too_long.append(step)
-    assert too_long[-1] < 40
-    assert 48 <= limit.tokens() <= 64
+    machine = Machine()
+    machine.alone(40, 0.040)
+    assert max(too_long(machine.obeys(300, 200)), default=0) < 40
+    assert 48 <= machine.limit.tokens() <= 64
 
 
 def test_a_mixed_step_that_took_far_too_long_makes_the_next_one_small_at_once() -> None:
-    limit = MeasuredLimit(PAGE, 2048)
-    for _ in range(5):
-        limit.see(8, 0, 0.010)
-    for _ in range(20):
-        limit.see(8, tokens := limit.tokens() or PAGE, 0.010 + 0.00001 * tokens)
-    limit.see(8, limit.tokens(), 0.010 + 0.001 * limit.tokens())
-    assert limit.tokens() == PAGE
+    machine = Machine()
+    machine.alone(5)
+    machine.mixed(20, 10)
+    machine.mixed(1, 1000)
+    assert machine.limit.tokens() == PAGE
 
 
 def test_times_of_another_number_of_decodes_serve_until_there_are_some() -> None:
-    limit = MeasuredLimit(PAGE, 2048)
+    machine = Machine(40)
     for _ in range(3):
-        limit.see(1, 0, 0.002)
-        limit.see(64, 0, 0.020)
-    for _ in range(40):
-        limit.see(40, tokens := limit.tokens() or PAGE, 0.020 + 0.0001 * tokens)
-    assert 160 <= limit.tokens() <= 208
+        machine.limit.see(1, 0, 0.002)
+        machine.limit.see(64, 0, 0.020)
+    machine.mixed(40, 100, alone_s=0.020)
+    assert 160 <= machine.limit.tokens() <= 208

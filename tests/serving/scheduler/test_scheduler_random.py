@@ -1,7 +1,7 @@
 """Random requests through every kind of scheduler.
 
-Whatever is cut, shared, evicted, retracted, drafted or aborted, each request gets the tokens that it would get alone,
-no step reads KV that is not its own, and no block is lost.
+Whatever is cut, shared, evicted, retracted, drafted or aborted, each request gets the tokens that it would get alone
+(`Loop.run` compares them), no step reads KV that is not its own, and no block is lost.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from contextlib import contextmanager
 
 import pytest
 from fake_proposer import FakeProposer
-from fake_runner import VOCAB, Loop, be_optimistic, expected, hashed, make_loop, repeating
+from fake_runner import VOCAB, Loop, be_optimistic, hashed, make_loop, repeating
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_runner import FinishReason, SamplingParams
 from serving.scheduler import SchedulingPolicy, kv_manager
 
 pytestmark = pytest.mark.long
@@ -42,8 +41,6 @@ class Traffic:
         # Few beginnings and few tokens, so that prompts share prefixes of many lengths.
         self.stems = [[rng.randrange(VOCAB) for _ in range(max_prompt)] for _ in range(3)]
         self.max_prompt = max_prompt
-        self.requests: dict[str, tuple[list[int], SamplingParams]] = {}
-        self.aborted: set[str] = set()
 
     def prompt(self) -> list[int]:
         stem = self.rng.choice(self.stems)[: self.rng.randint(0, self.max_prompt - 1)]
@@ -52,16 +49,13 @@ class Traffic:
 
     def add(self) -> None:
         prompt, params = self.prompt(), random_params(self.rng)
-        group = self.rng.choice(["", f"g{len(self.requests)}", "always"])
+        known = self.loop.requests
+        group = self.rng.choice(["", f"g{len(known)}", "always"])
         for _ in range(self.rng.choice([1, 1, 3])):  # as with `n`
-            name = f"r{len(self.requests)}"
-            self.loop.add(name, prompt, priority=self.rng.randrange(3), group=group, **params)
-            self.requests[name] = prompt, SamplingParams(**params)  # type: ignore[arg-type]
+            self.loop.add(f"r{len(known)}", prompt, priority=self.rng.randrange(3), group=group, **params)
 
     def abort(self) -> None:
-        name = f"r{self.rng.randrange(len(self.requests) + 1)}"
-        if self.loop.scheduler.abort(name):
-            self.aborted.add(name)
+        self.loop.abort(f"r{self.rng.randrange(len(self.loop.requests) + 1)}")
 
 
 @contextmanager
@@ -143,25 +137,6 @@ def test_every_request_gets_its_own_tokens(
         loop.run()
     assert not proposer.known  # every request has ended
 
-    limit = min(max_model_len, cache_tokens + 1)
-    for name, (prompt, params) in traffic.requests.items():
-        wanted = expected(prompt, params, limit=limit, next_token=loop.runner.next_token)
-        if name in traffic.aborted:
-            got = loop.tokens(name) if name in loop.outputs else []
-            assert got == wanted[: len(got)]
-            continue
-        outputs = loop.outputs[name]
-        assert loop.tokens(name) == wanted
-        assert [output.finish_reason for output in outputs[:-1]] == [None] * (len(outputs) - 1)
-        stopped = outputs[-1].stop_token is not None
-        assert outputs[-1].finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
-        if params.logprobs is not None:
-            assert [one.token for output in outputs for one in output.logprobs] == wanted
-        if params.prompt_logprobs is not None:
-            given_back = outputs[0].prompt_logprobs
-            assert given_back is not None
-            assert [one and one.token for one in given_back] == [None, *prompt[1:]]
-
 
 @pytest.mark.parametrize("snapshots", [0, 4])
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -184,6 +159,3 @@ def test_a_long_run_in_a_tiny_cache_retracts_and_evicts(overlapped: bool, snapsh
     assert (loop.runner.num_restored > 20) == (snapshots > 0)
     assert statistics.preemptions > 10
     assert statistics.prefix_hits > 100
-    for name, (prompt, params) in traffic.requests.items():
-        if name not in traffic.aborted:
-            assert loop.tokens(name) == expected(prompt, params, limit=64)
