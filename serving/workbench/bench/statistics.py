@@ -154,6 +154,16 @@ def columns(rows: Iterable[Sequence[str]], indent: int = 2) -> str:
     return "\n".join(lines)
 
 
+def table(head: Mapping[str, str], rows: Iterable[Sequence[object]], indent: int = 2) -> str:
+    """A table as text. `head` has the name of every column, and how its values are written; None is a dash."""
+
+    def shown(value: object, spec: str) -> str:
+        return "-" if value is None else value if isinstance(value, str) else format(value, spec)
+
+    cells = ([shown(*pair) for pair in zip(row, head.values(), strict=True)] for row in rows)
+    return columns([list(head), *cells], indent)
+
+
 def print_arms(arms: Mapping[str, Sequence[float]], spec: str, indent: int = 2, unit: str = "ms") -> None:
     """Print a line for every arm."""
     print(columns(((name, f"{bootstrap(values):{spec}} {unit}") for name, values in arms.items()), indent))

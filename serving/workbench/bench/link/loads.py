@@ -12,10 +12,9 @@ from pathlib import Path
 from serving.workbench.bench.server.figures import figures_of
 from serving.workbench.bench.server.load import read_steps
 from serving.workbench.bench.server.offline import Workload, random_prompts
-from serving.workbench.bench.server.requests import Server, Status, Task, send_all
-from ubatch import UBatchError, nearest
+from serving.workbench.bench.server.requests import GREEDY, Server, Task, send_and_check
+from ubatch import nearest
 
-_FIELDS = {"temperature": 0.0, "ignore_eos": True}
 _CUSTOM = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)")
 
 
@@ -49,7 +48,7 @@ class Load:
         """The requests, of random tokens; the same at every call."""
         drawn = [(prompt, part.output_len) for part in self.parts for prompt in random_prompts(model, part)]
         random.Random(0).shuffle(drawn)
-        return [Task(index, prompt, output_len, fields=_FIELDS) for index, (prompt, output_len) in enumerate(drawn)]
+        return [Task(index, prompt, output_len, fields=GREEDY) for index, (prompt, output_len) in enumerate(drawn)]
 
 
 LOADS = {
@@ -86,7 +85,7 @@ async def send_load(
     """Send all requests; `half_done` is called when half of them have ended.
 
     Raises:
-        UBatchError: a request failed.
+        RequestFailed: a request failed.
     """
     ended = 0
 
@@ -97,10 +96,7 @@ async def send_load(
             half_done()
 
     before = await read_steps(server)
-    outcomes = await send_all(server, tasks, max_concurrency=at_once, on_done=count)
-    failed = [each for each in outcomes if each.status is not Status.OK]
-    if failed:
-        raise UBatchError(f"{len(failed)} of {len(tasks)} requests failed: {failed[0].error}")
+    outcomes = await send_and_check(server, tasks, max_concurrency=at_once, on_done=count)
     steps = await read_steps(server) - before
     overlapped = sum(count for outcome, count in steps.items() if outcome.startswith("engaged"))
     return Run(

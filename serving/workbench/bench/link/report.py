@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 
 from serving.workbench.bench.link.loads import Load, Run
-from serving.workbench.bench.statistics import Interval, bootstrap, columns, paired, ratio_of_sums
+from serving.workbench.bench.statistics import Interval, paired, ratio_of_sums, table
 
 _SERIES = 10
 
@@ -110,15 +111,14 @@ def print_load(load: Load, figures: Mapping[str, ArmFigures], start_s: Mapping[s
     """The table of a load."""
     base = next(iter(figures))
     print(f"\n{load}")
-    rows = [
-        ["", "s", f"over {base}", "whole run", "of fastest", "learned", "same answers", "overlapped steps", "start s"]
-    ]
+    names = ("s", f"over {base}", "whole run", "of fastest", "learned")
+    head = {"": "", **dict.fromkeys(names, ".2f"), "same answers": "", "overlapped steps": "", "start s": ".1f"}
+    rows = []
     for name, own in figures.items():
-        ratios = [f"{own.speedup:.2f}", f"{own.whole:.2f}", f"{own.of_fastest:.2f}", f"{own.learned:.2f}"]
-        counts = [f"{own.same} of {own.requests}", f"{own.overlapped} of {own.steps}"]
-        rows.append([name, f"{bootstrap(own.seconds).median:.2f}", *ratios, *counts])
-        rows[-1].append(f"{bootstrap(start_s[name]).median:.1f}")
-    print(columns(rows), flush=True)
+        ratios = (median(own.seconds), own.speedup, own.whole, own.of_fastest, own.learned)
+        counts = (f"{own.same} of {own.requests}", f"{own.overlapped} of {own.steps}")
+        rows.append((name, *ratios, *counts, median(start_s[name])))
+    print(table(head, rows), flush=True)
     for name, own in figures.items():
         if own.halves is not None:
             series = " ".join(f"{each:.2f}" for each in own.halves.series[-1])

@@ -11,8 +11,7 @@ from serving.workbench.bench.peers.process import Arm
 from serving.workbench.bench.peers.results import Visit
 from serving.workbench.bench.server.figures import figures_of
 from serving.workbench.bench.server.process import UBATCH, ServerProcess, running_server
-from serving.workbench.bench.server.requests import Server, Status, Task, send_all
-from ubatch import UBatchError
+from serving.workbench.bench.server.requests import RequestFailed, Server, greedy_tasks, send_and_check
 
 _VLLM = (
     "import importlib.metadata, sys, vllm; version = importlib.metadata.version; "
@@ -48,15 +47,14 @@ def served_visit(
 ) -> Visit:
     """A visit that sends all prompts, `clients` at a time, as streams; its time ends with the last answer."""
     server = Server(process.base_url, str(model), timeout_s=timeout_s)
-    fields = {"temperature": 0.0, "ignore_eos": True}
-    tasks = [Task(index, prompt, output_len, fields=fields) for index, prompt in enumerate(prompts)]
+    tasks = greedy_tasks(prompts, output_len)
 
     def visit() -> tuple[float, list[str]]:
-        outcomes = asyncio.run(send_all(server, tasks, max_concurrency=clients))
-        failed = [each for each in outcomes if each.status is not Status.OK]
-        if failed:
+        try:
+            outcomes = asyncio.run(send_and_check(server, tasks, max_concurrency=clients))
+        except RequestFailed as error:
             process.stop()  # what it still computes would slow the others down
-            raise UBatchError(f"{len(failed)} of {len(tasks)} requests failed: {failed[0].error}\n{process.output()}")
+            raise RequestFailed(f"{error}\n{process.output()}") from None
         return figures_of(outcomes).duration_s, [each.text for each in outcomes]
 
     return visit

@@ -46,11 +46,11 @@ from serving.workbench.arms.programs import Programs, middle_steps, predict_step
 from serving.workbench.bench.statistics import (
     Interval,
     bootstrap,
-    columns,
     interleave_arms,
     overlap_figures,
     paired,
     print_arms,
+    table,
 )
 from serving.workbench.bench.step_setting import (
     Setting,
@@ -235,9 +235,8 @@ def print_result(result: OverlapResult) -> None:
     speed = result.bytes_per_s / 1e6
     print(f"\ncommunication {result.ratio:g}x compute (link: {speed:.1f} MB/s, {result.latency_s * 1e6:g} us)")
     print_arms(result.arms_ms, ".1f")
-    rows: list[tuple[str, ...]] = [("lanes", *_FIGURES)]
-    rows += [(str(n), *(f"{getattr(lane, name):.3f}" for name in _FIGURES)) for n, lane in result.lanes.items()]
-    print(columns(rows))
+    rows = [(str(n), *(getattr(lane, name) for name in _FIGURES)) for n, lane in result.lanes.items()]
+    print(table({"lanes": "", **dict.fromkeys(_FIGURES, ".3f")}, rows))
     for n, lane in result.lanes.items():
         if lane.void:
             print(f"  {n} lanes are void: better than the bound, the machine drifted")

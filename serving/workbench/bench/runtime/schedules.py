@@ -35,11 +35,11 @@ from serving.workbench.arms.steps import ArmSteps
 from serving.workbench.bench.statistics import (
     Interval,
     bootstrap,
-    columns,
     interleave_arms,
     overlap_figures,
     paired,
     print_arms,
+    table,
 )
 from serving.workbench.bench.step_setting import (
     SplitCompute,
@@ -236,10 +236,12 @@ def print_result(options: Options, result: SchedulesResult) -> None:
     print(options.describe())
     print(f"communication {options.ratio:g}x compute (link: {speed:.1f} MB/s, {latency:g} us)")
     print_arms(result.arms_ms, ".1f")
-    rows = [("schedule", "efficiency", "of_two_lanes", "speedup", "predicted", "measured", "error")]
-    for each in (*result.named, *result.searched):
-        figures = (f"{each.efficiency:.3f}", f"{each.of_two_lanes:.3f}", f"{each.speedup:.3f}")
-        rows.append((each.name, *figures, f"{each.predicted_ms:.1f}", f"{each.measured_ms:.1f}", f"{each.error:+.1%}"))
-    print(columns(rows))
+    head = {"schedule": "", "efficiency": ".3f", "of_two_lanes": ".3f", "speedup": ".3f"}
+    head |= {"predicted": ".1f", "measured": ".1f", "error": "+.1%"}
+    rows = [
+        (each.name, each.efficiency, each.of_two_lanes, each.speedup, each.predicted_ms, each.measured_ms, each.error)
+        for each in (*result.named, *result.searched)
+    ]
+    print(table(head, rows))
     for each in result.searched:
         print(f"  {each.name}: {each.schedule}")

@@ -34,7 +34,7 @@ from serving.text.tokenizer import load_tokenizer
 from serving.workbench.bench.corpus import read_corpus
 from serving.workbench.bench.options import BlockOptions, Checkpoint
 from serving.workbench.bench.runtime.speculation_census import Census, take_census
-from serving.workbench.bench.statistics import Interval, bootstrap, columns, interleave_arms, paired
+from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, table
 from ubatch import ConfigError, UBatchError
 from ubatch.process.cores import num_cores
 
@@ -103,14 +103,14 @@ class SpeculationResult:
 
     def print(self) -> None:
         print(f"\nspeculation: {self.batch} request{'s' if self.batch > 1 else ''} at once")
-        rows = [["", "ms/token", "tokens/s", "speed-up", "mean length", "right at 1, 2, ..."]]
+        head = {"": "", "ms/token": ".3f", "tokens/s": ".0f", "speed-up": ".3f", "mean length": ".2f"}
+        rows = []
         for name, values in self.arms_ms.items():
-            rows.append([name, f"{bootstrap(values):.3f}", f"{self.tokens_per_s[name]:.0f}"])
-            rows[-1].append(f"{self.speedup[name]:.3f}" if name in self.speedup else "-")
-            found = self.acceptance.get(name)
-            rows[-1].append("-" if found is None or found.mean_length is None else f"{found.mean_length:.2f}")
-            rows[-1].append("" if found is None else ", ".join(f"{share:.0%}" for share in found.per_position))
-        print(columns(rows), flush=True)
+            length, right = None, ""
+            if (found := self.acceptance.get(name)) is not None:
+                length, right = found.mean_length, ", ".join(f"{share:.0%}" for share in found.per_position)
+            rows.append((name, bootstrap(values), self.tokens_per_s[name], self.speedup.get(name), length, right))
+        print(table(head | {"right at 1, 2, ...": ""}, rows), flush=True)
 
 
 def run(options: Options) -> int:
