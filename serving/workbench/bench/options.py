@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -24,6 +24,15 @@ Checkpoint = Annotated[Path, AfterValidator(_is_checkpoint)]
 """The folder of a Hugging Face checkpoint."""
 
 
+Ranks = Annotated[int, Field(ge=2, description="data- and expert-parallel ranks")]
+LatencyUs = Annotated[float, Field(ge=0, description="the link's latency")]
+Dtype = Literal["float32", "bfloat16"]
+Dtypes = Annotated[tuple[Dtype, ...], Field(min_length=1, description="of the model")]
+ServeFlags = Annotated[
+    str,
+    Flag(metavar='"FLAG ..."'),
+    Field(description="more flags of the server, as in --serve-flags='--ubatch-size 3'"),
+]
 _RUNNER = Path(__file__).parents[3] / "model_runner"
 _PARTS = sorted(each.name for each in (*_RUNNER.glob("*.py"), *_RUNNER.glob("[!_]*/")) if each.name != "auto")
 ENGINE = ("ubatch", "moe", "attention", *(f"model_runner/{part}" for part in _PARTS), "model_runner/auto/step_cost.py")

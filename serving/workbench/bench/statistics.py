@@ -73,24 +73,35 @@ def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float]) ->
     return Interval(sum(numerators) / sum(denominators), float(low), float(high))
 
 
+Arm = Callable[[], float | Mapping[str, float]]
+"""Runs something once; returns its time, or several figures by name."""
+
+
 def interleave_arms(
-    arms: Mapping[str, Callable[[], float]], blocks: int, *, label: str = "", show: bool = True
+    arms: Mapping[str, Arm], blocks: int, *, label: str = "", show: bool = True
 ) -> dict[str, list[float]]:
-    """Run every arm twice a block, forwards then backwards (A B B A); returns the block means per arm.
+    """Run every arm twice a block, forwards then backwards (A B B A); returns the block means per arm, or per figure of
+    the arms that return several.
 
     One unrecorded round comes first.
     """
     for arm in arms.values():
         arm()
-    order = [*arms, *reversed(list(arms))]
-    measured: dict[str, list[float]] = {name: [] for name in arms}
+    measured: dict[str, list[float]] = {}
     for _ in progress(range(blocks), desc=label or "blocks", show=show):
-        block: dict[str, list[float]] = {name: [] for name in arms}
-        for name in order:
-            block[name].append(arms[name]())
+        block: dict[str, list[float]] = {}
+        for name in (*arms, *reversed(list(arms))):
+            found = arms[name]()
+            for what, value in (found if isinstance(found, Mapping) else {name: found}).items():
+                block.setdefault(what, []).append(value)
         for name, values in block.items():
-            measured[name].append(sum(values) / len(values))
+            measured.setdefault(name, []).append(sum(values) / len(values))
     return measured
+
+
+def fastest(arms: Mapping[str, Sequence[float]], names: Iterable[str]) -> str:
+    """Of these arms, the one with the smallest median."""
+    return min(names, key=lambda name: float(np.median(arms[name])))
 
 
 def timed(arm: Callable[[], object], synchronize: Callable[[], object] = lambda: None) -> Callable[[], float]:
@@ -119,6 +130,12 @@ def environment() -> dict[str, Any]:
         "cores": num_cores(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
+
+
+def print_machine() -> None:
+    """Print the processor, its cores and its instructions for products."""
+    here = environment()
+    print(f"{here['processor']}, {here['cores']} cores; {' '.join(here['processor_flags'])}")
 
 
 def _processor() -> dict[str, str]:

@@ -13,7 +13,7 @@ from repository import TINY_MOE
 from serving.cli import main
 from serving.workbench.bench.server import fairness
 from serving.workbench.bench.server import load as serve_load
-from serving.workbench.bench.server.fairness import Options, Round, gaps_between, run
+from serving.workbench.bench.server.fairness import Options, Round, run
 from serving.workbench.bench.server.load import ServedModel
 from serving.workbench.bench.server.requests import Outcome, Server, Status, Task
 from ubatch import UBatchError
@@ -22,9 +22,9 @@ from ubatch import UBatchError
 def test_only_gaps_while_prompts_are_served_count() -> None:
     stream = Outcome(0, Status.OK, sent_s=1.0, latency_s=2.0, ttft_s=0.5, gaps_s=(0.1, 0.2, 0.3, 0.4))
     # Its tokens come at 1.5, 1.6, 1.8, 2.1 and 2.5.
-    assert gaps_between(stream, 1.7, 2.0) == [0.2, 0.3]
-    assert gaps_between(stream, 0.0, 9.0) == [0.1, 0.2, 0.3, 0.4]
-    assert gaps_between(stream, 5.0, 9.0) == [], "it had ended"
+    assert stream.gaps_between(1.7, 2.0) == [0.2, 0.3]
+    assert stream.gaps_between(0.0, 9.0) == [0.1, 0.2, 0.3, 0.4]
+    assert stream.gaps_between(5.0, 9.0) == [], "it had ended"
 
 
 def test_a_visit_is_written_without_every_gap() -> None:
@@ -67,7 +67,7 @@ def fake_run(monkeypatch: pytest.MonkeyPatch, gap_s: float) -> list[tuple[str, t
     monkeypatch.setattr(fairness, "running_server", running)
     monkeypatch.setattr(fairness, "served_model", served)
     monkeypatch.setattr(serve_load, "token_pool", tokens)
-    monkeypatch.setattr(fairness, "send_all", send)
+    monkeypatch.setattr(fairness, "send_and_check", send)
     monkeypatch.setattr(fairness._Arm, "overlapped", lambda arm: 0.0)
     return sent
 

@@ -9,18 +9,18 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
 from serving.arguments.fields import Flag
-from serving.workbench.bench.options import SERVER, BlockOptions, Checkpoint
+from serving.workbench.bench.options import SERVER, BlockOptions, Checkpoint, Dtypes
 from serving.workbench.bench.peers.process import Arm, EngineProcess, running_engine, wait_for_rest
 from serving.workbench.bench.peers.results import OURS, LoadResult, measure_load
 from serving.workbench.bench.peers.served import running_arm, served_visit
 from serving.workbench.bench.server.offline import Workload, random_prompts
 from serving.workbench.bench.server.process import ServerProcess
-from serving.workbench.bench.statistics import environment
+from serving.workbench.bench.statistics import print_machine
 from ubatch import ConfigError, UBatchError
 from ubatch.process.cores import num_cores
 
@@ -52,9 +52,7 @@ class Options(BlockOptions):
         str | None, Flag(metavar="PYTHON"), Field(description="interpreter of an environment with transformers")
     ] = None
     only: Annotated[tuple[Part, ...], Field(min_length=1, description="the loads to measure")] = (*Part,)
-    dtypes: Annotated[
-        tuple[Literal["bfloat16", "float32"], ...], Field(min_length=1, description="of every engine")
-    ] = ("bfloat16", "float32")
+    dtypes: Dtypes = ("bfloat16", "float32")
     prompts: Annotated[int, Field(ge=1, description="offline: prompts")] = 64
     input_len: Annotated[int, Field(ge=1, description="offline, one, served: tokens of a prompt")] = 128
     output_len: Annotated[int, Field(ge=1, description="offline, served: new tokens of a prompt")] = 64
@@ -94,8 +92,7 @@ class Options(BlockOptions):
 def run(options: Options) -> int:
     """Measure, print and write; returns 1 if an engine failed. What was measured before Ctrl-C is written, too."""
     _check(options)
-    here = environment()
-    print(f"{here['processor']}, {here['cores']} cores; {' '.join(here['processor_flags'])}")
+    print_machine()
     report = _Report()
     try:
         _measure_offline(options, report)

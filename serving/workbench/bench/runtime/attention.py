@@ -33,7 +33,7 @@ from model_runner import keep_freed_memory
 from serving.pinning import pin_rank
 from serving.workbench.bench.generate import GenerateResult, measure_generate
 from serving.workbench.bench.options import BlockOptions
-from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, print_arms, timed
+from serving.workbench.bench.statistics import Interval, bootstrap, fastest, interleave_arms, paired, print_arms, timed
 from ubatch import ForwardMode, split_fixed
 from ubatch.kernels.c_jit import why_not_c
 
@@ -123,8 +123,7 @@ def _decode(options: Options) -> dict[str, Any]:
     for arm in arms.values():
         torch.testing.assert_close(arm(), step.run(), atol=1e-4, rtol=1e-4)
     measured = interleave_arms({name: timed(arm) for name, arm in arms.items()}, options.blocks, label="decode")
-    loops = [name for name in arms if name.startswith("loop")]
-    best = min(loops, key=lambda name: bootstrap(measured[name]).median)
+    best = fastest(measured, (name for name in arms if name.startswith("loop")))
     num_bytes = _LAYERS * options.sequences * options.context * 2 * _KV_HEADS * _HEAD_DIM * 4
     bandwidth = _read_bandwidth()
     limit_ms = num_bytes / bandwidth * 1e3

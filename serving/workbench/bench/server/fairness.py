@@ -28,7 +28,7 @@ import numpy as np
 from pydantic import Field
 
 from serving.arguments.fields import Flag
-from serving.workbench.bench.options import SERVER, Checkpoint, ReportOptions
+from serving.workbench.bench.options import SERVER, Checkpoint, Ranks, ReportOptions
 from serving.workbench.bench.server.figures import figures_of
 from serving.workbench.bench.server.load import Load, make_tasks, read_steps, served_model
 from serving.workbench.bench.server.process import ServerProcess, running_server
@@ -46,7 +46,7 @@ class Options(ReportOptions):
     measures = SERVER
 
     model: Annotated[Checkpoint, Flag(positional=True), Field(description="folder of a Hugging Face checkpoint")]
-    ranks: Annotated[int, Field(ge=2, description="data- and expert-parallel ranks")] = 2
+    ranks: Ranks = 2
     emulated_link: Annotated[
         tuple[float, float], Flag(metavar="US MB/S"), Field(description="latency and bandwidth between them")
     ] = (20.0, 50.0)

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from serving.arguments.fields import Flag
 from serving.progress import progress
-from serving.workbench.bench.options import SERVER, Checkpoint, ReportOptions
+from serving.workbench.bench.options import SERVER, Checkpoint, ReportOptions, ServeFlags
 from serving.workbench.bench.server.abuse.attacks import ATTACKS, Answers, Attack, Target
 from serving.workbench.bench.server.abuse.judge import (
     Row,
@@ -63,13 +63,7 @@ class Options(ReportOptions):
     round_streams: Annotated[int, Field(ge=3, description="streams of such a load")] = 1000
     hang: Annotated[bool, Field(description="stop a rank at the end")] = True
     timeout_s: Annotated[float, Field(ge=5, description="the server's: after it, a rank counts as hung")] = 15.0
-    serve_flags: Annotated[
-        str,
-        Flag(metavar='"FLAG ..."'),
-        Field(
-            description="more flags of the server, as in --serve-flags='--ubatch-size 3', besides " + " ".join(FLAGS)
-        ),
-    ] = ""
+    serve_flags: Annotated[ServeFlags, Field(description="more flags of the server, besides " + " ".join(FLAGS))] = ""
 
 
 def run(options: Options) -> int:
