@@ -7,8 +7,10 @@ from contextlib import contextmanager
 
 import torch
 
+from attention import CommonAttentionMetadata
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, Step, build_input_batch
 from serving.workbench.arms.cells import Cell, Grid
+from ubatch import ForwardMode
 
 
 @contextmanager
@@ -28,6 +30,20 @@ def make_batch(runner: ModelRunner, cell: Cell, grid: Grid, seed: int) -> Iterat
     finally:
         for share in shares:
             runner.release(share.request)
+
+
+def scattered_metadata(
+    requests: int, query_len: int, seq_len: int, page: int, device: torch.device
+) -> CommonAttentionMetadata:
+    """Attention's metadata of requests of equal length, the new tokens included, whose pages of `page` tokens are
+    scattered over a cache of just the size needed."""
+    pages = -(-seq_len // page)
+    table = torch.randperm(requests * pages, generator=torch.Generator().manual_seed(0)).view(requests, pages).int()
+    places = torch.arange(seq_len - query_len, seq_len)
+    slots = (table.long()[:, places // page] * page + places % page).flatten()
+    mode = ForwardMode.DECODE if query_len == 1 else ForwardMode.PREFILL
+    lengths = ([query_len] * requests, [seq_len] * requests)
+    return CommonAttentionMetadata.build(*lengths, table.to(device), slots.to(device), mode)
 
 
 def kv_blocks_needed(grid: Grid, block_size: int) -> int:

@@ -211,8 +211,8 @@ def _print_rows(rows: Sequence[Row]) -> None:
         seen = row.seen
         gaps = [None if seconds is None else seconds * 1e3 for seconds in (seen.gap_median_s, seen.gap_p99_s)]
         cells.append((row.name, row.seconds, row.health_s * 1e3, *gaps, seen.tokens_per_s))
-    for line, row in zip(table(head, cells).splitlines(), (None, *rows), strict=True):
-        print(f"{line}  {'answers' if row is None else _answers(row)}")
+    for line, answers in zip(table(head, cells).splitlines(), ("answers", *map(_answers, rows)), strict=True):
+        print(f"{line}  {answers}")
     ratio = stretch(rows)
     if ratio is not None:
         print(f"p99 of the streams' inter-token latency while long prompts arrive: {ratio:.2f} of that alone")
