@@ -19,18 +19,8 @@ from ubatch.process.cores import num_cores
 _RESAMPLES = 2000
 _DRIFT_BLOCKS = 20
 _FLAGS = (
-    *(
-        "amx_tile",
-        "amx_bf16",
-        "amx_fp16",
-        "amx_int8",
-        "avx512_bf16",
-        "avx512_fp16",
-        "avx512_vnni",
-        "avx512f",
-        "avx_vnni",
-    ),
-    *("avx2", "fma", "bf16", "i8mm", "sve"),
+    *("amx_tile", "amx_bf16", "amx_fp16", "amx_int8", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx512f"),
+    *("avx_vnni", "avx2", "fma", "bf16", "i8mm", "sve"),
 )
 """Instructions, x86's and ARM's, that decide how fast a processor multiplies matrices."""
 

@@ -198,11 +198,3 @@ def test_experts_without_c_say_what_is_left_out(
     out = capsys.readouterr().out
     assert "native is left out: no C compiler is installed." in out
     assert "tokens, native" not in out
-
-
-def test_a_step_whose_cache_has_no_room_for_all_is_refused(
-    one_process: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [*STEP, "--requests", "4", "--prompt", "16", "--kv-cache-memory", "320K"]
-    assert main(["bench", "step", *words]) == 2
-    assert "Raise --kv-cache-memory" in capsys.readouterr().err

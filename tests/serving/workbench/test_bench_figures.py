@@ -23,6 +23,7 @@ from serving.workbench.bench.generate import completions
 from serving.workbench.bench.runtime import auto, overlap
 from serving.workbench.bench.server import fairness, step_times
 from serving.workbench.bench.server import load as serve_load
+from serving.workbench.bench.server.figures import Spread
 from serving.workbench.bench.server.load import ServedModel
 from serving.workbench.bench.server.requests import Outcome, Server, Status, Task
 from serving.workbench.bench.server.step_times import _BOUNDARIES, Kind, Stopwatch
@@ -174,9 +175,11 @@ def test_only_gaps_while_prompts_are_served_count() -> None:
 
 
 def test_a_visit_is_written_without_every_gap() -> None:
-    visit = fairness.Round([10.0] * 99 + [20.0] * 2, [10.0] * 50 + [60.0] * 50, 7.0)
-    assert (visit.p99_alone, visit.p99_mixed) == (20.0, 60.0)
-    assert visit.as_json()["median_mixed_ms"] == 35.0
+    alone, mixed = Spread.of([0.01] * 99 + [0.02] * 2), Spread.of([0.01] * 50 + [0.06] * 50)
+    assert alone is not None
+    assert mixed is not None
+    expected = {"median_alone_ms": 10.0, "p99_alone_ms": 20.0, "median_mixed_ms": 35.0, "p99_mixed_ms": 60.0}
+    assert fairness.Round(alone, mixed, 7.0).as_json() == pytest.approx(expected | {"tokens_per_s": 7.0})
 
 
 class _NoServer:

@@ -244,16 +244,3 @@ def test_a_missed_gate_fails_the_command(
         gate = Gate("a gain", 0.1, "+50%", 0.4, 0.05, cause=cause)
         monkeypatch.setattr(simulate, "published_gates", lambda gate=gate: [gate])
         assert main(["simulate", "--gates"]) == status
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--ep 256 --model qwen3-30b-a3b", "256 ranks for 128 experts"),
-        ("--hardware h100", "unknown hardware 'h100'"),
-        ("--tokens 0", "--tokens 0: it should be at least 1"),
-    ],
-)
-def test_wrong_calls(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", *words.split()]) == 2
-    assert message in capsys.readouterr().err

@@ -24,12 +24,11 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import Field
 
 from serving.arguments.fields import Flag
 from serving.workbench.bench.options import SERVER, Checkpoint, Ranks, ReportOptions
-from serving.workbench.bench.server.figures import figures_of
+from serving.workbench.bench.server.figures import Spread, figures_of
 from serving.workbench.bench.server.load import Load, make_tasks, read_steps, served_model
 from serving.workbench.bench.server.process import ServerProcess, running_server
 from serving.workbench.bench.server.requests import GREEDY, Server, Task, send_and_check
@@ -69,27 +68,14 @@ class Options(ReportOptions):
 class Round:
     """One visit of an arm: times between two tokens of a stream in each part, and the throughput of the mixed part."""
 
-    alone_ms: Sequence[float]
-    mixed_ms: Sequence[float]
+    alone: Spread
+    mixed: Spread
     tokens_per_s: float
 
-    @property
-    def p99_alone(self) -> float:
-        return float(np.percentile(self.alone_ms, 99))
-
-    @property
-    def p99_mixed(self) -> float:
-        return float(np.percentile(self.mixed_ms, 99))
-
     def as_json(self) -> dict[str, float]:
-        """The round without its single gaps."""
-        return {
-            "median_alone_ms": float(np.median(self.alone_ms)),
-            "p99_alone_ms": self.p99_alone,
-            "median_mixed_ms": float(np.median(self.mixed_ms)),
-            "p99_mixed_ms": self.p99_mixed,
-            "tokens_per_s": self.tokens_per_s,
-        }
+        parts = {"alone": self.alone, "mixed": self.mixed}
+        times = {f"{name}_{part}_ms": getattr(own, name) for part, own in parts.items() for name in ("median", "p99")}
+        return {**times, "tokens_per_s": self.tokens_per_s}
 
 
 @dataclass
@@ -109,7 +95,7 @@ class _Arm:
     def __call__(self) -> float:
         """Visit the server; returns the milliseconds of the p99 with prompts."""
         self.rounds.append(asyncio.run(_visit(self.server.base_url, self.options, seed=len(self.rounds))))
-        return self.rounds[-1].p99_mixed
+        return self.rounds[-1].mixed.p99
 
     def overlapped(self) -> float:
         """Share of the mixed steps so far that overlapped."""
@@ -154,12 +140,11 @@ async def _visit(base_url: str, options: Options, seed: int) -> Round:
         send_and_check(server, streams), send_and_check(server, later, max_concurrency=options.in_flight)
     )
     begin, end = min(each.sent_s for each in served), max(each.sent_s + each.latency_s for each in served)
-    gaps = [1e3 * gap for each in decoded for gap in each.gaps_between(begin, end)]
-    if not gaps:
+    undisturbed = Spread.of(gap for each in alone for gap in each.gaps_s)
+    mixed = Spread.of(gap for each in decoded for gap in each.gaps_between(begin, end))
+    if undisturbed is None or mixed is None:
         raise UBatchError("no stream decoded while prompts were served; raise --output-len.")
-    return Round(
-        [1e3 * gap for each in alone for gap in each.gaps_s], gaps, figures_of([*decoded, *served]).total_tokens_per_s
-    )
+    return Round(undisturbed, mixed, figures_of([*decoded, *served]).total_tokens_per_s)
 
 
 def _shuffled(tasks: Sequence[Task], seed: int) -> list[Task]:
@@ -173,9 +158,9 @@ def _row(arm: _Arm, off: _Arm) -> dict[str, Any]:
     return {
         "limit": arm.limit,
         "dbo": arm.dbo,
-        "p99_alone_ms": bootstrap([each.p99_alone for each in arm.rounds]),
-        "p99_mixed_ms": bootstrap([each.p99_mixed for each in arm.rounds]),
-        "stretch": paired([each.p99_mixed for each in arm.rounds], [each.p99_alone for each in arm.rounds]),
+        "p99_alone_ms": bootstrap([each.alone.p99 for each in arm.rounds]),
+        "p99_mixed_ms": bootstrap([each.mixed.p99 for each in arm.rounds]),
+        "stretch": paired([each.mixed.p99 for each in arm.rounds], [each.alone.p99 for each in arm.rounds]),
         "tokens_per_s": bootstrap([each.tokens_per_s for each in arm.rounds]),
         "throughput": paired([e.tokens_per_s for e in arm.rounds], [e.tokens_per_s for e in off.rounds]),
         "overlapped": arm.overlapped(),
