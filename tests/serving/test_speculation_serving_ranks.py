@@ -17,7 +17,7 @@ from serving.engine.rank.core import EngineCore
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.requests import RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
-from serving.workbench.bench.runtime.speculation_census import census_of, take_census
+from serving.workbench.bench.runtime.speculation import census_of, take_census
 from ubatch import CommGroup, UBatchConfig
 
 pytestmark = pytest.mark.ranks

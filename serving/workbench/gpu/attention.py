@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attention import AttentionShape, make_attention_backend, make_kv_cache
-from serving.workbench.arms.batches import scattered_metadata
+from serving.workbench.arms.cells import scattered_metadata
 from serving.workbench.bench.statistics import bootstrap, paired
 from serving.workbench.gpu.bench import Bench
 from serving.workbench.gpu.report import Arms, Section, in_a_line

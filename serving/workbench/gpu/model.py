@@ -17,7 +17,7 @@ from model_runner.random_checkpoint import RandomQwen3Moe
 from model_runner.weights.hf_config import HFConfig
 from model_runner.weights.weights import Checkpoint
 from moe import All2All, FusedMoEModularKernel
-from serving.workbench.arms.batches import scattered_metadata
+from serving.workbench.arms.cells import scattered_metadata
 from serving.workbench.gpu.bench import Bench
 from ubatch import (
     CapturedGraph,

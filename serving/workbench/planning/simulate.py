@@ -23,8 +23,7 @@ from serving.workbench.bench.statistics import write_json
 from serving.workbench.planning.constants import load_constants
 from serving.workbench.planning.gates import Gate, published_gates
 from serving.workbench.planning.plan import Plan, make_plan
-from serving.workbench.planning.shapes import read_model
-from serving.workbench.planning.workload import Mode, Workload
+from serving.workbench.planning.shapes import Mode, Workload, read_model
 from ubatch.errors import ConfigError
 
 _COMPARES = ("gates", "measured", "live")

@@ -27,10 +27,18 @@ from serving.cli import main
 from serving.workbench.bench.link import command, deployment
 from serving.workbench.bench.link import network as networks
 from serving.workbench.bench.link.deployment import Arm, Deployment, Servers
-from serving.workbench.bench.link.loads import LOADS, Load, Run
 from serving.workbench.bench.link.network import Network, network
 from serving.workbench.bench.link.probe import probe
-from serving.workbench.bench.link.report import ArmFigures, figures_by_arm, pooled, print_load, print_pooled
+from serving.workbench.bench.link.report import (
+    LOADS,
+    ArmFigures,
+    Load,
+    Run,
+    figures_by_arm,
+    pooled,
+    print_load,
+    print_pooled,
+)
 from serving.workbench.bench.link.tunnel import Speed
 from ubatch import ConfigError, UBatchError
 

@@ -21,10 +21,8 @@ from serving.workbench.planning.constants import load_constants
 from serving.workbench.planning.costs import LayerCosts
 from serving.workbench.planning.gates import Gate, crossover, published_gates
 from serving.workbench.planning.measured import gates_of_results, live_gates, over_link
-from serving.workbench.planning.plan import make_plan
-from serving.workbench.planning.shapes import read_model
-from serving.workbench.planning.steps import predict_step
-from serving.workbench.planning.workload import Mode, Workload
+from serving.workbench.planning.plan import make_plan, predict_step
+from serving.workbench.planning.shapes import Mode, Workload, read_model
 from ubatch.errors import ConfigError
 from ubatch.schedules import simulate as simulator
 from ubatch.schedules.schedule import SCHEDULES, SERIAL, Schedule

@@ -20,9 +20,9 @@ from serving.options import read_serve_command
 from serving.workbench.arms.cells import Arm, Cell, Grid, library_arms
 from serving.workbench.arms.cost_table import SERIAL_ARM, CostTable, Setting
 from serving.workbench.arms.stages import LayerStages, StageModel, best_schedules, layer_times
+from serving.workbench.tuning.measure import State, load_state, save_state
 from serving.workbench.tuning.plot import can_draw_png, write_html, write_png
 from serving.workbench.tuning.report import Result, make_result
-from serving.workbench.tuning.state import State, load_state, save_state
 from ubatch import ConfigError, ForwardMode, Schedule, UBatchConfig
 from ubatch.schedules.layer_program import LayerTimes, layer_program
 from ubatch.schedules.schedule import KNOWN_POINTS, Point

@@ -27,10 +27,19 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 from serving.arguments.fields import Flag
 from serving.progress import progress
 from serving.workbench.bench.link.deployment import ARMS, Arm, Deployment, Servers, deployed
-from serving.workbench.bench.link.loads import LOADS, Load, Run, send_load, warm_up
 from serving.workbench.bench.link.network import Network, network
 from serving.workbench.bench.link.probe import Probe, probe
-from serving.workbench.bench.link.report import figures_by_arm, pooled, print_load, print_pooled
+from serving.workbench.bench.link.report import (
+    LOADS,
+    Load,
+    Run,
+    figures_by_arm,
+    pooled,
+    print_load,
+    print_pooled,
+    send_load,
+    warm_up,
+)
 from serving.workbench.bench.link.tunnel import Speed
 from serving.workbench.bench.options import SERVER, Checkpoint, ReportOptions, ServeFlags
 from serving.workbench.bench.server.offline import make_served_model

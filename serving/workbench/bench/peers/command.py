@@ -1,14 +1,16 @@
-"""The options of `ubatch bench peers`, and the order of things: engines, their loads, then servers and theirs."""
+"""The options of `ubatch bench peers`, and the order of things: engines and their loads, then servers and theirs."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -16,10 +18,11 @@ from pydantic import Field
 from serving.arguments.fields import Flag
 from serving.workbench.bench.options import SERVER, BlockOptions, Checkpoint, Dtypes
 from serving.workbench.bench.peers.process import Arm, EngineProcess, running_engine, wait_for_rest
-from serving.workbench.bench.peers.results import OURS, LoadResult, measure_load
-from serving.workbench.bench.peers.served import running_arm, served_visit
+from serving.workbench.bench.peers.results import OURS, LoadResult, Visit, measure_load
+from serving.workbench.bench.server.figures import figures_of
 from serving.workbench.bench.server.offline import Workload, random_prompts
-from serving.workbench.bench.server.process import ServerProcess
+from serving.workbench.bench.server.process import UBATCH, ServerProcess, running_server
+from serving.workbench.bench.server.requests import RequestFailed, Server, greedy_tasks, send_and_check
 from serving.workbench.bench.statistics import print_machine
 from ubatch import ConfigError, UBatchError
 from ubatch.process.cores import num_cores
@@ -215,3 +218,50 @@ def _longest(loads: Iterable[Workload]) -> int:
 def _comparable(arms: Iterable[Arm]) -> bool:
     """Whether ours and a peer are left."""
     return {OURS} < {arm.engine for arm in arms}
+
+
+_VLLM = (
+    "import importlib.metadata, sys, vllm; version = importlib.metadata.version; "
+    "importlib.metadata.version = lambda name: vllm.__version__ if name == 'vllm' else version(name); "
+    "from vllm.entrypoints.cli.main import main; sys.exit(main())"
+)
+"""The `vllm` command, which asks for the version of the package `vllm`; the package for CPUs is called otherwise."""
+
+
+@contextmanager
+def running_arm(
+    arm: Arm, model: Path, *, max_model_len: int, max_num_seqs: int, timeout_s: float
+) -> Iterator[ServerProcess]:
+    """The engine's server, without prefix cache, as every visit sends the same prompts. Raises ServerFailed."""
+    flags = ["--host", "127.0.0.1", "--dtype", arm.dtype, "--no-enable-prefix-caching"]
+    flags += ["--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs)]
+    program: Sequence[str] = UBATCH
+    if arm.engine == "vllm":
+        program = (*arm.interpreter(), "-c", _VLLM)
+        flags.append("--disable-uvicorn-access-log")  # ours has none unless asked for
+    environment = arm.variables()
+    with running_server(model, flags, environment=environment, program=program, start_s=timeout_s) as server:
+        yield server
+
+
+def served_visit(
+    process: ServerProcess,
+    model: Path,
+    prompts: Sequence[Sequence[int]],
+    output_len: int,
+    clients: int,
+    timeout_s: float,
+) -> Visit:
+    """A visit that sends all prompts, `clients` at a time, as streams; its time ends with the last answer."""
+    server = Server(process.base_url, str(model), timeout_s=timeout_s)
+    tasks = greedy_tasks(prompts, output_len)
+
+    def visit() -> tuple[float, list[str]]:
+        try:
+            outcomes = asyncio.run(send_and_check(server, tasks, max_concurrency=clients))
+        except RequestFailed as error:
+            process.stop()  # what it still computes would slow the others down
+            raise RequestFailed(f"{error}\n{process.output()}") from None
+        return figures_of(outcomes).duration_s, [each.text for each in outcomes]
+
+    return visit

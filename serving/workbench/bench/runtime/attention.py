@@ -31,7 +31,7 @@ from attention import (
 )
 from model_runner import keep_freed_memory
 from serving.pinning import pin_rank
-from serving.workbench.arms.batches import scattered_metadata
+from serving.workbench.arms.cells import scattered_metadata
 from serving.workbench.bench.generate import GenerateResult, measure_generate
 from serving.workbench.bench.options import BlockOptions
 from serving.workbench.bench.statistics import Interval, bootstrap, fastest, interleave_arms, paired, print_arms, timed

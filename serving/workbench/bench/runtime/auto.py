@@ -39,8 +39,7 @@ from moe import EmulatedLink
 from serving.arguments.fields import Flag
 from serving.progress import progress
 from serving.ranks import run_ranks
-from serving.workbench.arms.batches import kv_blocks_needed, make_batch, requests_needed
-from serving.workbench.arms.cells import Cell, Grid, arm_config
+from serving.workbench.arms.cells import Cell, Grid, arm_config, kv_blocks_needed, make_batch, requests_needed
 from serving.workbench.arms.cost_table import SERIAL_ARM, Setting
 from serving.workbench.bench.options import DECIDING, Checkpoint, LatencyUs, Ranks, ReportOptions
 from serving.workbench.bench.statistics import Interval, ratio_of_sums

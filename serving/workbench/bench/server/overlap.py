@@ -26,8 +26,7 @@ from model_runner import ModelRunner
 from moe import EmulatedLink
 from serving.llm import LLM
 from serving.ranks import run_ranks
-from serving.workbench.arms.batches import make_batch
-from serving.workbench.arms.cells import Cell, Grid
+from serving.workbench.arms.cells import Cell, Grid, make_batch
 from serving.workbench.bench.generate import completions, share_of_equal
 from serving.workbench.bench.runtime.overlap import measure_overlap
 from serving.workbench.bench.server.offline import Workload, random_prompts
