@@ -16,8 +16,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from serving.arguments.fields import Flag, Group
 from serving.hub import find_checkpoint, looks_like_name
+from serving.workbench.bench.options import FileOptions
 from serving.workbench.bench.provenance import provenance_of
 from serving.workbench.bench.statistics import write_json
 from serving.workbench.planning.constants import load_constants
@@ -30,7 +30,7 @@ _COMPARES = ("gates", "measured", "live")
 _TOKENS = {Mode.PREFILL: 8192, Mode.DECODE: 128, Mode.VERIFY: 256}
 
 
-class Options(Group):
+class Options(FileOptions):
     """What to predict."""
 
     hardware: Annotated[str, Field(description="h100-ib, h800-ib, h200-ib, h20-ib or gb200-nvl72")] = "h100-ib"
@@ -56,9 +56,6 @@ class Options(Group):
         tuple[Path, ...], Field(description="compare with files of `ubatch bench overlap --json` instead")
     ] = ()
     live: Annotated[bool, Field(description="measure on this machine and compare instead; takes minutes")] = False
-    json_file: Annotated[
-        Path | None, Flag(name="json", metavar="FILE"), Field(description="write the results here")
-    ] = None
 
 
 def run(options: Options) -> int:

@@ -18,8 +18,8 @@ from serving.workbench.gpu import checks
 from serving.workbench.gpu.__main__ import main as bench
 from serving.workbench.gpu.checks import SECTIONS, files_of
 from serving.workbench.gpu.parts import PARTS, InPart, names_in, write_section
+from serving.workbench.gpu.run import SECTIONS as BENCHES
 from serving.workbench.gpu.run import SLACK_S
-from serving.workbench.gpu.sections import SECTIONS as BENCHES
 
 pytestmark = pytest.mark.long
 

@@ -16,7 +16,7 @@ from typing import Annotated
 from pydantic import Field
 
 from serving.arguments.fields import Flag
-from serving.workbench.bench.options import SERVER, BlockOptions, Checkpoint, Dtypes
+from serving.workbench.bench.options import SERVER, BlockOptions, Counts, Dtypes, ModelFolder
 from serving.workbench.bench.peers.process import Arm, EngineProcess, running_engine, wait_for_rest
 from serving.workbench.bench.peers.results import OURS, LoadResult, Visit, measure_load
 from serving.workbench.bench.server.figures import figures_of
@@ -39,15 +39,12 @@ class Part(StrEnum):
     """requests over HTTP, several clients at a time"""
 
 
-_Count = Annotated[int, Field(ge=1)]
-
-
 class Options(BlockOptions):
     """What to measure."""
 
     measures = SERVER
 
-    model: Annotated[Checkpoint, Flag(positional=True), Field(description="folder of a Hugging Face checkpoint")]
+    model: ModelFolder
     vllm: Annotated[
         str | None, Flag(metavar="PYTHON"), Field(description="interpreter of an environment with vLLM for CPUs")
     ] = None
@@ -61,7 +58,7 @@ class Options(BlockOptions):
     output_len: Annotated[int, Field(ge=1, description="offline, served: new tokens of a prompt")] = 64
     one_output_len: Annotated[int, Field(ge=1, description="one: new tokens")] = 256
     first_input_len: Annotated[int, Field(ge=1, description="first: tokens of the prompt")] = 4000
-    clients: Annotated[tuple[_Count, ...], Field(min_length=1, description="served: requests at a time")] = (16, 64)
+    clients: Annotated[Counts, Field(description="served: requests at a time")] = (16, 64)
     requests: Annotated[int, Field(ge=1, description="served: requests of every client, one after the other")] = 2
     timeout_s: Annotated[float, Field(gt=0, description="an engine may take that long to start, or for a visit")] = (
         900.0

@@ -36,12 +36,11 @@ from model_runner import ModelRunner, Step
 from model_runner.auto.step_settings import Proposal, StepSettings
 from model_runner.parallel.transport import most_chunks
 from moe import EmulatedLink
-from serving.arguments.fields import Flag
 from serving.progress import progress
 from serving.ranks import run_ranks
 from serving.workbench.arms.cells import Cell, Grid, arm_config, kv_blocks_needed, make_batch, requests_needed
 from serving.workbench.arms.cost_table import SERIAL_ARM, Setting
-from serving.workbench.bench.options import DECIDING, Checkpoint, LatencyUs, Ranks, ReportOptions
+from serving.workbench.bench.options import DECIDING, LatencyUs, ModelFolder, Ranks, ReportOptions
 from serving.workbench.bench.statistics import Interval, ratio_of_sums
 from serving.workbench.bench.step_setting import StepSetting, calibrate, slowest_rank
 from ubatch import SCHEDULES, CommGroup, Schedule, UBatchConfig
@@ -56,7 +55,7 @@ class Options(ReportOptions):
 
     measures = DECIDING
 
-    model: Annotated[Checkpoint, Flag(positional=True), Field(description="folder of a Hugging Face checkpoint")]
+    model: ModelFolder
     ranks: Ranks = 2
     steps: Annotated[int, Field(ge=20, description="steps of the load, over each link")] = 800
     compared: Annotated[float, Field(gt=0, le=1, description="share of the steps that every arm runs")] = 0.25

@@ -35,7 +35,7 @@ from serving.scheduler import SchedulerConfig
 from serving.text.tokenizer import load_tokenizer
 from serving.workbench.bench.corpus import read_corpus
 from serving.workbench.bench.generate import completions
-from serving.workbench.bench.options import BlockOptions, Checkpoint
+from serving.workbench.bench.options import BlockOptions, Checkpoint, Counts
 from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, table
 from ubatch import ConfigError, DeclineReason, UBatchError
 from ubatch.process.cores import num_cores
@@ -59,10 +59,7 @@ class Options(BlockOptions):
     num_draft_tokens: Annotated[int, Field(ge=1, description="drafts of a chain, and steps of the head")] = 3
     tree_topk: Annotated[int, Field(ge=2, description="guesses that each step of a tree continues")] = 2
     tree_draft_tokens: Annotated[int, Field(ge=1, description="drafts of a tree")] = 5
-    batches: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, description="requests at once")] = (
-        1,
-        8,
-    )
+    batches: Annotated[Counts, Field(description="requests at once")] = (1, 8)
     prompts: Annotated[int, Field(ge=1, description="prompts: pieces of held-out source files")] = 8
     input_len: Annotated[int, Field(ge=1, description="their tokens")] = 64
     output_len: Annotated[int, Field(ge=2, description="tokens of their continuations")] = 64

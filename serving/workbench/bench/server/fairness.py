@@ -27,7 +27,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from serving.arguments.fields import Flag
-from serving.workbench.bench.options import SERVER, Checkpoint, Ranks, ReportOptions
+from serving.workbench.bench.options import SERVER, ModelFolder, Ranks, ReportOptions
 from serving.workbench.bench.server.figures import Spread, figures_of
 from serving.workbench.bench.server.load import Load, make_tasks, read_steps, served_model
 from serving.workbench.bench.server.process import ServerProcess, running_server
@@ -44,7 +44,7 @@ class Options(ReportOptions):
 
     measures = SERVER
 
-    model: Annotated[Checkpoint, Flag(positional=True), Field(description="folder of a Hugging Face checkpoint")]
+    model: ModelFolder
     ranks: Ranks = 2
     emulated_link: Annotated[
         tuple[float, float], Flag(metavar="US MB/S"), Field(description="latency and bandwidth between them")
