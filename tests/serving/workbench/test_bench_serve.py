@@ -17,7 +17,16 @@ from served import wait_until
 from serving.arguments.parser import parse_options
 from serving.workbench.bench.server.figures import figures_of
 from serving.workbench.bench.server.load import Dataset, Load, make_tasks
-from serving.workbench.bench.server.requests import Endpoint, Outcome, RequestFailed, Server, Status, Task, send_all
+from serving.workbench.bench.server.requests import (
+    Endpoint,
+    Outcome,
+    RequestFailed,
+    Server,
+    Status,
+    Task,
+    send_all,
+    send_and_check,
+)
 from serving.workbench.bench.server.serve import Options, run
 from ubatch import ConfigError
 
@@ -109,6 +118,8 @@ def test_a_failure_is_counted_and_the_others_go_on(stub: Stub, wrong: Wrong, mes
     assert message in str(outcomes[1].error)
     figures = figures_of(outcomes)
     assert (figures.ok, figures.failed, figures.first_error) == (2, 1, outcomes[1].error)
+    with pytest.raises(RequestFailed, match="1 of 2 requests failed: "):
+        asyncio.run(send_and_check(Server(stub.url, "stub"), [Task(0, [1], 3), Task(1, [wrong], 3)]))
 
 
 def test_an_answer_that_is_not_json_fails(stub: Stub) -> None:
