@@ -37,9 +37,10 @@ from tqdm import tqdm
 from train_tiny_moe import encode, learning_rate, make_parser, parse_args, prepare
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, generate
-from model_runner.drafting import DraftProposer, DraftShape, load_draft
+from model_runner import ModelRunner, SamplingParams, generate
+from serving.llm import LLM
 from serving.workbench.bench.corpus import Corpus, read_corpus
+from serving.workbench.bench.generate import completions
 
 MODELS = Path(__file__).resolve().parent / "models"
 DEFAULT_TARGET = MODELS / "tiny-moe"
@@ -274,30 +275,12 @@ def save(head: Head, out: Path) -> None:
 
 
 def measure(target_path: Path, head_path: Path, prompts: Tensor) -> str:
-    """Continues every prompt with drafts of the head, in the model runner that is also used for serving; returns how
-    many drafts were accepted, in words."""
-    verify_steps, right = 0, [0] * NUM_DRAFTS
-    params = SamplingParams(max_tokens=MEASURED_TOKENS, ignore_eos=True)
-    with ModelRunner(target_path) as runner:
-        shape = DraftShape(num_steps=NUM_DRAFTS, topk=1, num_drafts=NUM_DRAFTS, sampled=False)
-        proposer = DraftProposer(runner, load_draft("eagle", head_path, runner), shape)
-        runner.set_observer(proposer)
-        requests = [Request(index, prompt, params) for index, prompt in enumerate(prompts.tolist())]
-        for request in requests:
-            runner.admit(request, request.num_prompt_tokens + MEASURED_TOKENS + proposer.num_places)
-        output = runner.execute([ScheduledRequest(request, request.num_tokens) for request in requests])
-        for request, new in zip(requests, output.tokens, strict=True):
-            request.advance(request.num_prompt_tokens, new[0])
-        while running := [request for request in requests if request.num_output_tokens < MEASURED_TOKENS]:
-            drafts = proposer.propose(running, [NUM_DRAFTS] * len(running))
-            pairs = zip(running, drafts, strict=True)
-            output = runner.execute([ScheduledRequest(request, 1, draft.tokens) for request, draft in pairs])
-            for request, new in zip(running, output.tokens, strict=True):
-                verify_steps += 1
-                for place in range(len(new) - 1):
-                    right[place] += 1
-                request.num_computed_tokens += len(new)
-                request.token_ids += new
+    """Continues every prompt with drafts of the head, as a server does; returns how many drafts were accepted, in
+    words."""
+    asked = {"speculative_draft_model_path": head_path, "speculative_num_steps": NUM_DRAFTS}
+    with LLM(target_path, speculative_algorithm="eagle", max_num_seqs=len(prompts), **asked) as llm:
+        completions(llm, prompts.tolist(), MEASURED_TOKENS)
+        verify_steps, right = llm.statistics[0].num_drafts, llm.statistics[0].accepted_per_position
     return (
         f"held-out source text, greedy, {NUM_DRAFTS} drafts: mean accepted length {1 + sum(right) / verify_steps:.2f} "
         f"(accepted drafts + 1) over {verify_steps} verify steps of {len(prompts)} prompts; accepted per place: "
@@ -307,7 +290,6 @@ def measure(target_path: Path, head_path: Path, prompts: Tensor) -> str:
 
 def run(args: argparse.Namespace) -> None:
     """Trains, saves to `args.out` and prints how well the saved head drafts."""
-    started = time.monotonic()
     prepare(args)
     target_path, out, steps, seed = args.target, args.out, args.steps, args.seed
     target = Target.load(target_path)
@@ -315,7 +297,7 @@ def run(args: argparse.Namespace) -> None:
     stream = encode(target.tokenizer, corpus.train[: 8 * steps])  # a smoke test need not read all of it
     generator = torch.Generator().manual_seed(seed)
     generated = generate_windows(target_path, stream, min(GENERATED_SEQUENCES, 8 * steps), generator)
-    print(f"generated {generated.numel():,} tokens after {time.monotonic() - started:.0f} s")
+    print(f"generated {generated.numel():,} tokens after {time.monotonic() - args.started:.0f} s")
     head = Head(head_config(target.model.config))
     with torch.no_grad():  # both halves of the input start with equal magnitude
         loudness = target.features(generated[:4]).square().mean() / target.embeddings.square().mean()
@@ -323,7 +305,7 @@ def run(args: argparse.Namespace) -> None:
     train(head, target, stream, generated, steps, seed)
     save(head, out)
     size = (out / "model.safetensors").stat().st_size
-    print(f"wrote {out} ({size / 1e6:.2f} MB) in {(time.monotonic() - started) / 60:.1f} min")
+    print(f"wrote {out} ({size / 1e6:.2f} MB) in {(time.monotonic() - args.started) / 60:.1f} min")
     print(measure(target_path, out, held_out_prompts(target.tokenizer, corpus, seed)[: 8 * steps]))
 
 

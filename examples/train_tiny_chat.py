@@ -25,7 +25,6 @@ import json
 import random
 import re
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,16 +35,14 @@ from train_tiny_moe import (
     END_OF_TEXT,
     build_model,
     byte_level_bpe,
-    evaluate,
     make_parser,
-    parse_args,
     prepare,
-    save_checkpoint,
-    train,
+    run_script,
+    train_and_save,
 )
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from serving.workbench.bench.corpus import CorpusMissing, read_corpus
+from serving.workbench.bench.corpus import read_corpus
 
 DEFAULT_OUT = Path(__file__).resolve().parent / "models" / "tiny-chat"
 DEFAULT_STEPS = 400
@@ -229,8 +226,6 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor
 
 
 def run(args: argparse.Namespace) -> None:
-    """Trains, saves to `args.out` and prints the loss and an answer."""
-    started = time.monotonic()
     prepare(args)
     corpus = read_corpus(args.seed)
     texts = make_texts(corpus.train, args.seed)
@@ -244,17 +239,7 @@ def run(args: argparse.Namespace) -> None:
     print(
         f"{len(texts)} conversations, {len(stream):,} tokens; {model.num_parameters():,} parameters; {args.steps} steps"
     )
-    train(model, stream, args.steps, args.seed)
-    model.to(torch.bfloat16)
-    save_checkpoint(model, tokenizer, args.out)
-    model.to(torch.float32)
-    (train_loss, _), (held_out_loss, busiest) = (evaluate(model, each, 64) for each in (stream, held_out))
-    size = sum(path.stat().st_size for path in args.out.iterdir() if path.is_file())
-    print(
-        f"loss: train {train_loss:.3f}, held out {held_out_loss:.3f} nats per token\n"
-        f"busiest expert of any layer: {busiest:.0%} of the held-out tokens\n"
-        f"wrote {args.out} ({size / 1e6:.2f} MB) in {(time.monotonic() - started) / 60:.1f} min"
-    )
+    train_and_save(model, tokenizer, (stream, held_out), args, most_windows=64)
 
 
 def main() -> int:
@@ -264,13 +249,7 @@ def main() -> int:
         DEFAULT_STEPS,
     )
     parser.set_defaults(threads=1)  # a model this small gains little from a second one
-    args = parse_args(parser, DEFAULT_OUT)
-    try:
-        run(args)
-    except (CorpusMissing, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_script(parser, DEFAULT_OUT, run)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +223,8 @@ def save_checkpoint(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFa
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Makes the output folder, and the run reproducible."""
+    """Makes the output folder, and the run reproducible; starts its clock."""
+    args.started = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)  # fail now if it is not writable, not after 15 minutes
     torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(True)
@@ -230,11 +232,31 @@ def prepare(args: argparse.Namespace) -> None:
     transformers_logging.disable_progress_bar()
 
 
+def train_and_save(
+    model: Qwen3MoeForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    streams: tuple[torch.Tensor, torch.Tensor],
+    args: argparse.Namespace,
+    most_windows: int,
+) -> None:
+    """Trains on the first of two streams, saves to `args.out` and prints the losses of the saved weights on both."""
+    train(model, streams[0], args.steps, args.seed)
+    model.to(torch.bfloat16)
+    save_checkpoint(model, tokenizer, args.out)
+    model.to(torch.float32)  # weights as stored, computed in fp32, which is how the checkpoint is used
+    (train_loss, _), (held_out_loss, busiest) = (evaluate(model, each, most_windows) for each in streams)
+    size = sum(path.stat().st_size for path in args.out.iterdir() if path.is_file())
+    print(
+        f"loss: train {train_loss:.3f}, held out {held_out_loss:.3f} nats per token\n"
+        f"busiest expert of any layer: {busiest:.0%} of the held-out tokens "
+        f"(balanced: {model.config.num_experts_per_tok / model.config.num_experts:.0%})\n"
+        f"wrote {args.out} ({size / 1e6:.2f} MB) in {(time.monotonic() - args.started) / 60:.1f} min"
+    )
+
+
 def run(args: argparse.Namespace) -> None:
-    """Trains, saves to `args.out` and prints the losses of the saved weights."""
-    started = time.monotonic()
     prepare(args)
-    out, steps = args.out, args.steps
+    steps = args.steps
     corpus = read_corpus(args.seed)
     texts = corpus.train[: 8 * steps]  # a smoke test need not read all of it
     tokenizer = train_tokenizer(texts)
@@ -245,22 +267,7 @@ def run(args: argparse.Namespace) -> None:
         f"{len(held_out_stream):,} tokens\n"
         f"model: {model.num_parameters():,} parameters; {steps} steps of {BATCH_SIZE} x {SEQUENCE_LENGTH} tokens"
     )
-
-    train(model, train_stream, steps, args.seed)
-
-    model.to(torch.bfloat16)
-    save_checkpoint(model, tokenizer, out)
-    model.to(torch.float32)  # weights as stored, computed in fp32, which is how the checkpoint is used
-    most_windows = min(EVALUATION_WINDOWS, 8 * steps)
-    train_loss, _ = evaluate(model, train_stream, most_windows)
-    held_out_loss, busiest = evaluate(model, held_out_stream, most_windows)
-    size = sum(path.stat().st_size for path in out.iterdir() if path.is_file())
-    print(
-        f"loss: train {train_loss:.3f}, held out {held_out_loss:.3f} nats per token\n"
-        f"busiest expert of any layer: {busiest:.0%} of the held-out tokens "
-        f"(balanced: {model.config.num_experts_per_tok / model.config.num_experts:.0%})\n"
-        f"wrote {out} ({size / 1e6:.2f} MB) in {(time.monotonic() - started) / 60:.1f} min"
-    )
+    train_and_save(model, tokenizer, (train_stream, held_out_stream), args, min(EVALUATION_WINDOWS, 8 * steps))
 
 
 def make_parser(description: str, steps: int) -> argparse.ArgumentParser:
@@ -289,19 +296,24 @@ def parse_args(parser: argparse.ArgumentParser, committed: Path) -> argparse.Nam
     return args
 
 
-def main() -> int:
-    parser = make_parser(
-        "Train a tiny Qwen3-MoE on the Python standard library's source and save it as a Hugging Face checkpoint. No "
-        "downloads; under 20 minutes on 2 CPU cores.",
-        DEFAULT_STEPS,
-    )
-    args = parse_args(parser, DEFAULT_OUT)
+def run_script(parser: argparse.ArgumentParser, committed: Path, run: Callable[[argparse.Namespace], None]) -> int:
+    """Reads the flags and runs the script; returns its exit status."""
+    args = parse_args(parser, committed)
     try:
         run(args)
     except (CorpusMissing, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def main() -> int:
+    parser = make_parser(
+        "Train a tiny Qwen3-MoE on the Python standard library's source and save it as a Hugging Face checkpoint. No "
+        "downloads; under 20 minutes on 2 CPU cores.",
+        DEFAULT_STEPS,
+    )
+    return run_script(parser, DEFAULT_OUT, run)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from checkpoints import load_reference, make_checkpoint, reference_greedy
 from attention.linear.plan import LinearPlan
 from model_runner import ModelRunner, SamplingParams, generate
 from ranks import run_ranks
-from serving.workbench.arms.batches import make_batch
-from serving.workbench.arms.cells import Arm, Cell, Grid
+from serving.workbench.arms.cells import Arm, Cell, Grid, make_batch
 from serving.workbench.arms.programs import read_steps, traced_step, write_steps
 from serving.workbench.arms.stages import best_schedules, layer_times
 from serving.workbench.arms.steps import ArmSteps

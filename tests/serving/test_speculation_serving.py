@@ -30,7 +30,7 @@ from serving.requests import DraftCounts, EngineStatistics, RequestInput
 from serving.scheduler import SchedulerConfig
 from serving.scheduler.request import shares_of
 from serving.scheduler.speculation import depth_of
-from serving.workbench.bench.runtime.speculation_census import census_of
+from serving.workbench.bench.runtime.speculation import census_of
 from ubatch import ConfigError, ForwardMode, UBatchConfig
 
 pytestmark = pytest.mark.long

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from serving import LLM
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.requests import RequestInput
-from serving.workbench.bench.runtime.speculation_census import census_of, take_census
+from serving.workbench.bench.runtime.speculation import census_of, take_census
 from ubatch import CommGroup, UBatchConfig
 
 pytestmark = pytest.mark.ranks

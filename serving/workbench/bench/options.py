@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -24,6 +24,17 @@ Checkpoint = Annotated[Path, AfterValidator(_is_checkpoint)]
 """The folder of a Hugging Face checkpoint."""
 
 
+ModelFolder = Annotated[Checkpoint, Flag(positional=True), Field(description="folder of a Hugging Face checkpoint")]
+Counts = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
+Ranks = Annotated[int, Field(ge=2, description="data- and expert-parallel ranks")]
+LatencyUs = Annotated[float, Field(ge=0, description="the link's latency")]
+Dtype = Literal["float32", "bfloat16"]
+Dtypes = Annotated[tuple[Dtype, ...], Field(min_length=1, description="of the model")]
+ServeFlags = Annotated[
+    str,
+    Flag(metavar='"FLAG ..."'),
+    Field(description="more flags of the server, as in --serve-flags='--ubatch-size 3'"),
+]
 _RUNNER = Path(__file__).parents[3] / "model_runner"
 _PARTS = sorted(each.name for each in (*_RUNNER.glob("*.py"), *_RUNNER.glob("[!_]*/")) if each.name != "auto")
 ENGINE = ("ubatch", "moe", "attention", *(f"model_runner/{part}" for part in _PARTS), "model_runner/auto/step_cost.py")
@@ -33,7 +44,15 @@ DECIDING = (*ENGINE, "model_runner/auto")
 SERVER = (*DECIDING, "serving/api", "serving/engine", "serving/scheduler", "serving/text", "serving/llm.py")
 
 
-class ReportOptions(Group):
+class FileOptions(Group):
+    """Options of a command that can write what it found to a file."""
+
+    json_file: Annotated[
+        Path | None, Flag(name="json", metavar="FILE"), Field(description="write raw arms and results here")
+    ] = None
+
+
+class ReportOptions(FileOptions):
     """Options of a benchmark that can write its figures to a file.
 
     Attributes:
@@ -43,10 +62,6 @@ class ReportOptions(Group):
 
     unwritten: ClassVar[frozenset[str]] = frozenset()
     measures: ClassVar[tuple[str, ...]] = ENGINE
-
-    json_file: Annotated[
-        Path | None, Flag(name="json", metavar="FILE"), Field(description="write raw arms and results here")
-    ] = None
 
     def write(self, figures: Mapping[str, Any]) -> None:
         """Write `figures`, the machine and these options if a file was asked for, and print its name."""

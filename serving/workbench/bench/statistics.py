@@ -19,18 +19,8 @@ from ubatch.process.cores import num_cores
 _RESAMPLES = 2000
 _DRIFT_BLOCKS = 20
 _FLAGS = (
-    *(
-        "amx_tile",
-        "amx_bf16",
-        "amx_fp16",
-        "amx_int8",
-        "avx512_bf16",
-        "avx512_fp16",
-        "avx512_vnni",
-        "avx512f",
-        "avx_vnni",
-    ),
-    *("avx2", "fma", "bf16", "i8mm", "sve"),
+    *("amx_tile", "amx_bf16", "amx_fp16", "amx_int8", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx512f"),
+    *("avx_vnni", "avx2", "fma", "bf16", "i8mm", "sve"),
 )
 """Instructions, x86's and ARM's, that decide how fast a processor multiplies matrices."""
 
@@ -73,24 +63,35 @@ def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float]) ->
     return Interval(sum(numerators) / sum(denominators), float(low), float(high))
 
 
+Arm = Callable[[], float | Mapping[str, float]]
+"""Runs something once; returns its time, or several figures by name."""
+
+
 def interleave_arms(
-    arms: Mapping[str, Callable[[], float]], blocks: int, *, label: str = "", show: bool = True
+    arms: Mapping[str, Arm], blocks: int, *, label: str = "", show: bool = True
 ) -> dict[str, list[float]]:
-    """Run every arm twice a block, forwards then backwards (A B B A); returns the block means per arm.
+    """Run every arm twice a block, forwards then backwards (A B B A); returns the block means per arm, or per figure of
+    the arms that return several.
 
     One unrecorded round comes first.
     """
     for arm in arms.values():
         arm()
-    order = [*arms, *reversed(list(arms))]
-    measured: dict[str, list[float]] = {name: [] for name in arms}
+    measured: dict[str, list[float]] = {}
     for _ in progress(range(blocks), desc=label or "blocks", show=show):
-        block: dict[str, list[float]] = {name: [] for name in arms}
-        for name in order:
-            block[name].append(arms[name]())
+        block: dict[str, list[float]] = {}
+        for name in (*arms, *reversed(list(arms))):
+            found = arms[name]()
+            for what, value in (found if isinstance(found, Mapping) else {name: found}).items():
+                block.setdefault(what, []).append(value)
         for name, values in block.items():
-            measured[name].append(sum(values) / len(values))
+            measured.setdefault(name, []).append(sum(values) / len(values))
     return measured
+
+
+def fastest(arms: Mapping[str, Sequence[float]], names: Iterable[str]) -> str:
+    """Of these arms, the one with the smallest median."""
+    return min(names, key=lambda name: float(np.median(arms[name])))
 
 
 def timed(arm: Callable[[], object], synchronize: Callable[[], object] = lambda: None) -> Callable[[], float]:
@@ -119,6 +120,12 @@ def environment() -> dict[str, Any]:
         "cores": num_cores(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
+
+
+def print_machine() -> None:
+    """Print the processor, its cores and its instructions for products."""
+    here = environment()
+    print(f"{here['processor']}, {here['cores']} cores; {' '.join(here['processor_flags'])}")
 
 
 def _processor() -> dict[str, str]:
@@ -152,6 +159,16 @@ def columns(rows: Iterable[Sequence[str]], indent: int = 2) -> str:
         cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
         lines.append(" " * indent + "  ".join(cells))
     return "\n".join(lines)
+
+
+def table(head: Mapping[str, str], rows: Iterable[Sequence[object]], indent: int = 2) -> str:
+    """A table as text. `head` has the name of every column, and how its values are written; None is a dash."""
+
+    def shown(value: object, spec: str) -> str:
+        return "-" if value is None else value if isinstance(value, str) else format(value, spec)
+
+    cells = ([shown(*pair) for pair in zip(row, head.values(), strict=True)] for row in rows)
+    return columns([list(head), *cells], indent)
 
 
 def print_arms(arms: Mapping[str, Sequence[float]], spec: str, indent: int = 2, unit: str = "ms") -> None:

@@ -35,7 +35,8 @@ from serving.hub import fetch_weights, find_checkpoint
 from serving.options.flags.fields import one_of
 from serving.workbench.arms.cells import arm_config
 from serving.workbench.arms.programs import Programs, gather_steps, traced_step
-from serving.workbench.bench.options import ENGINE, BlockOptions
+from serving.workbench.bench.options import ENGINE, BlockOptions, Dtype, LatencyUs, Ranks
+from serving.workbench.bench.statistics import Arm, interleave_arms
 from ubatch import (
     SCHEDULES,
     CommGroup,
@@ -47,6 +48,15 @@ from ubatch import (
 )
 from ubatch.schedules.schedule import SERIAL
 
+RANDOM_MODELS: Mapping[str, type[RandomQwen3Moe] | type[RandomDeepseekV3]] = {
+    "qwen3-moe": RandomQwen3Moe,
+    "deepseek-v3": RandomDeepseekV3,
+}
+Random = Annotated[
+    Literal["qwen3-moe", "deepseek-v3"],
+    Field(description="architecture of the random model of about 100 M parameters; deepseek-v3 has shared experts"),
+]
+
 
 class ModelOptions(BlockOptions):
     """The model."""
@@ -56,10 +66,7 @@ class ModelOptions(BlockOptions):
     model: Annotated[
         Path | None, Field(description="checkpoint folder, or name on the hub; random weights if not given")
     ] = None
-    random: Annotated[
-        Literal["qwen3-moe", "deepseek-v3"],
-        Field(description="architecture of the random model of about 100 M parameters; deepseek-v3 has shared experts"),
-    ] = "qwen3-moe"
+    random: Random = "qwen3-moe"
     layers: Annotated[int | None, Field(ge=2, description="of the random model; 8 if not given")] = None
 
 
@@ -70,11 +77,11 @@ _MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 class StepOptions(ModelOptions):
     """The steps, and the link under them."""
 
-    dtype: Annotated[Literal["float32", "bfloat16"], Field(description="of the model and its transfers")] = "float32"
-    ranks: Annotated[int, Field(ge=2, description="data- and expert-parallel ranks")] = 2
+    dtype: Annotated[Dtype, Field(description="of the model and its transfers")] = "float32"
+    ranks: Ranks = 2
     sequences: Annotated[int, Field(ge=2, description="prompts per rank and step")] = 8
     sequence_length: Annotated[int, Field(ge=1, description="tokens of a prompt")] = 128
-    latency_us: Annotated[float, Field(ge=0, description="the link's latency")] = 20.0
+    latency_us: LatencyUs = 20.0
     schedule: Annotated[str, one_of(SCHEDULES), Field(description=f"one of {', '.join(SCHEDULES)}")] = (
         "mlp_shared_overlap"
     )
@@ -105,12 +112,13 @@ class Setting(ABC):
         link: the emulated link between them.
 
     Attributes:
-        cpu_ms: CPU time of the last timed step, over all threads of this rank, which share one core.
+        wall_ms: time of the last timed step.
+        cpu_ms: its CPU time, over all threads of this rank, which share one core.
     """
 
     def __init__(self, model: nn.Module, config: UBatchConfig, group: CommGroup | None, link: EmulatedLink) -> None:
         self.model, self.config, self.group, self.link = model, config, group, link
-        self.cpu_ms = 0.0
+        self.wall_ms = self.cpu_ms = 0.0
         self._wrappers: dict[Schedule, UBatchWrapper] = {}
 
     @abstractmethod
@@ -133,7 +141,8 @@ class Setting(ABC):
         start, cpu_start = time.perf_counter(), time.process_time()
         self.step(schedule)
         self.cpu_ms = (time.process_time() - cpu_start) * 1e3
-        return (time.perf_counter() - start) * 1e3
+        self.wall_ms = (time.perf_counter() - start) * 1e3
+        return self.wall_ms
 
     def check_equal(self, schedules: Sequence[Schedule]) -> None:
         """Check that every schedule computes the same as an unsplit step, within rounding.
@@ -189,7 +198,7 @@ def model_folder(options: ModelOptions) -> Iterator[Path]:
         fetch_weights(located, "--model")
         yield located.folder
         return
-    size = RandomQwen3Moe() if options.random == "qwen3-moe" else RandomDeepseekV3()
+    size = RANDOM_MODELS[options.random]()
     if options.layers is not None:
         size = replace(size, num_hidden_layers=options.layers)
     with tempfile.TemporaryDirectory() as folder:
@@ -276,37 +285,26 @@ class SplitCompute:
     """An arm that runs a schedule's lanes one after the other without waiting, and records the times of their stages.
 
     The link delivers at once, and records how long it would have been busy; see `serving.workbench.arms.programs`.
+
+    Args:
+        names: of its three figures: milliseconds of the step, of the CPU ("split compute"), and of the busy link.
     """
 
-    def __init__(self, setting: Setting, schedule: Schedule) -> None:
+    def __init__(self, setting: Setting, schedule: Schedule, names: tuple[str, str, str]) -> None:
         self._setting = setting
         self._schedule = schedule.one_by_one()
-        self._cpu_ms: list[float] = []
-        self._link_ms: list[float] = []
-        self._wall_ms = 0.0
+        self._names = names
         self._around_ms: list[float] = []
         self._programs: list[Programs] = []
 
-    def __call__(self) -> float:
-        """Run a step; returns its milliseconds."""
-        self._setting.link.reset_statistics()
-        traced = traced_step(self._step, self._setting.link)
+    def __call__(self) -> dict[str, float]:
+        """Run a step; returns its figures."""
+        setting, link = self._setting, self._setting.link
+        link.reset_statistics()
+        traced = traced_step(lambda: setting.timed(self._schedule), link)
         self._programs.append(traced.programs)
-        self._around_ms.append(self._wall_ms - traced.lanes_s * 1e3)
-        self._link_ms.append(self._setting.link.statistics().busy_s * 1e3)
-        return self._wall_ms
-
-    def _step(self) -> None:
-        self._wall_ms = self._setting.timed(self._schedule)
-        self._cpu_ms.append(self._setting.cpu_ms)
-
-    def compute_ms(self, blocks: int) -> list[float]:
-        """CPU milliseconds per block: the split compute."""
-        return block_means(self._cpu_ms, blocks)
-
-    def communication_ms(self, blocks: int) -> list[float]:
-        """The link's busy milliseconds per block."""
-        return block_means(self._link_ms, blocks)
+        self._around_ms.append(setting.wall_ms - traced.lanes_s * 1e3)
+        return dict(zip(self._names, (setting.wall_ms, setting.cpu_ms, link.statistics().busy_s * 1e3), strict=True))
 
     def steps(self) -> list[list[Programs]]:
         """Every rank's programs of all steps but the first, for the simulator; every rank calls it."""
@@ -317,10 +315,9 @@ class SplitCompute:
         return slowest_rank({"": [median(self._around_ms)]})[""][0]
 
 
-def block_means(values: Sequence[float], blocks: int) -> list[float]:
-    """Block means of `values`: one warm-up value, then two values per block."""
-    kept = list(values)[-2 * blocks :]
-    return [(a + b) / 2 for a, b in zip(kept[::2], kept[1::2], strict=True)]
+def interleave_on_ranks(arms: Mapping[str, Arm], blocks: int, label: str) -> dict[str, list[float]]:
+    """`interleave_arms` on every rank; for each block, the slowest rank's."""
+    return slowest_rank(interleave_arms(arms, blocks, label=label, show=bool(label) and dist.get_rank() == 0))
 
 
 def slowest_rank(arms: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:

@@ -4,7 +4,7 @@
     parts       chooses sections, the most important ones first
     report      figures with their goals, tables, JSON, markdown
     bench       shared by the sections: the device, timing on it, its ceilings, the time budget
-    sections    the list of sections; `run` runs each in a process of its own, so that one's failure spares the others
+    run         the list of sections; runs each in a process of its own, so that one's failure spares the others
     experts     fused MoE against the bandwidth floor, the matrix peak, and peers
     attention   paged decode attention against the copy bandwidth
     prefill     overlapped prefill against the best serial one, over `host_loopback`, in graphs

@@ -27,8 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     from serving.workbench.gpu.parts import names_in, why_not_into
-    from serving.workbench.gpu.run import Options, run
-    from serving.workbench.gpu.sections import SECTIONS
+    from serving.workbench.gpu.run import SECTIONS, Options, run
     from ubatch import ConfigError
 
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -70,7 +69,7 @@ def _fake_graphs() -> Any:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     from serving.workbench.gpu.parts import PARTS
-    from serving.workbench.gpu.sections import SECTIONS
+    from serving.workbench.gpu.run import SECTIONS
 
     parser = argparse.ArgumentParser(prog="python -m serving.workbench.gpu", description="The GPU benchmarks.")
     parser.add_argument(

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from attention import AttentionShape, make_attention_backend, make_kv_cache
+from serving.workbench.arms.cells import scattered_metadata
 from serving.workbench.bench.statistics import bootstrap, paired
 from serving.workbench.gpu.bench import Bench
-from serving.workbench.gpu.model import make_metadata
 from serving.workbench.gpu.report import Arms, Section, in_a_line
-from ubatch import ForwardMode
 
 _OURS = "triton"
 _PEERS = ("flashinfer", "trtllm_mha")
@@ -56,7 +55,7 @@ def decode(bench: Bench, section: Section) -> None:
 
 def _measure(bench: Bench, section: Section, shape: AttentionShape, batch: int, context: int) -> Arms:
     torch.manual_seed(batch)
-    metadata = make_metadata([1] * batch, [context] * batch, _PAGE, bench.device, ForwardMode.DECODE)
+    metadata = scattered_metadata(batch, 1, context, _PAGE, bench.device)
     blocks = batch * -(-context // _PAGE)
     cache: Any = make_kv_cache(shape.cache_spec(1, _PAGE, bench.dtype), blocks, bench.device)
     for pool in (cache.key_pool, cache.value_pool):

@@ -17,6 +17,7 @@ from model_runner.random_checkpoint import RandomQwen3Moe
 from model_runner.weights.hf_config import HFConfig
 from model_runner.weights.weights import Checkpoint
 from moe import All2All, FusedMoEModularKernel
+from serving.workbench.arms.cells import scattered_metadata
 from serving.workbench.gpu.bench import Bench
 from ubatch import (
     CapturedGraph,
@@ -157,7 +158,7 @@ class Step:
         for pool in (cache.key_pool, cache.value_pool):
             pool.memory.normal_()  # as if earlier steps had written it
         self.attention = UBatchAttention(config.attention, cache, "triton")
-        self.metadata = make_metadata([query_len] * requests, [seq_len] * requests, _PAGE, bench.device, self.mode)
+        self.metadata = scattered_metadata(requests, query_len, seq_len, _PAGE, bench.device)
         self.slices = split_requests([query_len] * requests, decode=query_len == 1, num_ubatches=LANES)
         parts = split_attn_metadata(self.slices, self.metadata)
 
@@ -223,16 +224,3 @@ class Step:
 
     def _context(self, metadata: CommonAttentionMetadata, plan: Any) -> ForwardContext:
         return ForwardContext(attn_metadata=plan, num_tokens=metadata.num_actual_tokens, mode=self.mode)
-
-
-def make_metadata(
-    query_lens: Sequence[int], seq_lens: Sequence[int], page: int, device: torch.device, mode: ForwardMode
-) -> CommonAttentionMetadata:
-    """Metadata of requests of equal length, the new tokens included, whose pages of `page` tokens are scattered over a
-    cache of just the size needed."""
-    requests, pages = len(seq_lens), -(-seq_lens[0] // page)
-    generator = torch.Generator().manual_seed(0)
-    table = torch.randperm(requests * pages, generator=generator).view(requests, pages).int()
-    places = torch.arange(seq_lens[0] - query_lens[0], seq_lens[0])
-    slots = (table.long()[:, places // page] * page + places % page).flatten()
-    return CommonAttentionMetadata.build(query_lens, seq_lens, table.to(device), slots.to(device), mode)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from moe.all2all.host_loopback import HostLoopbackAll2All
-from serving.workbench.bench.statistics import Interval, bootstrap, overlap_figures, paired
+from serving.workbench.bench.statistics import Interval, bootstrap, fastest, overlap_figures, paired
 from serving.workbench.gpu.bench import Bench
 from serving.workbench.gpu.model import LANES, QWEN3_235B_A22B, TINY, Model, Step
 from serving.workbench.gpu.report import Arms, Section
@@ -158,7 +158,7 @@ def figures_of(arms: Arms, ideal_ms: float) -> dict[str, Interval]:
     machine."""
     overlapped = arms["overlapped"]
     efficiency, hidden = overlap_figures(arms["split_compute"], arms["communication"], overlapped)
-    best = min(("serial", "split_serial"), key=lambda name: bootstrap(arms[name]).median)
+    best = fastest(arms, ("serial", "split_serial"))
     return {
         "hidden": hidden,
         "efficiency": efficiency,

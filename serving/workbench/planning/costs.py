@@ -16,10 +16,8 @@ from dataclasses import dataclass, replace
 
 from serving.workbench.planning.constants import Hardware, load_constants
 from serving.workbench.planning.kernels import BF16, FP8, KernelTimes
-from serving.workbench.planning.routing import expected_destinations
-from serving.workbench.planning.shapes import ModelShape
-from serving.workbench.planning.transfers import Transfers
-from serving.workbench.planning.workload import Mode, Workload
+from serving.workbench.planning.shapes import Mode, ModelShape, Workload
+from serving.workbench.planning.transfers import Transfers, expected_destinations
 from ubatch.schedules.layer_program import LayerTimes
 
 

@@ -12,9 +12,8 @@ from itertools import pairwise
 
 from serving.workbench.planning.constants import PublishedGains, load_constants
 from serving.workbench.planning.costs import LayerCosts
-from serving.workbench.planning.shapes import read_model
-from serving.workbench.planning.steps import plain_step, predict_step
-from serving.workbench.planning.workload import Mode, Workload
+from serving.workbench.planning.plan import plain_step, predict_step
+from serving.workbench.planning.shapes import Mode, Workload, read_model
 from ubatch.schedules.schedule import SCHEDULES
 
 

@@ -11,7 +11,7 @@ simulator predicts the time of the overlapped step.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,14 +23,14 @@ from serving.ranks import run_ranks
 from serving.workbench.arms.programs import predict_step, read_steps
 from serving.workbench.arms.stages import HANDOFF_S
 from serving.workbench.bench.runtime.overlap import Options
-from serving.workbench.bench.statistics import interleave_arms
+from serving.workbench.bench.statistics import Arm
 from serving.workbench.bench.step_setting import (
     SplitCompute,
     StepSetting,
+    interleave_on_ranks,
     measure_load,
     model_folder,
     open_setting,
-    slowest_rank,
 )
 from serving.workbench.planning.gates import Gate
 from ubatch import Schedule
@@ -95,12 +95,13 @@ def _on_rank(rank: int, world_size: int, options: Options, model: Path) -> list[
         load = measure_load(setting, min(options.lanes))
         links = {ratio: load.bandwidth(ratio, setting.link.latency_s) for ratio in options.ratios}
         first = setting.link.bytes_per_s = next(iter(links.values()))
-        stages = {lanes: SplitCompute(setting, setting.schedule(lanes)) for lanes in options.lanes}
-        arms: dict[str, Callable[[], float]] = {f"split {lanes}": arm for lanes, arm in stages.items()}
+        names = ("split", "compute", "communication")
+        stages = {lanes: SplitCompute(setting, setting.schedule(lanes), names) for lanes in options.lanes}
+        arms: dict[str, Arm] = {f"split {lanes}": arm for lanes, arm in stages.items()}
         for ratio, bytes_per_s in links.items():
             for lanes in options.lanes:
                 arms[f"overlapped {lanes} {ratio}"] = partial(_timed_over, setting, lanes, bytes_per_s)
-        walls = slowest_rank(interleave_arms(arms, options.blocks, label="stages and links", show=rank == 0))
+        walls = interleave_on_ranks(arms, options.blocks, "stages and links")
         steps = {lanes: arm.steps() for lanes, arm in stages.items()}
         around_ms = {lanes: arm.around_ms() for lanes, arm in stages.items()}
     gates = []

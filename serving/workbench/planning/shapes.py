@@ -1,4 +1,4 @@
-"""Sizes of a model's matrices for the simulator, read from `config.json` or from the presets."""
+"""Sizes of a model's matrices for the simulator, read from `config.json` or the presets; the step to plan."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,32 @@ def read_model(name: str) -> ModelShape:
             f"{nearest(name, presets)}"
         )
     return ModelShape.from_config(Path(name).name, json.loads(path.read_text(encoding="utf-8")), path)
+
+
+class Mode(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    VERIFY = "verify"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step of every rank.
+
+    Attributes:
+        mode: prefill uses the high-throughput kernels, decode and verify use the low-latency ones.
+        tokens: tokens per rank.
+        context: tokens of a sequence in the cache (decode, verify), or tokens of a prompt (prefill).
+        ep: number of ranks.
+        tokens_per_sequence: 1, except in verify.
+        redundant_experts: copies of experts besides the model's own.
+        skew: load of the busiest rank over the mean; 1 is balanced.
+    """
+
+    mode: Mode
+    tokens: int
+    context: int
+    ep: int
+    tokens_per_sequence: int = 1
+    redundant_experts: int = 0
+    skew: float = 1.0

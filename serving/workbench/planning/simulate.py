@@ -16,22 +16,21 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from serving.arguments.fields import Flag, Group
 from serving.hub import find_checkpoint, looks_like_name
+from serving.workbench.bench.options import FileOptions
 from serving.workbench.bench.provenance import provenance_of
 from serving.workbench.bench.statistics import write_json
 from serving.workbench.planning.constants import load_constants
 from serving.workbench.planning.gates import Gate, published_gates
 from serving.workbench.planning.plan import Plan, make_plan
-from serving.workbench.planning.shapes import read_model
-from serving.workbench.planning.workload import Mode, Workload
+from serving.workbench.planning.shapes import Mode, Workload, read_model
 from ubatch.errors import ConfigError
 
 _COMPARES = ("gates", "measured", "live")
 _TOKENS = {Mode.PREFILL: 8192, Mode.DECODE: 128, Mode.VERIFY: 256}
 
 
-class Options(Group):
+class Options(FileOptions):
     """What to predict."""
 
     hardware: Annotated[str, Field(description="h100-ib, h800-ib, h200-ib, h20-ib or gb200-nvl72")] = "h100-ib"
@@ -57,9 +56,6 @@ class Options(Group):
         tuple[Path, ...], Field(description="compare with files of `ubatch bench overlap --json` instead")
     ] = ()
     live: Annotated[bool, Field(description="measure on this machine and compare instead; takes minutes")] = False
-    json_file: Annotated[
-        Path | None, Flag(name="json", metavar="FILE"), Field(description="write the results here")
-    ] = None
 
 
 def run(options: Options) -> int:

@@ -24,12 +24,10 @@ from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import Alive, Finished, Ready, Shutdown
 from serving.engine.wire.rendezvous import Place, Run, init_ranks
 from serving.processes import check_parent
-from serving.workbench.arms.batches import kv_blocks_needed
-from serving.workbench.arms.cells import Arm
+from serving.workbench.arms.cells import Arm, kv_blocks_needed
 from serving.workbench.arms.programs import gather_texts
 from serving.workbench.arms.steps import ArmSteps
-from serving.workbench.tuning.measure import Plan, Tuner
-from serving.workbench.tuning.state import State
+from serving.workbench.tuning.measure import Plan, State, Tuner
 from ubatch import CommGroup
 from ubatch.process.heartbeat import Heart
 from ubatch.ranks.long_calls import taking_long

@@ -14,7 +14,7 @@ import yaml
 from serving.workbench.arms.cells import Arm, Cell
 from serving.workbench.arms.cost_table import SERIAL_ARM, CostTable, Setting, choose
 from serving.workbench.bench.statistics import columns, paired
-from serving.workbench.tuning.state import State
+from serving.workbench.tuning.measure import State
 from ubatch import SCHEDULES, UBatchConfig
 
 _FLAT = 1.02

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,11 +146,6 @@ def test_attacks_are_named_once_and_fit_the_table() -> None:
     }
 
 
-def test_an_attack_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigError, match="prompts of 900 tokens arrive"):
-        run(Options(model=TINY_MOE, only=("nothing",)))
-
-
 def test_prompts_avoid_the_poisoned_token() -> None:
     target = Target(Server("http://here:8000", "m"), [1, 2, 3], 4, 64, 10, 1.0)
     assert set(target.prompt(100)) == {1, 2, 3}
@@ -159,74 +155,53 @@ def test_prompts_avoid_the_poisoned_token() -> None:
 FINE = Seen(ended=5, wrong=0, failed=(), tokens_per_s=100.0, gap_median_s=0.01, gap_p99_s=0.02)
 ALONE = Row("streams alone", 10.0, {}, (), (), 0.1, (), FINE)
 ARRIVE = replace(ALONE, name="prompts arrive", answers={"200": 3}, waits_s=(0.5,))
-
-
-@pytest.mark.parametrize(
-    ("broken", "fault"),
-    [
-        ({}, None),
-        ({"unexpected": ("no 503",)}, "prompts arrive: answered no 503"),
-        ({"unhealthy": ("503",)}, "/health gave 503"),
-        ({"health_s": 1.5}, "/health took 1.50 s"),
-        ({"waits_s": (0.1, 8.5)}, "a short request waited 8.50 s"),
-        ({"seen": replace(FINE, wrong=1)}, "1 streams got a wrong token"),
-        ({"seen": replace(FINE, failed=("503", "503"))}, "2 streams failed"),
-        ({"seen": replace(FINE, gap_p99_s=None, gap_median_s=None)}, "the streams stood still"),
-        ({"seen": replace(FINE, gap_p99_s=0.07)}, "inter-token p99 rose 3.50 times"),
-    ],
-)
-def test_a_window_that_breaks_a_promise_is_a_fault(broken: dict[str, Any], fault: str | None) -> None:
-    faults = faults_of_windows([ALONE, replace(ARRIVE, **broken)])
-    assert len(faults) == (fault is not None)
-    assert fault is None or fault in faults[0]
-
-
 ROUND = Round(ok=60, cancelled=30, failed=0, wrong=0, held=None, resident=(100, 200, 200), first_error=None)
-
-
-@pytest.mark.parametrize(
-    ("broken", "fault"),
-    [
-        ({}, None),
-        ({"ok": 59, "failed": 1, "first_error": "x"}, "round 3: 1 streams failed, the first with x"),
-        ({"ok": 59}, "round 3: 1 streams have no end"),
-        ({"ok": 90, "cancelled": 0}, "round 3: nobody left"),
-        ({"wrong": 2}, "round 3: 2 streams got a wrong token"),
-        ({"held": "3 blocks"}, "round 3: the engines hold 3 blocks"),
-        ({"resident": (106, 200, 200)}, "the API process grew"),
-        ({"resident": (100, 200, 211)}, "engine 1 grew"),
-    ],
-)
-def test_a_round_that_loses_something_is_a_fault(broken: dict[str, Any], fault: str | None) -> None:
-    faults = faults_of_rounds([replace(ROUND, resident=(90, 90, 90)), ROUND, replace(ROUND, **broken)], 90)
-    assert len(faults) == (fault is not None)
-    assert fault is None or fault in faults[0]
-
-
+ROUNDS = [replace(ROUND, resident=(90, 90, 90)), ROUND]
 HANG = Hang(rank=1, unhealthy_s=9.0, errors=("rank 1 hangs",), ended_s=12.0, exit_status=1)
+JUDGED: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "window": lambda broken: faults_of_windows([ALONE, replace(ARRIVE, **broken)]),
+    "round": lambda broken: faults_of_rounds([*ROUNDS, replace(ROUND, **broken)], 90),
+    "hang": lambda broken: faults_of_hang(replace(HANG, **broken), timeout_s=10.0),
+    "end": lambda broken: faults_of_memory(**{"peak": 10**8, "overlapped": 5} | broken),
+}
 
 
 @pytest.mark.parametrize(
-    ("broken", "fault"),
+    ("what", "broken", "fault"),
     [
-        ({}, None),
-        ({"unhealthy_s": None}, "did not say in time"),
-        ({"unhealthy_s": 16.0}, "did not say in time"),
-        ({"errors": ("rank 1 hangs", "rank 0 hangs")}, "without the rank's name"),
-        ({"exit_status": 0}, "ended with 0"),
-        ({"exit_status": -9}, "ended with -9"),
-        ({"exit_status": None, "ended_s": None}, "ended with None"),
+        ("window", {}, None),
+        ("window", {"unexpected": ("no 503",)}, "prompts arrive: answered no 503"),
+        ("window", {"unhealthy": ("503",)}, "/health gave 503"),
+        ("window", {"health_s": 1.5}, "/health took 1.50 s"),
+        ("window", {"waits_s": (0.1, 8.5)}, "a short request waited 8.50 s"),
+        ("window", {"seen": replace(FINE, wrong=1)}, "1 streams got a wrong token"),
+        ("window", {"seen": replace(FINE, failed=("503", "503"))}, "2 streams failed"),
+        ("window", {"seen": replace(FINE, gap_p99_s=None, gap_median_s=None)}, "the streams stood still"),
+        ("window", {"seen": replace(FINE, gap_p99_s=0.07)}, "inter-token p99 rose 3.50 times"),
+        ("round", {}, None),
+        ("round", {"ok": 59, "failed": 1, "first_error": "x"}, "round 3: 1 streams failed, the first with x"),
+        ("round", {"ok": 59}, "round 3: 1 streams have no end"),
+        ("round", {"ok": 90, "cancelled": 0}, "round 3: nobody left"),
+        ("round", {"wrong": 2}, "round 3: 2 streams got a wrong token"),
+        ("round", {"held": "3 blocks"}, "round 3: the engines hold 3 blocks"),
+        ("round", {"resident": (106, 200, 200)}, "the API process grew"),
+        ("round", {"resident": (100, 200, 211)}, "engine 1 grew"),
+        ("hang", {}, None),
+        ("hang", {"unhealthy_s": None}, "did not say in time"),
+        ("hang", {"unhealthy_s": 16.0}, "did not say in time"),
+        ("hang", {"errors": ("rank 1 hangs", "rank 0 hangs")}, "without the rank's name"),
+        ("hang", {"exit_status": 0}, "ended with 0"),
+        ("hang", {"exit_status": -9}, "ended with -9"),
+        ("hang", {"exit_status": None, "ended_s": None}, "ended with None"),
+        ("end", {}, None),
+        ("end", {"peak": 2 * 10**9}, "the API process took 2.00 GB"),
+        ("end", {"overlapped": 0}, "no step overlapped"),
     ],
 )
-def test_a_hang_that_is_not_noticed_is_a_fault(broken: dict[str, Any], fault: str | None) -> None:
-    faults = faults_of_hang(replace(HANG, **broken), timeout_s=10.0)
+def test_a_promise_that_is_broken_is_a_fault(what: str, broken: dict[str, Any], fault: str | None) -> None:
+    faults = JUDGED[what](broken)
     assert len(faults) == (fault is not None)
     assert fault is None or fault in faults[0]
-
-
-def test_too_much_memory_and_no_overlap_are_faults() -> None:
-    assert faults_of_memory(10**8, 5) == []
-    assert faults_of_memory(2 * 10**9, 0) == ["the API process took 2.00 GB", "no step overlapped"]
 
 
 def test_an_attack_that_was_refused_has_not_happened() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from serving.workbench.gpu import prefill
-from serving.workbench.gpu.bench import Bench, OutOfTime
+from serving.workbench.gpu.bench import Bench
 from serving.workbench.gpu.decode import count_launches
 from serving.workbench.gpu.experts import _kernel_or_eager
 from serving.workbench.gpu.report import Section
@@ -154,14 +154,6 @@ def test_a_slow_down_that_cannot_be_measured_is_missing_and_no_more(monkeypatch:
     (figure,) = section.figures
     assert (figure.value, figure.note) == (None, "the copies ended early")
     assert not section.complete
-
-
-def test_a_section_stops_between_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = Bench(torch.device("cpu"), budget_s=1000.0)
-    here.check_time("the first row")
-    here.budget_s = -1.0
-    with pytest.raises(OutOfTime, match=r"out of time before the second row: 0 s of -1 s are used up"):
-        here.check_time("the second row")
 
 
 def test_launches_are_calls_of_the_runtime_and_the_driver() -> None:

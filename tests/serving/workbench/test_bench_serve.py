@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -13,11 +12,21 @@ from typing import Any
 
 import pytest
 from openai_stub import VOCABULARY, Stub, Wrong, running_stub
+from served import wait_until
 
 from serving.arguments.parser import parse_options
 from serving.workbench.bench.server.figures import figures_of
 from serving.workbench.bench.server.load import Dataset, Load, make_tasks
-from serving.workbench.bench.server.requests import Endpoint, Outcome, RequestFailed, Server, Status, Task, send_all
+from serving.workbench.bench.server.requests import (
+    Endpoint,
+    Outcome,
+    RequestFailed,
+    Server,
+    Status,
+    Task,
+    send_all,
+    send_and_check,
+)
 from serving.workbench.bench.server.serve import Options, run
 from ubatch import ConfigError
 
@@ -44,13 +53,6 @@ def send(stub: Stub, tasks: list[Task], **arguments: Any) -> list[Outcome]:
 
 def words(count: int) -> str:
     return "".join(f"w{index} " for index in range(count))
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("endpoint", Endpoint)
@@ -98,7 +100,7 @@ def test_a_dropped_request_ends_on_the_server_too(stub: Stub) -> None:
         assert words(long).startswith(outcome.text)
         assert 3 <= outcome.output_tokens < long
         assert not outcome.counted
-    wait_until(lambda: stub.dropped == 3 and stub.active == 0)
+    wait_until(lambda: stub.dropped == 3 and stub.active == 0, "the server notices", 60)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +118,8 @@ def test_a_failure_is_counted_and_the_others_go_on(stub: Stub, wrong: Wrong, mes
     assert message in str(outcomes[1].error)
     figures = figures_of(outcomes)
     assert (figures.ok, figures.failed, figures.first_error) == (2, 1, outcomes[1].error)
+    with pytest.raises(RequestFailed, match="1 of 2 requests failed: "):
+        asyncio.run(send_and_check(Server(stub.url, "stub"), [Task(0, [1], 3), Task(1, [wrong], 3)]))
 
 
 def test_an_answer_that_is_not_json_fails(stub: Stub) -> None:
@@ -218,7 +222,6 @@ def test_a_failed_request_is_exit_status_1(stub: Stub, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"cancel_ratio": 0.5, "stream": False}, ConfigError, "--cancel-ratio"),
         ({"input_len": 500, "output_len": 13}, ConfigError, "513 tokens"),
         ({"model": "gpt"}, ConfigError, "does not serve 'gpt', but stub, other"),
         ({"url": "http://127.0.0.1:9"}, RequestFailed, "cannot reach http://127.0.0.1:9"),

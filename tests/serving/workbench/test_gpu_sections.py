@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import ROOT, TESTS
+from repository import ROOT, SUPPORT, TESTS
 
 from serving.workbench.gpu import checks
 from serving.workbench.gpu.__main__ import main as bench
 from serving.workbench.gpu.checks import SECTIONS, files_of
 from serving.workbench.gpu.parts import PARTS, InPart, names_in, write_section
+from serving.workbench.gpu.run import SECTIONS as BENCHES
 from serving.workbench.gpu.run import SLACK_S
-from serving.workbench.gpu.sections import SECTIONS as BENCHES
 
 pytestmark = pytest.mark.long
 
@@ -87,16 +87,6 @@ sys.meta_path[:] = [Lacking(finder) for finder in sys.meta_path]
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
-def test_the_benchmarks_are_rehearsed(tmp_path: Path) -> None:
-    done = make("bench-gpu", tmp_path, "GPU_OPTIONS=--only lanes")
-    assert done.returncode == 0, done.stderr
-    section = sections_of(tmp_path / "gpu.json")["lanes"]
-    assert section["error"] is None
-    assert "Eager lanes" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 @pytest.mark.parametrize("section", SECTIONS)
 def test_every_section_is_rehearsed(tmp_path: Path, section: str) -> None:
     done = make("test-gpu", tmp_path, f"GPU_OPTIONS=--only {section}")
@@ -133,7 +123,9 @@ def test_what_it_asks_for_runs(
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # it starts sooner
     assert {0: checks.main, 1: bench}[place]([*words, *options, "--only", section]) == 0, module
-    assert list(sections_of(Path(words[words.index("--json") + 1]))) == [section]
+    written = sections_of(Path(words[words.index("--json") + 1]))
+    assert list(written) == [section]
+    assert written[section].get("error") is None
 
 
 def test_every_section_has_tests_where_torch_sees_a_gpu(tmp_path: Path) -> None:
@@ -154,6 +146,45 @@ def test_every_section_has_tests_where_torch_sees_a_gpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     found = {section_of[line.partition("::")[0]] for line in done.stdout.splitlines() if "::" in line}
     assert found == set(SECTIONS)
+
+
+# ------------------------------------------------------------------------------------------------- packages that lack
+
+SETTINGS = "[pytest]\nmarkers =\n    gpu: needs a CUDA GPU; skipped where there is none\n"
+LACKING = """
+import pytest
+import surely_not_installed
+
+@getattr(pytest.mark, "gpu")
+def test_something() -> None:
+    pass
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["-m", "gpu"], ["[1] test_lacking.py:0: needs surely_not_installed, which this Python lacks", "1 error"]),
+        ([], ["2 errors"]),
+    ],
+)
+def test_gpu_tests_that_need_a_missing_package_are_skipped_by_name(
+    words: list[str], wanted: list[str], tmp_path: Path
+) -> None:
+    """But not those that lack what should have been in this tree; and without that selection both are errors."""
+    shutil.copy(TESTS / "conftest.py", tmp_path)
+    for name, text in {
+        "pytest.ini": SETTINGS,
+        "test_lacking.py": LACKING,
+        "test_broken.py": "import conftest.not_there\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", *words]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == (2 if not words else 1), done.stdout
+    assert [part for part in (*wanted, "ERROR test_broken.py") if part not in done.stdout] == []
 
 
 # ------------------------------------------------------------------------------------------------------ one that breaks

@@ -21,10 +21,8 @@ from serving.workbench.planning.constants import load_constants
 from serving.workbench.planning.costs import LayerCosts
 from serving.workbench.planning.gates import Gate, crossover, published_gates
 from serving.workbench.planning.measured import gates_of_results, live_gates, over_link
-from serving.workbench.planning.plan import make_plan
-from serving.workbench.planning.shapes import read_model
-from serving.workbench.planning.steps import predict_step
-from serving.workbench.planning.workload import Mode, Workload
+from serving.workbench.planning.plan import make_plan, predict_step
+from serving.workbench.planning.shapes import Mode, Workload, read_model
 from ubatch.errors import ConfigError
 from ubatch.schedules import simulate as simulator
 from ubatch.schedules.schedule import SCHEDULES, SERIAL, Schedule
@@ -244,16 +242,3 @@ def test_a_missed_gate_fails_the_command(
         gate = Gate("a gain", 0.1, "+50%", 0.4, 0.05, cause=cause)
         monkeypatch.setattr(simulate, "published_gates", lambda gate=gate: [gate])
         assert main(["simulate", "--gates"]) == status
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--ep 256 --model qwen3-30b-a3b", "256 ranks for 128 experts"),
-        ("--hardware h100", "unknown hardware 'h100'"),
-        ("--tokens 0", "--tokens 0: it should be at least 1"),
-    ],
-)
-def test_wrong_calls(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", *words.split()]) == 2
-    assert message in capsys.readouterr().err

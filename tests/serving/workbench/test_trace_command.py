@@ -22,7 +22,6 @@ from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
 pytestmark = pytest.mark.long
 
 TINY = str(TINY_MOE)
-ONE_RANK = (TINY, "--prompt", "x", "--data-parallel-size", "1")
 COMPUTE, WAIT, TRANSFER = SpanKind.COMPUTE, SpanKind.WAIT, SpanKind.TRANSFER
 KEY = "secret"
 
@@ -198,30 +197,6 @@ def test_an_idle_server_gives_nothing_to_see(
     assert main(["trace", "--url", url, "--seconds", "0.01", "--api-key", KEY, "--out", str(out)]) == 1
     assert "no step was recorded: send requests while it records" in capsys.readouterr().out
     assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "give --url of a running server, --files, or a checkpoint and --prompt"),
-        ([TINY], "and --prompt"),
-        (["--url", "http://x", "--prompt", "x"], "--prompt has no effect with --url"),
-        (["--url", "http://x", "--enable-dbo"], "--enable-dbo has no effect with --url"),
-        ([TINY, "--url", "http://x"], "MODEL has no effect with --url"),
-        (["--files", "a.json", "--seconds", "3"], "--seconds has no effect with --files"),
-        ([TINY, "--prompt", "x", "--seconds", "3"], "--seconds has no effect with --prompt"),
-        (["--files", "nowhere.json"], "cannot read nowhere.json"),
-        ([*ONE_RANK, "--enable-expert-parallel"], "--data-parallel-size 2 or more"),
-        ([*ONE_RANK, "--all2all-backend", "torch_dist"], "--all2all-backend needs --enable-expert-paral"),
-        ([*ONE_RANK, "--emulated-link", "1", "1"], "--emulated-link needs --enable-expert-parallel"),
-        (["--url", "http://x", "--serial", "nowhere.json"], "cannot read nowhere.json"),
-    ],
-)
-def test_wrong_calls_are_one_clear_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", *words]) == 2
-    error = capsys.readouterr().err.strip()
-    assert message in error
-    assert "\n" not in error
 
 
 def test_a_folder_that_cannot_be_written(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

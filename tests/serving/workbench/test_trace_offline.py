@@ -138,13 +138,3 @@ def test_a_serial_trace_without_serial_steps_is_refused(tmp_path: Path, capsys: 
     trace.write_chrome(file, {rank.rank: rank.spans for rank in ranks}, notes={rank.rank: rank.notes for rank in ranks})
     assert main(["trace", "--files", str(file), "--serial", str(file), "--out", str(tmp_path / "out")]) == 2
     assert "it has no step without overlap. Record it without --enable-dbo." in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(140)
-def test_one_command_shows_overlap(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", TINY, "--prompt", "def main(", "--max-tokens", "5", "--out", str(tmp_path / "out")]) == 0
-    printed = capfd.readouterr().out
-    assert "4 of 4 decode" in printed
-    assert "serial steps of 32 tokens" in printed
-    assert printed.count("--- 'def main('") == 1

@@ -20,9 +20,9 @@ from serving.options import read_serve_command
 from serving.workbench.arms.cells import Arm, Cell, Grid, library_arms
 from serving.workbench.arms.cost_table import SERIAL_ARM, CostTable, Setting
 from serving.workbench.arms.stages import LayerStages, StageModel, best_schedules, layer_times
+from serving.workbench.tuning.measure import State, load_state, save_state
 from serving.workbench.tuning.plot import can_draw_png, write_html, write_png
 from serving.workbench.tuning.report import Result, make_result
-from serving.workbench.tuning.state import State, load_state, save_state
 from ubatch import ConfigError, ForwardMode, Schedule, UBatchConfig
 from ubatch.schedules.layer_program import LayerTimes, layer_program
 from ubatch.schedules.schedule import KNOWN_POINTS, Point
@@ -331,26 +331,3 @@ def test_pages_may_be_larger_than_steps(capsys: pytest.CaptureFixture[str]) -> N
     """They are the scheduler's steps, and there is none: it has no flag for them."""
     assert main(["tune", TINY, "--block-size", "4096", "--print-config"]) == 0
     assert "block-size: 4096" in capsys.readouterr().out
-
-
-def test_wrong_calls_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(["tune", TINY, "--device", "cuda"]) == 2
-    assert "--device cuda: there is no GPU here that torch can use" in capsys.readouterr().err
-    assert main(["tune", str(tmp_path)]) == 2
-    assert "config.json is missing" in capsys.readouterr().err
-    assert main(["tune", str(tmp_path), "--out", "x.html"]) == 2
-    assert "the settings are YAML" in capsys.readouterr().err
-    assert main(["tune", str(tmp_path), "--draft-tokens", "9", "--max-decode-tokens", "8"]) == 2
-    assert "fewer than two requests" in capsys.readouterr().err
-    assert main(["tune", TINY, "--data-parallel-size", "1"]) == 2
-    assert "Give 2 or more, or --tensor-parallel-size" in capsys.readouterr().err
-    assert main(["tune", TINY, "--prompt-len", "99999"]) == 2
-    assert "positions, but --prompt-len and --context need 99999" in capsys.readouterr().err
-    assert main(["tune", TINY, "--nnodes", "2"]) == 2
-    assert "needs --master-addr" in capsys.readouterr().err
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["tune", TINY]) == 2
-    assert "without a launcher, once per machine" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from repository import TINY_MOE
 import serving.engine.launch  # noqa: F401 - so ranks are forked here, not spawned; see `forked.py`
 from ranks import free_port
 from serving.cli import main
-from serving.workbench.tuning.state import state_file
+from serving.workbench.tuning.measure import state_file
 from ubatch import UBatchConfig
 
 pytestmark = pytest.mark.ranks

@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _sections(only: Sequence[str] | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run what was asked for; each result as it comes."""
-    from serving.workbench.gpu.sections import SECTIONS
+    from serving.workbench.gpu.run import SECTIONS
 
     for name in (*TESTS, OWN):
         if only is None or name in only:

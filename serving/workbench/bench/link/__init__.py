@@ -7,8 +7,7 @@ network      the two hosts, and what joins them
 tunnel       the link itself: `tunnel.c` carries packets from one TUN device to the other
 probe        what the link really does
 deployment   the two servers, and what tells arms apart: their flags
-loads        the loads, and one run of one
-report       times, ratios and equal answers of a load, and their table
+report       the loads, and one run of one; its times, ratios and equal answers, and their table
 """
 
 from serving.workbench.bench.link.command import Options, run

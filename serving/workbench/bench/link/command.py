@@ -20,22 +20,31 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainSerializer
 
-from model_runner import RandomDeepseekV3, RandomQwen3Moe
 from serving.arguments.fields import Flag
 from serving.progress import progress
 from serving.workbench.bench.link.deployment import ARMS, Arm, Deployment, Servers, deployed
-from serving.workbench.bench.link.loads import LOADS, Load, Run, send_load, warm_up
 from serving.workbench.bench.link.network import Network, network
 from serving.workbench.bench.link.probe import Probe, probe
-from serving.workbench.bench.link.report import figures_by_arm, pooled, print_load, print_pooled
+from serving.workbench.bench.link.report import (
+    LOADS,
+    Load,
+    Run,
+    figures_by_arm,
+    pooled,
+    print_load,
+    print_pooled,
+    send_load,
+    warm_up,
+)
 from serving.workbench.bench.link.tunnel import Speed
-from serving.workbench.bench.options import SERVER, Checkpoint, ReportOptions
+from serving.workbench.bench.options import SERVER, Checkpoint, ReportOptions, ServeFlags
 from serving.workbench.bench.server.offline import make_served_model
 from serving.workbench.bench.server.requests import Server
+from serving.workbench.bench.step_setting import RANDOM_MODELS, Random
 from ubatch import ConfigError
 
 _AT_ONCE = 16
@@ -59,9 +68,7 @@ class Options(ReportOptions):
     model: Annotated[
         Checkpoint | None, Field(description="folder of a Hugging Face checkpoint; random weights if not given")
     ] = None
-    random: Annotated[
-        Literal["qwen3-moe", "deepseek-v3"], Field(description="architecture of the random model of 107 M parameters")
-    ] = "qwen3-moe"
+    random: Random = "qwen3-moe"
     links: Annotated[
         _Links,
         Flag(metavar="US:MBIT/S ...", default="0:0 100:2000 500:600 1000:200"),
@@ -87,11 +94,7 @@ class Options(ReportOptions):
             f"sent --repeats times in one go, {_AT_ONCE} requests at a time"
         ),
     ] = False
-    serve_flags: Annotated[
-        str,
-        Flag(metavar='"FLAG ..."'),
-        Field(description="more flags of all servers, as in --serve-flags='--kv-cache-memory 1G'"),
-    ] = ""
+    serve_flags: ServeFlags = ""
     start_s: Annotated[float, Field(gt=0, description="servers may take that long to start")] = 300.0
     timeout_s: Annotated[float, Field(gt=0, description="a request may take that long")] = 600.0
 
@@ -148,7 +151,7 @@ def _start(options: Options, joined: Network, model: Path, arm: Arm) -> Abstract
 @contextmanager
 def _random_model(options: Options) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
-        yield make_served_model(Path(folder), RandomQwen3Moe() if options.random == "qwen3-moe" else RandomDeepseekV3())
+        yield make_served_model(Path(folder), RANDOM_MODELS[options.random]())
 
 
 @contextmanager

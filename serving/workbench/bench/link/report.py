@@ -1,13 +1,123 @@
-"""Figures of a load over a link: times, ratios, equal answers and overlapped steps of every arm, and their table."""
+"""The loads, one run of a load on one arm, and its figures.
+
+Figures are times, ratios, equal answers and overlapped steps of every arm.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import hashlib
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
+from statistics import median
 
-from serving.workbench.bench.link.loads import Load, Run
-from serving.workbench.bench.statistics import Interval, bootstrap, columns, paired, ratio_of_sums
+from serving.workbench.bench.server.figures import figures_of
+from serving.workbench.bench.server.load import read_steps
+from serving.workbench.bench.server.offline import Workload, random_prompts
+from serving.workbench.bench.server.requests import GREEDY, Server, Task, send_and_check
+from serving.workbench.bench.statistics import Interval, paired, ratio_of_sums, table
+from ubatch import nearest
+
+_CUSTOM = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)")
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that are sent together, in random order if there are several kinds; `at_once` of them run, or all."""
+
+    name: str
+    parts: tuple[Workload, ...]
+    at_once: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Load:
+        """A named load, or PROMPTSxINxOUT. Raises ValueError."""
+        if text in LOADS:
+            return LOADS[text]
+        if (sizes := _CUSTOM.fullmatch(text)) is None:
+            raise ValueError(f"expected a load or PROMPTSxINxOUT, as in 32x512x16{nearest(text, LOADS)}")
+        return cls(text, (Workload(*map(int, sizes.groups())),))
+
+    def __str__(self) -> str:
+        sizes = " and ".join(map(str, self.parts))
+        return f"{self.name}: {sizes}{f', {self.at_once} at a time' if self.at_once else ''}"
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a request, prompt and answer."""
+        return max(each.input_len + each.output_len for each in self.parts)
+
+    def tasks(self, model: Path) -> list[Task]:
+        """The requests, of random tokens; the same at every call."""
+        drawn = [(prompt, part.output_len) for part in self.parts for prompt in random_prompts(model, part)]
+        random.Random(0).shuffle(drawn)
+        return [Task(index, prompt, output_len, fields=GREEDY) for index, (prompt, output_len) in enumerate(drawn)]
+
+
+LOADS = {
+    each.name: each
+    for each in (
+        Load("prefill", (Workload(32, 512, 16),)),
+        Load("decode", (Workload(32, 64, 128),)),
+        Load("mixed", (Workload(16, 512, 16), Workload(16, 64, 64)), at_once=16),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A load that was sent once.
+
+    Attributes:
+        seconds: until the last answer.
+        ends_s: when each request ended, after the start, in order.
+        answers: a digest of each request's text, in the tasks' order.
+        overlapped, steps: of all ranks, during the load.
+    """
+
+    seconds: float
+    ends_s: list[float]
+    answers: list[str]
+    overlapped: int
+    steps: int
+
+
+async def send_load(
+    server: Server, tasks: list[Task], at_once: int | None, half_done: Callable[[], object] = lambda: None
+) -> Run:
+    """Send all requests; `half_done` is called when half of them have ended.
+
+    Raises:
+        RequestFailed: a request failed.
+    """
+    ended = 0
+
+    def count(_: object) -> None:
+        nonlocal ended
+        ended += 1
+        if ended == len(tasks) // 2:
+            half_done()
+
+    before = await read_steps(server)
+    outcomes = await send_and_check(server, tasks, max_concurrency=at_once, on_done=count)
+    steps = await read_steps(server) - before
+    overlapped = sum(count for outcome, count in steps.items() if outcome.startswith("engaged"))
+    return Run(
+        seconds=figures_of(outcomes).duration_s,
+        ends_s=sorted(round(each.sent_s + each.latency_s, 4) for each in outcomes),
+        answers=[hashlib.sha256(each.text.encode()).hexdigest()[:8] for each in outcomes],
+        overlapped=overlapped,
+        steps=steps.total(),
+    )
+
+
+def warm_up(tasks: list[Task]) -> list[Task]:
+    """A request for each rank, of two tokens: memory is touched, connections are open."""
+    return [replace(task, max_tokens=2) for task in tasks[:2]]
+
 
 _SERIES = 10
 
@@ -110,15 +220,14 @@ def print_load(load: Load, figures: Mapping[str, ArmFigures], start_s: Mapping[s
     """The table of a load."""
     base = next(iter(figures))
     print(f"\n{load}")
-    rows = [
-        ["", "s", f"over {base}", "whole run", "of fastest", "learned", "same answers", "overlapped steps", "start s"]
-    ]
+    names = ("s", f"over {base}", "whole run", "of fastest", "learned")
+    head = {"": "", **dict.fromkeys(names, ".2f"), "same answers": "", "overlapped steps": "", "start s": ".1f"}
+    rows = []
     for name, own in figures.items():
-        ratios = [f"{own.speedup:.2f}", f"{own.whole:.2f}", f"{own.of_fastest:.2f}", f"{own.learned:.2f}"]
-        counts = [f"{own.same} of {own.requests}", f"{own.overlapped} of {own.steps}"]
-        rows.append([name, f"{bootstrap(own.seconds).median:.2f}", *ratios, *counts])
-        rows[-1].append(f"{bootstrap(start_s[name]).median:.1f}")
-    print(columns(rows), flush=True)
+        ratios = (median(own.seconds), own.speedup, own.whole, own.of_fastest, own.learned)
+        counts = (f"{own.same} of {own.requests}", f"{own.overlapped} of {own.steps}")
+        rows.append((name, *ratios, *counts, median(start_s[name])))
+    print(table(head, rows), flush=True)
     for name, own in figures.items():
         if own.halves is not None:
             series = " ".join(f"{each:.2f}" for each in own.halves.series[-1])

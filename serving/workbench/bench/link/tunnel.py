@@ -65,9 +65,9 @@ class Tunnel:
         for thread in self._threads:
             thread.start()
 
-    def set(self, forth: Speed, back: Speed | None = None) -> None:
-        """Change delay and rate, from the first device to the second and back; what is under way keeps its times."""
-        for direction, speed in zip(self._directions, (forth, back or forth), strict=True):
+    def set(self, speed: Speed) -> None:
+        """Change delay and rate of both directions; what is under way keeps its times."""
+        for direction in self._directions:
             direction.delay_ns = int(speed.delay_us * 1e3)
             direction.ns_per_byte = 8e3 / speed.mbit if speed.mbit else 0.0
 

@@ -1,26 +1,29 @@
-"""The options of `ubatch bench peers`, and the order of things: engines, their loads, then servers and theirs."""
+"""The options of `ubatch bench peers`, and the order of things: engines and their loads, then servers and theirs."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from functools import partial
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field
 
 from serving.arguments.fields import Flag
-from serving.workbench.bench.options import SERVER, BlockOptions, Checkpoint
+from serving.workbench.bench.options import SERVER, BlockOptions, Counts, Dtypes, ModelFolder
 from serving.workbench.bench.peers.process import Arm, EngineProcess, running_engine, wait_for_rest
-from serving.workbench.bench.peers.results import OURS, LoadResult, measure_load
-from serving.workbench.bench.peers.served import running_arm, served_visit
+from serving.workbench.bench.peers.results import OURS, LoadResult, Visit, measure_load
+from serving.workbench.bench.server.figures import figures_of
 from serving.workbench.bench.server.offline import Workload, random_prompts
-from serving.workbench.bench.server.process import ServerProcess
-from serving.workbench.bench.statistics import environment
+from serving.workbench.bench.server.process import UBATCH, ServerProcess, running_server
+from serving.workbench.bench.server.requests import RequestFailed, Server, greedy_tasks, send_and_check
+from serving.workbench.bench.statistics import print_machine
 from ubatch import ConfigError, UBatchError
 from ubatch.process.cores import num_cores
 
@@ -36,15 +39,12 @@ class Part(StrEnum):
     """requests over HTTP, several clients at a time"""
 
 
-_Count = Annotated[int, Field(ge=1)]
-
-
 class Options(BlockOptions):
     """What to measure."""
 
     measures = SERVER
 
-    model: Annotated[Checkpoint, Flag(positional=True), Field(description="folder of a Hugging Face checkpoint")]
+    model: ModelFolder
     vllm: Annotated[
         str | None, Flag(metavar="PYTHON"), Field(description="interpreter of an environment with vLLM for CPUs")
     ] = None
@@ -52,15 +52,13 @@ class Options(BlockOptions):
         str | None, Flag(metavar="PYTHON"), Field(description="interpreter of an environment with transformers")
     ] = None
     only: Annotated[tuple[Part, ...], Field(min_length=1, description="the loads to measure")] = (*Part,)
-    dtypes: Annotated[
-        tuple[Literal["bfloat16", "float32"], ...], Field(min_length=1, description="of every engine")
-    ] = ("bfloat16", "float32")
+    dtypes: Dtypes = ("bfloat16", "float32")
     prompts: Annotated[int, Field(ge=1, description="offline: prompts")] = 64
     input_len: Annotated[int, Field(ge=1, description="offline, one, served: tokens of a prompt")] = 128
     output_len: Annotated[int, Field(ge=1, description="offline, served: new tokens of a prompt")] = 64
     one_output_len: Annotated[int, Field(ge=1, description="one: new tokens")] = 256
     first_input_len: Annotated[int, Field(ge=1, description="first: tokens of the prompt")] = 4000
-    clients: Annotated[tuple[_Count, ...], Field(min_length=1, description="served: requests at a time")] = (16, 64)
+    clients: Annotated[Counts, Field(description="served: requests at a time")] = (16, 64)
     requests: Annotated[int, Field(ge=1, description="served: requests of every client, one after the other")] = 2
     timeout_s: Annotated[float, Field(gt=0, description="an engine may take that long to start, or for a visit")] = (
         900.0
@@ -94,8 +92,7 @@ class Options(BlockOptions):
 def run(options: Options) -> int:
     """Measure, print and write; returns 1 if an engine failed. What was measured before Ctrl-C is written, too."""
     _check(options)
-    here = environment()
-    print(f"{here['processor']}, {here['cores']} cores; {' '.join(here['processor_flags'])}")
+    print_machine()
     report = _Report()
     try:
         _measure_offline(options, report)
@@ -218,3 +215,50 @@ def _longest(loads: Iterable[Workload]) -> int:
 def _comparable(arms: Iterable[Arm]) -> bool:
     """Whether ours and a peer are left."""
     return {OURS} < {arm.engine for arm in arms}
+
+
+_VLLM = (
+    "import importlib.metadata, sys, vllm; version = importlib.metadata.version; "
+    "importlib.metadata.version = lambda name: vllm.__version__ if name == 'vllm' else version(name); "
+    "from vllm.entrypoints.cli.main import main; sys.exit(main())"
+)
+"""The `vllm` command, which asks for the version of the package `vllm`; the package for CPUs is called otherwise."""
+
+
+@contextmanager
+def running_arm(
+    arm: Arm, model: Path, *, max_model_len: int, max_num_seqs: int, timeout_s: float
+) -> Iterator[ServerProcess]:
+    """The engine's server, without prefix cache, as every visit sends the same prompts. Raises ServerFailed."""
+    flags = ["--host", "127.0.0.1", "--dtype", arm.dtype, "--no-enable-prefix-caching"]
+    flags += ["--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs)]
+    program: Sequence[str] = UBATCH
+    if arm.engine == "vllm":
+        program = (*arm.interpreter(), "-c", _VLLM)
+        flags.append("--disable-uvicorn-access-log")  # ours has none unless asked for
+    environment = arm.variables()
+    with running_server(model, flags, environment=environment, program=program, start_s=timeout_s) as server:
+        yield server
+
+
+def served_visit(
+    process: ServerProcess,
+    model: Path,
+    prompts: Sequence[Sequence[int]],
+    output_len: int,
+    clients: int,
+    timeout_s: float,
+) -> Visit:
+    """A visit that sends all prompts, `clients` at a time, as streams; its time ends with the last answer."""
+    server = Server(process.base_url, str(model), timeout_s=timeout_s)
+    tasks = greedy_tasks(prompts, output_len)
+
+    def visit() -> tuple[float, list[str]]:
+        try:
+            outcomes = asyncio.run(send_and_check(server, tasks, max_concurrency=clients))
+        except RequestFailed as error:
+            process.stop()  # what it still computes would slow the others down
+            raise RequestFailed(f"{error}\n{process.output()}") from None
+        return figures_of(outcomes).duration_s, [each.text for each in outcomes]
+
+    return visit

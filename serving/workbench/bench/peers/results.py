@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from serving.workbench.bench.peers.process import Arm
 from serving.workbench.bench.server.offline import Workload
-from serving.workbench.bench.statistics import Interval, bootstrap, columns, interleave_arms, paired
+from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, table
 from ubatch import UBatchError
 
 OURS = "ubatch"
@@ -64,15 +64,14 @@ class LoadResult:
 
     def print(self) -> None:
         print(f"\n{self.name}: {self.workload}")
-        rows = [["", "ms", "new tokens/s", "time / ubatch's", "same requests", "until they differ"]]
+        head = {"": "", "ms": ".0f", "new tokens/s": ".1f", "time / ubatch's": ".2f"}
+        head |= {"same requests": "", "until they differ": ".0%"}
+        rows = []
         for name, values in self.arms_ms.items():
-            rows.append([name, f"{bootstrap(values):.0f}", f"{self.tokens_per_s[name]:.1f}"])
-            rows[-1].append(f"{self.ratio[name]:.2f}" if name in self.ratio else "-")
             same = self.same.get(name)
-            rows[-1] += (
-                ["-", "-"] if same is None else [f"{same.requests} of {same.of}", f"{same.before_difference:.0%}"]
-            )
-        print(columns(rows))
+            equal = (None, None) if same is None else (f"{same.requests} of {same.of}", same.before_difference)
+            rows.append((name, bootstrap(values), self.tokens_per_s[name], self.ratio.get(name), *equal))
+        print(table(head, rows))
         for best in self.best.values():
             print(f"  best type of each: time of {best.theirs} / {best.ours}   {best.ratio:.3f}")
         for name, why in self.failed.items():

@@ -9,6 +9,5 @@ auto                what `--enable-dbo` decides, against every fixed setting
 transformers_step   a model that transformers shards, wrapped and not
 experts             experts of a MoE layer, by every back end
 attention           attention back ends, and a model against transformers
-speculation         guessed tokens against none
-speculation_census  how many verify steps ran in two lanes
+speculation         guessed tokens against none, and how many verify steps ran in two lanes
 """

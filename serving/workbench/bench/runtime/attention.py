@@ -31,10 +31,11 @@ from attention import (
 )
 from model_runner import keep_freed_memory
 from serving.pinning import pin_rank
+from serving.workbench.arms.cells import scattered_metadata
 from serving.workbench.bench.generate import GenerateResult, measure_generate
 from serving.workbench.bench.options import BlockOptions
-from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, print_arms, timed
-from ubatch import ForwardMode, split_fixed
+from serving.workbench.bench.statistics import Interval, bootstrap, fastest, interleave_arms, paired, print_arms, timed
+from ubatch import split_fixed
 from ubatch.kernels.c_jit import why_not_c
 
 _HEADS, _KV_HEADS, _HEAD_DIM, _LAYERS, _PAGE = 8, 2, 64, 8, 16  # of the 100 M model
@@ -94,15 +95,11 @@ def _make_step(query_len: int, seq_len: int, sequences: int, backend: str = "tor
     """A step of sequences of equal length, with pages scattered over the cache."""
     shape = AttentionShape(_HEADS, _KV_HEADS, _HEAD_DIM)
     generator = torch.Generator().manual_seed(0)
-    pages = -(-seq_len // _PAGE)
-    cache: Any = make_kv_cache(shape.cache_spec(_LAYERS, _PAGE, torch.float32), sequences * pages)
+    spec = shape.cache_spec(_LAYERS, _PAGE, torch.float32)
+    cache: Any = make_kv_cache(spec, sequences * spec.blocks_for(seq_len))
     for pool in (cache.key_pool, cache.value_pool):
         pool.memory.normal_(generator=generator)
-    table = torch.randperm(sequences * pages, generator=generator).view(sequences, pages).int()
-    places = torch.arange(seq_len - query_len, seq_len)
-    slots = (table.long()[:, places // _PAGE] * _PAGE + places % _PAGE).flatten()
-    mode = ForwardMode.DECODE if query_len == 1 else ForwardMode.PREFILL
-    metadata = CommonAttentionMetadata.build([query_len] * sequences, [seq_len] * sequences, table, slots, mode)
+    metadata = scattered_metadata(sequences, query_len, seq_len, _PAGE, torch.device("cpu"))
     tokens = query_len * sequences
     q = torch.randn(tokens, _HEADS, _HEAD_DIM, generator=generator)
     k, v = torch.randn(2, tokens, _KV_HEADS, _HEAD_DIM, generator=generator)
@@ -123,8 +120,7 @@ def _decode(options: Options) -> dict[str, Any]:
     for arm in arms.values():
         torch.testing.assert_close(arm(), step.run(), atol=1e-4, rtol=1e-4)
     measured = interleave_arms({name: timed(arm) for name, arm in arms.items()}, options.blocks, label="decode")
-    loops = [name for name in arms if name.startswith("loop")]
-    best = min(loops, key=lambda name: bootstrap(measured[name]).median)
+    best = fastest(measured, (name for name in arms if name.startswith("loop")))
     num_bytes = _LAYERS * options.sequences * options.context * 2 * _KV_HEADS * _HEAD_DIM * 4
     bandwidth = _read_bandwidth()
     limit_ms = num_bytes / bandwidth * 1e3

@@ -36,13 +36,11 @@ from model_runner import ModelRunner, Step
 from model_runner.auto.step_settings import Proposal, StepSettings
 from model_runner.parallel.transport import most_chunks
 from moe import EmulatedLink
-from serving.arguments.fields import Flag
 from serving.progress import progress
 from serving.ranks import run_ranks
-from serving.workbench.arms.batches import kv_blocks_needed, make_batch, requests_needed
-from serving.workbench.arms.cells import Cell, Grid, arm_config
+from serving.workbench.arms.cells import Cell, Grid, arm_config, kv_blocks_needed, make_batch, requests_needed
 from serving.workbench.arms.cost_table import SERIAL_ARM, Setting
-from serving.workbench.bench.options import DECIDING, Checkpoint, ReportOptions
+from serving.workbench.bench.options import DECIDING, LatencyUs, ModelFolder, Ranks, ReportOptions
 from serving.workbench.bench.statistics import Interval, ratio_of_sums
 from serving.workbench.bench.step_setting import StepSetting, calibrate, slowest_rank
 from ubatch import SCHEDULES, CommGroup, Schedule, UBatchConfig
@@ -57,15 +55,15 @@ class Options(ReportOptions):
 
     measures = DECIDING
 
-    model: Annotated[Checkpoint, Flag(positional=True), Field(description="folder of a Hugging Face checkpoint")]
-    ranks: Annotated[int, Field(ge=2, description="data- and expert-parallel ranks")] = 2
+    model: ModelFolder
+    ranks: Ranks = 2
     steps: Annotated[int, Field(ge=20, description="steps of the load, over each link")] = 800
     compared: Annotated[float, Field(gt=0, le=1, description="share of the steps that every arm runs")] = 0.25
     ratios: Annotated[
         tuple[float, ...],
         Field(description="communication as a multiple of the compute of a large prefill; 0 is no link"),
     ] = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
-    latency_us: Annotated[float, Field(ge=0, description="the link's latency")] = 20.0
+    latency_us: LatencyUs = 20.0
     max_decode_tokens: Annotated[int, Field(ge=8, description="requests of the largest decode step of a rank")] = 128
     max_prefill_tokens: Annotated[int, Field(ge=32, description="tokens of the largest prefill step of a rank")] = 512
     seed: Annotated[int, Field(description="of the load")] = 0

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from pydantic import Field
 
 from moe import experts_backends, make_experts, packing_pays
-from serving.workbench.bench.options import BlockOptions
+from serving.workbench.bench.options import BlockOptions, Dtypes
 from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
 from ubatch.kernels.c_jit import why_not_c
 from ubatch.process.cores import num_cores
@@ -30,9 +30,7 @@ class Options(BlockOptions):
     measures = ("ubatch/kernels", "moe")
 
     tokens: Annotated[tuple[int, ...], Field(min_length=1, description="of a step")] = (16, 64, 512, 2048)
-    dtypes: Annotated[
-        tuple[Literal["float32", "bfloat16"], ...], Field(min_length=1, description="of weights and tokens")
-    ] = ("float32", "bfloat16")
+    dtypes: Dtypes = ("float32", "bfloat16")
     threads: Annotated[int, Field(ge=1, description="torch's compute threads")] = num_cores()
 
 

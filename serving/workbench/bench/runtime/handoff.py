@@ -13,13 +13,14 @@ import time
 import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Annotated
 
 import torch
 from pydantic import Field
 
 from serving.workbench.bench.options import BlockOptions
-from serving.workbench.bench.statistics import Interval, bootstrap, columns, interleave_arms, paired
+from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, table
 from ubatch import dbo_yield, get_schedule
 from ubatch.lanes.wakeup import EventFdWakeUp, LockWakeUp
 from ubatch.lanes.workers import LanePool
@@ -61,10 +62,9 @@ def run(options: Options) -> int:
     pinned = settings["pinned"]
     switches = {name: {arm: bootstrap(values) for arm, values in arms.items()} for name, arms in settings.items()}
     ratios = {name: paired(arms["dbo_yield"], arms["event"]) for name, arms in settings.items()}
-    rows = [["us per switch", *pinned, "dbo_yield / Event"]]
-    for name, arms in switches.items():
-        rows.append([name, *(f"{each:.2f}" for each in (*arms.values(), ratios[name]))])
-    print(f"\n{columns(rows, indent=0)}")
+    head = {"us per switch": "", **dict.fromkeys((*pinned, "dbo_yield / Event"), ".2f")}
+    rows = [(name, *arms.values(), ratios[name]) for name, arms in switches.items()]
+    print(f"\n{table(head, rows, indent=0)}")
     options.write(
         {
             "noop_ns": noop["dbo_yield"],
@@ -86,15 +86,13 @@ def _call_ns(blocks: int) -> dict[str, Interval]:
         pass
 
     number = 200_000
-    timers = {
-        name: timeit.Timer("call('dispatch')", globals={"call": call})
-        for name, call in (("dbo_yield", dbo_yield), ("empty", empty))
-    }
     loop = timeit.Timer("pass")
-    times: dict[str, list[float]] = {name: [] for name in timers}
-    for _ in range(blocks):
-        for name, timer in timers.items():
-            times[name].append((timer.timeit(number) - loop.timeit(number)) / number * 1e9)
+
+    def ns(call: Callable[[str], None]) -> float:
+        timer = timeit.Timer("call('dispatch')", globals={"call": call})
+        return (timer.timeit(number) - loop.timeit(number)) / number * 1e9
+
+    times = interleave_arms({"dbo_yield": partial(ns, dbo_yield), "empty": partial(ns, empty)}, blocks, label="calls")
     return {name: bootstrap(values) for name, values in times.items()}
 
 

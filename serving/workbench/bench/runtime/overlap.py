@@ -31,36 +31,34 @@ bound. The ideal machine's time is a prediction, and no bound.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 from pydantic import Field
 
 from serving.ranks import run_ranks
 from serving.workbench.arms.programs import Programs, middle_steps, predict_step, write_steps
 from serving.workbench.bench.statistics import (
+    Arm,
     Interval,
-    bootstrap,
-    columns,
-    interleave_arms,
+    fastest,
     overlap_figures,
     paired,
     print_arms,
+    table,
 )
 from serving.workbench.bench.step_setting import (
     Setting,
     SplitCompute,
     StepOptions,
-    block_means,
     calibrate,
+    interleave_on_ranks,
     model_folder,
     open_setting,
-    slowest_rank,
 )
 from ubatch.schedules.schedule import SERIAL, Schedule
 from ubatch.schedules.simulate import Compute, Op
@@ -147,7 +145,10 @@ def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blo
     bandwidth = calibrate(setting, lanes[0], ratio)
     setting.check_equal([form for n in lanes for form in (setting.schedule(n), setting.schedule(n).one_by_one())])
 
-    split = {n: SplitCompute(setting, setting.schedule(n)) for n in lanes}
+    split = {
+        n: SplitCompute(setting, setting.schedule(n), (f"split_{n}", f"split_compute_{n}", f"communication_{n}"))
+        for n in lanes
+    }
 
     def compute_unsplit() -> float:
         latency, link.latency_s, link.bytes_per_s = link.latency_s, 0.0, float("inf")
@@ -156,23 +157,16 @@ def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blo
         finally:
             link.latency_s, link.bytes_per_s = latency, bandwidth
 
-    own_ms: dict[int, list[float]] = {n: [] for n in lanes}
-    arms: dict[str, Callable[[], float]] = {
+    arms: dict[str, Arm] = {
         "compute_unsplit": compute_unsplit,
         "serial_unsplit": functools.partial(setting.timed, SERIAL),
     }
     for n in lanes:
         arms[f"serial_{n}"] = functools.partial(setting.timed, setting.schedule(n).one_by_one())
         arms[f"split_{n}"] = split[n]
-        arms[f"overlapped_{n}"] = functools.partial(_overlapped, setting, n, own_ms[n])
-    show = dist.get_rank() == 0
-    walls = interleave_arms(arms, blocks, label=f"communication {ratio:g}x compute", show=show)
-    for n in lanes:
-        walls[f"split_compute_{n}"] = split[n].compute_ms(blocks)
-        walls[f"own_compute_{n}"] = block_means(own_ms[n], blocks)
-        walls[f"communication_{n}"] = split[n].communication_ms(blocks)
+        arms[f"overlapped_{n}"] = functools.partial(_overlapped, setting, n)
+    slowest = interleave_on_ranks(arms, blocks, f"communication {ratio:g}x compute")
     steps = {n: split[n].steps() for n in lanes}
-    slowest = slowest_rank(walls)
     for n in lanes:
         slowest[f"ideal_{n}"] = [_ideal_ms(slowest, n, steps[n], setting.schedule(n))] * blocks
     results = {n: _lane_result(slowest, n, lanes) for n in lanes}
@@ -187,19 +181,16 @@ def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blo
     return OverlapResult(ratio, bandwidth, link.latency_s, results, slowest, stages)
 
 
-def _overlapped(setting: Setting, lanes: int, own_ms: list[float]) -> float:
-    """Milliseconds of a step in lanes; appends its CPU time to `own_ms`."""
-    wall_ms = setting.timed(setting.schedule(lanes))
-    own_ms.append(setting.cpu_ms)
-    return wall_ms
+def _overlapped(setting: Setting, lanes: int) -> dict[str, float]:
+    """Milliseconds of a step in lanes, and of its CPU."""
+    return {f"overlapped_{lanes}": setting.timed(setting.schedule(lanes)), f"own_compute_{lanes}": setting.cpu_ms}
 
 
 def _lane_result(arms: Mapping[str, Sequence[float]], n: int, lanes: Sequence[int]) -> LaneResult:
     overlapped, split_compute, communication = (
         arms[f"{arm}_{n}"] for arm in ("overlapped", "split_compute", "communication")
     )
-    serial_arms = ["serial_unsplit", *(f"serial_{k}" for k in lanes)]
-    best = min(serial_arms, key=lambda arm: bootstrap(arms[arm]).median)
+    best = fastest(arms, ["serial_unsplit", *(f"serial_{k}" for k in lanes)])
     efficiency, hidden = overlap_figures(_compute(arms, n), communication, overlapped)
     two = lanes[0]
     of_two_lanes, _ = overlap_figures(_compute(arms, two), arms[f"communication_{two}"], overlapped)
@@ -235,9 +226,8 @@ def print_result(result: OverlapResult) -> None:
     speed = result.bytes_per_s / 1e6
     print(f"\ncommunication {result.ratio:g}x compute (link: {speed:.1f} MB/s, {result.latency_s * 1e6:g} us)")
     print_arms(result.arms_ms, ".1f")
-    rows: list[tuple[str, ...]] = [("lanes", *_FIGURES)]
-    rows += [(str(n), *(f"{getattr(lane, name):.3f}" for name in _FIGURES)) for n, lane in result.lanes.items()]
-    print(columns(rows))
+    rows = [(str(n), *(getattr(lane, name) for name in _FIGURES)) for n, lane in result.lanes.items()]
+    print(table({"lanes": "", **dict.fromkeys(_FIGURES, ".3f")}, rows))
     for n, lane in result.lanes.items():
         if lane.void:
             print(f"  {n} lanes are void: better than the bound, the machine drifted")

@@ -18,13 +18,12 @@ Per schedule, besides `speedup` over the best serial arm, and `efficiency`, max(
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import torch
-import torch.distributed as dist
 from pydantic import Field
 
 from model_runner.parallel.transport import most_chunks
@@ -33,22 +32,23 @@ from serving.workbench.arms.programs import Programs, predict_step
 from serving.workbench.arms.stages import HANDOFF_S, best_schedules, nameless
 from serving.workbench.arms.steps import ArmSteps
 from serving.workbench.bench.statistics import (
+    Arm,
     Interval,
     bootstrap,
-    columns,
-    interleave_arms,
+    fastest,
     overlap_figures,
     paired,
     print_arms,
+    table,
 )
 from serving.workbench.bench.step_setting import (
     SplitCompute,
     StepOptions,
     StepSetting,
     calibrate,
+    interleave_on_ranks,
     model_folder,
     open_setting,
-    slowest_rank,
 )
 from ubatch import SCHEDULES, Schedule
 from ubatch.schedules.schedule import SERIAL
@@ -120,8 +120,8 @@ def measure_schedules(setting: StepSetting, options: Options) -> SchedulesResult
     works = {work_of(setting, schedule): None for schedule in schedules.values()}
     setting.check_equal([*schedules.values(), *works])
 
-    split = {work: SplitCompute(setting, work) for work in works}
-    arms: dict[str, Callable[[], float]] = {"serial_unsplit": functools.partial(setting.timed, SERIAL)}
+    split = {work: _split(setting, work) for work in works}
+    arms: dict[str, Arm] = {"serial_unsplit": functools.partial(setting.timed, SERIAL)}
     arms |= {
         f"one_by_one {describe_work(work)}": functools.partial(setting.timed, work)
         for work in works
@@ -129,17 +129,13 @@ def measure_schedules(setting: StepSetting, options: Options) -> SchedulesResult
     }
     arms |= {f"split {describe_work(work)}": arm for work, arm in split.items()}
     arms |= {name: functools.partial(setting.timed, schedule) for name, schedule in schedules.items()}
-    walls = interleave_arms(arms, options.blocks, label="schedules", show=dist.get_rank() == 0)
-    for work, arm in split.items():
-        walls[f"split_compute {describe_work(work)}"] = arm.compute_ms(options.blocks)
-        walls[f"communication {describe_work(work)}"] = arm.communication_ms(options.blocks)
+    walls = interleave_on_ranks(arms, options.blocks, "schedules")
     steps = {work: arm.steps() for work, arm in split.items()}
     around_ms = {work: arm.around_ms() for work, arm in split.items()}
     predictions = {}
     for name, each in schedules.items():
         work = work_of(setting, each)
         predictions[name] = predict_step(steps[work], each, HANDOFF_S) * 1e3 + around_ms[work]
-    walls = slowest_rank(walls)
     results = {
         name: _result(name, schedule, walls, describe_work(work_of(setting, schedule)), predictions[name])
         for name, schedule in schedules.items()
@@ -157,6 +153,11 @@ def work_of(setting: StepSetting, schedule: Schedule) -> Schedule:
     """The schedule's lanes one by one; without a shared expert, schedules that differ in its place become equal."""
     work = schedule.one_by_one()
     return work if setting.has_shared_experts else replace(work, shared_expert=SERIAL.shared_expert)
+
+
+def _split(setting: StepSetting, work: Schedule) -> SplitCompute:
+    what = describe_work(work)
+    return SplitCompute(setting, work, (f"split {what}", f"split_compute {what}", f"communication {what}"))
 
 
 def describe_work(work: Schedule) -> str:
@@ -198,7 +199,7 @@ def _search(setting: StepSetting, options: Options) -> list[Schedule]:
 
 def _steps(setting: StepSetting, works: Iterable[Schedule]) -> dict[Schedule, list[list[Programs]]]:
     """Every rank's programs of steps of each work; the steps are interleaved, so that drift affects all alike."""
-    arms = {work: SplitCompute(setting, work) for work in works}
+    arms = {work: _split(setting, work) for work in works}
     for _ in range(_STAGE_STEPS):
         for arm in arms.values():
             arm()
@@ -211,8 +212,7 @@ def _steps(setting: StepSetting, works: Iterable[Schedule]) -> dict[Schedule, li
 def _result(
     name: str, schedule: Schedule, arms: Mapping[str, Sequence[float]], work: str, predicted_ms: float
 ) -> ScheduleResult:
-    serial = [arm for arm in arms if arm.startswith(("serial_unsplit", "one_by_one"))]
-    best = min(serial, key=lambda arm: bootstrap(arms[arm]).median)
+    best = fastest(arms, (arm for arm in arms if arm.startswith(("serial_unsplit", "one_by_one"))))
     two = next(arm.partition(" ")[2] for arm in arms if arm.startswith("split_compute 2x1"))
     efficiency, of_two_lanes = (
         overlap_figures(arms[f"split_compute {each}"], arms[f"communication {each}"], arms[name])[0]
@@ -236,10 +236,12 @@ def print_result(options: Options, result: SchedulesResult) -> None:
     print(options.describe())
     print(f"communication {options.ratio:g}x compute (link: {speed:.1f} MB/s, {latency:g} us)")
     print_arms(result.arms_ms, ".1f")
-    rows = [("schedule", "efficiency", "of_two_lanes", "speedup", "predicted", "measured", "error")]
-    for each in (*result.named, *result.searched):
-        figures = (f"{each.efficiency:.3f}", f"{each.of_two_lanes:.3f}", f"{each.speedup:.3f}")
-        rows.append((each.name, *figures, f"{each.predicted_ms:.1f}", f"{each.measured_ms:.1f}", f"{each.error:+.1%}"))
-    print(columns(rows))
+    head = {"schedule": "", "efficiency": ".3f", "of_two_lanes": ".3f", "speedup": ".3f"}
+    head |= {"predicted": ".1f", "measured": ".1f", "error": "+.1%"}
+    rows = [
+        (each.name, each.efficiency, each.of_two_lanes, each.speedup, each.predicted_ms, each.measured_ms, each.error)
+        for each in (*result.named, *result.searched)
+    ]
+    print(table(head, rows))
     for each in result.searched:
         print(f"  {each.name}: {each.schedule}")

@@ -13,12 +13,13 @@ prompts, drafting included. Last, two ranks that share experts overlap their ver
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -28,14 +29,15 @@ from serving.engine.options import EngineOptions
 from serving.engine.rank.build import make_core, make_runner
 from serving.engine.rank.core import EngineCore
 from serving.engine.speculation import Algorithm, SpeculationConfig
+from serving.llm import LLM
 from serving.requests import DraftCounts, RequestInput
 from serving.scheduler import SchedulerConfig
 from serving.text.tokenizer import load_tokenizer
 from serving.workbench.bench.corpus import read_corpus
-from serving.workbench.bench.options import BlockOptions, Checkpoint
-from serving.workbench.bench.runtime.speculation_census import Census, take_census
-from serving.workbench.bench.statistics import Interval, bootstrap, columns, interleave_arms, paired
-from ubatch import ConfigError, UBatchError
+from serving.workbench.bench.generate import completions
+from serving.workbench.bench.options import BlockOptions, Checkpoint, Counts
+from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, table
+from ubatch import ConfigError, DeclineReason, UBatchError
 from ubatch.process.cores import num_cores
 
 _EXAMPLES = Path(__file__).resolve().parents[4] / "examples" / "models"
@@ -57,10 +59,7 @@ class Options(BlockOptions):
     num_draft_tokens: Annotated[int, Field(ge=1, description="drafts of a chain, and steps of the head")] = 3
     tree_topk: Annotated[int, Field(ge=2, description="guesses that each step of a tree continues")] = 2
     tree_draft_tokens: Annotated[int, Field(ge=1, description="drafts of a tree")] = 5
-    batches: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, description="requests at once")] = (
-        1,
-        8,
-    )
+    batches: Annotated[Counts, Field(description="requests at once")] = (1, 8)
     prompts: Annotated[int, Field(ge=1, description="prompts: pieces of held-out source files")] = 8
     input_len: Annotated[int, Field(ge=1, description="their tokens")] = 64
     output_len: Annotated[int, Field(ge=2, description="tokens of their continuations")] = 64
@@ -103,14 +102,14 @@ class SpeculationResult:
 
     def print(self) -> None:
         print(f"\nspeculation: {self.batch} request{'s' if self.batch > 1 else ''} at once")
-        rows = [["", "ms/token", "tokens/s", "speed-up", "mean length", "right at 1, 2, ..."]]
+        head = {"": "", "ms/token": ".3f", "tokens/s": ".0f", "speed-up": ".3f", "mean length": ".2f"}
+        rows = []
         for name, values in self.arms_ms.items():
-            rows.append([name, f"{bootstrap(values):.3f}", f"{self.tokens_per_s[name]:.0f}"])
-            rows[-1].append(f"{self.speedup[name]:.3f}" if name in self.speedup else "-")
-            found = self.acceptance.get(name)
-            rows[-1].append("-" if found is None or found.mean_length is None else f"{found.mean_length:.2f}")
-            rows[-1].append("" if found is None else ", ".join(f"{share:.0%}" for share in found.per_position))
-        print(columns(rows), flush=True)
+            length, right = None, ""
+            if (found := self.acceptance.get(name)) is not None:
+                length, right = found.mean_length, ", ".join(f"{share:.0%}" for share in found.per_position)
+            rows.append((name, bootstrap(values), self.tokens_per_s[name], self.speedup.get(name), length, right))
+        print(table(head | {"right at 1, 2, ...": ""}, rows), flush=True)
 
 
 def run(options: Options) -> int:
@@ -255,3 +254,87 @@ def _accept(
         drafts.mean_accepted_length,
         [count / max(1, drafts.verified) for count in right],
     )
+
+
+# -- the overlapped ranks ----------------------------------------------------------------------------------------------
+
+
+_RANKS = 2
+_PROMPTS_PER_RANK = 8
+_VERIFY = "target_verify/"
+
+
+@dataclass(frozen=True)
+class Census:
+    """Counts of steps over all ranks, by "mode/outcome".
+
+    Attributes:
+        threshold: fewest tokens of a verify step that overlaps.
+        engaged: verify steps that ran in two lanes.
+        above: verify steps in which every rank with tokens reached the threshold.
+    """
+
+    threshold: int
+    engaged: int
+    above: int
+    steps: Mapping[str, int]
+
+    def print(self) -> None:
+        share = self.engaged / self.above if self.above else 0.0
+        print(
+            f"\ncensus: {_RANKS} ranks, --enable-dbo; of {self.above} verify steps with {self.threshold} tokens or "
+            f"more on every rank {self.engaged} ran in two lanes ({share:.1%})"
+        )
+        print("  " + ", ".join(f"{kind} {count}" for kind, count in sorted(self.steps.items())), flush=True)
+
+
+def take_census(
+    model: Path, speculation: SpeculationConfig, prompts: Sequence[Sequence[int]], output_len: int
+) -> Census:
+    """Generate on two expert-parallel ranks, without and with overlap and guesses; the tokens must be the same. The
+    prompts are repeated until every rank has enough."""
+    threshold = 2 * (1 + speculation.num_draft_tokens)  # a single request cannot be split
+    options: dict[str, Any] = {
+        "data_parallel_size": _RANKS,
+        "enable_expert_parallel": True,
+        "max_num_seqs": _PROMPTS_PER_RANK,
+        "max_model_len": 2 * (len(prompts[0]) + output_len),
+        "kv_cache_memory": "64M",
+        "skip_tokenizer_init": True,
+    }
+    overlap: dict[str, Any] = {
+        "enable_dbo": True,
+        "dbo_decode_token_threshold": threshold,
+        "dbo_prefill_token_threshold": 128,
+    }
+    asked: dict[str, Any] = {
+        "speculative_algorithm": speculation.algorithm.value,
+        "speculative_draft_model_path": speculation.draft_model_path,
+        "speculative_num_steps": speculation.num_steps,
+    }
+    many = [prompts[index % len(prompts)] for index in range(_RANKS * _PROMPTS_PER_RANK)]
+    with LLM(model, **options) as llm:
+        wanted = [each.token_ids for each in completions(llm, many, output_len)]
+    with LLM(model, **options, **overlap, **asked) as llm:
+        tokens = [each.token_ids for each in completions(llm, many, output_len)]
+        steps = [dict(each.steps) for each in llm.statistics.values()]
+    if tokens != wanted:
+        raise UBatchError("two ranks that overlap and guess do not give the greedy tokens of two that do not.")
+    engaged, above = census_of(steps)
+    return Census(threshold, engaged, above, dict(sum(map(Counter, steps), Counter())))
+
+
+def census_of(ranks: Sequence[Mapping[str, int]]) -> tuple[int, int]:
+    """Verify steps in lanes, and all verify steps above the threshold, of two ranks; from `EngineStatistics.steps`.
+
+    A step that is below the threshold on one rank counts as below it; the other rank has `peer_declined`.
+    """
+    verify = [
+        {step.removeprefix(_VERIFY): count for step, count in steps.items() if step.startswith(_VERIFY)}
+        for steps in ranks
+    ]
+    below = [own.get(DeclineReason.BELOW_DECODE_THRESHOLD, 0) for own in verify]
+    above = 0
+    for own, its_below, peers_below in zip(verify, below, reversed(below), strict=True):
+        above += sum(own.values()) - its_below - min(own.get(DeclineReason.PEER_DECLINED, 0), peers_below)
+    return sum(own.get("engaged", 0) for own in verify), above

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from serving.workbench.bench.options import BlockOptions
-from serving.workbench.bench.statistics import bootstrap, columns, interleave_arms
+from serving.workbench.bench.statistics import bootstrap, interleave_arms, paired, table
 from ubatch import ForwardMode, UBatchConfig, UBatchWrapper
 from ubatch.calls.caches import splitter_for
 from ubatch.wrapping.proof_table import Standing, signature_of
@@ -82,10 +82,8 @@ def run(options: Options) -> int:
     arms["overlapped call, 100 tensors"] = _us(lambda: large(x), 1)
     measured = interleave_arms(arms, options.blocks, label="wrapper")
     found = {name: bootstrap(values) for name, values in measured.items()}
-    share = bootstrap(
-        [a / b for a, b in zip(measured["guard, 100 tensors"], measured["overlapped call, 100 tensors"], strict=True)]
-    )
-    print(columns([["", "us"], *([name, f"{each:.1f}"] for name, each in found.items())], indent=0))
+    share = paired(measured["guard, 100 tensors"], measured["overlapped call, 100 tensors"])
+    print(table({"": "", "us": ".1f"}, found.items(), indent=0))
     print(f"the guard takes {share.median:.2%} of that overlapped call")
     options.write({"us": found, "guard_share": share, "arms_us": measured})
     for wrapper in wrappers:

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from serving.arguments.fields import Flag
-from serving.workbench.bench.options import SERVER, BlockOptions
+from serving.workbench.bench.options import SERVER, BlockOptions, Counts
 from serving.workbench.bench.server.offline import Workload, make_served_model, measure_offline
 from serving.workbench.bench.server.overlap import measure_served_overlap
 from serving.workbench.bench.server.scheduler import measure_scheduler
@@ -40,9 +40,7 @@ class Options(BlockOptions):
     only: Annotated[tuple[Part, ...], Field(description="the parts to measure")] = (*Part,)
     ranks: Annotated[tuple[int, ...], Field(description="offline, served: numbers of data-parallel ranks")] = (1, 2)
     tensor_parallel_size: Annotated[
-        tuple[Annotated[int, Field(ge=1)], ...],
-        Flag(alias="-tp"),
-        Field(min_length=1, description="offline, served: processes per rank; combined with every --ranks"),
+        Counts, Flag(alias="-tp"), Field(description="offline, served: processes per rank; combined with every --ranks")
     ] = (1,)
     prompts: Annotated[int, Field(ge=1, description="offline, served: prompts")] = 64
     input_len: Annotated[int, Field(ge=1, description="their tokens")] = 128

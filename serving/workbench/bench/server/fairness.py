@@ -21,20 +21,18 @@ import random
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, product
+from itertools import product
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import Field
 
 from serving.arguments.fields import Flag
-from serving.progress import progress
-from serving.workbench.bench.options import SERVER, Checkpoint, ReportOptions
-from serving.workbench.bench.server.figures import figures_of
+from serving.workbench.bench.options import SERVER, ModelFolder, Ranks, ReportOptions
+from serving.workbench.bench.server.figures import Spread, figures_of
 from serving.workbench.bench.server.load import Load, make_tasks, read_steps, served_model
 from serving.workbench.bench.server.process import ServerProcess, running_server
-from serving.workbench.bench.server.requests import Outcome, Server, Status, Task, send_all
-from serving.workbench.bench.statistics import bootstrap, columns, paired
+from serving.workbench.bench.server.requests import GREEDY, Server, Task, send_and_check
+from serving.workbench.bench.statistics import bootstrap, interleave_arms, paired, table
 from ubatch import UBatchError
 
 _BEFORE_S = 0.3  # the streams decode before the first prompt arrives
@@ -46,8 +44,8 @@ class Options(ReportOptions):
 
     measures = SERVER
 
-    model: Annotated[Checkpoint, Flag(positional=True), Field(description="folder of a Hugging Face checkpoint")]
-    ranks: Annotated[int, Field(ge=2, description="data- and expert-parallel ranks")] = 2
+    model: ModelFolder
+    ranks: Ranks = 2
     emulated_link: Annotated[
         tuple[float, float], Flag(metavar="US MB/S"), Field(description="latency and bandwidth between them")
     ] = (20.0, 50.0)
@@ -70,35 +68,34 @@ class Options(ReportOptions):
 class Round:
     """One visit of an arm: times between two tokens of a stream in each part, and the throughput of the mixed part."""
 
-    alone_ms: Sequence[float]
-    mixed_ms: Sequence[float]
+    alone: Spread
+    mixed: Spread
     tokens_per_s: float
 
-    @property
-    def p99_alone(self) -> float:
-        return float(np.percentile(self.alone_ms, 99))
-
-    @property
-    def p99_mixed(self) -> float:
-        return float(np.percentile(self.mixed_ms, 99))
-
     def as_json(self) -> dict[str, float]:
-        """The round without its single gaps."""
-        return {
-            "median_alone_ms": float(np.median(self.alone_ms)),
-            "p99_alone_ms": self.p99_alone,
-            "median_mixed_ms": float(np.median(self.mixed_ms)),
-            "p99_mixed_ms": self.p99_mixed,
-            "tokens_per_s": self.tokens_per_s,
-        }
+        parts = {"alone": self.alone, "mixed": self.mixed}
+        times = {f"{name}_{part}_ms": getattr(own, name) for part, own in parts.items() for name in ("median", "p99")}
+        return {**times, "tokens_per_s": self.tokens_per_s}
 
 
 @dataclass
 class _Arm:
+    """A server and its visits; of the arms' n-th visits each gets the same requests."""
+
     limit: str
     dbo: bool
     server: ServerProcess
+    options: Options
     rounds: list[Round] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"{self.limit}, dbo" if self.dbo else self.limit
+
+    def __call__(self) -> float:
+        """Visit the server; returns the milliseconds of the p99 with prompts."""
+        self.rounds.append(asyncio.run(_visit(self.server.base_url, self.options, seed=len(self.rounds))))
+        return self.rounds[-1].mixed.p99
 
     def overlapped(self) -> float:
         """Share of the mixed steps so far that overlapped."""
@@ -112,17 +109,13 @@ def run(options: Options) -> int:
         arms = []
         for dbo, limit in product((False, True), ("off", *options.limits)):
             server = stack.enter_context(running_server(options.model, _flags(options, limit, dbo=dbo)))
-            arms.append(_Arm(limit, dbo, server))
-        for arm in arms:  # a warm-up
-            asyncio.run(_visit(arm, options, seed=0))
-        for number in progress(range(options.rounds), desc="rounds"):
-            for seed, sweep in ((2 * number + 1, arms), (2 * number + 2, arms[::-1])):
-                for arm in sweep:
-                    arm.rounds.append(asyncio.run(_visit(arm, options, seed)))
-        rows = [_row(arm, next(each for each in arms if each.dbo == arm.dbo)) for arm in arms]
+            arms.append(_Arm(limit, dbo, server, options))
+        interleave_arms({arm.name: arm for arm in arms}, options.rounds, label="rounds")
+        for arm in arms:
+            del arm.rounds[0]  # a warm-up
+        rows = {arm.name: _row(arm, next(each for each in arms if each.dbo == arm.dbo)) for arm in arms}
     _print(options, rows)
-    rounds = ([each.as_json() for each in arm.rounds] for arm in arms)
-    options.write({"arms": [row | {"rounds": own} for row, own in zip(rows, rounds, strict=True)]})
+    options.write({"arms": [rows[arm.name] | {"rounds": [each.as_json() for each in arm.rounds]} for arm in arms]})
     return 0
 
 
@@ -133,27 +126,25 @@ def _flags(options: Options, limit: str, *, dbo: bool) -> list[str]:
     return flags
 
 
-async def _visit(arm: _Arm, options: Options, seed: int) -> Round:
-    asked = Server(arm.server.base_url)
+async def _visit(base_url: str, options: Options, seed: int) -> Round:
+    asked = Server(base_url)
     server = replace(asked, model=(await served_model(asked, None)).name)
     decodes = Load(num_prompts=options.streams, input_len=32, output_len=options.output_len, seed=2 * seed)
     prompts = Load(
         num_prompts=options.prompts, input_len=options.input_len, output_len=_PROMPT_OUTPUT, seed=2 * seed + 1
     )
-    streams, coming = [await make_tasks(server, load, temperature=0.0, ignore_eos=True) for load in (decodes, prompts)]
-    alone = _all_ok(await send_all(server, _shuffled(streams, seed)))
+    streams, coming = [await make_tasks(server, load, **GREEDY) for load in (decodes, prompts)]
+    alone = await send_and_check(server, _shuffled(streams, seed))
     later = [replace(task, start_s=_BEFORE_S) for task in coming]
     decoded, served = await asyncio.gather(
-        send_all(server, streams), send_all(server, later, max_concurrency=options.in_flight)
+        send_and_check(server, streams), send_and_check(server, later, max_concurrency=options.in_flight)
     )
-    _all_ok([*decoded, *served])
     begin, end = min(each.sent_s for each in served), max(each.sent_s + each.latency_s for each in served)
-    gaps = [1e3 * gap for each in decoded for gap in gaps_between(each, begin, end)]
-    if not gaps:
+    undisturbed = Spread.of(gap for each in alone for gap in each.gaps_s)
+    mixed = Spread.of(gap for each in decoded for gap in each.gaps_between(begin, end))
+    if undisturbed is None or mixed is None:
         raise UBatchError("no stream decoded while prompts were served; raise --output-len.")
-    return Round(
-        [1e3 * gap for each in alone for gap in each.gaps_s], gaps, figures_of([*decoded, *served]).total_tokens_per_s
-    )
+    return Round(undisturbed, mixed, figures_of([*decoded, *served]).total_tokens_per_s)
 
 
 def _shuffled(tasks: Sequence[Task], seed: int) -> list[Task]:
@@ -163,45 +154,24 @@ def _shuffled(tasks: Sequence[Task], seed: int) -> list[Task]:
     return [replace(task, prompt=rng.sample(each, len(each))) for task, each in zip(tasks, prompts, strict=True)]
 
 
-def _all_ok(outcomes: list[Outcome]) -> list[Outcome]:
-    for outcome in outcomes:
-        if outcome.status is not Status.OK:
-            raise UBatchError(f"a request failed: {outcome.error}")
-    return outcomes
-
-
-def gaps_between(outcome: Outcome, begin_s: float, end_s: float) -> list[float]:
-    """Seconds of a stream's gaps that overlap a span of the load's time; empty if the stream ran outside it."""
-    first = outcome.sent_s + (outcome.ttft_s or 0.0)
-    ends = list(accumulate(outcome.gaps_s, initial=first))
-    return [
-        gap
-        for gap, start, stop in zip(outcome.gaps_s, ends, ends[1:], strict=False)
-        if stop > begin_s and start < end_s
-    ]
-
-
 def _row(arm: _Arm, off: _Arm) -> dict[str, Any]:
     return {
         "limit": arm.limit,
         "dbo": arm.dbo,
-        "p99_alone_ms": bootstrap([each.p99_alone for each in arm.rounds]),
-        "p99_mixed_ms": bootstrap([each.p99_mixed for each in arm.rounds]),
-        "stretch": paired([each.p99_mixed for each in arm.rounds], [each.p99_alone for each in arm.rounds]),
+        "p99_alone_ms": bootstrap([each.alone.p99 for each in arm.rounds]),
+        "p99_mixed_ms": bootstrap([each.mixed.p99 for each in arm.rounds]),
+        "stretch": paired([each.mixed.p99 for each in arm.rounds], [each.alone.p99 for each in arm.rounds]),
         "tokens_per_s": bootstrap([each.tokens_per_s for each in arm.rounds]),
         "throughput": paired([e.tokens_per_s for e in arm.rounds], [e.tokens_per_s for e in off.rounds]),
         "overlapped": arm.overlapped(),
     }
 
 
-def _print(options: Options, rows: Sequence[Mapping[str, Any]]) -> None:
+def _print(options: Options, rows: Mapping[str, Mapping[str, Any]]) -> None:
     print(
         f"{options.streams} streams on {options.ranks} ranks, {options.prompts} prompts of {options.input_len} tokens "
         f"meanwhile, {options.in_flight} at a time; {2 * options.rounds} visits of every arm"
     )
-    table = [("limit", "p99 alone", "p99 mixed", "stretch", "throughput", "overlapped")]
-    for row in rows:
-        name = f"{row['limit']}{', dbo' if row['dbo'] else ''}"
-        times = (f"{row['p99_alone_ms']:.0f} ms", f"{row['p99_mixed_ms']:.0f} ms")
-        table.append((name, *times, f"{row['stretch']:.2f}", f"{row['throughput']:.2f}", f"{row['overlapped']:.0%}"))
-    print(columns(table))
+    head = {"limit": "", "p99 alone, ms": ".0f", "p99 mixed, ms": ".0f", "stretch": ".2f", "throughput": ".2f"}
+    figures = ("p99_alone_ms", "p99_mixed_ms", "stretch", "throughput", "overlapped")
+    print(table(head | {"overlapped": ".0%"}, ((name, *map(row.get, figures)) for name, row in rows.items())))

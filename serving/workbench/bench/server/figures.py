@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from serving.workbench.bench.server.requests import Outcome, Status
-from serving.workbench.bench.statistics import columns
+from serving.workbench.bench.statistics import table
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,9 @@ class Figures:
             "time per output token": self.tpot,
             "end to end": self.e2e,
         }
-        rows = [["ms", "mean", "median", "p90", "p99"]]
-        for name, spread in latencies.items():
-            rows.append([name, *(["-"] * 4 if spread is None else [f"{each:.2f}" for each in vars(spread).values()])])
-        print(columns(rows))
+        names = ("mean", "median", "p90", "p99")
+        rows = [(what, *(getattr(spread, name, None) for name in names)) for what, spread in latencies.items()]
+        print(table({"ms": "", **dict.fromkeys(names, ".2f")}, rows))
 
 
 def figures_of(outcomes: Sequence[Outcome]) -> Figures:

@@ -29,9 +29,8 @@ from model_runner import RandomDeepseekV3, RandomQwen3Moe, make_random_checkpoin
 from serving.llm import LLM
 from serving.workbench.bench.generate import completions, share_of_equal, transformers_arm
 from serving.workbench.bench.server.process import running_server
-from serving.workbench.bench.server.requests import Server, Status, Task, send_all
-from serving.workbench.bench.statistics import Interval, bootstrap, columns, interleave_arms, paired, timed
-from ubatch import UBatchError
+from serving.workbench.bench.server.requests import Server, Task, greedy_tasks, send_and_check
+from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, table, timed
 from ubatch.process.cores import num_cores
 
 
@@ -66,13 +65,17 @@ class OfflineResult:
 
     def print(self) -> None:
         print(f"\ngenerate: {self.workload}, all cores")
-        rows = [["", "ms", "tokens/s", "over transformers", "over offline", "same"]]
-        for name, values in self.arms_ms.items():
-            rows.append([name, f"{bootstrap(values):.0f}", f"{self.tokens_per_s[name]:.0f}"])
-            for column in (self.over_transformers, self.over_offline):
-                rows[-1].append(f"{column[name]:.2f}" if name in column else "-")
-            rows[-1].append(f"{self.same[name]:.1%}" if name in self.same else "-")
-        print(columns(rows), flush=True)
+        head = {
+            "": "",
+            "ms": ".0f",
+            "tokens/s": ".0f",
+            "over transformers": ".2f",
+            "over offline": ".2f",
+            "same": ".1%",
+        }
+        figures = (self.tokens_per_s, self.over_transformers, self.over_offline, self.same)
+        rows = [(name, bootstrap(ms), *(each.get(name) for each in figures)) for name, ms in self.arms_ms.items()]
+        print(table(head, rows), flush=True)
 
 
 def make_served_model(folder: Path, size: RandomQwen3Moe | RandomDeepseekV3 | None = None) -> Path:
@@ -140,7 +143,8 @@ def measure_offline(
                 cores = {"OMP_NUM_THREADS": str(num_cores())}  # as in this process
                 url = stack.enter_context(running_server(model, flags, environment=cores)).base_url
                 for name, stream in (("served", False), ("streamed", True)):
-                    arm = _served(Server(url, str(model), stream=stream), prompts, workload.output_len)
+                    tasks = greedy_tasks(prompts, workload.output_len)
+                    arm = partial(_texts, Server(url, str(model), stream=stream), tasks)
                     arms[f"{name}_{count}"] = arm
                     texts = [result.text for result in results]
                     same[f"{name}_{count}"] = share_of_equal(f"{name}_{count}", [texts], [arm()])
@@ -178,15 +182,5 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def _served(server: Server, prompts: list[list[int]], output_len: int) -> Callable[[], list[str]]:
-    fields = {"temperature": 0, "ignore_eos": True}
-    tasks = [Task(index, prompt, output_len, fields=fields) for index, prompt in enumerate(prompts)]
-
-    def ask() -> list[str]:
-        outcomes = asyncio.run(send_all(server, tasks))
-        failed = [outcome for outcome in outcomes if outcome.status is not Status.OK]
-        if failed:
-            raise UBatchError(f"{len(failed)} of {len(outcomes)} requests failed: {failed[0].error}")
-        return [outcome.text for outcome in outcomes]
-
-    return ask
+def _texts(server: Server, tasks: Sequence[Task]) -> list[str]:
+    return [outcome.text for outcome in asyncio.run(send_and_check(server, tasks))]

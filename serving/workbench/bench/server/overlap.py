@@ -26,13 +26,12 @@ from model_runner import ModelRunner
 from moe import EmulatedLink
 from serving.llm import LLM
 from serving.ranks import run_ranks
-from serving.workbench.arms.batches import make_batch
-from serving.workbench.arms.cells import Cell, Grid
+from serving.workbench.arms.cells import Cell, Grid, make_batch
 from serving.workbench.bench.generate import completions, share_of_equal
 from serving.workbench.bench.runtime.overlap import measure_overlap
 from serving.workbench.bench.server.offline import Workload, random_prompts
 from serving.workbench.bench.statistics import Interval, interleave_arms, paired, print_arms, timed
-from serving.workbench.bench.step_setting import StepOptions, StepSetting, open_setting, slowest_rank
+from serving.workbench.bench.step_setting import StepOptions, StepSetting, interleave_on_ranks, open_setting
 
 _RANKS = 2
 _LATENCY_US = 20.0
@@ -163,6 +162,6 @@ def _decode_speedup(runner: ModelRunner, link: EmulatedLink, tokens: int) -> flo
     with make_batch(runner, Cell("decode", tokens), grid, seed=dist.get_rank()) as batch:
         setting = StepSetting(runner, batch, link)
         arms = {str(lanes): partial(setting.timed, setting.schedule(lanes)) for lanes in (1, 2)}
-        measured = slowest_rank(interleave_arms(arms, _DECODE_BLOCKS, show=False))
+        measured = interleave_on_ranks(arms, _DECODE_BLOCKS, "")
         setting.close()
     return statistics.median(measured["1"]) / statistics.median(measured["2"])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import httpx
@@ -85,6 +85,14 @@ class Task:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
+GREEDY: Mapping[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+"""Fields of a request whose answer is always the same, and as long as asked for."""
+
+
+def greedy_tasks(prompts: Iterable[Sequence[int]], output_len: int) -> list[Task]:
+    return [Task(index, prompt, output_len, fields=GREEDY) for index, prompt in enumerate(prompts)]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The result of a request. Times are seconds.
@@ -119,6 +127,12 @@ class Outcome:
         if self.ttft_s is None or self.output_tokens < 2:
             return None
         return sum(self.gaps_s) / (self.output_tokens - 1)
+
+    def gaps_between(self, begin_s: float, end_s: float) -> list[float]:
+        """The gaps that overlap a span of the load's time."""
+        ends = accumulate(self.gaps_s, initial=self.sent_s + (self.ttft_s or 0.0))
+        pairs = zip(self.gaps_s, pairwise(ends), strict=True)
+        return [gap for gap, (start, stop) in pairs if stop > begin_s and start < end_s]
 
 
 # -- the fields that are read from the server's JSON; all others are skipped
@@ -221,6 +235,19 @@ async def send_all(
     async with server.client() as client, asyncio.TaskGroup() as group:
         running = [group.create_task(run(client, task)) for task in tasks]
     return [each.result() for each in running]
+
+
+async def send_and_check(server: Server, tasks: Sequence[Task], **how: Any) -> list[Outcome]:
+    """As `send_all`.
+
+    Raises:
+        RequestFailed: a request failed.
+    """
+    outcomes = await send_all(server, tasks, **how)
+    failed = [each for each in outcomes if each.status is not Status.OK]
+    if failed:
+        raise RequestFailed(f"{len(failed)} of {len(tasks)} requests failed: {failed[0].error}")
+    return outcomes
 
 
 async def send(server: Server, client: httpx.AsyncClient, task: Task, started: float) -> Outcome:

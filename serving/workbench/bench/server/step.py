@@ -17,7 +17,7 @@ the mean over the blocks, and its milliseconds are that share of the median step
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
@@ -34,15 +34,17 @@ from serving.arguments.fields import Flag
 from serving.llm import LLM
 from serving.options.flags.fields import parse_bytes
 from serving.workbench.bench.generate import completions
+from serving.workbench.bench.options import Dtypes
 from serving.workbench.bench.server.offline import Workload, random_prompts
 from serving.workbench.bench.server.step_times import Kind, Stopwatch
-from serving.workbench.bench.statistics import Interval, bootstrap, columns, environment, interleave_arms, paired
-from serving.workbench.bench.step_setting import ModelOptions, block_means, model_folder
+from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, print_machine, table
+from serving.workbench.bench.step_setting import ModelOptions, model_folder
 from ubatch import ConfigError, UBatchError
 from ubatch.kernels.c_jit import OFF_VARIABLE, why_not_c
 
 _PAGE = 16  # tokens of a page of the cache; a step has at least as many
 _STEPS = ("decode", "prefill")
+_CLOCKED = ", clocked"
 
 Seconds = Mapping[Kind, float]
 """Of one step, by kind of work."""
@@ -60,10 +62,7 @@ class Options(ModelOptions):
         Flag(metavar="BYTES"),
         Field(description="of an engine's cache, which must have room for all requests, like 512M"),
     ] = "256M"
-    dtypes: Annotated[tuple[Literal["float32", "bfloat16"], ...], Field(min_length=1, description="of the model")] = (
-        "float32",
-        "bfloat16",
-    )
+    dtypes: Dtypes = ("float32", "bfloat16")
     kernels: Annotated[
         tuple[Literal["torch", "native"], ...], Field(min_length=1, description="torch's, and those in C")
     ] = ("torch", "native")
@@ -90,68 +89,52 @@ class StepResult:
     parts_ms: Mapping[str, float]
 
 
-class _Arm:
-    """Visits of one engine; remembers the times of their steps."""
-
-    def __init__(self, visit: Callable[[], Mapping[str, Seconds]]) -> None:
-        self._visit = visit
-        self.steps: dict[str, list[Seconds]] = {name: [] for name in _STEPS}
-
-    def __call__(self) -> float:
-        for name, seconds in self._visit().items():
-            self.steps[name].append(seconds)
-        return sum(self.steps["decode"][-1].values()) * 1e3
-
-    def ms(self, name: str, blocks: int) -> list[float]:
-        """Block means of a step."""
-        return block_means([sum(each.values()) * 1e3 for each in self.steps[name]], blocks)
-
-    def shares(self, name: str, blocks: int) -> dict[Kind, float]:
-        """Of each kind of work."""
-        kept = self.steps[name][-2 * blocks :]
-        return {kind: mean(each[kind] / sum(each.values()) for each in kept) for kind in Kind}
+def _figures(name: str, visit: _Visit, dtype: str, clocked: bool) -> dict[str, float]:
+    """Figures of a visit of one engine: milliseconds of each step, and shares of each kind of work."""
+    found = {}
+    for step, seconds in visit(dtype, clocked).items():
+        whole = sum(seconds.values())
+        found[f"{step} {name}"] = whole * 1e3
+        found |= {f"{step} {name} {kind}": seconds[kind] / whole for kind in Kind}
+    return found
 
 
 def run(options: Options) -> int:
-    here = environment()
-    print(f"{here['processor']}, {here['cores']} cores; {' '.join(here['processor_flags'])}")
+    print_machine()
     with model_folder(options) as model, ExitStack() as stack:
         visits = {kernels: stack.enter_context(_process(kernels, model, options)) for kernels in options.kernels}
-        arms = {
-            (f"{kernels} {dtype}", clocked): _Arm(partial(visit, dtype, clocked))
-            for dtype in options.dtypes
-            for kernels, visit in visits.items()
-            if visit is not None
-            for clocked in (False, True)
-        }
-        if not arms:
+        running = {kernels: visit for kernels, visit in visits.items() if visit is not None}
+        if not running:
             raise ConfigError("without kernels in C there is nothing to measure: leave --kernels out.")
-        names = {f"{name}, clocked" if clocked else name: arm for (name, clocked), arm in arms.items()}
-        interleave_arms(names, options.blocks, label="steps")
-    results = {name: _results(name, arms, options) for name in _STEPS}
-    for name, found in results.items():
-        _print(name, found, options)
-    raw = {step: {name: arm.ms(step, options.blocks) for name, arm in names.items()} for step in _STEPS}
+        arms = {
+            f"{kernels} {dtype}{clock}": partial(_figures, f"{kernels} {dtype}{clock}", visit, dtype, bool(clock))
+            for dtype in options.dtypes
+            for kernels, visit in running.items()
+            for clock in ("", _CLOCKED)
+        }
+        measured = interleave_arms(arms, options.blocks, label="steps")
+    names = [name for name in arms if not name.endswith(_CLOCKED)]
+    results = {step: {name: _result(step, name, measured) for name in names} for step in _STEPS}
+    for step, found in results.items():
+        _print(step, found, options)
+    raw = {step: {name: measured[f"{step} {name}"] for name in arms} for step in _STEPS}
     options.write({"arms_ms": raw, "results": results})
     return 0
 
 
-def _results(step: str, arms: Mapping[tuple[str, bool], _Arm], options: Options) -> dict[str, StepResult]:
-    """By kernels and dtype."""
-    found = {}
-    for name in dict.fromkeys(name for name, _ in arms):
-        plain, clocked = (arms[name, each].ms(step, options.blocks) for each in (False, True))
-        torchs = arms.get((f"torch {name.split()[1]}", False))
-        share, whole = arms[name, True].shares(step, options.blocks), bootstrap(clocked)
-        found[name] = StepResult(
-            step_ms=bootstrap(plain),
-            over_torch=None if torchs is None else paired(torchs.ms(step, options.blocks), plain),
-            clocked_ms=whole,
-            clocks=paired(clocked, plain),
-            share={str(kind): each for kind, each in share.items()},
-            parts_ms={str(kind): each * whole.median for kind, each in share.items()},
-        )
-    return found
+def _result(step: str, name: str, measured: Mapping[str, Sequence[float]]) -> StepResult:
+    plain, clocked = (measured[f"{step} {name}{clock}"] for clock in ("", _CLOCKED))
+    torchs = measured.get(f"{step} torch {name.split()[1]}")
+    share = {str(kind): mean(measured[f"{step} {name}{_CLOCKED} {kind}"]) for kind in Kind}
+    whole = bootstrap(clocked)
+    return StepResult(
+        step_ms=bootstrap(plain),
+        over_torch=None if torchs is None else paired(torchs, plain),
+        clocked_ms=whole,
+        clocks=paired(clocked, plain),
+        share=share,
+        parts_ms={kind: each * whole.median for kind, each in share.items()},
+    )
 
 
 def _print(step: str, found: Mapping[str, StepResult], options: Options) -> None:
@@ -159,17 +142,19 @@ def _print(step: str, found: Mapping[str, StepResult], options: Options) -> None
     if step == "decode":
         what = f"a decode step of {options.requests} requests, {options.steps} after {options.prompt} tokens"
     print(f"\n{what}: ms and share by kind of work")
-    rows = [["", *found]]
-    for kind in Kind:
-        parts = [f"{each.parts_ms[kind]:.2f} {each.share[kind]:>4.0%}" for each in found.values()]
-        rows.append([str(kind), *parts])
-    rows.append(["together", *(f"{each.clocked_ms.median:.2f} 100%" for each in found.values())])
-    rows.append(["without clocks", *(f"{each.step_ms:.2f}" for each in found.values())])
-    rows.append(["with clocks / without", *(f"{each.clocks:.3f}" for each in found.values())])
-    rows.append(
-        ["torch's time / this", *(f"{each.over_torch:.2f}" if each.over_torch else "-" for each in found.values())]
-    )
-    print(columns(rows), flush=True)
+    cells: dict[str, Callable[[StepResult], object]] = {
+        **{kind: partial(_part, kind) for kind in Kind},
+        "together": lambda each: f"{each.clocked_ms.median:.2f} 100%",
+        "without clocks": lambda each: each.step_ms,
+        "with clocks / without": lambda each: f"{each.clocks:.3f}",
+        "torch's time / this": lambda each: each.over_torch,
+    }
+    rows = [(what, *map(cell, found.values())) for what, cell in cells.items()]
+    print(table({"": "", **dict.fromkeys(found, ".2f")}, rows), flush=True)
+
+
+def _part(kind: Kind, result: StepResult) -> str:
+    return f"{result.parts_ms[kind]:.2f} {result.share[kind]:>4.0%}"
 
 
 # -- the processes ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from serving.arguments.fields import Flag
 from serving.progress import progress
-from serving.workbench.bench.options import SERVER, Checkpoint, ReportOptions
+from serving.workbench.bench.options import SERVER, Checkpoint, ReportOptions, ServeFlags
 from serving.workbench.bench.server.abuse.attacks import ATTACKS, Answers, Attack, Target
 from serving.workbench.bench.server.abuse.judge import (
     Row,
@@ -32,6 +32,7 @@ from serving.workbench.bench.server.abuse.watch import Seen, Watch, Window, ask_
 from serving.workbench.bench.server.load import read_steps, served_model, token_pool
 from serving.workbench.bench.server.process import ServerProcess, running_server
 from serving.workbench.bench.server.requests import Server
+from serving.workbench.bench.statistics import table
 from ubatch import ConfigError
 
 _ANSWER_TOKENS = 200
@@ -62,13 +63,7 @@ class Options(ReportOptions):
     round_streams: Annotated[int, Field(ge=3, description="streams of such a load")] = 1000
     hang: Annotated[bool, Field(description="stop a rank at the end")] = True
     timeout_s: Annotated[float, Field(ge=5, description="the server's: after it, a rank counts as hung")] = 15.0
-    serve_flags: Annotated[
-        str,
-        Flag(metavar='"FLAG ..."'),
-        Field(
-            description="more flags of the server, as in --serve-flags='--ubatch-size 3', besides " + " ".join(FLAGS)
-        ),
-    ] = ""
+    serve_flags: Annotated[ServeFlags, Field(description="more flags of the server, besides " + " ".join(FLAGS))] = ""
 
 
 def run(options: Options) -> int:
@@ -204,16 +199,20 @@ def _row(seen: Seen, window: Window, attack: Attack | None, answers: Answers) ->
     )
 
 
+def _answers(row: Row) -> str:
+    answers = [f"{answer} x {count}" if count > 1 else answer for answer, count in row.answers.items()]
+    return ", ".join([*answers, *(f"a short request waited {wait:.2f} s" for wait in row.waits_s)])
+
+
 def _print_rows(rows: Sequence[Row]) -> None:
-    print(f"{'':46} {'s':>5} {'health':>7} {'gap p50':>8} {'p99':>7} {'tok/s':>6}  answers")
-    print(f"{'':46} {'':>5} {'max ms':>7} {'ms':>8} {'ms':>7}")
+    head = {"": "", "s": ".1f", "health, ms": ".0f", "gap p50, ms": ".1f", "p99, ms": ".1f", "tok/s": ".0f"}
+    cells = []
     for row in rows:
         seen = row.seen
-        gaps = ["-" if seconds is None else f"{seconds * 1e3:.1f}" for seconds in (seen.gap_median_s, seen.gap_p99_s)]
-        answers = [f"{answer} x {count}" if count > 1 else answer for answer, count in row.answers.items()]
-        answers += [f"a short request waited {wait:.2f} s" for wait in row.waits_s]
-        figures = f"{row.seconds:5.1f} {row.health_s * 1e3:7.0f} {gaps[0]:>8} {gaps[1]:>7} {seen.tokens_per_s:6.0f}"
-        print(f"{row.name:46} {figures}  {', '.join(answers)}")
+        gaps = [None if seconds is None else seconds * 1e3 for seconds in (seen.gap_median_s, seen.gap_p99_s)]
+        cells.append((row.name, row.seconds, row.health_s * 1e3, *gaps, seen.tokens_per_s))
+    for line, answers in zip(table(head, cells).splitlines(), ("answers", *map(_answers, rows)), strict=True):
+        print(f"{line}  {answers}")
     ratio = stretch(rows)
     if ratio is not None:
         print(f"p99 of the streams' inter-token latency while long prompts arrive: {ratio:.2f} of that alone")

@@ -16,7 +16,7 @@ import httpx
 from serving.workbench.bench.server.abuse.watch import ask_references, resident_bytes
 from serving.workbench.bench.server.load import Load, make_tasks, read_metrics
 from serving.workbench.bench.server.process import ServerProcess
-from serving.workbench.bench.server.requests import RequestFailed, Server, Status, send_all
+from serving.workbench.bench.server.requests import GREEDY, RequestFailed, Server, Status, send_all
 
 _REST_S = 60.0
 _AT_REST = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
@@ -65,7 +65,7 @@ class Round:
 async def rounds(server: Server, process: ServerProcess, count: int, streams: int) -> list[Round]:
     """Run the same streams `count` times; a third of them is dropped midway."""
     load = Load(num_prompts=streams, input_len=16, output_len=24, range_ratio=0.5, cancel_ratio=1 / 3)
-    tasks = await make_tasks(server, load, temperature=0, ignore_eos=True)
+    tasks = await make_tasks(server, load, **GREEDY)
     references = await ask_references(server, [(list(map(int, task.prompt)), task.max_tokens) for task in tasks])
     done: list[Round] = []
     for _ in range(count):

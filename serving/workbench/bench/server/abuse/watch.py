@@ -6,13 +6,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 
 import httpx
 import numpy as np
 
-from serving.workbench.bench.server.requests import Outcome, RequestFailed, Server, Status, Task, refused, send
+from serving.workbench.bench.server.requests import GREEDY, Outcome, RequestFailed, Server, Status, Task, refused, send
 
 _EVERY_S = 0.1
 _TIE = 1e-3
@@ -48,7 +47,7 @@ async def ask_references(server: Server, asked: Sequence[tuple[Sequence[int], in
 
         async def ask(prompt: Sequence[int], max_tokens: int) -> Reference:
             body = {"model": server.model, "prompt": list(prompt), "max_tokens": max_tokens, "logprobs": 2}
-            answer = await client.post(server.endpoint.path, json=body | {"temperature": 0, "ignore_eos": True})
+            answer = await client.post(server.endpoint.path, json={**body, **GREEDY})
             if answer.status_code != httpx.codes.OK:
                 raise refused(answer, answer.content)
             choice = answer.json()["choices"][0]
@@ -143,15 +142,8 @@ class Watch:
         ended, wrong, failed = 0, 0, []
         gaps: list[float] = []
         for reference, outcome in self._outcomes:
-            sent = self._begun + outcome.sent_s
-            times = accumulate(outcome.gaps_s, initial=sent + (outcome.ttft_s or 0.0))
-            next(times)
-            gaps += [
-                gap
-                for gap, at in zip(outcome.gaps_s, times, strict=True)
-                if window.begun < at and at - gap < window.ended
-            ]
-            if not window.begun < sent + outcome.latency_s <= window.ended:
+            gaps += outcome.gaps_between(window.begun - self._begun, window.ended - self._begun)
+            if not window.begun < self._begun + outcome.sent_s + outcome.latency_s <= window.ended:
                 continue
             ended += 1
             if outcome.status is not Status.OK:
@@ -162,9 +154,8 @@ class Watch:
         return Seen(ended, wrong, tuple(failed), len(gaps) / (window.ended - window.begun), median, p99)
 
     async def _stream(self, reference: Reference) -> None:
-        fields = {"temperature": 0, "ignore_eos": True}
         while not self._stopping.is_set():
-            task = Task(0, reference.prompt, reference.max_tokens, fields=fields)
+            task = Task(0, reference.prompt, reference.max_tokens, fields=GREEDY)
             outcome = await send(self._server, self._client, task, self._begun)
             self._outcomes.append((reference, outcome))
             if outcome.status is not Status.OK:
