@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attention.spec_verify import SpecVerifyInput
 from ubatch import ConfigError, ForwardMode, SplitError, UBatchSlice
-from ubatch.streams.small_copies import to_device
+from ubatch.streams import to_device
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,13 @@ from model_runner.sampling.penalties import SamplingRow
 from model_runner.sampling.sampler import sample
 from model_runner.sampling.sampling_params import MAX_BAD_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, SamplingParams
 from model_runner.sampling.token_ids import TokenIds
-from model_runner.settings import DEFAULT_KV_CACHE_MEMORY, RunnerSettings
+from model_runner.settings import (
+    DEFAULT_KV_CACHE_MEMORY,
+    ModelSettings,
+    RunnerSettings,
+    beyond_full_attention,
+    most_nodes,
+)
 from model_runner.speculation import Acceptance, Draft, Proposer, StepObserver
 from model_runner.step.batch import build_input_batch
 from model_runner.step.dp import coordinate_batch_across_dp, make_offer
@@ -96,6 +102,7 @@ __all__ = [
     "GraphShape",
     "ModelConfig",
     "ModelRunner",
+    "ModelSettings",
     "PendingStep",
     "Proposer",
     "RandomDeepseekV3",
@@ -119,6 +126,7 @@ __all__ = [
     "TokenLogprobs",
     "UnknownArchitecture",
     "WrongShape",
+    "beyond_full_attention",
     "build_input_batch",
     "capture_sizes",
     "check_request",
@@ -133,6 +141,7 @@ __all__ = [
     "make_random_checkpoint",
     "make_random_qwen3_moe",
     "model_class",
+    "most_nodes",
     "read_model_config",
     "register_model",
     "sample",

@@ -42,8 +42,8 @@ from moe import (
     usable_experts,
 )
 from ubatch import CommGroup, ConfigError, ForwardMode, Schedule, UBatchConfig
-from ubatch.kernels.fastest import Chosen, measured
-from ubatch.ranks.long_calls import taking_long
+from ubatch.kernels import Chosen, measured
+from ubatch.ranks import taking_long
 
 _logger = logging.getLogger(__name__)
 _Fastest = Callable[[Sequence[str]], Chosen]

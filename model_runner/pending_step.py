@@ -32,7 +32,7 @@ from model_runner.step.logprobs import (
 from model_runner.step.request import PENDING_TOKEN, ScheduledRequest
 from model_runner.step.step import Step
 from ubatch import Decision, ForwardMode
-from ubatch.streams.small_copies import HostCopy, to_device, to_host
+from ubatch.streams import HostCopy, to_device, to_host
 
 
 @dataclass(frozen=True)

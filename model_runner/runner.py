@@ -35,8 +35,8 @@ from model_runner.weights.kv_scales import load_kv_scales
 from model_runner.weights.weights import Checkpoint
 from moe import StepSizes
 from ubatch import UBatchStatistics
-from ubatch.ranks.long_calls import taking_long
-from ubatch.schedules.modes import MODE_KEYS
+from ubatch.ranks import taking_long
+from ubatch.schedules import MODE_KEYS
 
 _DBO_AUTO = "dbo_auto is gone in the next release: dbo_kinds names the kinds of steps that decide for themselves."
 

@@ -14,7 +14,7 @@ from model_runner.speculation.accept import Acceptance
 from model_runner.weights.weight_pass import Progress
 from moe import EmulatedLink
 from ubatch import CommGroup, ConfigError, CUDAGraphMode, GraphBackend, UBatchConfig, Verify, nearest
-from ubatch.streams.streams import StreamBackend
+from ubatch.streams import StreamBackend
 
 _logger = logging.getLogger(__name__)
 

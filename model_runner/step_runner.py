@@ -37,7 +37,7 @@ from model_runner.step.request import ScheduledRequest
 from model_runner.step.request_memory import RequestMemory
 from model_runner.step.step import Step
 from ubatch import ForwardMode, SplitCost, UBatchWrapper
-from ubatch.streams.small_copies import to_device
+from ubatch.streams import to_device
 from ubatch.wrapper import run_decided
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ubatch.kernels.c_jit import compile_c, kernel_of
-from ubatch.kernels.tensors import rows_contiguous
+from ubatch.kernels import compile_c, kernel_of, rows_contiguous
 
 MOST_EXPERTS = 4096
 """More do not fit on the kernel's stack."""

@@ -26,7 +26,7 @@ from moe.all2all.registry import make_all2all
 from moe.experts.registry import make_experts
 from moe.modular_kernel import FusedMoEModularKernel
 from ubatch import CommGroup, ConfigError
-from ubatch.ranks.group import check_group
+from ubatch.ranks import check_group
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe.experts.quantization import BLOCK, FP8, in_triton
 from moe.experts.registry import fp8_block
 from ubatch import ConfigError, GradientError
-from ubatch.kernels.sums import add_bias
+from ubatch.kernels import add_bias
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -23,9 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ubatch import ConfigError
-from ubatch.kernels.c_jit import TILES_SOURCE, compile_c, kernel_of, why_not_c
-from ubatch.kernels.recording import this_thread
-from ubatch.kernels.tensors import rows_contiguous
+from ubatch.kernels import TILES_SOURCE, compile_c, kernel_of, rows_contiguous, this_thread, why_not_c
 
 _FOLDER = Path(__file__).parent / "kernels"
 _SCRATCH_BYTES = 1 << 18  # of a thread's copied rows, which stay in its second-level cache

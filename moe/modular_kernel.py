@@ -31,7 +31,7 @@ or alone:
 
 All dispatches are launched together, so that the link never idles while there is something to send, and a chunk's
 combine leaves as soon as its experts are done. Between chunks there is no point: the peer would take over just when
-this lane's next chunk has arrived. `ubatch.schedules.layer_program` is the same for the simulator; a test compares the
+this lane's next chunk has arrived. `ubatch.schedules.lane_program` is the same for the simulator; a test compares the
 two.
 
 If a rank has more tokens than a dispatch has room for (`All2AllTraits.max_tokens`), the layer runs in pieces of the
@@ -74,7 +74,7 @@ from ubatch import (
     dbo_yield,
     get_forward_context,
 )
-from ubatch.kernels.sums import add
+from ubatch.kernels import add
 
 
 class FusedMoEModularKernel(nn.Module):

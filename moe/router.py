@@ -26,7 +26,7 @@ from torch import Tensor
 from moe import cpu_router
 from moe.cpu_router import MOST_EXPERTS
 from ubatch import ConfigError
-from ubatch.kernels.tensors import runs_in_c
+from ubatch.kernels import runs_in_c
 
 NO_EXPERT = -1
 """In `topk_ids`: this choice goes to no expert, is not sent and adds nothing."""

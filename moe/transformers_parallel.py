@@ -37,7 +37,7 @@ from moe.modular_kernel import FusedMoEModularKernel
 from moe.segments import segment_offsets, segment_sum
 from ubatch import CommGroup, ConfigError, all_gather, get_forward_context, set_forward_context
 from ubatch.errors import nearest
-from ubatch.ranks.group import check_group
+from ubatch.ranks import check_group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ubatch.process.cores import num_cores
+from ubatch.process import num_cores
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 

@@ -47,7 +47,7 @@ from serving.requests import EngineDead
 from serving.text.chat_template import DEFAULT
 from serving.text.tokenizer import check_chat_template, load_tokenizer
 from ubatch import ForwardMode
-from ubatch.schedules.modes import mode_key
+from ubatch.schedules import mode_key
 
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -41,20 +41,20 @@ if typing.TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MOVED = {
-    "Candidate": "ubatch.schedules.search",
-    "LayerTimes": "ubatch.schedules.layer_program",
-    "RankTrace": "ubatch.trace.file",
+    "Candidate": "ubatch.schedules",
+    "LayerTimes": "ubatch.schedules",
+    "RankTrace": "ubatch.trace",
     "Ring": "ubatch.schedules.ring",
     "SingleLane": "ubatch.lanes.single_lane",
-    "check_launch": "ubatch.ranks.launch_checks",
+    "check_launch": "ubatch.ranks",
     "current_lane": "ubatch.lanes.context",
-    "current_trace": "ubatch.trace.spans",
-    "merge_traces": "ubatch.trace.file",
-    "read_chrome": "ubatch.trace.file",
-    "search_schedules": "ubatch.schedules.search",
-    "split_mixed": "ubatch.schedules.split_mixed",
+    "current_trace": "ubatch.trace",
+    "merge_traces": "ubatch.trace",
+    "read_chrome": "ubatch.trace",
+    "search_schedules": "ubatch.schedules",
+    "split_mixed": "ubatch.schedules",
 }
-"""Names that were public up to 0.1.0, and the module each is in now. The next release removes them from here."""
+"""Names that were public up to 0.1.0, and where each is now. The next release removes them from here."""
 
 
 def __getattr__(name: str) -> typing.Any:

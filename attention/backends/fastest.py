@@ -16,7 +16,7 @@ from attention.interface import AttentionBackend, AttentionShape, MLAInputs, Rop
 from attention.kv_cache import CacheSpec, KVCache, make_kv_cache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ForwardMode
-from ubatch.kernels.fastest import Chosen, Launches, fastest, measured
+from ubatch.kernels import Chosen, Launches, fastest, measured
 
 _DECODE, _PREFILL = (64, 1024), (4, 512)  # requests, and tokens of each
 _PACKAGES = ("flashinfer-python",)

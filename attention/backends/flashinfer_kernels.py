@@ -18,7 +18,7 @@ from torch import Tensor
 from attention.interface import MLAShape
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError, import_optional
-from ubatch.streams.small_copies import to_device
+from ubatch.streams import to_device
 
 
 class FlashInferKernel(StrEnum):

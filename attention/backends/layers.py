@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attention.interface import AttentionBackend, AttentionPlan, GraphLimits
 from attention.metadata import CommonAttentionMetadata
-from ubatch.kernels.recording import this_thread
+from ubatch.kernels import this_thread
 
 
 class LayersPlan:

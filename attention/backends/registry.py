@@ -13,7 +13,7 @@ from attention.backends.layers import LayersBackend
 from attention.interface import AttentionBackend, AttentionShape, BackendTraits, Shape
 from attention.kv_cache import KVCache, LayersKVCache, MLAKVCache
 from ubatch import ConfigError, LazyRegistry
-from ubatch.kernels.fastest import Chosen
+from ubatch.kernels import Chosen
 
 _BACKENDS = LazyRegistry(
     "attention back end",

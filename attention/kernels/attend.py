@@ -24,7 +24,7 @@ from attention.kernels.tile import (
     finish_rows,
     store_part,
 )
-from ubatch.kernels.tensors import rows_contiguous
+from ubatch.kernels import rows_contiguous
 from ubatch.kernels.triton_jit import jit
 
 

@@ -4,7 +4,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kv_cache import PagedKVCache
-from ubatch.kernels.tensors import rows_contiguous
+from ubatch.kernels import rows_contiguous
 from ubatch.kernels.triton_jit import cdiv, jit, power_of_2, to_fp8
 
 _MAX_BLOCK = 1024  # most elements that one program moves

@@ -25,7 +25,7 @@ from attention.kernels.cache import quantize
 from attention.kernels.decode import DecodeSplits, reduce_splits
 from attention.kernels.tile import BATCH_ARGUMENTS, LOG2_E, PagedBatch, finish_rows, load_fp8, store_part
 from attention.kv_cache import MLAKVCache
-from ubatch.kernels.tensors import rows_contiguous
+from ubatch.kernels import rows_contiguous
 from ubatch.kernels.triton_jit import INTERPRETED, cdiv, jit, power_of_2
 
 _SHARED_ROWS = 64  # from this many rows on, products read from shared memory

@@ -9,7 +9,7 @@ A row may have any shape; attention's rows are `[heads, head_dim]`.
 import triton.language as tl
 from torch import Tensor
 
-from ubatch.kernels.tensors import rows_contiguous
+from ubatch.kernels import rows_contiguous
 from ubatch.kernels.triton_jit import cdiv, jit, power_of_2
 
 _MAX_BLOCK = 1024  # most elements that one program moves

@@ -1,6 +1,6 @@
 """The tiles that are timed on a GPU, and the batches that they are timed on.
 
-The fastest tile depends on the GPU and on the shapes, so it is measured on the GPU (`ubatch.kernels.autotune`), with
+The fastest tile depends on the GPU and on the shapes, so it is measured on the GPU (`ubatch.kernels.autotuner`), with
 synthetic batches: as many requests as the step has, all of one length, in pages scattered over the pool. They read the
 cache with any contents, and write only scratch memory. If measuring is not possible, the first choice is used. Tiles
 that spill registers come last; `kernels_sm90.json` among the tests has what every tile takes.
@@ -21,7 +21,7 @@ from attention.kernels.latent import LatentTile, as_attention, latent_decode
 from attention.kernels.planning import num_tiles, plan_tiles
 from attention.kernels.tile import PagedBatch, PagedLayer, TileSize
 from attention.kv_cache import MLAKVCache, PagedKVCache
-from ubatch.kernels.autotune import autotune
+from ubatch.kernels import autotune
 from ubatch.kernels.triton_jit import INTERPRETED, power_of_2
 
 _LENGTHS = (512, 2048, 8192)

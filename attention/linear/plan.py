@@ -33,8 +33,8 @@ from attention.linear.scan import scan
 from attention.linear.states import StatePool
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError, ForwardMode
-from ubatch.kernels.tensors import runs_in_c
-from ubatch.streams.small_copies import to_device
+from ubatch.kernels import runs_in_c
+from ubatch.streams import to_device
 
 CHUNK = 64
 """Tokens of a chunk. A longer one spends more on its triangle, a shorter one more on its state."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ubatch.kernels.c_jit import compile_c, kernel_of
+from ubatch.kernels import compile_c, kernel_of
 
 
 def scan(

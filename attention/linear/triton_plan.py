@@ -30,7 +30,7 @@ from attention.linear.states import StatePool
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
 from ubatch.kernels.triton_jit import power_of_2
-from ubatch.streams.small_copies import to_device
+from ubatch.streams import to_device
 
 _FEW = 16
 """Most tokens of a request that run one after another; a chunk costs about as much as so many. Not measured."""

@@ -7,3 +7,9 @@ dbo_policy     decides whether the next step overlaps
 step_settings   all of these for a runner: what it votes with, and what it times
 cpu_dtype      the faster dtype on this CPU
 """
+
+from model_runner.auto.step_settings import Proposal
+
+__all__ = [
+    "Proposal",
+]

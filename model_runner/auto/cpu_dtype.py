@@ -25,7 +25,7 @@ from model_runner.decoder.base import ModelConfig
 from model_runner.parallel.tensor_parallel import Shard
 from moe import NativeLinear, fastest_cpu_experts, linear, make_experts
 from ubatch import ConfigError
-from ubatch.kernels.fastest import best_times
+from ubatch.kernels import best_times
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _TOKENS = (16, 256)  # of a decode step, and of a prefill

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from model_runner.auto.size_times import SizeTimes
 from model_runner.auto.step_stages import Stages
-from ubatch.schedules.schedule import Schedule
+from ubatch import Schedule
 
 _NOISE, _LEAST_NOISE, _MOST_NOISE, _NOISE_MEMORY = 0.06, 0.02, 0.15, 32
 """Standard deviation of the log of a step's time: at first, its limits, and the steps that it is averaged over."""

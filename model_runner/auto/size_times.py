@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 
 from model_runner.auto.step_stages import Stages, expected_log_ratio
-from ubatch.schedules.schedule import Schedule
+from ubatch import Schedule
 
 _MEMORY, _MEMORY_OF_TRIALS = 16, 4
 """Steps that a level is averaged over; fewer where they lie far apart."""

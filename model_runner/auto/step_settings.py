@@ -23,11 +23,10 @@ import torch
 from model_runner.auto.dbo_policy import Policy, Seen
 from model_runner.auto.step_stages import Stages, row
 from model_runner.step.step import Step
-from ubatch import CommGroup, Decision, ForwardMode, UBatchConfig, fingerprint
-from ubatch.process.cores import num_cores
-from ubatch.ranks.connection import Connection
-from ubatch.ranks.transfer_times import record_transfers
-from ubatch.schedules.modes import MODE_KEYS, ModeSettings, mode_key
+from ubatch import CommGroup, Decision, ForwardMode, ModeSettings, UBatchConfig, fingerprint
+from ubatch.process import num_cores
+from ubatch.ranks import Connection, record_transfers
+from ubatch.schedules import MODE_KEYS, mode_key
 
 _logger = logging.getLogger(__name__)
 

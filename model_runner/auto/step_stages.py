@@ -10,10 +10,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
-from ubatch.ranks.transfer_times import Arrival
-from ubatch.schedules.layer_program import LayerTimes, layer_program
-from ubatch.schedules.schedule import SERIAL, Schedule
-from ubatch.schedules.simulate import Op, simulate
+from ubatch import Schedule
+from ubatch.ranks import Arrival
+from ubatch.schedules import SERIAL, LayerTimes, Op, layer_program, simulate
 
 _SLOTS = 8
 """Waits of each of the three kinds of transfers that are told apart; those of more layers share them."""

@@ -12,3 +12,9 @@ scatter             distribution of rows over ranks that share attention, and it
 stored              a checkpoint is read whole, or it says what it left
 decoder             the stack of layers: `DecoderLM`
 """
+
+from model_runner.decoder.config import DecoderConfig
+
+__all__ = [
+    "DecoderConfig",
+]

@@ -46,7 +46,7 @@ from model_runner.decoder.scatter import (
 from model_runner.decoder.sparse_mlp import SparseMLP
 from model_runner.weights.weights import Checkpoint
 from ubatch import Point, dbo_yield, get_forward_context
-from ubatch.process.heartbeat import beat
+from ubatch.process import beat
 
 
 class DecoderLM(CausalLM):

@@ -22,7 +22,7 @@ from model_runner.decoder.config import DecoderConfig
 from model_runner.decoder.layers import Projection, frozen
 from model_runner.weights.weights import Checkpoint, Part
 from ubatch import ConfigError, Point, dbo_yield
-from ubatch.schedules.schedule import LINEAR_ATTENTION
+from ubatch.schedules import LINEAR_ATTENTION
 
 
 class GatedDeltaNet(nn.Module):

@@ -25,7 +25,7 @@ from model_runner.weights.fp8 import load_fp8_projection
 from model_runner.weights.weights import Checkpoint, Size
 from moe import NativeLinear, fp8_linear, linear
 from ubatch import ConfigError, Point, dbo_yield
-from ubatch.kernels.sums import add_bias
+from ubatch.kernels import add_bias
 
 
 def frozen(weight: Tensor) -> nn.Parameter:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from model_runner.decoder.rope import Rotation
 from model_runner.kernels import small_ops
-from ubatch.kernels.tensors import runs_in_c
+from ubatch.kernels import runs_in_c
 
 _KERNELS_ON = "cuda"
 """Where Triton's kernels run; tests run them on a CPU, interpreted."""

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from attention import RopeTable
 from model_runner.decoder.rope import Rotation
 from ubatch import current_schedule
-from ubatch.kernels.recording import Rebinds, Recording
-from ubatch.process.heartbeat import beat
-from ubatch.trace.spans import current_trace
+from ubatch.kernels import Rebinds, Recording
+from ubatch.process import beat
+from ubatch.trace import current_trace
 
 _logger = logging.getLogger(__name__)
 

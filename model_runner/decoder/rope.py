@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from attention import RopeTable
 from model_runner.weights.hf_config import LONGEST_CONTEXT, HFConfig
-from ubatch.streams.small_copies import to_device
+from ubatch.streams import to_device
 
 _ORIGINAL = "original_max_position_embeddings"
 

@@ -18,8 +18,7 @@ from model_runner.decoder.layers import GatedMLP, Projection, frozen
 from model_runner.weights.fp8 import load_fp8_experts
 from model_runner.weights.weights import Checkpoint, Part
 from moe import ClampedSwiGLU, FusedMoEModularKernel, SigmoidTopKRouter, make_experts, route
-from ubatch.kernels.recording import this_thread
-from ubatch.kernels.sums import to_float
+from ubatch.kernels import this_thread, to_float
 
 
 class SparseMLP(nn.Module):

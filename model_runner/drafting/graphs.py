@@ -28,11 +28,9 @@ from model_runner.graphs.mode import resolve_graph_mode
 from model_runner.settings import DraftShape
 from model_runner.step.graph_sizes import GraphFamily, GraphShape
 from ubatch import CapturedGraph, ConfigError, CUDAGraphMode, ForwardContext, ForwardMode, GraphKey, set_forward_context
-from ubatch.graphs.capture import record
-from ubatch.graphs.inputs_outputs import GraphOutput
-from ubatch.graphs.table import PLAIN
-from ubatch.ranks.long_calls import taking_long
-from ubatch.streams.graph_protocols import Capture
+from ubatch.graphs import PLAIN, GraphOutput, record
+from ubatch.ranks import taking_long
+from ubatch.streams import Capture
 
 _logger = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ from model_runner.speculation.proposer import Draft
 from model_runner.step.request import Request
 from model_runner.step.step import Step
 from ubatch import ConfigError, ForwardMode
-from ubatch.streams.small_copies import to_device
+from ubatch.streams import to_device
 
 
 class DraftProposer:

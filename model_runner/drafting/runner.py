@@ -35,7 +35,7 @@ from model_runner.graphs.runner_graphs import CapturingRunner
 from model_runner.settings import DraftShape
 from model_runner.step.request import Request
 from ubatch import ForwardContext, ForwardMode, set_forward_context
-from ubatch.streams.small_copies import to_device, to_host
+from ubatch.streams import to_device, to_host
 
 
 def draft_cache_spec(network: DraftNetwork, spec: CacheSpec) -> CacheSpec:

@@ -17,7 +17,7 @@ from model_runner.drafting.network import DraftNetwork
 from model_runner.sampling.sampler import fall
 from model_runner.step.request import Request
 from ubatch import ForwardContext, set_forward_context
-from ubatch.streams.small_copies import to_device
+from ubatch.streams import to_device
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ class CapturingRunner:
     """What `ModelRunner` is made of, and its captured steps. Draft networks see their target's runner as one.
 
     Attributes:
-        listen: raises if a step's transfers were incomplete, which a replayed step reports late; None if the transport
-            has no such check.
+        listen: raises if a step's transfers were incomplete, which a replayed step reports late.
         future_map: tokens that the host does not know yet.
         prompt_carry: state of prompts that run in chunks.
         observer: gets each step's hidden states and tokens, in the steps' order.
@@ -46,7 +45,7 @@ class CapturingRunner:
     config: ModelConfig
     model: CausalLM
     all2all: All2All
-    listen: Callable[[], None] | None
+    listen: Callable[[], None]
     experts_backend: str
     max_num_seqs: int
     max_model_len: int

@@ -4,7 +4,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ubatch.kernels.tensors import rows_contiguous
+from ubatch.kernels import rows_contiguous
 from ubatch.kernels.triton_jit import cdiv, jit, power_of_2
 
 _MAX_BLOCK = 1024  # outputs of one program

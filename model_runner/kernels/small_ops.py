@@ -14,8 +14,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ubatch.kernels.c_jit import compile_c, kernels_of
-from ubatch.kernels.tensors import rows_contiguous
+from ubatch.kernels import compile_c, kernels_of, rows_contiguous
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

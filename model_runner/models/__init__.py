@@ -25,7 +25,8 @@ from model_runner.decoder.config import (
 )
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.decoder.rope import Rope, read_rope
-from model_runner.models.registry import known_architectures, model_class, register_model
+from model_runner.models.mtp import has_layer, no_layer
+from model_runner.models.registry import known_architectures, model_class, read_sizes, register_model
 
 __all__ = [
     "CausalLM",
@@ -36,13 +37,16 @@ __all__ = [
     "ModelConfig",
     "Rope",
     "TensorNames",
+    "has_layer",
     "known_architectures",
     "model_class",
+    "no_layer",
     "read_decoder",
     "read_grouped_query",
     "read_layer_windows",
     "read_num_experts",
     "read_rope",
+    "read_sizes",
     "read_top_k",
     "register_model",
 ]

@@ -31,7 +31,7 @@ from attention import AttentionShape, GatedDeltaShape, MLAShape
 from model_runner.weights.weights import Part
 from moe import EmulatedLink
 from ubatch import CommGroup, ConfigError, Point, all_gather
-from ubatch.ranks.collectives import Carry
+from ubatch.ranks import Carry
 
 
 def padded_len(num_tokens: int, size: int) -> int:

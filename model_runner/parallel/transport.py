@@ -30,7 +30,7 @@ from moe import (
     traits_in,
 )
 from ubatch import CommGroup, ConfigError, ForwardMode, Schedule, UBatchConfig
-from ubatch.schedules.vote import MAX_LANES
+from ubatch.schedules import MAX_LANES
 
 _logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ubatch import ConfigError, import_optional
-from ubatch.ranks.long_calls import taking_long
+from ubatch.ranks import taking_long
 
 _logger = logging.getLogger(__name__)
 

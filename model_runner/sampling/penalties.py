@@ -24,7 +24,7 @@ from torch import Tensor
 
 from model_runner.errors import RequestError
 from model_runner.sampling.sampling_params import SamplingParams
-from ubatch.streams.small_copies import to_device
+from ubatch.streams import to_device
 
 _NO_TOKENS = torch.empty(0, dtype=torch.int64)
 _NO_BIASES = torch.empty(0)

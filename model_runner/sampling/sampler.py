@@ -35,8 +35,8 @@ from model_runner.kernels import small_ops
 from model_runner.sampling.flashinfer_sampling import keep_most_likely, truncates
 from model_runner.sampling.penalties import SamplingRow, adjust_logits
 from model_runner.sampling.sampling_params import SamplingParams
-from ubatch.kernels.tensors import runs_in_c
-from ubatch.streams.small_copies import to_device
+from ubatch.kernels import runs_in_c
+from ubatch.streams import to_device
 
 NO_TOKEN, OUT_OF_TOKENS = -1, -2
 """In place of a token: the row's logits are not finite; or its parameters allow no token."""

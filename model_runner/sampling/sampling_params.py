@@ -15,7 +15,7 @@ from torch import Tensor
 from model_runner.errors import RequestError
 from model_runner.sampling.token_ids import TokenIds, short_repr
 from ubatch.errors import shown
-from ubatch.streams.small_copies import to_device
+from ubatch.streams import to_device
 
 MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS = 1024, 128
 """Most entries of a request; vLLM's limits."""

@@ -28,7 +28,7 @@ from model_runner.errors import RequestError
 from model_runner.sampling.penalties import SamplingRow
 from model_runner.sampling.sampler import OUT_OF_TOKENS, distributions, fall
 from model_runner.step.request import ScheduledRequest
-from ubatch.streams.small_copies import to_device
+from ubatch.streams import to_device
 
 
 class Acceptance(StrEnum):

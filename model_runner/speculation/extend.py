@@ -23,7 +23,7 @@ from torch import Tensor
 from attention import CommonAttentionMetadata
 from model_runner.step.step import Step
 from ubatch import ConfigError, ForwardMode
-from ubatch.streams.small_copies import to_device
+from ubatch.streams import to_device
 
 
 @dataclass(frozen=True)

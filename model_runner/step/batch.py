@@ -23,7 +23,7 @@ from model_runner.step.logprobs import PromptSpan
 from model_runner.step.request import PENDING_TOKEN, Request, ScheduledRequest
 from model_runner.step.step import Step
 from ubatch import ForwardMode
-from ubatch.streams.small_copies import to_device
+from ubatch.streams import to_device
 
 
 def build_input_batch(

@@ -13,8 +13,8 @@ from attention import UBatchAttention, split_attn_metadata
 from model_runner.parallel.tensor_parallel import WHOLE, Shard, padded_len, share_rows, share_tokens
 from model_runner.step.step import Step
 from ubatch import Decision, ForwardContext, ForwardMode, fingerprint
-from ubatch.calls.call_plan import Call
-from ubatch.streams.small_copies import to_device
+from ubatch.calls import Call
+from ubatch.streams import to_device
 
 _MODES = {fingerprint(mode): mode for mode in ForwardMode}
 

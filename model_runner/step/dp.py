@@ -39,7 +39,7 @@ from ubatch import (
     split_by_cost,
     split_requests,
 )
-from ubatch.schedules.split_mixed import split_mixed
+from ubatch.schedules import split_mixed
 
 _NOT_SPLIT = (DeclineReason.MODE_NOT_SPLIT, "steps of this mode are never split.")
 _NO_GAIN = (DeclineReason.NO_GAIN_EXPECTED, "such steps are not expected to be faster.")

@@ -36,7 +36,7 @@ from torch import Tensor
 from attention import SpecVerifyInput
 from model_runner.errors import RequestError
 from model_runner.step.request import ScheduledRequest
-from ubatch.streams.small_copies import to_device
+from ubatch.streams import to_device
 
 _NONE = -1
 

@@ -22,7 +22,7 @@ from model_runner.step.graph_sizes import GraphShape
 from model_runner.step.logprobs import PromptSpan
 from model_runner.step.request import Request, ScheduledRequest
 from ubatch import ForwardMode
-from ubatch.wrapping.step import DecidedStep
+from ubatch.wrapping import DecidedStep
 
 _LATER: Any = None
 """The value of a field that is filled later."""

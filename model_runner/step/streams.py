@@ -41,9 +41,8 @@ import torch
 from torch import Tensor
 
 from ubatch import CommGroup, GroupBroken, PeerFailed, TransferTimeout
-from ubatch.ranks.host_copy import CopiedWork
-from ubatch.streams.small_copies import HostCopy, Packing, carried_by
-from ubatch.streams.streams import Event, NullStreams, StreamBackend, make_streams
+from ubatch.ranks import CopiedWork
+from ubatch.streams import Event, HostCopy, NullStreams, Packing, StreamBackend, carried_by, make_streams
 
 _SMALLEST_BUFFER = 4096
 

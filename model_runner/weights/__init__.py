@@ -13,3 +13,13 @@ fp8                  projections and experts that stay in fp8
 dummy_weights        random weights instead (`load_format dummy`)
 kv_scales            static scales of an fp8 KV cache
 """
+
+from model_runner.weights.dummy_weights import open_checkpoint
+from model_runner.weights.files import read_json
+from model_runner.weights.hf_config import HFConfig
+
+__all__ = [
+    "HFConfig",
+    "open_checkpoint",
+    "read_json",
+]

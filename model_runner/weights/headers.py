@@ -18,7 +18,7 @@ from torch import Tensor
 from model_runner.weights.mxfp4 import MXFP4Blocks
 from model_runner.weights.scaled import ScaledBlocks
 from model_runner.weights.weights import Checkpoint
-from ubatch.streams.streams import NullStreams
+from ubatch.streams import NullStreams
 
 _DTYPES = {
     "F64": torch.float64,

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from model_runner.weights.mxfp4 import MXFP4Blocks
 from model_runner.weights.scaled import ScaledBlocks
-from ubatch.streams.streams import Event, NullStreams, StreamBackend, make_streams
+from ubatch.streams import Event, NullStreams, StreamBackend, make_streams
 
 PINNED_BYTES = 128 << 20
 """Most bytes of pinned host memory of a pass."""

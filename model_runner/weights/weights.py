@@ -37,7 +37,7 @@ from model_runner.weights.mxfp4 import MXFP4Blocks
 from model_runner.weights.quantization import MXFP4, WeightQuantization, read_quantization
 from model_runner.weights.scaled import FP8, ScaledBlocks
 from model_runner.weights.weight_pass import Progress, Wanted, WeightPass
-from ubatch.streams.streams import StreamBackend
+from ubatch.streams import StreamBackend
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Name in a safetensors file -> name in a config."""

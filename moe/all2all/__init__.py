@@ -20,3 +20,9 @@ end has room for runs in pieces (`moe.modular_kernel`).
 A back end is imported at its first use, so its libraries are needed only then. Its `traits` say whether it can be
 captured into a CUDA graph, whether it waits on the host, and how much chunks of experts cost.
 """
+
+from moe.all2all.host_loopback import HostLoopbackAll2All
+
+__all__ = [
+    "HostLoopbackAll2All",
+]

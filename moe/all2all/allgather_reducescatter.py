@@ -23,7 +23,7 @@ from moe.all2all.traits import All2AllTraits
 from moe.all2all.voted import unpadded, voted_tokens
 from moe.placement import local_experts
 from ubatch import CommGroup, Transfer, launch_all_gather, launch_reduce_scatter
-from ubatch.ranks.group import check_group
+from ubatch.ranks import check_group
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ from ubatch import (
     on_comm_stream,
     report_sm_use,
 )
-from ubatch.ranks.transfer import Queued
-from ubatch.streams.streams import Event
+from ubatch.ranks import Queued
+from ubatch.streams import Event
 
 
 class HostLoopbackAll2All(All2All[None]):

@@ -49,7 +49,7 @@ from ubatch import (
     fork_comm_stream,
     report_sm_use,
 )
-from ubatch.streams.streams import Event
+from ubatch.streams import Event
 
 if TYPE_CHECKING:
     from moe.kernels.signals import Alarm, Signals  # imports Triton

@@ -1,7 +1,7 @@
 """Finds the fastest experts on this machine by timing them.
 
 On a CPU this happens once per process and dtype, with a fixed probe. On a GPU it uses the model's own sizes, before its
-weights are loaded, and the result is kept in the file of `ubatch.kernels.autotune`. Other libraries' kernels compete
+weights are loaded, and the result is kept in the file of `ubatch.kernels.autotuner`. Other libraries' kernels compete
 with this project's, which are first in the list and so are used if nothing can be timed.
 """
 
@@ -18,8 +18,7 @@ from moe.cpu_linear import packing_pays
 from moe.experts.base import BatchedExperts, BlockwiseExperts, FusedExperts, SignallingExperts
 from moe.experts.registry import check_takes_biases, make_experts
 from ubatch import ConfigError
-from ubatch.kernels.c_jit import why_not_c
-from ubatch.kernels.fastest import Chosen, Launches, best_times, fastest, measured
+from ubatch.kernels import Chosen, Launches, best_times, fastest, measured, why_not_c
 
 _EXPERTS, _HIDDEN, _INTERMEDIATE, _TOP_K = 8, 512, 256, 4
 _TOKENS = (16, 256)  # tokens of a decode step, and of a prefill; both have the same weight

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.experts.base import FusedExperts
-from ubatch import ConfigError, import_optional
-from ubatch.dbo import report_sm_use
+from ubatch import ConfigError, import_optional, report_sm_use
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 8  # of hidden and intermediate sizes, for 16 bytes of either dtype

@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.experts.base import FusedExperts
-from ubatch import ConfigError
-from ubatch.dbo import report_sm_use
+from ubatch import ConfigError, report_sm_use
 
 _CAPABILITIES = (9, 10)  # major versions
 _ALIGNMENT = 8  # of hidden and intermediate sizes, for 16 bytes of bfloat16

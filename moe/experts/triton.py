@@ -22,7 +22,7 @@ from moe.kernels.align import align_pairs
 from moe.kernels.grouped_gemm import Rows
 from moe.kernels.quantize import quantize_rows
 from moe.kernels.reduce import sum_choices
-from ubatch.kernels.tensors import rows_contiguous
+from ubatch.kernels import rows_contiguous
 from ubatch.kernels.triton_jit import power_of_2
 
 

@@ -25,9 +25,8 @@ from moe.kernels.gemm_configs import GemmConfig, RowTile, gemm_configs, row_tile
 from moe.kernels.grouped_gemm import Rows, Weights, project_down, project_up
 from moe.kernels.quantize import BLOCK, quantize_rows, quantize_weights
 from moe.kernels.signals import Signals, project_down_signalling
-from ubatch import ConfigError, capturing, current_schedule
-from ubatch.dbo import current_sm_budget, report_sm_use
-from ubatch.kernels.autotune import autotune
+from ubatch import ConfigError, capturing, current_schedule, current_sm_budget, report_sm_use
+from ubatch.kernels import autotune
 from ubatch.kernels.triton_jit import INTERPRETED, power_of_2
 
 C = TypeVar("C", GemmConfig, RowTile)

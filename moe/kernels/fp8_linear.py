@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe.kernels.gemm_tile import compute_tile, tile_place
 from moe.kernels.quantize import BLOCK, quantize_rows
-from ubatch.kernels.autotune import autotune
+from ubatch.kernels import autotune
 from ubatch.kernels.triton_jit import INTERPRETED, cdiv, constant, descriptor, jit, power_of_2, undefined
 
 _COMPARED_ROWS = 1024  # of what tiles compute

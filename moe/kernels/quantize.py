@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ubatch import ConfigError
-from ubatch.kernels.tensors import rows_contiguous
+from ubatch.kernels import rows_contiguous
 from ubatch.kernels.triton_jit import cdiv, constant, jit, power_of_2, to_fp8, undefined
 
 BLOCK = 128

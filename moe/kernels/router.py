@@ -22,7 +22,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ubatch.kernels.tensors import rows_contiguous
+from ubatch.kernels import rows_contiguous
 from ubatch.kernels.triton_jit import cdiv, constant, jit, power_of_2
 
 _TINY = constant(1e-20)  # as in `moe.router`

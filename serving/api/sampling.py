@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from model_runner import CheckpointError, RequestError, SamplingParams
-from model_runner.weights.files import read_json
+from model_runner.weights import read_json
 from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import GenerationRequest
 from serving.api.service import Service

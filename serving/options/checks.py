@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from model_runner import ModelConfig, check_tensor_parallel
-from model_runner.parallel.transport import LOCAL, check_schedules_by_name
-from model_runner.settings import beyond_full_attention
+from model_runner import ModelConfig, beyond_full_attention, check_tensor_parallel
+from model_runner.parallel import LOCAL, check_schedules_by_name
 from moe import check_all2all_options
 from serving.engine.wire.secret import read_secret
 from serving.options.flags.server_flags import Parallelism, PerMode, Server
@@ -15,8 +14,8 @@ from serving.options.overlap import overlap_config
 from serving.options.sources import API_KEY_VARIABLE, Settings, Source
 from serving.options.speculation import check_speculation
 from ubatch import ConfigError
-from ubatch.process.cores import num_cores
-from ubatch.schedules.modes import MODE_KEYS
+from ubatch.process import num_cores
+from ubatch.schedules import MODE_KEYS
 
 _MOST_PROCESSES = max(64, 4 * num_cores())
 """Most processes of ours on this machine; more would only take each other's time and memory."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from model_runner import DEFAULT_KV_CACHE_MEMORY, ModelConfig, capture_sizes
-from model_runner.parallel.transport import AUTO, choose_all2all
+from model_runner.parallel import AUTO, choose_all2all
 from serving.engine.options import AUTO_DTYPE
 from serving.engine.rank.runner_setup import choose_dtype
 from serving.options.flags.server_flags import GPU_MEMORY_UTILIZATION

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from serving.options.sources import Settings, Source
-from ubatch import SCHEDULES, ConfigError, Schedule, UBatchConfig, nearest
+from ubatch import SCHEDULES, ConfigError, ModeSettings, Schedule, UBatchConfig, nearest
 from ubatch.errors import shown
-from ubatch.schedules.modes import MODE_KEYS, ModeSettings
+from ubatch.schedules import MODE_KEYS
 
 _CHUNKS = 2
 _SAME_NAME = (

@@ -21,7 +21,7 @@ from serving.options.flags.server_flags import ALIASES
 from serving.options.flags.tables import SERVE, Table
 from ubatch import ConfigError, nearest
 from ubatch.errors import cut, shown
-from ubatch.process.yaml_file import read_yaml
+from ubatch.process import read_yaml
 
 API_KEY_VARIABLE = "UBATCH_API_KEY"
 ALL2ALL_VARIABLE = "VLLM_ALL2ALL_BACKEND"

@@ -29,8 +29,8 @@ from moe.experts import flashinfer
 from moe.experts.flashinfer import FlashInferExperts
 from ranks import run_ranks
 from ubatch import SCHEDULES, CommGroup, ConfigError, PeerFailed, UBatchConfig
-from ubatch.kernels import autotune
-from ubatch.kernels.fastest import Chosen
+from ubatch.kernels import autotuner
+from ubatch.kernels.candidates import Chosen
 
 pytestmark = pytest.mark.long
 
@@ -277,8 +277,8 @@ def test_on_a_gpu_what_was_measured_is_remembered(tmp_path: Path, monkeypatch: p
     names = [name for name, why_not in usable.items() if why_not is None]
     first = fastest_experts(names, shape, torch.bfloat16, place).name
     assert first in names
-    autotune._process_wide.cache_clear()
-    monkeypatch.setattr(autotune.CudaTimer, "seconds", lambda *_: pytest.fail("timed again"))
+    autotuner._process_wide.cache_clear()
+    monkeypatch.setattr(autotuner.CudaTimer, "seconds", lambda *_: pytest.fail("timed again"))
     assert fastest_experts(names, shape, torch.bfloat16, place).name == first
 
 
@@ -317,7 +317,7 @@ def _choose_where_some_fail(
     def fastest(names: Any) -> Chosen:
         measured.append(list(names))
         working = [name for name in found[rank] if name in names and name not in failing[rank]]
-        if len(names) == 1 or not working:  # as `ubatch.kernels.fastest`: what is left alone is not tried
+        if len(names) == 1 or not working:  # as `ubatch.kernels.candidates`: what is left alone is not tried
             return Chosen(names[0], "the only one that can run here")
         return Chosen(working[0], "fastest of some", lambda name: name not in failing[rank])
 

@@ -20,9 +20,9 @@ from serving.workbench.arms.programs import read_steps, traced_step, write_steps
 from serving.workbench.arms.stages import best_schedules, layer_times
 from serving.workbench.arms.steps import ArmSteps
 from ubatch import SCHEDULES, CommGroup, Schedule, UBatchConfig, tracing
-from ubatch.schedules.layer_program import LayerTimes, layer_program
+from ubatch.schedules.lane_program import LayerTimes, layer_program
 from ubatch.schedules.schedule import KNOWN_POINTS, LINEAR_ATTENTION
-from ubatch.schedules.simulate import Compute, Launch, Op, Pass, simulate
+from ubatch.schedules.simulator import Compute, Launch, Op, Pass, simulate
 from ubatch.trace.export import write_chrome
 from ubatch.trace.file import read_chrome
 from ubatch.trace.stages import stage_names

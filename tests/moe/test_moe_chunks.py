@@ -20,9 +20,9 @@ from moe.experts.grouped import GroupedExperts
 from ubatch import ConfigError, Point, Recv, Schedule, SharedExpert, SpanKind, Trace, dbo_yield, get_schedule, tracing
 from ubatch.lanes.single_lane import SingleLane
 from ubatch.lanes.workers import LanePool
-from ubatch.schedules.layer_program import LayerTimes, layer_program
+from ubatch.schedules.lane_program import LayerTimes, layer_program
 from ubatch.schedules.schedule import check_runnable
-from ubatch.schedules.simulate import Launch, Op, Pass, Wait, programs_of, simulate
+from ubatch.schedules.simulator import Launch, Op, Pass, Wait, programs_of, simulate
 from ubatch.streams.streams import StreamBackend
 
 pytestmark = pytest.mark.long

@@ -18,7 +18,7 @@ import ubatch.process.cores
 from serving.options import resolve
 from serving.pinning import pin_rank
 from serving.workbench.tuning import tune
-from ubatch.kernels.autotune import _prepare
+from ubatch.kernels.autotuner import _prepare
 
 GPU = torch.device("cuda", 1)
 
@@ -147,7 +147,7 @@ def test_compile_workers_are_as_many_as_cores_may_be_used(machine: Machine, monk
         def map(self, work: Callable[[Any], Any], items: Any) -> list[Any]:
             return [work(item) for item in items]
 
-    monkeypatch.setattr("ubatch.kernels.autotune.ThreadPoolExecutor", Pool)
+    monkeypatch.setattr("ubatch.kernels.autotuner.ThreadPoolExecutor", Pool)
     machine.allowed = {7, 8}
     _prepare(list(range(50)), lambda _: None, torch.device("cpu"))
     assert sizes == [3]

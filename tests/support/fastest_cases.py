@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ubatch.kernels import autotune, fastest
+from ubatch.kernels import autotuner, candidates
 
 
 @dataclass
-class FakeTimer(autotune.CudaTimer):
+class FakeTimer(autotuner.CudaTimer):
     """A CPU that is tuned as a GPU is. It runs what it times, so what is timed works, and takes a second.
 
     Attributes:
@@ -63,8 +63,8 @@ class ToldTimes(FakeTimer):
 def told(monkeypatch: pytest.MonkeyPatch, folder: Path, times: Mapping[str, Sequence[float]]) -> ToldTimes:
     """Measure on the CPU, with these times, and keep it in `folder/autotune.json`; a new process, as it were."""
     timer, file = ToldTimes(times=times), folder / "autotune.json"
-    tuner = autotune.Autotuner(timer, file)
+    tuner = autotuner.Autotuner(timer, file)
     monkeypatch.setenv("UBATCH_AUTOTUNE_CACHE", str(file))
-    monkeypatch.setattr(autotune, "_process_wide", lambda given: tuner)
-    monkeypatch.setattr(fastest, "_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(autotuner, "_process_wide", lambda given: tuner)
+    monkeypatch.setattr(candidates, "_DEVICES", ("cpu", "cuda"))
     return timer

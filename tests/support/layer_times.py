@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from ubatch.schedules.layer_program import LayerTimes
-from ubatch.schedules.simulate import Timeline
+from ubatch.schedules.lane_program import LayerTimes
+from ubatch.schedules.simulator import Timeline
 
 T = TypeVar("T", bound=LayerTimes)
 

@@ -20,10 +20,10 @@ from serving.options import read_serve_command, to_engine_options
 from serving.options.flags.server_flags import Overlap
 from ubatch import UBatchConfig
 from ubatch.lanes.single_lane import SingleLane
-from ubatch.schedules.layer_program import LayerTimes, layer_program
+from ubatch.schedules.lane_program import LayerTimes, layer_program
 from ubatch.schedules.ring import interleave
 from ubatch.schedules.schedule import SCHEDULES, Point, Schedule, SharedExpert, check_runnable, get_schedule
-from ubatch.schedules.simulate import Launch, Pass, Wait, simulate
+from ubatch.schedules.simulator import Launch, Pass, Wait, simulate
 from ubatch.trace.spans import tracing
 
 LAYERS = 3

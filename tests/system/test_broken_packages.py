@@ -21,7 +21,7 @@ from moe import ExpertsShape, make_experts, usable_experts
 from moe.all2all.deepep.base import import_deep_ep
 from moe.experts.flashinfer import FlashInferExperts
 from ubatch import ConfigError, LazyRegistry
-from ubatch.kernels import fastest
+from ubatch.kernels import candidates
 
 CPU = torch.device("cpu")
 MHA = AttentionShape(4, 2, 16)
@@ -38,7 +38,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text(f"raise RuntimeError({MISMATCH!r})\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(fastest, "_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(candidates, "_DEVICES", ("cpu", "cuda"))
     monkeypatch.setattr(FlashInferExperts, "devices", ("cpu",))
     for backend in BACKENDS.values():
         monkeypatch.setattr(backend, "traits", replace(backend.traits, devices=("cpu",)))

@@ -19,7 +19,7 @@ from triton_batches import DEVICE, moved, moved_cache
 from attention import AttentionShape, MLAKVCache, MLAShape, make_attention_backend
 from attention.kernels import decode as decode_kernels
 from moe import SigmoidTopKRouter, dequantize_blocks, fp8_linear, make_experts, quantize_blocks
-from ubatch.kernels import autotune
+from ubatch.kernels import autotuner
 from ubatch.kernels.triton_jit import INTERPRETED
 
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else pytest.mark.long
@@ -313,7 +313,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("case", list(CASES))
 def test_once(case: str, launched: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune.CudaTimer, "tunes", lambda *_: False)  # the default tiles: tuning takes a minute
+    monkeypatch.setattr(autotuner.CudaTimer, "tunes", lambda *_: False)  # the default tiles: tuning takes a minute
     monkeypatch.setattr(decode_kernels, "MIN_KEYS_PER_SPLIT", 16)
     run, kernels = CASES[case]
     run()

@@ -8,3 +8,9 @@ merging      merges outputs by rules, and learns the rules in a proof
 outputs      the rule of a call that was not proved
 closeness    whether two results are equal except for rounding
 """
+
+from ubatch.calls.call_plan import Call
+
+__all__ = [
+    "Call",
+]

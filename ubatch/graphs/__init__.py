@@ -5,3 +5,13 @@ inputs_outputs  static inputs, frozen arguments, copied outputs
 table           all captured graphs and their keys, and which one a call may replay
 cuda            captures through `torch.cuda.CUDAGraph`
 """
+
+from ubatch.graphs.capture import record
+from ubatch.graphs.inputs_outputs import GraphOutput
+from ubatch.graphs.table import PLAIN
+
+__all__ = [
+    "PLAIN",
+    "GraphOutput",
+    "record",
+]

@@ -6,6 +6,36 @@ sums          additions and conversions of whole tensors
 tensors       what kernels ask of their tensors
 quick_launch  launches of Triton's kernels, found by a short key
 triton_jit    Triton's `jit`, typed, and its interpreter
-autotune      measures which way to run a kernel is fastest, and remembers it in a file
-fastest       the same for back ends, and for ways of computing on a CPU
+autotuner     measures which way to run a kernel is fastest, and remembers it in a file
+candidates    the same for back ends, and for ways of computing on a CPU
 """
+
+from ubatch.kernels.autotuner import autotune
+from ubatch.kernels.c_jit import OFF_VARIABLE, TILES_SOURCE, compile_c, kernel_of, kernels_of, why_not_c
+from ubatch.kernels.candidates import Chosen, Launches, best_times, fastest, measured
+from ubatch.kernels.recording import Rebinds, Recording, this_thread
+from ubatch.kernels.sums import add, add_bias, to_float
+from ubatch.kernels.tensors import rows_contiguous, runs_in_c
+
+__all__ = [
+    "OFF_VARIABLE",
+    "TILES_SOURCE",
+    "Chosen",
+    "Launches",
+    "Rebinds",
+    "Recording",
+    "add",
+    "add_bias",
+    "autotune",
+    "best_times",
+    "compile_c",
+    "fastest",
+    "kernel_of",
+    "kernels_of",
+    "measured",
+    "rows_contiguous",
+    "runs_in_c",
+    "this_thread",
+    "to_float",
+    "why_not_c",
+]

@@ -12,3 +12,15 @@ foreign     packages of other projects that shadow ours
 lateness    a rank tells its peers that it needs longer
 job_store   messages between ranks in the rendezvous store
 """
+
+from ubatch.process.cores import num_cores
+from ubatch.process.heartbeat import Heart, beat, stop_hearts
+from ubatch.process.yaml_file import read_yaml
+
+__all__ = [
+    "Heart",
+    "beat",
+    "num_cores",
+    "read_yaml",
+    "stop_hearts",
+]

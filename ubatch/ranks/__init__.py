@@ -17,3 +17,25 @@ host_copy             copies small tensors to the host without waiting for the d
 intercept             turns torch's own waits into points
 fsdp                  lanes with `fully_shard`, which gathers and frees weights
 """
+
+from ubatch.ranks.collectives import Carry
+from ubatch.ranks.connection import Connection
+from ubatch.ranks.group import check_group
+from ubatch.ranks.host_copy import CopiedWork
+from ubatch.ranks.launch_checks import check_launch
+from ubatch.ranks.long_calls import holding_gil, taking_long
+from ubatch.ranks.transfer import Queued
+from ubatch.ranks.transfer_times import Arrival, record_transfers
+
+__all__ = [
+    "Arrival",
+    "Carry",
+    "Connection",
+    "CopiedWork",
+    "Queued",
+    "check_group",
+    "check_launch",
+    "holding_gil",
+    "record_transfers",
+    "taking_long",
+]

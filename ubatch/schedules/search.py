@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 
 from ubatch.errors import ConfigError
-from ubatch.schedules.layer_program import LayerTimes, layer_program, times_of_layers
+from ubatch.schedules.lane_program import LayerTimes, layer_program, times_of_layers
 from ubatch.schedules.schedule import SERIAL, Point, Schedule, SharedExpert
-from ubatch.schedules.simulate import simulate
+from ubatch.schedules.simulator import simulate
 
 TimesOf = Callable[[int, int, bool], LayerTimes | Sequence[LayerTimes]]
 """(lanes, chunks, dispatch in chunks) -> seconds that one lane spends in one layer; see `layer_program`."""

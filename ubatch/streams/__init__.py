@@ -7,3 +7,22 @@ small_copies     small tensors to and from the device, without a wait
 sm_budget        number of SMs reserved for communication
 graph_protocols  CUDA graphs: the interface that a device must offer
 """
+
+from ubatch.streams.graph_protocols import Capture, current_capture
+from ubatch.streams.small_copies import HostCopy, Packing, carried_by, staged, to_device, to_host
+from ubatch.streams.streams import Event, NullStreams, StreamBackend, make_streams
+
+__all__ = [
+    "Capture",
+    "Event",
+    "HostCopy",
+    "NullStreams",
+    "Packing",
+    "StreamBackend",
+    "carried_by",
+    "current_capture",
+    "make_streams",
+    "staged",
+    "to_device",
+    "to_host",
+]

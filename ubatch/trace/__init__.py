@@ -9,3 +9,25 @@ export     a summary, and a file for Perfetto
 file       reads such files, and puts ranks on one clock
 page       an HTML page
 """
+
+from ubatch.trace.export import deciding_note, describe_outcome, handoffs
+from ubatch.trace.file import RankTrace, merge_traces, read_chrome
+from ubatch.trace.intervals import computing, measure
+from ubatch.trace.spans import UNSPLIT, current_trace
+from ubatch.trace.stages import by_lane, by_step, extent
+
+__all__ = [
+    "UNSPLIT",
+    "RankTrace",
+    "by_lane",
+    "by_step",
+    "computing",
+    "current_trace",
+    "deciding_note",
+    "describe_outcome",
+    "extent",
+    "handoffs",
+    "measure",
+    "merge_traces",
+    "read_chrome",
+]

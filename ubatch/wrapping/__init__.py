@@ -10,3 +10,9 @@ step          what this rank would do with a call; and a step that is decided: w
 execution     runs a step in lanes, as one lane, or unsplit
 statistics    a wrapper's counters
 """
+
+from ubatch.wrapping.step import DecidedStep
+
+__all__ = [
+    "DecidedStep",
+]

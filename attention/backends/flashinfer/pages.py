@@ -29,7 +29,7 @@ from attention.interface import GraphLimits
 from attention.kv_cache import MLAKVCache, PagedKVCache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
-from ubatch.streams.small_copies import staged, to_device
+from ubatch.streams import staged, to_device
 
 INT_WORKSPACE_BYTES = 8 << 20
 """Bytes that a wrapper allocates on the device for its plan."""

@@ -35,8 +35,7 @@ from attention.interface import AttentionPlan, AttentionShape, BackendTraits
 from attention.kv_cache import PagedKVCache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
-from ubatch.kernels.c_jit import kernel_of
-from ubatch.kernels.recording import this_thread
+from ubatch.kernels import kernel_of, this_thread
 
 
 class NativeAttentionBackend(TorchAttentionBackend):

@@ -40,8 +40,7 @@ from attention.interface import BackendTraits, MLAInputs, MLAPlan, MLAShape, Rop
 from attention.kv_cache import MLAKVCache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
-from ubatch.kernels.c_jit import kernel_of
-from ubatch.kernels.recording import this_thread
+from ubatch.kernels import kernel_of, this_thread
 
 _DEFINES = {"MOST_ROWS": 1024}
 """Tokens of a prompt that share the keys and values of a head once these are made; a longer prompt makes them again."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from attention.kv_cache import CacheSpec, KVCacheError, MLAKVCache, PagedKVCache
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
-from ubatch.kernels.c_jit import TILES_SOURCE, compile_c, why_not_c
+from ubatch.kernels import TILES_SOURCE, compile_c, why_not_c
 
 CHUNK_KEYS = 256
 """Keys per work item; a request that sees more keys is merged from several items."""

@@ -24,7 +24,7 @@ from attention.interface import EagerOnly
 from attention.kv_cache import CacheSpec, TokenPool, quantize_fp8
 from attention.metadata import CommonAttentionMetadata
 from attention.spec_verify import SpecVerifyInput
-from ubatch.streams.small_copies import to_device
+from ubatch.streams import to_device
 
 _MAX_PADDING = 0.25  # padding's largest share of a group's work; beyond it, a new group starts
 _FREE_PADDING = 64  # rows of padding that cost less than another call

@@ -27,7 +27,7 @@ from attention.backends.torch.groups import as_stored
 from attention.interface import MLAInputs, MLAShape
 from attention.kv_cache import MLAKVCache
 from attention.lse import merge_states
-from ubatch.streams.small_copies import to_device
+from ubatch.streams import to_device
 
 EXPANDED_TOKENS = 32 << 10
 """Tokens of all prefixes together that are expanded at once; with 128 heads a token takes 80 kB in bfloat16."""

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.linear.kernels.records import read_record
-from ubatch.kernels.tensors import rows_contiguous
+from ubatch.kernels import rows_contiguous
 from ubatch.kernels.triton_jit import INTERPRETED, cdiv, jit, power_of_2, undefined
 
 _MIN_BLOCK, _MAX_BLOCK = 64, 512  # channels of a program with many tokens, and with one

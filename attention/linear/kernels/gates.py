@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ubatch.kernels.tensors import rows_contiguous
+from ubatch.kernels import rows_contiguous
 from ubatch.kernels.triton_jit import cdiv, jit
 
 _BLOCK = 256

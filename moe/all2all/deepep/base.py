@@ -43,9 +43,7 @@ from ubatch import (
     on_comm_stream,
     report_sm_use,
 )
-from ubatch.ranks.group import check_group
-from ubatch.ranks.launch_checks import check_launch
-from ubatch.ranks.transfer import Queued
+from ubatch.ranks import Queued, check_group, check_launch
 
 Payload = Tensor | tuple[Tensor, Tensor]
 

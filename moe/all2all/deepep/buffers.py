@@ -34,9 +34,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from ubatch import ConfigError, capturing
-from ubatch.ranks.connection import Connection
-from ubatch.ranks.long_calls import holding_gil
-from ubatch.ranks.transfer import Queued
+from ubatch.ranks import Connection, Queued, holding_gil
 
 BufferT = TypeVar("BufferT")
 

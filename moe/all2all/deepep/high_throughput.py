@@ -30,8 +30,7 @@ from moe.all2all.deepep.buffers import NODE, BufferSize, SizedBuffers, in_one_no
 from moe.all2all.layouts import Dispatched
 from moe.all2all.voted import voted_tokens
 from ubatch import CommGroup, ConfigError, Transfer, capturing
-from ubatch.ranks.launch_checks import check_launch
-from ubatch.ranks.long_calls import holding_gil
+from ubatch.ranks import check_launch, holding_gil
 
 _QPS_PER_RANK = 24
 _GIL_HELD_S = 100.0

@@ -43,8 +43,8 @@ from moe.all2all.deepep.buffers import NODE, BufferSize, SizedBuffer, SizedBuffe
 from moe.all2all.layouts import BatchedDispatch
 from moe.all2all.traits import All2AllTraits
 from ubatch import CommGroup, ConfigError, Transfer, dbo_current_ubatch_id, report_sm_use
-from ubatch.ranks.launch_checks import check_launch
-from ubatch.streams.graph_protocols import current_capture
+from ubatch.ranks import check_launch
+from ubatch.streams import current_capture
 
 HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 """What DeepEP's kernels are compiled for (1.2.1)."""

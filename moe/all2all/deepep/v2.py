@@ -27,9 +27,7 @@ from moe.all2all.deepep.buffers import DeepEPBuffers
 from moe.all2all.layouts import Dispatched
 from moe.all2all.voted import voted_tokens
 from ubatch import CommGroup, ConfigError, Transfer
-from ubatch.ranks.connection import Connection
-from ubatch.ranks.launch_checks import check_launch
-from ubatch.ranks.long_calls import holding_gil
+from ubatch.ranks import Connection, check_launch, holding_gil
 
 _MAX_TOP_K = 32
 _GIL_HELD_S = 300.0

@@ -48,7 +48,7 @@ from ubatch import (
     launch_all_gather,
     launch_all_to_all_single,
 )
-from ubatch.ranks.group import check_group
+from ubatch.ranks import check_group
 
 H = TypeVar("H")
 

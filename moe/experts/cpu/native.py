@@ -12,7 +12,7 @@ from moe.experts.cpu.repacked import RepackedExperts
 from moe.experts.grouped import RowPlan
 from moe.grouped_linear import GroupedLinear, add_rows, run_layer
 from moe.segments import segment_offsets
-from ubatch.kernels.tensors import rows_contiguous
+from ubatch.kernels import rows_contiguous
 
 
 class NativeExperts(RepackedExperts):

@@ -76,7 +76,7 @@ def warm_up(options: EngineOptions, runner: ModelRunner) -> None:
     request.
 
     On a CPU one short prompt is enough. On a GPU, kernels are tuned for every power of two of tokens, some seconds each
-    if they are not in the cache of `ubatch.kernels.autotune`. All ranks must call it.
+    if they are not in the cache of `ubatch.kernels.autotuner`. All ranks must call it.
 
     Raises:
         CaptureFailed: see `ModelRunner.capture_graphs`.

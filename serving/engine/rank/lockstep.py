@@ -32,8 +32,7 @@ from model_runner import fresh_seed
 from serving.engine.options import EngineOptions
 from serving.engine.wire import messages as wire
 from ubatch import TransferTimeout, UBatchError
-from ubatch.process.heartbeat import beat
-from ubatch.process.lateness import Patience
+from ubatch.process import Patience, beat
 
 _LINGER_MS = 2000
 _LOOK_OUT_S = 1.0

@@ -57,8 +57,8 @@ from serving.pinning import pin_rank
 from serving.processes import Orphaned, check_parent
 from serving.requests import RequestOutput
 from ubatch import CommGroup, ConfigError, GroupBroken, PeerFailed, TransferTimeout, UBatchError
-from ubatch.process.heartbeat import Heart, stop_hearts
-from ubatch.ranks.long_calls import taking_long
+from ubatch.process import Heart, stop_hearts
+from ubatch.ranks import taking_long
 
 _logger = logging.getLogger(__name__)
 

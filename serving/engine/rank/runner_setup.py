@@ -13,8 +13,8 @@ import torch
 from tqdm import tqdm
 
 from model_runner import Checkpoint, CheckpointError, ModelConfig, ModelRunner, fastest_cpu_dtype
-from model_runner.models.registry import read_sizes
-from model_runner.weights.dummy_weights import open_checkpoint
+from model_runner.models import read_sizes
+from model_runner.weights import open_checkpoint
 from moe import All2AllTraits, traits_in
 from serving.logs import log_event
 from ubatch import ForwardMode

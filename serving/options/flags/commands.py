@@ -13,7 +13,7 @@ from serving.options.flags.fields import ApiKey, Positive
 from serving.options.flags.model_flags import Model
 from serving.options.flags.server_flags import Attention, Cache, Parallelism, PerMode
 from serving.options.flags.tables import SERVE, Table, pick
-from ubatch.schedules.vote import MAX_LANES
+from ubatch.schedules import MAX_LANES
 
 Mode = Literal["decode", "prefill", "verify"]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from model_runner.parallel.transport import AUTO
+from model_runner.parallel import AUTO
 from moe import all2all_backends
 from serving.arguments.fields import Flag, Group
 from serving.options.flags.fields import Positive

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from attention import attention_backends
 from model_runner import DEFAULT_KV_CACHE_MEMORY
-from model_runner.parallel.transport import AUTO
+from model_runner.parallel import AUTO
 from serving.arguments.fields import Flag, Group
 from serving.engine.speculation import SpeculationConfig
 from serving.options.flags.fields import (
@@ -30,7 +30,7 @@ from serving.options.flags.fields import (
 from serving.options.flags.model_flags import TRANSPORTS, TransportName
 from serving.scheduler import SchedulerConfig
 from ubatch import SCHEDULES, SplitBy, UBatchConfig
-from ubatch.schedules.vote import MAX_LANES
+from ubatch.schedules import MAX_LANES
 
 GPU_MEMORY_UTILIZATION = 0.9
 NGRAM_DRAFTS, DRAFT_STEPS, TREE_DRAFTS = 4, 3, 8

@@ -12,7 +12,7 @@ from attention import CommonAttentionMetadata
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, Step, build_input_batch
 from serving.workbench.arms.cost_table import SERIAL_ARM
 from ubatch import SCHEDULES, ForwardMode, Schedule, UBatchConfig
-from ubatch.schedules.schedule import SERIAL
+from ubatch.schedules import SERIAL
 
 
 @dataclass(frozen=True)

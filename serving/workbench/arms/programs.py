@@ -23,9 +23,8 @@ import torch
 import torch.distributed as dist
 
 from moe import EmulatedLink
-from ubatch import CommGroup, Schedule, tracing
-from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait, programs_of, simulate_ranks
-from ubatch.trace.spans import SpanKind
+from ubatch import CommGroup, Schedule, SpanKind, tracing
+from ubatch.schedules import Compute, Launch, Op, Pass, Wait, programs_of, simulate_ranks
 
 Programs = list[list[Op]]
 

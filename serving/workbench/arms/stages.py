@@ -17,11 +17,19 @@ from statistics import mean
 from moe import All2AllTraits
 from serving.workbench.arms.cells import Arm
 from serving.workbench.arms.programs import Programs
-from ubatch import ConfigError, Schedule
-from ubatch.schedules.layer_program import LayerTimes, UnevenTimes
-from ubatch.schedules.schedule import Point, SharedExpert
-from ubatch.schedules.search import Candidate, search_schedules
-from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait, median_programs
+from ubatch import ConfigError, Point, Schedule, SharedExpert
+from ubatch.schedules import (
+    Candidate,
+    Compute,
+    Launch,
+    LayerTimes,
+    Op,
+    Pass,
+    UnevenTimes,
+    Wait,
+    median_programs,
+    search_schedules,
+)
 
 _SHARED_LEAST = 0.03
 """Below this share of the compute, a `shared` stage is overhead of the runtime, not a shared expert."""

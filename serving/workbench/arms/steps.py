@@ -8,8 +8,8 @@ import msgspec
 import torch
 
 from model_runner import ModelRunner, Step
-from model_runner.auto.step_settings import Proposal
-from model_runner.parallel.transport import most_lanes, traits_in_lanes
+from model_runner.auto import Proposal
+from model_runner.parallel import most_lanes, traits_in_lanes
 from moe import EmulatedLink
 from serving.workbench.arms.cells import Arm, arm_config
 from serving.workbench.arms.programs import gather_steps, gather_texts, traced_step

@@ -19,7 +19,7 @@ from moe import linear
 from serving.llm import LLM, CompletionResult
 from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, print_arms, timed
 from ubatch import UBatchConfig, UBatchError
-from ubatch.process.cores import num_cores
+from ubatch.process import num_cores
 
 _PROMPTS, _PROMPT_LEN, _NEW = 64, 128, 64
 _BUDGET = 2048  # prompt tokens per step, so that a step's tensors are kept by the C library when they are freed

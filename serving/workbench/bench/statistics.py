@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from serving.progress import progress
-from ubatch.process.cores import num_cores
+from ubatch.process import num_cores
 
 _RESAMPLES = 2000
 _DRIFT_BLOCKS = 20

@@ -28,8 +28,8 @@ from model_runner import (
     build_input_batch,
     make_random_checkpoint,
 )
-from model_runner.auto.step_settings import Proposal
-from model_runner.decoder.config import DecoderConfig
+from model_runner.auto import Proposal
+from model_runner.decoder import DecoderConfig
 from moe import EmulatedLink, all2all_backends
 from serving.hub import fetch_weights, find_checkpoint
 from serving.options.flags.fields import one_of
@@ -46,7 +46,7 @@ from ubatch import (
     UBatchError,
     UBatchWrapper,
 )
-from ubatch.schedules.schedule import SERIAL
+from ubatch.schedules import SERIAL
 
 RANDOM_MODELS: Mapping[str, type[RandomQwen3Moe] | type[RandomDeepseekV3]] = {
     "qwen3-moe": RandomQwen3Moe,

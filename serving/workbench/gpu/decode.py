@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model_runner.random_checkpoint import RandomQwen3Moe
+from model_runner import RandomQwen3Moe
 from moe import All2All, make_all2all
-from moe.all2all.host_loopback import HostLoopbackAll2All
+from moe.all2all import HostLoopbackAll2All
 from serving.workbench.bench.statistics import Interval, bootstrap
 from serving.workbench.gpu.bench import Bench
 from serving.workbench.gpu.model import QWEN3_30B_A3B, TINY, Model, Step

@@ -11,11 +11,8 @@ import torch
 from torch import Tensor
 
 from attention import CommonAttentionMetadata, GraphLimits, UBatchAttention, make_kv_cache, split_attn_metadata
-from model_runner.decoder.base import CausalLM, ExpertParallel
-from model_runner.models.registry import model_class
-from model_runner.random_checkpoint import RandomQwen3Moe
-from model_runner.weights.hf_config import HFConfig
-from model_runner.weights.weights import Checkpoint
+from model_runner import CausalLM, Checkpoint, ExpertParallel, RandomQwen3Moe, model_class
+from model_runner.weights import HFConfig
 from moe import All2All, FusedMoEModularKernel
 from serving.workbench.arms.cells import scattered_metadata
 from serving.workbench.gpu.bench import Bench
@@ -29,7 +26,7 @@ from ubatch import (
     set_forward_context,
     split_requests,
 )
-from ubatch.streams.small_copies import to_device
+from ubatch.streams import to_device
 
 LANES = 2
 _PAGE = 16

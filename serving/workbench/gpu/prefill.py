@@ -29,14 +29,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moe.all2all.host_loopback import HostLoopbackAll2All
+from moe.all2all import HostLoopbackAll2All
 from serving.workbench.bench.statistics import Interval, bootstrap, fastest, overlap_figures, paired
 from serving.workbench.gpu.bench import Bench
 from serving.workbench.gpu.model import LANES, QWEN3_235B_A22B, TINY, Model, Step
 from serving.workbench.gpu.report import Arms, Section
 from ubatch import Schedule, Transfer, UBatchError
-from ubatch.schedules.layer_program import LayerTimes, layer_program
-from ubatch.schedules.simulate import simulate
+from ubatch.schedules import LayerTimes, layer_program, simulate
 
 _RATIOS = (0.5, 1.0)
 _DRIFT = 1.02

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from moe.all2all.host_loopback import HostLoopbackAll2All
+from moe.all2all import HostLoopbackAll2All
 from moe.kernels.align import align_pairs
 from moe.kernels.gemm_configs import gemm_configs
 from moe.kernels.grouped_gemm import Rows, Weights, project_down, project_up

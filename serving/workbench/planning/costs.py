@@ -18,7 +18,7 @@ from serving.workbench.planning.constants import Hardware, load_constants
 from serving.workbench.planning.kernels import BF16, FP8, KernelTimes
 from serving.workbench.planning.shapes import Mode, ModelShape, Workload
 from serving.workbench.planning.transfers import Transfers, expected_destinations
-from ubatch.schedules.layer_program import LayerTimes
+from ubatch.schedules import LayerTimes
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from serving.workbench.planning.constants import PublishedGains, load_constants
 from serving.workbench.planning.costs import LayerCosts
 from serving.workbench.planning.plan import plain_step, predict_step
 from serving.workbench.planning.shapes import Mode, Workload, read_model
-from ubatch.schedules.schedule import SCHEDULES
+from ubatch import SCHEDULES
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from serving.workbench.bench.step_setting import (
 from serving.workbench.planning.gates import Gate
 from ubatch import Schedule
 from ubatch.errors import ConfigError
-from ubatch.schedules.simulate import Launch, Op
+from ubatch.schedules import Launch, Op
 
 _LIMIT = 0.05
 

@@ -12,10 +12,8 @@ from typing import Any
 from serving.workbench.planning.constants import Hardware
 from serving.workbench.planning.costs import LaneCosts, LayerCosts
 from serving.workbench.planning.shapes import ModelShape, Workload
-from ubatch.schedules.layer_program import layer_program
-from ubatch.schedules.schedule import SCHEDULES, SERIAL, Schedule
-from ubatch.schedules.search import search_schedules
-from ubatch.schedules.simulate import Compute, Launch, Op, Timeline, Wait, simulate
+from ubatch import SCHEDULES, Schedule
+from ubatch.schedules import SERIAL, Compute, Launch, Op, Timeline, Wait, layer_program, search_schedules, simulate
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from model_runner.weights.hf_config import HFConfig
+from model_runner.weights import HFConfig
 from serving.workbench.planning.constants import load_constants
 from ubatch.errors import ConfigError, nearest, shown
 

@@ -22,7 +22,7 @@ from serving.workbench.tracing.finding import Finding, FindingKind
 from serving.workbench.tracing.inside import exposed, hand_offs, idle, meetings, nothing_to_hide, uneven
 from serving.workbench.tracing.steps import LEAST_STEPS, SizeClass, StepRecord, compare
 from ubatch import DeclineReason, ForwardMode
-from ubatch.schedules.modes import mode_key
+from ubatch.schedules import mode_key
 
 WORTH_SAYING = 0.02
 """Gains and losses below this share of a step's time are noise."""

@@ -24,7 +24,7 @@ from serving.options import TRACE, Layer, Settings, Source, merge
 from serving.options.folders import locate
 from serving.options.sources import Setting, spelled_flag
 from serving.workbench.tracing.steps import StepRecord, read_steps
-from ubatch.trace.file import RankTrace, merge_traces, read_chrome
+from ubatch.trace import RankTrace, merge_traces, read_chrome
 
 _RANKS = 2
 _LATENCY_US = 20.0

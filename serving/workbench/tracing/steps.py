@@ -11,12 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from ubatch import DeclineReason, Span, SpanKind, TraceSummary, summarise
-from ubatch.trace.export import deciding_note, describe_outcome, handoffs
-from ubatch.trace.file import RankTrace
-from ubatch.trace.intervals import computing, measure
-from ubatch.trace.spans import UNSPLIT, StepNote
-from ubatch.trace.stages import by_step
+from ubatch import DeclineReason, Span, SpanKind, StepNote, TraceSummary, summarise
+from ubatch.trace import UNSPLIT, RankTrace, by_step, computing, deciding_note, describe_outcome, handoffs, measure
 
 LIKE_SIZE = 1.15
 """Of the serial steps in a class, those whose tokens differ by at most this factor are preferred."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ubatch.trace.spans import UNSPLIT, Span, SpanKind
-from ubatch.trace.stages import by_lane, by_step, extent
+from ubatch import Span, SpanKind
+from ubatch.trace import UNSPLIT, by_lane, by_step, extent
 
 KEY = "A attention, norms, router    E experts    d dispatch    c combine"
 WIDTH = 100

@@ -26,9 +26,8 @@ from serving.workbench.tracing.diagnosis import diagnose
 from serving.workbench.tracing.finding import Finding
 from serving.workbench.tracing.offline import OfflineRun, choose_run, pick_link, record, record_serial
 from serving.workbench.tracing.steps import Group, StepRecord, between_steps, group_steps, read_steps
-from ubatch import ConfigError, UBatchError, write_chrome, write_html
-from ubatch.trace.file import RankTrace, merge_traces, read_chrome
-from ubatch.trace.page import Remark
+from ubatch import ConfigError, Remark, UBatchError, write_chrome, write_html
+from ubatch.trace import RankTrace, merge_traces, read_chrome
 
 _ANSWER_S = 150.0
 """Seconds to wait for the server's answer: the ranks write their files before it answers."""

@@ -24,7 +24,7 @@ import msgspec
 import torch
 
 from model_runner import ModelRunner, Step
-from model_runner.parallel.transport import most_chunks
+from model_runner.parallel import most_chunks
 from serving.progress import progress
 from serving.workbench.arms.cells import Arm, Cell, Grid, library_arms, make_batch
 from serving.workbench.arms.cost_table import SERIAL_ARM

@@ -29,8 +29,8 @@ from serving.workbench.arms.programs import gather_texts
 from serving.workbench.arms.steps import ArmSteps
 from serving.workbench.tuning.measure import Plan, State, Tuner
 from ubatch import CommGroup
-from ubatch.process.heartbeat import Heart
-from ubatch.ranks.long_calls import taking_long
+from ubatch.process import Heart
+from ubatch.ranks import taking_long
 
 _BEAT_S = 1.0
 

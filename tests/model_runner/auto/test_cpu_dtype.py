@@ -20,7 +20,7 @@ from model_runner.auto.cpu_dtype import _measure, _Sizes
 from model_runner.decoder.layers import Attention, GatedMLP
 from model_runner.parallel.tensor_parallel import Shard
 from ubatch import ConfigError
-from ubatch.kernels import fastest
+from ubatch.kernels import candidates
 
 FAMILIES = ("Qwen3Moe", "Mixtral", "DeepseekV3", "Llama")
 
@@ -171,7 +171,7 @@ def test_a_decode_step_finds_its_weights_in_no_cache_or_in_it(monkeypatch: pytes
 
     monkeypatch.setattr(cpu_dtype, "_ones", lambda dtype, size: Memory() if size * 4 == 1500 else None)
     monkeypatch.setattr(cpu_dtype, "_cache_bytes", lambda: 1000)
-    monkeypatch.setattr(fastest, "_MOST_ROUNDS", 1)
+    monkeypatch.setattr(candidates, "_MOST_ROUNDS", 1)
     ways: Any = [lambda name=name: log.append(name) for name in ("bfloat16", "float32")]
     expected = {
         (False, False): ["read other memory", "bfloat16", "float32"],

@@ -65,10 +65,10 @@ from ubatch import (
     fingerprint,
     set_forward_context,
 )
-from ubatch.schedules.layer_program import LayerTimes, layer_program
+from ubatch.schedules.lane_program import LayerTimes, layer_program
 from ubatch.schedules.schedule import KNOWN_POINTS
 from ubatch.schedules.search import search_schedules
-from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait, simulate
+from ubatch.schedules.simulator import Compute, Launch, Op, Pass, Wait, simulate
 from ubatch.schedules.vote import decode_offer, encode_offer
 
 pytestmark = pytest.mark.long

@@ -45,8 +45,8 @@ from ubatch import (
     interleave,
     tracing,
 )
-from ubatch.schedules.layer_program import LayerTimes, layer_program
-from ubatch.schedules.simulate import Launch, Op, Pass, Wait, programs_of
+from ubatch.schedules.lane_program import LayerTimes, layer_program
+from ubatch.schedules.simulator import Launch, Op, Pass, Wait, programs_of
 from ubatch.trace.spans import SpanKind
 
 pytestmark = pytest.mark.ranks

@@ -31,7 +31,7 @@ from moe.kernels.grouped_gemm import (
 )
 from moe.kernels.quantize import quantize_rows, quantize_weights
 from moe.kernels.reduce import reference_sum_choices, sum_choices
-from ubatch.kernels.autotune import Autotuner, CudaTimer
+from ubatch.kernels.autotuner import Autotuner, CudaTimer
 from ubatch.kernels.triton_jit import descriptor
 from ubatch.streams.sm_budget import SMBudget
 

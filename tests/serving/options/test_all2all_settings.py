@@ -32,7 +32,7 @@ from serving.workbench.arms.steps import ArmSteps, NoStageTimes
 from serving.workbench.bench.runtime.schedules import Options, _search
 from serving.workbench.bench.step_setting import StepSetting
 from ubatch import CommGroup, ConfigError, ForwardMode, UBatchConfig
-from ubatch.schedules.layer_program import LayerTimes
+from ubatch.schedules.lane_program import LayerTimes
 from ubatch.schedules.modes import ModeSettings
 from ubatch.schedules.schedule import get_schedule
 

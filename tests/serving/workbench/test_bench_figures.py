@@ -31,7 +31,7 @@ from serving.workbench.bench.statistics import interleave_arms, table
 from serving.workbench.bench.step_setting import Setting as StepSetting
 from serving.workbench.bench.step_setting import open_setting
 from ubatch import SCHEDULES, Schedule, UBatchConfig, UBatchError
-from ubatch.schedules.simulate import Compute
+from ubatch.schedules.simulator import Compute
 
 pytestmark = pytest.mark.long
 

@@ -22,9 +22,9 @@ from serving.workbench.planning.plan import lane_program, plain_step, predict_st
 from serving.workbench.planning.shapes import Mode, ModelShape, Workload, read_model
 from serving.workbench.planning.transfers import Transfers, expected_destinations
 from ubatch.errors import ConfigError
-from ubatch.schedules.layer_program import layer_program
+from ubatch.schedules.lane_program import layer_program
 from ubatch.schedules.schedule import SCHEDULES, SERIAL, Schedule, SharedExpert
-from ubatch.schedules.simulate import Compute
+from ubatch.schedules.simulator import Compute
 
 CONSTANTS = load_constants()
 MEASURED = yaml.safe_load(resources.files(planning).joinpath("constants.yaml").read_text(encoding="utf-8"))

@@ -24,9 +24,9 @@ from serving.workbench.planning.measured import gates_of_results, live_gates, ov
 from serving.workbench.planning.plan import make_plan, predict_step
 from serving.workbench.planning.shapes import Mode, Workload, read_model
 from ubatch.errors import ConfigError
-from ubatch.schedules import simulate as simulator
+from ubatch.schedules import simulator
 from ubatch.schedules.schedule import SCHEDULES, SERIAL, Schedule
-from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait
+from ubatch.schedules.simulator import Compute, Launch, Op, Pass, Wait
 
 pytestmark = pytest.mark.long
 

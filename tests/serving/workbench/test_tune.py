@@ -24,9 +24,9 @@ from serving.workbench.tuning.measure import State, load_state, save_state
 from serving.workbench.tuning.plot import can_draw_png, write_html, write_png
 from serving.workbench.tuning.report import Result, make_result
 from ubatch import ConfigError, ForwardMode, Schedule, UBatchConfig
-from ubatch.schedules.layer_program import LayerTimes, layer_program
+from ubatch.schedules.lane_program import LayerTimes, layer_program
 from ubatch.schedules.schedule import KNOWN_POINTS, Point
-from ubatch.schedules.simulate import Compute, Launch, Op
+from ubatch.schedules.simulator import Compute, Launch, Op
 
 TINY = str(TINY_MOE)
 GRID = Grid(("decode", "prefill"), 256, 1024, 64, 128, 3)

@@ -16,7 +16,7 @@ from fastest_cases import FakeTimer
 from lanes import run
 
 from ubatch import ConfigError
-from ubatch.kernels.autotune import Autotuner, CudaTimer, autotune, autotune_path
+from ubatch.kernels.autotuner import Autotuner, CudaTimer, autotune, autotune_path
 from ubatch.lanes.context import current_lane
 from ubatch.lanes.workers import LanePool
 

@@ -14,7 +14,7 @@ import torch
 from fastest_cases import ToldTimes, told
 
 from ubatch import ConfigError
-from ubatch.kernels import autotune, fastest
+from ubatch.kernels import autotuner, candidates
 
 CPU = torch.device("cpu")
 BATCHES = ("64 tokens", "4096 tokens")
@@ -37,11 +37,11 @@ def test_the_times_of_all_batches_count_alike(tmp_path: Path, monkeypatch: pytes
     times = {"ours": (4.0, 100.0), "theirs": (1.0, 120.0), "torch": (0.5, 900.0)}
     timer = told(monkeypatch, tmp_path, times)
     made: list[str] = []
-    chosen = fastest.fastest("experts", makers(made, *times), BATCHES, device=CPU)
+    chosen = candidates.fastest("experts", makers(made, *times), BATCHES, device=CPU)
     assert chosen.name == "theirs"
     assert chosen.reason == (
         "fastest of ours, theirs, torch with 64 tokens and 4096 tokens on this device, kept in "
-        f"{autotune.autotune_path()}"
+        f"{autotuner.autotune_path()}"
     )
     assert made == list(times), "each is made once, in its turn"
     assert timer.timed == [(name, batch) for name in times for batch in range(2)]
@@ -51,7 +51,7 @@ def test_it_is_kept_in_the_file_by_work_names_and_versions(tmp_path: Path, monke
     file = tmp_path / "autotune.json"
     times = {"ours": (2.0, 2.0), "theirs": (1.0, 1.0)}
     told(monkeypatch, tmp_path, times)
-    fastest.fastest("experts", makers([], *times), BATCHES, device=CPU, packages=["torch", "surely-not-there"])
+    candidates.fastest("experts", makers([], *times), BATCHES, device=CPU, packages=["torch", "surely-not-there"])
     (key,) = json.loads(file.read_text())["told"]
     versions = f"torch {torch.__version__.partition('+')[0]}"
     assert key.startswith(f"experts: ours or theirs, 64 tokens, 4096 tokens, {versions}")
@@ -59,13 +59,13 @@ def test_it_is_kept_in_the_file_by_work_names_and_versions(tmp_path: Path, monke
 
     made: list[str] = []
     told(monkeypatch, tmp_path, dict.fromkeys(times, (math.inf, math.inf)))  # another process
-    again = fastest.fastest(
+    again = candidates.fastest(
         "experts", makers(made, *times), BATCHES, device=CPU, packages=["torch", "surely-not-there"]
     )
     assert (again.name, made) == ("theirs", [])
-    fewer = fastest.fastest("experts", makers(made, "ours"), BATCHES, device=CPU)
+    fewer = candidates.fastest("experts", makers(made, "ours"), BATCHES, device=CPU)
     assert (fewer.name, fewer.reason, made) == ("ours", "the only one that can run here", [])
-    fastest.fastest("other experts", makers(made, *times), BATCHES, device=CPU)
+    candidates.fastest("other experts", makers(made, *times), BATCHES, device=CPU)
     assert made == ["ours", "theirs"], "other work is measured anew"
 
 
@@ -83,14 +83,14 @@ def test_what_fails_is_left_out_and_named(
     told(monkeypatch, tmp_path, {"ours": (1.0, 1.0)})
     ways = {"theirs": refuses, "torch": lambda: [lambda: None, crashes], **makers([], "ours")}
     with caplog.at_level(logging.WARNING):
-        assert fastest.fastest("experts", ways, BATCHES, device=CPU).name == "ours"
+        assert candidates.fastest("experts", ways, BATCHES, device=CPU).name == "ours"
     assert [record.getMessage() for record in caplog.records] == [
         "experts: theirs is left out, as it fails here: ConfigError('no compiler here')",
         "experts: torch is left out, as it fails here: RuntimeError('no such kernel')",
     ]
     del ways["ours"]
     with pytest.raises(ConfigError, match=r"none of the 2 ways to run 'experts: theirs or torch"):
-        fastest.fastest("experts", ways, BATCHES, device=CPU)
+        candidates.fastest("experts", ways, BATCHES, device=CPU)
 
 
 def test_it_tells_which_work_and_tries_what_a_remembered_choice_left_untried(
@@ -103,12 +103,12 @@ def test_it_tells_which_work_and_tries_what_a_remembered_choice_left_untried(
     told(monkeypatch, tmp_path, times)
     made: list[str] = []
     ways = {**makers(made, *times), "torch": refuses}
-    chosen = fastest.fastest("experts", ways, BATCHES, device=CPU)
+    chosen = candidates.fastest("experts", ways, BATCHES, device=CPU)
     assert [chosen.works(name) for name in ways] == [True, True, False]
     assert made == [*times], "none is made again"
 
     told(monkeypatch, tmp_path, {})  # another process, in which what was chosen fails
-    again = fastest.fastest("experts", {**ways, "ours": refuses}, BATCHES, device=CPU)
+    again = candidates.fastest("experts", {**ways, "ours": refuses}, BATCHES, device=CPU)
     assert again == chosen
     assert [again.works(name) for name in ways] == [False, True, False]
     assert made == [*times, "theirs"]
@@ -124,7 +124,7 @@ def test_no_two_back_ends_are_there_at_once(tmp_path: Path, monkeypatch: pytest.
         return [lambda: weights] * len(BATCHES)
 
     told(monkeypatch, tmp_path, {"ours": (1.0, 1.0), "theirs": (2.0, 2.0)})
-    fastest.fastest("experts", {"ours": make, "theirs": make}, BATCHES, device=CPU)
+    candidates.fastest("experts", {"ours": make, "theirs": make}, BATCHES, device=CPU)
     assert len(living) == 2
     assert not any(each() for each in living)
 
@@ -133,5 +133,5 @@ def test_where_nothing_can_be_timed_it_is_the_first(tmp_path: Path, monkeypatch:
     timer: ToldTimes = told(monkeypatch, tmp_path, {})
     timer.idle = False
     made: list[str] = []
-    assert fastest.fastest("experts", makers(made, "ours", "theirs"), BATCHES, device=CPU).name == "ours"
+    assert candidates.fastest("experts", makers(made, "ours", "theirs"), BATCHES, device=CPU).name == "ours"
     assert not made

@@ -23,7 +23,7 @@ import ubatch
 import ubatch.process.lateness
 from ranks import on_ranks
 from ubatch import CommGroup, PeerFailed, TransferTimeout, UBatchConfig, UBatchWrapper, dbo_current_ubatch_id
-from ubatch.kernels.autotune import Autotuner
+from ubatch.kernels.autotuner import Autotuner
 from ubatch.process.job_store import JobStore
 from ubatch.process.lateness import Patience, late, late_ranks
 

@@ -16,10 +16,10 @@ from repository import ROOT
 from schedule_checks import CHECKS, real_order
 
 from ubatch.errors import ConfigError
-from ubatch.schedules.layer_program import layer_program
+from ubatch.schedules.lane_program import layer_program
 from ubatch.schedules.ring import interleave
 from ubatch.schedules.schedule import SCHEDULES, Point, Schedule, get_schedule
-from ubatch.schedules.simulate import Timeline, simulate
+from ubatch.schedules.simulator import Timeline, simulate
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -13,10 +13,10 @@ import pytest
 from layer_times import bound_of, scaled
 
 from ubatch.errors import ConfigError
-from ubatch.schedules.layer_program import LayerTimes, layer_program
+from ubatch.schedules.lane_program import LayerTimes, layer_program
 from ubatch.schedules.schedule import Schedule, SharedExpert, get_schedule
 from ubatch.schedules.search import Candidate, search_schedules
-from ubatch.schedules.simulate import Timeline, simulate
+from ubatch.schedules.simulator import Timeline, simulate
 
 pytestmark = pytest.mark.long
 

@@ -8,9 +8,9 @@ import pytest
 from layer_times import efficiency_of, scaled
 
 from ubatch.errors import ConfigError
-from ubatch.schedules.layer_program import LayerTimes, UnevenTimes, layer_program
+from ubatch.schedules.lane_program import LayerTimes, UnevenTimes, layer_program
 from ubatch.schedules.schedule import SCHEDULES, Point, Recv, Schedule, get_schedule
-from ubatch.schedules.simulate import (
+from ubatch.schedules.simulator import (
     Compute,
     Launch,
     Op,

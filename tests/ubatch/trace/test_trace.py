@@ -20,7 +20,7 @@ from ubatch.lanes.workers import LanePool
 from ubatch.ranks.transfer import Transfer
 from ubatch.schedules.ring import interleave
 from ubatch.schedules.schedule import Recv, Schedule
-from ubatch.schedules.simulate import Compute, Launch, Pass, Wait, programs_of, simulate
+from ubatch.schedules.simulator import Compute, Launch, Pass, Wait, programs_of, simulate
 from ubatch.trace.spans import UNSPLIT, EventKind, LinkTime, Span, SpanKind, Trace, current_trace, tracing
 from ubatch.trace.stages import flows
 

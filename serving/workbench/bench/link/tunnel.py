@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ubatch.kernels.c_jit import compile_c
+from ubatch.kernels import compile_c
 
 _PRIORITY = 1
 _END_S = 5.0

@@ -25,7 +25,7 @@ from serving.workbench.bench.server.process import UBATCH, ServerProcess, runnin
 from serving.workbench.bench.server.requests import RequestFailed, Server, greedy_tasks, send_and_check
 from serving.workbench.bench.statistics import print_machine
 from ubatch import ConfigError, UBatchError
-from ubatch.process.cores import num_cores
+from ubatch.process import num_cores
 
 
 class Part(StrEnum):

@@ -17,7 +17,7 @@ from typing import IO, Any, cast
 
 from serving.workbench.bench.server.process import end_group, with_variables
 from ubatch import UBatchError
-from ubatch.process.cores import num_cores
+from ubatch.process import num_cores
 
 _PROGRAM = Path(__file__).with_name("engine.py")
 _END_S = 15.0

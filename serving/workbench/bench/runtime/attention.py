@@ -36,7 +36,7 @@ from serving.workbench.bench.generate import GenerateResult, measure_generate
 from serving.workbench.bench.options import BlockOptions
 from serving.workbench.bench.statistics import Interval, bootstrap, fastest, interleave_arms, paired, print_arms, timed
 from ubatch import split_fixed
-from ubatch.kernels.c_jit import why_not_c
+from ubatch.kernels import why_not_c
 
 _HEADS, _KV_HEADS, _HEAD_DIM, _LAYERS, _PAGE = 8, 2, 64, 8, 16  # of the 100 M model
 

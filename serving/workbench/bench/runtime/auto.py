@@ -32,9 +32,9 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 
-from model_runner import ModelRunner, Step
-from model_runner.auto.step_settings import Proposal, StepSettings
-from model_runner.parallel.transport import most_chunks
+from model_runner import ModelRunner, Step, StepSettings
+from model_runner.auto import Proposal
+from model_runner.parallel import most_chunks
 from moe import EmulatedLink
 from serving.progress import progress
 from serving.ranks import run_ranks
@@ -44,7 +44,7 @@ from serving.workbench.bench.options import DECIDING, LatencyUs, ModelFolder, Ra
 from serving.workbench.bench.statistics import Interval, ratio_of_sums
 from serving.workbench.bench.step_setting import StepSetting, calibrate, slowest_rank
 from ubatch import SCHEDULES, CommGroup, Schedule, UBatchConfig
-from ubatch.schedules.schedule import SERIAL
+from ubatch.schedules import SERIAL
 
 _DBO = "dbo"
 _BLOCK_SIZE = 16

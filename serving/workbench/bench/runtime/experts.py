@@ -17,8 +17,8 @@ from pydantic import Field
 from moe import experts_backends, make_experts, packing_pays
 from serving.workbench.bench.options import BlockOptions, Dtypes
 from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, timed
-from ubatch.kernels.c_jit import why_not_c
-from ubatch.process.cores import num_cores
+from ubatch.kernels import why_not_c
+from ubatch.process import num_cores
 
 _EXPERTS, _HIDDEN, _INTERMEDIATE, _TOP_K, _LAYERS = 32, 512, 256, 4, 8
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -60,8 +60,8 @@ from serving.workbench.bench.step_setting import (
     model_folder,
     open_setting,
 )
-from ubatch.schedules.schedule import SERIAL, Schedule
-from ubatch.schedules.simulate import Compute, Op
+from ubatch import Schedule
+from ubatch.schedules import SERIAL, Compute, Op
 
 _DRIFT = 1.02
 _FIGURES = ("efficiency", "of_two_lanes", "schedule_efficiency", "hidden", "speedup", "of_bound")

@@ -26,7 +26,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from model_runner.parallel.transport import most_chunks
+from model_runner.parallel import most_chunks
 from serving.ranks import run_ranks
 from serving.workbench.arms.programs import Programs, predict_step
 from serving.workbench.arms.stages import HANDOFF_S, best_schedules, nameless
@@ -51,7 +51,7 @@ from serving.workbench.bench.step_setting import (
     open_setting,
 )
 from ubatch import SCHEDULES, Schedule
-from ubatch.schedules.schedule import SERIAL
+from ubatch.schedules import SERIAL
 
 _STAGE_STEPS = 7
 _POOL = 4

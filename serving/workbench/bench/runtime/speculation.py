@@ -38,7 +38,7 @@ from serving.workbench.bench.generate import completions
 from serving.workbench.bench.options import BlockOptions, Checkpoint, Counts
 from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, table
 from ubatch import ConfigError, DeclineReason, UBatchError
-from ubatch.process.cores import num_cores
+from ubatch.process import num_cores
 
 _EXAMPLES = Path(__file__).resolve().parents[4] / "examples" / "models"
 _WITHOUT = "without"

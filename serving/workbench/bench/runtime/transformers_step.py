@@ -25,7 +25,7 @@ from serving.workbench.bench.runtime.overlap import OverlapResult, as_json, meas
 from serving.workbench.bench.statistics import paired
 from serving.workbench.bench.step_setting import Setting, StepOptions, model_folder
 from ubatch import CommGroup, Schedule, UBatchConfig, UBatchError
-from ubatch.schedules.schedule import SERIAL
+from ubatch.schedules import SERIAL
 
 
 class Options(StepOptions):

@@ -31,7 +31,7 @@ from serving.workbench.bench.generate import completions, share_of_equal, transf
 from serving.workbench.bench.server.process import running_server
 from serving.workbench.bench.server.requests import Server, Task, greedy_tasks, send_and_check
 from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, table, timed
-from ubatch.process.cores import num_cores
+from ubatch.process import num_cores
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from serving.workbench.bench.server.step_times import Kind, Stopwatch
 from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, print_machine, table
 from serving.workbench.bench.step_setting import ModelOptions, model_folder
 from ubatch import ConfigError, UBatchError
-from ubatch.kernels.c_jit import OFF_VARIABLE, why_not_c
+from ubatch.kernels import OFF_VARIABLE, why_not_c
 
 _PAGE = 16  # tokens of a page of the cache; a step has at least as many
 _STEPS = ("decode", "prefill")

@@ -25,7 +25,7 @@ from model_runner.pending_step import PendingStep
 from moe import FusedMoEModularKernel
 from serving.engine.rank.core import EngineCore
 from serving.scheduler import Scheduler
-from ubatch.kernels.recording import Recording
+from ubatch.kernels import Recording
 
 
 class Kind(StrEnum):

@@ -1,4 +1,4 @@
-"""Which of several back ends is fastest here: measured once, then remembered in `ubatch.kernels.autotune`'s file.
+"""Which of several back ends is fastest here: measured once, then remembered in `ubatch.kernels.autotuner`'s file.
 
     chosen = fastest("experts of 768 over 2048", {"ours": make_ours, "theirs": make_theirs}, ("64 tokens",), device=gpu)
 
@@ -22,7 +22,7 @@ from functools import partial
 import torch
 
 from ubatch.errors import describe
-from ubatch.kernels.autotune import autotune, autotune_path, version_of
+from ubatch.kernels.autotuner import autotune, autotune_path, version_of
 
 _logger = logging.getLogger(__name__)
 

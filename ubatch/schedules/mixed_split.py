@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, takewhile
 
-from ubatch.schedules.layer_program import LayerTimes, layer_program
+from ubatch.schedules.lane_program import LayerTimes, layer_program
 from ubatch.schedules.schedule import Schedule
-from ubatch.schedules.simulate import simulate
+from ubatch.schedules.simulator import simulate
 from ubatch.schedules.split import UBatchSlice, slices_at
 from ubatch.schedules.split_cost import SplitCost, split_by_cost
 

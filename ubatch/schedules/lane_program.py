@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields
 
 from ubatch.errors import ConfigError
 from ubatch.schedules.schedule import Point, Schedule, SharedExpert
-from ubatch.schedules.simulate import Compute, Launch, Op, Pass, Wait
+from ubatch.schedules.simulator import Compute, Launch, Op, Pass, Wait
 
 
 @dataclass(frozen=True)
