@@ -32,7 +32,8 @@ from model_runner import fresh_seed
 from serving.engine.options import EngineOptions
 from serving.engine.wire import messages as wire
 from ubatch import TransferTimeout, UBatchError
-from ubatch.process import Patience, beat
+from ubatch.process import beat
+from ubatch.process.lateness import Patience
 
 _LINGER_MS = 2000
 _LOOK_OUT_S = 1.0
