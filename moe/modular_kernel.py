@@ -55,6 +55,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from moe.all2all.adopted import adopt
 from moe.all2all.base import All2All
 from moe.all2all.chunks import blocks_of
 from moe.all2all.layouts import BatchedDispatch, Dispatched
@@ -86,7 +87,7 @@ class FusedMoEModularKernel(nn.Module):
         shared_experts: applied to every token in addition to the routed ones, `[T, H] -> [T, H]`.
 
     Raises:
-        ConfigError: `all2all` does not inherit from `All2All`, or sends other tokens here than `experts` are for, or
+        ConfigError: `all2all` is no `All2All`, or sends other tokens here than `experts` are for, or
             batches of rows by expert to experts that take only tokens.
 
     Source: vLLM's `FusedMoEModularKernel` and its `MLP_SHARED_OVERLAP` schedule; SGLang's two-batch operations.
@@ -94,11 +95,7 @@ class FusedMoEModularKernel(nn.Module):
 
     def __init__(self, all2all: All2All[Any], experts: Experts, shared_experts: nn.Module | None = None) -> None:
         super().__init__()
-        if not isinstance(all2all, All2All):
-            raise ConfigError(
-                f"{type(all2all).__name__} is no moe.All2All. Inherit from it: dispatch, combine and 3 attributes are "
-                "enough."
-            )
+        all2all = adopt(all2all)
         if experts.expert_range != all2all.experts:
             raise ConfigError(
                 f"the experts hold {experts.expert_range}, but the all2all back end sends this rank the tokens of "

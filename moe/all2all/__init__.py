@@ -1,4 +1,4 @@
-"""Expert-parallel transports, behind one protocol.
+"""Expert-parallel transports, behind one interface.
 
     local                       one rank, nothing travels
     torch_dist                  all-to-alls of exactly the rows needed; gloo or NCCL
@@ -11,8 +11,9 @@
     host_loopback_batched       the same, batches by expert; can send results while others are computed
     emulated_link               another back end over a link of chosen latency and bandwidth
 
-Shared modules: `base` (the protocol), `registry` (names and options), `chunks` and `batches` (layouts), `payload` (a
-token's message), `link` (an emulated link's clock), `voted` (results of the ranks' vote).
+Shared modules: `base` (the interface), `traits` (what a back end can do), `layouts` (what arrives), `checks` (what
+cannot be sent), `registry` (names and options), `adopted` (classes that do not inherit), `chunks` and `batches` (of
+experts), `payload` (a token's message), `link` (an emulated link's clock), `voted` (results of the ranks' vote).
 
 Options that the user does not set follow from the sizes of the steps (`StepSizes`). A step that is larger than a back
 end has room for runs in pieces (`moe.modular_kernel`).

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, get_args, get_type_hints
 
+from moe.all2all.adopted import inheriting
 from moe.all2all.base import All2All, StepSizes
 from ubatch import CommGroup, ConfigError, LazyRegistry, nearest
 from ubatch.errors import shown
@@ -63,9 +64,9 @@ def all2all_class(name: str) -> type[All2All[Any]]:
         found = _BACKENDS.load(name)
     except AttributeError as error:
         raise ConfigError(f"all2all back end {shown(name)}: {error}.") from None
-    if not (isinstance(found, type) and issubclass(found, All2All)):
+    if not isinstance(found, type):
         raise ConfigError(f"all2all back end {shown(name)} is {found!r}, which is no subclass of moe.All2All.")
-    return found
+    return inheriting(found)
 
 
 def check_all2all_options(name: str, options: Mapping[str, object], num_ranks: int) -> None:

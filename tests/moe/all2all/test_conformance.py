@@ -18,7 +18,16 @@ from torch import Tensor
 
 import moe
 from model_runner.parallel.transport import make_transport
-from moe import All2All, BatchedDispatch, StepSizes, make_all2all, register_all2all_backend
+from moe import (
+    All2All,
+    BatchedDispatch,
+    FusedMoEModularKernel,
+    StepSizes,
+    make_all2all,
+    make_experts,
+    register_all2all_backend,
+)
+from moe.all2all.adopted import inheriting
 from moe.all2all.allgather_reducescatter import AllGatherReduceScatterAll2All
 from moe.all2all.batches import sort_pairs
 from moe.all2all.local import LocalAll2All
@@ -282,6 +291,39 @@ def test_one_file_adds_a_back_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with torch.no_grad():
         for check in CHECKS.values():
             check(Bench(Case("mine")))
+
+
+class OfItsOwn:
+    """A transport as up to 0.1.0: it does not inherit from `All2All`."""
+
+    def __init__(self, *, group: CommGroup | None = None, num_experts: int) -> None:
+        self.inner = LocalAll2All(group=group, num_experts=num_experts)
+        self.traits, self.num_experts, self.experts = self.inner.traits, num_experts, self.inner.experts
+
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Any]:
+        return self.inner.dispatch(x, topk_ids, topk_weights)
+
+    def combine(self, y: Tensor, handle: Any) -> Transfer[Tensor]:
+        return self.inner.combine(y, handle)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_transport_that_does_not_inherit_works_for_one_more_release(by_name: bool) -> None:
+    inheriting.cache_clear()
+    experts = make_experts("reference", torch.randn(4, 2 * 6, 8), torch.randn(4, 8, 6))
+    x, ids, share = torch.randn(5, 8), torch.randint(0, 4, (5, 2)), torch.rand(5, 2)
+    given: Any = None if by_name else OfItsOwn(num_experts=4)
+    with pytest.warns(DeprecationWarning, match="OfItsOwn is a transport that does not inherit"):
+        layer = FusedMoEModularKernel(given or make_all2all(f"{__name__}:OfItsOwn", group=None, num_experts=4), experts)
+    mine = layer.all2all
+    assert isinstance(mine, All2All)
+    assert given in (None, mine)
+    with torch.no_grad():
+        expected = FusedMoEModularKernel(LocalAll2All(num_experts=4), experts)(x, share, ids)
+        assert torch.equal(layer(x, share, ids), expected)
+        assert len(mine.dispatch_chunks(x, ids, share, [range(2), range(2, 4)])) == 2
+    with pytest.raises(ConfigError, match=r"int is no subclass of moe\.All2All"):
+        FusedMoEModularKernel(5, experts)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
