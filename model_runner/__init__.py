@@ -67,10 +67,7 @@ from model_runner.sampling.sampling_params import MAX_BAD_TOKENS, MAX_LOGIT_BIAS
 from model_runner.sampling.token_ids import TokenIds
 from model_runner.settings import (
     DEFAULT_KV_CACHE_MEMORY,
-    ModelSettings,
     RunnerSettings,
-    beyond_full_attention,
-    most_nodes,
 )
 from model_runner.speculation import Acceptance, Draft, Proposer, StepObserver
 from model_runner.step.batch import build_input_batch
@@ -102,7 +99,6 @@ __all__ = [
     "GraphShape",
     "ModelConfig",
     "ModelRunner",
-    "ModelSettings",
     "PendingStep",
     "Proposer",
     "RandomDeepseekV3",
@@ -126,7 +122,6 @@ __all__ = [
     "TokenLogprobs",
     "UnknownArchitecture",
     "WrongShape",
-    "beyond_full_attention",
     "build_input_batch",
     "capture_sizes",
     "check_request",
@@ -141,7 +136,6 @@ __all__ = [
     "make_random_checkpoint",
     "make_random_qwen3_moe",
     "model_class",
-    "most_nodes",
     "read_model_config",
     "register_model",
     "sample",

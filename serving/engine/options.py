@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from model_runner import ModelSettings
+from model_runner.settings import ModelSettings
 from serving.engine.speculation import SpeculationConfig
 from serving.scheduler import SchedulerConfig
 from ubatch import UBatchConfig

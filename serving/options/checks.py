@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from model_runner import ModelConfig, beyond_full_attention, check_tensor_parallel
+from model_runner import ModelConfig, check_tensor_parallel
 from model_runner.parallel import LOCAL, check_schedules_by_name
+from model_runner.settings import beyond_full_attention
 from moe import check_all2all_options
 from serving.engine.wire.secret import read_secret
 from serving.options.flags.server_flags import Parallelism, PerMode, Server

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 
-from model_runner import Checkpoint, CheckpointError, ModelConfig, most_nodes
+from model_runner import Checkpoint, CheckpointError, ModelConfig
 from model_runner.models import has_layer, no_layer
+from model_runner.settings import most_nodes
 from model_runner.speculation import Acceptance
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.options.flags.server_flags import DRAFT_STEPS, NGRAM_DRAFTS, TREE_DRAFTS

@@ -1,4 +1,4 @@
-"""DP 2 + EP 2 on two gloo ranks: idle ranks, failures and lazy loading. Tokens and logits: `test_conformance`."""
+"""DP 2 + EP 2 on two gloo ranks: idle ranks, failures and lazy loading. Tokens and logits: `test_model_conformance`."""
 
 from __future__ import annotations
 

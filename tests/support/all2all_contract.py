@@ -1,7 +1,7 @@
 """What every all-to-all back end promises: checks of one (`all2all_bench`), run for all that are registered.
 
-`tests/moe/all2all/test_conformance.py` runs them. A back end that is registered needs nothing here, unless it takes
-options, or does not carry the usual rows: then a line in `all2all_bench.CASES`.
+`tests/moe/all2all/test_all2all_conformance.py` runs them. A back end that is registered needs nothing here,
+unless it takes options, or does not carry the usual rows: then a line in `all2all_bench.CASES`.
 """
 
 from __future__ import annotations

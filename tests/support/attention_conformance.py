@@ -1,4 +1,4 @@
-"""What every attention back end promises, as checks of any of them; `test_conformance.py` runs them over the registry.
+"""What every attention back end promises, as checks of any of them; `test_attention_conformance` runs them.
 
 A `Bench` is a registered name for one kind of attention, with where it runs: as it is, in Triton's interpreter, or over
 stand-ins for flashinfer. A check raises `AssertionError` if the back end breaks a promise. What it lacks by its traits

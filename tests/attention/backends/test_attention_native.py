@@ -1,7 +1,7 @@
 """What is special about the `native` back ends: every kind of instructions against `torch`, the same bits whoever else
 is in the step, on any number of threads and wherever a prompt is cut, and what the kernels in C would read past.
 
-`test_conformance` compares them with the oracle.
+`test_attention_conformance` compares them with the oracle.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What is special about the back ends on flashinfer's kernels, over stand-ins: which kernel is called, and with what.
 
-`test_conformance` says that what comes out is right.
+`test_attention_conformance` says that what comes out is right.
 """
 
 from __future__ import annotations

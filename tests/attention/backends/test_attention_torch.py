@@ -1,6 +1,6 @@
 """What is special about the `torch` back ends: how requests are grouped, their memory; the oracle; attention in parts.
 
-`test_conformance` compares the back ends with the oracle.
+`test_attention_conformance` compares the back ends with the oracle.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What is special about the `triton` back ends: which kernels a batch launches, how keys are split, and graphs.
 
-`test_conformance` says that what comes out is right, `test_conformance_gpu` the same of what is compiled.
+`test_attention_conformance` says that what comes out is right, and `test_attention_conformance_gpu` the same of what is
+compiled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Single families beyond what all of them promise (`test_conformance`), against transformers."""
+"""Single families beyond what all of them promise (`test_model_conformance`), against transformers."""
 
 from __future__ import annotations
 

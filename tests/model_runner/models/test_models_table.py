@@ -119,7 +119,7 @@ def test_every_cell_is_true(family: str, tmp_path: Path) -> None:
     same = read.keys() == plain.keys() and all(torch.equal(read[name], plain[name]) for name in plain)
     decoder = issubclass(model_class(f"{family}ForCausalLM"), DecoderLM)
     found = {
-        "lanes": "yes",  # compared with transformers in `test_conformance`
+        "lanes": "yes",  # compared with transformers in `test_model_conformance`
         "DP + EP": "yes" if sparse else "dense",
         "`-tp`": "no" if refused(check_tensor_parallel, config, 2) else "yes",
         "CUDA graphs": graphs_of(config),

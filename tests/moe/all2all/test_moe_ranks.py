@@ -1,6 +1,6 @@
 """Over two gloo ranks: what `torch_dist` and `allgather_reducescatter` send, whole, in chunks and in blocks, and when.
 
-That results are right is in `test_conformance`.
+That results are right is in `test_all2all_conformance`.
 """
 
 from __future__ import annotations
