@@ -204,7 +204,7 @@ def test_experts_that_the_transport_does_not_serve_are_refused() -> None:
         FusedMoEModularKernel(
             make_all2all("local", group=None, num_experts=4), make_experts("grouped", layer.w13, layer.w2)
         )
-    with pytest.raises(ConfigError, match=r"object is no moe\.All2All\. Inherit from it"):
+    with pytest.raises(ConfigError, match=r"object is no subclass of moe\.All2All\. Inherit from it"):
         FusedMoEModularKernel(object(), make_experts("grouped", layer.w13, layer.w2))  # type: ignore[arg-type]
 
 
