@@ -158,7 +158,7 @@ class Liveness:
         silent = [
             rank
             for rank, heard in self._heard.items()
-            if now - heard > self._patience_s(rank) and not self._is_unreachable(rank)
+            if now - heard > self._patience_s(rank) and not any(map(self._is_unreachable, self._together(rank)))
         ]
         if silent:  # ranks that wait for a hung one on a device also go silent, but later: report the first
             what = f"hangs: it has given no sign of life for {self._timeout_s:g} s (timeout_s)"
@@ -168,7 +168,7 @@ class Liveness:
         return found
 
     def _is_unreachable(self, rank: int) -> bool:
-        """Whether the rank's node is silent, too: then it is the node that is to be named."""
+        """Whether the rank's node is silent, too: then the node is to be named, and no rank that waits for it."""
         until = self._nodes.get(rank // self._options.local_size)
         beat_s = node_beat_s(self._timeout_s)
         return until is not None and until - self._clock.now < node_silent_s(self._timeout_s) - 2 * beat_s
