@@ -67,6 +67,12 @@ NODES = {"nnodes": 3, "master_port": 1}
             [(2, "is lost: node 2 cannot be reached")],
         ),
         ({"ranks": 3, **NODES}, [BEGIN, 9.0, node(1), node(2), beat(0), beat(2), 10.5], [(1, HANGS)]),
+        # A rank that steps with those of a silent node waits for them: the node is named, though it fell silent later.
+        (
+            {"ranks": 3, "expert_parallel": True, **NODES},
+            [BEGIN, 1.0, beat(0), 2.0, node(1), 9.0, node(2), 11.5, 12.5],
+            [(1, "is lost: node 1 cannot be reached")],
+        ),
     ],
 )
 def test_who_is_silent_for_too_long(
