@@ -20,7 +20,7 @@ from serving.api.request_log import log_outputs
 from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import GenerationRequest
 from serving.api.service import Service
-from serving.api.sse import event
+from serving.api.sse import DONE, event
 from serving.requests import DraftCounts
 from serving.text.tokenizer import Vocabulary
 
@@ -93,6 +93,7 @@ class Answer(ABC):
     kind: str
     chunk_kind: str
     lists: tuple[str, ...]  # names of the lists in a choice's `logprobs`
+    done: bytes = DONE  # ends a stream
 
     def __init__(self, service: Service, body: GenerationRequest, answer_id: str, outputs: Sequence[Output]) -> None:
         if service.log_requests:
@@ -145,7 +146,7 @@ class Answer(ABC):
         return await asyncio.to_thread(lambda: msgspec.json.encode(self._whole(gathered)))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer's events, without `[DONE]`."""
+        """The answer's events, without `done`."""
         about, first = {**self._about, "object": self.chunk_kind}, self._first_chunk()
         async with aclosing(self._deltas()) as arriving:
             async for delta in arriving:

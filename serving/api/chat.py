@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from serving.api.allowed_tokens import allowed_tokens
 from serving.api.answer import Answer, Gathered, check_common, check_logprobs, check_outputs
@@ -31,6 +31,7 @@ class ChatAnswer(Answer):
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     lists = ("content",)
+    id_prefix = "chatcmpl-"
 
     def __init__(
         self, service: Service, body: ChatCompletionRequest, answer_id: str, outputs: Sequence[Output], text: str
@@ -46,7 +47,7 @@ class ChatAnswer(Answer):
             self._echo = _written(form.text(last.model_dump()["content"] or ""), text)
 
     @classmethod
-    async def make(cls, service: Service, body: ChatCompletionRequest, size: int) -> ChatAnswer:
+    async def make(cls, service: Service, body: ChatCompletionRequest, size: int) -> Self:
         """Make the answer of a request whose body has `size` bytes.
 
         Raises:
@@ -71,7 +72,7 @@ class ChatAnswer(Answer):
         )
         of_prompt = 0 if body.prompt_logprobs is None else len(token_ids) * (body.prompt_logprobs + 1)
         check_logprobs(of_prompt, params, body)
-        answer_id = f"chatcmpl-{uuid.uuid4().hex}"
+        answer_id = f"{cls.id_prefix}{uuid.uuid4().hex}"
         return cls(service, body, answer_id, make_outputs(service, body, answer_id, [(token_ids, params)]), text)
 
     def _chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:

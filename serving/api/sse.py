@@ -26,6 +26,11 @@ def event(data: Any) -> bytes:
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
+def named_event(name: str, data: Any) -> bytes:
+    """As `event`, with the event's name."""
+    return b"event: " + name.encode() + b"\n" + event(data)
+
+
 async def until_client_leaves(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """Run `work`; cancel it as soon as the client closes its connection.
 
@@ -54,7 +59,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends events as they are generated, then `[DONE]`.
+    """Sends events as they are generated, then `done`.
 
     Nothing is sent before the first event, so an error before it is an ordinary response with its status. A later error
     is sent as an event. When the client leaves, the generator is closed at once.
@@ -62,10 +67,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], done: bytes = DONE) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
+        self._events, self._done = events, done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -86,7 +91,7 @@ class EventStream(Response):
                     await send(_body(data))
             except Exception as error:
                 await send(_body(event(as_api_error(error).body)))
-            await send(_body(DONE))
+            await send(_body(self._done))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

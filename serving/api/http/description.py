@@ -12,6 +12,8 @@ from serving.api.allowed_tokens import MAX_ALLOWED_OF_ALL
 from serving.api.http.routes import STREAMED
 from serving.api.service import Service
 
+GENERATING = ("CompletionRequest", "ChatCompletionRequest", "ResponsesRequest")
+
 
 def complete_description(app: FastAPI, open_paths: Collection[str]) -> None:
     """Make the application's `/openapi.json` complete.
@@ -44,7 +46,7 @@ def _complete(description: dict[str, Any], service: Service, open_paths: Collect
             for parameter in operation.get("parameters", ()):
                 if parameter["name"] == "model":
                     parameter["schema"]["enum"] = list(service.names)
-    for name in ("CompletionRequest", "ChatCompletionRequest", "TokenizeRequest", "DetokenizeRequest"):
+    for name in (*GENERATING, "TokenizeRequest", "DetokenizeRequest"):
         _add_limits(schemas[name]["properties"], service)
 
 
@@ -58,7 +60,7 @@ def _add_limits(properties: dict[str, Any], service: Service) -> None:
                 item |= {"minimum": 0, "maximum": info.vocab_size - 1}
     for kind in _kinds(properties, "array", "allowed_token_ids"):
         kind["maxItems"] = MAX_ALLOWED_OF_ALL
-    for kind in _kinds(properties, "integer", "max_tokens", "max_completion_tokens", "min_tokens"):
+    for kind in _kinds(properties, "integer", "max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"):
         kind["maximum"] = info.max_model_len - 1
     for kind in _kinds(properties, "integer", "seed", "top_k", "priority"):  # FastAPI rounds bounds, as floats
         kind |= {"minimum": max(int(kind["minimum"]), -(2**63)), "maximum": 2**63 - 1}

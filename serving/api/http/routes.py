@@ -21,6 +21,7 @@ from serving.api.prompts import (
     decode,
     encode,
 )
+from serving.api.responses import ResponsesAnswer
 from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import (
     MAX_DETOKENIZED,
@@ -44,14 +45,17 @@ from serving.api.schema.response_models import (
     Tokenized,
     Version,
 )
+from serving.api.schema.responses_models import ModelResponse, ResponseEvent
+from serving.api.schema.responses_request import ResponsesRequest
 from serving.api.service import Service
 from serving.api.sse import EventStream, until_client_leaves
 from serving.requests import EngineDead
 from ubatch import UBatchError
+from ubatch.errors import cut
 
 JSON = "application/json"
-STREAMED = (CompletionChunk, ChatCompletionChunk)
-_Asked = TypeVar("_Asked", bound=GenerationRequest)
+STREAMED = (CompletionChunk, ChatCompletionChunk, ResponseEvent)
+_Asked = TypeVar("_Asked", bound=GenerationRequest | ResponsesRequest)
 _Making = Coroutine[Any, Any, Answer]
 
 router = APIRouter(route_class=JsonRoute)
@@ -85,14 +89,16 @@ UNHEALTHY: dict[int | str, dict[str, Any]] = {
 TOKEN_ERRORS = {name: GENERATION_ERRORS[name] for name in ("400", "404", "413", "503")}
 
 
-def _generates(chunk: type) -> dict[int | str, dict[str, Any]]:
+def _generates(chunk: type, *, named: bool = False) -> dict[int | str, dict[str, Any]]:
     told = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in (chunk, ErrorBody)]
-    data = [{"const": "[DONE]"}, {"contentMediaType": JSON, "contentSchema": {"anyOf": told}}]
+    data: list[dict[str, Any]] = [{"contentMediaType": JSON, "contentSchema": {"anyOf": told[: 1 if named else 2]}}]
+    each = f"`data:` with a {chunk.__name__} each, an ErrorBody if it fails midway, and `[DONE]` at the end."
+    if named:
+        each = f"`event:` with its type and `data:` with a {chunk.__name__} each; the last one says how it ended."
+    else:
+        data.insert(0, {"const": "[DONE]"})
     schema = {"type": "object", "properties": {"data": {"type": "string", "anyOf": data}}, "required": ["data"]}
-    description = (
-        f"The whole answer; or, with `stream`, server-sent events: `data:` with a {chunk.__name__} each, an ErrorBody "
-        f"if it fails midway, and `[DONE]` at the end."
-    )
+    description = f"The whole answer; or, with `stream`, server-sent events: {each}"
     streamed = {"description": description, "content": {"text/event-stream": {"schema": schema}}}
     return {200: streamed, **_errors(**GENERATION_ERRORS)}
 
@@ -113,7 +119,7 @@ async def _generate(request: Request, body: _Asked, make: Callable[[Service, _As
     service = _admit(request, body.model)
     answer = await until_client_leaves(request.receive, make(service, body, await _size(request)))
     if body.stream:
-        return EventStream(answer.events())
+        return EventStream(answer.events(), answer.done)
     return Response(await until_client_leaves(request.receive, answer.collect()), media_type=JSON)
 
 
@@ -138,6 +144,21 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Answer a conversation, with the checkpoint's chat template."""
     return await _generate(request, body, ChatAnswer.make)
+
+
+@router.post("/v1/responses", response_model=ModelResponse, responses=_generates(ResponseEvent, named=True))
+async def create_response(body: ResponsesRequest, request: Request) -> Response:
+    """Answer a conversation of items: messages, function calls, their outputs, and reasoning. Nothing is stored."""
+    return await _generate(request, body, ResponsesAnswer.respond)
+
+
+@router.api_route("/v1/responses/{rest:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+async def stored_response(rest: str, request: Request) -> Response:
+    """Refuse what asks for a response that was stored."""
+    message = (
+        f"/v1/responses/{cut(rest)} is not there: nothing is stored. Keep the response, and send its items as input."
+    )
+    raise ApiError(404, message, code="not_stored")
 
 
 @router.get("/v1/models", responses=_errors())

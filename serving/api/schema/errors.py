@@ -88,7 +88,7 @@ def add_error_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     async def handle(request: Request, error: Exception) -> Response:
         match error:
             case RequestValidationError():
-                return error_response(_validation_error(error.errors()))
+                return error_response(validation_error(error.errors()))
             case HTTPException():
                 message = f"{error.detail}: {request.method} {cut(request.url.path)}"
                 response = error_response(ApiError(error.status_code, message))
@@ -109,7 +109,7 @@ def _methods(request: Request, routes: Sequence[BaseRoute]) -> list[str]:
     return sorted({method for route in there for method in getattr(route, "methods", None) or ()})
 
 
-def _validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first of pydantic's errors; the others are often the same error in another branch of a union."""
     first = errors[0]
     if first["type"] == UNSUPPORTED:

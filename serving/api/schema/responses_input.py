@@ -1,0 +1,139 @@
+"""Items of a `/v1/responses` body's input: what was said, called and answered before."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidatorFunctionWrapHandler, WrapValidator
+
+from serving.api.schema.typed_objects import TypedObject, by_type, wrong
+
+_TEXT_ONLY = dict.fromkeys(("input_image", "input_file", "input_audio"), "only text is read")
+_NOT_READ = "only messages, function calls, their outputs and reasoning are read"
+_RETURNED = frozenset({"id", "status", "phase", "annotations", "logprobs"})
+
+
+class _Item(TypedObject):
+    """An item, or a part of one."""
+
+    place = "input."
+    also = _RETURNED
+
+
+class InputText(_Item):
+    """A text."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class Refusal(_Item):
+    """What a model said in place of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The text, as other parts have it."""
+        return self.refusal
+
+
+Part = Annotated[
+    InputText | Refusal,
+    by_type(
+        {"input_text": InputText, "output_text": InputText, "text": InputText, "refusal": Refusal},
+        "parts",
+        _TEXT_ONLY,
+        "only texts are read",
+    ),
+]
+_PARTS: TypeAdapter[list[Any]] = TypeAdapter(Annotated[list[Part], Field(fail_fast=True)])
+
+
+def _text_or_parts(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    if not isinstance(value, str | list):
+        raise wrong("Input should be a text or a list of text parts")
+    return value if isinstance(value, str) else _PARTS.validate_python(value)
+
+
+Text = Annotated[str | list[Part], WrapValidator(_text_or_parts)]
+
+
+class Message(_Item):
+    """What somebody says."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Text
+
+
+class FunctionCall(_Item):
+    """A call that the model made."""
+
+    also = _RETURNED | {"namespace", "caller", "async"}
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str = Field(description="a JSON object, as text")
+
+
+class FunctionCallOutput(_Item):
+    """What a call returned."""
+
+    also = _RETURNED | {"namespace", "caller", "name"}
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Text
+
+
+class ReasoningText(_Item):
+    """A piece of reasoning."""
+
+    type: Literal["reasoning_text", "summary_text", "text"]
+    text: str
+
+
+class Reasoning(_Item):
+    """What the model thought before its next item. The summary is read where there is no content."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[ReasoningText], Field(fail_fast=True)] = Field(default_factory=list)
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    encrypted_content: Literal[""] | None = Field(None, description="not supported: this server has no key")
+
+
+Item = Message | FunctionCall | FunctionCallOutput | Reasoning
+_ITEM = by_type(
+    {
+        "message": Message,
+        "function_call": FunctionCall,
+        "function_call_output": FunctionCallOutput,
+        "reasoning": Reasoning,
+    },
+    "items",
+    {"item_reference": "nothing is stored; send the item itself"},
+    _NOT_READ,
+)
+
+
+def _with_type(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    if isinstance(value, dict) and "type" not in value and "role" in value:
+        return Message.model_validate(value)
+    return handler(value)
+
+
+InputItem = Annotated[Item, _ITEM, WrapValidator(_with_type)]
+_ITEMS: TypeAdapter[list[Any]] = TypeAdapter(Annotated[list[InputItem], Field(min_length=1, fail_fast=True)])
+
+
+def _text_or_items(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    if not isinstance(value, str | list):
+        raise wrong("Input should be a text or a list of items")
+    return value if isinstance(value, str) else _ITEMS.validate_python(value)
+
+
+Input = Annotated[str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)], WrapValidator(_text_or_items)]
+"""A body's input. Errors are those of the item that is wrong."""

@@ -1,0 +1,151 @@
+"""The body of `/v1/responses`. What the model reads of it becomes a chat: see `serving.api.responses.conversation`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, StringConstraints, create_model
+
+from serving.api.schema.request_models import ChatCompletionRequest, ReasoningEffort, _Body, _or_else
+from serving.api.schema.responses_input import Input
+from serving.api.schema.responses_tools import TextFormat, Tool, ToolChoice
+from serving.api.schema.unsupported_fields import CHAT, Refused
+
+LOGPROBS = "message.output_text.logprobs"
+"""The value of `include` that asks for log-probabilities."""
+AS_IN_CHAT = (
+    *("model", "stream", "priority", "chat_template_kwargs"),
+    *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "allowed_token_ids", "bad_words"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "min_tokens", "ignore_eos", "skip_special_tokens"),
+)
+"""Fields that are those of chat completions."""
+
+_STATELESS = "nothing is stored; send the earlier items as input"
+_ONE = "one response is made; send several requests"
+_MESSAGES = "send messages and other items as input"
+_LENGTH = "use max_output_tokens"
+_TRUNCATION = "use truncation"
+_ADDED: Mapping[str, Refused] = {
+    "previous_response_id": Refused(_STATELESS),
+    "conversation": Refused(_STATELESS),
+    "background": Refused("nothing is stored that could be asked for later; use stream", (False,)),
+    "context_management": Refused("nothing is stored; use truncation, or send fewer items", ([],)),
+    "prompt": Refused("there are no stored prompts; send instructions and input"),
+    "max_tool_calls": Refused("it limits tools that the server runs, and it runs none"),
+    "stream_options": Refused(
+        "the last event has the usage, and events are not padded",
+        ({}, {"include_obfuscation": False}, {"include_usage": True}),
+    ),
+}
+_CALLED_OTHERWISE: Mapping[str, Refused] = {
+    "messages": Refused(_MESSAGES, ([],), described=False),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens"), Refused(_LENGTH, described=False)),
+    "logprobs": Refused(f"use include with {LOGPROBS!r}, and top_logprobs", (False,), described=False),
+    **dict.fromkeys(("n", "best_of"), Refused(_ONE, (1,), described=False)),
+    "response_format": Refused("use text.format", ({"type": "text"},), described=False),
+    "reasoning_effort": Refused("use reasoning.effort", described=False),
+    "verbosity": Refused("use text.verbosity", ("medium",), described=False),
+    **dict.fromkeys(("truncate_prompt_tokens", "truncation_side"), Refused(_TRUNCATION, described=False)),
+}
+_CHAT_ONLY = Refused("only a chat has it; use /v1/chat/completions", (False, [], {}, ""), described=False)
+_OWN = ("reasoning", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs")
+"""Fields of its own that a chat may have, too."""
+REFUSED: Mapping[str, Refused] = {
+    **{name: _CHAT_ONLY for name in ChatCompletionRequest.model_fields if name not in (*AS_IN_CHAT, *_OWN)},
+    **{name: rule for name, rule in CHAT.items() if name not in (*AS_IN_CHAT, *_OWN)},
+    **_CALLED_OTHERWISE,
+    **_ADDED,
+}
+
+Include = Annotated[
+    Literal[
+        "message.output_text.logprobs",
+        "reasoning.encrypted_content",
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    ],
+    _or_else("one of the values that the OpenAI API documents, such as 'message.output_text.logprobs'"),
+]
+MetadataKey = Annotated[str, StringConstraints(max_length=64)]
+MetadataValue = Annotated[str, StringConstraints(max_length=512)]
+Verbosity = Annotated[
+    Literal["medium"] | None, _or_else("'medium': ask for a short or a long answer in the instructions")
+]
+Summary = Annotated[
+    Literal["auto"] | None, _or_else("'auto': reasoning is not summarised; reasoning items have all of its text")
+]
+
+
+class TextConfig(_Body):
+    """The form of the text."""
+
+    place = "text."
+
+    format: TextFormat | None = Field(None, description="text, json_object, or json_schema with a schema")
+    verbosity: Verbosity = Field(None, description="medium: others are not supported")
+
+
+class ReasoningConfig(_Body):
+    """How much the model reasons."""
+
+    place = "reasoning."
+
+    effort: ReasoningEffort | None = Field(
+        None, description="passed to the chat template as reasoning_effort; sets enable_thinking, false for none"
+    )
+    summary: Summary = Field(None, description="auto: reasoning items have the text of all reasoning")
+    generate_summary: Summary = Field(None, description="older name of summary")
+
+
+if TYPE_CHECKING:
+    _AsInChat = _Body
+else:
+    _shared = {name: ChatCompletionRequest.model_fields[name] for name in AS_IN_CHAT}
+    _AsInChat = create_model(
+        "_AsInChat", __base__=_Body, **{name: (field.annotation, field) for name, field in _shared.items()}
+    )
+
+
+class ResponsesRequest(_AsInChat):
+    """Answer a conversation with items: text, function calls and reasoning."""
+
+    refused = REFUSED
+
+    if TYPE_CHECKING:
+        model: str | None
+        stream: bool | None
+    input: Input = Field(description="what the user says, or the items of the conversation so far")
+    instructions: str | None = Field(None, description="a system message in front of the input")
+    max_output_tokens: int | None = Field(
+        None, ge=1, description="tokens of the output (the checkpoint's max_new_tokens, or what is left of the context)"
+    )
+    tools: list[Tool] | None = Field(None, description="functions that the model may call")
+    tool_choice: ToolChoice | None = Field(
+        None, description="auto, none, required, or the functions that it chooses from (auto)"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="several calls in one response (true)")
+    text: TextConfig | None = Field(None, description="the form of the text")
+    reasoning: ReasoningConfig | None = Field(None, description="how much the model reasons")
+    include: list[Include] | None = Field(
+        None,
+        description=f"{LOGPROBS}: log-probabilities of the text; the others change nothing, as there is nothing "
+        "of the kind",
+    )
+    top_logprobs: int | None = Field(None, ge=0, le=20, description=f"top tokens per position; with {LOGPROBS}")
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto: the first tokens of a prompt that is too long are left out (disabled)"
+    )
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = Field(
+        None, description="the client's notes; they are in the answer"
+    )
+
+    @property
+    def with_logprobs(self) -> bool:
+        """Whether log-probabilities of the text are asked for."""
+        return LOGPROBS in (self.include or ())
