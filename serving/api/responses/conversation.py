@@ -30,9 +30,11 @@ _NAMES = (
     (re.compile(r"^max_(completion_)?tokens$"), "max_output_tokens"),
     (re.compile(r"^response_format(\.json_schema)?"), "text.format"),
     (re.compile(r"^reasoning_effort$"), "reasoning.effort"),
+    (re.compile(r"^logprobs$"), "top_logprobs"),
     (re.compile(r"^tools\.(\d+)\.function"), r"tools.\1"),
 )
 """The chat's fields that have another name here."""
+_LENGTH = re.compile(r"\bmax_(completion_)?tokens\b")
 _IN_MESSAGES = re.compile(r"messages\.(\d+)(?:\.tool_calls(?:\.(\d+))?(?:\.function)?)?")
 
 
@@ -156,7 +158,8 @@ def named_as_sent(conversation: Conversation) -> Iterator[None]:
         own = conversation.place(param)
         for pattern, name in _NAMES:
             own = pattern.sub(name, own)
-        return message if param == "messages" else message.replace(param, own), own
+        told = message if param in ("messages", "logprobs") else message.replace(param, own)
+        return _LENGTH.sub("max_output_tokens", told), own
 
     try:
         yield

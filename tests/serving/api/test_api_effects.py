@@ -5,6 +5,7 @@ A new field needs a row here, and code that acts on it: without either a test fa
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -21,18 +22,31 @@ from serving.api.schema.request_models import (
     StreamOptions,
     TokenizeRequest,
 )
+from serving.api.schema.responses_request import ReasoningConfig, ResponsesRequest, TextConfig
 
 USER = {"role": "user", "content": "one two three"}
 BODIES: Mapping[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, {"prompt": "one two three", "max_tokens": 8}),
     "/v1/chat/completions": (ChatCompletionRequest, {"messages": [USER], "max_tokens": 8}),
+    "/v1/responses": (ResponsesRequest, {"input": "one two three", "max_output_tokens": 8}),
     "/tokenize": (TokenizeRequest, {"messages": [USER]}),
     "/detokenize": (DetokenizeRequest, {"tokens": [65, 0]}),
 }
 EACH = [(path, name) for path, (model, _) in BODIES.items() for name in model.model_fields]
+INNER: Mapping[str, tuple[str, type[BaseModel]]] = {
+    "stream_options": ("/v1/completions", StreamOptions),
+    "text": ("/v1/responses", TextConfig),
+    "reasoning": ("/v1/responses", ReasoningConfig),
+}
+"""Fields with fields of their own."""
+OF_INNER = {name: (path, field) for field, (path, model) in INNER.items() for name in model.model_fields}
+SETTINGS = ("instructions", "parallel_tool_calls", "reasoning", "text", "tool_choice", "tools", "truncation")
+"""Fields that a response repeats, which is no effect."""
 
 STREAM, OPTIONS = {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}
 SCORED: dict[str, Any] = {"/v1/completions": {"logprobs": 1}, "/v1/chat/completions": {"logprobs": True}}
+INCLUDED = ["message.output_text.logprobs"]
+TOP: dict[str, Any] = {"/v1/chat/completions": {"logprobs": True}, "/v1/responses": {"include": INCLUDED}}
 CASES: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "model": ("alias", {}),
     "prompt": ("four", {"messages": None}),
@@ -69,7 +83,7 @@ CASES: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "continuous_usage_stats": (True, OPTIONS),
     # what is told besides
     "logprobs": (True, {}),
-    "top_logprobs": (1, {"logprobs": True}),
+    "top_logprobs": (1, TOP),
     "prompt_logprobs": (1, {}),
     "return_token_ids": (True, {}),
     "return_tokens_as_token_ids": (True, SCORED),
@@ -82,6 +96,22 @@ CASES: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "continue_final_message": (True, {}),
     "reasoning_effort": ("low", {}),
     "chat_template_kwargs": ({"mood": "good"}, {}),
+    # responses
+    "input": ([{"role": "user", "content": "four"}], {}),
+    "instructions": ("Be nice", {}),
+    "max_output_tokens": (3, {}),
+    "tools": ([{"type": "function", "name": "f"}], {}),
+    "tool_choice": ("required", {}),
+    "text": ({"format": {"type": "json_object"}}, {}),
+    "format": ({"type": "json_object"}, {}),
+    "verbosity": ("low", {}),
+    "reasoning": ({"effort": "low"}, {}),
+    "effort": ("low", {}),
+    "summary": ("concise", {}),
+    "generate_summary": ("concise", {}),
+    "include": (INCLUDED, {}),
+    "truncation": ("auto", {"input": "word " * 1500}),
+    "metadata": ({"a": "b"}, {}),
 }
 """Field -> a value that is not its default, and what must be given with it to count; by path where paths differ."""
 OTHER_VALUES = {("/v1/completions", "logprobs"): 1, ("/v1/chat/completions", "add_special_tokens"): True}
@@ -112,16 +142,21 @@ def seen(path: str, body: Mapping[str, Any]) -> tuple[Any, ...]:
     response = post(app, path, body)
     got = [(list(each.token_ids), each.params, each.priority) for each in engine.requests]
     text = response.text
+    if path == "/v1/responses" and text.startswith("{"):
+        text = json.dumps({name: value for name, value in response.json().items() if name not in SETTINGS})
     for request in engine.requests[:1]:
-        text = re.sub(r'"created":\d+', "", text.replace(request.group, ""))
+        identity = re.split("[-_]", request.group)[-1]
+        text = re.sub(r'"(created|created_at|completed_at)": ?\d+', "", text.replace(identity, ""))
     return response.status_code, got, text
 
 
 def changes(path: str, name: str, value: Any, beside: Mapping[str, Any]) -> bool:
     """Whether a field with this value leads to anything else than a body without it."""
     body = {**BODIES[path][1], **beside.get(path, beside)}
-    inner = {"stream_options": {**body.get("stream_options", {}), name: value}}
-    given = inner if name in StreamOptions.model_fields else {name: value}
+    given = {name: value}
+    if name in OF_INNER:
+        _, field = OF_INNER[name]
+        given = {field: {**body.get(field, {}), name: value}}
     return seen(path, body) != seen(path, {**body, **given})
 
 
@@ -129,7 +164,7 @@ def without_a_case(model: type[BaseModel]) -> set[str]:
     return set(model.model_fields) - CASES.keys()
 
 
-@pytest.mark.parametrize(("path", "name"), [*EACH, *((EACH[0][0], name) for name in StreamOptions.model_fields)])
+@pytest.mark.parametrize(("path", "name"), [*EACH, *((path, name) for name, (path, _) in OF_INNER.items())])
 def test_every_field_changes_something(path: str, name: str) -> None:
     value, beside = CASES[name]
     assert changes(path, name, OTHER_VALUES.get((path, name), value), beside), f"{name} of {path} changes nothing"
@@ -139,7 +174,7 @@ def test_a_field_that_nothing_acts_on_is_found() -> None:
     class WithWish(CompletionRequest):
         wish: int | None = None
 
-    for model in (*(model for model, _ in BODIES.values()), StreamOptions):
+    for model in (*(model for model, _ in BODIES.values()), *(model for _, model in INNER.values())):
         assert not without_a_case(model)
     assert without_a_case(WithWish) == {"wish"}
     assert not changes("/v1/completions", "wish", 5, {})

@@ -35,12 +35,14 @@ from serving.api.schema.response_models import (
 from serving.requests import EngineDead
 from ubatch import UBatchError
 
-GENERATING = ("/v1/completions", "/v1/chat/completions")
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 BODY = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
 
 
 def body_of(path: str) -> dict[str, Any]:
-    """What a path reads: a prompt, or messages."""
+    """What a path reads: a prompt, messages, or an input."""
+    if path == "/v1/responses":
+        return {"input": "a", "max_output_tokens": 2}
     other = "prompt" if "chat" in path else "messages"
     return {name: value for name, value in BODY.items() if name != other}
 
