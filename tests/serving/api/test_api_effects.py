@@ -21,6 +21,7 @@ from serving.api.schema.request_models import (
     StreamOptions,
     TokenizeRequest,
 )
+from serving.turns import TurnSettings
 
 USER = {"role": "user", "content": "one two three"}
 BODIES: Mapping[str, tuple[type[BaseModel], dict[str, Any]]] = {
@@ -31,6 +32,9 @@ BODIES: Mapping[str, tuple[type[BaseModel], dict[str, Any]]] = {
 }
 EACH = [(path, name) for path, (model, _) in BODIES.items() for name in model.model_fields]
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALLING = {"tools": [TOOL], "max_tokens": 100}
+CALLED = '<think>So</think>Yes<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 STREAM, OPTIONS = {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}
 SCORED: dict[str, Any] = {"/v1/completions": {"logprobs": 1}, "/v1/chat/completions": {"logprobs": True}}
 CASES: Mapping[str, tuple[Any, dict[str, Any]]] = {
@@ -82,6 +86,12 @@ CASES: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "continue_final_message": (True, {}),
     "reasoning_effort": ("low", {}),
     "chat_template_kwargs": ({"mood": "good"}, {}),
+    # tools and reasoning
+    "tools": ([TOOL], {}),
+    "tool_choice": ("none", CALLING),
+    "parallel_tool_calls": (False, CALLING),
+    "include_reasoning": (False, CALLING),
+    "separate_reasoning": (False, CALLING),
 }
 """Field -> a value that is not its default, and what must be given with it to count; by path where paths differ."""
 OTHER_VALUES = {("/v1/completions", "logprobs"): 1, ("/v1/chat/completions", "add_special_tokens"): True}
@@ -94,7 +104,7 @@ class Tokenizer:
 
     chat_template = (
         "{% for m in messages %}[{{ m.role }} {{ m.content }}{% endfor %}{{ 'A:' if add_generation_prompt }}"
-        "{{ reasoning_effort }}{{ mood }}"
+        "{{ reasoning_effort }}{{ mood }}{{ tools }}"
     )
 
     def __getattr__(self, name: str) -> Any:
@@ -106,12 +116,14 @@ class Tokenizer:
 
 def seen(path: str, body: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a body leads to: the status, what the engine got, and the answer without what differs each time."""
-    engine = FakeEngine(reply=lambda request: [65, 0, 66, 0, 67, 68])
-    app = app_of(engine, names=("tiny", "alias"))
+    ids = [65, 0, 66, 0, 67, 68] if "tools" not in body else [*tokenizer().encode(CALLED * 2), 0]
+    engine = FakeEngine(reply=lambda request: ids)
+    app = app_of(engine, names=("tiny", "alias"), turns=TurnSettings(True, "hermes", "qwen3"))
     app.state.service.tokenizer = Tokenizer()
     response = post(app, path, body)
     got = [(list(each.token_ids), each.params, each.priority) for each in engine.requests]
     text = response.text
+    text = re.sub(r"call_\w+", "", text)
     for request in engine.requests[:1]:
         text = re.sub(r'"created":\d+', "", text.replace(request.group, ""))
     return response.status_code, got, text
