@@ -18,6 +18,7 @@ from serving.engine.offline import OfflineEngine, make_offline_engine
 from serving.logs import log_event
 from serving.options import Settings, chosen_dtype, fetch_checkpoints, notes, resolve_keywords, to_engine_options
 from serving.options.flags.server_flags import Server
+from serving.options.flags.turn_flags import Turns
 from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput
 from serving.text.bad_words import bad_token_sequences
 from serving.text.detokenizer import TextStream
@@ -27,7 +28,7 @@ from ubatch.errors import shown
 
 _logger = logging.getLogger(__name__)
 
-_OF_SERVER = frozenset(Server.model_fields) - {"log_level"}
+_OF_SERVER = frozenset((*Server.model_fields, *Turns.model_fields)) - {"log_level"}
 
 Prompt: TypeAlias = str | Sequence[int]
 

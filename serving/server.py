@@ -20,6 +20,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -44,8 +45,9 @@ from serving.logs import log_event
 from serving.metrics import make_registry
 from serving.options import Command, Settings, chosen_dtype
 from serving.requests import EngineDead
-from serving.text.chat_template import DEFAULT
+from serving.text.chat_template import DEFAULT, ChatTemplate
 from serving.text.tokenizer import check_chat_template, load_tokenizer
+from serving.turns import TurnSettings, with_defaults
 from ubatch import ForwardMode
 from ubatch.schedules import mode_key
 
@@ -163,6 +165,7 @@ class _Serve:
         if template is not None and template.name not in (None, DEFAULT):
             reason = f"the checkpoint names several, and none {DEFAULT}"
             log_event(_logger, f"chat template {template.name}", reason=reason)
+        turns = self._turns(None if template is None else ChatTemplate.of(tokenizer, tools=True))
         client = await _unless(stop.came, EngineClient.start(self.options))
         if client is None:
             log_event(_logger, "interrupted while starting", signal=signal.Signals(stop.number).name)
@@ -183,6 +186,7 @@ class _Serve:
                 profiles=self.settings["profile_dir"] is not None,
                 log_requests=self.settings["enable_log_requests"],
                 max_log_len=self.settings["max_log_len"],
+                turns=turns,
             )
             gc.collect()
             gc.freeze()  # to walk through all modules again would hold the event loop for tenths of a second
@@ -196,6 +200,15 @@ class _Serve:
             return await self._serve(client, app, stop)
         finally:
             await client.close()
+
+    def _turns(self, template: ChatTemplate | None) -> TurnSettings:
+        """How tool calls and reasoning are read."""
+        given = TurnSettings(**{each.name: self.settings[each.name] for each in fields(TurnSettings)})
+        turns = with_defaults(given, None if template is None else template.source)
+        if turns != given:
+            derived = {each.name: getattr(turns, each.name) for each in fields(TurnSettings)}
+            log_event(_logger, "parsers that the chat template shows", **{k: v for k, v in derived.items() if v})
+        return turns
 
     async def _serve(self, client: EngineClient, app: FastAPI, stop: _Stop) -> int:
         server = _Server(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, Self
 
 from serving.api.allowed_tokens import allowed_tokens
@@ -24,6 +25,9 @@ from serving.api.sampling import sampling_params
 from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import ChatCompletionRequest
 from serving.api.service import Service
+from serving.api.tools import forced_form, num_calls, turn_plan
+from serving.api.turns import OutputTurn, chunks_of, hidden_marks, make_turns, message_of
+from serving.structured import StructuredOutputsParams
 
 
 class ChatAnswer(Answer):
@@ -34,9 +38,18 @@ class ChatAnswer(Answer):
     id_prefix = "chatcmpl-"
 
     def __init__(
-        self, service: Service, body: ChatCompletionRequest, answer_id: str, outputs: Sequence[Output], text: str
+        self,
+        service: Service,
+        body: ChatCompletionRequest,
+        answer_id: str,
+        outputs: Sequence[Output],
+        text: str,
+        turns: Mapping[int, OutputTurn],
     ) -> None:
         super().__init__(service, body, answer_id, outputs)
+        self._turns = turns
+        self._streamed = bool(body.stream)
+        self._with_reasoning = body.include_reasoning is not False
         self._with_logprobs = bool(body.logprobs)
         # If the prompt does not begin the assistant's turn, the answer continues the last message, in its role.
         last = body.messages[-1]
@@ -55,6 +68,15 @@ class ChatAnswer(Answer):
         """
         _refuse(body)
         check_outputs(service, 1, body.n)
+        plan = turn_plan(
+            service,
+            body.tools or (),
+            body.tool_choice,
+            parallel=body.parallel_tool_calls is not False,
+            separate=body.separate_reasoning is not False,
+            num_calls=num_calls(body.messages),
+        )
+        _enforce(forced_form(body.tools or (), plan))
         limits = await allowed_tokens(service, body, 1, size)
         wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         text, token_ids = await service.long_work.run(lambda: _text_and_ids(service, body, wanted or 1), size)
@@ -73,7 +95,23 @@ class ChatAnswer(Answer):
         of_prompt = 0 if body.prompt_logprobs is None else len(token_ids) * (body.prompt_logprobs + 1)
         check_logprobs(of_prompt, params, body)
         answer_id = f"{cls.id_prefix}{uuid.uuid4().hex}"
-        return cls(service, body, answer_id, make_outputs(service, body, answer_id, [(token_ids, params)]), text)
+        hidden = hidden_marks(service, body, plan)
+        outputs = make_outputs(service, body, answer_id, [(token_ids, params)], kept=frozenset(hidden.values()))
+        turns = make_turns(service, outputs, plan, prompt=text, streamed=bool(body.stream), hidden=hidden)
+        return cls(service, body, answer_id, outputs, text, turns)
+
+    async def _deltas(self) -> AsyncGenerator[Delta, None]:
+        async with aclosing(super()._deltas()) as arriving:
+            async for delta in arriving:
+                self._turns[delta.output.index].take(delta, streamed=self._streamed)
+                yield delta
+
+    def _usage(self) -> dict[str, Any]:
+        usage = super()._usage()
+        usage["completion_tokens_details"]["reasoning_tokens"] = sum(
+            turn.num_reasoning_tokens for turn in self._turns.values()
+        )
+        return usage
 
     def _chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
         index = delta.output.index
@@ -83,11 +121,17 @@ class ChatAnswer(Answer):
             choices += [{"index": index, "delta": part, "logprobs": None, "finish_reason": None} for part in opening]
         logprobs = {**self._logprobs_of(delta), "refusal": None} if delta.logprobs else None
         token_ids = self._token_ids(delta.token_ids)
-        if delta.text or logprobs is not None or delta.finish_reason or token_ids:
-            new = {"content": delta.text} if delta.text else {}
-            choice = {"index": index, "delta": new, "logprobs": logprobs, "finish_reason": delta.finish_reason}
-            choices.append({**choice, **token_ids})
-        return choices
+        turn = self._turns[index]
+        new = chunks_of(turn.new, with_reasoning=self._with_reasoning)
+        if not new and (logprobs is not None or turn.finish_reason or token_ids):
+            new = [{}]
+        parts: list[dict[str, Any]] = [
+            {"index": index, "delta": part, "logprobs": None, "finish_reason": None} for part in new
+        ]
+        if parts:  # what is told once per delta
+            parts[0] |= {"logprobs": logprobs, **token_ids}
+            parts[-1]["finish_reason"] = turn.finish_reason
+        return [*choices, *parts]
 
     def _first_chunk(self) -> dict[str, Any]:
         return {"prompt_token_ids": list(self._outputs[0].request.token_ids)} if self._body.return_token_ids else {}
@@ -99,15 +143,21 @@ class ChatAnswer(Answer):
         choices = [
             {
                 "index": output.index,
-                "message": {"role": self._role, "content": "".join((self._echo, *known.text)), "refusal": None},
+                "message": self._message(self._turns[output.index]),
                 "logprobs": {**known.logprobs.raw(), "refusal": None} if self._with_logprobs else None,
-                "finish_reason": known.finish_reason,
+                "finish_reason": self._turns[output.index].finish_reason,
                 **self._token_ids(known.token_ids),
             }
             for output, known in zip(self._outputs, gathered, strict=True)
         ]
         about = {**self._about, "object": self.kind, **self._of_prompt(self._outputs[0])}
         return {**about, "choices": choices, "usage": self._usage()}
+
+    def _message(self, turn: OutputTurn) -> dict[str, Any]:
+        message = message_of(turn.whole(), with_reasoning=self._with_reasoning)
+        if self._echo:
+            message["content"] = self._echo + (message["content"] or "")
+        return {"role": self._role, **message, "refusal": None}
 
 
 def _written(content: str, text: str) -> str:
@@ -127,6 +177,10 @@ def _text_and_ids(service: Service, body: ChatCompletionRequest, wanted: int) ->
     # The template writes special tokens itself.
     whole = encode(service, text, add_special_tokens=bool(body.add_special_tokens))
     return text, truncated(service, whole, body, wanted)
+
+
+def _enforce(form: StructuredOutputsParams | None) -> None:
+    """TODO"""
 
 
 def _refuse(body: ChatCompletionRequest) -> None:

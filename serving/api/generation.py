@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -153,8 +153,13 @@ def make_outputs(
     body: GenerationRequest,
     request_id: str,
     prompts: Sequence[tuple[Sequence[int], Sequence[SamplingParams]]],
+    kept: Collection[int] = (),
 ) -> list[Output]:
-    """The outputs of a request: for every prompt (token ids), one per `SamplingParams`."""
+    """The outputs of a request: for every prompt (token ids), one per `SamplingParams`.
+
+    Args:
+        kept: special tokens that are text whatever `skip_special_tokens` says.
+    """
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     outputs: list[Output] = []
     for place, (token_ids, several) in enumerate(prompts):
@@ -169,6 +174,7 @@ def make_outputs(
                 include_stop_str_in_output=bool(body.include_stop_str_in_output),
                 skip_special_tokens=body.skip_special_tokens is not False,
                 min_tokens=params.min_tokens,
+                kept=kept,
             )
             index = len(outputs)
             request = RequestInput(f"{request_id}-{index}", token_ids, params, body.priority or 0, request_id)

@@ -21,6 +21,10 @@ SHOWN_REASON = 1000  # characters shown of a template's error
 COUNTED_CHARACTERS = 1_000_000  # a text up to this length is tokenized even if it may not fit: to cut or count it
 
 
+_REASONING = ("reasoning", "reasoning_content")
+"""A message's reasoning: the name that vLLM has for it now, and the older one."""
+
+
 def encode(service: Service, text: str, *, add_special_tokens: bool) -> list[int]:
     """A text's token ids."""
     ids: list[int] = service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -134,13 +138,13 @@ def check_conversation(options: ConversationOptions) -> None:
         raise ApiError(400, message, param="continue_final_message")
 
 
-def chat_template(service: Service) -> ChatTemplate:
-    """The checkpoint's chat template.
+def chat_template(service: Service, *, tools: bool = False) -> ChatTemplate:
+    """The checkpoint's chat template, for conversations with or without tools.
 
     Raises:
         ApiError: 400, there is none.
     """
-    template = ChatTemplate.of(service.tokenizer)
+    template = ChatTemplate.of(service.tokenizer, tools=tools)
     if template is None:
         message = "This model has no chat template; use /v1/completions, or add one to its tokenizer_config.json."
         raise ApiError(400, message, param="messages")
@@ -154,7 +158,15 @@ def conversation_text(service: Service, messages: Sequence[ChatMessage], options
         RequestError: the messages cannot be brought into the form that the template reads.
         ApiError: 400, there is no template, or it refuses the messages.
     """
-    template = chat_template(service)
+    callable_ = getattr(options, "tool_choice", None) != "none"
+    shown = options.tools if callable_ or not service.turns.exclude_tools_when_tool_choice_none else None
+    tools = [each.model_dump(exclude_unset=True) for each in shown or ()]
+    template = chat_template(service, tools=bool(tools))
+    if tools and "tools" not in _names_in(template.source):
+        if callable_:
+            message = "This model's chat template shows no tools to the model; describe them in a message instead."
+            raise ApiError(400, message, param="tools")
+        log_unused("tools")
     given = options.chat_template_kwargs or {}
     if reserved := given and sorted(set(given) & _reserved(service)):
         message = f"chat_template_kwargs may only have what the template itself asks for, not {', '.join(reserved)}."
@@ -165,7 +177,8 @@ def conversation_text(service: Service, messages: Sequence[ChatMessage], options
     try:
         _log_unused(template, messages, options, set(reasoning))
         return template.write(
-            template.normalised([each.model_dump(exclude_unset=True) for each in messages], continued=continued),
+            template.normalised([_message(template, each) for each in messages], continued=continued),
+            tools=tools or None,
             add_generation_prompt=options.begins_turn,
             continue_final_message=continued,
             **{**reasoning, **given},
@@ -175,6 +188,18 @@ def conversation_text(service: Service, messages: Sequence[ChatMessage], options
     except Exception as error:  # the template passed its check at the start: these messages or options are at fault
         reason = "they are nested too deeply" if isinstance(error, RecursionError) else str(error)[:SHOWN_REASON]
         raise ApiError(400, f"The chat template refuses the messages: {reason}", param="messages") from error
+
+
+def _message(template: ChatTemplate, given: ChatMessage) -> dict[str, Any]:
+    """A message as the template gets it: reasoning has each of the names that clients and templates have for it."""
+    message = given.model_dump(exclude_unset=True)
+    reasoning = next((message[name] for name in _REASONING if message.get(name)), None)
+    if reasoning is None:
+        return message
+    names = [*_REASONING]
+    if "thinking" in _names_in(template.source) and not message.get("content"):  # gpt-oss, which takes either
+        names.append("thinking")
+    return {**message, **dict.fromkeys(names, reasoning)}
 
 
 def _reserved(service: Service) -> set[str]:
@@ -193,6 +218,8 @@ def _log_unused(
         log_unused("reasoning_effort")
     for name in (options.chat_template_kwargs or {}).keys() - used:
         log_unused(f"chat_template_kwargs.{name}")
+    if used & {*_REASONING, "thinking"}:
+        used = used | {*_REASONING}
     for name in {name for message in messages for name in message.model_extra or ()} - used:
         log_unused(f"messages.{name}")
 

@@ -12,6 +12,7 @@ from serving.api.long_work import LongWork
 from serving.api.schema.errors import ApiError, shutting_down
 from serving.metrics import RequestMetrics, make_registry
 from serving.requests import QueueFull
+from serving.turns import TurnSettings
 from ubatch.errors import shown
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Service:
         profiles: `/start_profile` is allowed.
         log_requests: log each request's outputs; see `serving.api.request_log`.
         max_log_len: most token ids logged of a prompt; None for all.
+        turns: how tool calls and reasoning are read from the text of chats.
         draining: the server is shutting down: new requests are refused.
         long_work: runs in threads what would block the event loop.
         created: when the server was started, in seconds since 1970.
@@ -49,6 +51,7 @@ class Service:
     profiles: bool = False
     log_requests: bool = False
     max_log_len: int | None = None
+    turns: TurnSettings = field(default_factory=TurnSettings)
     draining: bool = False
     long_work: LongWork = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))

@@ -11,6 +11,7 @@ from model_runner.settings import beyond_full_attention
 from moe import check_all2all_options
 from serving.engine.wire.secret import read_secret
 from serving.options.flags.server_flags import Parallelism, PerMode, Server
+from serving.options.flags.turn_flags import Turns
 from serving.options.overlap import overlap_config
 from serving.options.sources import API_KEY_VARIABLE, Settings, Source
 from serving.options.speculation import check_speculation
@@ -92,11 +93,13 @@ def _idle(s: Settings) -> Iterator[tuple[Sequence[str], str]]:
         yield ("schedule_verify", "verify"), "--speculative-algorithm: no step verifies drafts"
     if not s["enable_log_requests"] or s["log_level"] != "debug":
         yield ("max_log_len",), "--enable-log-requests and --log-level debug: no prompt is logged"
+    if not s["enable_auto_tool_choice"]:
+        yield ("tool_call_parser",), "--enable-auto-tool-choice: the model does not decide to call tools"
     if not s["enable_prefix_caching"]:
         yield ("num_state_snapshots",), "--enable-prefix-caching: nothing is kept"
     if s["node_rank"] > 0:
         yield (
-            [name for name in Server.model_fields if name != "log_level"],
+            [name for name in (*Server.model_fields, *Turns.model_fields) if name != "log_level"],
             "a server: machine 0 (--node-rank 0) has it",
         )
 

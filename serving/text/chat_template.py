@@ -25,7 +25,7 @@ from ubatch.errors import shown
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DEFAULT = "default"
+DEFAULT, FOR_TOOLS = "default", "tool_use"
 LEFT_OUT = TRIED - {"user"}
 """Roles whose messages are refused where the template leaves them out; the check at the start is about the user's."""
 
@@ -35,11 +35,12 @@ class ChatTemplate:
 
     Attributes:
         source: the template.
-        name: its name, if the checkpoint names several: `default`, or the first where there is none.
+        name: its name, if the checkpoint names several: `default`, or the first where there is none; `tool_use` for
+            requests with tools.
         forms: the forms in which it reads messages.
     """
 
-    _known: ClassVar[WeakKeyDictionary[Any, ChatTemplate]] = WeakKeyDictionary()
+    _known: ClassVar[WeakKeyDictionary[Any, dict[str | None, ChatTemplate]]] = WeakKeyDictionary()
 
     def __init__(self, source: str, name: str | None, variables: Mapping[str, Any]) -> None:
         self.source, self.name = source, name
@@ -47,25 +48,27 @@ class ChatTemplate:
         self.forms = TemplateForms(lambda messages: self.write(messages, add_generation_prompt=True))
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
-        """The tokenizer's template; None if it has none."""
+    def of(cls, tokenizer: PreTrainedTokenizerBase, *, tools: bool = False) -> ChatTemplate | None:
+        """The tokenizer's template, for conversations with or without tools; None if it has none."""
         found: Any = tokenizer.chat_template
         name = None
         if isinstance(found, Mapping):
-            name = DEFAULT if DEFAULT in found else next(iter(found), None)
+            wanted = FOR_TOOLS if tools and FOR_TOOLS in found else DEFAULT
+            name = wanted if wanted in found else next(iter(found), None)
             found = found.get(name)
         if not found:
             return None
-        known = cls._known.get(tokenizer)
-        if known is None or (known.source, known.name) != (found, name):
-            known = cls._known[tokenizer] = cls(found, name, tokenizer.special_tokens_map)
+        of_tokenizer = cls._known.setdefault(tokenizer, {})
+        known = of_tokenizer.get(name)
+        if known is None or known.source != found:
+            known = of_tokenizer[name] = cls(found, name, tokenizer.special_tokens_map)
         return known
 
     def write(self, messages: Sequence[Message], **options: Any) -> str:
         """The text of a conversation whose messages have the form that the template reads; see `normalised`.
 
         Args:
-            options: `add_generation_prompt`, `continue_final_message`, and variables of the template.
+            options: `tools`, `add_generation_prompt`, `continue_final_message`, and variables of the template.
 
         Raises:
             Exception: of any kind, as a template can raise it. `jinja2.TemplateError` itself, no subclass of it, is the

@@ -12,7 +12,7 @@ The prompt matters because many decoders strip the space of the first token. The
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -34,11 +34,20 @@ class Detokenizer:
     Args:
         skip_special_tokens: special tokens have no text.
         prompt: the tokens before the first decoded one; their own text is not returned.
+        kept: special tokens that have a text nevertheless.
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        skip_special_tokens: bool = True,
+        prompt: Sequence[int] = (),
+        kept: Collection[int] = (),
+    ) -> None:
         self._vocabulary = vocabulary
         self._skip_special = skip_special_tokens
+        self._kept = kept
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._context: list[int] = []
         self._in_prompts_character = False
@@ -68,7 +77,7 @@ class Detokenizer:
 
     def _has_text(self, token: int) -> bool:
         """Whether the token has a text, or a part of one: it is in the vocabulary, and not skipped."""
-        skipped = self._skip_special and self._vocabulary.is_special(token)
+        skipped = self._skip_special and self._vocabulary.is_special(token) and token not in self._kept
         return not skipped and self._vocabulary.raw(token) != b""
 
     def _own(self, text: str) -> str:
@@ -90,6 +99,7 @@ class TextStream:
         include_stop_str_in_output: the stop string, or the text of the stop token, is part of the text.
         skip_special_tokens: special tokens add no text.
         min_tokens: stop strings that are complete within the first `min_tokens` tokens are ignored.
+        kept: special tokens that add their text nevertheless.
 
     Raises:
         RequestError: see `check_stop_strings`.
@@ -109,13 +119,14 @@ class TextStream:
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
+        kept: Collection[int] = (),
     ) -> None:
         check_stop_strings(stop)
         self.text = ""
         self.stopped: str | None = None
         self.num_tokens = 0
         self._detokenizer = Detokenizer(
-            Vocabulary.of(tokenizer), skip_special_tokens=skip_special_tokens, prompt=prompt
+            Vocabulary.of(tokenizer), skip_special_tokens=skip_special_tokens, prompt=prompt, kept=kept
         )
         self._matcher = StopMatcher(stop)
         self._include_stop = include_stop_str_in_output

@@ -199,6 +199,11 @@ class Vocabulary:
         """Whether the tokenizer marks the token as special (end of text, begin of a turn)."""
         return token in self._special
 
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token with this text; None if there is none."""
+        token: int | None = self._backend.token_to_id(text)
+        return token if token is not None and self.is_special(token) else None
+
     def raw(self, token: int) -> bytes | None:
         """The bytes of a byte token, perhaps only part of a character; None for a text token.
 

@@ -14,7 +14,7 @@ class ToolCallDelta:
         index: the call's place among the turn's calls, from 0.
         id: the call's id; in its first part only, like `name`.
         name: the function's name.
-        arguments: the next characters of the arguments' JSON text.
+        arguments: the next characters of the arguments' JSON text; empty in the first part.
     """
 
     index: int
@@ -35,6 +35,14 @@ class TurnDelta:
 class TurnParser(Protocol):
     """Reads one output's text. What it cannot read as reasoning or as a call is content: no text is lost."""
 
+    @property
+    def num_calls(self) -> int:
+        """Tool calls that are complete."""
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the text so far ends within the reasoning."""
+
     def take(self, text: str) -> TurnDelta:
         """The parts that the output's next text completes. Text that may yet begin a marker is held back."""
 
@@ -44,6 +52,8 @@ class TurnParser(Protocol):
 
 class PlainTurn:
     """A turn whose text is all content."""
+
+    num_calls, reasons = 0, False
 
     def take(self, text: str) -> TurnDelta:
         """See `TurnParser`."""

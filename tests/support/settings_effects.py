@@ -148,6 +148,7 @@ _OF_SERVICE = (
     "profiles",
     "log_requests",
     "max_log_len",
+    "turns",
 )
 
 

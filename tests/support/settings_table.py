@@ -120,6 +120,10 @@ CASES: Mapping[str, Case] = {
     "enable_log_requests": Case(),
     "max_log_len": Case(("5",), ("--enable-log-requests", "--log-level", "debug")),
     "enable_request_id_headers": Case(off=True),
+    "enable_auto_tool_choice": Case(beside=("--tool-call-parser", "hermes")),
+    "tool_call_parser": Case(("hermes",), ("--enable-auto-tool-choice",), without=("--tool-call-parser", "mistral")),
+    "reasoning_parser": Case(("qwen3",)),
+    "exclude_tools_when_tool_choice_none": Case(),
     # speculation
     "speculative_algorithm": Case(("ngram",)),
     "speculative_draft_model_path": Case((str(HEAD),), EAGLE[:2], without=(EAGLE[2], "tiny-lab/head")),

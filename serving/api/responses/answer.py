@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import msgspec
 
+from serving.api.answer import check_logprobs
 from serving.api.chat import ChatAnswer
 from serving.api.generation import Delta
 from serving.api.logprobs import chat_logprobs
@@ -21,7 +22,6 @@ from serving.api.schema.request_models import ChatCompletionRequest
 from serving.api.schema.responses_request import ResponsesRequest
 from serving.api.service import Service
 from serving.api.sse import named_event
-from serving.turns import PlainTurn, TurnDelta, TurnParser
 
 _INCOMPLETE = {"length": "max_output_tokens"}
 """The chat's finish reason -> why a response is incomplete."""
@@ -51,80 +51,72 @@ class ResponsesAnswer(ChatAnswer):
         conversation, chat = await service.long_work.run(as_chat, size)
         with named_as_sent(conversation):
             answer = await cls.make(service, chat, size)
+            # The last events of a stream repeat all log-probabilities, so that they count as in a whole answer.
+            check_logprobs(
+                0, (each.request.params for each in answer._outputs), chat.model_copy(update={"stream": None})
+            )
         answer.asked = body
         return answer
 
     async def collect(self) -> bytes:
         """The whole response, as JSON."""
         output = self._output_items()
-        finish_reason = None
-        turn = self._turn()
         async with aclosing(self._deltas()) as arriving:
             async for delta in arriving:
-                finish_reason = delta.finish_reason
-                for _ in self._take(output, turn, delta):
+                for _ in self._take(output, delta):
                     pass
         # As for chats: encoding may take long, and is not dropped on shutdown.
-        return await asyncio.to_thread(lambda: msgspec.json.encode(self._response(output, finish_reason)))
+        return await asyncio.to_thread(lambda: msgspec.json.encode(self._response(output)))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The response's events, with their names. They begin with the first delta: an earlier error has a status."""
-        numbers, output, turn = count(), self._output_items(), self._turn()
-        finish_reason, error = None, None
+        numbers, output = count(), self._output_items()
 
-        def numbered(event: Event) -> bytes:
-            return named_event(event["type"], {**event, "sequence_number": next(numbers)})
+        def numbered(name: str, **event: Any) -> bytes:
+            return named_event(name, {"type": name, **event, "sequence_number": next(numbers)})
 
-        begun = False
+        begun, error = False, None
         try:
             async with aclosing(self._deltas()) as arriving:
                 async for delta in arriving:
                     if not begun:
                         for name in ("response.created", "response.in_progress"):
-                            yield numbered({"type": name, "response": self._begun_response()})
+                            yield numbered(name, response=self._begun_response())
                     begun = True
-                    finish_reason = delta.finish_reason
-                    for event in self._take(output, turn, delta):
-                        yield numbered(event)
+                    for event in self._take(output, delta):
+                        yield numbered(event.pop("type"), **event)
         except Exception as raised:
             if not begun:
                 raise
             error = as_api_error(raised)
-            told = {"code": error.code, "message": error.message, "param": error.param}
-            yield numbered({"type": "error", **told})
+            yield numbered("error", code=error.code, message=error.message, param=error.param)
             for _ in output.finish(complete=False):  # the response has the item as it is
                 pass
-        response = self._response(output, finish_reason, error)
-        yield numbered({"type": f"response.{response['status']}", "response": response})
+        response = self._response(output, error)
+        yield numbered(f"response.{response['status']}", response=response)
 
     def _output_items(self) -> OutputItems:
         return OutputItems(self._about["id"].removeprefix(self.id_prefix))
 
-    def _turn(self) -> TurnParser:
-        return PlainTurn()
-
-    def _take(self, output: OutputItems, turn: TurnParser, delta: Delta) -> Iterator[Event]:
-        """Add a delta to the output; yields the events."""
-        logprobs = chat_logprobs(self._names, delta.logprobs) if delta.logprobs else ()
-        yield from output.take(turn.take(delta.text) if delta.text else TurnDelta(), len(delta.token_ids), logprobs)
-        if delta.finish_reason is not None:
-            yield from output.take(turn.finish(), 0)
-            yield from output.finish(complete=delta.finish_reason not in _INCOMPLETE)
+    def _take(self, output: OutputItems, delta: Delta) -> Iterator[Event]:
+        """Add a delta, which the turn has read, to the output; yields the events."""
+        turn = self._turns[delta.output.index]
+        yield from output.take(turn.new, chat_logprobs(self._names, delta.logprobs) if delta.logprobs else ())
+        if turn.finish_reason is not None:
+            yield from output.finish(complete=turn.finish_reason not in _INCOMPLETE)
 
     def _begun_response(self) -> dict[str, Any]:
         return {**self._settings(), "status": "in_progress", "output": [], "usage": None}
 
-    def _response(
-        self, output: OutputItems, finish_reason: str | None, error: ApiError | None = None
-    ) -> dict[str, Any]:
+    def _response(self, output: OutputItems, error: ApiError | None = None) -> dict[str, Any]:
         """The response as it ends."""
         ended: dict[str, Any] = {"status": "completed", "completed_at": int(time.time())}
         if error is not None:
             code = "server_error" if error.status >= 500 else "invalid_prompt"
             ended = {"status": "failed", "error": {"code": code, "message": error.message}}
-        elif (why := _INCOMPLETE.get(finish_reason or "")) is not None:
+        elif (why := _INCOMPLETE.get(self._turns[0].finish_reason or "")) is not None:
             ended = {"status": "incomplete", "incomplete_details": {"reason": why}}
-        return {**self._settings(), **ended, "output": output.items, "usage": self._responses_usage(output)}
+        return {**self._settings(), **ended, "output": output.items, "usage": self._responses_usage()}
 
     def _settings(self) -> dict[str, Any]:
         """What the response says of the request, with the values that count where it gave none."""
@@ -157,13 +149,14 @@ class ResponsesAnswer(ChatAnswer):
             "truncation": asked.truncation or "disabled",
         }
 
-    def _responses_usage(self, output: OutputItems) -> dict[str, Any]:
+    def _responses_usage(self) -> dict[str, Any]:
         usage = self._usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
+        reasoning = usage["completion_tokens_details"]["reasoning_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": output.reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": reasoning},
             "total_tokens": usage["total_tokens"],
         }

@@ -120,7 +120,7 @@ class Conversation:
 
 
 def chat_body(body: ResponsesRequest, conversation: Conversation) -> ChatCompletionRequest:
-    """The chat completion that a body asks for; it is never streamed, as its answer is written otherwise.
+    """The chat completion that a body asks for.
 
     Raises:
         ApiError: 400, a field is not supported, or is no chat's.
@@ -128,7 +128,7 @@ def chat_body(body: ResponsesRequest, conversation: Conversation) -> ChatComplet
     if body.top_logprobs and not body.with_logprobs:
         message = "top_logprobs needs include to have 'message.output_text.logprobs'."
         raise ApiError(400, message, param="top_logprobs")
-    given = {name: value for name in AS_IN_CHAT if (value := getattr(body, name)) is not None and name != "stream"}
+    given = {name: value for name in AS_IN_CHAT if (value := getattr(body, name)) is not None}
     tools, choice = _tools(body)
     asked: dict[str, Any] = {
         "max_completion_tokens": body.max_output_tokens,

@@ -55,28 +55,18 @@ class OutputItems:
 
     Attributes:
         items: what has been added so far; those but the last one are complete.
-        reasoning_tokens: tokens that made reasoning, as far as it is known.
     """
 
     def __init__(self, identity: str) -> None:
         self.items: list[dict[str, Any]] = []
-        self.reasoning_tokens = 0
         self._identity = identity
         self._open: _Open | None = None
         self._unread: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is held back
-        self._unread_tokens = 0
 
-    def take(self, turn: TurnDelta, num_tokens: int, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Event]:
-        """The events of a turn's next part.
-
-        Args:
-            num_tokens: tokens that it was read from.
-            logprobs: their log-probabilities, in the chat's form.
-        """
+    def take(self, turn: TurnDelta, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Event]:
+        """The events of a turn's next part, read from tokens with these log-probabilities, in the chat's form."""
         self._unread += logprobs
-        self._unread_tokens += num_tokens
         if turn.reasoning:
-            self.reasoning_tokens += self._unread_tokens
             own = yield from self._opened("reasoning", {"summary": [], "content": []})
             yield self._add(own, turn.reasoning, "response.reasoning_text.delta", content_index=0)
         if turn.content:
@@ -84,7 +74,7 @@ class OutputItems:
         for call in turn.tool_calls:
             yield from self._add_call(call)
         if turn.reasoning or turn.content or turn.tool_calls:
-            self._unread, self._unread_tokens = [], 0
+            self._unread = []
 
     def finish(self, *, complete: bool) -> Iterator[Event]:
         """The last events; `complete` is false if the output was cut."""

@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from model_runner import MAX_BAD_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
+from serving.api.schema.tool_models import EXPECTED_CHOICE, ToolChoice, Tools
 from serving.api.schema.unsupported_fields import CHAT, COMPLETIONS, TOKENIZE, Refused, check_fields, describe_fields
 from serving.text.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
 from serving.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
@@ -253,6 +254,7 @@ class ConversationOptions(BaseModel):
         None, description="passed to the chat template as reasoning_effort; sets enable_thinking, false for none"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the chat template")
+    tools: Tools | None = Field(None, description="functions that the model may call; the chat template shows them")
 
     @property
     def begins_turn(self) -> bool:
@@ -277,6 +279,14 @@ class ChatCompletionRequest(GenerationRequest, ConversationOptions):
     logprobs: bool | None = Field(None, description="return the output's log-probabilities")
     top_logprobs: int | None = Field(None, ge=0, le=20, description="number of top tokens per position")
     echo: bool | None = Field(None, description="begin with the last message, if it has the answer's role")
+    tool_choice: Annotated[ToolChoice | None, _or_else(EXPECTED_CHOICE)] = Field(
+        None, description="whether tools are called (auto with tools, which needs --enable-auto-tool-choice; else none)"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="the model may make several calls (true)")
+    include_reasoning: bool | None = Field(None, description="the answer has the reasoning (true)")
+    separate_reasoning: bool | None = Field(
+        None, description="reasoning is no part of the content, with --reasoning-parser (true)"
+    )
 
 
 class TokenizeRequest(_Body, ConversationOptions):

@@ -9,7 +9,7 @@ from pydantic import Field, StringConstraints, create_model
 
 from serving.api.schema.request_models import ChatCompletionRequest, ReasoningEffort, _Body, _or_else
 from serving.api.schema.responses_input import Input
-from serving.api.schema.responses_tools import TextFormat, Tool, ToolChoice
+from serving.api.schema.responses_tools import TextFormat, ToolChoice, Tools
 from serving.api.schema.unsupported_fields import CHAT, Refused
 
 LOGPROBS = "message.output_text.logprobs"
@@ -27,6 +27,7 @@ _ONE = "one response is made; send several requests"
 _MESSAGES = "send messages and other items as input"
 _LENGTH = "use max_output_tokens"
 _TRUNCATION = "use truncation"
+_ALWAYS = "reasoning is in items of its own"
 _ADDED: Mapping[str, Refused] = {
     "previous_response_id": Refused(_STATELESS),
     "conversation": Refused(_STATELESS),
@@ -47,6 +48,7 @@ _CALLED_OTHERWISE: Mapping[str, Refused] = {
     "response_format": Refused("use text.format", ({"type": "text"},), described=False),
     "reasoning_effort": Refused("use reasoning.effort", described=False),
     "verbosity": Refused("use text.verbosity", ("medium",), described=False),
+    **dict.fromkeys(("include_reasoning", "separate_reasoning"), Refused(_ALWAYS, (True,), described=False)),
     **dict.fromkeys(("truncate_prompt_tokens", "truncation_side"), Refused(_TRUNCATION, described=False)),
 }
 _CHAT_ONLY = Refused("only a chat has it; use /v1/chat/completions", (False, [], {}, ""), described=False)
@@ -125,7 +127,7 @@ class ResponsesRequest(_AsInChat):
     max_output_tokens: int | None = Field(
         None, ge=1, description="tokens of the output (the checkpoint's max_new_tokens, or what is left of the context)"
     )
-    tools: list[Tool] | None = Field(None, description="functions that the model may call")
+    tools: Tools | None = Field(None, description="functions that the model may call")
     tool_choice: ToolChoice | None = Field(
         None, description="auto, none, required, or the functions that it chooses from (auto)"
     )

@@ -6,9 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator
 
+from serving.api.schema.tool_models import MAX_TOOLS, FunctionName
 from serving.api.schema.typed_objects import TypedObject, by_type, type_of, wrong
 
-Name = Annotated[str, Field(min_length=1)]
+MAX_FORM_NAME_CHARACTERS = 256
 
 
 class FunctionTool(TypedObject):
@@ -17,7 +18,7 @@ class FunctionTool(TypedObject):
     place = "tools."
 
     type: Literal["function"]
-    name: Name
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="a JSON schema of the arguments")
     strict: bool | None = Field(None, description="the arguments follow the schema")
@@ -26,6 +27,7 @@ class FunctionTool(TypedObject):
 Tool = Annotated[
     FunctionTool, by_type({"function": FunctionTool}, "tools", {}, "only functions are, which the client runs")
 ]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class ChosenFunction(TypedObject):
@@ -34,7 +36,7 @@ class ChosenFunction(TypedObject):
     place = "tool_choice."
 
     type: Literal["function"]
-    name: Name
+    name: FunctionName
 
 
 class AllowedTools(TypedObject):
@@ -86,7 +88,7 @@ class JsonSchemaForm(TypedObject):
     also = frozenset({"schema"})
 
     type: Literal["json_schema"]
-    name: Name
+    name: Annotated[str, Field(min_length=1, max_length=MAX_FORM_NAME_CHARACTERS)]
     # `schema` is a method of pydantic's models, so the field has another name.
     schema_: dict[str, Any] = Field(alias="schema", description="a JSON schema")
     description: str | None = None

@@ -58,8 +58,7 @@ _PROCESSORS = "requests cannot contain code; use logit_bias"
 _TEXT_ONLY = "only text is read and written"
 _NOT_TOLD = "the server does not return this"
 _ELSEWHERE = "keys and values are not taken from other servers"
-_TOOLS = "tools cannot be called; leave them out, or set tool_choice to 'none'"
-_FUNCTIONS = "functions cannot be called; leave them out, or set function_call to 'none'"
+_FUNCTIONS = "it is an older form; use tools and tool_choice, or set function_call to 'none'"
 _CHAT_ONLY = "only a chat has it; use /v1/chat/completions"
 _KWARGS = "pass it in chat_template_kwargs"
 
@@ -120,7 +119,6 @@ _CONVERSATION: Mapping[str, Refused] = {
         "requests cannot contain a template; serve a checkpoint that has it, or use chat_template_kwargs", _TEXT
     ),
     "documents": Refused("put the documents into a message", _LIST),
-    "tools": Refused(_TOOLS, _LIST, unless=("tool_choice", "none")),
     "functions": Refused(_FUNCTIONS, _LIST, unless=("function_call", "none")),
 }
 _OTHER_CONVERSATION: Mapping[str, Refused] = {
@@ -130,7 +128,6 @@ _OTHER_CONVERSATION: Mapping[str, Refused] = {
 }
 
 _CALLS: Mapping[str, Refused] = {
-    "tool_choice": Refused(_TOOLS, ("none", "auto")),
     "function_call": Refused(_FUNCTIONS, ("none", "auto")),
 }
 _OF_CHATS = {**_CONVERSATION, **_OTHER_CONVERSATION, **_CALLS}
@@ -138,6 +135,8 @@ _NO_CHAT: Mapping[str, Refused] = {
     "messages": Refused("use /v1/chat/completions, which answers conversations", _LIST, described=False),
     **{name: replace(rule, why=_CHAT_ONLY, described=False) for name, rule in _OF_CHATS.items() if name != "task"},
     "chat_template_kwargs": Refused(_CHAT_ONLY, _OBJECT, described=False),
+    "tools": Refused(_CHAT_ONLY, _LIST, unless=("tool_choice", "none"), described=False),
+    "tool_choice": Refused(_CHAT_ONLY, ("none", "auto"), described=False),
     **dict.fromkeys(("add_generation_prompt", "continue_final_message"), Refused(_CHAT_ONLY, _FLAG, described=False)),
     "reasoning_effort": Refused(_CHAT_ONLY, described=False),
 }
@@ -155,7 +154,7 @@ CHAT: Mapping[str, Refused] = {
     **_CONVERSATION,
     **_OTHER_CONVERSATION,
     **_CALLS,
-    "include_reasoning": Refused("reasoning is not separated from the answer", (True,)),
+    "stream_reasoning": Refused("a stream has reasoning as it comes", (True,), described=False),
     "verbosity": Refused("ask for a short or a long answer in a message", ("medium",)),
     "modalities": Refused(_TEXT_ONLY, ([], ["text"])),
     "audio": Refused(_TEXT_ONLY),
@@ -184,8 +183,6 @@ UNUSED: Mapping[str, str] = {
     "stream_interval": "how a stream is cut into events",
     **dict.fromkeys(("data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank"), "where it runs"),
     **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room"), "where it runs"),
-    "parallel_tool_calls": "there are no tool calls",
-    **dict.fromkeys(("separate_reasoning", "stream_reasoning"), "reasoning is not separated from the answer"),
     **dict.fromkeys(("return_token_offsets", "return_mm_kwargs"), "only for other end points"),
 }
 """Known fields that change no answer, and their purpose or the reason why they are ignored."""

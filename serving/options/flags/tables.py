@@ -28,6 +28,7 @@ from serving.options.flags.server_flags import (
     Server,
     Speculation,
 )
+from serving.options.flags.turn_flags import Turns
 
 _FLAG_NAMES = {"named_model": "model"}
 """Flag -> setting, where their names differ."""
@@ -106,6 +107,7 @@ SERVE = Table(
         "attention": Attention,
         "graphs": Graphs,
         "server": Server,
+        "turns": Turns,
         "speculation": Speculation,
     },
     file_only=PerMode,

@@ -67,7 +67,7 @@ def test_log_probabilities() -> None:
         {"response_format": {"type": "text"}},
         {"tool_choice": "none"},
         {"tools": [], "tool_choice": "auto"},
-        {"tools": [{"type": "function"}], "tool_choice": "none"},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
         {"chat_template_kwargs": {"enable_thinking": False}},
         {"add_generation_prompt": False},
         {"messages": [{"role": "tool", "content": "4", "tool_call_id": "x"}]},

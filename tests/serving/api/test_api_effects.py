@@ -23,6 +23,7 @@ from serving.api.schema.request_models import (
     TokenizeRequest,
 )
 from serving.api.schema.responses_request import ReasoningConfig, ResponsesRequest, TextConfig
+from serving.turns import TurnSettings
 
 USER = {"role": "user", "content": "one two three"}
 BODIES: Mapping[str, tuple[type[BaseModel], dict[str, Any]]] = {
@@ -43,6 +44,12 @@ OF_INNER = {name: (path, field) for field, (path, model) in INNER.items() for na
 SETTINGS = ("instructions", "parallel_tool_calls", "reasoning", "text", "tool_choice", "tools", "truncation")
 """Fields that a response repeats, which is no effect."""
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALLING: dict[str, Any] = {
+    "/v1/chat/completions": {"tools": [TOOL], "max_tokens": 100},
+    "/v1/responses": {"tools": [{"type": "function", "name": "f"}], "max_output_tokens": 100},
+}
+CALLED = '<think>So</think>Yes<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 STREAM, OPTIONS = {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}
 SCORED: dict[str, Any] = {"/v1/completions": {"logprobs": 1}, "/v1/chat/completions": {"logprobs": True}}
 INCLUDED = ["message.output_text.logprobs"]
@@ -100,8 +107,6 @@ CASES: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "input": ([{"role": "user", "content": "four"}], {}),
     "instructions": ("Be nice", {}),
     "max_output_tokens": (3, {}),
-    "tools": ([{"type": "function", "name": "f"}], {}),
-    "tool_choice": ("required", {}),
     "text": ({"format": {"type": "json_object"}}, {}),
     "format": ({"type": "json_object"}, {}),
     "verbosity": ("low", {}),
@@ -112,9 +117,16 @@ CASES: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "include": (INCLUDED, {}),
     "truncation": ("auto", {"input": "word " * 1500}),
     "metadata": ({"a": "b"}, {}),
+    # tools and reasoning
+    "tools": ([TOOL], {}),
+    "tool_choice": ("none", CALLING),
+    "parallel_tool_calls": (False, CALLING),
+    "include_reasoning": (False, CALLING),
+    "separate_reasoning": (False, CALLING),
 }
 """Field -> a value that is not its default, and what must be given with it to count; by path where paths differ."""
 OTHER_VALUES = {("/v1/completions", "logprobs"): 1, ("/v1/chat/completions", "add_special_tokens"): True}
+OTHER_VALUES |= {("/v1/responses", "tools"): CALLING["/v1/responses"]["tools"]}
 OTHER_VALUES |= {("/tokenize", "model"): "other", ("/detokenize", "model"): "other"}
 OTHER_VALUES |= {("/tokenize", "add_special_tokens"): True, ("/detokenize", "skip_special_tokens"): True}
 
@@ -124,7 +136,7 @@ class Tokenizer:
 
     chat_template = (
         "{% for m in messages %}[{{ m.role }} {{ m.content }}{% endfor %}{{ 'A:' if add_generation_prompt }}"
-        "{{ reasoning_effort }}{{ mood }}"
+        "{{ reasoning_effort }}{{ mood }}{{ tools }}"
     )
 
     def __getattr__(self, name: str) -> Any:
@@ -136,14 +148,16 @@ class Tokenizer:
 
 def seen(path: str, body: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a body leads to: the status, what the engine got, and the answer without what differs each time."""
-    engine = FakeEngine(reply=lambda request: [65, 0, 66, 0, 67, 68])
-    app = app_of(engine, names=("tiny", "alias"))
+    ids = [65, 0, 66, 0, 67, 68] if "tools" not in body else [*tokenizer().encode(CALLED * 2), 0]
+    engine = FakeEngine(reply=lambda request: ids)
+    app = app_of(engine, names=("tiny", "alias"), turns=TurnSettings(True, "hermes", "qwen3"))
     app.state.service.tokenizer = Tokenizer()
     response = post(app, path, body)
     got = [(list(each.token_ids), each.params, each.priority) for each in engine.requests]
     text = response.text
     if path == "/v1/responses" and text.startswith("{"):
         text = json.dumps({name: value for name, value in response.json().items() if name not in SETTINGS})
+    text = re.sub(r"call_\w+", "", text)
     for request in engine.requests[:1]:
         identity = re.split("[-_]", request.group)[-1]
         text = re.sub(r'"(created|created_at|completed_at)": ?\d+', "", text.replace(identity, ""))

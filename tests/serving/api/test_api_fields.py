@@ -115,7 +115,8 @@ def test_neutral_values_ask_for_nothing(path: str, caplog: pytest.LogCaptureFixt
 
 
 def test_tools_are_nothing_where_none_may_be_called(caplog: pytest.LogCaptureFixture) -> None:
-    body = {"messages": MESSAGES, "tools": [{"type": "function"}], "tool_choice": "none"}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"messages": MESSAGES, "tools": tools, "tool_choice": "none"}
     assert post(FakeEngine(), "/v1/chat/completions", body).status_code == 200
     assert named(caplog) == ["tools"]
     assert post(FakeEngine(), "/v1/chat/completions", {**body, "tool_choice": None}).status_code == 400

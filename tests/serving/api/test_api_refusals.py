@@ -48,7 +48,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "structured_outputs": ({"choice": ["a"]},),
     "max_new_tokens": (0,),
     "suffix": ("end",),
-    "tools": ([{"type": "function"}],),
+    "tools": ([{"type": "function", "function": {"name": "f"}}] * 2,),
     "tool_choice": ("required",),
 }
 """Field -> values that are refused by its name."""

@@ -43,9 +43,9 @@ def plain(value: Any) -> Any:
 
 
 def written(turns: Sequence[TurnDelta], *, complete: bool = True) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The events and the items of some turns, of one token each."""
+    """The events and the items of some turns."""
     output = OutputItems("x")
-    events = [plain(event) for turn in turns for event in output.take(turn, 1)]
+    events = [plain(event) for turn in turns for event in output.take(turn)]
     events += [plain(event) for event in output.finish(complete=complete)]
     return events, plain(output.items)
 
@@ -124,7 +124,7 @@ def test_logprobs_are_with_the_text_that_their_tokens_made() -> None:
     """Those of reasoning and calls are left out; those of a token whose text is held back come with the next text."""
     output = OutputItems("x")
     parts = [(TurnDelta(reasoning="r"), "r"), (TurnDelta(), "h"), (TurnDelta("text"), "t"), (TurnDelta(), "end")]
-    events = [event for turn, token in parts for event in output.take(turn, 1, [entry(token)])]
+    events = [event for turn, token in parts for event in output.take(turn, [entry(token)])]
     events += output.finish(complete=True)
     deltas = [event for event in plain(events) if event["type"] == "response.output_text.delta"]
     assert [(event["delta"], [each["token"] for each in event["logprobs"]]) for event in deltas] == [
@@ -134,18 +134,3 @@ def test_logprobs_are_with_the_text_that_their_tokens_made() -> None:
     assert "bytes" not in deltas[0]["logprobs"][0]
     (part,) = plain(output.items[1])["content"]
     assert part["logprobs"] == [entry("h"), entry("t"), entry("end")]
-    assert output.reasoning_tokens == 1
-
-
-def test_reasoning_tokens_are_those_up_to_its_last_text() -> None:
-    output = OutputItems("x")
-    for turn in (
-        TurnDelta(),
-        TurnDelta(reasoning="a"),
-        TurnDelta(),
-        TurnDelta(reasoning="b"),
-        TurnDelta(),
-        TurnDelta("c"),
-    ):
-        list(output.take(turn, 1))
-    assert output.reasoning_tokens == 4

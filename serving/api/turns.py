@@ -1,0 +1,134 @@
+"""The turns of an answer while they are generated: each output's text, read as content, reasoning and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from model_runner import FinishReason
+from serving.api.generation import Delta, Output
+from serving.api.schema.request_models import GenerationRequest
+from serving.api.service import Service
+from serving.text.tokenizer import Vocabulary
+from serving.turns import TurnDelta, TurnParser, TurnPlan, make_turn_parser, marks_of
+
+TOOL_CALLS = "tool_calls"
+"""The finish reason of an output that ended with calls."""
+
+
+@dataclass
+class OutputTurn:
+    """One output's turn.
+
+    Attributes:
+        new: what the last delta has brought.
+        finish_reason: why the turn has ended; None before.
+        num_reasoning_tokens: tokens of the reasoning, without its marks.
+    """
+
+    parser: TurnParser
+    parts: list[TurnDelta] = field(default_factory=list)
+    finish_reason: str | None = None
+    num_reasoning_tokens: int = 0
+
+    @property
+    def new(self) -> TurnDelta:
+        """See above."""
+        return self.parts[-1]
+
+    def take(self, delta: Delta, *, streamed: bool) -> None:
+        """Read the output's next text. Parts are kept unless they are `streamed`."""
+        reasoned, parser = self.parser.reasons, self.parser
+        new = parser.take(delta.text)
+        if reasoned and parser.reasons:
+            self.num_reasoning_tokens += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            new = _together((new, parser.finish()))
+            stopped = delta.finish_reason == FinishReason.STOP.value
+            self.finish_reason = TOOL_CALLS if stopped and parser.num_calls else delta.finish_reason
+        self.parts = [new] if streamed else [*self.parts, new]
+
+    def whole(self) -> TurnDelta:
+        """All parts that were kept, as one."""
+        return _together(self.parts)
+
+
+def hidden_marks(service: Service, body: GenerationRequest, plan: TurnPlan) -> Mapping[str, int]:
+    """The parser's marks that are special tokens, with their ids, where a client should not see such tokens."""
+    if body.skip_special_tokens is False:
+        return {}
+    vocabulary = Vocabulary.of(service.tokenizer)
+    ids = {mark: vocabulary.special_id(mark) for mark in sorted(marks_of(service.turns, plan))}
+    return {mark: token for mark, token in ids.items() if token is not None}
+
+
+def make_turns(
+    service: Service,
+    outputs: Sequence[Output],
+    plan: TurnPlan,
+    *,
+    prompt: str,
+    streamed: bool,
+    hidden: Mapping[str, int],
+) -> dict[int, OutputTurn]:
+    """A turn for each output, by its index. `prompt`: its text; see `make_turn_parser` for the rest."""
+    return {
+        output.index: OutputTurn(
+            make_turn_parser(service.turns, plan, prompt=prompt, streamed=streamed, hidden=hidden.keys())
+        )
+        for output in outputs
+    }
+
+
+def message_of(turn: TurnDelta, *, with_reasoning: bool) -> dict[str, Any]:
+    """The parts of a whole answer's message; null content beside calls, or where all is reasoning."""
+    message: dict[str, Any] = {"content": turn.content}
+    if not turn.content and (turn.tool_calls or turn.reasoning):
+        message["content"] = None
+    if turn.reasoning and with_reasoning:
+        message |= _reasoning(turn)
+    if turn.tool_calls:
+        calls: dict[int, dict[str, Any]] = {}
+        for part in turn.tool_calls:
+            call = calls.setdefault(part.index, {"id": part.id, "type": "function", "name": part.name, "arguments": []})
+            call["arguments"].append(part.arguments)
+        message["tool_calls"] = [
+            {
+                "id": call["id"],
+                "type": call["type"],
+                "function": {"name": call["name"], "arguments": "".join(call["arguments"])},
+            }
+            for call in calls.values()
+        ]
+    return message
+
+
+def chunks_of(turn: TurnDelta, *, with_reasoning: bool) -> list[dict[str, Any]]:
+    """The deltas of a stream's events: one of reasoning and content, then one for each part of a call."""
+    chunks: list[dict[str, Any]] = []
+    said = {**(_reasoning(turn) if turn.reasoning and with_reasoning else {})}
+    if turn.content:
+        said["content"] = turn.content
+    if said:
+        chunks.append(said)
+    for part in turn.tool_calls:
+        call: dict[str, Any] = {"index": part.index, "function": {"arguments": part.arguments}}
+        if part.name is not None:
+            call = {"index": part.index, "id": part.id, "type": "function"}
+            call["function"] = {"name": part.name, "arguments": ""}
+        chunks.append({"tool_calls": [call]})
+    return chunks
+
+
+def _reasoning(turn: TurnDelta) -> dict[str, str]:
+    """By the name that vLLM has for it now, and by the older one."""
+    return {"reasoning": turn.reasoning, "reasoning_content": turn.reasoning}
+
+
+def _together(parts: Sequence[TurnDelta]) -> TurnDelta:
+    return TurnDelta(
+        "".join(part.content for part in parts),
+        "".join(part.reasoning for part in parts),
+        tuple(call for part in parts for call in part.tool_calls),
+    )

@@ -1,0 +1,64 @@
+"""`openai` (gpt-oss): the harmony format, in which a turn is several messages, each in a channel.
+
+    <|channel|>analysis<|message|>They ask for the weather.<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": ...}<|call|>
+
+Analysis is reasoning, a message to a function is a call, and the others are content. The library of the format,
+`openai_harmony`, reads tokens, and loads its vocabulary from the net at first use; the text has all that is needed.
+"""
+
+from __future__ import annotations
+
+import re
+
+from serving.turns.json_calls import read_arguments
+from serving.turns.marked import MarkedTurn
+from serving.turns.reading import Ended, Reading
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+FINAL = f"{CHANNEL}final{MESSAGE}"
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_FUNCTION = re.compile(r"\bto=functions\.([^\s<]+)")
+
+
+def read(turn: MarkedTurn) -> Reading[None]:
+    """Read a turn's messages. Text that does not begin one is content."""
+    text = turn.text
+    found: str | None = ""
+    while found is not None:
+        space = "" if found == START else (yield from text.space())
+        first = START if found == START else (yield from text.one_of(START, CHANNEL, "to="))
+        if first is None:
+            turn.content(space)
+            found = yield from turn.prose((*ENDS, START), turn.content)
+            continue
+        header = [first]
+        try:
+            yield from text.until((MESSAGE,), header.append)
+        except Ended:
+            turn.content("".join(header))
+            return
+        found = yield from _message(turn, "".join(header))
+
+
+def _message(turn: MarkedTurn, header: str) -> Reading[str | None]:
+    """Read a message; returns the mark at its end."""
+    channel, function = _CHANNEL.search(header), _FUNCTION.search(header)
+    if function is not None:
+        yield from turn.attempt(_call(turn, function[1]), header + MESSAGE)
+        return ""
+    turn.reasons = channel is not None and channel[1] == "analysis"
+    found = yield from turn.prose((*ENDS, START), turn.reasoning if turn.reasons else turn.content)
+    turn.reasons = False
+    return found
+
+
+def _call(turn: MarkedTurn, name: str) -> Reading[None]:
+    text = turn.text
+    yield from text.space()
+    turn.call(name)
+    yield from read_arguments(turn)
+    yield from text.space()
+    yield from text.one_of(*ENDS)

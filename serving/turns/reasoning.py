@@ -1,0 +1,50 @@
+"""Reads the reasoning at the beginning of a turn: the text between two marks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serving.turns.marked import MarkedTurn
+from serving.turns.reading import Reading
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """How a family marks its reasoning.
+
+    Attributes:
+        begin: the mark before it, which the prompt may end with.
+        end: the mark behind it.
+        assumed: the turn begins within the reasoning, unless the prompt ends it.
+    """
+
+    begin: str = "<think>"
+    end: str = "</think>"
+    assumed: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The marks."""
+        return self.begin, self.end
+
+    def read(self, turn: MarkedTurn, prompt: str) -> Reading[None]:
+        """Read the reasoning, if the turn begins with it. Without its end, all of the turn is reasoning.
+
+        Args:
+            prompt: the prompt's text, whose end says whether the reasoning has begun, or is over.
+        """
+        prompt = prompt.rstrip()
+        if prompt.endswith(self.end):
+            return
+        begun = self.assumed or prompt.endswith(self.begin)
+        turn.reasons = begun
+        space = yield from turn.text.space()
+        marked = (yield from turn.text.one_of(self.begin)) is not None
+        if not marked and not begun:
+            turn.content(space)
+            return
+        if not marked:
+            turn.reasoning(space)
+        turn.reasons = True
+        yield from turn.prose((self.end,), turn.reasoning)
+        turn.reasons = False
