@@ -72,8 +72,8 @@ class ResponsesAnswer(ChatAnswer):
         """The response's events, with their names. They begin with the first delta: an earlier error has a status."""
         numbers, output = count(), self._output_items()
 
-        def numbered(name: str, **event: Any) -> bytes:
-            return named_event(name, {"type": name, **event, "sequence_number": next(numbers)})
+        def numbered(kind: str, /, **event: Any) -> bytes:
+            return named_event(kind, {"type": kind, **event, "sequence_number": next(numbers)})
 
         begun, error = False, None
         try:

@@ -9,7 +9,7 @@ import asyncio
 import http.client
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -17,9 +17,12 @@ import pytest
 from api_clients import MODEL, Recorder, app_of, says, serving
 from fake_engine import FakeEngine
 from pydantic import BaseModel
+from repository import TINY_MOE
 
 from model_runner import RequestError
 from serving.requests import EngineDead
+from serving.text.tokenizer import load_tokenizer
+from serving.turns import TurnSettings
 
 if TYPE_CHECKING:
     import openai
@@ -42,7 +45,10 @@ class Server:
 @pytest.fixture(scope="module")
 def running() -> Iterator[Server]:
     engine, recorder = FakeEngine(), Recorder()
-    with serving(app_of(engine, api_key=KEY, observer=recorder)) as address:
+    app = app_of(engine, api_key=KEY, observer=recorder, turns=TurnSettings(True, "hermes"))
+    own = app.state.service.tokenizer = load_tokenizer(TINY_MOE)
+    own.chat_template = "{{ tools or '' }}" + own.chat_template
+    with serving(app) as address:
         yield Server(engine, recorder, address)
 
 
@@ -62,13 +68,13 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def strict(answer: BaseModel) -> None:
-    """The answer is of the client's own type, with no field that the type does not have."""
+def strict(answer: BaseModel, also: Collection[str] = ()) -> None:
+    """The answer is of the client's own type, with no field that the type does not have but for `also`."""
     type(answer).model_validate_json(answer.model_dump_json(exclude_unset=True), strict=True)
 
     def check(value: Any) -> None:
         if isinstance(value, BaseModel):
-            assert not value.model_extra
+            assert not (value.model_extra or {}).keys() - {*also}
             for name in value.model_fields_set:
                 check(getattr(value, name))
         elif isinstance(value, list):
@@ -146,6 +152,68 @@ def test_the_asynchronous_client(server: Server) -> None:
     asyncio.run(run())
 
 
+def test_responses(client: openai.OpenAI) -> None:
+    from openai.types.responses import Response
+
+    answer = client.responses.create(
+        model=MODEL, input="Hello", include=["message.output_text.logprobs"], top_logprobs=2, metadata={"a": "b"}
+    )
+    assert isinstance(answer, Response)
+    strict(answer, also={"store"})
+    assert (answer.output_text, answer.status) == (TEXT, "completed")
+    assert answer.usage is not None
+    assert answer.usage.input_tokens_details.cached_tokens == 0
+    again = client.responses.create(
+        model=MODEL, input=[*answer.output, {"role": "user", "content": "More"}], store=False, max_output_tokens=2
+    )
+    assert (again.status, again.incomplete_details and again.incomplete_details.reason) == (
+        "incomplete",
+        "max_output_tokens",
+    )
+
+
+def test_responses_streamed(client: openai.OpenAI) -> None:
+    with client.responses.create(model=MODEL, input="Hello", stream=True) as events:
+        seen = list(events)
+    for event in seen:
+        strict(event, also={"store"})
+    assert [event.sequence_number for event in seen] == list(range(len(seen)))
+    assert seen[-1].type == "response.completed"
+    with client.responses.stream(model=MODEL, input="Hello") as helper:
+        text = "".join(event.delta for event in helper if event.type == "response.output_text.delta")
+        final = helper.get_final_response()
+    assert text == TEXT == final.output_text
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+def test_an_agent_of_responses(server: Server, client: openai.OpenAI) -> None:
+    """A tool with a pydantic model is called, and its result sent back, by the client's own helpers."""
+    import openai
+
+    class Add(BaseModel):
+        a: int
+        b: int
+
+    tool: Any = openai.pydantic_function_tool(Add, name="add")
+    flat = {"type": "function", **tool["function"]}
+    server.engine.reply = says(CALL)
+    asked: list[Any] = [{"role": "user", "content": "1 + 2?"}]
+    parsed = client.responses.parse(model=MODEL, input=asked, tools=[flat])
+    (call,) = parsed.output
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == ("add", {"a": 1, "b": 2})
+    with client.responses.stream(model=MODEL, input=asked, tools=[flat]) as helper:
+        (*_, last) = [event for event in helper if event.type == "response.function_call_arguments.delta"]
+        assert json.loads(last.snapshot) == {"a": 1, "b": 2}
+        (again,) = helper.get_final_response().output
+    assert again.type == "function_call"
+    server.engine.reply = says("3")
+    asked += [call, {"type": "function_call_output", "call_id": call.call_id, "output": "3"}]
+    assert client.responses.create(model=MODEL, input=asked, tools=[flat]).output_text == "3"
+
+
 def test_errors_have_types(server: Server, client: openai.OpenAI) -> None:
     import openai
 
@@ -170,6 +238,14 @@ def test_errors_have_types(server: Server, client: openai.OpenAI) -> None:
         assert next(events).choices[0].text
         with pytest.raises(openai.APIError, match="rank 1"):
             list(events)
+    with pytest.raises(openai.BadRequestError) as stored:
+        client.responses.create(model=MODEL, input="a", previous_response_id="resp_1")
+    assert stored.value.param == "previous_response_id"
+    with pytest.raises(openai.NotFoundError, match="nothing is stored"):
+        client.responses.retrieve("resp_1")
+    with client.responses.create(model=MODEL, input="a", stream=True) as failing:
+        (*_, error, failed) = failing
+    assert (error.type, failed.type) == ("error", "response.failed")
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -205,12 +281,27 @@ def test_a_client_that_leaves_a_stream(server: Server, leaving: httpx.Client, n:
     expect_aborts(server, n)
 
 
+def test_a_client_that_leaves_a_response(server: Server, leaving: httpx.Client) -> None:
+    server.engine.hold_after = 3
+    with leaving.stream("POST", "/v1/responses", json={"input": "a", "stream": True}) as response:
+        assert next(response.iter_lines()) == "event: response.created"
+        wait_until(lambda: len(server.engine.alive) == 1)
+    expect_aborts(server, 1)
+
+
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("n", [1, 3])
-def test_a_client_that_leaves_before_anything(server: Server, leaving: httpx.Client, stream: bool, n: int) -> None:
-    request = leaving.build_request(
-        "POST", "/v1/chat/completions", json={"messages": MESSAGES, "n": n, "stream": stream}
-    )
+@pytest.mark.parametrize(
+    ("path", "body", "n"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES}, 1),
+        ("/v1/chat/completions", {"messages": MESSAGES, "n": 3}, 3),
+        ("/v1/responses", {"input": "a"}, 1),
+    ],
+)
+def test_a_client_that_leaves_before_anything(
+    server: Server, leaving: httpx.Client, path: str, body: dict[str, Any], n: int, stream: bool
+) -> None:
+    request = leaving.build_request("POST", path, json={**body, "stream": stream})
     connection = http.client.HTTPConnection(request.url.host, request.url.port)
     connection.request(request.method, request.url.path, request.content, dict(request.headers))
     wait_until(lambda: len(server.engine.alive) == n)

@@ -13,6 +13,7 @@ from fake_engine import FakeEngine, FakeInfo
 from serving.api.schema.response_models import ErrorBody
 from serving.api.schema.responses_models import ModelResponse, ResponseEvent
 from serving.requests import EngineDead
+from serving.turns import TurnSettings
 
 RESPONSES = "/v1/responses"
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
@@ -152,6 +153,57 @@ def test_an_agents_second_turn_is_the_chats_prompt() -> None:
     assert '[get {"city": "Bonn"}]<tool>Rain' in tokenizer().decode(ours)
 
 
+TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "description": "adds", "strict": True}
+CALLED = '<think>\nSo</think>\n\nWell.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def calling(text: str = CALLED) -> Any:
+    """An application whose model calls a tool, by a template that shows tools."""
+    app = app_with("{{ tools }}" + TEMPLATE, FakeEngine(reply=says(text)))
+    app.state.service.turns = TurnSettings(True, "hermes", "qwen3")
+    return app
+
+
+def test_reasoning_text_and_a_call() -> None:
+    body = {"tools": [TOOL]}
+    whole = respond(calling(), body)
+    reasoning, message, call = whole["output"]
+    assert [part["text"].strip() for part in reasoning["content"]] == ["So"]
+    assert message["content"][0]["text"].strip() == "Well."
+    assert (call["name"], json.loads(call["arguments"])) == ("add", {"a": 1})
+    assert whole["status"] == "completed"
+    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    ModelResponse.model_validate(whole, strict=True)
+    events = events_of(calling(), body)
+    for event in events:
+        assert ResponseEvent.model_validate(event, strict=True).model_dump(exclude_unset=True) == event
+    streamed = events[-1]["response"]
+    for item in (*streamed["output"], *whole["output"]):
+        item.pop("call_id", None)
+    assert alike(streamed) == alike(whole)
+    assert "".join(event.get("delta", "") for event in events if "arguments" in event["type"]) == call["arguments"]
+
+
+def test_a_call_that_is_cut_is_incomplete() -> None:
+    body = {"tools": [TOOL], "max_output_tokens": len(tokenizer().encode(CALLED)) - 12}
+    (*_, last) = events_of(calling(), body)
+    assert last["type"] == "response.incomplete"
+    assert [item["status"] for item in last["response"]["output"]][-1] == "incomplete"
+
+
+def test_the_tools_of_a_response_are_the_chats() -> None:
+    """The prompt is the same; only allowed tools are in it."""
+    chats = {"type": "function", "function": {name: value for name, value in TOOL.items() if name != "type"}}
+    app = calling()
+    assert post(app, "/v1/chat/completions", {"messages": [MESSAGE], "tools": [chats]}).status_code == 200
+    other = {"type": "function", "name": "other"}
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}
+    answer = respond(app, {"input": "a", "tools": [other, TOOL], "tool_choice": allowed})
+    first, second = (tokenizer().decode(request.token_ids) for request in app.state.service.engine.requests)
+    assert first == second
+    assert (answer["tool_choice"], answer["tools"]) == (allowed, [other, TOOL])
+
+
 MESSAGE = {"role": "user", "content": "a"}
 REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
     "input": ({"input": None}, "text or a list of items"),
@@ -176,6 +228,9 @@ REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
     ),
     "tools.0": ({"tools": [{"type": "web_search"}]}, "'web_search' are not supported: only functions are"),
     "tool_choice": ({"tool_choice": {"type": "mcp", "server_label": "x"}}, "a function {'type': 'function'"),
+    "tools.0.name": ({"tools": [{"type": "function", "name": "two words"}]}, "should match pattern"),
+    "tools": ({"tools": [TOOL, TOOL]}, "2 tools have the name"),
+    "tools.0.parameters": ({"tools": [{**TOOL, "parameters": {"type": "string"}}]}, "tools.0.parameters: its type"),
     "text.format": ({"text": {"format": {"type": "grammar"}}}, "use json_schema"),
     "text.verbosity": ({"text": {"verbosity": "low"}}, "in the instructions"),
     "reasoning.summary": ({"reasoning": {"summary": "concise"}}, "reasoning is not summarised"),
