@@ -3,6 +3,7 @@
 http/                              the app, its routes, bodies, connections and `/openapi.json`
 schema/                            request and response models for FastAPI; unsupported fields; OpenAI's error bodies
 completions, chat                  the answers of `/v1/completions` and `/v1/chat/completions`
+responses                          items and events of `/v1/responses`, over the chat's answer
 prompts, sampling, allowed_tokens  from a request's fields to token ids and sampling parameters
 generation                         runs the outputs of a request concurrently
 logprobs, answer, sse              turn outputs into the response: one JSON body, or server-sent events

@@ -19,13 +19,13 @@ NOT_IN_A_SCHEMA = ("min_tokens must be from 0 to max_tokens", "context_length_ex
 
 @pytest.mark.slow
 @pytest.mark.timeout(140)
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "others"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "others"])
 def test_the_server_does_what_it_describes(path: str, tmp_path: Path) -> None:
     program = shutil.which("schemathesis")
     if program is None:
         pytest.skip("the program schemathesis is not installed; `pip install schemathesis` brings it")
     engine = FakeEngine(reply=says("fine"), info=FakeInfo(max_model_len=100_000))
-    chosen = ["--exclude-path-regex", "/v1/.*completions"] if path == "others" else ["--include-path", path]
+    chosen = ["--exclude-path-regex", "/v1/(.*completions|responses)"] if path == "others" else ["--include-path", path]
     with serving(app_of(engine, described=True, profiles=True, max_outputs_per_request=1024)) as address:
         command = [program, "run", f"{address}/openapi.json", "--checks", "all", "--continue-on-failure", *chosen]
         command += ["--max-examples", "20"]

@@ -21,6 +21,7 @@ from serving.api.schema.request_models import (
     StreamOptions,
     TokenizeRequest,
 )
+from serving.api.schema.responses_request import ReasoningConfig, ResponsesRequest, TextConfig
 from serving.api.schema.unsupported_fields import MAX_NAME_CHARACTERS, MAX_NAMED, UNUSED
 from serving.text.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
 from serving.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
@@ -32,6 +33,7 @@ MESSAGES = [{"role": "user", "content": "a"}]
 BODIES: Mapping[str, tuple[type[Any], dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, {"prompt": "a"}),
     "/v1/chat/completions": (ChatCompletionRequest, {"messages": MESSAGES}),
+    "/v1/responses": (ResponsesRequest, {"input": "a"}),
     "/tokenize": (TokenizeRequest, {"messages": MESSAGES}),
     "/detokenize": (DetokenizeRequest, {"tokens": [65]}),
 }
@@ -63,10 +65,15 @@ KNOWN: Mapping[str, str] = {
         return_prompt_token_ids return_meta_info task max_dynamic_patch min_dynamic_patch use_audio_in_video audio
         function_call functions metadata modalities moderation prediction prompt_cache_key prompt_cache_options
         prompt_cache_retention safety_identifier service_tier store verbosity web_search_options""",
+    "/v1/responses": f"""{SAMPLED} {CONVERSATION} prompt top_logprobs max_completion_tokens tool_choice background
+        conversation context_management include input instructions max_output_tokens max_tool_calls metadata moderation
+        parallel_tool_calls previous_response_id prompt_cache_key prompt_cache_options prompt_cache_retention reasoning
+        safety_identifier service_tier store text truncation verbosity reasoning_effort""",
     "/tokenize": f"{CONVERSATION} model prompt add_special_tokens return_token_strs",
     "/detokenize": "model tokens",
 }
 # The fields whose value must have a certain form to be understood at all.
+ECHOED = {"metadata"}  # a response repeats it
 ASKING: Mapping[str, Any] = {"length_penalty": 1.5, "spaces_between_special_tokens": False, "include_reasoning": False}
 
 
@@ -187,13 +194,13 @@ def test_the_schema_says_what_is_refused(path: str) -> None:
 def test_no_field_is_in_two_lists() -> None:
     for model, _ in BODIES.values():
         assert not model.model_fields.keys() & model.refused.keys()
-        assert not model.model_fields.keys() & UNUSED.keys()
+        assert not (model.model_fields.keys() & UNUSED.keys()) - ECHOED
         assert not model.refused.keys() & UNUSED.keys()
 
 
 def test_every_field_is_described() -> None:
     description = call(app_of(FakeEngine(), described=True), "GET", "/openapi.json").json()
-    for model in (*(model for model, _ in BODIES.values()), StreamOptions):
+    for model in (*(model for model, _ in BODIES.values()), StreamOptions, TextConfig, ReasoningConfig):
         schema = description["components"]["schemas"][model.__name__]
         undescribed = [name for name, field in schema["properties"].items() if not field.get("description")]
         assert not undescribed, model.__name__
@@ -215,7 +222,7 @@ LIMITS: Mapping[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", ["CompletionRequest", "ChatCompletionRequest"])
+@pytest.mark.parametrize("name", ["CompletionRequest", "ChatCompletionRequest", "ResponsesRequest"])
 def test_the_description_says_the_limits(name: str) -> None:
     app = app_of(FakeEngine(), max_request_bytes=5000, max_outputs_per_request=7)
     response = call(app, "GET", "/openapi.json")
