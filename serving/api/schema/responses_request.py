@@ -118,6 +118,17 @@ class ResponsesRequest(_AsInChat):
     """Answer a conversation with items: text, function calls and reasoning."""
 
     refused = REFUSED
+    between_fields = (
+        {
+            "anyOf": [
+                {"properties": {"top_logprobs": {"enum": [None, 0]}}},
+                {
+                    "properties": {"include": {"type": "array", "contains": {"const": LOGPROBS}}},
+                    "required": ["include"],
+                },
+            ]
+        },
+    )
 
     if TYPE_CHECKING:
         model: str | None
