@@ -23,11 +23,12 @@ from serving.api.prompts import (
 )
 from serving.api.sampling import sampling_params
 from serving.api.schema.errors import ApiError
-from serving.api.schema.request_models import ChatCompletionRequest
+from serving.api.schema.request_models import ChatCompletionRequest, ChatMessage
 from serving.api.service import Service
 from serving.api.tools import forced_form, num_calls, turn_plan
 from serving.api.turns import OutputTurn, chunks_of, hidden_marks, make_turns, message_of
 from serving.structured import StructuredOutputsParams
+from serving.turns import Before
 
 
 class ChatAnswer(Answer):
@@ -55,8 +56,7 @@ class ChatAnswer(Answer):
         self._role = "assistant" if body.begins_turn else last.role
         self._echo = ""
         if body.echo and last.role == self._role:
-            form = chat_template(service).content_form(last.role)
-            self._echo = _written(form.text(last.model_dump()["content"] or ""), text)
+            self._echo = _written(_content(service, last), text)
 
     @classmethod
     async def make(cls, service: Service, body: ChatCompletionRequest, size: int) -> ChatAnswer:
@@ -96,7 +96,9 @@ class ChatAnswer(Answer):
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
         hidden = hidden_marks(service, body, plan)
         outputs = make_outputs(service, body, answer_id, [(token_ids, params)], kept=frozenset(hidden.values()))
-        turns = make_turns(service, outputs, plan, prompt=text, streamed=bool(body.stream), hidden=hidden)
+        last = _content(service, body.messages[-1])
+        before = Before(text, None if body.begins_turn else last)
+        turns = make_turns(service, outputs, plan, before=before, streamed=bool(body.stream), hidden=hidden)
         return cls(service, body, answer_id, outputs, text, turns)
 
     async def _deltas(self) -> AsyncGenerator[Delta, None]:
@@ -157,6 +159,11 @@ class ChatAnswer(Answer):
         if self._echo:
             message["content"] = self._echo + (message["content"] or "")
         return {"role": self._role, **message, "refusal": None}
+
+
+def _content(service: Service, message: ChatMessage) -> str:
+    """The text of a message."""
+    return chat_template(service).content_form(message.role).text(message.model_dump()["content"] or "")
 
 
 def _written(content: str, text: str) -> str:

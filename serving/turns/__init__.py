@@ -19,11 +19,13 @@ from serving.turns.parsers import (
     make_turn_parser,
     marks_of,
 )
+from serving.turns.reasoning import Before
 from serving.turns.turn import PlainTurn, ToolCallDelta, TurnDelta, TurnParser
 
 __all__ = [
     "REASONING_PARSERS",
     "TOOL_PARSERS",
+    "Before",
     "PlainTurn",
     "ToolCallDelta",
     "TurnDelta",

@@ -21,7 +21,7 @@ from serving.turns.formats import (
 )
 from serving.turns.marked import MakeId, MarkedTurn
 from serving.turns.reading import Reading
-from serving.turns.reasoning import ReasoningFormat
+from serving.turns.reasoning import Before, ReasoningFormat
 from serving.turns.turn import PlainTurn, TurnParser
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -46,6 +46,7 @@ class CallFormat:
     make_id: MakeId = _random_id
 
 
+NOTHING = Before()
 HARMONY = "openai"
 TOOL_PARSERS: Mapping[str, CallFormat] = {
     "deepseek_v3": CallFormat(deepseek.read_v3, deepseek.MARKS),
@@ -123,14 +124,19 @@ def marks_of(settings: TurnSettings, plan: TurnPlan) -> frozenset[str]:
 
 
 def make_turn_parser(
-    settings: TurnSettings, plan: TurnPlan, *, prompt: str = "", streamed: bool = True, hidden: Collection[str] = ()
+    settings: TurnSettings,
+    plan: TurnPlan,
+    *,
+    before: Before = NOTHING,
+    streamed: bool = True,
+    hidden: Collection[str] = (),
 ) -> TurnParser:
     """What reads one output's text.
 
     Args:
         settings: the server's.
         plan: the request's.
-        prompt: the prompt's text, whose end may begin or end the reasoning.
+        before: what comes before the turn.
         streamed: pass calls on before they are complete.
         hidden: marks that are special tokens, which content should not have.
     """
@@ -140,7 +146,7 @@ def make_turn_parser(
 
     def read(turn: MarkedTurn) -> Reading[None]:
         if reasoning is not None:
-            yield from reasoning.read(turn, prompt)
+            yield from reasoning.read(turn, before)
         if calls is not None:
             yield from calls.read(turn)
         else:

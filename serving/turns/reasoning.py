@@ -9,6 +9,19 @@ from serving.turns.reading import Reading
 
 
 @dataclass(frozen=True)
+class Before:
+    """What comes before a turn: it says whether the reasoning has begun, or is over.
+
+    Attributes:
+        prompt: the prompt's text, of which the end counts.
+        continued: the message that the turn continues; None if it begins one.
+    """
+
+    prompt: str = ""
+    continued: str | None = None
+
+
+@dataclass(frozen=True)
 class ReasoningFormat:
     """How a family marks its reasoning.
 
@@ -27,16 +40,14 @@ class ReasoningFormat:
         """The marks."""
         return self.begin, self.end
 
-    def read(self, turn: MarkedTurn, prompt: str) -> Reading[None]:
-        """Read the reasoning, if the turn begins with it. Without its end, all of the turn is reasoning.
-
-        Args:
-            prompt: the prompt's text, whose end says whether the reasoning has begun, or is over.
-        """
-        prompt = prompt.rstrip()
-        if prompt.endswith(self.end):
-            return
+    def read(self, turn: MarkedTurn, before: Before) -> Reading[None]:
+        """Read the reasoning, if the turn begins with it. Without its end, all of the turn is reasoning."""
+        prompt = before.prompt.rstrip()
         begun = self.assumed or prompt.endswith(self.begin)
+        if before.continued is not None:
+            begun = before.continued.rfind(self.begin) > before.continued.rfind(self.end)
+        if prompt.endswith(self.end) or (before.continued is not None and not begun):
+            return
         turn.reasons = begun
         space = yield from turn.text.space()
         marked = (yield from turn.text.one_of(self.begin)) is not None
