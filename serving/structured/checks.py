@@ -49,10 +49,10 @@ class GrammarChecks:
     """From what users ask for to grammars that compile.
 
     Args:
-        tokenizer: its special tokens are those that grammars may name.
+        tokenizer: gives the tokenizer whose special tokens grammars may name.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: Callable[[], PreTrainedTokenizerBase]) -> None:
         self._tokenizer = tokenizer
         self.refused = 0
         self.taken = 0
@@ -90,7 +90,7 @@ class GrammarChecks:
         return text if after is None else grammar_text(params, after, after_id=self._special().get(after))
 
     def _special(self) -> dict[str, int]:
-        added = self._tokenizer.added_tokens_decoder
+        added = self._tokenizer().added_tokens_decoder
         return {token.content: number for number, token in added.items() if token.special}
 
     def _check_special(self, names: Sequence[str]) -> None:
