@@ -40,7 +40,7 @@ async def output_grammar(
     try:
         return await service.grammars.grammar(asked, after)
     except RequestError as error:
-        param = _PLACES.get((field, error.param), field)
+        param = _PLACES.get((field, error.param or ""), field)
         raise RequestError(f"{param}: {error}", param=param) from error
 
 
