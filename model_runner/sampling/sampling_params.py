@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -112,6 +112,9 @@ class SamplingParams:
         bad_token_sequences: sequences that the output must not contain: the token that would complete one is forbidden.
             The prompt does not count. 256 at most, with 4096 tokens in all. They are vLLM's `bad_words` as tokens
             (made by `serving.text.bad_words`).
+        grammar: text of a grammar (llguidance's notation, see `serving.structured`) that the output obeys. An output
+            that has nothing left to say ends with an end-of-sequence token, with `ignore_eos`, too. What runs steps
+            must make the grammar of each request from it; `model_runner.generate` does not.
 
     Raises:
         RequestError: at construction, if a value has a wrong type or is out of range, or values contradict each other.
@@ -134,6 +137,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     allowed_token_ids: AllowedTokens | None = None
     bad_token_sequences: tuple[tuple[int, ...], ...] = ()
+    grammar: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():

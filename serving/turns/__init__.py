@@ -18,6 +18,7 @@ from serving.turns.parsers import (
     TurnSettings,
     make_turn_parser,
     marks_of,
+    reasoning_end,
 )
 from serving.turns.reasoning import Before
 from serving.turns.turn import PlainTurn, ToolCallDelta, TurnDelta, TurnParser
@@ -34,5 +35,6 @@ __all__ = [
     "TurnSettings",
     "make_turn_parser",
     "marks_of",
+    "reasoning_end",
     "with_defaults",
 ]

@@ -92,11 +92,6 @@ class TurnSettings:
         """Whether turns have harmony's messages, which are read as one whatever a request asks for."""
         return self.tool_call_parser == HARMONY or self.reasoning_parser == HARMONY_REASONING
 
-    @property
-    def reasoning_end(self) -> str | None:
-        """The text after which an answer's own form begins; None without reasoning."""
-        return None if self.reasoning_parser is None else REASONING_PARSERS[self.reasoning_parser].end
-
 
 @dataclass(frozen=True)
 class TurnPlan:
@@ -163,12 +158,21 @@ def make_turn_parser(
     )
 
 
+def reasoning_end(settings: TurnSettings, before: Before) -> str | None:
+    """The text after which an answer's own form begins; None where there is no reasoning before it."""
+    named = HARMONY_REASONING if settings.harmony else settings.reasoning_parser
+    reasoning = None if named is None else REASONING_PARSERS[named]
+    return None if reasoning is None or reasoning.is_over(before) else reasoning.end
+
+
 def _formats(settings: TurnSettings, plan: TurnPlan) -> tuple[CallFormat | None, ReasoningFormat | None]:
     if settings.harmony:
         return TOOL_PARSERS[HARMONY], None
     named = settings.tool_call_parser
     own = None if named is None else TOOL_PARSERS[named]
-    reasoning = REASONING_PARSERS[settings.reasoning_parser] if settings.reasoning_parser and plan.reasoning else None
+    reasoning = REASONING_PARSERS[settings.reasoning_parser] if settings.reasoning_parser else None
+    if not (plan.reasoning or plan.forced):
+        reasoning = None
     make_id = _random_id if own is None else own.make_id
     if plan.forced:
         read = forced.read_required if plan.forced is True else forced.read_named(str(plan.forced))

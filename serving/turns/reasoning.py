@@ -40,15 +40,23 @@ class ReasoningFormat:
         """The marks."""
         return self.begin, self.end
 
+    def has_begun(self, before: Before) -> bool:
+        """Whether the turn begins within the reasoning."""
+        if before.continued is not None:
+            return before.continued.rfind(self.begin) > before.continued.rfind(self.end)
+        prompt = before.prompt.rstrip()
+        return prompt.endswith(self.begin) or (self.assumed and not prompt.endswith(self.end))
+
+    def is_over(self, before: Before) -> bool:
+        """Whether the turn begins behind the reasoning."""
+        ended = before.continued is not None or before.prompt.rstrip().endswith(self.end)
+        return ended and not self.has_begun(before)
+
     def read(self, turn: MarkedTurn, before: Before) -> Reading[None]:
         """Read the reasoning, if the turn begins with it. Without its end, all of the turn is reasoning."""
-        prompt = before.prompt.rstrip()
-        begun = self.assumed or prompt.endswith(self.begin)
-        if before.continued is not None:
-            begun = before.continued.rfind(self.begin) > before.continued.rfind(self.end)
-        if prompt.endswith(self.end) or (before.continued is not None and not begun):
+        begun = turn.reasons = self.has_begun(before)
+        if self.is_over(before):
             return
-        turn.reasons = begun
         space = yield from turn.text.space()
         marked = (yield from turn.text.one_of(self.begin)) is not None
         if not marked and not begun:
