@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Self
 
 from serving.api.allowed_tokens import allowed_tokens
@@ -23,11 +24,12 @@ from serving.api.prompts import (
 )
 from serving.api.sampling import sampling_params
 from serving.api.schema.errors import ApiError
-from serving.api.schema.request_models import ChatCompletionRequest
+from serving.api.schema.request_models import ChatCompletionRequest, ChatMessage
 from serving.api.service import Service
+from serving.api.structured import output_grammar
 from serving.api.tools import forced_form, num_calls, turn_plan
 from serving.api.turns import OutputTurn, chunks_of, hidden_marks, make_turns, message_of
-from serving.structured import StructuredOutputsParams
+from serving.turns import Before, reasoning_end
 
 
 class ChatAnswer(Answer):
@@ -56,8 +58,7 @@ class ChatAnswer(Answer):
         self._role = "assistant" if body.begins_turn else last.role
         self._echo = ""
         if body.echo and last.role == self._role:
-            form = chat_template(service).content_form(last.role)
-            self._echo = _written(form.text(last.model_dump()["content"] or ""), text)
+            self._echo = _written(_content(service, last), text)
 
     @classmethod
     async def make(cls, service: Service, body: ChatCompletionRequest, size: int) -> Self:
@@ -76,12 +77,15 @@ class ChatAnswer(Answer):
             separate=body.separate_reasoning is not False,
             num_calls=num_calls(body.messages),
         )
-        _enforce(forced_form(body.tools or (), plan))
         limits = await allowed_tokens(service, body, 1, size)
         wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         text, token_ids = await service.long_work.run(lambda: _text_and_ids(service, body, wanted or 1), size)
         if not token_ids:
             raise ApiError(400, "The messages have no tokens; there is nothing to answer.", param="messages")
+        last = _content(service, body.messages[-1])
+        before = Before(text, None if body.begins_turn else last)
+        forced = forced_form(body.tools or (), plan)
+        grammar = await output_grammar(service, body, forced=forced, after=reasoning_end(service.turns, before))
         asked = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
         left = check_length(service, len(token_ids), asked, "messages")
         params = sampling_params(
@@ -90,14 +94,14 @@ class ChatAnswer(Answer):
             max_tokens=service.default_max_tokens(left, left) if wanted is None else wanted,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
-            limits=limits,
+            limits=replace(limits, grammar=grammar),
         )
         of_prompt = 0 if body.prompt_logprobs is None else len(token_ids) * (body.prompt_logprobs + 1)
         check_logprobs(of_prompt, params, body)
         answer_id = f"{cls.id_prefix}{uuid.uuid4().hex}"
         hidden = hidden_marks(service, body, plan)
         outputs = make_outputs(service, body, answer_id, [(token_ids, params)], kept=frozenset(hidden.values()))
-        turns = make_turns(service, outputs, plan, prompt=text, streamed=bool(body.stream), hidden=hidden)
+        turns = make_turns(service, outputs, plan, before=before, streamed=bool(body.stream), hidden=hidden)
         return cls(service, body, answer_id, outputs, text, turns)
 
     async def _deltas(self) -> AsyncGenerator[Delta, None]:
@@ -160,6 +164,11 @@ class ChatAnswer(Answer):
         return {"role": self._role, **message, "refusal": None}
 
 
+def _content(service: Service, message: ChatMessage) -> str:
+    """The text of a message."""
+    return chat_template(service).content_form(message.role).text(message.model_dump()["content"] or "")
+
+
 def _written(content: str, text: str) -> str:
     """A message as it is in the prompt's text: a template may trim it. As it was sent if the template rewrites it."""
     words = content.strip()
@@ -177,10 +186,6 @@ def _text_and_ids(service: Service, body: ChatCompletionRequest, wanted: int) ->
     # The template writes special tokens itself.
     whole = encode(service, text, add_special_tokens=bool(body.add_special_tokens))
     return text, truncated(service, whole, body, wanted)
-
-
-def _enforce(form: StructuredOutputsParams | None) -> None:
-    """TODO"""
 
 
 def _refuse(body: ChatCompletionRequest) -> None:

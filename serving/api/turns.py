@@ -11,7 +11,7 @@ from serving.api.generation import Delta, Output
 from serving.api.schema.request_models import GenerationRequest
 from serving.api.service import Service
 from serving.text.tokenizer import Vocabulary
-from serving.turns import TurnDelta, TurnParser, TurnPlan, make_turn_parser, marks_of
+from serving.turns import Before, TurnDelta, TurnParser, TurnPlan, make_turn_parser, marks_of
 
 TOOL_CALLS = "tool_calls"
 """The finish reason of an output that ended with calls."""
@@ -68,14 +68,14 @@ def make_turns(
     outputs: Sequence[Output],
     plan: TurnPlan,
     *,
-    prompt: str,
+    before: Before,
     streamed: bool,
     hidden: Mapping[str, int],
 ) -> dict[int, OutputTurn]:
-    """A turn for each output, by its index. `prompt`: its text; see `make_turn_parser` for the rest."""
+    """A turn for each output, by its index; see `make_turn_parser`."""
     return {
         output.index: OutputTurn(
-            make_turn_parser(service.turns, plan, prompt=prompt, streamed=streamed, hidden=hidden.keys())
+            make_turn_parser(service.turns, plan, before=before, streamed=streamed, hidden=hidden.keys())
         )
         for output in outputs
     }

@@ -18,12 +18,15 @@ from serving.turns.parsers import (
     TurnSettings,
     make_turn_parser,
     marks_of,
+    reasoning_end,
 )
+from serving.turns.reasoning import Before
 from serving.turns.turn import PlainTurn, ToolCallDelta, TurnDelta, TurnParser
 
 __all__ = [
     "REASONING_PARSERS",
     "TOOL_PARSERS",
+    "Before",
     "PlainTurn",
     "ToolCallDelta",
     "TurnDelta",
@@ -32,5 +35,6 @@ __all__ = [
     "TurnSettings",
     "make_turn_parser",
     "marks_of",
+    "reasoning_end",
     "with_defaults",
 ]

@@ -21,7 +21,7 @@ from serving.turns.formats import (
 )
 from serving.turns.marked import MakeId, MarkedTurn
 from serving.turns.reading import Reading
-from serving.turns.reasoning import ReasoningFormat
+from serving.turns.reasoning import Before, ReasoningFormat
 from serving.turns.turn import PlainTurn, TurnParser
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -46,6 +46,7 @@ class CallFormat:
     make_id: MakeId = _random_id
 
 
+NOTHING = Before()
 HARMONY = "openai"
 TOOL_PARSERS: Mapping[str, CallFormat] = {
     "deepseek_v3": CallFormat(deepseek.read_v3, deepseek.MARKS),
@@ -91,11 +92,6 @@ class TurnSettings:
         """Whether turns have harmony's messages, which are read as one whatever a request asks for."""
         return self.tool_call_parser == HARMONY or self.reasoning_parser == HARMONY_REASONING
 
-    @property
-    def reasoning_end(self) -> str | None:
-        """The text after which an answer's own form begins; None without reasoning."""
-        return None if self.reasoning_parser is None else REASONING_PARSERS[self.reasoning_parser].end
-
 
 @dataclass(frozen=True)
 class TurnPlan:
@@ -123,14 +119,19 @@ def marks_of(settings: TurnSettings, plan: TurnPlan) -> frozenset[str]:
 
 
 def make_turn_parser(
-    settings: TurnSettings, plan: TurnPlan, *, prompt: str = "", streamed: bool = True, hidden: Collection[str] = ()
+    settings: TurnSettings,
+    plan: TurnPlan,
+    *,
+    before: Before = NOTHING,
+    streamed: bool = True,
+    hidden: Collection[str] = (),
 ) -> TurnParser:
     """What reads one output's text.
 
     Args:
         settings: the server's.
         plan: the request's.
-        prompt: the prompt's text, whose end may begin or end the reasoning.
+        before: what comes before the turn.
         streamed: pass calls on before they are complete.
         hidden: marks that are special tokens, which content should not have.
     """
@@ -140,7 +141,7 @@ def make_turn_parser(
 
     def read(turn: MarkedTurn) -> Reading[None]:
         if reasoning is not None:
-            yield from reasoning.read(turn, prompt)
+            yield from reasoning.read(turn, before)
         if calls is not None:
             yield from calls.read(turn)
         else:
@@ -157,12 +158,21 @@ def make_turn_parser(
     )
 
 
+def reasoning_end(settings: TurnSettings, before: Before) -> str | None:
+    """The text after which an answer's own form begins; None where there is no reasoning before it."""
+    named = HARMONY_REASONING if settings.harmony else settings.reasoning_parser
+    reasoning = None if named is None else REASONING_PARSERS[named]
+    return None if reasoning is None or reasoning.is_over(before) else reasoning.end
+
+
 def _formats(settings: TurnSettings, plan: TurnPlan) -> tuple[CallFormat | None, ReasoningFormat | None]:
     if settings.harmony:
         return TOOL_PARSERS[HARMONY], None
     named = settings.tool_call_parser
     own = None if named is None else TOOL_PARSERS[named]
-    reasoning = REASONING_PARSERS[settings.reasoning_parser] if settings.reasoning_parser and plan.reasoning else None
+    reasoning = REASONING_PARSERS[settings.reasoning_parser] if settings.reasoning_parser else None
+    if not (plan.reasoning or plan.forced):
+        reasoning = None
     make_id = _random_id if own is None else own.make_id
     if plan.forced:
         read = forced.read_required if plan.forced is True else forced.read_named(str(plan.forced))

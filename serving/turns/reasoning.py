@@ -9,6 +9,19 @@ from serving.turns.reading import Reading
 
 
 @dataclass(frozen=True)
+class Before:
+    """What comes before a turn: it says whether the reasoning has begun, or is over.
+
+    Attributes:
+        prompt: the prompt's text, of which the end counts.
+        continued: the message that the turn continues; None if it begins one.
+    """
+
+    prompt: str = ""
+    continued: str | None = None
+
+
+@dataclass(frozen=True)
 class ReasoningFormat:
     """How a family marks its reasoning.
 
@@ -27,17 +40,23 @@ class ReasoningFormat:
         """The marks."""
         return self.begin, self.end
 
-    def read(self, turn: MarkedTurn, prompt: str) -> Reading[None]:
-        """Read the reasoning, if the turn begins with it. Without its end, all of the turn is reasoning.
+    def has_begun(self, before: Before) -> bool:
+        """Whether the turn begins within the reasoning."""
+        if before.continued is not None:
+            return before.continued.rfind(self.begin) > before.continued.rfind(self.end)
+        prompt = before.prompt.rstrip()
+        return prompt.endswith(self.begin) or (self.assumed and not prompt.endswith(self.end))
 
-        Args:
-            prompt: the prompt's text, whose end says whether the reasoning has begun, or is over.
-        """
-        prompt = prompt.rstrip()
-        if prompt.endswith(self.end):
+    def is_over(self, before: Before) -> bool:
+        """Whether the turn begins behind the reasoning."""
+        ended = before.continued is not None or before.prompt.rstrip().endswith(self.end)
+        return ended and not self.has_begun(before)
+
+    def read(self, turn: MarkedTurn, before: Before) -> Reading[None]:
+        """Read the reasoning, if the turn begins with it. Without its end, all of the turn is reasoning."""
+        begun = turn.reasons = self.has_begun(before)
+        if self.is_over(before):
             return
-        begun = self.assumed or prompt.endswith(self.begin)
-        turn.reasons = begun
         space = yield from turn.text.space()
         marked = (yield from turn.text.one_of(self.begin)) is not None
         if not marked and not begun:

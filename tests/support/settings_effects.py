@@ -120,7 +120,7 @@ def of_serve(words: Sequence[str]) -> Effects:
         mock.patch.object(node, "RunFolder", return_value=mock.MagicMock(path=Path("run"))),
         mock.patch.object(node, "connect_store", seen.note("store", then=Enough)),
         mock.patch.object(server, "load_tokenizer", seen.note("tokenizer")),
-        mock.patch.object(server, "check_chat_template"),
+        mock.patch.object(server, "check_chat_template", return_value=None),
         mock.patch.object(server, "make_registry", seen.note("metrics", (mock.MagicMock(), None))),
         mock.patch.object(server, "make_asgi_app"),
         mock.patch.object(server, "create_app", seen.note("app", mock.MagicMock())),

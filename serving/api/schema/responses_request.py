@@ -15,7 +15,7 @@ from serving.api.schema.unsupported_fields import CHAT, Refused
 LOGPROBS = "message.output_text.logprobs"
 """The value of `include` that asks for log-probabilities."""
 AS_IN_CHAT = (
-    *("model", "stream", "priority", "chat_template_kwargs"),
+    *("model", "stream", "priority", "chat_template_kwargs", "structured_outputs"),
     *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "allowed_token_ids", "bad_words"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("stop", "stop_token_ids", "include_stop_str_in_output", "min_tokens", "ignore_eos", "skip_special_tokens"),

@@ -88,7 +88,7 @@ _MACHINES = ("nnodes", "node_rank", "master_addr", "master_port", "cluster_secre
 _OFFLINE: Mapping[str, type[Group]] = {
     "model": Model,
     "prompts": Prompts,
-    **{title: group for title, group in SERVE.groups.items() if title not in ("model", "server")},
+    **{title: group for title, group in SERVE.groups.items() if title not in ("model", "server", "turns")},
 }
 _QUIET = {"log_level": "warning"}
 

@@ -284,7 +284,8 @@ def test_a_client_that_leaves_a_stream(server: Server, leaving: httpx.Client, n:
 def test_a_client_that_leaves_a_response(server: Server, leaving: httpx.Client) -> None:
     server.engine.hold_after = 3
     with leaving.stream("POST", "/v1/responses", json={"input": "a", "stream": True}) as response:
-        assert next(response.iter_lines()) == "event: response.created"
+        lines = response.iter_lines()  # the connection is closed with it
+        assert next(lines) == "event: response.created"
         wait_until(lambda: len(server.engine.alive) == 1)
     expect_aborts(server, 1)
 
