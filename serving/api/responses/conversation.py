@@ -34,7 +34,11 @@ _NAMES = (
     (re.compile(r"^tools\.(\d+)\.function"), r"tools.\1"),
 )
 """The chat's fields that have another name here."""
-_LENGTH = re.compile(r"\bmax_(completion_)?tokens\b")
+_WORDS = (
+    (re.compile(r"\bmax_(completion_)?tokens\b"), "max_output_tokens"),
+    (re.compile(r"\bresponse_format\b(\.json_schema)?"), "text.format"),
+)
+"""The same, in messages."""
 _IN_MESSAGES = re.compile(r"messages\.(\d+)(?:\.tool_calls(?:\.(\d+))?(?:\.function)?)?")
 
 
@@ -159,7 +163,9 @@ def named_as_sent(conversation: Conversation) -> Iterator[None]:
         for pattern, name in _NAMES:
             own = pattern.sub(name, own)
         told = message if param in ("messages", "logprobs") else message.replace(param, own)
-        return _LENGTH.sub("max_output_tokens", told), own
+        for pattern, name in _WORDS:
+            told = pattern.sub(name, told)
+        return told, own
 
     try:
         yield

@@ -70,7 +70,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 def strict(answer: BaseModel, also: Collection[str] = ()) -> None:
     """The answer is of the client's own type, with no field that the type does not have but for `also`."""
-    type(answer).model_validate_json(answer.model_dump_json(exclude_unset=True), strict=True)
+    type(answer).model_validate_json(answer.model_dump_json(exclude_unset=True, by_alias=True), strict=True)
 
     def check(value: Any) -> None:
         if isinstance(value, BaseModel):
@@ -183,6 +183,24 @@ def test_responses_streamed(client: openai.OpenAI) -> None:
         text = "".join(event.delta for event in helper if event.type == "response.output_text.delta")
         final = helper.get_final_response()
     assert text == TEXT == final.output_text
+
+
+def test_responses_that_follow_a_pydantic_model(server: Server, client: openai.OpenAI) -> None:
+    class City(BaseModel):
+        name: str
+        people: int
+
+    server.engine.reply = says('{"name": "Bonn", "people": 330000}')
+    bonn = City(name="Bonn", people=330_000)
+    parsed = client.responses.parse(model=MODEL, input="A city?", text_format=City)
+    assert parsed.output_parsed == bonn
+    strict(parsed, also={"store"})
+    with client.responses.stream(model=MODEL, input="A city?", text_format=City) as helper:
+        (done,) = [event for event in helper if event.type == "response.output_text.done"]
+        assert done.parsed == helper.get_final_response().output_parsed == bonn
+    client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=City)
+    assert len({request.params.grammar for request in server.engine.requests}) == 1
+    assert server.engine.requests[0].params.grammar is not None
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'

@@ -157,6 +157,9 @@ TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "de
 CALLED = '<think>\nSo</think>\n\nWell.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
+JSON_SCHEMA = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
+
+
 def calling(text: str = CALLED) -> Any:
     """An application whose model calls a tool, by a template that shows tools."""
     app = app_with("{{ tools }}" + TEMPLATE, FakeEngine(reply=says(text)))
@@ -182,6 +185,50 @@ def test_reasoning_text_and_a_call() -> None:
         item.pop("call_id", None)
     assert alike(streamed) == alike(whole)
     assert "".join(event.get("delta", "") for event in events if "arguments" in event["type"]) == call["arguments"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        ("required", '[{"name": "add", "parameters": {"a": 1}}]'),
+        ({"type": "function", "name": "add"}, '{"a": 1}'),
+        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]}, ""),
+    ],
+)
+def test_a_call_that_is_forced(choice: Any, said: str) -> None:
+    said = said or '[{"name": "add", "parameters": {"a": 1}}]'
+    app = calling(said)
+    body = {"tools": [TOOL], "tool_choice": choice}
+    (call,) = respond(app, body)["output"]
+    assert (call["type"], call["name"], json.loads(call["arguments"])) == ("function_call", "add", {"a": 1})
+    assert app.state.service.engine.requests[0].params.grammar is not None
+    *_, last = events_of(calling(said), body)
+    assert last["response"]["output"][0]["arguments"] == call["arguments"]
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "reason"),
+    [
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "is missing"),
+        (
+            {"text": {"format": JSON_SCHEMA | {"schema": {"type": "nothing"}}}},
+            "text.format.schema",
+            "text.format.schema",
+        ),
+        (
+            {"text": {"format": JSON_SCHEMA}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "text.format and",
+        ),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "structured_outputs.regex"),
+    ],
+)
+def test_a_form_that_cannot_be_enforced(given: dict[str, Any], param: str, reason: str) -> None:
+    response = post(FakeEngine(), RESPONSES, {"input": "a", **given})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert reason in error["message"]
 
 
 def test_a_call_that_is_cut_is_incomplete() -> None:
