@@ -155,12 +155,14 @@ def test_draining_ends_what_runs_and_what_waits(gate: Gate) -> None:
     asyncio.run(run())
 
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize")
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize")
 TEXT = "a" * SHORT_BYTES
 BODY = {"prompt": TEXT, "messages": [{"role": "user", "content": TEXT}]}
 
 
 def body_of(path: str) -> dict[str, Any]:
+    if path == "/v1/responses":
+        return {"input": TEXT}
     return {name: value for name, value in BODY.items() if (name == "messages") == ("chat" in path)}
 
 

@@ -156,6 +156,27 @@ def _tokenize(target: Target) -> list[Mapping[str, Any]]:
     return [{"prompt": "to be or not " * 400_000}, {"prompt": "x" * 5 * _MILLION}]
 
 
+def _items(target: Target) -> list[Mapping[str, Any]]:
+    """Items, parts and tools of responses: too many, too large, or nested."""
+    said = {"role": "user", "content": "a"}
+    deep: dict[str, Any] = {}
+    for _ in range(200):
+        deep = {"properties": {"a": deep}}
+    tool = {"type": "function", "name": "f", "parameters": deep}
+    wrong: list[dict[str, Any]] = [
+        {"input": [said] * 20_000},
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "to be or not "}] * 10_000}]},
+        {"input": [deep]},
+        {"tools": [tool] * 40},
+        {"tools": [{**tool, "description": "a" * _MILLION, "parameters": {}}] * 8},
+        {"metadata": {str(number): "a" for number in range(1000)}},
+        {"include": ["everything"] * 1000},
+        {"instructions": "to be or not " * 400_000},
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"$ref": "#/$defs/a"}}}},
+    ]
+    return [{"model": target.server.model, "input": "a", "max_output_tokens": 4, **each} for each in wrong]
+
+
 async def _large(target: Target) -> Answers:
     """Send 100 MB, with and without a Content-Length."""
 
@@ -325,6 +346,7 @@ ATTACKS: tuple[Attack, ...] = tuple(
         ("as many biases as allowed", _bodies(_most_biases), {_OK}, {_OK}),
         ("bodies that are broken or wrong", _bodies(_broken), {_WRONG}, {_WRONG}),
         ("deep arguments of the chat template", _bodies(_deep_template, "/v1/chat/completions"), {_OK, _WRONG}, ()),
+        ("items and tools of responses", _bodies(_items, "/v1/responses"), {_WRONG, _TOO_LARGE}, {_WRONG}),
         ("clients that leave", _leave, {"nothing", _OK}, {"nothing", _OK}),
         ("clients that do not read", _do_not_read, {_OK}, {_OK}),
         ("halves of requests", _half_requests, {"408"}, {"408"}),
