@@ -91,8 +91,8 @@ class JsonSchemaForm(TypedObject):
     name: Annotated[str, Field(min_length=1, max_length=MAX_FORM_NAME_CHARACTERS)]
     # `schema` is a method of pydantic's models, so the field has another name.
     schema_: dict[str, Any] = Field(alias="schema", description="a JSON schema")
-    description: str | None = None
-    strict: bool | None = Field(None, description="the text follows the schema")
+    description: str | None = Field(None, description="changes nothing")
+    strict: bool | None = Field(None, description="changes nothing: the schema is always enforced as it is")
 
 
 TextFormat = Annotated[
