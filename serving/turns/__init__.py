@@ -18,7 +18,7 @@ from serving.turns.parsers import (
     TurnSettings,
     make_turn_parser,
     marks_of,
-    reasoning_end,
+    preamble,
 )
 from serving.turns.reasoning import Before
 from serving.turns.turn import PlainTurn, ToolCallDelta, TurnDelta, TurnParser
@@ -35,6 +35,6 @@ __all__ = [
     "TurnSettings",
     "make_turn_parser",
     "marks_of",
-    "reasoning_end",
+    "preamble",
     "with_defaults",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from serving.structured import After, Messages, Preamble
 from serving.turns.formats import (
     deepseek,
     forced,
@@ -158,11 +159,14 @@ def make_turn_parser(
     )
 
 
-def reasoning_end(settings: TurnSettings, before: Before) -> str | None:
-    """The text after which an answer's own form begins; None where there is no reasoning before it."""
-    named = HARMONY_REASONING if settings.harmony else settings.reasoning_parser
-    reasoning = None if named is None else REASONING_PARSERS[named]
-    return None if reasoning is None or reasoning.is_over(before) else reasoning.end
+def preamble(settings: TurnSettings, before: Before) -> After | None:
+    """The reasoning that may come before an answer's own form; None where there is none."""
+    if settings.harmony:
+        return Messages()
+    reasoning = None if settings.reasoning_parser is None else REASONING_PARSERS[settings.reasoning_parser]
+    if reasoning is None or reasoning.is_over(before):
+        return None
+    return Preamble(reasoning.begin, reasoning.end, reasoning.has_begun(before))
 
 
 def _formats(settings: TurnSettings, plan: TurnPlan) -> tuple[CallFormat | None, ReasoningFormat | None]:
