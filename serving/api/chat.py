@@ -28,8 +28,8 @@ from serving.api.schema.request_models import ChatCompletionRequest, ChatMessage
 from serving.api.service import Service
 from serving.api.structured import output_grammar
 from serving.api.tools import forced_form, num_calls, turn_plan
-from serving.api.turns import OutputTurn, chunks_of, hidden_marks, make_turns, message_of
-from serving.turns import Before, preamble
+from serving.api.turns import OutputTurn, chunks_of, hidden_marks, make_turns, message_of, preamble
+from serving.turns import Before
 
 
 class ChatAnswer(Answer):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from serving.structured import After, Messages, Preamble
 from serving.turns.formats import (
     deepseek,
     forced,
@@ -157,16 +156,6 @@ def make_turn_parser(
         most_calls=None if plan.parallel else 1,
         hidden=hidden,
     )
-
-
-def preamble(settings: TurnSettings, before: Before) -> After | None:
-    """The reasoning that may come before an answer's own form; None where there is none."""
-    if settings.harmony:
-        return Messages()
-    reasoning = None if settings.reasoning_parser is None else REASONING_PARSERS[settings.reasoning_parser]
-    if reasoning is None or reasoning.is_over(before):
-        return None
-    return Preamble(reasoning.begin, reasoning.end, reasoning.has_begun(before))
 
 
 def _formats(settings: TurnSettings, plan: TurnPlan) -> tuple[CallFormat | None, ReasoningFormat | None]:
