@@ -28,8 +28,8 @@ from serving.api.schema.request_models import ChatCompletionRequest, ChatMessage
 from serving.api.service import Service
 from serving.api.structured import output_grammar
 from serving.api.tools import forced_form, num_calls, turn_plan
-from serving.api.turns import OutputTurn, chunks_of, hidden_marks, make_turns, message_of
-from serving.turns import Before, reasoning_end
+from serving.api.turns import OutputTurn, chunks_of, hidden_marks, make_turns, message_of, preamble
+from serving.turns import Before
 
 
 class ChatAnswer(Answer):
@@ -85,7 +85,7 @@ class ChatAnswer(Answer):
         last = _content(service, body.messages[-1])
         before = Before(text, None if body.begins_turn else last)
         forced = forced_form(body.tools or (), plan)
-        grammar = await output_grammar(service, body, forced=forced, after=reasoning_end(service.turns, before))
+        grammar = await output_grammar(service, body, forced=forced, after=preamble(service.turns, before))
         asked = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
         left = check_length(service, len(token_ids), asked, "messages")
         params = sampling_params(

@@ -11,7 +11,7 @@ from serving.api.schema.structured_fields import ResponseFormat
 
 if TYPE_CHECKING:
     from serving.api.service import Service
-    from serving.structured import StructuredOutputsParams
+    from serving.structured import After, StructuredOutputsParams
 
 
 async def output_grammar(
@@ -19,13 +19,13 @@ async def output_grammar(
     body: GenerationRequest,
     *,
     forced: StructuredOutputsParams | None = None,
-    after: str | None = None,
+    after: After | None = None,
 ) -> str | None:
     """The grammar of a body's outputs, once it was tried; None if it asks for no form.
 
     Args:
         forced: a form that other fields ask for (`tool_choice`); it goes before the body's own.
-        after: the output may begin with any text up to this one, such as the end of the reasoning.
+        after: what the output may begin with: the reasoning.
 
     Raises:
         RequestError, ApiError: the form is not valid, or cannot be enforced.

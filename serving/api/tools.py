@@ -61,24 +61,28 @@ def turn_plan(
 
 
 def forced_form(tools: Sequence[Tool], plan: TurnPlan) -> StructuredOutputsParams | None:
-    """The form of an output that must be calls: see `serving.turns.formats.forced`. None if none is forced."""
+    """The form of an output that must be calls: see `serving.turns.formats.forced`. None if none is forced.
+
+    Objects have the properties that they list, unless their schema says otherwise: others are no parameters.
+    """
     if not plan.forced:
         return None
     schemas = {each.function.name: each.function.parameters or _NO_PARAMETERS for each in tools}
     if isinstance(plan.forced, str):
-        return StructuredOutputsParams(json=schemas[plan.forced])
+        return StructuredOutputsParams(json=schemas[plan.forced], disable_additional_properties=True)
     definitions: dict[str, Any] = {}
     calls: list[dict[str, Any]] = []
     for place, (name, schema) in enumerate(schemas.items()):
-        whole, own = f"tool{place}", _referring(schema, f"#/$defs/tool{place}")
+        own = _referring(schema, f"#/$defs/tool{place}")
         if own != schema:
-            definitions[whole] = own
+            definitions[f"tool{place}"] = own
         properties = {"name": {"type": "string", "enum": [name]}, "parameters": own}
         calls.append({"type": "object", "properties": properties, "required": ["name", "parameters"]})
     form: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if not plan.parallel:
         form["maxItems"] = 1
-    return StructuredOutputsParams(json={**form, **({"$defs": definitions} if definitions else {})})
+    whole = {**form, **({"$defs": definitions} if definitions else {})}
+    return StructuredOutputsParams(json=whole, disable_additional_properties=True)
 
 
 def _referring(schema: Any, root: str) -> Any:

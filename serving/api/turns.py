@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from model_runner import FinishReason
 from serving.api.generation import Delta, Output
 from serving.api.schema.request_models import GenerationRequest
 from serving.api.service import Service
 from serving.text.tokenizer import Vocabulary
-from serving.turns import Before, TurnDelta, TurnParser, TurnPlan, make_turn_parser, marks_of
+from serving.turns import (
+    REASONING_PARSERS,
+    Before,
+    TurnDelta,
+    TurnParser,
+    TurnPlan,
+    TurnSettings,
+    make_turn_parser,
+    marks_of,
+)
+
+if TYPE_CHECKING:
+    from serving.structured import After
 
 TOOL_CALLS = "tool_calls"
 """The finish reason of an output that ended with calls."""
@@ -61,6 +73,18 @@ def hidden_marks(service: Service, body: GenerationRequest, plan: TurnPlan) -> M
     vocabulary = Vocabulary.of(service.tokenizer)
     ids = {mark: vocabulary.special_id(mark) for mark in sorted(marks_of(service.turns, plan))}
     return {mark: token for mark, token in ids.items() if token is not None}
+
+
+def preamble(settings: TurnSettings, before: Before) -> After | None:
+    """The reasoning that may come before an answer's own form; None where there is none."""
+    from serving.structured import Messages, Preamble
+
+    if settings.harmony:
+        return Messages()
+    reasoning = None if settings.reasoning_parser is None else REASONING_PARSERS[settings.reasoning_parser]
+    if reasoning is None or reasoning.is_over(before):
+        return None
+    return Preamble(reasoning.begin, reasoning.end, reasoning.has_begun(before))
 
 
 def make_turns(

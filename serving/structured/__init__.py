@@ -10,8 +10,9 @@ limits                    what one grammar may take; the engine's matchers have 
 """
 
 from serving.structured.checks import GrammarChecks
-from serving.structured.grammar import grammar_text
+from serving.structured.grammar import After, grammar_text
 from serving.structured.limits import limits
 from serving.structured.params import StructuredOutputsParams
+from serving.structured.preamble import Messages, Preamble
 
-__all__ = ["GrammarChecks", "StructuredOutputsParams", "grammar_text", "limits"]
+__all__ = ["After", "GrammarChecks", "Messages", "Preamble", "StructuredOutputsParams", "grammar_text", "limits"]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from model_runner import RequestError
 from serving.requests import QueueFull
-from serving.structured.grammar import grammar_text
+from serving.structured.grammar import After, grammar_text
 from serving.structured.lark import special_tokens
 from serving.structured.limits import (
     LIMITS,
@@ -57,7 +57,7 @@ class GrammarChecks:
         self.refused = 0
         self.taken = 0
 
-    async def grammar(self, params: StructuredOutputsParams, after: str | None = None) -> str:
+    async def grammar(self, params: StructuredOutputsParams, after: After | None = None) -> str:
         """As `grammar_now`, while the event loop goes on.
 
         Raises:
@@ -67,11 +67,11 @@ class GrammarChecks:
         with pool.place():
             return await asyncio.wrap_future(pool.threads.submit(self.grammar_now, params, after))
 
-    def grammar_now(self, params: StructuredOutputsParams, after: str | None = None) -> str:
+    def grammar_now(self, params: StructuredOutputsParams, after: After | None = None) -> str:
         """The text for `SamplingParams.grammar`, once it was tried.
 
         Args:
-            after: the output begins with any text up to this one; what is asked for comes then.
+            after: what the output may begin with; see `grammar_text`.
 
         Raises:
             RequestError: it is not valid, or cannot be enforced within the limits; `param` is the field of `params`.
@@ -87,7 +87,11 @@ class GrammarChecks:
             self.refused += 1
             raise
         self.taken += 1
-        return text if after is None else grammar_text(params, after, after_id=self._special().get(after))
+        if after is None:
+            return text
+        # The library takes an added token that looks like a mark for a special one, whatever the tokenizer says.
+        added = {token.content: number for number, token in self._tokenizer().added_tokens_decoder.items()}
+        return grammar_text(params, after, special=added)
 
     def _special(self) -> dict[str, int]:
         added = self._tokenizer().added_tokens_decoder

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from model_runner import RequestError
 from serving.structured.limits import MAX_TEXT_BYTES
 from serving.structured.params import StructuredOutputsParams
+from serving.structured.preamble import Messages, Preamble
 from serving.structured.tags import structural_tag
-from serving.structured.writing import ANYTHING, Grammars, check_size, parsed, schema_text
+from serving.structured.writing import Grammars, check_size, parsed, schema_text
+
+After = Preamble | Messages
 
 
-def grammar_text(params: StructuredOutputsParams, after: str | None = None, *, after_id: int | None = None) -> str:
+def grammar_text(
+    params: StructuredOutputsParams, after: After | None = None, *, special: Mapping[str, int] | None = None
+) -> str:
     """The grammar of an output, for `SamplingParams.grammar`.
 
     It is not tried here: a grammar may still be too large, or fit nothing (`GrammarChecks`).
 
     Args:
-        after: the output begins with any text up to this one, such as `</think>`; what was asked for comes then.
-        after_id: the token of that text, where it is a special token, which is no part of texts.
+        after: what the output may begin with.
+        special: the tokenizer's added tokens by their texts.
 
     Raises:
         RequestError: what is asked for is not valid, too long, or cannot be enforced. `param` is the field's name, and
@@ -34,9 +38,7 @@ def grammar_text(params: StructuredOutputsParams, after: str | None = None, *, a
         raise RequestError(str(error), param=error.param or kind) from error
     if after is None:
         return made.text(f"start: {form}")
-    if after_id is not None:
-        return made.text(f"start: before <[{after_id}]> {form}\nbefore: {ANYTHING}")
-    return made.text(f"start: before {form}\nbefore[suffix={json.dumps(after)}]: {ANYTHING}")
+    return made.text(after.rules(form, special or {}))
 
 
 def _json(made: Grammars, schema: Any, params: StructuredOutputsParams) -> str:

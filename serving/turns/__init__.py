@@ -18,7 +18,6 @@ from serving.turns.parsers import (
     TurnSettings,
     make_turn_parser,
     marks_of,
-    reasoning_end,
 )
 from serving.turns.reasoning import Before
 from serving.turns.turn import PlainTurn, ToolCallDelta, TurnDelta, TurnParser
@@ -35,6 +34,5 @@ __all__ = [
     "TurnSettings",
     "make_turn_parser",
     "marks_of",
-    "reasoning_end",
     "with_defaults",
 ]

@@ -1,8 +1,8 @@
 """A turn whose parts are marked in its text. What the marks look like is a format's business: see `formats`.
 
-A call is passed on as it comes, if the turn is streamed, else when it is complete. A call that breaks off, or turns out
-to be none, is content: all of its text, mark included. So content is the same whether or not the turn is streamed; a
-stream has the beginning of such a call besides, which cannot be taken back.
+A call is passed on once its arguments begin, if the turn is streamed, else when it is complete. A call that breaks off,
+or turns out to be none, is content: all of its text, mark included. So content is the same whether or not the turn is
+streamed; a stream has the beginning of such a call besides, which cannot be taken back.
 """
 
 from __future__ import annotations
@@ -129,8 +129,6 @@ class MarkedTurn:
             raise Malformed
         made = self._make_id(name, self._num_begun) if call_id is None else call_id
         self._call = _Call(made, name, self._num_begun)
-        if self._streamed:
-            self._tell()
 
     def arguments(self, text: str) -> None:
         """The next piece of that call's arguments."""
@@ -138,6 +136,8 @@ class MarkedTurn:
             call.arguments.append(text)
             if call.told:
                 self._calls.append(ToolCallDelta(call.index, arguments=text))
+            elif self._streamed:
+                self._tell()
 
     def attempt(self, reading: Reading[None], mark: str) -> Reading[bool]:
         """Read one call, which says `call` and `arguments`; returns whether it is one. Else its text is content.

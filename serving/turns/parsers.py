@@ -158,13 +158,6 @@ def make_turn_parser(
     )
 
 
-def reasoning_end(settings: TurnSettings, before: Before) -> str | None:
-    """The text after which an answer's own form begins; None where there is no reasoning before it."""
-    named = HARMONY_REASONING if settings.harmony else settings.reasoning_parser
-    reasoning = None if named is None else REASONING_PARSERS[named]
-    return None if reasoning is None or reasoning.is_over(before) else reasoning.end
-
-
 def _formats(settings: TurnSettings, plan: TurnPlan) -> tuple[CallFormat | None, ReasoningFormat | None]:
     if settings.harmony:
         return TOOL_PARSERS[HARMONY], None

@@ -26,11 +26,10 @@ class ArgumentsWriter:
         self._turn = turn
         self._schema = turn.tools.get(function) or {}
         self._empty = True
-        turn.arguments("{")
 
     def value(self, name: str) -> _Value:
         """A parameter's value that begins; `close` ends it."""
-        self._turn.arguments(f"{'' if self._empty else ', '}{json.dumps(name, ensure_ascii=False)}: ")
+        self._turn.arguments(f"{'{' if self._empty else ', '}{json.dumps(name, ensure_ascii=False)}: ")
         self._empty = False
         properties = self._schema.get("properties")
         schema = properties.get(name) if isinstance(properties, Mapping) else None
@@ -38,7 +37,7 @@ class ArgumentsWriter:
 
     def close(self) -> None:
         """All parameters have come."""
-        self._turn.arguments("}")
+        self._turn.arguments("{}" if self._empty else "}")
 
 
 class _Value:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 
 FinishReasonName = Literal["stop", "length"]
+ChatFinishReasonName = Literal["stop", "length", "tool_calls"]
 
 
 class ErrorDetail(BaseModel):
@@ -36,6 +37,7 @@ class CompletionTokensDetails(BaseModel):
 
     accepted_prediction_tokens: int = Field(description="draft tokens that were accepted")
     rejected_prediction_tokens: int = Field(description="draft tokens that were rejected")
+    reasoning_tokens: int = Field(0, description="of chats only")
 
 
 class Usage(BaseModel):
@@ -139,12 +141,30 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class CalledFunction(BaseModel):
+    """A function and its arguments."""
+
+    name: str
+    arguments: str = Field(description="JSON, as the model wrote it: it may not fit the tool's schema")
+
+
+class ToolCall(BaseModel):
+    """A call that the model makes."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class AssistantMessage(BaseModel):
     """The answer."""
 
     role: str = Field(description="assistant, unless the answer continues a message of another role")
-    content: str
+    content: str | None = Field(description="null where there are only tool calls, or reasoning")
     refusal: None = None
+    reasoning: str = Field("", description="with --reasoning-parser only; left out if there is none")
+    reasoning_content: str = Field("", description="the same, by its older name")
+    tool_calls: list[ToolCall] = Field([], description="left out if there are none")
 
 
 class ChatChoice(_Choice):
@@ -152,7 +172,7 @@ class ChatChoice(_Choice):
 
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReasonName
+    finish_reason: ChatFinishReasonName
 
 
 class ChatCompletion(_Answer):
@@ -165,11 +185,30 @@ class ChatCompletion(_Answer):
     prompt_logprobs: PromptLogprobs = []
 
 
+class FunctionDelta(BaseModel):
+    """The new part of a call's function."""
+
+    name: str = Field("", description="in the call's first part only")
+    arguments: str = Field(description="to be appended")
+
+
+class ToolCallPart(BaseModel):
+    """The new part of a call."""
+
+    index: int = Field(description="which call of the message")
+    id: str = Field("", description="in the call's first part only")
+    type: Literal["function"] = Field("function", description="in the call's first part only")
+    function: FunctionDelta
+
+
 class ChatDelta(BaseModel):
     """The new part of a message."""
 
     role: str | None = None
     content: str | None = None
+    reasoning: str = Field("", description="with --reasoning-parser only")
+    reasoning_content: str = Field("", description="the same, by its older name")
+    tool_calls: list[ToolCallPart] = []
 
 
 class ChatChunkChoice(_Choice):
@@ -177,7 +216,7 @@ class ChatChunkChoice(_Choice):
 
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReasonName | None
+    finish_reason: ChatFinishReasonName | None
 
 
 class ChatCompletionChunk(_Answer):
