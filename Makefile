@@ -31,7 +31,7 @@ export UBATCH_C_CACHE := $(CURDIR)/.cache/c
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 export FLASHINFER_WORKSPACE_BASE := $(CURDIR)/.cache
 
-.PHONY: help setup setup-test setup-gpu demo test test-fast test-slow lint bench bench-link gpu gpu-first gpu-rest-1 gpu-rest-2 gpu-rest-3 test-gpu bench-gpu stub test-stub clean
+.PHONY: help setup setup-test setup-gpu demo test test-fast test-slow lint bench bench-link gpu gpu-first gpu-rest-1 gpu-rest-2 gpu-rest-3 test-gpu bench-gpu test-clients stub test-stub clean
 
 help: ## this list
 	@grep --extended-regexp '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -158,6 +158,18 @@ $(STUB_VENV)/.installed: constraints-stub.txt
 test-stub: stub ## the GPU tests and benchmarks over it: no numbers, no speed; writes benchmarks/results/stub-cuda.json
 	$(STUB).run $(if $(STUB_OPTIONS),$(STUB_OPTIONS),--json $(RESULTS)/stub-cuda.json)
 
+# Other people's clients, in an environment of their own on top of this one: they want other versions than ours.
+CLIENTS_VENV := .venv-clients
+
+test-clients: $(CLIENTS_VENV)/.installed ## tools and structured answers with openai, langchain, instructor, pydantic-ai, openai-agents
+	UBATCH_CLIENTS=1 env --unset=PYTHONDONTWRITEBYTECODE $(CLIENTS_VENV)/bin/python -m pytest tests/clients
+
+$(CLIENTS_VENV)/.installed: $(VENV)/.installed constraints-clients.txt
+	test -x $(CLIENTS_VENV)/bin/python || $(BIN)/python -m venv $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/python -m pip install --requirement constraints-clients.txt
+	realpath $(VENV)/lib/python3.*/site-packages > $$(echo $(CLIENTS_VENV)/lib/python3.*/site-packages)/ours.pth
+	@touch $@
+
 clean: ## remove the virtual environment, caches and what `make demo` wrote
-	rm -rf $(VENV) $(STUB_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build demo *.egg-info
+	rm -rf $(VENV) $(STUB_VENV) $(CLIENTS_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build demo *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +

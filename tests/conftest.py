@@ -36,6 +36,8 @@ from repository import ROOT, SUPPORT, TESTS
 from tqdm import tqdm
 from triton_numpy import looks_for_a_smaller_failure, skip_if_numpy_is_too_new, why_no_interpreter
 
+collect_ignore = [] if "UBATCH_CLIENTS" in os.environ else ["clients"]
+"""`make test-clients` runs these, in an environment that has other people's clients."""
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started us in the background
 _workers: list[int] = []
 

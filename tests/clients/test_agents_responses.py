@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
+import agents
+import openai
 import pytest
 from api_clients import MODEL, app_with, serving, tokenizer
 from fake_engine import EOS, FakeEngine
@@ -14,10 +16,6 @@ from pydantic import BaseModel
 from serving.requests import RequestInput
 from serving.turns import TurnSettings
 
-agents = pytest.importorskip("agents", reason="openai-agents is not installed; `make test-clients` has it")
-openai = pytest.importorskip("openai")
-
-pytestmark = pytest.mark.server
 Result = TypeVar("Result")
 
 TEMPLATE = (
