@@ -16,6 +16,8 @@ from pydantic import BaseModel
 from serving.requests import RequestInput
 from serving.turns import TurnSettings
 
+# Some clients leave connections to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
 Result = TypeVar("Result")
 
 TEMPLATE = (
