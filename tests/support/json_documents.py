@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from jsonschema.validators import validator_for
 
 from serving.structured.references import References
 
-__all__ = ["Documents", "is_valid", "texts_of"]
+__all__ = ["Documents", "is_bounded", "is_valid", "texts_of"]
 
 _ALPHABET = 'ab Z9_-.,:/{}[]<"\\\n\té漢😀'
 _WRONG: Sequence[Any] = (
@@ -262,3 +263,53 @@ def _merged(one: Any, other: Any) -> dict[str, Any]:
             del out[keyword]
             out["allOf"] = [*out.get("allOf", []), {keyword: one[keyword]}, {keyword: other[keyword]}]
     return out
+
+
+def is_bounded(schema: Any, root: Any, inside: tuple[str, ...] = ()) -> bool:
+    """Whether all documents of a schema are shorter than some length. False where it cannot be told."""
+    if isinstance(schema, bool):
+        return not schema
+
+    def each(schemas: Any) -> bool:
+        return all(is_bounded(inner, root, inside) for inner in schemas)
+
+    if "$ref" in schema:
+        name = schema["$ref"]
+        target = References(root).resolve(name, root.get("$id", ""))[1]
+        return name not in inside and is_bounded(target, root, (*inside, name))
+    if "enum" in schema or "const" in schema:
+        return True
+    for keyword, enough in (("anyOf", all), ("oneOf", all), ("allOf", any)):
+        if keyword in schema and enough(is_bounded(inner, root, inside) for inner in schema[keyword]):
+            return True
+    kinds = schema.get("type")
+    return bool(kinds) and all(
+        _bounded_in(kind, schema, each) for kind in ([kinds] if isinstance(kinds, str) else kinds)
+    )
+
+
+def _bounded_in(kind: str, schema: Any, each: Any) -> bool:
+    match kind:
+        case "null" | "boolean":
+            return True
+        case "integer":
+            bounds = [_bound(schema, name, math.inf) for name in ("minimum", "maximum")]
+            return all(abs(bound) < math.inf for bound in bounds)
+        case "string":
+            return "maxLength" in schema or schema.get("format") in (
+                "date",
+                "date-time",
+                "time",
+                "ipv4",
+                "ipv6",
+                "uuid",
+            )
+        case "array":
+            heads, rest = schema.get("prefixItems", []), schema.get("items", True)
+            ends = rest is False or "maxItems" in schema
+            return ends and not isinstance(rest, list) and each((*heads, rest))
+        case "object":
+            closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+            return closed and each(schema.get("properties", {}).values())
+        case _:
+            return False
