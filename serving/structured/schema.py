@@ -15,6 +15,7 @@ What llguidance itself refuses, such as a schema that nothing fits, is found whe
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 from model_runner import RequestError
 from serving.structured import formats
 from serving.structured.limits import MAX_DEPTH
-from serving.structured.one_of import Schema, separated
+from serving.structured.one_of import OneOf, Schema
 from serving.structured.patterns import translated
 from serving.structured.references import References
 from ubatch.errors import shown
@@ -97,14 +98,20 @@ class _Walk:
         self._references = References(document)
         self._defs: dict[str, Schema] = {}
         self._names: dict[str, str] = {}
+        self._waiting: deque[tuple[str, Any, str, str]] = deque()  # (name, schema, place, base): referred to
         self._one_ofs: list[dict[str, Any]] = []
         self.has_open_names = False
 
     def run(self) -> Schema:
         """The schema, with the definitions that it uses."""
         schema = self._schema(self._document, "", 0, "")
-        for made in reversed(self._one_ofs):
-            options = separated(made.pop("oneOf"), lambda name: self._defs[name.removeprefix("#/$defs/")])
+        while self._waiting:
+            name, target, path, base = self._waiting.popleft()
+            self._defs[name] = self._schema(target, path, 0, base)
+        one_of = OneOf(lambda name: self._defs[name.removeprefix("#/$defs/")])
+        separated = [one_of.separated(made["oneOf"]) for made in self._one_ofs]
+        for made, options in zip(self._one_ofs, separated, strict=True):
+            del made["oneOf"]
             self._beside(made, options)
         if not self._defs:
             return schema
@@ -216,15 +223,14 @@ class _Walk:
         name = self._names.get(url)
         if name is None:
             name = self._names[url] = str(len(self._names))
-            self._defs[name] = True  # meanwhile: a schema may refer to itself
-            self._defs[name] = self._schema(target, f"{path}.$ref({value})" if path else f"$ref({value})", 1, there)
+            self._waiting.append((name, target, f"{path}.$ref({value})" if path else f"$ref({value})", there))
         return f"#/$defs/{name}"
 
     def _format(self, out: dict[str, Any], value: Any, path: str) -> None:
         if value in formats.REFUSED:
             raise _wrong(path, f"format {value!r} is not supported: leave it out, and check the answer.", "format")
         if value in formats.OWN:
-            out["allOf"] = [*out.get("allOf", ()), {"pattern": f"^(?:{formats.OWN[value]})$"}]
+            out["allOf"] = [*out.get("allOf", ()), {"pattern": formats.pattern_of(value)}]
         elif value in formats.LIBRARY:
             out["format"] = value
 
