@@ -173,6 +173,8 @@ class _Trial:
 
     def fault(self, grammar: str, special: Sequence[str]) -> str | None:
         """What is wrong with a grammar; called by one thread at a time."""
+        if self._process is not None and self._process.poll() is not None:
+            self.end()  # somebody else ended it
         process = self._process or self._start()
         timer = threading.Timer(MAX_WAIT_S, process.kill)
         timer.start()
