@@ -54,8 +54,6 @@ class GrammarChecks:
 
     def __init__(self, tokenizer: Callable[[], PreTrainedTokenizerBase]) -> None:
         self._tokenizer = tokenizer
-        self.refused = 0
-        self.taken = 0
 
     async def grammar(self, params: StructuredOutputsParams, after: str | None = None) -> str:
         """As `grammar_now`, while the event loop goes on.
@@ -76,17 +74,12 @@ class GrammarChecks:
         Raises:
             RequestError: it is not valid, or cannot be enforced within the limits; `param` is the field of `params`.
         """
-        try:
-            text = grammar_text(params)
-            special = special_tokens(params.grammar) if params.grammar is not None else []
-            self._check_special(special)
-            fault = _pool().fault(text, special)
-            if fault is not None:
-                raise RequestError(fault, param=params.kind)
-        except RequestError:
-            self.refused += 1
-            raise
-        self.taken += 1
+        text = grammar_text(params)
+        special = special_tokens(params.grammar) if params.grammar is not None else []
+        self._check_special(special)
+        fault = _pool().fault(text, special)
+        if fault is not None:
+            raise RequestError(fault, param=params.kind)
         return text if after is None else grammar_text(params, after, after_id=self._special().get(after))
 
     def _special(self) -> dict[str, int]:
