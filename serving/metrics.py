@@ -147,6 +147,14 @@ class RequestMetrics:
             ended = Counter("vllm:request_success", "Requests that ended, by why.", labels, registry=registry)
             self._ended = {reason: ended.labels(model_name, reason) for reason in ("stop", "length", "abort", "error")}
 
+            grammars = Counter(
+                "ubatch:grammars",
+                "Bodies that asked for a form of the output, by whether it can be enforced.",
+                ["model_name", "outcome"],
+                registry=registry,
+            )
+            self._grammars = {outcome: grammars.labels(model_name, outcome) for outcome in ("taken", "refused")}
+
     def started(self, request_id: str, num_prompt_tokens: int) -> None:
         """A request arrived."""
         now = self._clock()
@@ -169,6 +177,10 @@ class RequestMetrics:
     def drafts(self, request_id: str, counts: DraftCounts) -> None:
         """A step verified drafts of a request; add their counts."""
         self._alive[request_id].drafts += counts
+
+    def grammar(self, outcome: str) -> None:
+        """A body asked for a form of the output: `taken` or `refused`."""
+        self._grammars[outcome].inc()
 
     def finished(self, request_id: str, reason: str) -> None:
         """A request ended: `stop`, `length`, `abort` or `error`. The histograms count `stop` and `length` only."""

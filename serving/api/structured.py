@@ -38,8 +38,11 @@ async def output_grammar(
     if asked is None:
         return None
     try:
-        return await service.grammars.grammar(asked, after)
+        grammar = await service.grammars.grammar(asked, after)
+        service.observer.grammar("taken")
+        return grammar
     except RequestError as error:
+        service.observer.grammar("refused")
         param = _PLACES.get((field, error.param or ""), field)
         raise RequestError(f"{param}: {error}", param=param) from error
 

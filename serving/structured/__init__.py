@@ -4,6 +4,7 @@ StructuredOutputsParams   what a user gives (vLLM's fields): a JSON schema, a re
 grammar_text              the same as text for llguidance; travels to the engine as `SamplingParams.grammar`
 GrammarChecks             tries such texts in processes with limits, and remembers which compile
 limits                    what one grammar may take; the engine's matchers have the same
+matcher, tokenizer        in the engine: a request's state, which tokens may come next
 
     params -> grammar -> schema -> one_of, formats, patterns, references
                       -> tags, lark, patterns

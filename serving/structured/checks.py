@@ -54,8 +54,6 @@ class GrammarChecks:
 
     def __init__(self, tokenizer: Callable[[], PreTrainedTokenizerBase]) -> None:
         self._tokenizer = tokenizer
-        self.refused = 0
-        self.taken = 0
 
     async def grammar(self, params: StructuredOutputsParams, after: After | None = None) -> str:
         """As `grammar_now`, while the event loop goes on.
@@ -76,17 +74,12 @@ class GrammarChecks:
         Raises:
             RequestError: it is not valid, or cannot be enforced within the limits; `param` is the field of `params`.
         """
-        try:
-            text = grammar_text(params)
-            special = special_tokens(params.grammar) if params.grammar is not None else []
-            self._check_special(special)
-            fault = _pool().fault(text, special)
-            if fault is not None:
-                raise RequestError(fault, param=params.kind)
-        except RequestError:
-            self.refused += 1
-            raise
-        self.taken += 1
+        text = grammar_text(params)
+        special = special_tokens(params.grammar) if params.grammar is not None else []
+        self._check_special(special)
+        fault = _pool().fault(text, special)
+        if fault is not None:
+            raise RequestError(fault, param=params.kind)
         if after is None:
             return text
         # The library takes an added token that looks like a mark for a special one, whatever the tokenizer says.
@@ -177,6 +170,8 @@ class _Trial:
 
     def fault(self, grammar: str, special: Sequence[str]) -> str | None:
         """What is wrong with a grammar; called by one thread at a time."""
+        if self._process is not None and self._process.poll() is not None:
+            self.end()  # somebody else ended it
         process = self._process or self._start()
         timer = threading.Timer(MAX_WAIT_S, process.kill)
         timer.start()

@@ -43,3 +43,8 @@ LIBRARY = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "u
 """Formats that llguidance knows."""
 REFUSED = frozenset({"idn-email", "idn-hostname", "iri", "iri-reference", "regex"})
 """Formats of the standard that no grammar here can tell from other strings."""
+
+
+def pattern_of(name: str) -> str:
+    """The pattern of a format of `OWN`."""
+    return f"^(?:{OWN[name]})$"

@@ -30,7 +30,7 @@ LIMITS: Mapping[str, int | bool] = {
     "initial_lexer_fuel": 1_000_000,
     "max_grammar_size": 100_000,
     "max_lexer_states": 50_000,
-    "step_lexer_fuel": 200_000,
+    "step_lexer_fuel": 50_000,
     "step_max_items": 50_000,
     "max_items_in_row": 2_000,
     "verbose_errors": False,

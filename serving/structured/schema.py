@@ -15,13 +15,15 @@ What llguidance itself refuses, such as a schema that nothing fits, is found whe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, TypeVar
 
 from model_runner import RequestError
 from serving.structured import formats
 from serving.structured.limits import MAX_DEPTH
-from serving.structured.one_of import Schema, separated
+from serving.structured.one_of import OneOf, Schema
 from serving.structured.patterns import translated
 from serving.structured.references import References
 from ubatch.errors import shown
@@ -62,6 +64,7 @@ _BOUNDS = {"minimum": math.inf, "exclusiveMinimum": math.inf, "maximum": -math.i
 _MOST_EXACT = 2**53  # integers up to here are floats, too
 _MOST_BOUND = 9e18  # the library writes bounds as integers of 64 bits
 _MOST_COUNT = 2**31  # no output is as long
+_MOST_DECIMALS = 6
 _OLD = ("draft-03", "draft-04", "draft-06", "draft-07")
 _PLACE_CHARACTERS = 200  # shown of a place in a schema
 
@@ -69,8 +72,11 @@ _Given = TypeVar("_Given")
 _Made = TypeVar("_Made")
 
 
-def normalised(schema: Any, *, closed: bool = False) -> Schema:
-    """A JSON schema for llguidance.
+def normalised(schema: Any, *, closed: bool = False) -> tuple[Schema, bool]:
+    """A JSON schema for llguidance, and whether strings may have any escapes.
+
+    The library takes `"\\u0061"` for another name than `"a"` where an object may have names that are not listed; then
+    only what must be escaped may be.
 
     Args:
         closed: objects whose schema does not say so have no other properties than those of the schema.
@@ -78,7 +84,8 @@ def normalised(schema: Any, *, closed: bool = False) -> Schema:
     Raises:
         RequestError: it is no schema, or has what cannot be enforced; the message names the keyword and its place.
     """
-    return _Walk(schema, closed=closed).run()
+    walk = _Walk(schema, closed=closed)
+    return walk.run(), not walk.has_open_names
 
 
 class _Walk:
@@ -91,21 +98,33 @@ class _Walk:
         self._references = References(document)
         self._defs: dict[str, Schema] = {}
         self._names: dict[str, str] = {}
+        self._waiting: deque[tuple[str, Any, str, str]] = deque()  # (name, schema, place, base): referred to
         self._one_ofs: list[dict[str, Any]] = []
+        self.has_open_names = False
 
     def run(self) -> Schema:
         """The schema, with the definitions that it uses."""
         schema = self._schema(self._document, "", 0, "")
-        for made in reversed(self._one_ofs):
-            options = separated(made.pop("oneOf"), lambda name: self._defs[name.removeprefix("#/$defs/")])
-            if "anyOf" in made:
-                made["allOf"] = [*made.get("allOf", ()), {"anyOf": options}]
-            else:
-                made["anyOf"] = options
+        while self._waiting:
+            name, target, path, base = self._waiting.popleft()
+            self._defs[name] = self._schema(target, path, 0, base)
+        one_of = OneOf(lambda name: self._defs[name.removeprefix("#/$defs/")])
+        separated = [one_of.separated(made["oneOf"]) for made in self._one_ofs]
+        for made, options in zip(self._one_ofs, separated, strict=True):
+            del made["oneOf"]
+            self._beside(made, options)
         if not self._defs:
             return schema
         root = {} if schema is True else {"enum": []} if isinstance(schema, bool) else schema
         return {**root, "$defs": self._defs}
+
+    @staticmethod
+    def _beside(made: dict[str, Any], options: Sequence[Schema]) -> None:
+        """Add `anyOf` to a schema that may have one."""
+        if "anyOf" in made:
+            made["allOf"] = [*made.get("allOf", ()), {"anyOf": options}]
+        else:
+            made["anyOf"] = options
 
     def _schema(self, given: Any, path: str, depth: int, base: str) -> Schema:
         if isinstance(given, bool):
@@ -204,15 +223,14 @@ class _Walk:
         name = self._names.get(url)
         if name is None:
             name = self._names[url] = str(len(self._names))
-            self._defs[name] = True  # meanwhile: a schema may refer to itself
-            self._defs[name] = self._schema(target, f"{path}.$ref({value})" if path else f"$ref({value})", 1, there)
+            self._waiting.append((name, target, f"{path}.$ref({value})" if path else f"$ref({value})", there))
         return f"#/$defs/{name}"
 
     def _format(self, out: dict[str, Any], value: Any, path: str) -> None:
         if value in formats.REFUSED:
             raise _wrong(path, f"format {value!r} is not supported: leave it out, and check the answer.", "format")
         if value in formats.OWN:
-            out["allOf"] = [*out.get("allOf", ()), {"pattern": f"^(?:{formats.OWN[value]})$"}]
+            out["allOf"] = [*out.get("allOf", ()), {"pattern": formats.pattern_of(value)}]
         elif value in formats.LIBRARY:
             out["format"] = value
 
@@ -236,7 +254,10 @@ class _Walk:
         out[keyword] = value
 
     def _finish(self, out: dict[str, Any], path: str) -> None:
-        """Check what keywords ask of each other."""
+        """Look at what keywords mean together."""
+        self.has_open_names |= bool(out.get("properties")) and out.get("additionalProperties") is not False
+        if coarser := _coarser(out.get("multipleOf", 1)):
+            self._beside(out, [{"multipleOf": step} for step in (out["multipleOf"], *coarser)])
         least, required = out.get("minProperties", 0), len(set(map(str, out.get("required", ()))))
         if least <= required:
             out.pop("minProperties", None)
@@ -296,3 +317,15 @@ def _wrong(path: str, message: str, keyword: str = "") -> RequestError:
     if len(place) > _PLACE_CHARACTERS:
         place = f"...{place[-_PLACE_CHARACTERS:]}"
     return RequestError(f"{place or 'the schema'}: {message}")
+
+
+def _coarser(step: float) -> list[float]:
+    """Multiples of a step that have fewer decimals: the library writes all multiples with as many as the step has."""
+    exact = Fraction(str(step))
+    digits = next((count for count in range(_MOST_DECIMALS) if (exact * 10**count).denominator == 1), 0)
+    units = [Fraction(1, 10**count) for count in range(1, digits)]
+    return [float(_common_multiple(exact, unit)) for unit in units]
+
+
+def _common_multiple(one: Fraction, other: Fraction) -> Fraction:
+    return Fraction(math.lcm(one.numerator, other.numerator), math.gcd(one.denominator, other.denominator))

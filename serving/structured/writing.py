@@ -33,9 +33,10 @@ class Grammars:
 
     def json_schema(self, schema: Any, params: StructuredOutputsParams) -> str:
         """JSON that a schema describes."""
-        form = normalised(schema, closed=params.disable_additional_properties)
+        form, any_escapes = normalised(schema, closed=params.disable_additional_properties)
         form = {"allOf": [form]} if isinstance(form, bool) else form
-        return self._other("json_schema", {**form, "x-guidance": json_options(params)})
+        escapes = {"json_allow_general_unicode_escapes": True} if any_escapes else {"json_allowed_escapes": 'nrbtf\\"'}
+        return self._other("json_schema", {**form, "x-guidance": {**escapes, **white_space(params)}})
 
     def regex(self, regex: Any) -> str:
         """A text that a regular expression matches as a whole."""
@@ -77,14 +78,10 @@ class Grammars:
         return f"@{name}"
 
 
-def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
-    """How JSON is written: llguidance's options, at the top of a schema.
-
-    Escapes of characters that need none are left out: a name that is written with them would pass for another one.
-    """
-    options: dict[str, Any] = {"json_allowed_escapes": 'nrbtf\\"'}
+def white_space(params: StructuredOutputsParams) -> dict[str, Any]:
+    """llguidance's options of the white space between JSON's tokens."""
     if params.disable_any_whitespace:
-        return {**options, "whitespace_flexible": False}
+        return {"whitespace_flexible": False}
     pattern = WHITESPACE
     if params.whitespace_pattern is not None:
         check_size(params.whitespace_pattern, MAX_REGEX_BYTES, "a regular expression")
@@ -92,7 +89,7 @@ def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
             pattern = translated(params.whitespace_pattern)
         except RequestError as error:
             raise RequestError(str(error), param="whitespace_pattern") from error
-    return {**options, "whitespace_pattern": pattern}
+    return {"whitespace_pattern": pattern}
 
 
 def parsed(text: str) -> Any:

@@ -53,6 +53,9 @@ class Recorder:
     def drafts(self, request_id: str, counts: DraftCounts) -> None:
         self.drafted[request_id] += counts
 
+    def grammar(self, outcome: str) -> None:
+        self.reasons.append(outcome)
+
     def finished(self, request_id: str, reason: str) -> None:
         assert request_id in self.prompts
         self.reasons.append(reason)

@@ -137,9 +137,44 @@ def _broken(target: Target) -> list[Mapping[str, Any] | bytes]:
         {"prompt": ["", []]},
     ]
     wrong += [{"logit_bias": digits}, {"seed": 2**70}, {"max_tokens": 10**12}]
-    wrong += [{"structured_outputs": {"regex": "a*"}}, {"response_format": {"type": "json_object"}}]
+    wrong += [{"structured_outputs": {"regex": "("}}, {"response_format": {"type": "json_schema"}}]
     bodies = [deep, b"", b"{", b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": 1e999}', b"null", b'{"prompt": "\\ud800"}']
     return [*bodies, *(target.body(**fields) for fields in wrong)]
+
+
+def _grammars(target: Target) -> list[Mapping[str, Any]]:
+    """Forms of the output that would take a compiler hours, gigabytes, or its life."""
+    rules = "\n".join(f"r{number}: r{number + 1}" for number in range(12_000))
+    doubled = "\n".join(f"R{number}: R{number + 1} R{number + 1}" for number in range(40))
+    again = [{"$ref": f"#/$defs/d{number + 1}", "minItems": 1} for number in range(30)]
+    defs = {f"d{number}": {"type": "array", "prefixItems": [inner] * 2} for number, inner in enumerate(again)}
+    schemas: list[Any] = [
+        {"$defs": {**defs, "d30": {"type": "integer"}}, "$ref": "#/$defs/d0"},
+        {"type": "object", "properties": {f"p{number}": {} for number in range(8000)}},
+        {"allOf": [{"anyOf": [{"required": [f"{one}{two}"]} for two in range(4)]} for one in range(12)]},
+        {"allOf": [{"multipleOf": prime} for prime in (99991, 99989, 99971)]},
+        {"enum": [f"value {number}" for number in range(25_000)]},
+        {"$ref": "http://127.0.0.1:9/schema.json"},
+        '{"items":' * 50_000 + "{}" + "}" * 50_000,
+        " " * 4 * _MILLION,
+    ]
+    forms: list[dict[str, Any]] = [{"json": schema} for schema in schemas]
+    forms += [{"regex": regex} for regex in ("(" * 10_000, "(a?){20000}" * 2000, "(?=a)", "a" * _MILLION)]
+    forms += [{"grammar": f"start: r0\n{rules}\nr12000: 'a'"}, {"grammar": "start: " + "(" * 100_000}]
+    forms += [{"grammar": f'start: R0\n{doubled}\nR40: "a"'}, {"choice": ["a" * _MILLION]}]
+    return [target.body(structured_outputs=form) for form in forms]
+
+
+def _greedy_grammars(target: Target) -> list[Mapping[str, Any]]:
+    """Forms that compile, and whose masks take long: a step's limits may end such an output."""
+    regexes = ["(a{1,1000}){1,1000}", r"(\p{L}|\p{N}){1,10000}", "(.*a.*){20}", "(.|a)*b(.|b){500}"]
+    forms: list[dict[str, Any]] = [{"regex": regex} for regex in regexes]
+    forms += [
+        {"grammar": 'start: ((("a"{1,1000}){1,1000}){1,1000}){1,1000}'},
+        {"grammar": 'start: x\nx: x x | "a" | ""'},
+    ]
+    forms += [{"json": {"type": "object", "properties": {f"p{number}": {} for number in range(500)}}}]
+    return [target.body(structured_outputs=form, max_tokens=64, n=4) for form in forms]
 
 
 def _deep_template(target: Target) -> list[bytes]:
@@ -365,6 +400,8 @@ ATTACKS: tuple[Attack, ...] = tuple(
         ("300,000 biases, a million stop ids", _bodies(_biases), {_WRONG}, {_WRONG}),
         ("as many biases as allowed", _bodies(_most_biases), {_OK}, {_OK}),
         ("bodies that are broken or wrong", _bodies(_broken), {_WRONG}, {_WRONG}),
+        ("schemas and grammars that are hostile", _bodies(_grammars), {_WRONG}, {_WRONG}),
+        ("grammars whose steps are long", _bodies(_greedy_grammars), {_OK, _WRONG}, {_OK}),
         ("deep arguments of the chat template", _bodies(_deep_template, "/v1/chat/completions"), {_OK, _WRONG}, ()),
         ("items and tools of responses", _bodies(_items, "/v1/responses"), {_WRONG, _TOO_LARGE}, {_WRONG}),
         ("definitions of tools", _bodies(_tools, "/v1/chat/completions"), {_OK, _WRONG, _TOO_LARGE}, {_WRONG}),
