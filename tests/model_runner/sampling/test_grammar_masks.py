@@ -20,8 +20,9 @@ from model_runner import (
     sample,
 )
 from model_runner.kernels import small_ops
-from model_runner.sampling.grammar import GrammarRows, fill_masks, forbid_reference
-from model_runner.sampling.sampler import OUT_OF_TOKENS, distributions
+from model_runner.sampling import grammar, sampler
+from model_runner.sampling.grammar import GrammarRows, StepMasks, fill_masks, forbid_reference
+from model_runner.sampling.sampler import NO_TOKEN, OUT_OF_TOKENS, distributions
 from model_runner.speculation.accept import DraftRows, sample_by_rejection
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -63,24 +64,48 @@ def test_forbidden_tokens(way: str, vocab: int) -> None:
         assert torch.equal(own.cpu(), naive(given, list(range(5)) if where is None else where, allowed))
 
 
-def test_sampling_sees_the_masks() -> None:
+@needs_c
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 31, 33, 1000])
+def test_the_most_likely_allowed_token(vocab: int, dtype: torch.dtype) -> None:
+    logits, rows, allowed, masks = a_case(vocab, vocab)
+    logits = logits.to(dtype)
+    logits[rows[3]] = -torch.inf  # allowed, all of them
+    wanted = naive(logits, rows, allowed)[rows]
+    order = [2, 0, 1, 3, 4]  # of the masks
+    found = small_ops.find_allowed(logits, torch.tensor(rows)[order], masks, torch.tensor(order), -2)
+    for place, token in zip(order, found.tolist(), strict=True):
+        best = int(wanted[place].argmax())
+        assert token == (best if wanted[place, best] > -torch.inf else -2)
+
+
+@pytest.mark.parametrize("in_c", [pytest.param(True, marks=needs_c), False])
+def test_sampling_sees_the_masks(in_c: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a batch with others, in any order, and the same alone."""
-    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+    if not in_c:
+        monkeypatch.setattr(sampler, "runs_in_c", lambda *tensors: False)
+        monkeypatch.setattr(grammar, "runs_in_c", lambda *tensors: False)
+    logits = torch.randn(8, 40, generator=torch.Generator().manual_seed(0))
     logits[:, 39] = 9.0  # what all would say
-    allowed = [[3, 4], [], [7, 33], [31]]
+    logits[2, 38] = 8.0
+    logits[7, 1] = torch.nan
+    allowed = [[3, 4], [], [7, 33], [31], [5, 38], [3]]
     masks = rule_rows(allowed, 40)
     biased = SamplingParams(grammar="any text", logit_bias=((7, 50.0), (39, 100.0)))
     rows = {
         4: SamplingRow(SAMPLED, draw=0.99, mask=0),
-        0: SamplingRow(GRAMMAR, mask=1),
         1: SamplingRow(biased, mask=2),
         3: SamplingRow(SAMPLED, draw=0.0, forbidden=[31], mask=3),
+        5: SamplingRow(SamplingParams(temperature=1.0), draw=0.5),
     }
-    tokens = sample(logits, rows, masks).tolist()
-    assert tokens == [OUT_OF_TOKENS, 7, 39, OUT_OF_TOKENS, tokens[4]]
+    greedy = {0: 1, 2: 4, 7: 5}
+    tokens = sample(logits, rows, StepMasks(masks, greedy)).tolist()
+    assert tokens == [OUT_OF_TOKENS, 7, 38, OUT_OF_TOKENS, tokens[4], tokens[5], 39, NO_TOKEN]
     assert tokens[4] in allowed[0]
     for row, how in rows.items():
-        assert sample(logits[row : row + 1], {0: how}, masks).tolist() == [tokens[row]]
+        assert sample(logits[row : row + 1], {0: how}, StepMasks(masks, {})).tolist() == [tokens[row]]
+    for row, mask in greedy.items():
+        assert sample(logits[row : row + 1], {}, StepMasks(masks, {0: mask})).tolist() == [tokens[row]]
     found = distributions(logits[[4, 1]], [rows[4], SamplingRow(SAMPLED)], masks)
     assert found[0].nonzero().flatten().tolist() == allowed[0]
     assert (found[1] > 0).all()
@@ -89,21 +114,20 @@ def test_sampling_sees_the_masks() -> None:
 def test_masks_follow_trees() -> None:
     """A toy grammar: every token is one above its parent's, or two."""
     masks = RuleMasks(2)
-    grammar = Rule(lambda output: [output[-1] + 1, output[-1] + 2] if output else [0], masks)
-    grammar.advance([0])
+    growing = Rule(lambda output: [output[-1] + 1, output[-1] + 2] if output else [0], masks)
+    growing.advance([0])
     other = Rule(lambda output: [5], masks)
-    found = fill_masks([GrammarRows(other, 0), GrammarRows(grammar, 1, (1, 2, 3, 9), (0, 0, 1, 3))])
+    found = fill_masks([GrammarRows(other, 0), GrammarRows(growing, 1, (1, 2, 3, 9), (0, 0, 1, 3))])
     assert torch.equal(found, rule_rows([[5], [1, 2], [2, 3], [3, 4], [4, 5], []], 64))
-    assert fill_masks([]) is None
 
 
 @pytest.mark.parametrize(
-    ("grammar", "message"),
+    ("text", "message"),
     [("", "must be the text"), (7, "must be the text"), ("x" * (MAX_GRAMMAR_LENGTH + 1), "has 1048577 characters")],
 )
-def test_a_text_that_is_none(grammar: Any, message: str) -> None:
+def test_a_text_that_is_none(text: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message) as error:
-        SamplingParams(grammar=grammar)
+        SamplingParams(grammar=text)
     assert error.value.param == "grammar"
 
 
