@@ -176,8 +176,8 @@ class PendingStep:
                     mask, next_mask = next_mask, next_mask + count
                     grammar = share.request.grammar_after(length)
                     constrained.append(GrammarRows(grammar, mask, share.drafts, share.parents))
-                if mask is not None and params.only_obeys:
-                    greedy.update(zip(own, range(mask, next_mask), strict=True))
+                if params.only_obeys:
+                    greedy.update(zip(own, range(next_mask - count, next_mask), strict=True))
                 elif not params.greedy or params.adjusts:
                     for node, row in enumerate(own):
                         rows[row] = self._sampling_row(share, length, node, None if mask is None else mask + node)

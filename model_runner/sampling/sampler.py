@@ -82,8 +82,8 @@ def sample(logits: Tensor, rows: Mapping[int, SamplingRow], masks: StepMasks | N
     best, highest = _most_likely(logits)
     tokens = _choose(logits, best, draws[: len(as_they_are)])
     if masks is not None and in_place:
-        greedy, own = (torch.tensor(list(each), dtype=torch.int64) for each in zip(*masks.greedy.items(), strict=True))
-        tokens[greedy] = small_ops.find_allowed(logits, greedy, masks.masks, own, OUT_OF_TOKENS)
+        greedy, own = (torch.tensor(list(each)) for each in (masks.greedy.keys(), masks.greedy.values()))
+        tokens.index_copy_(0, greedy, small_ops.find_allowed(logits, greedy, masks.masks, own, OUT_OF_TOKENS))
     if adjusted:
         all_masks = None if masks is None else masks.masks
         logits = adjust_logits(logits.index_select(0, where), tuple(adjusted.values()), all_masks)

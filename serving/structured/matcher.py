@@ -51,9 +51,10 @@ class Matcher:
 
     def advance(self, tokens: Sequence[int]) -> None:
         """See `TokenGrammar`."""
-        self.num_tokens += len(tokens)
+        count = len(tokens)
+        self.num_tokens += count
         taken = self.matcher.try_consume_tokens(list(tokens))
-        if taken < len(tokens) and not self.failure:
+        if taken < count and not self.failure:
             self.failure = self.matcher.get_error() or f"token {tokens[taken]} is not allowed here"
 
     def count_allowed(self, tokens: Sequence[int]) -> int:
