@@ -172,27 +172,29 @@ void find_allowed(const number *x, int64_t stride, int64_t size, const int64_t *
         const number *from = x + where[n] * stride;
         const uint32_t *mask = masks + own[n] * words;
         vec most = all(-INFINITY);
+        ivec at = {0}, number_of;
+        for (int i = 0; i < LANES; i++) number_of[i] = i;
         const int64_t whole = size / LANES * LANES;
         for (int64_t word = 0; word * 32 < size; word++) {
             if (!mask[word]) continue;
             for (int64_t i = word * 32; i < word * 32 + 32 && i < whole; i += LANES) {
                 const vec part = load_number(from + i);
-                most = choose(allowed(mask, i) & (part > most), part, most);
+                const ivec better = allowed(mask, i) & (part > most);
+                most = choose(better, part, most);
+                at = (better & (number_of + (int32_t)i)) | (~better & at);
             }
         }
         float best = -INFINITY;
-        for (int i = 0; i < LANES; i++)
-            if (most[i] > best) best = most[i];
-        for (int64_t i = whole; i < size; i++)
-            if ((mask[i / 32] >> i % 32 & 1) && read_number(from[i]) > best) best = read_number(from[i]);
         place[n] = none;
-        for (int64_t word = 0; best > -INFINITY && place[n] == none && word * 32 < size; word++)
-            for (uint32_t bits = mask[word]; bits; bits &= bits - 1) {
-                const int64_t i = word * 32 + __builtin_ctz(bits);
-                if (i < size && read_number(from[i]) == best) {
-                    place[n] = i;
-                    break;
-                }
+        for (int i = 0; i < LANES; i++)
+            if (most[i] > best || (most[i] == best && best > -INFINITY && at[i] < place[n])) {
+                best = most[i];
+                place[n] = at[i];
+            }
+        for (int64_t i = whole; i < size; i++)
+            if ((mask[i / 32] >> i % 32 & 1) && read_number(from[i]) > best) {
+                best = read_number(from[i]);
+                place[n] = i;
             }
     }
 }
