@@ -107,7 +107,8 @@ def check_structured(report: Report, file: Path) -> None:
     assert list(found["step_ms"]) == list(report["arms_ms"]) == ["free", "one", "all"]
     assert all(len(values) == 2 for values in report["arms_ms"].values())
     assert found["tokenizer_ms"] > 0
-    for name in ("all_over_free", "one_over_free", "mask_us", "advance_us", "compile_ms"):
+    names = ("all_over_free", "one_over_free", "device_all_over_free", "device_one_over_free")
+    for name in (*names, "mask_us", "advance_us", "compile_ms"):
         assert ordered(found[name])
         assert found[name]["median"] > 0
 
@@ -164,7 +165,7 @@ VOID = (0, 1)  # of two short blocks times may well be better than the bound
 OVERLAP = ["overlap", "--model", "MODEL", *PROMPTS, "--lanes", "2", "--ratios", "1"]
 AUTO = ["auto", TINY, "--steps", "40", "--ratios", "0", "4", "--compared", "0.5", "--max-decode-tokens", "16"]
 FAIR = ["fairness", TINY, "--streams", "4", "--output-len", "60", "--prompts", "3", "--limits", "64", "--rounds", "2"]
-STRUCTURED = ["--requests", "3", "--prompt", "5", "--tokens", "6", "--blocks", "2"]
+STRUCTURED = ["--requests", "3", "--prompt", "5", "--tokens", "6", "--blocks", "2", "--device-ms", "1"]
 STEPS = ["a decode step of 3 requests, 4 after 5 tokens", "a prefill of 15 tokens, 3 prompts"]
 RUNS = {
     "experts": Run(

@@ -11,7 +11,8 @@ A visit is one call of `LLM.generate`. The parts are measured beside it, one cal
 `all`: a mask and an advance per request, by the threads that an engine uses; compiling texts that were not seen before;
 and the tokenizer, once.
 
-On a CPU a step's masks are filled after its forward; on a GPU they are filled while it runs.
+On a CPU a step's masks are filled after its forward; on a GPU they are filled while it runs. What that hides is shown
+by the same three arms on a fake device (`structured_device`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 from pydantic import Field
@@ -45,6 +46,7 @@ from serving.structured.matcher import GrammarCompiler
 from serving.structured.tokenizer import load_grammar_tokenizer
 from serving.workbench.bench.options import SERVER, Dtype
 from serving.workbench.bench.server.offline import Workload, random_prompts
+from serving.workbench.bench.server.structured_device import measure_device
 from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, print_arms, print_machine
 from serving.workbench.bench.step_setting import RANDOM_MODELS, ModelOptions
 from ubatch import ConfigError, UBatchError
@@ -68,6 +70,7 @@ class Options(ModelOptions):
     vocabulary: Annotated[
         int | None, Field(ge=1000, description="of the random model, and of a tokenizer made for it; 2048 if not given")
     ] = None
+    device_ms: Annotated[float, Field(gt=0, description="milliseconds of a step of the fake device")] = 10.0
     dtype: Annotated[Dtype, Field(description="of the model")] = "float32"
 
 
@@ -79,6 +82,8 @@ class StructuredResult:
         step_ms: of each arm: a visit's time by its steps.
         all_over_free: throughput with a grammar at every request, over that without any.
         one_over_free: the same with one; what the others keep.
+        device_all_over_free: as `all_over_free`, on the fake device.
+        device_one_over_free: as `one_over_free`, on the fake device.
         mask_us: filling the masks of a step, by its requests.
         advance_us: one request takes in a token.
         compile_ms: a text that is new.
@@ -88,6 +93,8 @@ class StructuredResult:
     step_ms: Mapping[str, Interval]
     all_over_free: Interval
     one_over_free: Interval
+    device_all_over_free: Interval
+    device_one_over_free: Interval
     mask_us: Interval
     advance_us: Interval
     compile_ms: Interval
@@ -97,24 +104,29 @@ class StructuredResult:
 def run(options: Options) -> int:
     print_machine()
     with _model(options) as folder:
-        result, arms = _measure(options, folder)
+        result, arms, device = _measure(options, folder)
     what = f"{options.requests} requests of {options.prompt} tokens, {options.tokens} new"
     print(f"\n{what}: ms of a step in the overlap loop")
     print_arms({name: [each / options.tokens for each in values] for name, values in arms.items()}, ".2f")
     rows = {
         "throughput, all with a grammar / none": f"{result.all_over_free:.3f}",
         "throughput, one with a grammar / none": f"{result.one_over_free:.3f}",
+        f"all / none on a device of {options.device_ms:g} ms": f"{result.device_all_over_free:.3f}",
+        f"one / none on a device of {options.device_ms:g} ms": f"{result.device_one_over_free:.3f}",
         "a mask, by request": f"{result.mask_us:.1f} us",
         "a token taken in": f"{result.advance_us:.1f} us",
         "compiling a new text": f"{result.compile_ms:.2f} ms",
         "the tokenizer, once": f"{result.tokenizer_ms:.0f} ms",
     }
     print(*(f"  {name:40} {text}" for name, text in rows.items()), sep="\n", flush=True)
-    options.write({"arms_ms": arms, "results": result})
+    options.write({"arms_ms": arms, "device_arms_ms": device, "results": result})
     return 0
 
 
-def _measure(options: Options, folder: Path) -> tuple[StructuredResult, Mapping[str, Sequence[float]]]:
+_Arms: TypeAlias = Mapping[str, Sequence[float]]
+
+
+def _measure(options: Options, folder: Path) -> tuple[StructuredResult, _Arms, _Arms]:
     count, new = options.requests, options.tokens
     free = SamplingParams(max_tokens=new, ignore_eos=True)
     bound = replace(free, grammar=_text("name"))
@@ -143,18 +155,22 @@ def _measure(options: Options, folder: Path) -> tuple[StructuredResult, Mapping[
             return milliseconds
 
         arms = interleave_arms({name: partial(visit, name) for name in mixes}, options.blocks, label="structured")
-    parts = _parts(folder, outputs["all"])
+    parts, make, vocab_size = _parts(folder, outputs["all"])
+    device = measure_device(outputs["all"], make, vocab_size, options.device_ms, options.blocks)
     result = StructuredResult(
         step_ms={name: bootstrap([each / new for each in values]) for name, values in arms.items()},
         all_over_free=paired(arms["free"], arms["all"]),
         one_over_free=paired(arms["free"], arms["one"]),
+        device_all_over_free=paired(device["free"], device["all"]),
+        device_one_over_free=paired(device["free"], device["one"]),
         **parts,
     )
-    return result, arms
+    return result, arms, device
 
 
-def _parts(folder: Path, outputs: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Masks and advances over these outputs, the compilation of new texts, and of the tokenizer."""
+def _parts(folder: Path, outputs: Sequence[Sequence[int]]) -> tuple[dict[str, Any], Callable[[], TokenGrammar], int]:
+    """Masks and advances over these outputs, the compilation of new texts, and of the tokenizer; what makes a grammar,
+    and the size of the vocabulary."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     ends = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
     tokenizer_ms: list[float] = []
@@ -173,12 +189,13 @@ def _parts(folder: Path, outputs: Sequence[Sequence[int]]) -> dict[str, Any]:
         compiler.begin(_text(f"name{number}")).result()
         compile_ms.append((time.perf_counter() - start) * 1e3)
     mask_us, advance_us = _follow(make, outputs)
-    return {
+    parts = {
         "mask_us": bootstrap(mask_us),
         "advance_us": bootstrap(advance_us),
         "compile_ms": bootstrap(compile_ms),
         "tokenizer_ms": median(tokenizer_ms),
     }
+    return parts, make, config["vocab_size"]
 
 
 def _follow(make: Callable[[], TokenGrammar], outputs: Sequence[Sequence[int]]) -> tuple[list[float], list[float]]:
