@@ -61,7 +61,7 @@ from model_runner.random_checkpoint import (
 )
 from model_runner.runner import ModelRunner
 from model_runner.sampling.draws import fresh_seed
-from model_runner.sampling.grammar import GrammarRows, MaskFiller, TokenGrammar
+from model_runner.sampling.grammar import GrammarRows, MaskFiller, StepMasks, TokenGrammar
 from model_runner.sampling.penalties import SamplingRow
 from model_runner.sampling.sampler import sample
 from model_runner.sampling.sampling_params import (
@@ -120,6 +120,7 @@ __all__ = [
     "SamplingRow",
     "ScheduledRequest",
     "Step",
+    "StepMasks",
     "StepObserver",
     "StepOrderError",
     "StepOutput",

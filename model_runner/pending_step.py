@@ -19,7 +19,7 @@ from torch import Tensor
 
 from model_runner.errors import RequestError, StepOrderError
 from model_runner.graphs.runner_graphs import CapturingRunner
-from model_runner.sampling.grammar import GrammarRows, fill_masks
+from model_runner.sampling.grammar import GrammarRows, StepMasks, fill_masks
 from model_runner.sampling.penalties import SamplingRow
 from model_runner.sampling.sampler import NO_TOKEN, OUT_OF_TOKENS, sample
 from model_runner.speculation.accept import Acceptance, DraftRows, accepted_nodes, sample_by_rejection
@@ -150,38 +150,41 @@ class PendingStep:
         scores = score_tokens(logits.index_select(0, where), tokens.index_select(0, where), most)
         return _Sampled(to_host(both), to_host(scores), tuple(scored), prompt)
 
-    def _choose(self, logits: Tensor, rows: dict[int, SamplingRow], masks: Tensor | None) -> Tensor:
+    def _choose(self, logits: Tensor, rows: dict[int, SamplingRow], masks: StepMasks | None) -> Tensor:
         """The token of every sampled row, `[S]`."""
         drafted = self._drafts_to_reject(rows)
         tokens = sample(logits, rows, masks)
         if drafted:
-            where, says = sample_by_rejection(logits, drafted, masks)
+            where, says = sample_by_rejection(logits, drafted, None if masks is None else masks.masks)
             tokens.index_copy_(0, where, says.masked_fill_(tokens.index_select(0, where) < 0, NO_TOKEN))
         return tokens
 
-    def _special_rows(self) -> tuple[dict[int, SamplingRow], dict[int, int], Tensor | None]:
+    def _special_rows(self) -> tuple[dict[int, SamplingRow], dict[int, int], StepMasks | None]:
         """Rows that need more than the argmax: how to sample them, how many top log-probabilities to list, and the
         masks of those with a grammar."""
         rows: dict[int, SamplingRow] = {}
         scored: dict[int, int] = {}
         constrained: list[GrammarRows] = []
+        greedy: dict[int, int] = {}
         next_row = next_mask = 0
         for share, length, count in zip(self.step.shares, self.step.lengths, self.step.rows_per_share, strict=True):
             params = share.request.params
-            if not params.plain:
-                first_mask = None
-                if params.grammar is not None and count:
-                    grammar, first_mask = share.request.grammar_after(length), next_mask
-                    constrained.append(GrammarRows(grammar, first_mask, share.drafts, share.parents))
-                    next_mask += count
-                for node in range(count):
-                    if not params.greedy or params.adjusts:
-                        mask = None if first_mask is None else first_mask + node
-                        rows[next_row + node] = self._sampling_row(share, length, node, mask)
-                    if params.logprobs is not None:
-                        scored[next_row + node] = params.logprobs
+            if not params.plain and count:
+                own = range(next_row, next_row + count)
+                mask = None
+                if params.grammar is not None:
+                    mask, next_mask = next_mask, next_mask + count
+                    grammar = share.request.grammar_after(length)
+                    constrained.append(GrammarRows(grammar, mask, share.drafts, share.parents))
+                if params.only_obeys:
+                    greedy.update(zip(own, range(next_mask - count, next_mask), strict=True))
+                elif not params.greedy or params.adjusts:
+                    for node, row in enumerate(own):
+                        rows[row] = self._sampling_row(share, length, node, None if mask is None else mask + node)
+                if params.logprobs is not None:
+                    scored.update(dict.fromkeys(own, params.logprobs))
             next_row += count
-        return rows, scored, fill_masks(constrained)
+        return rows, scored, StepMasks(fill_masks(constrained), greedy) if constrained else None
 
     def _drafts_to_reject(self, rows: dict[int, SamplingRow]) -> list[DraftRows]:
         """The requests whose drafts are accepted by rejection sampling; removes their rows from `rows`."""

@@ -36,6 +36,7 @@ _BENCHMARKS = {
         "server.step",
         "where the time of a decode step and of a prefill goes, with torch's kernels and those in C",
     ),
+    "structured": ("server.structured", "what structured outputs cost: a step, and the requests beside them"),
     "overlap": ("runtime.overlap", "how much communication is hidden, and how close a step is to the bound"),
     "auto": ("runtime.auto", "what --enable-dbo decides over a mixed load, against serial and every fixed setting"),
     "schedules": ("runtime.schedules", "every named schedule, and the best of the search"),

@@ -142,19 +142,59 @@ void find_highest(const number *x, int64_t stride, int64_t rows, int64_t size, i
     }
 }
 
-// -infinity in place of numbers whose bit in a mask is 0: bit i % 32 of word i / 32. Mask n is of row where[n], or of row n
-// if `where` is null.
+// All ones in the lanes whose number is allowed: bit i % 32 of word i / 32, from number `at` on, a multiple of LANES.
+INLINE ivec allowed(const uint32_t *mask, int64_t at) {
+    ivec place;
+    for (int i = 0; i < LANES; i++) place[i] = i;
+    const ivec bits = (ivec){0} + (int32_t)(mask[at / 32] >> at % 32);
+    return -((bits >> place) & 1);
+}
+
+// -infinity in place of numbers that are not allowed. Mask n is of row where[n], or of row n if `where` is null.
 void forbid(float *x, int64_t size, const int64_t *where, int64_t rows, const uint32_t *masks, int64_t words, int threads) {
 #pragma omp parallel for schedule(static) num_threads(rows * size < FEW ? 1 : threads)
     for (int64_t n = 0; n < rows; n++) {
         float *row = x + (where ? where[n] : n) * size;
         const uint32_t *mask = masks + n * words;
-        for (int64_t i = 0; i < size; i += 32) {
-            const uint32_t word = mask[i / 32];
-            const int64_t count = size - i < 32 ? size - i : 32;
-            if (word == 0xffffffffu) continue;
-            for (int64_t bit = 0; bit < count; bit++)
-                row[i + bit] = word >> bit & 1 ? row[i + bit] : -INFINITY;
+        int64_t i = 0;
+        for (; i + LANES <= size; i += LANES) store(row + i, choose(allowed(mask, i), load(row + i), all(-INFINITY)));
+        for (; i < size; i++)
+            if (!(mask[i / 32] >> i % 32 & 1)) row[i] = -INFINITY;
+    }
+}
+
+// The first place of the highest number that is allowed, in row where[n] by mask own[n]; `none` if there is none above
+// -infinity. A nan is not seen.
+void find_allowed(const number *x, int64_t stride, int64_t size, const int64_t *where, const int64_t *own, int64_t rows,
+                  const uint32_t *masks, int64_t words, int64_t none, int64_t *place, int threads) {
+#pragma omp parallel for schedule(static) num_threads(rows * size < FEW ? 1 : threads)
+    for (int64_t n = 0; n < rows; n++) {
+        const number *from = x + where[n] * stride;
+        const uint32_t *mask = masks + own[n] * words;
+        vec most = all(-INFINITY);
+        ivec at = {0}, number_of;
+        for (int i = 0; i < LANES; i++) number_of[i] = i;
+        const int64_t whole = size / LANES * LANES;
+        for (int64_t word = 0; word * 32 < size; word++) {
+            if (!mask[word]) continue;
+            for (int64_t i = word * 32; i < word * 32 + 32 && i < whole; i += LANES) {
+                const vec part = load_number(from + i);
+                const ivec better = allowed(mask, i) & (part > most);
+                most = choose(better, part, most);
+                at = (better & (number_of + (int32_t)i)) | (~better & at);
+            }
         }
+        float best = -INFINITY;
+        place[n] = none;
+        for (int i = 0; i < LANES; i++)
+            if (most[i] > best || (most[i] == best && best > -INFINITY && at[i] < place[n])) {
+                best = most[i];
+                place[n] = at[i];
+            }
+        for (int64_t i = whole; i < size; i++)
+            if ((mask[i / 32] >> i % 32 & 1) && read_number(from[i]) > best) {
+                best = read_number(from[i]);
+                place[n] = i;
+            }
     }
 }

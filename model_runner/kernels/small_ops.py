@@ -114,6 +114,23 @@ def forbid(x: Tensor, rows: Tensor | None, masks: Tensor) -> None:
     _kernels(torch.float32).forbid(x.data_ptr(), size, where, count, masks.data_ptr(), words, threads)
 
 
+def find_allowed(x: Tensor, rows: Tensor, masks: Tensor, own: Tensor, none: int) -> Tensor:
+    """The first index of the highest number among those whose bit in a mask is 1, `[n]` int64; `none` if there is none
+    above -inf. Numbers that are nan are left out.
+
+    Args:
+        x: `[N, size]`, float32 or bfloat16; rows may be strided.
+        rows: `[n]` int64, dense.
+        masks: `[M, words]` int32, dense; enough bits for `size`.
+        own: `[n]` int64, dense: the mask of each row.
+    """
+    x = x if x.stride(1) == 1 else rows_contiguous(x)
+    place, (count, words) = torch.empty_like(rows), (rows.shape[0], masks.shape[1])
+    inputs = x.data_ptr(), x.stride(0), x.shape[1], rows.data_ptr(), own.data_ptr(), count, masks.data_ptr(), words
+    _kernels(x.dtype).find_allowed(*inputs, none, place.data_ptr(), torch.get_num_threads())
+    return place
+
+
 @cache
 def _kernels(dtype: torch.dtype, **defines: int) -> SimpleNamespace:
     """The functions of `small_ops.c` for one dtype."""
@@ -129,4 +146,5 @@ def _kernels(dtype: torch.dtype, **defines: int) -> SimpleNamespace:
         sigmoid_mul=(*rows, number, *rows, number, number, pointer, threads),
         find_highest=(*rows, number, number, pointer, pointer, threads),
         forbid=(*rows, pointer, number, *rows, threads),
+        find_allowed=(*rows, number, pointer, pointer, number, *rows, number, pointer, threads),
     )

@@ -14,7 +14,7 @@ A mask is `[words]` int32: bit `t % 32` of word `t // 32` says whether token `t`
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -85,10 +85,21 @@ class MaskFiller(Protocol):
         """
 
 
-def fill_masks(requests: Sequence[GrammarRows]) -> Tensor | None:
-    """The masks of these requests, `[M, words]` int32 on the host; None if there are none."""
-    if not requests:
-        return None
+class StepMasks(NamedTuple):
+    """The masks of a step's rows.
+
+    Attributes:
+        masks: `[M, words]` int32, on the host.
+        greedy: row -> its mask, of rows that take the most likely token that their grammar allows. The others have a
+            `SamplingRow`, with its mask.
+    """
+
+    masks: Tensor
+    greedy: Mapping[int, int]
+
+
+def fill_masks(requests: Sequence[GrammarRows]) -> Tensor:
+    """The masks of these requests, at least one: `[M, words]` int32 on the host."""
     last, filler = requests[-1], requests[0].grammar.masks
     masks = torch.zeros(last.first + 1 + len(last.drafts), filler.words, dtype=torch.int32)
     filler.fill(requests, masks)

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from model_runner.kernels import small_ops
 from model_runner.sampling.flashinfer_sampling import keep_most_likely, truncates
+from model_runner.sampling.grammar import StepMasks
 from model_runner.sampling.penalties import SamplingRow, adjust_logits
 from model_runner.sampling.sampling_params import SamplingParams
 from ubatch.kernels import runs_in_c
@@ -41,6 +42,7 @@ from ubatch.streams import to_device
 NO_TOKEN, OUT_OF_TOKENS = -1, -2
 """In place of a token: the row's logits are not finite; or its parameters allow no token."""
 
+_GREEDY = SamplingParams()
 _FEW = 256
 _WIDTHS = (64, 1024)
 """Numbers of tokens to rank, for a top-k up to that number. The width depends on the row alone, so ties do, too."""
@@ -48,7 +50,7 @@ _BLOCK = 1024
 _SHORT_BLOCK = 64
 
 
-def sample(logits: Tensor, rows: Mapping[int, SamplingRow], masks: Tensor | None = None) -> Tensor:
+def sample(logits: Tensor, rows: Mapping[int, SamplingRow], masks: StepMasks | None = None) -> Tensor:
     """One token per row: `[R]` int64 on the device of the logits.
 
     `NO_TOKEN` for a row with a nan or +inf, or with only -inf; `OUT_OF_TOKENS` for a row whose parameters leave only
@@ -57,7 +59,7 @@ def sample(logits: Tensor, rows: Mapping[int, SamplingRow], masks: Tensor | None
     Args:
         logits: `[R, vocab]`, floating point; not changed.
         rows: row index -> how to sample it; missing rows are greedy.
-        masks: of rows with a grammar, see `adjust_logits`.
+        masks: of rows with a grammar.
 
     Raises:
         RequestError: a row's bias or stop tokens are outside the vocabulary.
@@ -67,6 +69,9 @@ def sample(logits: Tensor, rows: Mapping[int, SamplingRow], masks: Tensor | None
         return torch.empty(0, dtype=torch.int64, device=logits.device)
     adjusted = {index: row for index, row in rows.items() if row.params.adjusts}
     as_they_are = _Draws.of({index: row for index, row in rows.items() if index not in adjusted}, vocab)
+    in_place = masks is not None and masks.greedy and runs_in_c(logits)
+    if masks is not None and not in_place:  # one upload and one operation, for all rows with a mask
+        adjusted |= {index: SamplingRow(_GREEDY, mask=mask) for index, mask in masks.greedy.items()}
     changed = _Draws.of(dict(enumerate(adjusted.values())), vocab)
     where = torch.tensor(list(adjusted), dtype=torch.int64)
 
@@ -76,8 +81,12 @@ def sample(logits: Tensor, rows: Mapping[int, SamplingRow], masks: Tensor | None
 
     best, highest = _most_likely(logits)
     tokens = _choose(logits, best, draws[: len(as_they_are)])
+    if masks is not None and in_place:
+        greedy, own = (torch.tensor(list(each)) for each in (masks.greedy.keys(), masks.greedy.values()))
+        tokens.index_copy_(0, greedy, small_ops.find_allowed(logits, greedy, masks.masks, own, OUT_OF_TOKENS))
     if adjusted:
-        logits = adjust_logits(logits.index_select(0, where), tuple(adjusted.values()), masks)
+        all_masks = None if masks is None else masks.masks
+        logits = adjust_logits(logits.index_select(0, where), tuple(adjusted.values()), all_masks)
         left = logits.amax(dim=-1) != -torch.inf
         chosen = _choose(logits, _most_likely(logits)[0], draws[len(as_they_are) :])
         tokens.index_copy_(0, where, chosen.where(left, OUT_OF_TOKENS))

@@ -263,6 +263,12 @@ class SamplingParams:
         return self.needs_history or self.masked or bool(self.logit_bias)
 
     @cached_property
+    def only_obeys(self) -> bool:
+        """Whether only the most likely token that the grammar allows is needed."""
+        others = self.looks_back or self.masked or bool(self.logit_bias)
+        return self.grammar is not None and self.greedy and not others
+
+    @cached_property
     def plain(self) -> bool:
         """Whether only the argmax of the logits is needed: the fast path."""
         return self.greedy and not self.adjusts and self.logprobs is None and self.prompt_logprobs is None

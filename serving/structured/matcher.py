@@ -25,6 +25,7 @@ from torch import Tensor
 from model_runner import GrammarRows, RequestError, TokenGrammar
 from serving.structured.limits import limits
 from serving.structured.tokenizer import words_of
+from ubatch.process import num_cores
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -34,6 +35,8 @@ MAX_KNOWN = 256
 MAX_KNOWN_LENGTH = 2**24
 """Most characters of the texts of all that it keeps."""
 _THREADS = 2
+_MANY = 8
+"""With fewer masks, or two cores, llguidance's threads cost more than they save: a mask takes some microseconds."""
 
 
 class Matcher:
@@ -51,9 +54,10 @@ class Matcher:
 
     def advance(self, tokens: Sequence[int]) -> None:
         """See `TokenGrammar`."""
-        self.num_tokens += len(tokens)
+        count = len(tokens)
+        self.num_tokens += count
         taken = self.matcher.try_consume_tokens(list(tokens))
-        if taken < len(tokens) and not self.failure:
+        if taken < count and not self.failure:
             self.failure = self.matcher.get_error() or f"token {tokens[taken]} is not allowed here"
 
     def count_allowed(self, tokens: Sequence[int]) -> int:
@@ -92,8 +96,12 @@ class Masks:
                 chains.append((matcher, request.first, list(request.drafts)))
             else:
                 self._fill_tree(matcher, request, masks)
-        if roots:
+        if len(roots) >= _MANY and num_cores() > 2:
             self._executor.unsafe_compute_mask_ptr(roots, *self._memory(masks))
+        else:
+            address, size, _ = self._memory(masks)
+            for matcher, row in roots:
+                matcher.unsafe_compute_mask_ptr(address + row * size, size)
         if chains:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(chains, *self._memory(masks))
         for request in requests:

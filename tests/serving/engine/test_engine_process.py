@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from dense_checkpoint import make_small
 from engine_mains import is_alive, run_drowsy_engine, tiny, tokens_of, wait_for
 from engine_served import LONG, PARAMS, PROMPTS, Served, cpu_seconds, outputs_of_one_rank
+from grammars import regex
 from repository import TINY_MOE
 
 from attention import KVCacheExhausted
@@ -25,6 +27,7 @@ from model_runner import RequestError, SamplingParams
 from serving import LLM
 from serving.cli import main
 from serving.requests import EngineDead, RequestInput
+from serving.text.tokenizer import load_tokenizer
 from ubatch.ranks.launch_order import VARIABLE
 
 pytestmark = pytest.mark.ranks
@@ -138,6 +141,30 @@ def test_a_sampling_without_a_seed_keeps_tensor_parallel_ranks_together(
     first, *others = served.run(scenario())
     assert any(other != first for other in others)
     assert served.run(served.all_outputs("after")) == expected
+
+
+def test_grammars_hold_on_every_rank(served: ServedPair, expected: list[list[int]]) -> None:
+    """Made in each process, while other requests run; the same tokens greedy and sampled, on either rank; and a text
+    that is none is refused before it runs."""
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    greedy = SamplingParams(max_tokens=20, grammar=regex("[0-9]{4}-[a-c]{3}"))
+    warm = replace(greedy, temperature=1.0, seed=7)
+
+    async def scenario() -> list[Any]:
+        asked = [greedy, warm, greedy, warm, SamplingParams(grammar="rubbish")]
+        tokens = [tokens_of(served.client, f"form-{i}", PROMPTS[0], params) for i, params in enumerate(asked)]
+        return await asyncio.gather(*tokens, served.all_outputs("beside"), return_exceptions=True)
+
+    first, second, *again, refused, beside = served.run(scenario())
+    assert again == [first, second]
+    assert first != second
+    tokenizer = load_tokenizer(TINY_MOE)
+    for tokens in (first, second):
+        assert re.fullmatch("[0-9]{4}-[a-c]{3}", tokenizer.decode(tokens, skip_special_tokens=True))
+    assert isinstance(refused, RequestError)
+    assert refused.param == "grammar"
+    assert "cannot be used" in str(refused)
+    assert beside == expected
 
 
 def test_requests_that_leave_midway_free_what_they_held_and_disturb_none(

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 from fake_device import FakeDevice, FakeStep, make_core
-from fake_runner import VOCAB, FakeRunner, expected
+from fake_runner import VOCAB, FakeRunner, be_optimistic, expected
+from grammars import Rule, RuleMasks
 
-from model_runner import SamplingParams, Step
+from model_runner import RequestError, SamplingParams, Step, TokenGrammar
 from serving.engine import EngineOptions
 from serving.engine.rank.core import EngineCore
 from serving.engine.rank.lockstep import FollowerLink, LeaderLink, OutOfStep, join_turns
@@ -238,14 +240,40 @@ class Live(Client):
         self._thread.join()
 
 
+class SlowGrammars:
+    """Grammars that take some time in a thread, another on every rank; one of them cannot be made."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self._draw = draw
+        self._threads = ThreadPoolExecutor(2)
+
+    def begin(self, text: str) -> Future[Callable[[], TokenGrammar]]:
+        return self._threads.submit(self._make, text, self._draw.random() * 0.004)
+
+    def _make(self, text: str, seconds: float) -> Callable[[], TokenGrammar]:
+        time.sleep(seconds)
+        if text == BROKEN:
+            raise RequestError("no grammar", param="grammar")
+        return lambda: Rule(lambda output: range(VOCAB), RuleMasks(-(-VOCAB // 32)))
+
+
+BROKEN = "broken"
+
+
+def refused(request: RequestInput) -> bool:
+    return request.token_ids == [10**6] or request.params.grammar == BROKEN
+
+
 def a_load(draw: random.Random, count: int) -> list[ToEngine]:
-    """Requests, some of them aborted later, whether they have ended or not; and some that are refused."""
+    """Requests, some of them aborted later, whether they have ended or not; and some that are refused. A third has a
+    grammar."""
     messages: list[ToEngine] = []
     for number in range(count):
         prompt = [draw.randrange(VOCAB) for _ in range(draw.randrange(1, 24))]
         if draw.random() < 0.1:
             prompt = [10**6]
-        params = SamplingParams(max_tokens=draw.randrange(20, 80), ignore_eos=True)
+        grammar = draw.choice([*[None] * 8, *["one", "two"] * 2, BROKEN])
+        params = SamplingParams(max_tokens=draw.randrange(20, 80), ignore_eos=grammar is None, grammar=grammar)
         messages.append(Add(RequestInput(f"r{number}", prompt, params), number + 1))
         if draw.random() < 0.3:
             messages.append(Abort(f"r{draw.randrange(number + 1)}"))
@@ -254,7 +282,7 @@ def a_load(draw: random.Random, count: int) -> list[ToEngine]:
 
 def staying(load: Sequence[ToEngine]) -> set[str]:
     """The requests that are neither refused nor aborted."""
-    added = {m.request.request_id for m in load if isinstance(m, Add) and m.request.token_ids != [10**6]}
+    added = {m.request.request_id for m in load if isinstance(m, Add) and not refused(m.request)}
     return added - {message.request_id for message in load if isinstance(message, Abort)}
 
 
@@ -266,12 +294,15 @@ def serve(core: EngineCore, link: Client | LeaderLink | FollowerLink, rank: int)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_followers_run_the_same_steps(tmp_path: Path, seed: int, overlap: bool) -> None:
-    """With little memory, so that requests are retracted, and messages that come whenever they like."""
+    """With little memory, so that requests are retracted, and messages and grammars that come whenever they like."""
     draw = random.Random(seed)
     load = a_load(draw, 40)
     config = SchedulerConfig(max_model_len=128, max_num_seqs=8, max_num_batched_tokens=32)
-    cores = [make_core(overlap=overlap, blocks=64, config=config, device=Recorder)[0] for _ in range(3)]
+    cores = [make_core(overlap=overlap, blocks=48, config=config, device=Recorder)[0] for _ in range(3)]
     recorders: list[Any] = [core.executor for core in cores]
+    for rank, core in enumerate(cores):
+        core._grammars = SlowGrammars(random.Random(100 * seed + rank))
+        be_optimistic(core)  # type: ignore[arg-type]
     with ExitStack() as stack:
         group = stack.enter_context(closing(Group(tmp_path)))
         live = stack.enter_context(closing(Live(load, draw)))
@@ -303,7 +334,7 @@ def check_tokens(heard: Sequence[FromEngine], load: Sequence[ToEngine]) -> None:
             tokens.setdefault(output.request_id, []).extend(output.token_ids)
     to_their_end = staying(load)
     for message in load:
-        if isinstance(message, Add) and message.request.token_ids != [10**6]:
+        if isinstance(message, Add) and not refused(message.request):
             request = message.request
             wanted, given = expected(request.token_ids, request.params), tokens.get(request.request_id, [])
             assert given == (wanted if request.request_id in to_their_end else wanted[: len(given)])

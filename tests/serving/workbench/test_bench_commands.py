@@ -102,6 +102,17 @@ def check_step(report: Report, file: Path) -> None:
             assert (figures["over_torch"] is not None) == ("torch float32" in arms)
 
 
+def check_structured(report: Report, file: Path) -> None:
+    found = report["results"]
+    assert list(found["step_ms"]) == list(report["arms_ms"]) == ["free", "one", "all"]
+    assert all(len(values) == 2 for values in report["arms_ms"].values())
+    assert found["tokenizer_ms"] > 0
+    names = ("all_over_free", "one_over_free", "device_all_over_free", "device_one_over_free")
+    for name in (*names, "mask_us", "advance_us", "compile_ms"):
+        assert ordered(found[name])
+        assert found[name]["median"] > 0
+
+
 def check_auto(report: Report, file: Path) -> None:
     assert [link["ratio"] for link in report["links"]] == [0.0, 4.0]
     assert report["links"][0]["bytes_per_s"] is None
@@ -154,6 +165,7 @@ VOID = (0, 1)  # of two short blocks times may well be better than the bound
 OVERLAP = ["overlap", "--model", "MODEL", *PROMPTS, "--lanes", "2", "--ratios", "1"]
 AUTO = ["auto", TINY, "--steps", "40", "--ratios", "0", "4", "--compared", "0.5", "--max-decode-tokens", "16"]
 FAIR = ["fairness", TINY, "--streams", "4", "--output-len", "60", "--prompts", "3", "--limits", "64", "--rounds", "2"]
+STRUCTURED = ["--requests", "3", "--prompt", "5", "--tokens", "6", "--blocks", "2", "--device-ms", "1"]
 STEPS = ["a decode step of 3 requests, 4 after 5 tokens", "a prefill of 15 tokens, 3 prompts"]
 RUNS = {
     "experts": Run(
@@ -163,6 +175,13 @@ RUNS = {
     "overlap": Run(OVERLAP, ["in float32, 2 ranks, each with 4 prompts", "of_bound"], check_overlap, statuses=VOID),
     "step": Run(["step", *STEP], [*STEPS, *(f"\n  {kind}  " for kind in step.Kind)], check_step, "one_process"),
     "step, torch's kernels in a process of their own": Run(["step", *STEP], STEPS, check_step, marks=(SLOW, needs_c)),
+    "structured": Run(
+        ["structured", "--model", TINY, *STRUCTURED], ["3 requests of 5 tokens, 6 new"], check_structured
+    ),
+    "structured, with a vocabulary": Run(
+        ["structured", "--layers", "2", "--vocabulary", "9000", *STRUCTURED],
+        *(["compiling a new text"], check_structured, None, (0,), (SLOW,)),
+    ),
     "auto": Run([*AUTO, "--max-prefill-tokens", "64"], ["best fixed, decode"], check_auto, marks=(SLOW,)),
     "transformers": Run(
         ["transformers", "--model", "MODEL", *PROMPTS, "--latency-us", "0"],

@@ -12,4 +12,6 @@ overlap    `enable_dbo` against the same engines without it
 scheduler  the scheduler's time per step
 step       a decode step and a prefill of a whole engine, by kind of work
 step_times the clocks of `step`
+structured what grammars cost a step, and the requests beside them
+structured_device the same, on a fake device
 """
