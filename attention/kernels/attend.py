@@ -21,8 +21,7 @@ from attention.kernels.tile import (
     PagedLayer,
     TileSize,
     attend_keys,
-    finish_rows,
-    store_part,
+    store_rows,
 )
 from ubatch.kernels import rows_contiguous
 from ubatch.kernels.triton_jit import jit
@@ -125,37 +124,26 @@ def _attention_kernel(
         C,
     )
 
-    if partial_out is None:
-        token = (start + query).to(tl.int64) * C.shape.num_heads + head
-        finish_rows(
-            out,
-            sinks,
-            total,
-            highest,
-            weight_sum,
-            token,
-            head,
-            is_row,
-            value_scale,
-            C.shape.value_dim,
-            C.value_dims,
-        )
-    else:
-        part = ((request * C.max_queries + query).to(tl.int64) * C.shape.num_heads + head) * num_splits + tl.program_id(
-            2
-        )
-        store_part(
-            partial_out,
-            partial_lse,
-            total,
-            highest,
-            weight_sum,
-            part,
-            is_row,
-            value_scale,
-            C.shape.value_dim,
-            C.value_dims,
-        )
+    store_rows(
+        out,
+        sinks,
+        partial_out,
+        partial_lse,
+        total,
+        highest,
+        weight_sum,
+        start,
+        request,
+        query,
+        head,
+        is_row,
+        num_splits,
+        value_scale,
+        C.shape.num_heads,
+        C.max_queries,
+        C.shape.value_dim,
+        C.value_dims,
+    )
 
 
 def launch_attention(

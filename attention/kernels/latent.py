@@ -23,7 +23,7 @@ from torch import Tensor
 from attention.interface import AttentionShape, MLAShape, RopeTable
 from attention.kernels.cache import quantize
 from attention.kernels.decode import DecodeSplits, reduce_splits
-from attention.kernels.tile import BATCH_ARGUMENTS, LOG2_E, PagedBatch, finish_rows, load_fp8, store_part
+from attention.kernels.tile import BATCH_ARGUMENTS, LOG2_E, PagedBatch, load_fp8, store_rows
 from attention.kv_cache import MLAKVCache
 from ubatch.kernels import rows_contiguous
 from ubatch.kernels.triton_jit import INTERPRETED, cdiv, jit, power_of_2
@@ -301,25 +301,26 @@ def _latent_split_kernel(
         total = total * fade[:, None] + tl.dot(weights.to(q_l.dtype), v, input_precision="ieee")
         highest = higher
 
-    if partial_out is None:
-        target = token * C.shape.num_heads + head
-        finish_rows(
-            out, None, total, highest, weight_sum, target, head, is_row, value_scale, C.shape.kv_lora_rank, C.ranks
-        )
-    else:
-        part = ((request * C.max_queries + query).to(tl.int64) * C.shape.num_heads + head) * num_splits + split
-        store_part(
-            partial_out,
-            partial_lse,
-            total,
-            highest,
-            weight_sum,
-            part,
-            is_row,
-            value_scale,
-            C.shape.kv_lora_rank,
-            C.ranks,
-        )
+    store_rows(
+        out,
+        None,
+        partial_out,
+        partial_lse,
+        total,
+        highest,
+        weight_sum,
+        start,
+        request,
+        query,
+        head,
+        is_row,
+        num_splits,
+        value_scale,
+        C.shape.num_heads,
+        C.max_queries,
+        C.shape.kv_lora_rank,
+        C.ranks,
+    )
 
 
 def latent_decode(

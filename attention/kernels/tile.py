@@ -305,69 +305,57 @@ def attend_keys(
 
 
 @jit()
-def finish_rows(
+def store_rows(
     out: tl.tensor,
     sinks: tl.tensor,
-    total: tl.tensor,
-    highest: tl.tensor,
-    weight_sum: tl.tensor,
-    row: tl.tensor,
-    head: tl.tensor,
-    is_row: tl.tensor,
-    value_scale: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
-    """Normalise the result of `attend_keys`, and store it.
-
-    Args:
-        out: `[rows, HEAD_DIM]`, dense.
-        sinks: `[heads]`, or None.
-        total: `[BLOCK_M, BLOCK_D]`, the weighted values from `attend_keys`.
-        highest: `[BLOCK_M]`, the highest scores from it.
-        weight_sum: `[BLOCK_M]`, the sums of the weights from it.
-        row: `[BLOCK_M]` int64, the row of `out` that each row is stored to.
-        head: `[BLOCK_M]`, the head of each row, which selects its sink.
-        is_row: `[BLOCK_M]`, true for rows that are stored.
-        value_scale: factor on the values.
-    """
-    dims = tl.arange(0, BLOCK_D)
-    if sinks is not None:
-        sink = tl.load(sinks + head, mask=is_row, other=0).to(tl.float32) * LOG2_E
-        higher = tl.maximum(highest, sink)
-        fade = tl.exp2(highest - higher)
-        total = total * fade[:, None]
-        weight_sum = weight_sum * fade + tl.exp2(sink - higher)
-        highest = higher
-    result = total * (value_scale / tl.where(weight_sum > 0, weight_sum, 1.0))[:, None]
-    tl.store(out + row[:, None] * HEAD_DIM + dims[None, :], result, mask=is_row[:, None] & (dims < HEAD_DIM)[None, :])
-
-
-@jit()
-def store_part(
     partial_out: tl.tensor,
     partial_lse: tl.tensor,
     total: tl.tensor,
     highest: tl.tensor,
     weight_sum: tl.tensor,
-    part: tl.tensor,
+    start: tl.tensor,
+    request: tl.tensor,
+    query: tl.tensor,
+    head: tl.tensor,
     is_row: tl.tensor,
+    num_splits: tl.tensor,
     value_scale: tl.tensor,
+    HEADS: tl.constexpr,
+    MAX_QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Normalise the attention over one split of the keys, and store it with its base-2 LSE; see `reduce_splits`.
+    """Normalise the result of `attend_keys`, and store it: at its place, or as that of a split, see `reduce_splits`.
 
     Args:
-        partial_out: `[parts, HEAD_DIM]`, dense.
-        partial_lse: `[parts]`, dense.
-        part: `[BLOCK_M]` int64, the index that each row is stored to.
-        total, highest, weight_sum, is_row, value_scale: as for `finish_rows`.
+        out: `[tokens, HEADS, HEAD_DIM]`, dense.
+        sinks: `[HEADS]`, or None.
+        partial_out: `[requests, MAX_QUERIES, HEADS, splits, HEAD_DIM]`, dense; None if there is one split.
+        partial_lse: `[requests, MAX_QUERIES, HEADS, splits]`, dense; base 2. The split is the program's third number.
+        total: `[BLOCK_M, BLOCK_D]`, the weighted values from `attend_keys`.
+        highest: `[BLOCK_M]`, the highest scores from it.
+        weight_sum: `[BLOCK_M]`, the sums of the weights from it.
+        start: the request's first token.
+        query, head: `[BLOCK_M]`, which of the request's queries each row is, and its head, which selects its sink.
+        is_row: `[BLOCK_M]`, true for rows that are stored.
+        value_scale: factor on the values.
     """
     dims = tl.arange(0, BLOCK_D)
-    saw_any = weight_sum > 0
-    divisor = tl.where(saw_any, weight_sum, 1.0)
-    result = total * (value_scale / divisor)[:, None]
     inside = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(partial_out + part[:, None] * HEAD_DIM + dims[None, :], result, mask=inside)
-    tl.store(partial_lse + part, tl.where(saw_any, highest + tl.log2(divisor), float("-inf")), mask=is_row)
+    if partial_out is None:
+        if sinks is not None:
+            sink = tl.load(sinks + head, mask=is_row, other=0).to(tl.float32) * LOG2_E
+            higher = tl.maximum(highest, sink)
+            fade = tl.exp2(highest - higher)
+            total = total * fade[:, None]
+            weight_sum = weight_sum * fade + tl.exp2(sink - higher)
+        row = (start + query).to(tl.int64) * HEADS + head
+        result = total * (value_scale / tl.where(weight_sum > 0, weight_sum, 1.0))[:, None]
+        tl.store(out + row[:, None] * HEAD_DIM + dims[None, :], result, mask=inside)
+    else:
+        part = ((request * MAX_QUERIES + query).to(tl.int64) * HEADS + head) * num_splits + tl.program_id(2)
+        saw_any = weight_sum > 0
+        divisor = tl.where(saw_any, weight_sum, 1.0)
+        result = total * (value_scale / divisor)[:, None]
+        tl.store(partial_out + part[:, None] * HEAD_DIM + dims[None, :], result, mask=inside)
+        tl.store(partial_lse + part, tl.where(saw_any, highest + tl.log2(divisor), float("-inf")), mask=is_row)

@@ -180,7 +180,7 @@ def test_no_race_or_refused_by_name(name: str, lanes: int) -> None:
 
 def _check(rank: int, ranks: int, name: str, lanes: int) -> None:
     case = CASES[name]
-    with torch.inference_mode(), deep_ep_standin.installed():
+    with torch.inference_mode(), deep_ep_standin.installed(in_torch=True):
         deep_ep_standin.Buffer.shared_by_lanes = "share_buffer" in case.base.options
         group = CommGroup.from_process_group(timeout_s=20.0) if ranks > 1 else None
         model = stack_of(case, group)

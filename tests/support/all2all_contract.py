@@ -393,7 +393,7 @@ def check_case(name: str) -> None:
 
 def _check_on_rank(rank: int, ranks: int, name: str) -> None:
     case = CASES[name]
-    with torch.no_grad(), deep_ep_standin.installed():
+    with torch.no_grad(), deep_ep_standin.installed(in_torch=True):
         deep_ep_standin.Buffer.shared_by_lanes = "share_buffer" in case.options
         bench = Bench(case, rank, CommGroup.from_process_group(timeout_s=20.0) if ranks > 1 else None)
         for check in CHECKS.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -235,13 +235,22 @@ def reference_logits(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
     return model(torch.tensor([token_ids])).logits[0]
 
 
-def reference_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> tuple[list[int], list[Tensor]]:
-    """Greedy tokens with transformers' own KV cache, and the logits `[vocab]` that each came from."""
+def reference_greedy(
+    model: PreTrainedModel, prompt: list[int], num_tokens: int, guess: Sequence[int] = ()
+) -> tuple[list[int], list[Tensor]]:
+    """Greedy tokens with transformers' own KV cache, and the logits `[vocab]` that each came from.
+
+    A guess of all of them that is right is read in one go, which takes a fraction of the time.
+    """
+    if len(guess) == num_tokens:
+        logits = reference_logits(model, [*prompt, *guess[:-1]])[len(prompt) - 1 :]
+        if logits.argmax(-1).tolist() == list(guess):
+            return list(guess), list(logits)
     with torch.no_grad():
         out = model(torch.tensor([prompt]), use_cache=True)
-        logits, tokens = [out.logits[0, -1]], [int(out.logits[0, -1].argmax())]
+        last, tokens = [out.logits[0, -1]], [int(out.logits[0, -1].argmax())]
         while len(tokens) < num_tokens:
             out = model(torch.tensor([tokens[-1:]]), past_key_values=out.past_key_values, use_cache=True)
-            logits.append(out.logits[0, -1])
+            last.append(out.logits[0, -1])
             tokens.append(int(out.logits[0, -1].argmax()))
-    return tokens, logits
+    return tokens, last

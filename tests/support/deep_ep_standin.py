@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from deep_ep_standin_shmem import join
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from moe.experts import quantization
 from ubatch import capturing
 
 __version__ = "1.2.1+standin"
@@ -29,8 +31,13 @@ topk_idx_t = torch.int64
 
 
 @contextmanager
-def installed() -> Iterator[None]:
-    """Let `import deep_ep` find this module."""
+def installed(*, in_torch: bool = False) -> Iterator[None]:
+    """Let `import deep_ep` find this module.
+
+    Args:
+        in_torch: transports quantise in torch, ten times as fast as Triton's kernel in its interpreter. That gives the
+            same (`test_moe_triton_kernels.py`), and is what they use in the tests that leave this out.
+    """
     from deep_ep_standin_elastic import ElasticBuffer, EPHandle
 
     module = sys.modules[__name__]
@@ -38,8 +45,10 @@ def installed() -> Iterator[None]:
     before = sys.modules.get("deep_ep")
     sys.modules["deep_ep"] = module
     calls.clear()
+    quantize = mock.patch.object(quantization, "in_triton", return_value=False) if in_torch else nullcontext()
     try:
-        yield
+        with quantize:
+            yield
     finally:
         del sys.modules["deep_ep"]
         if before is not None:

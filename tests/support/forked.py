@@ -73,6 +73,11 @@ class AsSpawned:
         self._context.set_forkserver_preload(PRELOAD)
         self.Pipe, self.SimpleQueue = self._context.Pipe, self._context.SimpleQueue
 
+    @property
+    def of_pools(self) -> Any:
+        """What `concurrent.futures` needs to fork its workers; they see no changes of this process's environment."""
+        return self._context
+
     def get_context(self, method: str) -> AsSpawned:
         assert method == "spawn"
         return self

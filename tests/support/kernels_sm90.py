@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import triton
@@ -27,7 +28,8 @@ from triton_compiler import Figures, Launches, numbers_of
 
 TABLE = Path(__file__).with_name("kernels_sm90.json")
 CAPABILITY = 90
-PROCESSES = 2
+PROCESSES, FEW = 2, 20
+"""Each process lists every launch, which takes longer than to compile few of them."""
 PARTS = ("attention", "latents", "linear", "models", "routing", "experts", "signals", "projections")
 
 Line = dict[str, Any]
@@ -50,9 +52,7 @@ def kernel_of(name: str) -> str:
 
 def compile_parts(parts: frozenset[str], wanted: Callable[[int], bool]) -> dict[str, Line]:
     """Lines of these parts, with the figures of those kernels that are wanted."""
-    import compile_moe_triton as moe  # the project's kernels, which tests that read the table do not need
-    import compile_triton as others
-
+    moe, others = _launchers()
     launches = Launches(parts, wanted)
     launches.begin(CAPABILITY)
     for compile_part, its_parts in {
@@ -75,16 +75,27 @@ def compile_parts(parts: frozenset[str], wanted: Callable[[int], bool]) -> dict[
     return lines
 
 
-def _share(task: tuple[frozenset[str], int, int, int]) -> dict[str, Line]:
+def _launchers() -> tuple[ModuleType, ModuleType]:
+    """They import the project's kernels, which tests that read the table do not need."""
+    import compile_moe_triton
+    import compile_triton
+
+    return compile_moe_triton, compile_triton
+
+
+def _share(task: tuple[frozenset[str], int, int, int, int]) -> dict[str, Line]:
     """What one of the processes compiles."""
-    parts, every, first, process = task
-    return compile_parts(parts, lambda place: place % every == first and place // every % PROCESSES == process)
+    parts, every, first, process, processes = task
+    return compile_parts(parts, lambda place: place % every == first and place // every % processes == process)
 
 
 def compile_all(parts: frozenset[str], every: int, first: int) -> dict[str, Line]:
     """Lines of these parts; every `every`th has figures, from `first` on."""
-    with multiprocessing.get_context("fork").Pool(PROCESSES) as pool:
-        shares = pool.map(_share, [(parts, every, first, process) for process in range(PROCESSES)], chunksize=1)
+    _launchers()  # once, before the fork
+    processes = PROCESSES if len(read_table()) // every > FEW else 1
+    tasks = [(parts, every, first, process, processes) for process in range(processes)]
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        shares = pool.map(_share, tasks, chunksize=1)
     return {
         name: next((share[name] for share in shares if share[name]["figures"]), shares[0][name]) for name in shares[0]
     }

@@ -18,7 +18,7 @@ import pytest
 from repository import ROOT
 
 NEEDS = {
-    **dict.fromkeys(["run_ranks", "EngineClient", "LocalEngines", "get_context"], "ranks"),
+    **dict.fromkeys(["run_ranks", "EngineClient", "LocalEngines", "get_context", "AsSpawned"], "ranks"),
     **dict.fromkeys(["subprocess", "Server", "running_engine"], "server"),
 }
 EVERYWHERE = {"_forked_ranks"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 from children import exit_code, in_child
 from engine_mains import is_alive, tiny, wait_for, wait_until
+from forked import AsSpawned
 from repository import TINY_MOE
 
 from ranks import free_port
+from serving.cli import main
 from serving.engine import EngineClient, run_node
 from serving.engine.run_folder import RunFolder
 from serving.requests import EngineDead
@@ -125,15 +127,18 @@ def test_a_node_that_is_told_to_end_says_so() -> None:
     assert exit_code(node) == 128 + signal.SIGTERM
 
 
-def test_too_few_descriptors_are_refused_before_anything_starts() -> None:
+def serve_with_few_descriptors(*words: str) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+    sys.exit(main(["serve", *words]))
+
+
+def test_too_few_descriptors_are_refused_before_anything_starts(capfd: pytest.CaptureFixture[str]) -> None:
     """A start with too few hung, and obeyed no signal."""
-    script = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))\n"
-        "from serving.cli import main; sys.exit(main())"
-    )
     words = ["--data-parallel-size", "2", "--enable-expert-parallel", "--device", "cpu", "--dtype", "float32"]
-    command = [sys.executable, "-c", script, "serve", str(TINY_MOE), "--port", "0", *words]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 2, ended.stderr
-    assert "a process of this run needs at least 64 open files (ranks on this machine: 2)" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    server = AsSpawned().Process(target=serve_with_few_descriptors, args=(str(TINY_MOE), "--port", "0", *words))
+    server.start()
+    server.join(60)
+    said = capfd.readouterr().err
+    assert server.exitcode == 2, said
+    assert "a process of this run needs at least 64 open files (ranks on this machine: 2)" in said
+    assert "Traceback" not in said

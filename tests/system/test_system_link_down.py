@@ -77,7 +77,7 @@ def test_both_nodes_end_and_name_the_other(
             assert not is_reached(hosts[1], addresses[0]), "the store accepts strangers no more"
         if when in ("under load", "while draining"):
             load = subprocess.Popen(hosts[0].run(sys.executable, "-c", LOAD), stderr=subprocess.DEVNULL)
-            time.sleep(2.0)
+            time.sleep(0.7)
         if when == "while draining":
             nodes[0].send_signal(signal.SIGTERM)
             wait_until(lambda: "draining" in hosts[0].output(), "draining")

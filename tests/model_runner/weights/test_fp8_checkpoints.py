@@ -215,7 +215,7 @@ def test_scales_of_the_kv_cache_are_read_beside_those_of_weights(tmp_path: Path)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen3Next", "MiMoV2Flash"])
+@pytest.mark.parametrize("family", ["Qwen3Moe", pytest.param("Qwen3Next", marks=pytest.mark.slow), "MiMoV2Flash"])
 def test_served(family: str, tmp_path: Path) -> None:
     path, meant = write_fp8(make_checkpoint(tmp_path / "plain", family), tmp_path, blockwise(20, 28, scales=E8M0))
     reference = load_reference(meant)

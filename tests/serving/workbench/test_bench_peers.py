@@ -123,15 +123,17 @@ def test_ctrl_c_ends_an_engine_at_once(vllm: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_engines_that_compute_are_not_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.workbench.bench.peers.process._REST_S", 1.0)
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
+    monkeypatch.setattr("serving.workbench.bench.peers.process._REST_S", 0.4)
+    script = "print(flush=True)\nwhile True: pass"
+    busy = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True)
     try:
-        time.sleep(0.5)
+        assert busy.stdout is not None
+        assert busy.stdout.readline(), "it computes"
         assert not wait_for_rest([busy.pid])
         assert wait_for_rest([])
     finally:
         busy.kill()
-        busy.wait()
+        busy.communicate()
 
 
 def test_vllm_gets_every_core_but_no_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from forked import AsSpawned
 from repository import TINY_MOE
 
 from serving.cli import main
+from serving.workbench.bench.server import step
 
 pytestmark = pytest.mark.long
 
@@ -72,6 +74,7 @@ def test_what_cannot_work_is_one_line(
     words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(step, "get_context", lambda method: AsSpawned().of_pools)
     assert main(words.split()) == 2
     lines = capfd.readouterr().err.splitlines()
     assert message in lines[-1], lines

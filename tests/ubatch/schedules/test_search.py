@@ -20,7 +20,7 @@ from ubatch.schedules.simulator import Timeline, simulate
 
 pytestmark = pytest.mark.long
 
-LAYERS = 100
+LAYERS = 60
 Period = Sequence[LayerTimes]
 """The layers of a model, again and again."""
 
