@@ -25,6 +25,11 @@ from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import ChatCompletionRequest
 from serving.api.service import Service
 
+_NOTHING_ELSE = dict.fromkeys(
+    ("refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning", "reasoning_content")
+)
+"""What a message has besides its text, null where it has none."""
+
 
 class ChatAnswer(Answer):
     """A chat completion while it is generated; made by `make`."""
@@ -44,6 +49,7 @@ class ChatAnswer(Answer):
         if body.echo and last.role == self._role:
             form = chat_template(service).content_form(last.role)
             self._echo = _written(form.text(last.model_dump()["content"] or ""), text)
+        self._num_opening = 2 if self._echo else 1  # the role, and the echo
 
     @classmethod
     async def make(cls, service: Service, body: ChatCompletionRequest, size: int) -> ChatAnswer:
@@ -79,17 +85,17 @@ class ChatAnswer(Answer):
         choices: list[dict[str, Any]] = []
         if self._begins(index):
             opening = [{"role": self._role, "content": ""}, *([{"content": self._echo}] if self._echo else [])]
-            choices += [{"index": index, "delta": part, "logprobs": None, "finish_reason": None} for part in opening]
+            none_yet = {"logprobs": None, **self._end(Delta(delta.output, ""))}
+            choices += [{"index": index, "delta": part, **none_yet} for part in opening]
         logprobs = {**self._logprobs_of(delta), "refusal": None} if delta.logprobs else None
         token_ids = self._token_ids(delta.token_ids)
-        if delta.text or logprobs is not None or delta.finish_reason or token_ids:
+        if delta.text or logprobs is not None or delta.finish_reason or self._body.return_token_ids:
             new = {"content": delta.text} if delta.text else {}
-            choice = {"index": index, "delta": new, "logprobs": logprobs, "finish_reason": delta.finish_reason}
-            choices.append({**choice, **token_ids})
+            choices.append({"index": index, "delta": new, "logprobs": logprobs, **self._end(delta), **token_ids})
         return choices
 
     def _first_chunk(self) -> dict[str, Any]:
-        return {"prompt_token_ids": list(self._outputs[0].request.token_ids)} if self._body.return_token_ids else {}
+        return self._prompt_token_ids(self._outputs[0])
 
     def _logprobs_of(self, delta: Delta) -> Mapping[str, Sequence[Any]]:
         return {"content": chat_logprobs(self._names, delta.logprobs)}
@@ -98,15 +104,17 @@ class ChatAnswer(Answer):
         choices = [
             {
                 "index": output.index,
-                "message": {"role": self._role, "content": "".join((self._echo, *known.text)), "refusal": None},
+                "message": {"role": self._role, "content": "".join((self._echo, *known.text)), **_NOTHING_ELSE},
                 "logprobs": {**known.logprobs.raw(), "refusal": None} if self._with_logprobs else None,
-                "finish_reason": known.finish_reason,
+                **self._end(known),
                 **self._token_ids(known.token_ids),
+                "routed_experts": None,
             }
             for output, known in zip(self._outputs, gathered, strict=True)
         ]
-        about = {**self._about, "object": self.kind, **self._of_prompt(self._outputs[0])}
-        return {**about, "choices": choices, "usage": self._usage()}
+        first = self._outputs[0]
+        of_prompt = {**self._prompt_token_ids(first), **self._prompt_logprobs(first), "prompt_text": None}
+        return {**self._with_choices(choices), **of_prompt}
 
 
 def _written(content: str, text: str) -> str:
