@@ -1,0 +1,87 @@
+"""Strings for numbers and booleans, read as pydantic's lax mode reads them: `"n": "2"`, `"stream": "true"`.
+
+vLLM and SGLang read them so; bodies are strict in everything else. A boolean for a number stays an error, though lax
+mode would take `true` for 1: who sends a chat's `logprobs: true` to completions did not ask for one top token.
+
+A field's annotation says what is read:
+
+    an integer or a number    a string; `true` is refused
+    a boolean                 a string such as `true`, `off` or `1`, and the integers 0 and 1
+    a list or an object       of either, if all of its values are strings
+    anything with a text      nothing: its strings are meant
+
+What cannot be read is left as it is, for the strict check to refuse by its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+
+MAX_CHARACTERS = 100
+"""A longer string is no number. To read one takes the square of its digits."""
+
+_LAX: Mapping[Any, TypeAdapter[Any]] = {
+    **{kind: TypeAdapter(kind) for kind in (bool, int, float, dict[str, int], dict[str, float])},
+    **{kind: TypeAdapter(Annotated[kind, Field(fail_fast=True)]) for kind in (list[int], list[float])},
+}
+
+
+def read_scalars(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
+    """A body's fields, with values that `model` wants as numbers or booleans read from strings."""
+    kinds = _kinds(model)
+    return {name: read_scalar(kinds.get(name), value) for name, value in data.items()}
+
+
+def read_scalar(kind: Any, value: Any) -> Any:
+    """A value as one of type `kind`, read from strings; as it is if it cannot be read so."""
+    if kind not in _LAX or not _readable(kind, value):
+        return value
+    try:
+        return _LAX[kind].validate_python(value)
+    except ValidationError:
+        return value
+
+
+def _readable(kind: Any, value: Any) -> bool:
+    if kind is bool and type(value) is int:
+        return True
+    match get_origin(kind), value:
+        case None, str():
+            strings: Any = (value,)
+        case origin, list() if origin is list:
+            strings = value
+        case origin, dict() if origin is dict:
+            strings = value.values()
+        case _:
+            return False
+    return {*map(type, strings)} == {str} and max(map(len, strings)) <= MAX_CHARACTERS
+
+
+@cache
+def _kinds(model: type[BaseModel]) -> dict[str, Any]:
+    """Field -> the type of its values; None where there are several."""
+    return {name: _kind(field.annotation) for name, field in model.model_fields.items()}
+
+
+def _kind(annotation: Any) -> Any:
+    """The one type of an annotation without None and constraints; None if there are several."""
+    origin, of = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kind(of[0])
+    if origin is Literal:
+        kinds = {type(value) for value in of}
+    elif origin in (Union, UnionType):
+        kinds = {_kind(option) for option in of}
+    elif origin is list:
+        return list[_kind(of[0])]  # type: ignore[misc]
+    elif origin is dict:
+        return dict[_kind(of[0]), _kind(of[1])]  # type: ignore[misc]
+    else:
+        return annotation
+    kinds -= {NoneType}
+    return kinds.pop() if len(kinds) == 1 else None
