@@ -25,10 +25,12 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 MAX_CHARACTERS = 100
 """A longer string is no number. To read one takes the square of its digits."""
 
-_LAX: Mapping[Any, TypeAdapter[Any]] = {
-    **{kind: TypeAdapter(kind) for kind in (bool, int, float, dict[str, int], dict[str, float])},
-    **{kind: TypeAdapter(Annotated[kind, Field(fail_fast=True)]) for kind in (list[int], list[float])},
+_FORMS: Mapping[Any, Any] = {
+    **{kind: kind for kind in (bool, int, float, dict[str, int], dict[str, float])},
+    list[int]: Annotated[list[int], Field(fail_fast=True)],
+    list[float]: Annotated[list[float], Field(fail_fast=True)],
 }
+_LAX: Mapping[Any, TypeAdapter[Any]] = {kind: TypeAdapter(form) for kind, form in _FORMS.items()}
 
 
 def read_scalars(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
