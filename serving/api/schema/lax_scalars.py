@@ -7,7 +7,7 @@ A field's annotation says what is read:
 
     an integer or a number    a string; `true` is refused
     a boolean                 a string such as `true`, `off` or `1`, and the integers 0 and 1
-    a list or an object       of either, if all of its values are strings
+    a list or an object       the same for each of its values
     anything with a text      nothing: its strings are meant
 
 What cannot be read is left as it is, for the strict check to refuse by its place.
@@ -15,7 +15,7 @@ What cannot be read is left as it is, for the strict check to refuse by its plac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -24,6 +24,8 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 MAX_CHARACTERS = 100
 """A longer string is no number. To read one takes the square of its digits."""
+MAX_ITEMS = 2**15
+"""A longer list is not looked at: it would hold up other requests."""
 
 _FORMS: Mapping[Any, Any] = {
     **{kind: kind for kind in (bool, int, float, dict[str, int], dict[str, float])},
@@ -52,16 +54,17 @@ def read_scalar(kind: Any, value: Any) -> Any:
 def _readable(kind: Any, value: Any) -> bool:
     if kind is bool and type(value) is int:
         return True
-    match get_origin(kind), value:
-        case None, str():
-            strings: Any = (value,)
-        case origin, list() if origin is list:
-            strings = value
-        case origin, dict() if origin is dict:
-            strings = value.values()
-        case _:
-            return False
-    return {*map(type, strings)} == {str} and max(map(len, strings)) <= MAX_CHARACTERS
+    container = get_origin(kind)
+    if type(value) is not (container or str):
+        return False
+    values: Collection[Any] = (value,)
+    if container is not None:
+        values = value.values() if container is dict else value
+    if len(values) > MAX_ITEMS:
+        return False
+    texts = [each for each in values if type(each) is str]
+    only_scalars = {*map(type, values)} <= {str, int, float}
+    return bool(texts) and only_scalars and max(map(len, texts)) <= MAX_CHARACTERS
 
 
 @cache

@@ -65,7 +65,7 @@ GENERATING: Rows = [
     ({"allowed_token_ids": [2048]}, "allowed_token_ids", "2048 is not a token id from 0 to 2047"),
     ({"allowed_token_ids": [3, -1]}, "allowed_token_ids.1", "greater than or equal to 0"),
     *(({"allowed_token_ids": [wrong]}, "allowed_token_ids.0", "integer") for wrong in (1.5, "x", True, None)),
-    ({"allowed_token_ids": ["1", 2]}, "allowed_token_ids.0", "integer"),
+    ({"allowed_token_ids": ["1", True]}, "allowed_token_ids.0", "integer"),
     ({"allowed_token_ids": 3}, "allowed_token_ids", "list"),
     (
         {"allowed_token_ids": [1] * (MAX_ALLOWED_OF_ALL + 1)},
