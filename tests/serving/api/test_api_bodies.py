@@ -177,6 +177,7 @@ def test_strings_among_numbers_are_read() -> None:
     read = CompletionRequest.model_validate(body)
     assert (read.stop_token_ids, read.logit_bias) == ([5, 6], {"5": -1.5, "6": 2.0})
     assert CompletionRequest.model_validate({"prompt": ["5"]}).prompt == ["5"]
+    assert [CompletionRequest.model_validate({"prompt": "a", "echo": echo}).echo for echo in (0, 1)] == [False, True]
 
 
 def test_long_lists_are_not_looked_at_again() -> None:

@@ -89,6 +89,11 @@ def test_the_sentence_comes_as_an_error(method: str, path: str, code: str, sente
     assert len(response.content) < 1000
 
 
+def test_a_long_path_takes_no_longer() -> None:
+    """Every part of it would take the square of its length: minutes."""
+    assert why_not("/x" * 500_000) is None
+
+
 def test_a_path_that_is_not_offered_needs_the_key() -> None:
     assert call(app_of(FakeEngine(), api_key="k"), "POST", "/v1/embeddings").status_code == 401
 
