@@ -183,6 +183,7 @@ class _Serve:
                 observer,
                 max_waiting_requests=self.settings["max_waiting_requests"],
                 max_outputs_per_request=self.settings["max_outputs_per_request"],
+                root=str(self.settings["model"]),
                 profiles=self.settings["profile_dir"] is not None,
                 log_requests=self.settings["enable_log_requests"],
                 max_log_len=self.settings["max_log_len"],

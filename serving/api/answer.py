@@ -27,6 +27,8 @@ from serving.text.tokenizer import Vocabulary
 MAX_LOGPROBS = 1_000_000
 """Most log-probabilities of one answer. Each needs some 100 bytes until the answer is sent, and twice that while it is
 encoded."""
+NEVER_FILLED = ("service_tier", "system_fingerprint", "kv_transfer_params", "ec_transfer_params", "metrics")
+"""Fields of vLLM's whole answers that are always null here."""
 SCORED_AT_ONCE = 256  # prompt tokens whose log-probabilities are encoded as JSON in one go
 
 
@@ -78,13 +80,14 @@ class Gathered:
     """What one output has produced so far, collected for an answer that is not streamed.
 
     Attributes:
-        finish_reason: set once the output has ended.
+        finish_reason, matched_stop: those of the last delta, once the output has ended.
     """
 
     logprobs: JsonLists
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    matched_stop: str | int | None = None
 
 
 class Answer(ABC):
@@ -113,6 +116,7 @@ class Answer(ABC):
             "created": int(time.time()),
             "model": service.model_name(body.model),
         }
+        self._eos_token_id = service.tokenizer.eos_token_id
 
     @abstractmethod
     def _chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
@@ -126,6 +130,14 @@ class Answer(ABC):
     def _logprobs_of(self, delta: Delta) -> Mapping[str, Sequence[Any]]:
         """List name -> entries for a delta's tokens. Called once per delta, in order."""
 
+    _num_opening = 0
+    """How many of an output's events come before any of its tokens."""
+
+    def _with_choices(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The whole answer, with what both kinds have."""
+        about = {**self._about, "object": self.kind}
+        return {**about, "choices": choices, "usage": self._usage(), **dict.fromkeys(NEVER_FILLED)}
+
     def _first_chunk(self) -> dict[str, Any]:
         """Fields that only the first event of a stream has."""
         return {}
@@ -137,7 +149,7 @@ class Answer(ABC):
             async for delta in arriving:
                 known = gathered[delta.output.index]
                 known.text.append(delta.text)
-                known.finish_reason = delta.finish_reason
+                known.finish_reason, known.matched_stop = delta.finish_reason, delta.matched_stop
                 if self._body.return_token_ids:
                     known.token_ids += delta.token_ids
                 if delta.logprobs:
@@ -150,10 +162,11 @@ class Answer(ABC):
         about, first = {**self._about, "object": self.chunk_kind}, self._first_chunk()
         async with aclosing(self._deltas()) as arriving:
             async for delta in arriving:
-                for choice in self._chunk_choices(delta):
+                num_opening = 0 if delta.output.index in self._begun else self._num_opening
+                for place, choice in enumerate(self._chunk_choices(delta)):
                     chunk, first = {**about, "choices": [choice], **first}, {}
                     if self._include_usage:
-                        chunk["usage"] = self._usage() if self._continuous_usage else None
+                        chunk["usage"] = self._so_far(delta.output, place < num_opening)
                     yield event(chunk)
         if self._include_usage:
             yield event({**about, "choices": [], "usage": self._usage()})
@@ -189,24 +202,45 @@ class Answer(ABC):
         return begins
 
     def _token_ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """The choice's token ids, if requested."""
-        return {"token_ids": list(token_ids)} if self._body.return_token_ids else {}
+        """The choice's token ids, null unless requested."""
+        return {"token_ids": list(token_ids) if self._body.return_token_ids else None}
 
-    def _of_prompt(self, output: Output) -> dict[str, Any]:
-        """The prompt's token ids and log-probabilities, as far as they are requested."""
-        asked: dict[str, Any] = {}
-        if self._body.return_token_ids:
-            asked["prompt_token_ids"] = list(output.request.token_ids)
-        if self._body.prompt_logprobs is not None:
-            asked |= self._scored[output.prompt].raw()
-        return asked
+    def _end(self, part: Delta | Gathered) -> dict[str, Any]:
+        """Why the output ended; all null before.
 
-    def _usage(self) -> dict[str, Any]:
-        """Token counts so far. A prompt counts once; its cached tokens are those of its first output."""
-        firsts = {output.prompt: output for output in reversed(self._outputs)}.values()
+        `matched_stop`, as in SGLang, is the stop string or stop token that ended it. `stop_reason`, as in vLLM, is the
+        same, but null for the tokenizer's own end of sequence.
+        """
+        matched = part.matched_stop
+        usual = matched == self._eos_token_id and not self._body.ignore_eos
+        stop_reason = None if usual else matched
+        return {"finish_reason": part.finish_reason, "stop_reason": stop_reason, "matched_stop": matched}
+
+    def _prompt_token_ids(self, output: Output) -> dict[str, Any]:
+        """The prompt's token ids, null unless requested."""
+        return {"prompt_token_ids": list(output.request.token_ids) if self._body.return_token_ids else None}
+
+    def _prompt_logprobs(self, output: Output) -> Mapping[str, Any]:
+        """The prompt's log-probabilities, null unless requested."""
+        return {"prompt_logprobs": None} if self._body.prompt_logprobs is None else self._scored[output.prompt].raw()
+
+    def _so_far(self, output: Output, opening: bool) -> dict[str, Any] | None:
+        """The usage in an output's event: as in vLLM and SGLang of this output alone, null unless requested."""
+        return self._usage([output], opening=opening) if self._continuous_usage else None
+
+    def _usage(self, outputs: Sequence[Output] | None = None, *, opening: bool = False) -> dict[str, Any]:
+        """Token counts so far. A prompt counts once; its cached tokens are those of its first output.
+
+        Args:
+            outputs: the outputs that count; None for all.
+            opening: before any of their tokens.
+        """
+        outputs = self._outputs if outputs is None else outputs
+        firsts = {output.prompt: output for output in reversed(outputs)}.values()
+        generated = () if opening else outputs
         prompt_tokens = sum(len(output.request.token_ids) for output in firsts)
-        completion_tokens = sum(output.num_tokens for output in self._outputs)
-        drafts = sum((output.drafts for output in self._outputs), DraftCounts())
+        completion_tokens = sum(output.num_tokens for output in generated)
+        drafts = sum((output.drafts for output in generated), DraftCounts())
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,

@@ -31,6 +31,11 @@ from serving.api.tools import forced_form, num_calls, turn_plan
 from serving.api.turns import OutputTurn, chunks_of, hidden_marks, make_turns, message_of, preamble
 from serving.turns import Before
 
+_NOTHING_ELSE = dict.fromkeys(
+    ("refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning", "reasoning_content")
+)
+"""What a message has besides its text, null where it has none."""
+
 
 class ChatAnswer(Answer):
     """A chat completion while it is generated; made by `make`."""
@@ -59,6 +64,7 @@ class ChatAnswer(Answer):
         self._echo = ""
         if body.echo and last.role == self._role:
             self._echo = _written(_content(service, last), text)
+        self._num_opening = 2 if self._echo else 1  # the role, and the echo
 
     @classmethod
     async def make(cls, service: Service, body: ChatCompletionRequest, size: int) -> Self:
@@ -122,23 +128,23 @@ class ChatAnswer(Answer):
         choices: list[dict[str, Any]] = []
         if self._begins(index):
             opening = [{"role": self._role, "content": ""}, *([{"content": self._echo}] if self._echo else [])]
-            choices += [{"index": index, "delta": part, "logprobs": None, "finish_reason": None} for part in opening]
+            none_yet = {"logprobs": None, **self._end(Delta(delta.output, ""))}
+            choices += [{"index": index, "delta": part, **none_yet} for part in opening]
         logprobs = {**self._logprobs_of(delta), "refusal": None} if delta.logprobs else None
         token_ids = self._token_ids(delta.token_ids)
         turn = self._turns[index]
         new = chunks_of(turn.new, with_reasoning=self._with_reasoning)
-        if not new and (logprobs is not None or turn.finish_reason or token_ids):
+        if not new and (logprobs is not None or turn.finish_reason or self._body.return_token_ids):
             new = [{}]
-        parts: list[dict[str, Any]] = [
-            {"index": index, "delta": part, "logprobs": None, "finish_reason": None} for part in new
-        ]
+        not_yet = {"logprobs": None, **self._end(Delta(delta.output, "")), **self._token_ids(())}
+        parts: list[dict[str, Any]] = [{"index": index, "delta": part, **not_yet} for part in new]
         if parts:  # what is told once per delta
             parts[0] |= {"logprobs": logprobs, **token_ids}
-            parts[-1]["finish_reason"] = turn.finish_reason
+            parts[-1] |= {**self._end(delta), "finish_reason": turn.finish_reason}
         return [*choices, *parts]
 
     def _first_chunk(self) -> dict[str, Any]:
-        return {"prompt_token_ids": list(self._outputs[0].request.token_ids)} if self._body.return_token_ids else {}
+        return self._prompt_token_ids(self._outputs[0])
 
     def _logprobs_of(self, delta: Delta) -> Mapping[str, Sequence[Any]]:
         return {"content": chat_logprobs(self._names, delta.logprobs)}
@@ -149,19 +155,22 @@ class ChatAnswer(Answer):
                 "index": output.index,
                 "message": self._message(self._turns[output.index]),
                 "logprobs": {**known.logprobs.raw(), "refusal": None} if self._with_logprobs else None,
+                **self._end(known),
                 "finish_reason": self._turns[output.index].finish_reason,
                 **self._token_ids(known.token_ids),
+                "routed_experts": None,
             }
             for output, known in zip(self._outputs, gathered, strict=True)
         ]
-        about = {**self._about, "object": self.kind, **self._of_prompt(self._outputs[0])}
-        return {**about, "choices": choices, "usage": self._usage()}
+        first = self._outputs[0]
+        of_prompt = {**self._prompt_token_ids(first), **self._prompt_logprobs(first), "prompt_text": None}
+        return {**self._with_choices(choices), **of_prompt}
 
     def _message(self, turn: OutputTurn) -> dict[str, Any]:
         message = message_of(turn.whole(), with_reasoning=self._with_reasoning)
         if self._echo:
             message["content"] = self._echo + (message["content"] or "")
-        return {"role": self._role, **message, "refusal": None}
+        return {"role": self._role, **_NOTHING_ELSE, **message}
 
 
 def _content(service: Service, message: ChatMessage) -> str:

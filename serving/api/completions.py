@@ -17,7 +17,7 @@ from serving.api.logprobs import COMPLETION_LISTS, CompletionLogprobsWriter, Jso
 from serving.api.prompts import check_length, decode, prompts_in, prompts_of
 from serving.api.sampling import sampling_params
 from serving.api.schema.errors import ApiError
-from serving.api.schema.request_models import DEFAULT_MAX_TOKENS, CompletionRequest
+from serving.api.schema.request_models import DEFAULT_MAX_TOKENS, CompletionRequest, GenerationRequest
 from serving.api.service import Service
 from serving.api.structured import output_grammar
 
@@ -40,6 +40,7 @@ class CompletionAnswer(Answer):
         echoes: Sequence[str | None],
     ) -> None:
         super().__init__(service, body, answer_id, outputs)
+        self._prompts = prompts_in(body.prompt)
         self._echoes = echoes  # the text of each prompt; None without `echo`
         self._echoes_scored: dict[int, JsonLists] = {}  # prompt -> log-probabilities of its echo
         self._writers: Mapping[int, CompletionLogprobsWriter] = {}
@@ -88,13 +89,15 @@ class CompletionAnswer(Answer):
         outputs = make_outputs(service, body, answer_id, requested)
         for output in outputs:
             output.nothing = body.max_tokens == 0
-        skip = body.skip_special_tokens is not False
         echoes: list[str | None] = [None] * len(prompts)
         if body.echo:
-            echoes = [decode(service, ids, skip_special_tokens=skip) if text is None else text for text, ids in prompts]
+            echoes = [
+                decode(service, ids, skip_special_tokens=_skips_special(body, sent)) if text is None else text
+                for sent, (text, ids) in zip(given, prompts, strict=True)
+            ]
         return cls(service, body, answer_id, outputs, echoes)
 
-    def _writer(self, num_top: int, offset: int, prompt: Sequence[int] = ()) -> CompletionLogprobsWriter:
+    def _writer(self, num_top: int, offset: int, prompt: Sequence[int]) -> CompletionLogprobsWriter:
         skip = self._body.skip_special_tokens is not False
         return CompletionLogprobsWriter(self._names, num_top, skip_special_tokens=skip, offset=offset, prompt=prompt)
 
@@ -109,7 +112,8 @@ class CompletionAnswer(Answer):
         if writer is None or echo is None:
             return scored
         lists = self._echoes_scored[delta.output.prompt] = JsonLists(self.lists)
-        own = self._writer(writer.num_top, 0)
+        skip = _skips_special(self._body, self._prompts[delta.output.prompt])
+        own = CompletionLogprobsWriter(self._names, writer.num_top, skip_special_tokens=skip)
         for first in range(0, len(entries), SCORED_AT_ONCE):
             some = slice(first, first + SCORED_AT_ONCE)
             written = own.write(list(zip(delta.output.request.token_ids[some], entries[some], strict=True)))
@@ -131,8 +135,8 @@ class CompletionAnswer(Answer):
             "index": output.index,
             "text": text,
             "logprobs": logprobs.raw() if output.index in self._writers else None,
-            "finish_reason": part.finish_reason,
-            **(self._of_prompt(output) if begins else {}),
+            **self._end(part),
+            **(self._prompt_token_ids(output) if begins else {"prompt_token_ids": None}),
             **self._token_ids(part.token_ids),
         }
 
@@ -144,7 +148,7 @@ class CompletionAnswer(Answer):
         if output.index in self._writers and delta.logprobs:
             logprobs.add(self._logprobs_of(delta))
         choice = self._choice(output, text, logprobs, delta, begins=begins)
-        told = text or logprobs or delta.finish_reason or {"token_ids", "prompt_logprobs"} & choice.keys()
+        told = text or logprobs or delta.finish_reason or choice["token_ids"] is not None
         return [choice] if told else []
 
     def _whole(self, gathered: Sequence[Gathered]) -> dict[str, Any]:
@@ -152,8 +156,9 @@ class CompletionAnswer(Answer):
         for output, known in zip(self._outputs, gathered, strict=True):
             text, logprobs = self._echoed(output)
             logprobs.extend(known.logprobs)
-            choices.append(self._choice(output, "".join((text, *known.text)), logprobs, known, begins=True))
-        return {**self._about, "object": self.kind, "choices": choices, "usage": self._usage()}
+            choice = self._choice(output, "".join((text, *known.text)), logprobs, known, begins=True)
+            choices.append({**choice, **self._prompt_logprobs(output), "routed_experts": None})
+        return self._with_choices(choices)
 
 
 def _pieces(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -166,6 +171,11 @@ def _pieces(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
         total += length
     if lengths:
         yield first, len(lengths)
+
+
+def _skips_special(body: GenerationRequest, prompt: Any) -> bool:
+    """Whether an echo leaves out special tokens. As in vLLM, a prompt of token ids is echoed with all of them."""
+    return isinstance(prompt, str) and body.skip_special_tokens is not False
 
 
 def _refuse(body: CompletionRequest) -> None:

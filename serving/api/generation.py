@@ -50,6 +50,7 @@ class Delta:
         token_ids: the new tokens, up to the one that completed a stop string; some may have no text yet.
         prompt_logprobs: of the prompt, if requested; only in the first delta of its first output.
         finish_reason: set in the last delta only.
+        matched_stop: the stop string or stop token that ended the output; set with `finish_reason`, if one did.
     """
 
     output: Output
@@ -58,6 +59,7 @@ class Delta:
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     finish_reason: str | None = None
+    matched_stop: str | int | None = None
 
 
 async def run_outputs(service: Service, outputs: Sequence[Output]) -> AsyncGenerator[Delta, None]:
@@ -148,8 +150,15 @@ def _take(output: Output, step: RequestOutput) -> Delta:
     before, output.num_tokens = output.num_tokens, output.text.num_tokens
     finish = FinishReason.STOP if output.text.stopped is not None else step.finish_reason
     new = output.num_tokens - before
-    finish_reason = None if finish is None else finish.value
-    return Delta(output, text, step.token_ids[:new], step.logprobs[:new], step.prompt_logprobs, finish_reason)
+    return Delta(
+        output,
+        text,
+        step.token_ids[:new],
+        step.logprobs[:new],
+        step.prompt_logprobs,
+        None if finish is None else finish.value,
+        step.stop_token if output.text.stopped is None else output.text.stopped,
+    )
 
 
 def make_outputs(

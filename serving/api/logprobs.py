@@ -91,28 +91,39 @@ class CompletionLogprobsWriter:
         }
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        """The most likely tokens and the chosen one. Of two tokens with the same name, the more likely one is kept."""
+        """The chosen token, then the most likely ones. Tokens with the same name have the most likely one's number."""
         top: dict[str, float] = {}
-        for token, logprob in (*entry.top[: self.num_top], (entry.token, entry.logprob)):
-            top.setdefault(self._names[token], _finite(logprob))
+        for token, logprob in ((entry.token, entry.logprob), *entry.top[: self.num_top]):
+            name = self._names[token]
+            top[name] = max(_finite(logprob), top.get(name, LEAST))
         return top
 
 
 def chat_logprobs(names: TokenNames, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-    """The log-probabilities of a chat completion: one object per token."""
+    """The log-probabilities of a chat completion: one object per token.
+
+    As in vLLM, `top_logprobs` has the chosen token first, then the most likely ones, as many in all as were asked for.
+    """
     return [
         {
             **_token(names, entry.token, entry.logprob),
-            "top_logprobs": [_token(names, token, logprob) for token, logprob in entry.top],
+            "top_logprobs": [_token(names, token, logprob) for token, logprob in _chosen_first(entry)],
         }
         for entry in entries
     ]
+
+
+def _chosen_first(entry: TokenLogprobs) -> list[tuple[int, float]]:
+    others = [(token, logprob) for token, logprob in entry.top if token != entry.token]
+    return [(entry.token, entry.logprob), *others][: len(entry.top)]
 
 
 def prompt_logprobs(
     vocabulary: Vocabulary, entries: Sequence[TokenLogprobs | None], num_top: int
 ) -> list[dict[str, dict[str, Any]] | None]:
     """The log-probabilities of a prompt in vLLM's format: per token, token id -> its entry; None for the first token.
+
+    The prompt's own token comes first, then the most likely ones.
 
     Args:
         num_top: most likely tokens listed per position, besides the prompt's own token.
@@ -122,7 +133,7 @@ def prompt_logprobs(
         likeliest = [(token, logprob, place) for place, (token, logprob) in enumerate(entry.top[:num_top], start=1)]
         return {
             str(token): {"logprob": _finite(logprob), "rank": rank, "decoded_token": _shown(vocabulary.piece(token))}
-            for token, logprob, rank in (*likeliest, (entry.token, entry.logprob, entry.rank))
+            for token, logprob, rank in ((entry.token, entry.logprob, entry.rank), *likeliest)
         }
 
     return [None if entry is None else told(entry) for entry in entries]

@@ -28,6 +28,7 @@ class Service:
 
     Attributes:
         names: the model's names; answers to requests without a name have the first.
+        root: the checkpoint, as it was named at the start; None if nobody says.
         defaults: the checkpoint's sampling parameters, for those that a request leaves out.
         observer: is told of every output: that it was requested, its tokens, its drafts, and its end.
         max_waiting_requests: how many requests may wait for a rank; None for no limit.
@@ -50,6 +51,7 @@ class Service:
     observer: RequestMetrics = field(default_factory=lambda: make_registry("", dict)[1])
     max_waiting_requests: int | None = None
     max_outputs_per_request: int | None = None
+    root: str | None = None
     profiles: bool = False
     log_requests: bool = False
     max_log_len: int | None = None

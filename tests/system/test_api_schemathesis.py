@@ -22,6 +22,15 @@ NOT_IN_A_SCHEMA = (
     *('"param":"structured_outputs', '"param":"response_format', '"param":"text.format'),
     *('"param":"tools', '"param":"tool_choice"'),
 )
+TEXTS = {"model", "prompt", "messages", "stop", "bad_words", "stream_options", "truncation_side", "reasoning_effort"}
+"""Fields that have no number or boolean."""
+WRONG_TYPE = re.compile(r"Schema-violating request accepted.*in body - ([a-z_]+)[\w/.\[\]]*: Incorrect type", re.DOTALL)
+
+
+def is_told_elsewhere(failure: str) -> bool:
+    """Whether a failure is one of these; or of strings for a number or a boolean, which are read."""
+    read = (wrong := WRONG_TYPE.search(failure)) is not None and wrong[1] not in TEXTS
+    return read or any(reason in failure for reason in NOT_IN_A_SCHEMA)
 
 
 @pytest.mark.slow
@@ -38,6 +47,6 @@ def test_the_server_does_what_it_describes(path: str, tmp_path: Path) -> None:
         command += ["--max-examples", "20"]
         run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=130)
     failures = re.split(r"\n- ST", run.stdout.partition("= FAILURES =")[2])[1:]
-    new = [failure for failure in failures if not any(reason in failure for reason in NOT_IN_A_SCHEMA)]
+    new = [failure for failure in failures if not is_told_elsewhere(failure)]
     assert not new, run.stdout
     assert failures or run.returncode == 0, run.stdout + run.stderr

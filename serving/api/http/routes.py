@@ -265,4 +265,6 @@ def _profiling(request: Request) -> Service:
 
 
 def _card(service: Service, name: str) -> ModelCard:
-    return ModelCard(id=name, created=service.created, max_model_len=service.engine.info.max_model_len)
+    return ModelCard(
+        id=name, created=service.created, root=service.root, max_model_len=service.engine.info.max_model_len
+    )

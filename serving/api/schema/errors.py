@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute, Match
 
 from attention import KVCacheExhausted
 from model_runner import RequestError
+from serving.api.schema.not_offered import elsewhere, why_not
 from serving.logs import request_id
 from serving.requests import EngineDead, QueueFull
 from ubatch import UBatchError
@@ -89,6 +90,8 @@ def add_error_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
         match error:
             case RequestValidationError():
                 return error_response(validation_error(error.errors()))
+            case HTTPException(status_code=HTTPStatus.NOT_FOUND):
+                return error_response(_unknown_path(request, [*app.routes, *routes]))
             case HTTPException():
                 message = f"{error.detail}: {request.method} {cut(request.url.path)}"
                 response = error_response(ApiError(error.status_code, message))
@@ -101,6 +104,16 @@ def add_error_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
     for kind in (UBatchError, Exception, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, handle)
+
+
+def _unknown_path(request: Request, routes: Sequence[BaseRoute]) -> ApiError:
+    """The error for a path that there is not; never `model_not_found`, which clients take it for without a code."""
+    path, shown_path = request.url.path, cut(request.url.path)
+    if (why := why_not(path)) is not None:
+        return ApiError(404, f"{shown_path} is not offered: {why}.", code="endpoint_not_offered")
+    there = elsewhere(path, {getattr(route, "path", "") for route in routes})
+    instead = "/openapi.json lists what there is" if there is None else f"use {there}, and check the client's base URL"
+    return ApiError(404, f"There is no {request.method} {shown_path}; {instead}.", code="unknown_endpoint")
 
 
 def _methods(request: Request, routes: Sequence[BaseRoute]) -> list[str]:

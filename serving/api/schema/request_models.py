@@ -1,4 +1,5 @@
-"""Bodies of requests. A value of the wrong type is refused; `unsupported_fields` handles fields that are not here.
+"""Bodies of requests. A value of the wrong type is refused, except for strings that are read as numbers or booleans
+(`lax_scalars`); `unsupported_fields` handles fields that are not here.
 
 The answer's code checks constraints between fields; `between_fields` describes them in the JSON schema.
 """
@@ -20,6 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from model_runner import MAX_BAD_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
+from serving.api.schema.lax_scalars import read_scalars
 from serving.api.schema.structured_fields import ResponseFormat, StructuredOutputs
 from serving.api.schema.tool_models import EXPECTED_CHOICE, ToolChoice, Tools
 from serving.api.schema.unsupported_fields import CHAT, COMPLETIONS, TOKENIZE, Refused, check_fields, describe_fields
@@ -121,6 +123,7 @@ class _Body(BaseModel):
     def _check_fields(cls, data: Any) -> Any:
         if isinstance(data, dict):
             check_fields(data, cls.model_fields.keys(), cls.refused, cls.place)
+            return read_scalars(cls, data)
         return data
 
 

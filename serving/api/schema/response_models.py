@@ -1,4 +1,7 @@
-"""Bodies of responses, and of the chunks of a stream."""
+"""Bodies of responses, and of the chunks of a stream.
+
+A whole answer has all of its fields, null where there is nothing to tell. So do vLLM's, whose clients index them.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int] = Field(description="where each token's text begins in the choice's text")
     token_logprobs: list[float | None] = Field(description="null for a prompt's first token")
     tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
+    top_logprobs: list[dict[str, float] | None] = Field(description="the token itself, then the most likely ones")
 
 
 class PromptLogprob(BaseModel):
@@ -68,10 +71,22 @@ class PromptLogprob(BaseModel):
 
 
 PromptLogprobs = Annotated[
-    list[dict[str, PromptLogprob] | None],
-    Field(description="per prompt token: token id -> entry, for it and the most likely tokens; null for the first"),
+    list[dict[str, PromptLogprob] | None] | None,
+    Field(
+        description="with prompt_logprobs only; per prompt token: token id -> entry, for it and then the most likely "
+        "tokens; null for the first"
+    ),
 ]
-TokenIds = Annotated[list[int], Field(description="with return_token_ids only")]
+TokenIds = Annotated[list[int] | None, Field(description="with return_token_ids only")]
+StopReason = Annotated[
+    str | int | None,
+    Field(description="the stop string or stop token that ended the output; null for the end of sequence, as in vLLM"),
+]
+MatchedStop = Annotated[
+    str | int | None,
+    Field(description="the stop string or token that ended the output, also the end of sequence, as in SGLang"),
+]
+NeverFilled = Annotated[None, Field(description="always null: a field of vLLM's")]
 
 
 class _Answer(BaseModel):
@@ -80,27 +95,41 @@ class _Answer(BaseModel):
     model: str
 
 
+class _WholeAnswer(_Answer):
+    usage: Usage
+    service_tier: NeverFilled
+    system_fingerprint: NeverFilled
+    kv_transfer_params: NeverFilled
+    ec_transfer_params: NeverFilled
+    metrics: NeverFilled
+
+
 class _Choice(BaseModel):
     index: int
-    token_ids: TokenIds = []
+    stop_reason: StopReason
+    matched_stop: MatchedStop
 
 
-class CompletionChoice(_Choice):
+class _WholeChoice(_Choice):
+    finish_reason: FinishReasonName
+    token_ids: TokenIds
+    routed_experts: NeverFilled
+
+
+class CompletionChoice(_WholeChoice):
     """One output."""
 
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: FinishReasonName
-    prompt_token_ids: TokenIds = []
-    prompt_logprobs: PromptLogprobs = []
+    prompt_token_ids: TokenIds
+    prompt_logprobs: PromptLogprobs
 
 
-class Completion(_Answer):
+class Completion(_WholeAnswer):
     """The answer of /v1/completions."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
-    usage: Usage
 
 
 class CompletionChunkChoice(_Choice):
@@ -109,7 +138,8 @@ class CompletionChunkChoice(_Choice):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReasonName | None
-    prompt_token_ids: TokenIds = Field([], description="with the first event of each choice")
+    token_ids: TokenIds
+    prompt_token_ids: TokenIds = Field(description="with the first event of each choice, if return_token_ids")
 
 
 class CompletionChunk(_Answer):
@@ -131,7 +161,7 @@ class TopLogprob(BaseModel):
 class ChatTokenLogprob(TopLogprob):
     """A token of the output. A token that is part of a character is named `bytes:\\xe4\\xb8`."""
 
-    top_logprobs: list[TopLogprob]
+    top_logprobs: list[TopLogprob] = Field(description="the token itself, then the most likely ones")
 
 
 class ChatLogprobs(BaseModel):
@@ -161,13 +191,16 @@ class AssistantMessage(BaseModel):
 
     role: str = Field(description="assistant, unless the answer continues a message of another role")
     content: str | None = Field(description="null where there are only tool calls, or reasoning")
-    refusal: None = None
-    reasoning: str = Field("", description="with --reasoning-parser only; left out if there is none")
-    reasoning_content: str = Field("", description="the same, by its older name")
-    tool_calls: list[ToolCall] = Field([], description="left out if there are none")
+    refusal: None
+    annotations: None
+    audio: None
+    function_call: None
+    tool_calls: list[ToolCall] | None = Field(description="null if there are none")
+    reasoning: str | None = Field(description="with --reasoning-parser only; null if there is none")
+    reasoning_content: str | None = Field(description="the same, by its older name")
 
 
-class ChatChoice(_Choice):
+class ChatChoice(_WholeChoice):
     """One answer."""
 
     message: AssistantMessage
@@ -175,14 +208,14 @@ class ChatChoice(_Choice):
     finish_reason: ChatFinishReasonName
 
 
-class ChatCompletion(_Answer):
+class ChatCompletion(_WholeAnswer):
     """The answer of /v1/chat/completions."""
 
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
-    usage: Usage
-    prompt_token_ids: TokenIds = []
-    prompt_logprobs: PromptLogprobs = []
+    prompt_token_ids: TokenIds
+    prompt_logprobs: PromptLogprobs
+    prompt_text: NeverFilled
 
 
 class FunctionDelta(BaseModel):
@@ -217,6 +250,7 @@ class ChatChunkChoice(_Choice):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReasonName | None
+    token_ids: TokenIds = Field(None, description="not in the event with the role; null unless return_token_ids")
 
 
 class ChatCompletionChunk(_Answer):
@@ -224,7 +258,7 @@ class ChatCompletionChunk(_Answer):
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice] = Field(description="empty in the chunk with the usage only")
-    prompt_token_ids: TokenIds = Field([], description="with the first event")
+    prompt_token_ids: TokenIds = Field(None, description="in the first event; null unless return_token_ids")
     usage: Usage | None = Field(None, description="with stream_options.include_usage only")
 
 
@@ -235,6 +269,9 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "ubatch"
+    root: str | None = Field(description="the checkpoint, as it was named at the start")
+    parent: None = None
+    permission: list[None] = Field(default_factory=list, description="always empty")
     max_model_len: int = Field(description="context length: most tokens of prompt and output together")
 
 

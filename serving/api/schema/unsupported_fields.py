@@ -14,6 +14,7 @@ from typing import Any
 from pydantic_core import PydanticCustomError
 
 from serving.api.schema.errors import UNSUPPORTED
+from serving.api.schema.lax_scalars import read_scalar
 from serving.logs import log_event
 from ubatch.errors import shown
 
@@ -43,7 +44,7 @@ class Refused:
         """Whether a JSON value is other than neutral."""
         if isinstance(value, dict):
             value = {name: item for name, item in value.items() if item is not None}
-        return value is not None and not any(_same(value, neutral) for neutral in self.neutral)
+        return value is not None and not any(_same(_read_as(neutral, value), neutral) for neutral in self.neutral)
 
 
 # Neutral values, by the kind of field.
@@ -245,6 +246,11 @@ def describe_fields(schema: dict[str, Any], refused: Mapping[str, Refused]) -> N
             off = {"required": [other], "properties": {other: {"const": value}}}
             schema.setdefault("allOf", []).append({"anyOf": [{"properties": {name: {"enum": enum}}}, off]})
         properties[name] = said
+
+
+def _read_as(neutral: Any, value: Any) -> Any:
+    """A string as the number or boolean that it says, if the neutral value is one."""
+    return read_scalar(type(neutral), value) if isinstance(value, str) else value
 
 
 def _same(value: Any, neutral: Any) -> bool:

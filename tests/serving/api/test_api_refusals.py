@@ -19,18 +19,19 @@ BODIES = {**ASKS, TOKENIZE: {}}
 
 Rows = list[tuple[dict[str, Any], str | None, str]]
 WRONG: dict[str, tuple[Any, ...]] = {
-    "temperature": (2.1, "1"),
+    "temperature": (2.1, "2.1", "hot", "nan", "", True),
     "top_p": (0,),
     "top_k": (-2,),
     "min_p": (1.1,),
     "presence_penalty": (3,),
-    "n": (0, True),
-    "seed": (2**63,),
+    "n": (0, "0", "2.5", True, "true"),
+    "min_tokens": ("0" * 101,),
+    "seed": (2**63, str(2**63)),
     "priority": (-(2**63) - 1,),
-    "stream": ("yes",),
+    "stream": ("maybe", 2, 0.5, ""),
     "stream_options": ({"include_usage": True},),
     "prompt_logprobs": (-1, 21),
-    "truncate_prompt_tokens": (0, -2, 1.5, "3", True),
+    "truncate_prompt_tokens": (0, -2, 1.5, "-2", True),
     "logit_bias": (
         *({"x": 1}, {"9999": 1}, {"0" * 5000: 1}),
         {"0" * zeros + "5": 1 for zeros in range(1025)},
@@ -59,7 +60,8 @@ GENERATING: Rows = [
     ({"allowed_token_ids": []}, "allowed_token_ids", "should not be empty"),
     ({"allowed_token_ids": [2048]}, "allowed_token_ids", "2048 is not a token id from 0 to 2047"),
     ({"allowed_token_ids": [3, -1]}, "allowed_token_ids.1", "greater than or equal to 0"),
-    *(({"allowed_token_ids": [wrong]}, "allowed_token_ids.0", "integer") for wrong in (1.5, "1", True, None)),
+    *(({"allowed_token_ids": [wrong]}, "allowed_token_ids.0", "integer") for wrong in (1.5, "x", True, None)),
+    ({"allowed_token_ids": ["1", True]}, "allowed_token_ids.0", "integer"),
     ({"allowed_token_ids": 3}, "allowed_token_ids", "list"),
     (
         {"allowed_token_ids": [1] * (MAX_ALLOWED_OF_ALL + 1)},

@@ -31,6 +31,7 @@ from serving.api.schema.response_models import (
     Completion,
     CompletionChunk,
     ErrorBody,
+    ModelList,
 )
 from serving.requests import EngineDead
 from ubatch import UBatchError
@@ -273,9 +274,15 @@ def test_the_description_is_true() -> None:
         assert sorted(operation["responses"]["200"]["content"]) == ["application/json", "text/event-stream"]
     logprobs = {"logprobs": True, "top_logprobs": 1}
     usage = {"stream_options": {"include_usage": True}, "max_tokens": 2}
-    answers: list[tuple[type[BaseModel], Any]] = [
+    whole: list[tuple[type[BaseModel], Any]] = [
         (Completion, complete(FakeEngine(), {"logprobs": 1, "echo": True})),
         (ChatCompletion, chat(FakeEngine(), {"max_tokens": 2, **logprobs})),
+        (ModelList, call(app_of(FakeEngine()), "GET", "/v1/models").json()),
+    ]
+    for model, answer in whole:
+        assert model.model_validate(answer).model_dump() == answer, "a field is missing"
+    answers: list[tuple[type[BaseModel], Any]] = [
+        *whole,
         *((CompletionChunk, event) for event in stream(FakeEngine(), GENERATING[0], {"logprobs": 1, **usage})),
         *((ChatCompletionChunk, event) for event in stream(FakeEngine(), GENERATING[1], {**logprobs, **usage})),
         (ErrorBody, post(FakeEngine(), GENERATING[0], {}).json()),

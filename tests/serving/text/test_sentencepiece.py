@@ -43,15 +43,16 @@ def test_the_tokenizer_is_of_this_kind(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("prompt", [PROMPT, None])
 def test_a_completion(tokenizer: Any, prompt: str | None) -> None:
+    echo = PROMPT if prompt else f"<s> {PROMPT}"  # that of token ids has all of them
     body = {"prompt": prompt or tokenizer.encode(PROMPT), "max_tokens": 50}
     assert complete(says(tokenizer), body)["choices"][0]["text"] == OUTPUT
     choice = complete(says(tokenizer), {**body, "echo": True, "logprobs": 0})["choices"][0]
-    assert choice["text"] == PROMPT + OUTPUT
+    assert choice["text"] == echo + OUTPUT
     places = choice["logprobs"]["text_offset"]
     first = len(tokenizer.encode(PROMPT))
-    assert places[first : first + 2] == [len(PROMPT), len(PROMPT) + len(" sat")]
+    assert places[first : first + 2] == [len(echo), len(echo) + len(" sat")]
     streamed = stream(says(tokenizer), "/v1/completions", {**body, "echo": True})
-    assert "".join(event["choices"][0]["text"] for event in streamed) == PROMPT + OUTPUT
+    assert "".join(event["choices"][0]["text"] for event in streamed) == echo + OUTPUT
 
 
 def test_a_stop_string_that_begins_with_a_space(tokenizer: Any) -> None:

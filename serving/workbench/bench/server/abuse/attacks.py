@@ -136,7 +136,7 @@ def _broken(target: Target) -> list[Mapping[str, Any] | bytes]:
         {"n": 10**6},
         {"prompt": ["", []]},
     ]
-    wrong += [{"logit_bias": digits}, {"seed": 2**70}, {"max_tokens": 10**12}]
+    wrong += [{"logit_bias": digits}, {"seed": 2**70}, {"max_tokens": 10**12}, {"min_tokens": "0" * 10**6}]
     wrong += [{"structured_outputs": {"regex": "("}}, {"response_format": {"type": "json_schema"}}]
     bodies = [deep, b"", b"{", b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": 1e999}', b"null", b'{"prompt": "\\ud800"}']
     return [*bodies, *(target.body(**fields) for fields in wrong)]
