@@ -36,12 +36,13 @@ from serving.api.http.connections import (
     most_connections,
     raise_file_limit,
 )
+from serving.api.http.counted import HttpMetrics
 from serving.api.request_log import RequestLog
 from serving.api.sampling import checkpoint_defaults
 from serving.engine.client import EngineClient
 from serving.engine.run_folder import RunFolder
 from serving.logs import log_event
-from serving.metrics import make_registry
+from serving.metrics import make_registry, show_cache
 from serving.options import Command, Settings, chosen_dtype
 from serving.requests import EngineDead
 from serving.text.chat_template import DEFAULT
@@ -172,6 +173,9 @@ class _Serve:
             if defaults:
                 log_event(_logger, "defaults of requests, from generation_config.json", **defaults)
             registry, observer = make_registry(self.names[0], lambda: client.statistics)
+            cache = {name: setting.value for name, setting in self.settings.all.items()}
+            show_cache(registry, cache, client.info.num_kv_blocks)
+            self._around = partial(self._around, count=HttpMetrics(registry).count)
             service = Service(
                 client,
                 tokenizer,

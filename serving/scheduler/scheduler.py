@@ -19,11 +19,19 @@ Source: SGLang's scheduler; vLLM's names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from attention import BlockAllocator, KVCacheError, RequestToTokenTable
 from model_runner import FAULTS, PENDING_TOKEN, FinishReason, Proposer, RequestError, Step, StepOutput, TokenLogprobs
-from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput, SchedulerTotals
+from serving.requests import (
+    DraftCounts,
+    EngineStatistics,
+    RequestInput,
+    RequestOutput,
+    SchedulerTotals,
+    StartTimes,
+)
 from serving.scheduler.admission.checks import check_input
 from serving.scheduler.admission.prefills import Prefill, Prefills
 from serving.scheduler.admission.retraction import choose_victim
@@ -44,6 +52,7 @@ class Scheduler:
         allocator: allocates blocks of the runner's KV cache; only the scheduler uses it.
         proposer: proposes draft tokens; needed if the config asks for drafts.
         own_ranks: see `MixedSteps`.
+        clock: returns seconds; tests replace it.
 
     Raises:
         ConfigError: the config does not fit the proposer.
@@ -59,8 +68,10 @@ class Scheduler:
         vocab_size: int,
         proposer: Proposer | None = None,
         own_ranks: range = range(1),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
+        self._clock = clock
         self._by_priority = config.policy is SchedulingPolicy.PRIORITY
         self._mixed_steps = MixedSteps(
             config.max_prefill_tokens_per_mixed_step, table.block_size, config.max_num_batched_tokens, own_ranks
@@ -71,7 +82,7 @@ class Scheduler:
         self.kv = KVManager(allocator, table, prefix_caching=config.enable_prefix_caching, num_snapshots=snapshots)
         self._requests: dict[str, TrackedRequest] = {}  # all unfinished requests
         self._counts = SchedulerTotals()
-        self._prefills = Prefills(config, self.kv, self._counts)
+        self._prefills = Prefills(config, self.kv, self._counts, clock)
         self._running, self._waiting = self._prefills.running, self._prefills.waiting
         self._speculation = Speculation(config, self.kv, min(config.max_model_len, self.kv.max_tokens), proposer)
         self._num_arrived = 0
@@ -109,6 +120,7 @@ class Scheduler:
         # The last token of an output is never computed, so it needs no KV.
         limit = min(asked, self._config.max_model_len, self.kv.max_tokens + 1)
         request = TrackedRequest.of(given, arrival=self._num_arrived, limit=limit, eos_token_ids=self._eos_token_ids)
+        request.arrived_at = self._clock()
         self._num_arrived += 1
         self._requests[request.name] = request
         self._waiting.push(request)
@@ -272,8 +284,11 @@ class Scheduler:
             if verified:
                 request.num_computed_tokens = request.num_written_tokens
         self._counts.generation_tokens += count
+        times = None
         if place == request.num_prompt_tokens:
             self._counts.prompt_tokens += place
+            self._counts.prompt_tokens_cached += request.num_cached_tokens or 0
+            times = StartTimes(request.started_at - request.arrived_at, self._clock() - request.started_at)
         prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
         if reason is not None:
             del request.token_ids[max(place + count, request.num_prompt_tokens) :]  # a later step's pending token
@@ -287,6 +302,7 @@ class Scheduler:
             stop_token=tokens[count - 1] if reason is FinishReason.STOP else None,
             num_cached_tokens=request.num_cached_tokens or 0,
             drafts=drafts,
+            times=times,
         )
 
     # -- the rest -----------------------------------------------------------------------------------------------

@@ -44,8 +44,11 @@ class Recorder:
         self.drafted: dict[str, DraftCounts] = defaultdict(DraftCounts)
         self.reasons: list[str] = []
 
-    def started(self, request_id: str, num_prompt_tokens: int) -> None:
-        self.prompts[request_id] = num_prompt_tokens
+    def started(self, request: RequestInput, siblings: object) -> None:
+        self.prompts[request.request_id] = len(request.token_ids)
+
+    def began(self, request_id: str, cached_tokens: int, times: object) -> None:
+        """Not of interest."""
 
     def tokens(self, request_id: str, count: int) -> None:
         self.counts[request_id] += count
