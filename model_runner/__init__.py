@@ -63,7 +63,13 @@ from model_runner.runner import ModelRunner
 from model_runner.sampling.draws import fresh_seed
 from model_runner.sampling.penalties import SamplingRow
 from model_runner.sampling.sampler import sample
-from model_runner.sampling.sampling_params import MAX_BAD_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, SamplingParams
+from model_runner.sampling.sampling_params import (
+    MAX_BAD_TOKENS,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    SamplingParams,
+)
 from model_runner.sampling.token_ids import TokenIds
 from model_runner.settings import (
     DEFAULT_KV_CACHE_MEMORY,
@@ -85,6 +91,7 @@ __all__ = [
     "MAX_BAD_TOKENS",
     "MAX_LOGIT_BIASES",
     "MAX_STOP_TOKEN_IDS",
+    "MAX_TOP_LOGPROBS",
     "PENDING_TOKEN",
     "Acceptance",
     "CausalLM",

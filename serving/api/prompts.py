@@ -168,7 +168,7 @@ def conversation_text(service: Service, messages: Sequence[ChatMessage], options
             template.normalised([each.model_dump(exclude_unset=True) for each in messages], continued=continued),
             add_generation_prompt=options.begins_turn,
             continue_final_message=continued,
-            **{**reasoning, **given},
+            **{**service.template_kwargs, **reasoning, **given},
         )
     except RequestError:
         raise

@@ -75,7 +75,7 @@ def says(text: str) -> Any:
 
 def app_of(engine: FakeEngine, *, described: bool = False, **options: Any) -> FastAPI:
     """The application under test; only one that is `described` may be asked for `/openapi.json`."""
-    own = ("api_key", "max_request_bytes", "metrics_app", "around")
+    own = ("api_key", "max_request_bytes", "metrics_app", "around", "root_path", "describes", "cross_origin")
     around = {name: options.pop(name) for name in own if name in options}
     fake: Any = engine
     service = Service(fake, tokenizer(), **{"names": (MODEL,), **options})

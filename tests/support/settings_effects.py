@@ -148,6 +148,13 @@ _OF_SERVICE = (
     "profiles",
     "log_requests",
     "max_log_len",
+    "max_logprobs",
+    "tokens_as_ids",
+    "force_usage",
+    "response_role",
+    "template_kwargs",
+    "seed",
+    "defaults",
 )
 
 
