@@ -266,6 +266,15 @@ def test_vllms_dashboard_finds_what_it_asks_for() -> None:
     assert metrics.value("vllm:request_params_n_sum") == 2
 
 
+def test_the_page_about_metrics_has_all_of_them() -> None:
+    metrics = Metrics()
+    http_app(FakeEngine(), metrics)
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    told = {name for name in metrics.scrape() if not name.endswith("_created")}
+    assert set(re.findall(r"`([a-z0-9_:]+)`", "".join(rows))) == told
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body", "handler", "status"),
     [
