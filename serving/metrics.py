@@ -96,6 +96,39 @@ def in_memory() -> Iterator[None]:
         values.ValueClass = before
 
 
+def _waiting(totals: EngineStatistics) -> Mapping[str, float]:
+    return {"capacity": totals.num_waiting, "deferred": 0}
+
+
+def _sources(totals: EngineStatistics) -> Mapping[str, float]:
+    cached = totals.prompt_tokens_cached
+    return {"local_compute": totals.prompt_tokens - cached, "local_cache_hit": cached}
+
+
+_DERIVED: Sequence[tuple[Metric, Callable[[EngineStatistics], Mapping[str, float]]]] = (
+    (
+        Metric(
+            "gauge", "vllm:num_requests_waiting_by_reason", "Requests that wait, by why; all lack room.", ("reason",)
+        ),
+        _waiting,
+    ),
+    (
+        Metric(
+            "counter",
+            "vllm:prompt_tokens_by_source",
+            "Prompt tokens of requests that began to answer, by whether they were cached.",
+            ("source",),
+        ),
+        _sources,
+    ),
+    (
+        Metric("gauge", "vllm:engine_sleep_state", "An engine is always awake.", ("sleep_state",)),
+        lambda totals: {"awake": 1, "weights_offloaded": 0, "discard_all": 0},
+    ),
+)
+"""Metrics that say again what others say, in the form that vLLM's dashboards ask for; and how they follow."""
+
+
 class _Engines(Collector):
     def __init__(self, model_name: str, statistics: Statistics) -> None:
         self._model_name = model_name
@@ -107,20 +140,20 @@ class _Engines(Collector):
             told: Metric | None = each.metadata.get(Metric)
             if told is None:
                 continue
-            labels = ["model_name", "engine", *told.labels]
-            if told.kind == "histogram":
-                yield self._histogram(told, labels, {rank: getattr(totals, each.name) for rank, totals in ranks})
-                continue
-            family = _FAMILIES[told.kind](told.name, told.text, labels=labels)
-            for rank, totals in ranks:
-                for own, value in _samples(told, getattr(totals, each.name)):
-                    family.add_metric([self._model_name, str(rank), *own], value)
-            yield family
+            values = {rank: getattr(totals, each.name) for rank, totals in ranks}
+            yield self._histogram(told, values) if told.kind == "histogram" else self._family(told, values)
+        for metric, derive in _DERIVED:
+            yield self._family(metric, {rank: derive(totals) for rank, totals in ranks})
 
-    def _histogram(
-        self, metric: Metric, labels: Sequence[str], told: Mapping[int, Sequence[float]]
-    ) -> HistogramMetricFamily:
-        family = HistogramMetricFamily(metric.name, metric.text, labels=labels)
+    def _family(self, metric: Metric, told: Mapping[int, Any]) -> Family:
+        family = _FAMILIES[metric.kind](metric.name, metric.text, labels=["model_name", "engine", *metric.labels])
+        for rank, value in told.items():
+            for own, sample in _samples(metric, value):
+                family.add_metric([self._model_name, str(rank), *own], sample)
+        return family
+
+    def _histogram(self, metric: Metric, told: Mapping[int, Sequence[float]]) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(metric.name, metric.text, labels=["model_name", "engine"])
         bounds = [*map(float, metric.buckets), float("inf")]
         for rank, (total, *counts) in told.items():
             buckets = [(floatToGoString(bound), count) for bound, count in zip(bounds, accumulate(counts), strict=True)]

@@ -30,7 +30,7 @@ from model_runner import SamplingParams
 from serving.api.http.counted import HttpMetrics
 from serving.api.request_log import RequestLog
 from serving.logs import configure_logging, log_event
-from serving.metrics import RequestMetrics, Siblings, make_registry, show_cache
+from serving.metrics import _DERIVED, RequestMetrics, Siblings, make_registry, show_cache
 from serving.requests import (
     STEP_TOKENS,
     DraftCounts,
@@ -58,7 +58,7 @@ ubatch:request_mean_accepted_length
 """
 """What dashboards ask for; a new metric need not be here."""
 CACHE = "vllm:cache_config_info"
-DASHBOARD = ROOT / "tests" / "support" / "vllm_dashboard.txt"
+DASHBOARDS = ROOT / "tests" / "support" / "vllm_dashboards.txt"
 
 
 def declared(kind: type[EngineStatistics] = EngineStatistics) -> dict[str, Metric]:
@@ -245,25 +245,38 @@ def http_app(engine: FakeEngine, metrics: Metrics) -> Any:
     return app_of(engine, observer=metrics.requests, around=around, metrics_app=make_asgi_app(metrics.registry))
 
 
-def test_vllms_dashboard_finds_what_it_asks_for() -> None:
+def test_vllms_dashboards_find_what_they_ask_for() -> None:
     metrics = Metrics()
-    metrics.statistics = {0: EngineStatistics()}
+    metrics.statistics = {0: EngineStatistics(accepted_per_position=(1,))}
     app = http_app(FakeEngine(tokens_per_step=2), metrics)
     complete(app, {"max_tokens": 4, "n": 2})
-    engines = {metric.name for metric in declared().values()}
+    asked = [line for line in DASHBOARDS.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    assert len(asked) > 40
+    for line in asked:
+        name, *label = re.split("[{}]", line)
+        labels = dict(pair.split("=") for pair in label[:1])
+        own = {} if name.startswith("http") else {"model_name": "a model"}
+        metrics.value(name, **own, **{key: value.strip('"') for key, value in labels.items()})
+    engines = {metric.name for metric in declared().values()} | {metric.name for metric, _ in _DERIVED}
     for name, family in metrics.scrape().items():
         assert name in engines or any(sample.value for sample in family.samples), f"nothing counts {name}"
-    lines = call(app, "GET", "/metrics").text.splitlines()
-    told = {re.split("[{ ]", line)[0]: line for line in lines if not line.startswith("#")}
-    asked = [name for name in DASHBOARD.read_text().splitlines() if not name.startswith("#")]
-    assert len(asked) > 20
-    for name in (*asked, CACHE, "http_requests_total", "http_request_duration_seconds_bucket"):
-        assert name in told, name
-        assert 'model_name="a model"' in told[name] or not name.startswith("vllm:") or name == CACHE
-    first_engine = 'block_size="16",cache_dtype="auto",enable_prefix_caching="True",engine="0"'
-    assert f'{CACHE}{{{first_engine},gpu_memory_utilization="None",num_gpu_blocks="512"}} 1.0' in lines
+    first_engine = {"block_size": "16", "cache_dtype": "auto", "enable_prefix_caching": "True", "engine": "0"}
+    assert metrics.value(CACHE, **first_engine, gpu_memory_utilization="None", num_gpu_blocks="512") == 1
     assert metrics.value(CACHE, engine="1", num_gpu_blocks="500") == 1
     assert metrics.value("vllm:request_params_n_sum") == 2
+    assert 'vllm:request_params_n_sum{model_name="a model"} 2.0' in call(app, "GET", "/metrics").text.splitlines()
+
+
+def test_what_follows_from_the_engines_totals() -> None:
+    metrics = Metrics()
+    metrics.statistics = {0: EngineStatistics(num_waiting=3, prompt_tokens=50, prompt_tokens_cached=16)}
+    for name, labels, value in (
+        ("num_requests_waiting_by_reason", {"reason": "capacity"}, 3),
+        ("prompt_tokens_by_source_total", {"source": "local_compute"}, 34),
+        ("prompt_tokens_by_source_total", {"source": "local_cache_hit"}, 16),
+        ("engine_sleep_state", {"sleep_state": "awake"}, 1),
+    ):
+        assert metrics.value(f"vllm:{name}", engine="0", **labels) == value
 
 
 def test_the_page_about_metrics_has_all_of_them() -> None:
