@@ -44,6 +44,11 @@ def one_of(names: Iterable[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
+def also(**names: str) -> BeforeValidator:
+    """A validator that takes other systems' names of values for ours."""
+    return BeforeValidator(lambda value: names.get(value, value) if isinstance(value, str) else value)
+
+
 def _check_key(key: str | None) -> str | None:
     """Refuse a key that no client could send: HTTP loses white space around a header's value."""
     if key is not None and key != key.strip():

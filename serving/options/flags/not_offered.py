@@ -143,7 +143,7 @@ NOT_OFFERED: Mapping[str, str] = _each(
             "mamba_config mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode "
             "replayssm_buffer_len use_replayssm enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds"
         ),
-        "the cache is fp8 in every layer or in none, without scales; use --kv-cache-dtype": (
+        "the cache is fp8 in every layer or in none; use --kv-cache-dtype": (
             "calculate_kv_scales kv_cache_dtype_skip_layers"
         ),
         "layers do not share their keys and values; leave it out": "kv_sharing_fast_prefill",

@@ -26,6 +26,7 @@ from serving.options.flags.fields import (
     Positive,
     TokensAutoOff,
     Words,
+    also,
     one_of,
     parse_bytes,
 )
@@ -178,7 +179,9 @@ class Cache(Group):
     gpu_memory_utilization: Annotated[float | None, Flag(default=f"{GPU_MEMORY_UTILIZATION} on a GPU")] = Field(
         None, gt=0, le=1, description="share of the GPU's memory that a rank may use, weights included"
     )
-    kv_cache_dtype: Literal["auto", "fp8"] = Field("auto", description="fp8 stores one byte a number")
+    kv_cache_dtype: Annotated[Literal["auto", "fp8"], also(fp8_e4m3="fp8")] = Field(
+        "auto", description="fp8 stores one byte a number"
+    )
     enable_prefix_caching: bool = Field(True, description="keep pages for requests that begin alike")
     num_state_snapshots: int = Field(
         64,

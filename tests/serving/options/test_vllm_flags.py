@@ -14,6 +14,7 @@ from serving.options.flags.foreign import FOREIGN
 from serving.options.flags.not_offered import NOT_NEEDED, NOT_OFFERED
 from serving.options.flags.server_flags import ALIASES
 from serving.options.flags.tables import Own
+from serving.options.sources import read_keywords
 
 _LIST = (ROOT / "tests" / "support" / "vllm_serve_flags.txt").read_text(encoding="utf-8")
 FLAGS = [word for line in _LIST.splitlines() if not line.startswith("#") for word in line.split()]
@@ -85,6 +86,16 @@ def test_short_forms_are_vllms() -> None:
     given = {name: setting.value for name, setting in layers[-1].items()}
     ranks = {"data_parallel_size": 2, "enable_expert_parallel": True, "tensor_parallel_size": 4}
     assert given == {**ranks, "nnodes": 2, "node_rank": 1}
+
+
+def test_vllms_names_of_values() -> None:
+    words = ["--dtype", "half", "--kv-cache-dtype", "fp8_e4m3"]
+    layers, _ = read_layers(SERVE, "", "", words)
+    assert {name: setting.value for name, setting in layers[-1].items()} == {
+        "dtype": "float16",
+        "kv_cache_dtype": "fp8",
+    }
+    assert read_keywords({"dtype": "float"})["dtype"].value == "float32"
 
 
 def test_keywords_are_explained_as_keywords() -> None:
