@@ -69,6 +69,7 @@ from model_runner.sampling.sampling_params import (
     MAX_GRAMMAR_LENGTH,
     MAX_LOGIT_BIASES,
     MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
     SamplingParams,
 )
 from model_runner.sampling.token_ids import TokenIds
@@ -93,6 +94,7 @@ __all__ = [
     "MAX_GRAMMAR_LENGTH",
     "MAX_LOGIT_BIASES",
     "MAX_STOP_TOKEN_IDS",
+    "MAX_TOP_LOGPROBS",
     "PENDING_TOKEN",
     "Acceptance",
     "CausalLM",

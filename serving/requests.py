@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -69,6 +70,19 @@ class DraftCounts:
 
 
 @dataclass(frozen=True)
+class StartTimes:
+    """How long a request took to its first token, by the clock of its engine.
+
+    Attributes:
+        queued_s: seconds from its arrival at the engine to the planning of its first step.
+        prefilled_s: seconds from then to its first token.
+    """
+
+    queued_s: float
+    prefilled_s: float
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """What one step added to a request.
 
@@ -83,6 +97,7 @@ class RequestOutput:
         stop_token: the stop token that ended the request; None if none did.
         num_cached_tokens: prompt tokens whose keys and values came from the prefix cache.
         drafts: tokens that were guessed ahead, and how many of them are among `token_ids`.
+        times: in the output with the first token only.
     """
 
     request_id: str
@@ -93,6 +108,7 @@ class RequestOutput:
     stop_token: int | None = None
     num_cached_tokens: int = 0
     drafts: DraftCounts = DraftCounts()
+    times: StartTimes | None = None
 
     @classmethod
     def merged(cls, parts: Sequence[RequestOutput]) -> RequestOutput:
@@ -106,7 +122,12 @@ class RequestOutput:
             prompt_logprobs=parts[0].prompt_logprobs,
             num_cached_tokens=max(part.num_cached_tokens for part in parts),
             drafts=sum((part.drafts for part in parts), DraftCounts()),
+            times=next((part.times for part in parts if part.times is not None), None),
         )
+
+
+STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
+"""Buckets for the tokens of a step, vLLM's: 1, 8, 16, ... 16384."""
 
 
 @dataclass(frozen=True)
@@ -114,17 +135,41 @@ class Metric:
     """How `/metrics` shows a field of `EngineStatistics`.
 
     Attributes:
-        kind: `gauge` or `counter`; prometheus_client adds `_total` to a counter's name.
+        kind: `gauge`, `counter` or `histogram`; prometheus_client adds `_total` to a counter's name.
         name: vLLM's name, or `ubatch:...`.
         text: its help.
         labels: labels besides the model's name and the engine. The field's value is then a mapping, whose keys have the
             labels' values with `/` between them, or a tuple, whose places are the one label's values.
+        buckets: upper bounds of a histogram, without infinity. The field's value is as `Observed.told` returns it.
     """
 
     kind: str
     name: str
     text: str
     labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+class Observed:
+    """A histogram while it is counted, in the engine.
+
+    Args:
+        buckets: upper bounds, without infinity.
+    """
+
+    def __init__(self, buckets: Sequence[float]) -> None:
+        self._buckets = buckets
+        self._told = [0] * (len(buckets) + 2)
+
+    def add(self, value: int) -> None:
+        """Count a value."""
+        self._told[0] += value
+        self._told[1 + bisect_left(self._buckets, value)] += 1
+
+    @property
+    def told(self) -> tuple[int, ...]:
+        """The sum of the values, then how many were in each bucket, above the bounds of the lower ones."""
+        return tuple(self._told)
 
 
 def _gauge(name: str, text: str, default: float = 0) -> Any:
@@ -135,6 +180,11 @@ def _counter(name: str, text: str, *labels: str, make: Callable[[], Any] = int) 
     return field(default_factory=make, metadata={Metric: Metric("counter", name, text, labels)})
 
 
+def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
+    nothing = Observed(buckets).told
+    return field(default=nothing, metadata={Metric: Metric("histogram", name, text, buckets=buckets)})
+
+
 @dataclass
 class SchedulerTotals:
     """A scheduler's totals since it started. The texts of the metrics say what they are."""
@@ -143,6 +193,9 @@ class SchedulerTotals:
     prefix_hits: int = _counter("vllm:prefix_cache_hits", "Prompt tokens found there.")
     prompt_tokens: int = _counter(
         "vllm:prompt_tokens", "Prompt tokens of requests that began to answer, cached ones included."
+    )
+    prompt_tokens_cached: int = _counter(
+        "vllm:prompt_tokens_cached", "Those of them that the prefix cache had when the request was first admitted."
     )
     generation_tokens: int = _counter("vllm:generation_tokens", "Tokens generated.")
     preemptions: int = _counter("vllm:num_preemptions", "Times that a request lost its KV blocks to others.")
@@ -209,4 +262,7 @@ class EngineStatistics(SchedulerTotals, TracedTime):
         make=dict,
     )
     graph_replays: int = _counter("ubatch:graph_replays", "Steps replayed as CUDA graphs; the others ran eagerly.")
+    step_tokens: tuple[int, ...] = _histogram(
+        "vllm:iteration_tokens_total", "Tokens that a step ran, of prompts, outputs and guesses.", STEP_TOKENS
+    )
     dbo_auto: Mapping[str, str] = field(default_factory=dict)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 from serving.logs import configure_logging, log_event
-from serving.options import Command, chosen_dtype, describe_settings, fetch_checkpoints, read_serve_command
+from serving.options import Command, Settings, chosen_dtype, describe_settings, fetch_checkpoints, read_serve_command
+from serving.text.chat_template import read_template
 from serving.text.tokenizer import check_tokenizer
 
 _logger = logging.getLogger(__name__)
@@ -25,7 +27,18 @@ def read(program: str, description: str, words: Sequence[str]) -> Command:
     command = read_serve_command(program, description, words)
     if command.engine.node_rank == 0:  # the other machines need no tokenizer
         check_tokenizer(command.engine.model)
+        _check_answers(command.settings, command.engine.model)
     return command
+
+
+def _check_answers(settings: Settings, model: Path) -> None:
+    """Look early at the files that settings of the answers name."""
+    if settings["chat_template"] is not None:
+        read_template(settings["chat_template"])
+    if settings.given("generation_config") or settings.given("override_generation_config"):
+        from serving.api.sampling import request_defaults  # takes a second
+
+        request_defaults(model, settings["generation_config"], settings["override_generation_config"])
 
 
 def run(command: Command) -> int:

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import uvicorn
 from fastapi import FastAPI
@@ -37,15 +37,16 @@ from serving.api.http.connections import (
     most_connections,
     raise_file_limit,
 )
+from serving.api.http.counted import HttpMetrics
 from serving.api.request_log import RequestLog
-from serving.api.sampling import checkpoint_defaults
+from serving.api.sampling import request_defaults
 from serving.engine.client import EngineClient
 from serving.engine.run_folder import RunFolder
 from serving.logs import log_event
-from serving.metrics import make_registry
+from serving.metrics import make_registry, show_cache
 from serving.options import Command, Settings, chosen_dtype
 from serving.requests import EngineDead
-from serving.text.chat_template import DEFAULT, ChatTemplate
+from serving.text.chat_template import DEFAULT, ChatTemplate, read_template
 from serving.text.tokenizer import check_chat_template, load_tokenizer
 from serving.turns import TurnSettings, with_defaults
 from ubatch import ForwardMode
@@ -148,8 +149,10 @@ class _Serve:
     async def run(self) -> int:
         stop = _Stop(_end_at_once)
         asyncio.get_running_loop().set_exception_handler(Listener.spare_traceback)
-        tokenizer = load_tokenizer(self.options.model)
-        template = check_chat_template(tokenizer, self.options.model)
+        settings, own_template = self.settings, self.settings["chat_template"]
+        tokenizer = load_tokenizer(self.options.model, None if own_template is None else read_template(own_template))
+        source = self.options.model if own_template is None else "--chat-template"
+        template = check_chat_template(tokenizer, source)
         log_event(
             _logger,
             "starting",
@@ -171,10 +174,14 @@ class _Serve:
             log_event(_logger, "interrupted while starting", signal=signal.Signals(stop.number).name)
             return 128 + stop.number
         try:
-            defaults = checkpoint_defaults(self.options.model)
+            changed = settings["generation_config"], settings["override_generation_config"]
+            defaults = request_defaults(self.options.model, *changed)
             if defaults:
-                log_event(_logger, "defaults of requests, from generation_config.json", **defaults)
+                log_event(_logger, "defaults of requests", **defaults)
             registry, observer = make_registry(self.names[0], lambda: client.statistics)
+            cache = {name: setting.value for name, setting in self.settings.all.items()}
+            show_cache(registry, cache, client.info.num_kv_blocks)
+            self._around = partial(self._around, count=HttpMetrics(registry).count)
             service = Service(
                 client,
                 tokenizer,
@@ -188,6 +195,12 @@ class _Serve:
                 log_requests=self.settings["enable_log_requests"],
                 max_log_len=self.settings["max_log_len"],
                 turns=turns,
+                max_logprobs=settings["max_logprobs"],
+                tokens_as_ids=settings["return_tokens_as_token_ids"],
+                force_usage=settings["enable_force_include_usage"],
+                response_role=settings["response_role"],
+                template_kwargs=settings["default_chat_template_kwargs"] or {},
+                seed=settings["seed"],
             )
             gc.collect()
             gc.freeze()  # to walk through all modules again would hold the event loop for tenths of a second
@@ -197,6 +210,9 @@ class _Serve:
                 max_request_bytes=self.settings["max_request_bytes"],
                 metrics_app=make_asgi_app(registry),
                 around=self._around,
+                root_path=settings["root_path"] or "",
+                describes=not settings["disable_fastapi_docs"],
+                cross_origin=_cross_origin(settings),
             )
             return await self._serve(client, app, stop)
         finally:
@@ -303,6 +319,18 @@ class _Serve:
             await asyncio.sleep(0.05)
         if not client.num_outstanding and not died.done():
             log_event(_logger, "drained")
+
+
+def _cross_origin(settings: Settings) -> dict[str, Any] | None:
+    """Which pages in browsers may call the server; None for none."""
+    if settings["allowed_origins"] is None:
+        return None
+    return {
+        "allow_origins": settings["allowed_origins"],
+        "allow_methods": settings["allowed_methods"] or ("*",),
+        "allow_headers": settings["allowed_headers"] or ("*",),
+        "allow_credentials": settings["allow_credentials"],
+    }
 
 
 async def _unless(event: asyncio.Event, work: Awaitable[_T]) -> _T | None:

@@ -24,12 +24,13 @@ MAX_BAD_SEQUENCES, MAX_BAD_TOKENS = 256, 4096
 MAX_GRAMMAR_LENGTH = 2**20
 """Most characters of a grammar."""
 _GREEDY_BELOW = 1e-5
-_MAX_LOGPROBS = 20
+MAX_TOP_LOGPROBS = 1024
+"""Most likely tokens that a request may ask for at each position; a server allows fewer (`--max-logprobs`)."""
 _MAX_BIAS = 100.0
 _TYPES = {int: "an integer", float: "a number", bool: "True or False"}
 _Rule = tuple[type, str, Callable[[Any], bool]]
 _PENALTY: _Rule = (float, "from -2 to 2", lambda value: -2 <= value <= 2)
-_LOGPROBS: _Rule = (int, f"from 0 to {_MAX_LOGPROBS}", lambda value: 0 <= value <= _MAX_LOGPROBS)
+_LOGPROBS: _Rule = (int, f"from 0 to {MAX_TOP_LOGPROBS}", lambda value: 0 <= value <= MAX_TOP_LOGPROBS)
 _RULES: dict[str, _Rule] = {
     "temperature": (float, "0 (greedy) or positive", lambda value: 0 <= value < math.inf),
     "top_k": (int, "at least 1, or 0 or -1 for all tokens", lambda value: -1 <= value < 2**63),
@@ -107,7 +108,7 @@ class SamplingParams:
             repeats, the last pair is used.
         min_tokens: before this number of tokens, stop tokens and end-of-sequence tokens (ignored ones, too) are
             forbidden.
-        logprobs: report log-probabilities of the chosen token and of this number of most likely ones, 0 to 20.
+        logprobs: report log-probabilities of the chosen token and of this number of most likely ones, 0 to 1024.
         prompt_logprobs: the same for the prompt's tokens.
         allowed_token_ids: only these tokens are allowed, at least one; None allows all. It becomes a `TokenIds`, which
             reads like a tuple.

@@ -104,12 +104,13 @@ class Answer(ABC):
         options = body.stream_options
         self._service = service
         self._body: GenerationRequest = body
-        self._names = TokenNames(Vocabulary.of(service.tokenizer), bool(body.return_tokens_as_token_ids))
+        as_ids = body.return_tokens_as_token_ids
+        self._names = TokenNames(Vocabulary.of(service.tokenizer), service.tokens_as_ids if as_ids is None else as_ids)
         self._begun: set[int] = set()  # outputs whose first event was sent
         self._outputs = outputs
         self._scores_prompts = any(output.request.params.prompt_logprobs is not None for output in outputs)
         self._scored: dict[int, JsonLists] = {}  # prompt -> its log-probabilities
-        self._include_usage = options is not None and options.include_usage
+        self._include_usage = service.force_usage or (options is not None and options.include_usage)
         self._continuous_usage = options is not None and options.include_usage and options.continuous_usage_stats
         self._about: dict[str, Any] = {
             "id": answer_id,

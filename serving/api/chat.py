@@ -60,7 +60,7 @@ class ChatAnswer(Answer):
         self._with_logprobs = bool(body.logprobs)
         # If the prompt does not begin the assistant's turn, the answer continues the last message, in its role.
         last = body.messages[-1]
-        self._role = "assistant" if body.begins_turn else last.role
+        self._role = service.response_role if body.begins_turn else last.role
         self._echo = ""
         if body.echo and last.role == self._role:
             self._echo = _written(_content(service, last), text)

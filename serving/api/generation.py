@@ -11,6 +11,7 @@ from model_runner import FAULTS, FinishReason, SamplingParams, TokenLogprobs
 from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import GenerationRequest
 from serving.api.service import Service
+from serving.metrics import Siblings
 from serving.requests import DraftCounts, RequestInput, RequestOutput
 from serving.text.detokenizer import TextStream
 
@@ -30,6 +31,7 @@ class Output:
         prompt: index of its prompt in the request.
         nothing: `max_tokens` is 0: the one token that the engine must generate is dropped.
         num_cached_tokens: prompt tokens found in the prefix cache.
+        siblings: the outputs of its prompt, for the metrics.
     """
 
     index: int
@@ -40,6 +42,7 @@ class Output:
     num_tokens: int = 0
     num_cached_tokens: int = 0
     drafts: DraftCounts = field(default_factory=DraftCounts)
+    siblings: Siblings = field(default_factory=Siblings)
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ async def run_outputs(service: Service, outputs: Sequence[Output]) -> AsyncGener
 
 async def _run(service: Service, output: Output) -> AsyncGenerator[Delta, None]:
     request, observer = output.request, service.observer
-    observer.started(request.request_id, len(request.token_ids))
+    observer.started(request, output.siblings)
     reason = "abort"  # unless something else sets it: the client left
     try:
         async with aclosing(service.engine.generate(request)) as steps:
@@ -119,6 +122,8 @@ async def _run(service: Service, output: Output) -> AsyncGenerator[Delta, None]:
                 delta = _take(output, step)
                 if step.token_ids:
                     observer.tokens(request.request_id, len(step.token_ids))
+                if step.times is not None:
+                    observer.began(request.request_id, step.num_cached_tokens, step.times)
                 if step.drafts.verified:
                     observer.drafts(request.request_id, step.drafts)
                 if delta.finish_reason is not None:
@@ -176,6 +181,7 @@ def make_outputs(
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     outputs: list[Output] = []
     for place, (token_ids, several) in enumerate(prompts):
+        siblings = Siblings(len(several))
         for number, own in enumerate(several):
             # A prompt is scored once; see `Answer`.
             scored_already = number > 0 and own.prompt_logprobs is not None
@@ -191,5 +197,5 @@ def make_outputs(
             )
             index = len(outputs)
             request = RequestInput(f"{request_id}-{index}", token_ids, params, body.priority or 0, request_id)
-            outputs.append(Output(index, place, request, text))
+            outputs.append(Output(index, place, request, text, siblings=siblings))
     return outputs

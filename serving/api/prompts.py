@@ -181,7 +181,7 @@ def conversation_text(service: Service, messages: Sequence[ChatMessage], options
             tools=tools or None,
             add_generation_prompt=options.begins_turn,
             continue_final_message=continued,
-            **{**reasoning, **given},
+            **{**service.template_kwargs, **reasoning, **given},
         )
     except RequestError:
         raise

@@ -6,7 +6,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -25,14 +25,23 @@ _PLAIN = re.compile(r"[!-~]{1,128}")
 
 
 class RequestLog:
-    """Middleware around the whole application: gives every request its id, and logs its status and duration.
+    """Middleware around the whole application: gives every request its id, and logs and counts its status and duration.
 
     Args:
         access_log: log every request. The query string is left out, as it may hold secrets.
+        headers: return the id to the client.
+        count: called with every request's scope, status and seconds.
     """
 
-    def __init__(self, app: ASGIApp, *, access_log: bool = False, headers: bool = True) -> None:
-        self._app, self._access_log, self._headers = app, access_log, headers
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        access_log: bool = False,
+        headers: bool = True,
+        count: Callable[[Scope, int | None, float], None] = lambda scope, status, seconds: None,
+    ) -> None:
+        self._app, self._access_log, self._headers, self._count = app, access_log, headers, count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,10 +64,12 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_on)
         finally:
+            seconds = time.monotonic() - begun
+            self._count(scope, status, seconds)
             if self._access_log:
                 client = scope["client"][0] if scope.get("client") else None
                 what = {"client": client, "method": scope["method"], "path": scope["path"], "status": status}
-                log_event(_logger, "answered", **what, seconds=time.monotonic() - begun)
+                log_event(_logger, "answered", **what, seconds=seconds)
             request_id.reset(token)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from serving.api.service import Service
 from ubatch import ConfigError
 from ubatch.errors import shown
 
+_FILE = "generation_config.json"
 _MAX_DIGITS = 20
 """Most digits of a token id: Python refuses to parse integers of thousands of digits."""
 
@@ -27,26 +29,55 @@ _DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Parameters for which a checkpoint may have its own default; besides `max_tokens`, which it calls `max_new_tokens`."""
 
 
+def request_defaults(model: Path, source: str = "auto", override: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The sampling parameters of requests that leave them out.
+
+    Args:
+        model: folder of the checkpoint.
+        source: `--generation-config`: `auto` for the checkpoint's, `vllm` for none, or another folder.
+        override: `--override-generation-config`, entries as in `generation_config.json` that go before those.
+
+    Raises:
+        ConfigError: a file cannot be read, is not there, or has a value that cannot work; or so has the override.
+    """
+    found: dict[str, Any] = {}
+    if source == "auto":
+        found = checkpoint_defaults(model)
+    elif source != "vllm":
+        if not (Path(source) / _FILE).is_file():
+            raise ConfigError(f"--generation-config {shown(source)}: there is no {_FILE}. Give auto, vllm or a folder.")
+        found = checkpoint_defaults(Path(source))
+    given = override or {}
+    if unknown := sorted(given.keys() - {*_DEFAULTED, "max_new_tokens"}):
+        known = ", ".join((*_DEFAULTED, "max_new_tokens"))
+        raise ConfigError(f"--override-generation-config has {shown(unknown[0])}; it may have {known}.")
+    return found | _defaults_in(given, "--override-generation-config")
+
+
 def checkpoint_defaults(model: Path) -> dict[str, Any]:
     """The sampling parameters in the folder's `generation_config.json`, read as vLLM does (`do_sample` is ignored).
 
     Raises:
         ConfigError: the file cannot be read, or has a value that cannot work.
     """
-    file = model / "generation_config.json"
+    file = model / _FILE
     if not file.is_file():
         return {}
     try:
-        found = read_json(file)
-        own = {name: found[name] for name in _DEFAULTED if found.get(name) is not None}
-        if found.get("max_new_tokens") is not None:
-            own["max_tokens"] = found["max_new_tokens"]
-        SamplingParams(**own)
+        return _defaults_in(read_json(file), str(file))
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
+
+
+def _defaults_in(found: Mapping[str, Any], where: str) -> dict[str, Any]:
+    own = {name: found[name] for name in _DEFAULTED if found.get(name) is not None}
+    if found.get("max_new_tokens") is not None:
+        own["max_tokens"] = found["max_new_tokens"]
+    try:
+        SamplingParams(**own)
     except RequestError as error:
         reason = str(error).replace("max_tokens", "max_new_tokens")  # its name in the file
-        raise ConfigError(f"{file} cannot be used: {reason}") from error
+        raise ConfigError(f"{where} cannot be used: {reason}") from error
     return own
 
 
@@ -64,6 +95,7 @@ def sampling_params(
     `limits` has the request's grammar (`serving.api.structured`), and its allowed and forbidden tokens
     (`serving.api.allowed_tokens`).
     """
+    _check_top(service, request)
     vocab_size = service.engine.info.vocab_size
     own = {name: value for name in _TAKEN if (value := getattr(request, name)) is not None}
     stop_token_ids = tuple(request.stop_token_ids or ())
@@ -78,8 +110,16 @@ def sampling_params(
         bad_token_sequences=limits.bad_token_sequences,
         grammar=limits.grammar,
     )
-    seed = request.seed
+    seed = service.fresh_seed() if request.seed is None else request.seed
     return [params if seed is None else replace(params, seed=seed + output) for output in range(request.n or 1)]
+
+
+def _check_top(service: Service, request: GenerationRequest) -> None:
+    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+        asked = getattr(request, name, None)
+        if asked is not None and asked is not True and asked > service.max_logprobs:
+            message = f"{name}: {asked} likeliest tokens; this server returns at most {service.max_logprobs}."
+            raise ApiError(400, message, param=name)
 
 
 def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:

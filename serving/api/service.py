@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from serving.api.long_work import LongWork
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from serving.engine.client import EngineClient
+
+
+_SEED_BITS = 62  # those of a request's outputs are counted up from its own, within 64 bits
 
 
 @dataclass
@@ -37,6 +41,12 @@ class Service:
         log_requests: log each request's outputs; see `serving.api.request_log`.
         max_log_len: most token ids logged of a prompt; None for all.
         turns: how tool calls and reasoning are read from the text of chats.
+        max_logprobs: most likely tokens that a request may ask for at each position.
+        tokens_as_ids: log-probabilities name tokens by their ids, where a request does not say.
+        force_usage: every stream ends with the usage.
+        response_role: role of a chat's answers.
+        template_kwargs: variables of the chat template that requests may override.
+        seed: of the seeds of requests that have none; None for random ones.
         draining: the server is shutting down: new requests are refused.
         long_work: runs in threads what would block the event loop.
         grammars: tries the grammars of structured outputs.
@@ -56,6 +66,12 @@ class Service:
     log_requests: bool = False
     max_log_len: int | None = None
     turns: TurnSettings = field(default_factory=TurnSettings)
+    max_logprobs: int = 20
+    tokens_as_ids: bool = False
+    force_usage: bool = False
+    response_role: str = "assistant"
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
     draining: bool = False
     long_work: LongWork = field(init=False)
     grammars: GrammarChecks = field(init=False)
@@ -65,6 +81,7 @@ class Service:
     def __post_init__(self) -> None:
         self.long_work = LongWork(lambda: self.draining)
         self.grammars = GrammarChecks(lambda: self.tokenizer)
+        self._seeds = None if self.seed is None else Random(self.seed)
 
     def model_name(self, name: str | None) -> str:
         """The model name of a request; the first one if it gives none."""
@@ -83,6 +100,10 @@ class Service:
             if not 0 <= token < vocab_size:
                 message = f"{param}: {shown(token)} is not a token id from 0 to {vocab_size - 1}."
                 raise ApiError(400, message, param=param)
+
+    def fresh_seed(self) -> int | None:
+        """The seed of a request that has none: the next one of `seed`, or None."""
+        return None if self._seeds is None else self._seeds.getrandbits(_SEED_BITS)
 
     def default_max_tokens(self, left: int, otherwise: int) -> int:
         """Tokens of an output whose request does not limit them: the checkpoint's `max_new_tokens`, if it has them, but

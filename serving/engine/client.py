@@ -47,11 +47,13 @@ class EngineInfo:
 
     Attributes:
         memory: memory held by each process, as text, one line per process.
+        num_kv_blocks: blocks of each data-parallel rank's KV cache.
     """
 
     max_model_len: int
     vocab_size: int
     memory: str
+    num_kv_blocks: tuple[int, ...] = ()
 
 
 class EngineClient:
@@ -324,7 +326,9 @@ class EngineClient:
     def _make_info(self) -> EngineInfo:
         ready = [self._ready[rank] for rank in sorted(self._ready)]
         memory = "\n".join(f"{self.options.describe_rank(each.rank)}: {each.memory}" for each in ready)
-        return EngineInfo(min(each.max_model_len for each in ready), ready[0].vocab_size, memory)
+        leaders = map(self.options.leader, range(self.options.data_parallel_size))
+        blocks = tuple(self._ready[rank].num_kv_blocks for rank in leaders)
+        return EngineInfo(min(each.max_model_len for each in ready), ready[0].vocab_size, memory, blocks)
 
     # -- failures -----------------------------------------------------------------------------------------------
 

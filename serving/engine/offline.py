@@ -39,7 +39,8 @@ class InProcessEngine:
             warm_up(options, self._runner)
             self._core = make_core(options, self._runner)
             memory = f"rank 0: {describe_memory(self._runner)}"
-            self.info = EngineInfo(options.scheduler.max_model_len, self._runner.config.vocab_size, memory)
+            vocab_size, blocks = self._runner.config.vocab_size, (self._runner.allocator.num_blocks,)
+            self.info = EngineInfo(options.scheduler.max_model_len, vocab_size, memory, blocks)
         except BaseException:
             self._runner.close()
             raise

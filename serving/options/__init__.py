@@ -1,7 +1,8 @@
 """The settings of the commands: tables, read from the command line, a file, the environment, or keywords.
 
 flags, model_flags      the settings: names, types, defaults, help
-tables, commands        each command's settings, shared and its own; `foreign` lists other systems' names for them
+tables, commands        each command's settings, shared and its own
+foreign, not_offered    other systems' names for them, and what is not offered of theirs
 sources, command_line   command line over environment over file over default, and where each value came from
 folders                 find the folders of the named checkpoints
 checks                  contradictions between settings; `speculation` has those about drafts
@@ -13,6 +14,7 @@ shown                   the settings in force, as `--print-config` shows them
 from serving.options.checks import notes
 from serving.options.command_line import read_layers
 from serving.options.flags.commands import GENERATE, TRACE, TUNE
+from serving.options.flags.foreign import Foreign, Kind
 from serving.options.flags.tables import SERVE, Table
 from serving.options.folders import fetch_checkpoints
 from serving.options.resolve import (
@@ -23,7 +25,7 @@ from serving.options.resolve import (
     to_engine_options,
 )
 from serving.options.shown import chosen_dtype, describe_settings
-from serving.options.sources import Layer, Setting, Settings, Source, merge
+from serving.options.sources import Layer, Setting, Settings, Source, explain_keyword, merge
 
 __all__ = [
     "GENERATE",
@@ -31,6 +33,8 @@ __all__ = [
     "TRACE",
     "TUNE",
     "Command",
+    "Foreign",
+    "Kind",
     "Layer",
     "Setting",
     "Settings",
@@ -38,6 +42,7 @@ __all__ = [
     "Table",
     "chosen_dtype",
     "describe_settings",
+    "explain_keyword",
     "fetch_checkpoints",
     "merge",
     "notes",

@@ -97,6 +97,8 @@ def _idle(s: Settings) -> Iterator[tuple[Sequence[str], str]]:
         yield ("tool_call_parser",), "--enable-auto-tool-choice: the model does not decide to call tools"
     if not s["enable_prefix_caching"]:
         yield ("num_state_snapshots",), "--enable-prefix-caching: nothing is kept"
+    if s["allowed_origins"] is None:
+        yield ("allowed_methods", "allowed_headers", "allow_credentials"), "--allowed-origins: no browser may call"
     if s["node_rank"] > 0:
         yield (
             [name for name in (*Server.model_fields, *Turns.model_fields) if name != "log_level"],

@@ -16,7 +16,7 @@ from typing import Any
 from serving.arguments.fields import WrongValue, nearest_alone
 from serving.hub import Located
 from serving.options.flags.commands import COMMANDS
-from serving.options.flags.foreign import FOREIGN, spell_hint
+from serving.options.flags.foreign import Foreign, Kind, find_foreign, spell_hint
 from serving.options.flags.server_flags import ALIASES
 from serving.options.flags.tables import SERVE, Table
 from ubatch import ConfigError, nearest
@@ -214,6 +214,17 @@ def read_keywords(keywords: Mapping[str, Any]) -> Layer:
     return make_layer(items, Source.KEYWORD)
 
 
+def explain_keyword(name: str) -> Foreign | None:
+    """What becomes of a keyword of vLLM's `LLM` or `EngineArgs`; None if nobody knows it.
+
+    The text of one that has another name here has keywords for its flags, such as `enable_dbo=False`.
+    """
+    if SERVE.setting(name) is not None:
+        return Foreign(Kind.DONE)
+    foreign = find_foreign(name)
+    return None if foreign is None else Foreign(foreign.kind, spell_hint(foreign.text, _spell_keyword))
+
+
 _KEYS = "; keys are the flags that --help shows, without dashes in front."
 
 
@@ -227,7 +238,8 @@ def _other_name(name: str, table: Table, spell: Callable[[str, bool], str]) -> s
     switch = table.setting(name.removeprefix("no_"))
     if name.startswith("no_") and switch and table.is_switch(switch):
         return f"; use {spell(switch.replace('_', '-'), True)}."
-    return f"; use {spell_hint(FOREIGN[name], spell)}." if name in FOREIGN else ""
+    foreign = find_foreign(name)
+    return "" if foreign is None else foreign.hint(spell)
 
 
 def _spell_key(flag: str, off: bool) -> str:

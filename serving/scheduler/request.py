@@ -30,6 +30,8 @@ class TrackedRequest(Request):
     Attributes:
         name: its id, which is a string here.
         group: the HTTP body it belongs to; groups take turns, see `serving.scheduler.admission.waiting`.
+        arrived_at: when it was added, in seconds of the scheduler's clock.
+        started_at: when its first step was planned; same clock.
         limit: most tokens, prompt and output; the request ends when it has as many.
         ends: token ids that end the output.
         node: the end of its locked path in the prefix cache; None while it waits.
@@ -54,6 +56,8 @@ class TrackedRequest(Request):
     arrival: int = 0
     group: str = ""
     turn: int = 0
+    arrived_at: float = 0.0
+    started_at: float = 0.0
     limit: int = 0
     ends: frozenset[int] = frozenset()
     node: RadixNode | None = None

@@ -19,7 +19,8 @@ Source: SGLang's scheduler; vLLM's names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from attention import BlockAllocator, KVCacheError, RequestToTokenTable
 from model_runner import (
@@ -33,7 +34,14 @@ from model_runner import (
     TokenGrammar,
     TokenLogprobs,
 )
-from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput, SchedulerTotals
+from serving.requests import (
+    DraftCounts,
+    EngineStatistics,
+    RequestInput,
+    RequestOutput,
+    SchedulerTotals,
+    StartTimes,
+)
 from serving.scheduler.admission.checks import check_input
 from serving.scheduler.admission.prefills import Prefill, Prefills
 from serving.scheduler.admission.retraction import choose_victim
@@ -54,6 +62,7 @@ class Scheduler:
         allocator: allocates blocks of the runner's KV cache; only the scheduler uses it.
         proposer: proposes draft tokens; needed if the config asks for drafts.
         own_ranks: see `MixedSteps`.
+        clock: returns seconds; tests replace it.
 
     Raises:
         ConfigError: the config does not fit the proposer.
@@ -69,8 +78,10 @@ class Scheduler:
         vocab_size: int,
         proposer: Proposer | None = None,
         own_ranks: range = range(1),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
+        self._clock = clock
         self._by_priority = config.policy is SchedulingPolicy.PRIORITY
         self._mixed_steps = MixedSteps(
             config.max_prefill_tokens_per_mixed_step, table.block_size, config.max_num_batched_tokens, own_ranks
@@ -81,7 +92,7 @@ class Scheduler:
         self.kv = KVManager(allocator, table, prefix_caching=config.enable_prefix_caching, num_snapshots=snapshots)
         self._requests: dict[str, TrackedRequest] = {}  # all unfinished requests
         self._counts = SchedulerTotals()
-        self._prefills = Prefills(config, self.kv, self._counts)
+        self._prefills = Prefills(config, self.kv, self._counts, clock)
         self._running, self._waiting = self._prefills.running, self._prefills.waiting
         self._speculation = Speculation(config, self.kv, min(config.max_model_len, self.kv.max_tokens), proposer)
         self._num_arrived = 0
@@ -117,6 +128,7 @@ class Scheduler:
         request = TrackedRequest.of(
             given, arrival=self._num_arrived, limit=limit, eos_token_ids=self._eos_token_ids, grammar=grammar
         )
+        request.arrived_at = self._clock()
         self._num_arrived += 1
         self._requests[request.name] = request
         self._waiting.push(request)
@@ -298,8 +310,11 @@ class Scheduler:
             if verified:
                 request.num_computed_tokens = request.num_written_tokens
         self._counts.generation_tokens += count
+        times = None
         if place == request.num_prompt_tokens:
             self._counts.prompt_tokens += place
+            self._counts.prompt_tokens_cached += request.num_cached_tokens or 0
+            times = StartTimes(request.started_at - request.arrived_at, self._clock() - request.started_at)
         prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
         if reason is not None:
             del request.token_ids[max(place + count, request.num_prompt_tokens) :]  # a later step's pending token
@@ -313,6 +328,7 @@ class Scheduler:
             stop_token=tokens[count - 1] if reason is FinishReason.STOP else None,
             num_cached_tokens=request.num_cached_tokens or 0,
             drafts=drafts,
+            times=times,
         )
 
     # -- the rest -----------------------------------------------------------------------------------------------

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from model_runner import RequestError
 from serving.text.template_forms import INSTRUCTING, TRIED, ContentForm, Message, TemplateForms
+from ubatch import ConfigError
 from ubatch.errors import shown
 
 if TYPE_CHECKING:
@@ -28,6 +30,23 @@ if TYPE_CHECKING:
 DEFAULT, FOR_TOOLS = "default", "tool_use"
 LEFT_OUT = TRIED - {"user"}
 """Roles whose messages are refused where the template leaves them out; the check at the start is about the user's."""
+
+
+def read_template(given: str) -> str:
+    """The template that `--chat-template` names: a file's text, or the template itself where it has a brace.
+
+    Raises:
+        ConfigError: there is no such file, or it is no text.
+    """
+    if any(sign in given for sign in "{}\n"):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
+        raise ConfigError(
+            f"--chat-template {shown(given)} cannot be read: {reason}. Give a file with a template."
+        ) from None
 
 
 class ChatTemplate:

@@ -28,8 +28,8 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 STREAMABLE = {"BPEDecoder", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
 
 
-def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer, with its chat template.
+def load_tokenizer(model: Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer, with its chat template, or this one.
 
     Code of a checkpoint is never run: if it has a tokenizer class of its own (`auto_map`), `tokenizer.json` is used.
 
@@ -54,6 +54,8 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
         ) from error
     if not Vocabulary.of(tokenizer).size:
         raise _no_vocabulary(model)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     tokenizer.model_max_length = 1 << 40  # the engine checks lengths; the tokenizer would only warn
     return tokenizer
 
@@ -114,10 +116,10 @@ def _has_own_class(model: Path) -> bool:
     return isinstance(config, dict) and bool(config.get("auto_map"))
 
 
-def check_chat_template(tokenizer: PreTrainedTokenizerBase, model: Path) -> ChatTemplate | None:
+def check_chat_template(tokenizer: PreTrainedTokenizerBase, model: Path | str) -> ChatTemplate | None:
     """Try the chat template, if there is one, on a message of a user, whose words must come out.
 
-    A template may refuse that message by itself; this is no fault.
+    A template may refuse that message by itself; this is no fault. `model` is where it comes from, for the messages.
 
     Returns:
         The template; None if the tokenizer has none.

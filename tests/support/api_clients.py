@@ -44,8 +44,11 @@ class Recorder:
         self.drafted: dict[str, DraftCounts] = defaultdict(DraftCounts)
         self.reasons: list[str] = []
 
-    def started(self, request_id: str, num_prompt_tokens: int) -> None:
-        self.prompts[request_id] = num_prompt_tokens
+    def started(self, request: RequestInput, siblings: object) -> None:
+        self.prompts[request.request_id] = len(request.token_ids)
+
+    def began(self, request_id: str, cached_tokens: int, times: object) -> None:
+        """Not of interest."""
 
     def tokens(self, request_id: str, count: int) -> None:
         self.counts[request_id] += count
@@ -75,7 +78,7 @@ def says(text: str) -> Any:
 
 def app_of(engine: FakeEngine, *, described: bool = False, **options: Any) -> FastAPI:
     """The application under test; only one that is `described` may be asked for `/openapi.json`."""
-    own = ("api_key", "max_request_bytes", "metrics_app", "around")
+    own = ("api_key", "max_request_bytes", "metrics_app", "around", "root_path", "describes", "cross_origin")
     around = {name: options.pop(name) for name in own if name in options}
     fake: Any = engine
     service = Service(fake, tokenizer(), **{"names": (MODEL,), **options})

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from model_runner import FinishReason, RequestError, TokenLogprobs
-from serving.requests import DraftCounts, EngineDead, RequestInput, RequestOutput
+from serving.requests import DraftCounts, EngineDead, RequestInput, RequestOutput, StartTimes
 
 EOS = 0
 
@@ -125,6 +125,7 @@ class FakeEngine:
                 stop_token=stop_token if last else None,
                 num_cached_tokens=num_cached_tokens,
                 drafts=DraftCounts(1, len(new), len(new) - 1) if self.tokens_per_step > 1 else DraftCounts(),
+                times=StartTimes(0.25, 0.5) if place == 0 else None,
             )
 
     def _tokens(self, request: RequestInput) -> tuple[Sequence[int], FinishReason, int | None]:

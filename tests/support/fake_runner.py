@@ -7,6 +7,7 @@ its request's tokens give, and fails. Steps run when they are launched, as on a 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -366,6 +367,7 @@ def make_loop(
     proposer: Proposer | None = None,
     prompt_lookup_min: int = 2,
     step_us: Callable[[int, int], int] = lambda decodes, prefills: 0,
+    clock: Callable[[], float] = time.monotonic,
     **config: object,
 ) -> Loop:
     """A scheduler over a fake runner. What is not named here is `SchedulerConfig`'s; drafts are n-grams by default."""
@@ -384,7 +386,7 @@ def make_loop(
     if proposer is None and settings.num_speculative_tokens:
         proposer = NgramProposer(prompt_lookup_min, 4)
     scheduler = Scheduler(
-        settings, runner.allocator, runner.table, eos_token_ids=[EOS], vocab_size=VOCAB, proposer=proposer
+        settings, runner.allocator, runner.table, eos_token_ids=[EOS], vocab_size=VOCAB, proposer=proposer, clock=clock
     )
     limit = min(max_model_len, num_blocks * block_size + 1)
     return Loop(scheduler, runner, limit, overlapped)

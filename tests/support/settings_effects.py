@@ -149,6 +149,13 @@ _OF_SERVICE = (
     "log_requests",
     "max_log_len",
     "turns",
+    "max_logprobs",
+    "tokens_as_ids",
+    "force_usage",
+    "response_role",
+    "template_kwargs",
+    "seed",
+    "defaults",
 )
 
 

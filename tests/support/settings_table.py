@@ -36,6 +36,7 @@ DBO = (*EP, "--enable-dbo")
 NODES = ("--data-parallel-size", "2", "--nnodes", "2", "--master-addr", "10.0.0.1", "--master-port", "29500")
 NGRAM = ("--speculative-algorithm", "ngram")
 EAGLE = ("--speculative-algorithm", "eagle", "--speculative-draft-model-path", str(HEAD))
+CORS = ("--allowed-origins", "*")
 SAMPLED = ("--temperature", "0.7")
 
 CASES: Mapping[str, Case] = {
@@ -124,6 +125,20 @@ CASES: Mapping[str, Case] = {
     "tool_call_parser": Case(("hermes",), ("--enable-auto-tool-choice",), without=("--tool-call-parser", "mistral")),
     "reasoning_parser": Case(("qwen3",)),
     "exclude_tools_when_tool_choice_none": Case(),
+    "root_path": Case(("/models/a",)),
+    "disable_fastapi_docs": Case(),
+    "allowed_origins": Case(("https://a.example",)),
+    "allowed_methods": Case(("GET",), CORS),
+    "allowed_headers": Case(("X-Own",), CORS),
+    "allow_credentials": Case((), CORS),
+    "max_logprobs": Case(("5",)),
+    "return_tokens_as_token_ids": Case(),
+    "enable_force_include_usage": Case(),
+    "response_role": Case(("bot",)),
+    "chat_template": Case(("{{ messages }}",), yaml="'{{ messages }}'"),
+    "default_chat_template_kwargs": Case(('{"mood": "good"}',)),
+    "generation_config": Case((".",)),
+    "override_generation_config": Case(('{"temperature": 0.25}',)),
     # speculation
     "speculative_algorithm": Case(("ngram",)),
     "speculative_draft_model_path": Case((str(HEAD),), EAGLE[:2], without=(EAGLE[2], "tiny-lab/head")),

@@ -90,7 +90,7 @@ def test_draining_ends(
 def test_a_broken_chat_template_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before any engine starts."""
 
-    def broken(model: Path) -> Any:
+    def broken(model: Path, chat_template: str | None) -> Any:
         tokenizer = load_tokenizer(model)
         tokenizer.chat_template = "{% if %}"
         return tokenizer
@@ -107,7 +107,7 @@ def test_the_chosen_one_of_named_templates_is_said(
 ) -> None:
     """A set without a default stops no server."""
 
-    def named(model: Path) -> Any:
+    def named(model: Path, chat_template: str | None) -> Any:
         tokenizer = load_tokenizer(model)
         tokenizer.chat_template = {"tool_use": tokenizer.chat_template, "rag": "{{ documents }}"}
         return tokenizer

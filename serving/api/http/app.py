@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from secrets import compare_digest
+from typing import Any
 
 from fastapi import FastAPI, Request, Response, Security
 from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -31,6 +33,9 @@ def create_app(
     max_request_bytes: int | None = None,
     metrics_app: ASGIApp | None = None,
     around: Callable[[ASGIApp], ASGIApp] = RequestLog,
+    root_path: str = "",
+    describes: bool = True,
+    cross_origin: Mapping[str, Any] | None = None,
 ) -> FastAPI:
     """The HTTP API of a service.
 
@@ -40,8 +45,12 @@ def create_app(
         max_request_bytes: a larger body gets 413; None for no limit.
         metrics_app: answers `/metrics`.
         around: outermost middleware, which gives every request its id and logs its status.
+        root_path: path in front of all others, where a proxy puts the server.
+        describes: serve `/openapi.json` and the pages that show it.
+        cross_origin: which pages in browsers may call: arguments of Starlette's `CORSMiddleware`; None for none.
     """
-    app = FastAPI(title="ubatch", description="An OpenAI-compatible server.")
+    where = "/openapi.json" if describes else None
+    app = FastAPI(title="ubatch", description="An OpenAI-compatible server.", openapi_url=where)
     app.state.service = service
     add_error_handlers(app, router.routes)
     app.add_exception_handler(ClientLeft, _nobody_reads)
@@ -49,6 +58,8 @@ def create_app(
         app.add_middleware(BodyLimit, max_bytes=max_request_bytes)
     if api_key is not None:
         app.add_middleware(_ApiKey, key=api_key)
+    if cross_origin is not None:  # around the check of the key: a browser asks first, without one
+        app.add_middleware(CORSMiddleware, **cross_origin)
     # `_ApiKey` checks the key before it reads a body; this dependency only puts it into /openapi.json.
     told = [] if api_key is None else [Security(HTTPBearer(auto_error=False))]
     app.include_router(router, dependencies=told)
@@ -56,8 +67,18 @@ def create_app(
         app.router.routes.append(Route("/metrics", _Forwarded(metrics_app), include_in_schema=False))
     complete_description(app, OPEN_PATHS)
     build = app.build_middleware_stack  # `add_middleware` would not see the answers to unexpected errors
-    app.build_middleware_stack = lambda: around(build())  # type: ignore[method-assign]
+    app.build_middleware_stack = lambda: around(_behind(root_path, build()))  # type: ignore[method-assign]
     return app
+
+
+def _behind(root_path: str, app: ASGIApp) -> ASGIApp:
+    """The application with a path in front; a proxy may take it off before a request comes here, or leave it on."""
+
+    async def behind(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["root_path"] = root_path
+        await app(scope, receive, send)
+
+    return behind if root_path else app
 
 
 async def _nobody_reads(request: Request, error: Exception) -> Response:
@@ -82,7 +103,8 @@ class _ApiKey:
         self._key = key.encode()  # UTF-8, as clients must send it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._opens(Headers(scope=scope)):
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if scope["type"] != "http" or path in OPEN_PATHS or self._opens(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
         message = "The API key is missing or wrong; send it as `Authorization: Bearer KEY`."

@@ -64,6 +64,8 @@ def _add_limits(properties: dict[str, Any], service: Service) -> None:
         kind["maximum"] = info.max_model_len - 1
     for kind in _kinds(properties, "integer", "seed", "top_k", "priority"):  # FastAPI rounds bounds, as floats
         kind |= {"minimum": max(int(kind["minimum"]), -(2**63)), "maximum": 2**63 - 1}
+    for kind in _kinds(properties, "integer", "logprobs", "top_logprobs", "prompt_logprobs"):
+        kind["maximum"] = service.max_logprobs
     for kind in _kinds(properties, "object", "logit_bias"):
         kind["propertyNames"] = {"pattern": f"^({_up_to(info.vocab_size - 1)})$"}
         kind["additionalProperties"] = {"type": "number", "minimum": -100, "maximum": 100}

@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from model_runner import MAX_BAD_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
+from model_runner import MAX_BAD_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from serving.api.schema.lax_scalars import read_scalars
 from serving.api.schema.structured_fields import ResponseFormat, StructuredOutputs
 from serving.api.schema.tool_models import EXPECTED_CHOICE, ToolChoice, Tools
@@ -194,7 +194,10 @@ class GenerationRequest(_Body):
         None, description="which end is cut off: left keeps the last tokens (left)"
     )
     prompt_logprobs: int | None = Field(
-        None, ge=0, le=20, description="log-probabilities of the prompt and this many top tokens; not in streams"
+        None,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description="log-probabilities of the prompt and this many top tokens; not in streams",
     )
     return_token_ids: bool | None = Field(None, description="also return the token ids of prompt and output")
     return_tokens_as_token_ids: bool | None = Field(
@@ -216,7 +219,7 @@ class CompletionRequest(GenerationRequest):
     max_tokens: int | None = Field(
         None, ge=0, description="tokens per output (the checkpoint's max_new_tokens, or 16); 0 only with echo"
     )
-    logprobs: int | None = Field(None, ge=0, le=20, description="of the output and this many top tokens")
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="of the output and this many top tokens")
     echo: bool | None = Field(None, description="the text begins with the prompt")
 
 
@@ -283,7 +286,7 @@ class ChatCompletionRequest(GenerationRequest, ConversationOptions):
     )
     max_tokens: int | None = Field(None, ge=1, description="older name of max_completion_tokens")
     logprobs: bool | None = Field(None, description="return the output's log-probabilities")
-    top_logprobs: int | None = Field(None, ge=0, le=20, description="number of top tokens per position")
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="number of top tokens per position")
     echo: bool | None = Field(None, description="begin with the last message, if it has the answer's role")
     tool_choice: Annotated[ToolChoice | None, _or_else(EXPECTED_CHOICE)] = Field(
         None, description="whether tools are called (auto with tools, which needs --enable-auto-tool-choice; else none)"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, StringConstraints, create_model
 
+from model_runner import MAX_TOP_LOGPROBS
 from serving.api.schema.request_models import ChatCompletionRequest, ReasoningEffort, _Body, _or_else
 from serving.api.schema.responses_input import Input
 from serving.api.schema.responses_tools import TextFormat, ToolChoice, Tools
@@ -150,7 +151,9 @@ class ResponsesRequest(_AsInChat):
         description=f"{LOGPROBS}: log-probabilities of the text; the others change nothing, as there is nothing "
         "of the kind",
     )
-    top_logprobs: int | None = Field(None, ge=0, le=20, description=f"top tokens per position; with {LOGPROBS}")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description=f"top tokens per position; with {LOGPROBS}"
+    )
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto: the first tokens of a prompt that is too long are left out (disabled)"
     )

@@ -30,7 +30,7 @@ from typing import Protocol, TypeAlias
 
 from model_runner import RequestError, Step, StepOutput, TokenGrammar
 from serving.engine.rank.tracing import StepTracer
-from serving.requests import EngineStatistics, RequestInput, RequestOutput
+from serving.requests import STEP_TOKENS, EngineStatistics, Observed, RequestInput, RequestOutput
 from serving.scheduler import Scheduler
 from ubatch import Trace, UBatchError
 from ubatch.process import beat
@@ -127,6 +127,7 @@ class EngineCore:
         self._in_flight: tuple[LaunchedStep, Trace | None] | None = None
         self._steps: Counter[str] = Counter()
         self._graph_replays = 0
+        self._step_tokens = Observed(STEP_TOKENS)
         self.idle = False
         self._empty_steps = 0
 
@@ -251,6 +252,8 @@ class EngineCore:
             self._graph_replays += bool(decision.graph_mode)
             if decision.engaged:
                 self.tracer.engaged(trace)
+            if launched.step.shares:
+                self._step_tokens.add(launched.step.num_tokens)
         stuck = not launched.step.shares and self._in_flight is None and self.scheduler.has_work
         self._empty_steps = self._empty_steps + 1 if stuck else 0
         if self._empty_steps >= _EMPTY_STEPS:
@@ -271,6 +274,7 @@ class EngineCore:
             num_waiting=scheduler.num_waiting + len(self._held),
             steps=dict(self._steps),
             graph_replays=self._graph_replays,
+            step_tokens=self._step_tokens.told,
             dbo_auto=self._decided(),
             **totals,
         )

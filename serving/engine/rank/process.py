@@ -116,7 +116,8 @@ def _serve(options: EngineOptions, rank: int, place: Place, run: Run, client: En
         for way in describe_transport(runner):
             log_event(_logger, "transport", way=way)
         log_event(_logger, "engine ready", memory=memory, overlap_schedule=options.overlaps_schedule)
-        link.send(wire.Ready(rank, options.scheduler.max_model_len, runner.config.vocab_size, memory))
+        vocab_size, num_blocks = runner.config.vocab_size, runner.allocator.num_blocks
+        link.send(wire.Ready(rank, options.scheduler.max_model_len, vocab_size, memory, num_blocks))
         Engine(options, rank, core, runner.group, link).serve()
     link.close()
 

@@ -86,12 +86,14 @@ class Ready(_Message, frozen=True):
 
     Attributes:
         memory: memory held by the rank's KV cache and attention back ends, as text.
+        num_kv_blocks: blocks of its KV cache.
     """
 
     rank: int
     max_model_len: int
     vocab_size: int
     memory: str
+    num_kv_blocks: int = 0
 
 
 class Alive(_Message, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from contextlib import suppress
@@ -41,6 +42,11 @@ def one_of(names: Iterable[str]) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def also(**names: str) -> BeforeValidator:
+    """A validator that takes other systems' names of values for ours."""
+    return BeforeValidator(lambda value: names.get(value, value) if isinstance(value, str) else value)
 
 
 def _check_key(key: str | None) -> str | None:
@@ -124,6 +130,32 @@ ExpertsName = Annotated[
     one_of(("auto", *experts_backends())),
     Field(description=f"back end of the experts: auto, the fastest here, or {', '.join(experts_backends())}"),
 ]
+
+
+def _read_json(value: Any) -> Any:
+    """A mapping: JSON on the command line, a mapping in a file."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"""expected JSON, like {{"temperature": 0.5}} ({error})""") from None
+
+
+JsonMapping = Annotated[dict[str, Any] | None, BeforeValidator(_read_json)]
+"""A mapping of anything; on the command line it is JSON."""
+
+
+def _read_list(value: Any) -> Any:
+    """Words; or one with a list in JSON, as vLLM has it."""
+    words = [value] if isinstance(value, str) else value
+    if isinstance(words, list) and len(words) == 1 and isinstance(words[0], str) and words[0].startswith("["):
+        words = _read_json(words[0])
+    return tuple(words) if isinstance(words, list) else words
+
+
+Words = Annotated[Annotated[tuple[str, ...], Field(min_length=1)] | None, BeforeValidator(_read_list)]
+"""Several words, or a list in JSON; in a file a list."""
 
 
 def _read_names(value: Any) -> Any:

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 from model_runner.parallel import AUTO
 from moe import all2all_backends
 from serving.arguments.fields import Flag, Group
-from serving.options.flags.fields import Positive
+from serving.options.flags.fields import Positive, also
 from ubatch import nearest
 from ubatch.errors import shown
 
@@ -64,7 +64,7 @@ class Model(Group):
     trust_remote_code: bool = Field(
         False, description="no effect, accepted as vLLM has it: no code of a checkpoint is ever run"
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], also(half="float16", float="float32")] = Field(
         "auto",
         description="data type; auto is the checkpoint's on a GPU, and on a CPU float32, or bfloat16 if the checkpoint "
         "is bfloat16, too, and it is measured to be faster here",

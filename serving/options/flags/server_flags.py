@@ -13,17 +13,20 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from attention import attention_backends
-from model_runner import DEFAULT_KV_CACHE_MEMORY
+from model_runner import DEFAULT_KV_CACHE_MEMORY, MAX_TOP_LOGPROBS
 from model_runner.parallel import AUTO
 from serving.arguments.fields import Flag, Group
 from serving.engine.speculation import SpeculationConfig
 from serving.options.flags.fields import (
     ApiKey,
     ExpertsName,
+    JsonMapping,
     NamedValues,
     Names,
     Positive,
     TokensAutoOff,
+    Words,
+    also,
     one_of,
     parse_bytes,
 )
@@ -65,11 +68,15 @@ class Parallelism(Group):
     """Ranks, on one or more machines. A rank is one engine process, or with tensor parallelism several; it has a whole
     copy of the model, except the experts if they are shared."""
 
-    data_parallel_size: Positive = Field(1, description="ranks in all; each request runs on one of them")
+    data_parallel_size: Annotated[Positive, Flag(alias="-dp")] = Field(
+        1, description="ranks in all; each request runs on one of them"
+    )
     tensor_parallel_size: Annotated[Positive, Flag(alias="-tp")] = Field(
         1, description="processes of a rank; they share its attention heads and dense layers"
     )
-    enable_expert_parallel: bool = Field(False, description="the ranks share the experts, and step together")
+    enable_expert_parallel: Annotated[bool, Flag(alias="-ep")] = Field(
+        False, description="the ranks share the experts, and step together"
+    )
     all2all_backend: Annotated[TransportName, Flag(default="VLLM_ALL2ALL_BACKEND, or auto")] = Field(
         None, description=f"how tokens reach their experts: {', '.join((AUTO, *TRANSPORTS))}"
     )
@@ -83,8 +90,10 @@ class Parallelism(Group):
         BeforeValidator(_read_link),
         Flag(metavar="US MB/S"),
     ] = Field(None, description="deliver over a link of this latency and bandwidth")
-    nnodes: Positive = Field(1, description="machines; they have equally many ranks")
-    node_rank: int = Field(0, ge=0, description="this machine; 0 serves or writes, the others only compute")
+    nnodes: Annotated[Positive, Flag(alias="-n")] = Field(1, description="machines; they have equally many ranks")
+    node_rank: Annotated[int, Flag(alias="-r")] = Field(
+        0, ge=0, description="this machine; 0 serves or writes, the others only compute"
+    )
     master_addr: str = Field("127.0.0.1", description="where the others reach machine 0")
     master_port: Annotated[int, Flag(default="a free one; with more machines choose one")] = Field(
         0, ge=0, le=65535, description="its port for their rendezvous"
@@ -170,7 +179,9 @@ class Cache(Group):
     gpu_memory_utilization: Annotated[float | None, Flag(default=f"{GPU_MEMORY_UTILIZATION} on a GPU")] = Field(
         None, gt=0, le=1, description="share of the GPU's memory that a rank may use, weights included"
     )
-    kv_cache_dtype: Literal["auto", "fp8"] = Field("auto", description="fp8 stores one byte a number")
+    kv_cache_dtype: Annotated[Literal["auto", "fp8"], also(fp8_e4m3="fp8")] = Field(
+        "auto", description="fp8 stores one byte a number"
+    )
     enable_prefix_caching: bool = Field(True, description="keep pages for requests that begin alike")
     num_state_snapshots: int = Field(
         64,
@@ -270,6 +281,46 @@ class Server(Group):
     )
     enable_request_id_headers: bool = Field(
         True, description="return every request's id in the X-Request-Id header: the client's, or a new one"
+    )
+    root_path: Annotated[str | None, Flag(default="none")] = Field(
+        None, pattern="^/.*[^/]$", description="path in front of all others, where a proxy puts the server"
+    )
+    disable_fastapi_docs: bool = Field(False, description="do not serve /docs, /redoc and /openapi.json")
+    allowed_origins: Annotated[Words, Flag(metavar="ORIGIN ...", default="none")] = Field(
+        None, description="sites whose pages may call the server from a browser (CORS); '*' is every one"
+    )
+    allowed_methods: Annotated[Words, Flag(metavar="METHOD ...", default="all")] = Field(
+        None, description="with --allowed-origins: methods of such calls"
+    )
+    allowed_headers: Annotated[Words, Flag(metavar="HEADER ...", default="all")] = Field(
+        None, description="with --allowed-origins: headers of such calls"
+    )
+    allow_credentials: bool = Field(False, description="with --allowed-origins: browsers may send cookies")
+    max_logprobs: int = Field(
+        20, ge=0, le=MAX_TOP_LOGPROBS, description="most likely tokens that a request may ask for at each position"
+    )
+    return_tokens_as_token_ids: bool = Field(
+        False, description="logprobs name tokens as `token_id:5`, unless a request says otherwise"
+    )
+    enable_force_include_usage: bool = Field(False, description="end every stream with the token usage, asked or not")
+    response_role: str = Field("assistant", min_length=1, description="role of a chat's answers")
+    chat_template: Annotated[str | None, Flag(metavar="FILE", default="the checkpoint's")] = Field(
+        None, description="file of another chat template, or the template itself"
+    )
+    default_chat_template_kwargs: Annotated[JsonMapping, Flag(metavar="JSON", default="none")] = Field(
+        None, description='variables of the chat template that requests may override, like {"enable_thinking": false}'
+    )
+    generation_config: Annotated[str, Flag(metavar="auto|vllm|FOLDER")] = Field(
+        "auto",
+        min_length=1,
+        description="whose generation_config.json has the defaults of requests: the checkpoint's, no one's (OpenAI's "
+        "defaults), or a folder's",
+    )
+    override_generation_config: Annotated[JsonMapping, Flag(metavar="JSON", default="none")] = Field(
+        None, description='defaults of requests that go before those, like {"temperature": 0.5}'
+    )
+    seed: Annotated[int | None, Flag(default="none")] = Field(
+        None, description="requests without a seed get theirs from this one, in the order of their arrival"
     )
 
 

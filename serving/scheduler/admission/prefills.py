@@ -6,7 +6,7 @@ whole prompt at its admission, also if its tokens are computed in several steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from serving.requests import SchedulerTotals
 from serving.scheduler.admission.retraction import NewTokenRatio
@@ -31,6 +31,7 @@ class Prefills:
     Args:
         kv: reserves the KV of admitted requests.
         totals: counts what admitted requests found in the prefix cache.
+        clock: returns seconds, for `TrackedRequest.started_at`.
 
     Attributes:
         waiting: the queue.
@@ -40,8 +41,10 @@ class Prefills:
         sharing: the requests that wait for a prefix that another one computes.
     """
 
-    def __init__(self, config: SchedulerConfig, kv: KVManager, totals: SchedulerTotals) -> None:
-        self._config, self._kv, self._totals = config, kv, totals
+    def __init__(
+        self, config: SchedulerConfig, kv: KVManager, totals: SchedulerTotals, clock: Callable[[], float]
+    ) -> None:
+        self._config, self._kv, self._totals, self._clock = config, kv, totals, clock
         self._by_priority = config.policy is SchedulingPolicy.PRIORITY
         self.waiting = WaitingQueue(config.policy, lambda request: len(kv.lookup(request).blocks))
         self.running: dict[str, TrackedRequest] = {}
@@ -175,6 +178,7 @@ class Prefills:
         request.prefilling, request.retracted = True, False
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed_tokens
+            request.started_at = self._clock()
             if self._kv.prefix_caching and request.params.prompt_logprobs is None:
                 self._totals.prefix_queries += request.num_prompt_tokens
                 self._totals.prefix_hits += request.num_computed_tokens

@@ -171,6 +171,8 @@ def test_statistics_count_steps_by_mode_and_outcome() -> None:
         "decode/disabled": 1,
     }
     assert statistics.generation_tokens == 4
+    assert statistics.step_tokens[0] == len(requests_of([SamplingParams()])[0].token_ids) + 3
+    assert sum(statistics.step_tokens[1:]) == 4  # steps without tokens of this rank are none of its iterations
 
 
 def test_a_mixed_step_is_counted_as_one() -> None:

@@ -52,6 +52,7 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def hub(tmp_path: Path, caches: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The caches and a secret; no variables, and a machine without GPUs."""
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.3}')
     (tmp_path / "SECRET").touch(0o600)
     (tmp_path / "SECRET").write_text("0123456789abcdef" * 4)
     for name in ("cache", "HUB"):

@@ -9,7 +9,7 @@ from fake_runner import EOS, VOCAB, Loop, hashed, make_loop
 
 from attention import KVCacheExhausted
 from model_runner import FinishReason, RequestError, StepOutput
-from serving.requests import EngineStatistics
+from serving.requests import EngineStatistics, StartTimes
 from ubatch import Decision, UBatchError
 
 
@@ -167,6 +167,32 @@ def test_statistics_say_what_is_held_and_done() -> None:
     statistics = loop.scheduler.statistics()
     assert (statistics.num_running, statistics.num_waiting, statistics.kv_usage) == (0, 0, 0)
     assert (statistics.prompt_tokens, statistics.generation_tokens) == (12, 6)
+    assert statistics.prompt_tokens_cached == 0
+    loop.add("c", [1] * 6, max_tokens=3, ignore_eos=True)
+    loop.run()
+    assert loop.scheduler.statistics().prompt_tokens_cached == 4
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_the_first_token_says_how_long_it_took(overlapped: bool) -> None:
+    now = [0.0]
+    loop = make_loop(
+        max_num_seqs=1, max_num_batched_tokens=4, clock=lambda: now[0], overlapped=overlapped, checked=False
+    )
+    loop.add("a", [1] * 8, max_tokens=3, ignore_eos=True)
+    now[0] = 0.25
+    loop.add("b", [2] * 3, max_tokens=3, ignore_eos=True)
+    while not {"a", "b"} <= loop.outputs.keys():
+        now[0] += 1.0
+        loop.step()
+    loop.run()
+    late = overlapped  # a step's tokens are known while the next one runs
+    (first, *others) = [output.times for output in loop.outputs["a"]]
+    assert (first, others) == (StartTimes(1.25, 1.0 + late), [None, None])
+    (first, *others) = [output.times for output in loop.outputs["b"]]
+    assert first is not None
+    assert (first.prefilled_s, others) == (late, [None, None])
+    assert first.queued_s >= 3  # the other one's three tokens
 
 
 def test_a_step_of_64_decodes_costs_little() -> None:

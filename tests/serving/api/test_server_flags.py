@@ -1,0 +1,185 @@
+"""Settings of the server that change its answers; each is a flag of `ubatch serve`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_clients import ASKS, CHAT, COMPLETIONS, app_of, app_with, call, chat, complete, post, stream
+from fake_engine import FakeEngine
+from repository import TINY_MOE
+
+from serving.api.sampling import checkpoint_defaults, request_defaults
+from serving.cli import main
+from serving.text.chat_template import read_template
+from ubatch import ConfigError
+
+# -- log-probabilities, usage, roles -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [5, 20, 50])
+@pytest.mark.parametrize(
+    ("path", "name", "beside"),
+    [
+        (COMPLETIONS, "logprobs", {}),
+        (COMPLETIONS, "prompt_logprobs", {}),
+        (CHAT, "top_logprobs", {"logprobs": True}),
+        (CHAT, "prompt_logprobs", {}),
+    ],
+)
+def test_so_many_likeliest_tokens_are_told_and_no_more(most: int, path: str, name: str, beside: dict[str, Any]) -> None:
+    app = app_of(FakeEngine(), max_logprobs=most)
+    body = {**ASKS[path], **beside, "max_tokens": 1}
+    assert post(app, path, {**body, name: most}).status_code == 200
+    refused = post(app, path, {**body, name: most + 1})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+    assert f"{name}: {most + 1} likeliest tokens; this server returns at most {most}." in refused.text
+
+
+def test_the_schema_has_the_limit() -> None:
+    app = app_of(FakeEngine(), described=True, max_logprobs=7)
+    schemas = call(app, "GET", "/openapi.json").json()["components"]["schemas"]
+    for schema, name in (("CompletionRequest", "logprobs"), ("ChatCompletionRequest", "top_logprobs")):
+        assert {each.get("maximum") for each in schemas[schema]["properties"][name]["anyOf"]} == {7, None}
+
+
+def test_tokens_are_named_by_their_ids_unless_a_request_says_otherwise() -> None:
+    app = app_of(FakeEngine(), tokens_as_ids=True)
+    asked = {"logprobs": 1, "max_tokens": 1}
+    assert complete(app, asked)["choices"][0]["logprobs"]["tokens"] == ["token_id:300"]
+    own = complete(app, {**asked, "return_tokens_as_token_ids": False})
+    assert own["choices"][0]["logprobs"]["tokens"] != ["token_id:300"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_every_stream_ends_with_its_usage(path: str) -> None:
+    asked = {"max_tokens": 2}
+    assert "usage" not in stream(FakeEngine(), path, asked)[-1]
+    *events, last = stream(app_of(FakeEngine(), force_usage=True), path, asked)
+    assert last["usage"]["completion_tokens"] == 2
+    assert all(event["usage"] is None for event in events)
+
+
+def test_a_chats_answers_have_another_role() -> None:
+    app = app_of(FakeEngine(), response_role="bot")
+    assert chat(app, {"max_tokens": 1})["choices"][0]["message"]["role"] == "bot"
+    assert stream(app, CHAT, {"max_tokens": 1})[0]["choices"][0]["delta"]["role"] == "bot"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    continued = chat(app, {"max_tokens": 1, "messages": messages, "continue_final_message": True})
+    assert continued["choices"][0]["message"]["role"] == "assistant"  # the message's own
+
+
+# -- the chat template -------------------------------------------------------------------------------------------
+
+
+def test_variables_of_the_template_are_given_unless_a_request_has_them() -> None:
+    engine = FakeEngine()
+    app = app_with("{{ messages[0].content }} {{ mood }} {{ colour }}", engine)
+    app.state.service.template_kwargs = {"mood": "good", "colour": "red"}
+    decode = app.state.service.tokenizer.decode
+    chat(app, {"max_tokens": 1})
+    chat(app, {"max_tokens": 1, "chat_template_kwargs": {"mood": "bad"}})
+    assert [decode(each.token_ids) for each in engine.requests] == ["Hello good red", "Hello bad red"]
+
+
+def test_a_template_is_a_file_or_itself(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    assert read_template(str(tmp_path / "chat.jinja")) == "{{ messages }}"
+    assert read_template("{% for m in messages %}") == "{% for m in messages %}"
+    (tmp_path / "picture").write_bytes(b"\xff\xfe")
+    for given, why in ((tmp_path / "nowhere", "No such file"), (tmp_path, "Is a dir"), (tmp_path / "picture", "UTF-8")):
+        with pytest.raises(ConfigError, match=f"--chat-template .* cannot be read: .*{why}"):
+            read_template(str(given))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--chat-template", "nowhere"], "--chat-template 'nowhere' cannot be read: No such file or directory"),
+        (["--generation-config", "nowhere"], "--generation-config 'nowhere': there is no generation_config.json"),
+        (["--override-generation-config", '{"heat": 1}'], "has 'heat'; it may have temperature, top_k, top_p, min_p"),
+        (["--override-generation-config", '{"top_p": 7}'], "cannot be used: top_p must be above 0 and at most 1"),
+        (["--override-generation-config", "heat"], "--override-generation-config heat: expected JSON"),
+        (["--default-chat-template-kwargs", "[1]"], "--default-chat-template-kwargs [1]: it should be a mapping."),
+        (["--max-logprobs", "1025"], "--max-logprobs 1025: it should be at most 1024"),
+        (["--max-logprobs", "-1"], "--max-logprobs -1: it should be at least 0"),
+        (["--root-path", "a/"], "--root-path a/: it should match pattern"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_at_the_start(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(TINY_MOE), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+# -- the defaults of requests ------------------------------------------------------------------------------------
+
+
+def test_defaults_come_from_the_checkpoint_a_folder_or_nobody(tmp_path: Path) -> None:
+    for folder, values in (("model", {"temperature": 0.5, "top_k": 3}), ("other", {"max_new_tokens": 7})):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "generation_config.json").write_text(json.dumps(values))
+    model = tmp_path / "model"
+    assert request_defaults(model) == checkpoint_defaults(model) == {"temperature": 0.5, "top_k": 3}
+    assert request_defaults(model, "vllm") == {}
+    assert request_defaults(model, str(tmp_path / "other")) == {"max_tokens": 7}
+    changed = request_defaults(model, "auto", {"temperature": 0.25, "max_new_tokens": 9})
+    assert changed == {"temperature": 0.25, "top_k": 3, "max_tokens": 9}
+
+
+def test_requests_without_a_seed_get_theirs_from_the_servers() -> None:
+    def seeds(seed: int | None) -> list[int | None]:
+        engine = FakeEngine()
+        app = app_of(engine, seed=seed)
+        for body in ({}, {"n": 2}, {"seed": 5}, {}):
+            complete(app, {"max_tokens": 1, **body})
+        return [request.params.seed for request in engine.requests]
+
+    first, second, third, own, last = seeds(1)
+    assert own == 5
+    assert second is not None
+    assert third == second + 1
+    assert len({first, second, own, last}) == 4
+    assert seeds(1) == [first, second, third, own, last] != seeds(2)
+    assert seeds(None) == [None, None, None, 5, None]
+
+
+# -- HTTP --------------------------------------------------------------------------------------------------------
+
+
+def test_a_proxys_path_in_front() -> None:
+    app = app_of(FakeEngine(), root_path="/models/a", api_key="hush")
+    assert call(app, "GET", "/models/a/health").status_code == 200  # needs no key
+    assert call(app, "GET", "/models/a/v1/models").status_code == 401
+    key = {"Authorization": "Bearer hush"}
+    for path in ("/models/a/v1/models", "/v1/models"):  # whether or not the proxy takes it off
+        assert call(app, "GET", path, headers=key).status_code == 200
+    assert call(app, "GET", "/openapi.json").json()["servers"] == [{"url": "/models/a"}]
+
+
+def test_the_description_can_be_left_out() -> None:
+    for describes, status in ((True, 200), (False, 404)):
+        app = app_of(FakeEngine(), described=True, describes=describes)
+        assert {call(app, "GET", path).status_code for path in ("/docs", "/redoc", "/openapi.json")} == {status}
+
+
+def test_pages_in_browsers_may_call_if_their_site_is_allowed() -> None:
+    allowed = {"allow_origins": ("https://a.example",), "allow_methods": ("POST",), "allow_headers": ("*",)}
+    app = app_of(FakeEngine(), cross_origin=allowed, api_key="hush")
+
+    def asked_first(origin: str, method: str = "POST") -> tuple[int, str | None]:
+        asks = {"Origin": origin, "Access-Control-Request-Method": method}
+        response = call(app, "OPTIONS", COMPLETIONS, headers=asks)
+        return response.status_code, response.headers.get("access-control-allow-origin")
+
+    assert asked_first("https://a.example") == (200, "https://a.example")  # without the key, which no browser sends
+    assert asked_first("https://a.example", "PUT")[0] == 400
+    assert asked_first("https://b.example") == (400, None)
+    answered = call(app, "GET", "/health", headers={"Origin": "https://a.example"})
+    assert answered.headers["access-control-allow-origin"] == "https://a.example"
+    assert call(app, "POST", COMPLETIONS, headers={"Origin": "https://a.example"}).status_code == 401
+    plain = call(app_of(FakeEngine()), "GET", "/health", headers={"Origin": "https://a.example"})
+    assert "access-control-allow-origin" not in plain.headers

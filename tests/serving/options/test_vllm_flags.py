@@ -1,0 +1,113 @@
+"""Every flag of `vllm serve` is done here, or its refusal says what to do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from repository import ROOT
+
+from serving.cli import main
+from serving.options import SERVE, Kind, explain_keyword, read_layers
+from serving.options.command_line import _hint
+from serving.options.flags.foreign import FOREIGN
+from serving.options.flags.not_offered import NOT_NEEDED, NOT_OFFERED
+from serving.options.flags.server_flags import ALIASES
+from serving.options.flags.tables import Own
+from serving.options.sources import read_keywords
+
+_LIST = (ROOT / "tests" / "support" / "vllm_serve_flags.txt").read_text(encoding="utf-8")
+FLAGS = [word for line in _LIST.splitlines() if not line.startswith("#") for word in line.split()]
+OURS = {*SERVE.flags, *Own.model_fields}
+LATER = {"enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "chat_template_content_format"}
+LATER |= {"exclude_tools_when_tool_choice_none"}
+"""Of tools and of reasoning: done by code that has its own tests, and no row in a table of refusals."""
+ENDS = ("; use ", ": leave it out, ", ": it is not offered, ")
+
+
+def snake(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
+
+
+_FIELDS = [field for group in SERVE.groups.values() for field in group.model_fields.values()]
+SHORT = {each.alias for field in _FIELDS for each in field.metadata if getattr(each, "alias", None)}
+REFUSED = [flag for flag in FLAGS if flag not in SHORT and snake(flag) not in OURS | LATER]
+
+
+def test_the_list_is_vllms() -> None:
+    assert len(FLAGS) == len(set(FLAGS)) > 300
+    assert len(FLAGS) - len(REFUSED) > 60
+    assert {"--max-logprobs", "--chat-template", "--seed", "--root-path", "-dp"}.isdisjoint(REFUSED)
+
+
+@pytest.mark.parametrize("flag", [*REFUSED, "--no-async-scheduling", "--no-enable-lora", "--no-enable-log-outputs"])
+def test_a_flag_that_is_not_here_says_what_to_do(flag: str) -> None:
+    hint = _hint(SERVE, snake(flag))
+    assert hint.startswith(ENDS), hint
+    assert hint.endswith(".")
+    assert not re.search(r"--help|did you mean|\.\.$|;\.|, ,", hint)
+    assert len(hint) < 200
+    assert hint.startswith(ENDS[:2]) or ";" in hint, "what is not offered needs something to do"
+    for named in re.findall(r"--(?:no-)?([a-z0-9-]+)", hint):
+        assert snake(named).rstrip("_") in OURS or named == "speculative-", f"--{named} is no flag here"
+
+
+def test_no_row_is_a_flag_of_ours_and_none_is_in_two_tables() -> None:
+    tables = (FOREIGN, NOT_NEEDED, NOT_OFFERED)
+    names = [name for table in tables for name in table]
+    assert len(names) == len(set(names))
+    assert set(names) & {*SERVE.flags, *SERVE.settings} == set()
+    assert set(names) & ALIASES.keys() <= {"named_model"}
+    assert LATER.isdisjoint(names)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--uvicorn-log-level", "info"], "unknown flag --uvicorn-log-level; use --log-level."),
+        (["-O3"], "unknown flag -O3; use --cudagraph-mode; nothing else is compiled."),
+        (["--speculative_config.method", "ngram"], "unknown flag --speculative-config.method; use --speculative-algor"),
+        (["--no-async-scheduling"], "unknown flag --no-async-scheduling; use --no-overlap-schedule."),
+        (["--no-disable-log-requests"], "use --enable-log-requests."),
+        (["--disable-log-stats"], "unknown flag --disable-log-stats: leave it out, statistics are not logged, and "),
+        (["--enable-lora"], "unknown flag --enable-lora: it is not offered, there are no LoRA adapters; merge the ad"),
+        (["--ssl-keyfile", "x"], "it is not offered, TLS is a proxy's; put one such as nginx or Caddy in front"),
+    ],
+)
+def test_a_refusal_is_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "nowhere", *words]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert line in told
+
+
+def test_short_forms_are_vllms() -> None:
+    layers, _ = read_layers(SERVE, "", "", ["-dp", "2", "-ep", "-tp", "4", "-n", "2", "-r", "1"])
+    given = {name: setting.value for name, setting in layers[-1].items()}
+    ranks = {"data_parallel_size": 2, "enable_expert_parallel": True, "tensor_parallel_size": 4}
+    assert given == {**ranks, "nnodes": 2, "node_rank": 1}
+
+
+def test_vllms_names_of_values() -> None:
+    words = ["--dtype", "half", "--kv-cache-dtype", "fp8_e4m3"]
+    layers, _ = read_layers(SERVE, "", "", words)
+    assert {name: setting.value for name, setting in layers[-1].items()} == {
+        "dtype": "float16",
+        "kv_cache_dtype": "fp8",
+    }
+    assert read_keywords({"dtype": "float"})["dtype"].value == "float32"
+
+
+def test_keywords_are_explained_as_keywords() -> None:
+    def told(name: str) -> tuple[Kind, str] | None:
+        found = explain_keyword(name)
+        return None if found is None else (found.kind, found.text)
+
+    assert told("max_num_seqs") == (Kind.DONE, "")
+    assert told("kv_cache_memory_bytes") == (Kind.CALLED, "kv_cache_memory")
+    assert told("disable_radix_cache") == (Kind.CALLED, "enable_prefix_caching=False")
+    assert told("disable_log_stats") == (Kind.NOT_NEEDED, NOT_NEEDED["disable_log_stats"])
+    kind, text = told("swap_space") or ("", "")
+    assert kind is Kind.NOT_OFFERED
+    assert text.endswith("use more ranks, or kv_cache_memory for a smaller cache")
+    assert told("wishes") is None
