@@ -116,11 +116,11 @@ class ChatAnswer(Answer):
                 self._turns[delta.output.index].take(delta, streamed=self._streamed)
                 yield delta
 
-    def _usage(self) -> dict[str, Any]:
-        usage = super()._usage()
-        usage["completion_tokens_details"]["reasoning_tokens"] = sum(
-            turn.num_reasoning_tokens for turn in self._turns.values()
-        )
+    def _usage(self, outputs: Sequence[Output] | None = None, *, opening: bool = False) -> dict[str, Any]:
+        usage = super()._usage(outputs, opening=opening)
+        counted = () if opening else self._outputs if outputs is None else outputs
+        reasoned = sum(self._turns[output.index].num_reasoning_tokens for output in counted)
+        usage["completion_tokens_details"]["reasoning_tokens"] = reasoned
         return usage
 
     def _chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:

@@ -111,7 +111,6 @@ class _Choice(BaseModel):
 
 
 class _WholeChoice(_Choice):
-    finish_reason: FinishReasonName
     token_ids: TokenIds
     routed_experts: NeverFilled
 
@@ -121,6 +120,7 @@ class CompletionChoice(_WholeChoice):
 
     text: str
     logprobs: CompletionLogprobs | None
+    finish_reason: FinishReasonName
     prompt_token_ids: TokenIds
     prompt_logprobs: PromptLogprobs
 
