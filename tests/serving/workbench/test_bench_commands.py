@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,7 @@ class Run:
 
 PROMPTS = ["--sequences", "4", "--sequence-length", "16", "--blocks", "2"]
 SLOW = pytest.mark.slow
+NEEDS_LLGUIDANCE = pytest.mark.skipif(find_spec("llguidance") is None, reason="llguidance is not installed")
 VOID = (0, 1)  # of two short blocks times may well be better than the bound
 OVERLAP = ["overlap", "--model", "MODEL", *PROMPTS, "--lanes", "2", "--ratios", "1"]
 AUTO = ["auto", TINY, "--steps", "40", "--ratios", "0", "4", "--compared", "0.5", "--max-decode-tokens", "16"]
@@ -180,7 +182,7 @@ RUNS = {
     ),
     "structured, with a vocabulary": Run(
         ["structured", "--layers", "2", "--vocabulary", "9000", *STRUCTURED],
-        *(["compiling a new text"], check_structured, None, (0,), (SLOW,)),
+        *(["compiling a new text"], check_structured, None, (0,), (SLOW, NEEDS_LLGUIDANCE)),
     ),
     "auto": Run([*AUTO, "--max-prefill-tokens", "64"], ["best fixed, decode"], check_auto, marks=(SLOW,)),
     "transformers": Run(

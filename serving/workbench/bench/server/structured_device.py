@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from attention import BlockAllocator, RequestToTokenTable
 from model_runner import GrammarRows, SamplingParams, Step, StepOutput, TokenGrammar
-from model_runner.sampling.grammar import fill_masks
 from serving.engine.rank.core import EngineCore
 from serving.requests import RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
@@ -91,7 +92,8 @@ class _Launched:
             return
         pairs = zip(self.step.shares, self.lengths, strict=True)
         own = [share.request.grammar_after(length) for share, length in pairs if share.request.grammar is not None]
-        fill_masks([GrammarRows(grammar, place) for place, grammar in enumerate(own)])
+        masks = torch.zeros(len(own), own[0].masks.words, dtype=torch.int32)
+        own[0].masks.fill([GrammarRows(grammar, place) for place, grammar in enumerate(own)], masks)
 
     def result(self) -> StepOutput:
         """Sleep until the device is done."""
