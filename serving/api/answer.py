@@ -250,5 +250,6 @@ class Answer(ABC):
             "completion_tokens_details": {
                 "accepted_prediction_tokens": drafts.accepted,
                 "rejected_prediction_tokens": drafts.drafted - drafts.accepted,
+                "reasoning_tokens": 0,
             },
         }

@@ -14,7 +14,7 @@ MAX_TEXT_BYTES = 2**18
 MAX_REGEX_BYTES = 2**14
 MAX_DEPTH = 64
 """Most lists and objects inside one another in a schema."""
-MAX_COMPILE_S = 1.0
+MAX_COMPILE_S = 2.0
 """Most processor time of a grammar's compilation, in seconds."""
 MAX_WAIT_S = 10.0
 """Most time of a compilation on a busy machine, in seconds."""

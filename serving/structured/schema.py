@@ -18,6 +18,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from itertools import combinations
 from typing import Any, TypeVar
 
 from model_runner import RequestError
@@ -58,6 +59,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "unevaluatedItems": (True, {}),
 }
 """Values with which these assert nothing."""
+_UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
+_APPLICATORS = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 _ONLY_WITH = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _BOUNDS = {"minimum": math.inf, "exclusiveMinimum": math.inf, "maximum": -math.inf, "exclusiveMaximum": -math.inf}
@@ -65,6 +68,8 @@ _MOST_EXACT = 2**53  # integers up to here are floats, too
 _MOST_BOUND = 9e18  # the library writes bounds as integers of 64 bits
 _MOST_COUNT = 2**31  # no output is as long
 _MOST_DECIMALS = 6
+_MOST_OPTIONAL = 6  # properties whose number is counted by listing all choices
+_OTHER_TYPES = ["null", "boolean", "number", "string", "array"]
 _OLD = ("draft-03", "draft-04", "draft-06", "draft-07")
 _PLACE_CHARACTERS = 200  # shown of a place in a schema
 
@@ -154,6 +159,8 @@ class _Walk:
         for keyword, instead in REFUSED.items():
             if keyword not in given or (keyword in _ONLY_WITH and _ONLY_WITH[keyword] not in given):
                 continue
+            if keyword in _UNEVALUATED and not _APPLICATORS & given.keys():
+                continue  # then it means what `additionalProperties` or `items` does
             if not any(
                 type(given[keyword]) is type(each) and given[keyword] == each for each in _NEUTRAL.get(keyword, ())
             ):
@@ -180,6 +187,9 @@ class _Walk:
                 }
             case "additionalProperties":
                 out[keyword] = inner(value, keyword)
+            case "unevaluatedProperties" | "unevaluatedItems":
+                if _UNEVALUATED[keyword] not in given and not _APPLICATORS & given.keys():
+                    out[_UNEVALUATED[keyword]] = inner(value, keyword)
             case "items" | "prefixItems" if isinstance(value, list):
                 if keyword == "items" or not self._old:
                     out["prefixItems"] = [inner(each, f"{keyword}.{place}") for place, each in enumerate(value)]
@@ -258,12 +268,32 @@ class _Walk:
         self.has_open_names |= bool(out.get("properties")) and out.get("additionalProperties") is not False
         if coarser := _coarser(out.get("multipleOf", 1)):
             self._beside(out, [{"multipleOf": step} for step in (out["multipleOf"], *coarser)])
+        self._count_optional(out)
         least, required = out.get("minProperties", 0), len(set(map(str, out.get("required", ()))))
         if least <= required:
             out.pop("minProperties", None)
         elif least > required + 1:
             what = "minProperties is above the number of required properties by more than one, which cannot be counted"
             raise _wrong(path, f"{what}, because a name may come twice. List them in required.", "minProperties")
+
+    def _count_optional(self, out: dict[str, Any]) -> None:
+        """Write a number of optional properties, if they are few, as the choices that there are."""
+        names = {*map(str, out.get("required", ()))}
+        optional = [name for name in out.get("properties", ()) if name not in names]
+        counted = {"minProperties", "maxProperties"} & out.keys()
+        closed = out.get("additionalProperties") is False and "patternProperties" not in out
+        if not counted or not closed or not 0 < len(optional) <= _MOST_OPTIONAL:
+            return
+        least, most = (
+            out.pop(name, otherwise) for name, otherwise in (("minProperties", 0), ("maxProperties", math.inf))
+        )
+        choices = [
+            {"required": list(chosen), "properties": {name: False for name in optional if name not in chosen}}
+            for count in range(len(optional) + 1)
+            if least <= count + len(names) <= most
+            for chosen in combinations(optional, count)
+        ]
+        self._beside(out, [{"type": _OTHER_TYPES}, *({"type": "object", **choice} for choice in choices)])
 
 
 def _check_numbers(value: Any, path: str, keyword: str) -> None:

@@ -250,6 +250,7 @@ def test_vllms_dashboards_find_what_they_ask_for() -> None:
     metrics.statistics = {0: EngineStatistics(accepted_per_position=(1,))}
     app = http_app(FakeEngine(tokens_per_step=2), metrics)
     complete(app, {"max_tokens": 4, "n": 2})
+    complete(app, {"structured_outputs": {"regex": "a("}}, status=400)
     asked = [line for line in DASHBOARDS.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     assert len(asked) > 40
     for line in asked:

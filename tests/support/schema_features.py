@@ -218,6 +218,15 @@ FEATURES: Mapping[str, Any] = {
     "object at least one": {"type": "object", "additionalProperties": DIGIT, "minProperties": 1},
     "object one of its properties": {**_object("", a=DIGIT, b=BOOL), "minProperties": 1},
     "object minimum met by required": {**_object("a b", a=DIGIT, b=BOOL, c=NULL), "minProperties": 2},
+    "object two of three": {**_object("", a=DIGIT, b=BOOL, c=NULL), "minProperties": 2},
+    "object at most two of four": {**_object("a", a=DIGIT, b=BOOL, c=NULL, d=DIGIT), "maxProperties": 2},
+    "object unevaluated": {
+        "type": "object",
+        "properties": {"a": DIGIT},
+        "required": ["a"],
+        "unevaluatedProperties": False,
+    },
+    "array unevaluated": {"type": "array", "prefixItems": [DIGIT, BOOL], "unevaluatedItems": False},
     "object pattern": {
         "type": "object",
         "patternProperties": {"^x-[a-z]{1,3}$": DIGIT},

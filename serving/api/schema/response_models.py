@@ -40,7 +40,7 @@ class CompletionTokensDetails(BaseModel):
 
     accepted_prediction_tokens: int = Field(description="draft tokens that were accepted")
     rejected_prediction_tokens: int = Field(description="draft tokens that were rejected")
-    reasoning_tokens: int = Field(0, description="of chats only")
+    reasoning_tokens: int = Field(description="tokens whose text is reasoning; of chats only")
 
 
 class Usage(BaseModel):

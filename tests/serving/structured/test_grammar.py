@@ -43,6 +43,7 @@ VALUES: Mapping[str, Any] = {
 }
 VALUES |= {"uniqueItems": True, "minContains": 2, "maxContains": 2, "$dynamicRef": "#a", "$recursiveRef": "#"}
 WITH = {"then": {"if": {"type": "null"}}, "else": {"if": {"type": "null"}}}
+WITH |= {name: {"allOf": [{}]} for name in ("unevaluatedProperties", "unevaluatedItems")}
 WITH |= {name: {"contains": {"const": 1}} for name in ("minContains", "maxContains")}
 IGNORED: Mapping[str, Any] = {
     **dict.fromkeys(("title", "description", "$comment", "contentMediaType", "contentEncoding"), "x"),
