@@ -34,12 +34,14 @@ class OutputTurn:
     """One output's turn.
 
     Attributes:
+        named: the request names the call: then OpenAI's finish reason is not `tool_calls`.
         new: what the last delta has brought.
         finish_reason: why the turn has ended; None before.
         num_reasoning_tokens: tokens of the reasoning, without its marks.
     """
 
     parser: TurnParser
+    named: bool = False
     parts: list[TurnDelta] = field(default_factory=list)
     finish_reason: str | None = None
     num_reasoning_tokens: int = 0
@@ -58,7 +60,7 @@ class OutputTurn:
         if delta.finish_reason is not None:
             new = _together((new, parser.finish()))
             stopped = delta.finish_reason == FinishReason.STOP.value
-            self.finish_reason = TOOL_CALLS if stopped and parser.num_calls else delta.finish_reason
+            self.finish_reason = TOOL_CALLS if stopped and parser.num_calls and not self.named else delta.finish_reason
         self.parts = [new] if streamed else [*self.parts, new]
 
     def whole(self) -> TurnDelta:
@@ -99,7 +101,8 @@ def make_turns(
     """A turn for each output, by its index; see `make_turn_parser`."""
     return {
         output.index: OutputTurn(
-            make_turn_parser(service.turns, plan, before=before, streamed=streamed, hidden=hidden.keys())
+            make_turn_parser(service.turns, plan, before=before, streamed=streamed, hidden=hidden.keys()),
+            named=isinstance(plan.forced, str),
         )
         for output in outputs
     }

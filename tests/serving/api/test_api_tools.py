@@ -188,7 +188,8 @@ def test_a_call_that_must_be_made_is_enforced(turns: TurnSettings) -> None:
 def test_the_call_that_must_be_made_is_enforced() -> None:
     pytest.importorskip("llguidance")
     app, engine = served('{"city": "Paris"}')
-    said, _ = message(app, tool_choice=NAMED)
+    said, finish = message(app, tool_choice=NAMED)
+    assert finish == "stop"
     (call,) = said["tool_calls"]
     assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
     grammar = engine.requests[-1].params.grammar

@@ -148,6 +148,26 @@ def _deep_template(target: Target) -> list[bytes]:
     return [chat % deep, chat % (b'{"messages": ' + deep + b"}")]
 
 
+def _tools(target: Target) -> list[Mapping[str, Any]]:
+    """Definitions of tools: too large, too many, nested, hostile; calls that must be made of them."""
+    deep: dict[str, Any] = {"type": "object"}
+    for _ in range(200):
+        deep = {"type": "object", "properties": {"a": deep}}
+    wide = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(2000)}}
+    hostile = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(" * 1000}}}
+    functions: list[list[dict[str, Any]]] = [
+        [{"name": f"f{number}", "description": "to be or not " * 8000} for number in range(70)],
+        [{"name": f"f{number}"} for number in range(5000)],
+        [{"name": "f", "parameters": schema} for schema in (deep,)],
+        [{"name": "f", "parameters": schema} for schema in (wide,)],
+        [{"name": "f", "parameters": schema} for schema in (hostile,)],
+        [{"name": "f", "parameters": {"$ref": "#"}}, {"name": "f"}],
+    ]
+    said = {"model": target.server.model, "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+    tools = [[{"type": "function", "function": function} for function in each] for each in functions]
+    return [{**said, "tools": each, "tool_choice": "required"} for each in tools]
+
+
 def _long_texts(target: Target) -> list[Mapping[str, Any]]:
     return [target.body(prompt="to be or not " * count) for count in (10_000, 100_000, 600_000)]
 
@@ -346,6 +366,7 @@ ATTACKS: tuple[Attack, ...] = tuple(
         ("as many biases as allowed", _bodies(_most_biases), {_OK}, {_OK}),
         ("bodies that are broken or wrong", _bodies(_broken), {_WRONG}, {_WRONG}),
         ("deep arguments of the chat template", _bodies(_deep_template, "/v1/chat/completions"), {_OK, _WRONG}, ()),
+        ("definitions of tools", _bodies(_tools, "/v1/chat/completions"), {_OK, _WRONG, _TOO_LARGE}, {_WRONG}),
         ("items and tools of responses", _bodies(_items, "/v1/responses"), {_WRONG, _TOO_LARGE}, {_WRONG}),
         ("clients that leave", _leave, {"nothing", _OK}, {"nothing", _OK}),
         ("clients that do not read", _do_not_read, {_OK}, {_OK}),
