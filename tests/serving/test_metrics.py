@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_clients import ASKS, CHAT, app_of, call, complete
+from api_clients import ASKS, CHAT, MODEL, app_of, call, complete, post
 from fake_engine import FakeEngine
 from prometheus_client import CollectorRegistry, generate_latest, make_asgi_app
 from prometheus_client.metrics_core import Metric as Family
@@ -250,7 +250,7 @@ def test_vllms_dashboards_find_what_they_ask_for() -> None:
     metrics.statistics = {0: EngineStatistics(accepted_per_position=(1,))}
     app = http_app(FakeEngine(tokens_per_step=2), metrics)
     complete(app, {"max_tokens": 4, "n": 2})
-    complete(app, {"structured_outputs": {"regex": "a("}}, status=400)
+    post(app, "/v1/completions", {"model": MODEL, "prompt": "Hello", "structured_outputs": {"regex": "a("}})
     asked = [line for line in DASHBOARDS.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     assert len(asked) > 40
     for line in asked:

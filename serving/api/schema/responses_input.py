@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidatorFunctionWrapHandler, WrapValidator
 
+from serving.api.schema.request_models import _or_else
 from serving.api.schema.typed_objects import TypedObject, by_type, wrong
 
 _TEXT_ONLY = dict.fromkeys(("input_image", "input_file", "input_audio"), "only text is read")
@@ -102,7 +103,9 @@ class Reasoning(_Item):
     type: Literal["reasoning"]
     summary: Annotated[list[ReasoningText], Field(fail_fast=True)] = Field(default_factory=list)
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
-    encrypted_content: Literal[""] | None = Field(None, description="not supported: this server has no key")
+    encrypted_content: Annotated[
+        Literal[""] | None, _or_else("null: what another server has encrypted cannot be read here")
+    ] = Field(None, description="not supported: this server has no key")
 
 
 Item = Message | FunctionCall | FunctionCallOutput | Reasoning

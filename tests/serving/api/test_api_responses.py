@@ -267,7 +267,7 @@ REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
     ),
     "input.0.encrypted_content": (
         {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}]},
-        "Input should be ''",
+        "cannot be read here",
     ),
     "input.1.arguments": (
         {"input": [MESSAGE, {"type": "function_call", "call_id": "c", "name": "f", "arguments": "[1"}]},
