@@ -244,7 +244,7 @@ def test_refusals(body: dict[str, Any], param: str, reason: str) -> None:
 def test_a_schema_that_cannot_be_enforced_is_refused_by_name() -> None:
     pytest.importorskip("llguidance")
     app, _ = served("Hi")
-    body = {"messages": [USER], "tools": [tool("f", {"type": "object", "unevaluatedProperties": {"type": "string"}})]}
+    body = {"messages": [USER], "tools": [tool("f", {"type": "object", "not": {"required": ["x"]}})]}
     response = post(app, CHAT, {**body, "tool_choice": "required"})
     assert response.status_code == 400
     assert response.json()["error"]["param"].startswith("tools")
