@@ -191,7 +191,10 @@ class _Trial:
         # -P: the program's own folder is no place to import from
         command = [sys.executable, "-P", program, json.dumps(settings)]
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        # A session of its own: what interrupts the server must not make a grammar seem wrong.
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
+        )
         return self._process
 
     def end(self) -> None:

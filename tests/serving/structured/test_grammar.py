@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
 from model_runner import RequestError
@@ -167,6 +168,24 @@ def test_one_of_texts(options: list[Any], fits: list[str], fits_not: list[str]) 
     assert [takes(text, json=schema) for text in (*fits, *fits_not)] == [True] * len(fits) + [False] * len(fits_not)
 
 
+REQUIRES = {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}, {"required": ["c", "d"]}]}
+TAGGED = {"oneOf": [{"type": "object", "properties": {"k": {"const": value}}} for value in (1, 2)]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits", "fits_not"),
+    [
+        (REQUIRES, ['{"a":1}', '{"b":1}', '{"c":1,"d":1}', '{"a":1,"x":1}'], ["{}", '{"a":1,"b":1}', '{"b":1,"a":1}']),
+        (REQUIRES, ['{"a":1,"d":1}'], ['{"b":1,"c":1,"d":1}']),
+        (TAGGED, ['{"k":1}', '{"k":2,"x":1}'], ["{}", '{"x":1}', "5", '{"k":3}']),
+    ],
+)
+def test_one_of_objects(schema: Any, fits: list[str], fits_not: list[str]) -> None:
+    assert [takes(text, json=schema) for text in (*fits, *fits_not)] == [True] * len(fits) + [False] * len(fits_not)
+    kind = Draft202012Validator(schema)
+    assert all(kind.is_valid(json.loads(text)) for text in fits)
+
+
 def test_names_are_not_written_in_two_ways() -> None:
     """`"\\u0061"` is `"a"`: an open object must not take it for an additional property."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
@@ -221,9 +240,20 @@ SAME += [
     "[]a]",
 ]
 
+SIGNS = "abcABx1 _-.[]{}()&~^/\\\t\n\x08é٣½²　\u2028"
+
+
+@pytest.mark.parametrize(
+    "regex", ["\\d", "\\D", "\\w", "\\W", "\\s", "\\S", "[^\\d]", "[^\\D]", "[^\\w]", "[^\\W]", "[^\\s]", "[^\\S]"]
+)
+def test_classes_take_what_python_takes(regex: str) -> None:
+    taken = [sign for sign in f"{SIGNS}\x1c" if takes(sign, regex=regex)]
+    assert taken
+    assert all(re.fullmatch(regex, sign) for sign in taken)
+
 
 @pytest.mark.parametrize("regex", SAME)
-@given(text=st.text(alphabet="abcABx1 _-.[]{}()&~^/\\\t\n\x08é٣½²　\u2028", max_size=4))
+@given(text=st.text(alphabet=SIGNS, max_size=4))
 def test_what_a_regex_takes_python_takes(regex: str, text: str) -> None:
     if takes(text, regex=regex):
         assert re.fullmatch(regex, text)
