@@ -159,10 +159,11 @@ test-stub: stub ## the GPU tests and benchmarks over it: no numbers, no speed; w
 	$(STUB).run $(if $(STUB_OPTIONS),$(STUB_OPTIONS),--json $(RESULTS)/stub-cuda.json)
 
 # Other people's clients, in an environment of their own on top of this one: they want other versions than ours.
+# Some leave connections to the garbage collector, which warns of them.
 CLIENTS_VENV := .venv-clients
 
 test-clients: $(CLIENTS_VENV)/.installed ## tools and structured answers with openai, langchain, instructor, pydantic-ai, openai-agents
-	UBATCH_CLIENTS=1 env --unset=PYTHONDONTWRITEBYTECODE $(CLIENTS_VENV)/bin/python -m pytest tests/clients
+	UBATCH_CLIENTS=1 env --unset=PYTHONDONTWRITEBYTECODE $(CLIENTS_VENV)/bin/python -m pytest -p no:unraisableexception tests/clients
 
 $(CLIENTS_VENV)/.installed: $(VENV)/.installed constraints-clients.txt
 	test -x $(CLIENTS_VENV)/bin/python || $(BIN)/python -m venv $(CLIENTS_VENV)

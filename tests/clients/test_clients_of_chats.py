@@ -25,9 +25,6 @@ from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from serve_processes import running
 
-# Some clients leave connections to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
-
 NAME = "examples/models/tiny-chat"
 QUESTION = "What is the weather in Paris?"
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]

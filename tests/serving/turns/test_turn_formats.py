@@ -369,7 +369,7 @@ def cuts(text: str) -> list[list[str]]:
 def test_what_an_output_says(name: str) -> None:
     row = GOOD[name]
     for streamed in (True, False):
-        for pieces in cuts(row.text):
+        for pieces in cuts(row.text)[: None if streamed else 2]:
             content, reasoning, calls = put_together(deltas(row, pieces, streamed=streamed))
             assert (content, reasoning) == (row.content, row.reasoning), pieces
             assert [called for called, _ in calls] == [called for called, _ in row.calls], pieces
