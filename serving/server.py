@@ -37,9 +37,9 @@ from serving.api.http.connections import (
     raise_file_limit,
 )
 from serving.api.request_log import RequestLog
-from serving.api.sampling import checkpoint_defaults
 from serving.engine.client import EngineClient
 from serving.engine.run_folder import RunFolder
+from serving.generation_config import checkpoint_defaults
 from serving.logs import log_event
 from serving.metrics import make_registry
 from serving.options import Command, Settings, chosen_dtype

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from pathlib import Path
-from typing import Any
 
-from model_runner import CheckpointError, RequestError, SamplingParams
-from model_runner.weights import read_json
+from model_runner import SamplingParams
 from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import GenerationRequest
 from serving.api.service import Service
-from ubatch import ConfigError
 from ubatch.errors import shown
 
 _MAX_DIGITS = 20
@@ -23,31 +19,6 @@ _OPENAI = {"temperature": 1.0}
 _MADE = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "logit_bias", "stop_token_ids", "allowed_token_ids"}
 """Parameters that are made from a request's fields, where these are not the values themselves."""
 _TAKEN = [each.name for each in fields(SamplingParams) if each.name in GenerationRequest.model_fields.keys() - _MADE]
-_DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Parameters for which a checkpoint may have its own default; besides `max_tokens`, which it calls `max_new_tokens`."""
-
-
-def checkpoint_defaults(model: Path) -> dict[str, Any]:
-    """The sampling parameters in the folder's `generation_config.json`, read as vLLM does (`do_sample` is ignored).
-
-    Raises:
-        ConfigError: the file cannot be read, or has a value that cannot work.
-    """
-    file = model / "generation_config.json"
-    if not file.is_file():
-        return {}
-    try:
-        found = read_json(file)
-        own = {name: found[name] for name in _DEFAULTED if found.get(name) is not None}
-        if found.get("max_new_tokens") is not None:
-            own["max_tokens"] = found["max_new_tokens"]
-        SamplingParams(**own)
-    except CheckpointError as error:
-        raise ConfigError(str(error)) from error
-    except RequestError as error:
-        reason = str(error).replace("max_tokens", "max_new_tokens")  # its name in the file
-        raise ConfigError(f"{file} cannot be used: {reason}") from error
-    return own
 
 
 def sampling_params(

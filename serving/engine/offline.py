@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -14,7 +15,7 @@ from serving.engine.options import EngineOptions
 from serving.engine.rank.build import make_core, make_runner, warm_up
 from serving.engine.rank.runner_setup import describe_memory
 from serving.engine.rank.tracing import profile_file, profile_name
-from serving.requests import EngineStatistics, RequestInput, RequestOutput
+from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
 from ubatch import UBatchError
 
 T = TypeVar("T")
@@ -85,55 +86,54 @@ class InProcessEngine:
         self._runner.close()
 
 
-class RankEngines:
-    """Runs ranks in processes of their own, with an `EngineClient` in a thread. Methods as of `InProcessEngine`."""
+class EngineThread:
+    """Ranks in processes of their own, with an `EngineClient` in a thread that has an event loop.
+
+    Attributes:
+        client: the engines; its coroutines run in the thread, by `call`.
+        info: what they serve.
+    """
 
     def __init__(self, options: EngineOptions) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine client", daemon=True)
         self._thread.start()
         try:
-            self._client = self._call(EngineClient.start(options))
-            self.info = self._client.info
+            self.client = self.call(EngineClient.start(options))
+            self.info = self.client.info
         except BaseException:
             self._stop_loop()
             raise
 
-    def run(self, requests: Sequence[RequestInput], on_output: OnOutput) -> None:
-        """See `InProcessEngine`. `on_output` is called in another thread, one call at a time."""
-        self._call(self._run(requests, on_output))
-
-    def statistics(self) -> Mapping[int, EngineStatistics]:
-        return dict(self._client.statistics)
-
-    def start_profile(self) -> None:
-        self._call(self._client.start_profile())
-
-    def stop_profile(self, folder: Path) -> list[Path]:
-        return self._call(self._client.stop_profile(folder))
-
     def close(self) -> None:
-        if not self._loop.is_closed():
-            self._call(self._client.close())
+        """End the engines. In the thread itself, where garbage collection may call it, another one does so."""
+        if threading.current_thread() is self._thread:
+            threading.Thread(target=self.close, name="end of engines").start()
+        elif not self._loop.is_closed():
+            self.call(self.client.close())
             self._stop_loop()
 
-    async def _run(self, requests: Sequence[RequestInput], on_output: OnOutput) -> None:
-        async def one(request: RequestInput) -> None:
-            async with aclosing(self._client.generate(request)) as outputs:
-                async for output in outputs:
-                    if not on_output(output):
-                        return
+    def begin(self, request: RequestInput, deliver: Callable[[RequestOutput | Exception], None]) -> Future[None]:
+        """Begin a request. `deliver` is called in the thread with every output, or with the error that ends it.
+        Cancel what is returned to abort the request.
 
-        tasks = [asyncio.create_task(one(request)) for request in requests]
-        try:
-            await asyncio.gather(*tasks)
-            await self._client.settle()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        Raises:
+            EngineDead: the engines were closed.
+        """
 
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        async def run() -> None:
+            try:
+                async with aclosing(self.client.generate(request)) as outputs:
+                    async for output in outputs:
+                        deliver(output)
+            except Exception as error:
+                deliver(error)
+
+        if self._loop.is_closed():
+            raise EngineDead("the engines were closed.")
+        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the event loop's thread. An interrupt here cancels it, and waits until it has ended."""
         ended = threading.Event()
         tasks: list[asyncio.Task[T]] = []
@@ -152,10 +152,43 @@ class RankEngines:
         return tasks[0].result()
 
     def _stop_loop(self) -> None:
+        self.call(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
+
+
+class RankEngines(EngineThread):
+    """Runs batches of requests on ranks in processes of their own. Methods as of `InProcessEngine`."""
+
+    def run(self, requests: Sequence[RequestInput], on_output: OnOutput) -> None:
+        """See `InProcessEngine`. `on_output` is called in another thread, one call at a time."""
+        self.call(self._run(requests, on_output))
+
+    def statistics(self) -> Mapping[int, EngineStatistics]:
+        return dict(self.client.statistics)
+
+    def start_profile(self) -> None:
+        self.call(self.client.start_profile())
+
+    def stop_profile(self, folder: Path) -> list[Path]:
+        return self.call(self.client.stop_profile(folder))
+
+    async def _run(self, requests: Sequence[RequestInput], on_output: OnOutput) -> None:
+        async def one(request: RequestInput) -> None:
+            async with aclosing(self.client.generate(request)) as outputs:
+                async for output in outputs:
+                    if not on_output(output):
+                        return
+
+        tasks = [asyncio.create_task(one(request)) for request in requests]
+        try:
+            await asyncio.gather(*tasks)
+            await self.client.settle()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 OfflineEngine: TypeAlias = InProcessEngine | RankEngines

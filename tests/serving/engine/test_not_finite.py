@@ -25,7 +25,7 @@ from model_runner import (
 )
 from model_runner.generate import GenerationOutput
 from serving import LLM
-from serving.llm import CompletionResult
+from serving.offline.outputs import CompletionOutput
 
 pytestmark = pytest.mark.long
 
@@ -108,16 +108,16 @@ def make_llm(model: Path, **options: Any) -> LLM:
 
 
 def tokens(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[tuple[int, ...]]:
-    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    return [tuple(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def mixed(llm: LLM) -> list[CompletionResult]:
+def mixed(llm: LLM) -> list[CompletionOutput]:
     """The completions of the bad prompts, and of the others behind them."""
     outputs = llm.generate(BAD_PROMPTS + PROMPTS, BAD_PARAMS + PARAMS, use_tqdm=False)
     return [output.outputs[0] for output in outputs]
 
 
-def check(outputs: Sequence[CompletionResult | GenerationOutput], clean: Sequence[tuple[int, ...]]) -> None:
+def check(outputs: Sequence[CompletionOutput | GenerationOutput], clean: Sequence[tuple[int, ...]]) -> None:
     """The bad ones end with an error, with the tokens before it, and the others as they do alone."""
     bad, good = outputs[:5], outputs[5:]
     assert [each.finish_reason for each in bad] == [FinishReason.ERROR] * 5
