@@ -151,7 +151,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     extra_args: dict[str, Any] | None = None
     bad_words: str | list[str] | None = None
-    skip_reading_prefix_cache: bool | None = None
+    skip_reading_prefix_cache: bool | None = False
     thinking_token_budget: int | None = None
     repetition_detection: Any = None
     routed_experts_prompt_start: int = 0
@@ -182,7 +182,7 @@ class SamplingParams:
         return copy.copy(self) if self.skip_clone else copy.deepcopy(self)
 
     def engine_params(self) -> model_runner.SamplingParams:
-        """Check the values, and bring them into the form that vLLM gives them: lists of strings, no repetitions.
+        """Check the values, and bring them into the form that vLLM gives them: lists of strings, numbers of Python.
 
         Returns:
             The engine's parameters, without `bad_words` and `structured_outputs`, which need a tokenizer. `max_tokens`
@@ -200,6 +200,7 @@ class SamplingParams:
         self.n = _integer("n", self.n, 1, MAX_OUTPUTS)
         self.seed = None if self.seed == -1 and type(self.seed) is int else self.seed
         self.logprobs, self.prompt_logprobs = _count(self.logprobs), _count(self.prompt_logprobs)
+        self.skip_reading_prefix_cache = bool(self.skip_reading_prefix_cache)
         if self.stream_interval is not None:
             self.stream_interval = _integer("stream_interval", self.stream_interval, 1)
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
@@ -209,7 +210,7 @@ class SamplingParams:
         return engines
 
     def _make_engine_params(self) -> model_runner.SamplingParams:
-        self.stop_token_ids = list(dict.fromkeys(_list("stop_token_ids", self.stop_token_ids, "token ids")))
+        self.stop_token_ids = _list("stop_token_ids", self.stop_token_ids, "token ids")
         if self.allowed_token_ids is not None and not isinstance(self.allowed_token_ids, list | TokenIds):
             self.allowed_token_ids = _list("allowed_token_ids", self.allowed_token_ids, "token ids")
         return model_runner.SamplingParams(
@@ -250,7 +251,7 @@ class SamplingParams:
             )
         words = [self.bad_words] if isinstance(self.bad_words, str) else _list("bad_words", self.bad_words, "strings")
         check_bad_words(words)
-        self.bad_words = list(dict.fromkeys(words))
+        self.bad_words = words
 
     @property
     def stop_strings(self) -> Sequence[str]:
