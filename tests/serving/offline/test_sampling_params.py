@@ -106,8 +106,9 @@ def test_a_value_that_is_set_later_is_checked_when_it_is_used(given: dict[str, A
         return
     for name, value in given.items():
         setattr(changed, name, value)
-    assert changed.engine_params() == SamplingParams(**given).engine_params()
+    changed.engine_params()
     assert changed == SamplingParams(**given)
+    assert changed.engine_params() == SamplingParams(**given).engine_params()
 
 
 def test_what_the_engine_gets() -> None:
