@@ -61,9 +61,16 @@ from model_runner.random_checkpoint import (
 )
 from model_runner.runner import ModelRunner
 from model_runner.sampling.draws import fresh_seed
+from model_runner.sampling.grammar import GrammarRows, MaskFiller, TokenGrammar
 from model_runner.sampling.penalties import SamplingRow
 from model_runner.sampling.sampler import sample
-from model_runner.sampling.sampling_params import MAX_BAD_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, SamplingParams
+from model_runner.sampling.sampling_params import (
+    MAX_BAD_TOKENS,
+    MAX_GRAMMAR_LENGTH,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 from model_runner.sampling.token_ids import TokenIds
 from model_runner.settings import (
     DEFAULT_KV_CACHE_MEMORY,
@@ -83,6 +90,7 @@ __all__ = [
     "DEFAULT_KV_CACHE_MEMORY",
     "FAULTS",
     "MAX_BAD_TOKENS",
+    "MAX_GRAMMAR_LENGTH",
     "MAX_LOGIT_BIASES",
     "MAX_STOP_TOKEN_IDS",
     "PENDING_TOKEN",
@@ -96,7 +104,9 @@ __all__ = [
     "FinishReason",
     "FutureMap",
     "GenerationOutput",
+    "GrammarRows",
     "GraphShape",
+    "MaskFiller",
     "ModelConfig",
     "ModelRunner",
     "PendingStep",
@@ -118,6 +128,7 @@ __all__ = [
     "TensorParallel",
     "TensorParallelMismatch",
     "TensorsUnread",
+    "TokenGrammar",
     "TokenIds",
     "TokenLogprobs",
     "UnknownArchitecture",

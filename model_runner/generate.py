@@ -34,13 +34,19 @@ class FinishReason(StrEnum):
     """the logits were not finite; earlier tokens are valid"""
     NO_TOKEN_LEFT = "no_token_left"
     """the sampling parameters allow no next token; earlier tokens are valid"""
+    GRAMMAR = "grammar"
+    """the grammar cannot be followed any further; earlier tokens obey it"""
 
 
 FAULTS = {
     FinishReason.ERROR: "the model's logits, or the hidden states of its prompt, are not finite numbers (nan or "
     "infinity): the checkpoint, or the precision it is computed in, does not hold for these tokens.",
-    FinishReason.NO_TOKEN_LEFT: "the request's parameters leave no token to go on with: of its allowed_token_ids each "
-    "would complete one of its bad_words, or end the output before min_tokens. Allow more tokens, or forbid fewer.",
+    FinishReason.NO_TOKEN_LEFT: "the request's parameters leave no token to go on with: each that allowed_token_ids, "
+    "or its structured output, allows would complete one of its bad_words, or end the output before min_tokens. Allow "
+    "more tokens, or forbid fewer.",
+    FinishReason.GRAMMAR: "its structured output cannot be followed any further: at this place the grammar is too "
+    "complex for the limits of a step, or the tokenizer has no token that may come next. Simplify the schema, regular "
+    "expression or grammar.",
 }
 """Explanations of these finish reasons, for the user."""
 
@@ -114,6 +120,11 @@ def check_request(runner: ModelRunner, token_ids: Sequence[int], params: Samplin
     wrong = [token for token in token_ids if not 0 <= token < config.vocab_size]
     if wrong:
         raise RequestError(f"prompt {name} has token {wrong[0]}; the vocabulary is 0 to {config.vocab_size - 1}.")
+    if params.grammar is not None:
+        raise RequestError(
+            f"prompt {name} has a grammar, which `generate` cannot follow; `serving.LLM` and the server can.",
+            param="grammar",
+        )
     params.check_vocabulary(config.vocab_size)
     params.check_choice(config.eos_token_ids)
     total, limit = len(token_ids) + params.max_tokens, runner.max_model_len

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from model_runner.errors import RequestError, StepOrderError
 from model_runner.graphs.runner_graphs import CapturingRunner
+from model_runner.sampling.grammar import GrammarRows, fill_masks
 from model_runner.sampling.penalties import SamplingRow
 from model_runner.sampling.sampler import NO_TOKEN, OUT_OF_TOKENS, sample
 from model_runner.speculation.accept import Acceptance, DraftRows, accepted_nodes, sample_by_rejection
@@ -130,8 +131,8 @@ class PendingStep:
     def _sample(self) -> _Sampled:
         step, logits = self.step, self._logits
         prompt = self._score_prompts()
-        rows, scored = self._special_rows()
-        told = [] if logits is None else [self._choose(logits, rows)]
+        rows, scored, masks = self._special_rows()
+        told = [] if logits is None else [self._choose(logits, rows, masks)]
         if self._row_sums is not None:
             told.append((self._row_sums - self._row_sums != 0).long())  # inf - inf is nan, too
         if not told:
@@ -149,30 +150,38 @@ class PendingStep:
         scores = score_tokens(logits.index_select(0, where), tokens.index_select(0, where), most)
         return _Sampled(to_host(both), to_host(scores), tuple(scored), prompt)
 
-    def _choose(self, logits: Tensor, rows: dict[int, SamplingRow]) -> Tensor:
+    def _choose(self, logits: Tensor, rows: dict[int, SamplingRow], masks: Tensor | None) -> Tensor:
         """The token of every sampled row, `[S]`."""
         drafted = self._drafts_to_reject(rows)
-        tokens = sample(logits, rows)
+        tokens = sample(logits, rows, masks)
         if drafted:
-            where, says = sample_by_rejection(logits, drafted)
+            where, says = sample_by_rejection(logits, drafted, masks)
             tokens.index_copy_(0, where, says.masked_fill_(tokens.index_select(0, where) < 0, NO_TOKEN))
         return tokens
 
-    def _special_rows(self) -> tuple[dict[int, SamplingRow], dict[int, int]]:
-        """Rows that need more than the argmax: how to sample them, and how many top log-probabilities to list."""
+    def _special_rows(self) -> tuple[dict[int, SamplingRow], dict[int, int], Tensor | None]:
+        """Rows that need more than the argmax: how to sample them, how many top log-probabilities to list, and the
+        masks of those with a grammar."""
         rows: dict[int, SamplingRow] = {}
         scored: dict[int, int] = {}
-        next_row = 0
+        constrained: list[GrammarRows] = []
+        next_row = next_mask = 0
         for share, length, count in zip(self.step.shares, self.step.lengths, self.step.rows_per_share, strict=True):
             params = share.request.params
             if not params.plain:
+                first_mask = None
+                if params.grammar is not None and count:
+                    grammar, first_mask = share.request.grammar_after(length), next_mask
+                    constrained.append(GrammarRows(grammar, first_mask, share.drafts, share.parents))
+                    next_mask += count
                 for node in range(count):
                     if not params.greedy or params.adjusts:
-                        rows[next_row + node] = self._sampling_row(share, length, node)
+                        mask = None if first_mask is None else first_mask + node
+                        rows[next_row + node] = self._sampling_row(share, length, node, mask)
                     if params.logprobs is not None:
                         scored[next_row + node] = params.logprobs
             next_row += count
-        return rows, scored
+        return rows, scored, fill_masks(constrained)
 
     def _drafts_to_reject(self, rows: dict[int, SamplingRow]) -> list[DraftRows]:
         """The requests whose drafts are accepted by rejection sampling; removes their rows from `rows`."""
@@ -189,13 +198,13 @@ class PendingStep:
                 del rows[row]
         return drafted
 
-    def _sampling_row(self, share: ScheduledRequest, length: int, node: int) -> SamplingRow:
+    def _sampling_row(self, share: ScheduledRequest, length: int, node: int, mask: int | None) -> SamplingRow:
         """How the row of a node of a request's drafts is sampled; the request had `length` tokens at the launch."""
         request, params = share.request, share.request.params
         path = path_to(node, share.parents)
         index = length - request.num_prompt_tokens + len(path)
-        if not params.needs_history:
-            return SamplingRow(params, request.draw(index))
+        if not params.looks_back:
+            return SamplingRow(params, request.draw(index), mask=mask)
         # Penalties need the whole output, bad sequences its end, `min_tokens` only its length.
         looks_at = length if params.penalised else max(1, params.bad_sequences.reach)
         start = max(request.num_prompt_tokens, length - looks_at)
@@ -210,8 +219,8 @@ class PendingStep:
         forbidden = params.bad_sequences.completing(output)
         forbidden += params.early_tokens(index, self._runner.config.eos_token_ids)
         if not params.penalised:
-            return SamplingRow(params, request.draw(index), forbidden=forbidden)
-        return SamplingRow(params, request.draw(index), request.prompt_vocabulary, output, forbidden)
+            return SamplingRow(params, request.draw(index), forbidden=forbidden, mask=mask)
+        return SamplingRow(params, request.draw(index), request.prompt_vocabulary, output, forbidden, mask)
 
     def _score_prompts(self) -> HostCopy | None:
         spans, hidden = self.step.prompt_spans, self._prompt_hidden

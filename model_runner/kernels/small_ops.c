@@ -141,3 +141,20 @@ void find_highest(const number *x, int64_t stride, int64_t rows, int64_t size, i
         highest[row] = from[found];
     }
 }
+
+// -infinity in place of numbers whose bit in a mask is 0: bit i % 32 of word i / 32. Mask n is of row where[n], or of row n
+// if `where` is null.
+void forbid(float *x, int64_t size, const int64_t *where, int64_t rows, const uint32_t *masks, int64_t words, int threads) {
+#pragma omp parallel for schedule(static) num_threads(rows * size < FEW ? 1 : threads)
+    for (int64_t n = 0; n < rows; n++) {
+        float *row = x + (where ? where[n] : n) * size;
+        const uint32_t *mask = masks + n * words;
+        for (int64_t i = 0; i < size; i += 32) {
+            const uint32_t word = mask[i / 32];
+            const int64_t count = size - i < 32 ? size - i : 32;
+            if (word == 0xffffffffu) continue;
+            for (int64_t bit = 0; bit < count; bit++)
+                row[i + bit] = word >> bit & 1 ? row[i + bit] : -INFINITY;
+        }
+    }
+}

@@ -101,6 +101,19 @@ def find_highest(x: Tensor) -> tuple[Tensor, Tensor]:
     return place, highest
 
 
+def forbid(x: Tensor, rows: Tensor | None, masks: Tensor) -> None:
+    """-inf in place of numbers whose bit in a mask is 0.
+
+    Args:
+        x: `[N, size]` float32, dense; changed in place.
+        rows: `[n]` int64, the row of each mask; None for all rows, in their order.
+        masks: `[n, words]` int32, dense; enough bits for `size`.
+    """
+    (size, (count, words)), threads = (x.shape[1], masks.shape), torch.get_num_threads()
+    where = None if rows is None else rows.data_ptr()
+    _kernels(torch.float32).forbid(x.data_ptr(), size, where, count, masks.data_ptr(), words, threads)
+
+
 @cache
 def _kernels(dtype: torch.dtype, **defines: int) -> SimpleNamespace:
     """The functions of `small_ops.c` for one dtype."""
@@ -115,4 +128,5 @@ def _kernels(dtype: torch.dtype, **defines: int) -> SimpleNamespace:
         silu_mul=(*rows, number, number, pointer, threads),
         sigmoid_mul=(*rows, number, *rows, number, number, pointer, threads),
         find_highest=(*rows, number, number, pointer, pointer, threads),
+        forbid=(*rows, pointer, number, *rows, threads),
     )

@@ -14,8 +14,8 @@ A row takes one of three paths, chosen by its own parameters only:
 Tensors as long as the vocabulary are float32; those of few tokens, and sums of blocks of the vocabulary, are float64.
 So a draw picks another token than exact arithmetic only if it lies within about 1e-6 of an edge.
 
-The order is vLLM's: first `model_runner.sampling.penalties` (allowed tokens, bad sequences, `min_tokens`, bias,
-penalties), then temperature, min-p, top-k of the rest, and top-p of the mass that is left.
+The order is vLLM's: first `model_runner.sampling.penalties` (a grammar, allowed tokens, bad sequences, `min_tokens`,
+bias, penalties), then temperature, min-p, top-k of the rest, and top-p of the mass that is left.
 
 Ties: equally likely tokens are ranked in the vocabulary's order. If more tokens tie at the limit of top-k than are
 ranked, `torch.topk` decides which are kept.
@@ -48,7 +48,7 @@ _BLOCK = 1024
 _SHORT_BLOCK = 64
 
 
-def sample(logits: Tensor, rows: Mapping[int, SamplingRow]) -> Tensor:
+def sample(logits: Tensor, rows: Mapping[int, SamplingRow], masks: Tensor | None = None) -> Tensor:
     """One token per row: `[R]` int64 on the device of the logits.
 
     `NO_TOKEN` for a row with a nan or +inf, or with only -inf; `OUT_OF_TOKENS` for a row whose parameters leave only
@@ -57,6 +57,7 @@ def sample(logits: Tensor, rows: Mapping[int, SamplingRow]) -> Tensor:
     Args:
         logits: `[R, vocab]`, floating point; not changed.
         rows: row index -> how to sample it; missing rows are greedy.
+        masks: of rows with a grammar, see `adjust_logits`.
 
     Raises:
         RequestError: a row's bias or stop tokens are outside the vocabulary.
@@ -76,7 +77,7 @@ def sample(logits: Tensor, rows: Mapping[int, SamplingRow]) -> Tensor:
     best, highest = _most_likely(logits)
     tokens = _choose(logits, best, draws[: len(as_they_are)])
     if adjusted:
-        logits = adjust_logits(logits.index_select(0, where), tuple(adjusted.values()))
+        logits = adjust_logits(logits.index_select(0, where), tuple(adjusted.values()), masks)
         left = logits.amax(dim=-1) != -torch.inf
         chosen = _choose(logits, _most_likely(logits)[0], draws[len(as_they_are) :])
         tokens.index_copy_(0, where, chosen.where(left, OUT_OF_TOKENS))
@@ -91,19 +92,20 @@ def _most_likely(logits: Tensor) -> tuple[Tensor, Tensor]:
     return best, logits.gather(1, best[:, None])[:, 0]
 
 
-def distributions(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def distributions(logits: Tensor, rows: Sequence[SamplingRow], masks: Tensor | None = None) -> Tensor:
     """The distribution that `sample` draws each row from: `[R, vocab]` float32, each row sums to 1; nan in a row
     without any allowed token.
 
     Args:
         logits: `[R, vocab]`, floating point; not changed.
         rows: one per row; none is greedy.
+        masks: of rows with a grammar, see `adjust_logits`.
 
     Raises:
         RequestError: a row's bias or stop tokens are outside the vocabulary.
     """
     if any(row.params.adjusts for row in rows):
-        logits = adjust_logits(logits.to(torch.float32, copy=True), rows)
+        logits = adjust_logits(logits.to(torch.float32, copy=True), rows, masks)
     found = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     draws, _ = _move(_Draws.of(dict(enumerate(rows)), logits.shape[-1]), logits.device)
     for each in draws:

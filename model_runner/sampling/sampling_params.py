@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -21,6 +21,8 @@ MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS = 1024, 128
 """Most entries of a request; vLLM's limits."""
 MAX_BAD_SEQUENCES, MAX_BAD_TOKENS = 256, 4096
 """Most token sequences of a request, and tokens of all of them: every step checks them."""
+MAX_GRAMMAR_LENGTH = 2**20
+"""Most characters of a grammar."""
 _GREEDY_BELOW = 1e-5
 _MAX_LOGPROBS = 20
 _MAX_BIAS = 100.0
@@ -112,6 +114,9 @@ class SamplingParams:
         bad_token_sequences: sequences that the output must not contain: the token that would complete one is forbidden.
             The prompt does not count. 256 at most, with 4096 tokens in all. They are vLLM's `bad_words` as tokens
             (made by `serving.text.bad_words`).
+        grammar: text of a grammar (llguidance's notation, see `serving.structured`) that the output obeys. An output
+            that has nothing left to say ends with an end-of-sequence token, with `ignore_eos`, too. What runs steps
+            must make the grammar of each request from it; `model_runner.generate` does not.
 
     Raises:
         RequestError: at construction, if a value has a wrong type or is out of range, or values contradict each other.
@@ -134,6 +139,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     allowed_token_ids: AllowedTokens | None = None
     bad_token_sequences: tuple[tuple[int, ...], ...] = ()
+    grammar: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
@@ -150,6 +156,8 @@ class SamplingParams:
         object.__setattr__(self, "bad_token_sequences", self._checked_sequences())
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _checked_set("allowed_token_ids", self.allowed_token_ids))
+        if self.grammar is not None:
+            _check_grammar(self.grammar)
         self.check_choice(())
 
     def _checked_biases(self) -> dict[int, float]:
@@ -211,7 +219,8 @@ class SamplingParams:
 
     def ending_tokens(self, eos_token_ids: Iterable[int]) -> tuple[int, ...]:
         """The tokens that end the output, given the model's end-of-sequence tokens."""
-        return self.stop_token_ids if self.ignore_eos else (*self.stop_token_ids, *eos_token_ids)
+        goes_on = self.ignore_eos and self.grammar is None  # nothing can follow a finished grammar
+        return self.stop_token_ids if goes_on else (*self.stop_token_ids, *eos_token_ids)
 
     def early_tokens(self, index: int, eos_token_ids: Iterable[int]) -> tuple[int, ...]:
         """The tokens that `min_tokens` forbids at output index `index`: stop tokens and end-of-sequence tokens, as in
@@ -236,6 +245,11 @@ class SamplingParams:
     @cached_property
     def needs_history(self) -> bool:
         """Whether sampling depends on earlier tokens, beyond the logits; the overlap loop then delays it."""
+        return self.grammar is not None or self.looks_back
+
+    @cached_property
+    def looks_back(self) -> bool:
+        """Whether the output so far changes logits, other than by a grammar, which keeps a state."""
         return self.penalised or self.min_tokens > 0 or self.bad_sequences.reach > 0
 
     @cached_property
@@ -288,6 +302,15 @@ class SamplingParams:
     @cached_property
     def _masks(self) -> dict[tuple[int, torch.device], Tensor]:
         return {}
+
+
+def _check_grammar(grammar: object) -> None:
+    """Check type and size; whether the text is a grammar shows when its matcher is made."""
+    if not isinstance(grammar, str) or not grammar:
+        raise RequestError(f"grammar must be the text of a grammar, not {shown(grammar)}.", param="grammar")
+    if len(grammar) > MAX_GRAMMAR_LENGTH:
+        message = f"the grammar has {len(grammar)} characters; at most {MAX_GRAMMAR_LENGTH} are allowed."
+        raise RequestError(message, param="grammar")
 
 
 def _checked(name: str, value: object, rule: _Rule) -> Any:

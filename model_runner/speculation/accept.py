@@ -107,12 +107,15 @@ class DraftRows:
         return cls(share, first, [rows[first + node] for node in nodes], draws)
 
 
-def sample_by_rejection(logits: Tensor, requests: Sequence[DraftRows]) -> tuple[Tensor, Tensor]:
+def sample_by_rejection(
+    logits: Tensor, requests: Sequence[DraftRows], masks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The tokens of the rows of sampled requests, by rejection sampling.
 
     Args:
         logits: `[S, vocab]`, of all rows of the step.
         requests: at least one; all have equally many drafts.
+        masks: of rows with a grammar, see `model_runner.sampling.penalties.adjust_logits`.
 
     Returns:
         The indices of their rows, and a token for each, both `[len(requests) * (D + 1)]` int64; `OUT_OF_TOKENS` if the
@@ -132,7 +135,7 @@ def sample_by_rejection(logits: Tensor, requests: Sequence[DraftRows]) -> tuple[
         torch.tensor([row.draw for row in rows], dtype=torch.float64)[:, None],
     )
     where, drafts, accepting, drawing = to_device(host, logits.device)
-    p = distributions(logits.index_select(0, where), rows).view(count, num_drafts + 1, vocab)
+    p = distributions(logits.index_select(0, where), rows, masks).view(count, num_drafts + 1, vocab)
     q = torch.zeros_like(p)  # no draft follows the last one: q is 0 there, and the rest is p
     _fill_distributions(q[:, :-1], drafts, requests)
 

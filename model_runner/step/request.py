@@ -14,7 +14,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from model_runner.errors import RequestError
 from model_runner.sampling.draws import fresh_seed, uniform
+from model_runner.sampling.grammar import TokenGrammar
 from model_runner.sampling.sampling_params import SamplingParams
 
 PENDING_TOKEN = -1
@@ -35,6 +37,7 @@ class Request:
         num_prompt_tokens: number of prompt tokens in `token_ids`.
         num_computed_tokens: number of `token_ids` in the KV cache.
         row: its row of the block table; None while it waits.
+        grammar: the state of `params.grammar`, only this request's; None without one.
     """
 
     request_id: int | str
@@ -43,6 +46,7 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = 0
     row: int | None = None
+    grammar: TokenGrammar | None = None
     _seed: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -74,6 +78,29 @@ class Request:
     def prompt_vocabulary(self) -> Tensor:
         """The different tokens of the prompt, sorted, int64 on the host. The prompt never changes."""
         return torch.tensor(sorted(set(self.token_ids[: self.num_prompt_tokens])), dtype=torch.int64)
+
+    def grammar_after(self, length: int) -> TokenGrammar:
+        """Its grammar, once it has taken in the output among the first `length` tokens.
+
+        Raises:
+            RequestError: it has none, or one of these tokens is not known yet.
+        """
+        grammar = self.grammar
+        if grammar is None:
+            raise RequestError(
+                f"request {self.request_id!r} has the text of a grammar, and nothing that follows its tokens. Only an "
+                f"engine (`serving`) makes that; remove `grammar` from the parameters.",
+                param="grammar",
+            )
+        new = self.token_ids[self.num_prompt_tokens + grammar.num_tokens : length]
+        if new:
+            if PENDING_TOKEN in new:
+                raise RequestError(
+                    f"request {self.request_id!r} has a grammar, but its last token is not known yet. Sample this step "
+                    f"after the result of the step before."
+                )
+            grammar.advance(new)
+        return grammar
 
     def draw(self, index: int) -> float:
         """The uniform number (0 to 1) for output token `index`: depends on the seed and the index only."""

@@ -15,7 +15,11 @@ from serving.requests import DraftCounts, RequestInput, RequestOutput
 from serving.text.detokenizer import TextStream
 
 _SENT_AT_ONCE = 64  # requests of a body sent to the engine in one turn of the event loop, some 50 us each
-_ERRORS = {FinishReason.ERROR: (500, "not_finite"), FinishReason.NO_TOKEN_LEFT: (400, "no_token_left")}
+_ERRORS = {
+    FinishReason.ERROR: (500, "not_finite"),
+    FinishReason.NO_TOKEN_LEFT: (400, "no_token_left"),
+    FinishReason.GRAMMAR: (400, "grammar"),
+}
 
 
 @dataclass

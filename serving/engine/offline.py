@@ -20,6 +20,9 @@ from ubatch import UBatchError
 
 T = TypeVar("T")
 
+_GRAMMAR_S = 1.0
+"""How long to wait for a grammar before an interrupt is seen, in seconds."""
+
 OnOutput: TypeAlias = Callable[[RequestOutput], bool]
 """Called with every output; False ends its request."""
 
@@ -56,6 +59,9 @@ class InProcessEngine:
                 core.add(request)
                 running.add(request.request_id)
             while running:
+                core.wait(_GRAMMAR_S)
+                for request_id in core.ready():
+                    core.admit(request_id)
                 for output in core.step():
                     if not on_output(output) or output.finish_reason is not None:
                         core.abort(output.request_id)  # which does nothing to a request that has ended

@@ -6,7 +6,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from model_runner import PENDING_TOKEN, Draft, FinishReason, Request, ScheduledRequest, Step, TokenLogprobs
+from model_runner import (
+    PENDING_TOKEN,
+    Draft,
+    FinishReason,
+    Request,
+    ScheduledRequest,
+    Step,
+    TokenGrammar,
+    TokenLogprobs,
+)
 from serving.requests import DraftCounts, RequestInput
 from serving.scheduler.radix_node import RadixNode
 
@@ -65,7 +74,15 @@ class TrackedRequest(Request):
     decode_share: TrackedShare | None = None
 
     @classmethod
-    def of(cls, given: RequestInput, *, arrival: int, limit: int, eos_token_ids: Collection[int]) -> TrackedRequest:
+    def of(
+        cls,
+        given: RequestInput,
+        *,
+        arrival: int,
+        limit: int,
+        eos_token_ids: Collection[int],
+        grammar: TokenGrammar | None = None,
+    ) -> TrackedRequest:
         """The state of a new request."""
         params = given.params
         return cls(
@@ -77,6 +94,7 @@ class TrackedRequest(Request):
             group=given.group or given.request_id,
             limit=limit,
             ends=frozenset(params.ending_tokens(eos_token_ids)),
+            grammar=grammar,
         )
 
     def __post_init__(self) -> None:
@@ -97,6 +115,12 @@ class TrackedRequest(Request):
     def decodes(self) -> bool:
         """Whether its next step runs its last token and samples another one."""
         return not self.prefilling and not self.verifying and len(self.token_ids) < self.limit
+
+    @property
+    def stuck_reason(self) -> FinishReason:
+        """Why it ends, if it has no token to go on with."""
+        failed = self.grammar is not None and self.grammar.failure
+        return FinishReason.GRAMMAR if failed else FinishReason.NO_TOKEN_LEFT
 
     def new_decode_share(self) -> TrackedShare:
         """Make `decode_share`."""

@@ -22,7 +22,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attention import BlockAllocator, KVCacheError, RequestToTokenTable
-from model_runner import FAULTS, PENDING_TOKEN, FinishReason, Proposer, RequestError, Step, StepOutput, TokenLogprobs
+from model_runner import (
+    FAULTS,
+    PENDING_TOKEN,
+    FinishReason,
+    Proposer,
+    RequestError,
+    Step,
+    StepOutput,
+    TokenGrammar,
+    TokenLogprobs,
+)
 from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput, SchedulerTotals
 from serving.scheduler.admission.checks import check_input
 from serving.scheduler.admission.prefills import Prefill, Prefills
@@ -88,8 +98,31 @@ class Scheduler:
         """Whether any request is unfinished."""
         return bool(self._requests)
 
-    def add(self, given: RequestInput) -> None:
+    def add(self, given: RequestInput, grammar: TokenGrammar | None = None) -> None:
         """Put a new request into the queue.
+
+        Args:
+            grammar: made from `params.grammar`, for this request only.
+
+        Raises:
+            RequestError, KVCacheExhausted: see `check_new`; or it has the text of a grammar, but no grammar.
+        """
+        self.check_new(given)
+        if (grammar is None) is not (given.params.grammar is None):
+            message = f"request {given.request_id!r} needs a grammar if it has the text of one, and none otherwise."
+            raise RequestError(message, param="grammar")
+        asked = len(given.token_ids) + given.params.max_tokens
+        # The last token of an output is never computed, so it needs no KV.
+        limit = min(asked, self._config.max_model_len, self.kv.max_tokens + 1)
+        request = TrackedRequest.of(
+            given, arrival=self._num_arrived, limit=limit, eos_token_ids=self._eos_token_ids, grammar=grammar
+        )
+        self._num_arrived += 1
+        self._requests[request.name] = request
+        self._waiting.push(request)
+
+    def check_new(self, given: RequestInput) -> None:
+        """Refuse a request that `add` would refuse.
 
         Raises:
             RequestError: it can never be served: the prompt is empty, has a token outside the vocabulary or leaves no
@@ -105,13 +138,6 @@ class Scheduler:
             max_model_len=self._config.max_model_len,
             max_kv_tokens=self.kv.max_tokens,
         )
-        asked = len(given.token_ids) + given.params.max_tokens
-        # The last token of an output is never computed, so it needs no KV.
-        limit = min(asked, self._config.max_model_len, self.kv.max_tokens + 1)
-        request = TrackedRequest.of(given, arrival=self._num_arrived, limit=limit, eos_token_ids=self._eos_token_ids)
-        self._num_arrived += 1
-        self._requests[request.name] = request
-        self._waiting.push(request)
 
     def abort(self, request_id: str) -> bool:
         """End a request now and free its KV; it gets no more outputs. Returns False if there is no such request."""
@@ -257,7 +283,7 @@ class Scheduler:
         request.suspect = corrupted and verified
         stuck = index in output.out_of_tokens
         if reason is None and (stuck or (corrupted and not verified)):
-            reason = FinishReason.NO_TOKEN_LEFT if stuck else FinishReason.ERROR
+            reason = request.stuck_reason if stuck else FinishReason.ERROR
             self._counts.corrupted_requests += corrupted
         drafts = _NO_DRAFTS
         if verified:

@@ -2,6 +2,7 @@
 
     room        how many drafts the step, the context and the free KV blocks allow; reserves blocks for all of them
     propose     the proposer's drafts (chains or trees), for requests that want more than one more token
+    cut         what a request's grammar refuses, and all that follows it
     fill        pad every request to as many drafts as the one with the most
 
 Every request of a verify step has the same number of drafts, because the step is split by requests: requests with fewer
@@ -80,7 +81,7 @@ class Speculation:
         proposed = self._proposer.propose([requests[index] for index in asked], [wanted[index] for index in asked])
         drafts = [Draft(())] * len(requests)
         for index, draft in zip(asked, proposed, strict=True):
-            drafts[index] = draft
+            drafts[index] = draft if requests[index].grammar is None else _obeying(requests[index], draft)
         count = max(len(draft.tokens) for draft in drafts)
         if count == 0:
             return None
@@ -124,6 +125,31 @@ def depth_of(draft: Draft) -> int:
     for parent in draft.parents:
         depths.append(depths[parent] + 1)
     return max(depths)
+
+
+def _obeying(request: TrackedRequest, draft: Draft) -> Draft:
+    """A draft without the tokens that its request's grammar refuses, and without all that follow these.
+
+    A refused token that was drawn stays, as the last: acceptance by rejection draws another one in its place, from a
+    distribution that takes into account that this one was drawn.
+    """
+    grammar = request.grammar_after(len(request.token_ids))
+    if draft.parents is None:
+        count = grammar.count_allowed(draft.tokens)
+        if draft.probs is None:
+            return Draft(draft.tokens[:count])
+        return Draft(draft.tokens[: count + 1], probs=draft.probs[: count + 1])
+    paths: dict[int, tuple[int, ...]] = {0: ()}  # of the nodes that stay, in their new order
+    tokens, parents = [], []
+    for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True), 1):
+        if parent not in paths:
+            continue
+        path = (*paths[parent], token)
+        if grammar.count_allowed(path) == len(path):
+            tokens.append(token)
+            parents.append(list(paths).index(parent))
+            paths[node] = path
+    return Draft(tuple(tokens), tuple(parents))
 
 
 def _filled(draft: Draft, count: int, last_token: int) -> Draft:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import torch
 from tqdm import tqdm
@@ -15,6 +16,8 @@ from serving.engine.rank.core import EngineCore
 from serving.engine.rank.runner_setup import WeightsBar
 from serving.engine.speculation import make_scheduler, runner_options
 from serving.logs import log_event
+from serving.structured.matcher import GrammarCompiler
+from serving.structured.tokenizer import load_grammar_tokenizer
 from ubatch import CapturedGraph, CommGroup
 
 _logger = logging.getLogger(__name__)
@@ -68,6 +71,9 @@ def make_core(options: EngineOptions, runner: ModelRunner) -> EngineCore:
         overlap_schedule=options.overlaps_schedule,
         measure_overlap=not runner.streams.asynchronous,  # on a GPU, host times do not show the overlap
         decided=runner.step_settings.reasons,
+        grammars=GrammarCompiler(
+            partial(load_grammar_tokenizer, options.model, runner.config.vocab_size, runner.config.eos_token_ids)
+        ),
     )
 
 

@@ -9,23 +9,39 @@ In the overlapped loop step N+1 is launched before the host knows the tokens of 
 own memory (the runner's FutureMap). Sampling that depends on those tokens on the host (penalties, `min_tokens`, bad
 sequences) waits until step N is processed; the forward of step N+1 runs meanwhile. A request that ended in step N is
 still in step N+1; its result there is dropped. `model_runner.step.streams` says what runs on which stream.
+
+A request with a grammar is held back until its grammar is made, which takes a thread some milliseconds (`grammars`):
+
+    add      its grammar is begun; nothing waits for it
+    ready    the requests whose grammar is made
+    admit    put one of these into the queue
+
+Ranks in lock-step must admit it before the same step, so it is their leader that asks `ready`.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
 
-from model_runner import Step, StepOutput
+from model_runner import RequestError, Step, StepOutput, TokenGrammar
 from serving.engine.rank.tracing import StepTracer
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
 from serving.scheduler import Scheduler
 from ubatch import Trace, UBatchError
+from ubatch.process import beat
 
 _EMPTY_STEPS = 1000
 """This many steps in a row without tokens, though requests wait and no step is in flight, are a scheduler's fault."""
+_BEAT_S = 0.5
+"""How often a rank that waits for a grammar sends a heartbeat, in seconds."""
+
+GrammarMaker: TypeAlias = Callable[[], TokenGrammar]
+"""Makes a new grammar, that has taken in nothing, at each call."""
 
 
 class LaunchedStep(Protocol):
@@ -54,12 +70,38 @@ class Executor(Protocol):
         """Start the step timer again: the time since the last launch was idle time, not a step's."""
 
 
+class Grammars(Protocol):
+    """What makes grammars (`serving.structured.matcher` has it)."""
+
+    def begin(self, text: str) -> Future[GrammarMaker]:
+        """Begin to make a grammar, without waiting. The result makes one for each request.
+
+        The future raises RequestError if the text is no grammar, or grammars cannot be made here.
+        """
+
+
+@dataclass(frozen=True)
+class HeldRequest:
+    """A request that waits for its grammar."""
+
+    request: RequestInput
+    grammar: Future[GrammarMaker]
+
+    def wait(self) -> TokenGrammar:
+        """Its grammar; waits for it, with heartbeats."""
+        while not self.grammar.done():
+            concurrent.futures.wait([self.grammar], _BEAT_S)
+            beat()
+        return self.grammar.result()()
+
+
 class EngineCore:
     """The loop over a scheduler and an executor.
 
     Args:
         measure_overlap: trace some steps for the statistics; see `StepTracer`.
         decided: returns the decisions of `--enable-dbo`: kind of step -> text.
+        grammars: makes the grammars of requests; None refuses these requests.
 
     Attributes:
         idle: whether the last step had no token on any rank; the same on all ranks. A request may have arrived since.
@@ -73,12 +115,15 @@ class EngineCore:
         overlap_schedule: bool,
         measure_overlap: bool = True,
         decided: Callable[[], Mapping[str, str]] = dict,
+        grammars: Grammars | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
         self.overlap_schedule = overlap_schedule
         self.tracer = StepTracer(measures=measure_overlap)
         self._decided = decided
+        self._grammars = grammars
+        self._held: dict[str, HeldRequest] = {}
         self._in_flight: tuple[LaunchedStep, Trace | None] | None = None
         self._steps: Counter[str] = Counter()
         self._graph_replays = 0
@@ -88,23 +133,56 @@ class EngineCore:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def add(self, request: RequestInput) -> None:
-        """Add a request.
+        """Add a request; one with a grammar is held back until `admit`.
 
         Raises:
             RequestError, KVCacheExhausted: it can never be served.
         """
         if not self.has_work:
             self.executor.restart_clock()
-        self.scheduler.add(request)
+        if request.params.grammar is None and not self._held:
+            self.scheduler.add(request)
+        else:
+            self._add_or_hold(request)
+
+    def _add_or_hold(self, request: RequestInput) -> None:
+        if request.request_id in self._held:
+            raise RequestError(f"request {request.request_id!r} is alive already; give every request its own id.")
+        if request.params.grammar is None:
+            return self.scheduler.add(request)
+        self.scheduler.check_new(request)
+        if self._grammars is None:
+            raise RequestError("this engine makes no grammars; remove `grammar` from the parameters.", param="grammar")
+        self._held[request.request_id] = HeldRequest(request, self._grammars.begin(request.params.grammar))
+
+    def ready(self) -> Sequence[str]:
+        """The ids of requests whose grammar is made, or cannot be made."""
+        return [name for name, held in self._held.items() if held.grammar.done()] if self._held else ()
+
+    def admit(self, request_id: str) -> None:
+        """Put a held request into the queue, unless it was aborted; waits for its grammar.
+
+        Raises:
+            RequestError: its grammar cannot be made.
+        """
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            self.scheduler.add(held.request, held.wait())
+
+    def wait(self, timeout_s: float) -> None:
+        """If all requests are held, wait for the first grammar, for up to `timeout_s`."""
+        if self._held and self._in_flight is None and not self.scheduler.has_work:
+            futures = [held.grammar for held in self._held.values()]
+            concurrent.futures.wait(futures, timeout_s, concurrent.futures.FIRST_COMPLETED)
 
     def abort(self, request_id: str) -> bool:
         """End a request and free its KV; it gets no more outputs. Returns False if there is no such request."""
-        return self.scheduler.abort(request_id)
+        return self._held.pop(request_id, None) is not None or self.scheduler.abort(request_id)
 
     @property
     def has_work(self) -> bool:
         """Whether this rank has requests, or a step in flight."""
-        return self._in_flight is not None or self.scheduler.has_work
+        return self._in_flight is not None or self.scheduler.has_work or bool(self._held)
 
     # -- the loops ----------------------------------------------------------------------------------------------
 
@@ -187,8 +265,10 @@ class EngineCore:
     def statistics(self) -> EngineStatistics:
         """The current state and the totals."""
         totals = vars(self.tracer.total)
+        scheduler = self.scheduler.statistics()
         return replace(
-            self.scheduler.statistics(),
+            scheduler,
+            num_waiting=scheduler.num_waiting + len(self._held),
             steps=dict(self._steps),
             graph_replays=self._graph_replays,
             dbo_auto=self._decided(),

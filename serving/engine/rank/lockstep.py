@@ -6,8 +6,9 @@
 Every process of a tensor-parallel group runs a scheduler of its own over a KV cache for its share of the heads, and all
 must plan the same steps. A scheduler depends only on the order of its calls and on the tokens of its steps, which are
 the same on all processes. So all must get the same calls in the same order: the leader sends a turn before every step,
-even an empty one, and during a pause one for every batch of messages. Nothing that a follower does depends on a clock
-or on when a message arrives. The leader gives a seed to requests without one, so that all processes have the same seed.
+even an empty one, and during a pause one for every batch of messages. Nothing that a follower does depends on a clock,
+on when a message arrives, or on when a grammar is made: the leader says when a request with one is admitted (`Admit`).
+The leader gives a seed to requests without one, so that all processes have the same seed.
 
 Each turn carries a checksum of the outputs of the leader's steps so far. A follower with another checksum stops the
 engine: ranks that disagree on the tokens would compute garbage. (The runner compares what is scheduled at every step;
@@ -53,6 +54,10 @@ class Link(Protocol):
     def receive(self, wait_s: float = 0.0) -> Iterator[wire.ToEngine]:
         """The received messages; waits up to `wait_s` for the first. Callers give 0 before a step, more in a pause."""
 
+    def decide(self, messages: Sequence[wire.ToEngine]) -> Sequence[wire.ToEngine]:
+        """The messages that this rank handles now, of those that it has for itself. A leader passes them to all ranks
+        with the next turn; a follower handles only what its leader has decided."""
+
     def close(self) -> None:
         """Send queued messages, and disconnect."""
 
@@ -97,6 +102,7 @@ class LeaderLink(_TurnsLink):
 
     def __init__(self, link: Link, addresses: Sequence[str]) -> None:
         super().__init__(link)
+        self._own: list[wire.ToEngine] = []
         self._sockets = [_socket(self._context, zmq.PUSH) for _ in addresses]
         for socket, address in zip(self._sockets, addresses, strict=True):
             socket.connect(address)
@@ -107,13 +113,17 @@ class LeaderLink(_TurnsLink):
 
     def receive(self, wait_s: float = 0.0) -> Iterator[wire.ToEngine]:
         """See `Link`. Followers get the same messages; during a pause an empty batch is not sent."""
-        messages = [_with_seed(message) for message in self._link.receive(wait_s)]
+        messages, self._own = [*self._own, *map(_with_seed, self._link.receive(wait_s))], []
         if messages or not wait_s:
             turn = wire.encode(wire.Turn(self._number, self._told, messages))
             self._number += 1
             for socket in self._sockets:
                 socket.send(turn)
         yield from messages
+
+    def decide(self, messages: Sequence[wire.ToEngine]) -> Sequence[wire.ToEngine]:
+        self._own = list(messages)
+        return ()
 
 
 class FollowerLink(_TurnsLink):
@@ -164,6 +174,9 @@ class FollowerLink(_TurnsLink):
                     f"host is slow, raise timeout_s."
                 )
         yield from self._next()
+
+    def decide(self, messages: Sequence[wire.ToEngine]) -> Sequence[wire.ToEngine]:
+        return ()
 
     def _next(self) -> Sequence[wire.ToEngine]:
         turn = wire.decode_turn(self._socket.recv())

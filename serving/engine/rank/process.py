@@ -67,6 +67,8 @@ _LOOK_OUT_S = 1.0
 _BEATS_PER_TIMEOUT = 4
 _REPORT_S = 0.2
 """How often a rank whose steps give no output sends its statistics, in seconds."""
+_GRAMMAR_S = 0.005
+"""How long a rank that has nothing but requests without their grammar waits before it reads messages, in seconds."""
 
 
 RankWork: TypeAlias = Callable[[Run, EngineLink], None]
@@ -243,6 +245,7 @@ class Engine:
             else:
                 pause = not self.core.has_work
                 if not pause:
+                    self.core.wait(_GRAMMAR_S)
                     self._report(self.core.step())
             if pause:
                 self._pause()
@@ -273,6 +276,9 @@ class Engine:
         received = self._received
         for message in self._link.receive(wait_s):
             self._handle(message)
+        if ready := self.core.ready():
+            for message in self._link.decide([wire.Admit(request_id) for request_id in ready]):
+                self._handle(message)
         if received != self._received and not self.core.has_work:
             self._report((), at_once=True)
         return not self._shutdown
@@ -282,12 +288,11 @@ class Engine:
             case wire.Add(request, epoch):
                 self._epoch = epoch
                 self._received += 1
-                try:
+                with self._refusing(request.request_id):
                     self.core.add(request)
-                except (RequestError, KVCacheExhausted) as error:
-                    param = error.param if isinstance(error, RequestError) else None
-                    refused = wire.Refused(self.dp_rank, request.request_id, wire.error_kind(error), str(error), param)
-                    self._link.send(refused)
+            case wire.Admit(request_id):
+                with self._refusing(request_id):
+                    self.core.admit(request_id)
             case wire.Abort(request_id):
                 self._received += 1
                 self.core.abort(request_id)
@@ -303,6 +308,15 @@ class Engine:
                 self._link.send(wire.ProfileWritten(self.rank, str(path), wrong))
             case wire.Shutdown():
                 self._shutdown = True
+
+    @contextmanager
+    def _refusing(self, request_id: str) -> Iterator[None]:
+        """Tell the client if the request cannot be served."""
+        try:
+            yield
+        except (RequestError, KVCacheExhausted) as error:
+            param = error.param if isinstance(error, RequestError) else None
+            self._link.send(wire.Refused(self.dp_rank, request_id, wire.error_kind(error), str(error), param))
 
     def _report(self, outputs: Sequence[RequestOutput], *, at_once: bool = False) -> None:
         """Send outputs and statistics. Without outputs: only with `at_once`, after a new message, or every 0.2 s."""

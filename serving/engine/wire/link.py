@@ -87,6 +87,10 @@ class EngineLink:
                     return
             yield decode_to_engine(self._taken.popleft())
 
+    def decide(self, messages: Sequence[ToEngine]) -> Sequence[ToEngine]:
+        """All of them: this rank decides for itself; see `serving.engine.rank.lockstep.Link`."""
+        return messages
+
     def shutdown_comes(self) -> bool:
         """Whether a `Shutdown` was received or arrives within 0.3 s. All other messages are dropped."""
         deadline = time.monotonic() + _PATIENCE_S

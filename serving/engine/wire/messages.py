@@ -40,6 +40,13 @@ class Abort(_Message, frozen=True):
     request_id: str
 
 
+class Admit(_Message, frozen=True):
+    """From the leader of a tensor-parallel group to all of its ranks: put a request into the queue whose grammar the
+    leader has made (see `EngineCore.admit`)."""
+
+    request_id: str
+
+
 class Wake(_Message, frozen=True):
     """Another rank got request number `epoch`: run steps together with it."""
 
@@ -166,7 +173,7 @@ class NodeAlive(_Message, frozen=True):
     node_rank: int
 
 
-ToEngine: TypeAlias = Add | Abort | Wake | StartProfile | StopProfile | Shutdown | NodeHeard
+ToEngine: TypeAlias = Add | Abort | Admit | Wake | StartProfile | StopProfile | Shutdown | NodeHeard
 FromEngine: TypeAlias = Ready | Alive | Outputs | Refused | Failed | Finished | ProfileWritten | NodeAlive
 
 

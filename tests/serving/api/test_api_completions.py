@@ -76,6 +76,7 @@ def test_streamed_is_what_is_not_streamed(
         (FinishReason.ABORT, 500, "aborted"),
         (FinishReason.ERROR, 500, "not_finite"),
         (FinishReason.NO_TOKEN_LEFT, 400, "no_token_left"),
+        (FinishReason.GRAMMAR, 400, "grammar"),
         (ZeroDivisionError("a secret"), 500, None),
     ],
 )

@@ -40,6 +40,9 @@ class ScriptedLink:
     def send(self, message: FromEngine) -> None:
         self.sent.append(message)
 
+    def decide(self, messages: Sequence[ToEngine]) -> Sequence[ToEngine]:
+        return messages
+
     def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
         self._begun = self._begun or time.monotonic()
         self.slept += wait_s > 0

@@ -205,6 +205,9 @@ class ProfileLink:
     def send(self, message: FromEngine) -> None:
         self.written += [message] if isinstance(message, ProfileWritten) else []
 
+    def decide(self, messages: Sequence[ToEngine]) -> Sequence[ToEngine]:
+        return messages
+
     def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
         script, self.script = self.script, []
         yield from (*script, Shutdown())

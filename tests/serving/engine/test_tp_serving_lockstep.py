@@ -52,6 +52,9 @@ class Client:
     def send(self, message: FromEngine) -> None:
         self.heard.append(message)
 
+    def decide(self, messages: Sequence[ToEngine]) -> Sequence[ToEngine]:
+        return messages
+
     def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
         if wait_s and not self.to_engine:
             time.sleep(0.001)

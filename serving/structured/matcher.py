@@ -1,0 +1,174 @@
+"""Grammars in an engine: made in a thread, one state per request, masks of all requests of a step at once.
+
+    begin      a grammar is compiled from its text, in a thread; texts that came before are known
+    maker      gives every request a copy of the compiled grammar, which has taken in nothing
+    advance    the output's new tokens, in the order of the steps
+    fill       the masks of a step, by llguidance's own threads, without Python's lock
+
+Equal texts give equal masks, whatever came before, so an output is a function of its request alone. The limits of a
+step's work (`limits`) are counted, not timed: all ranks of a tensor-parallel group reach them at the same token.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from itertools import accumulate
+from threading import Lock
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from model_runner import GrammarRows, RequestError, TokenGrammar
+from serving.structured.limits import limits
+from serving.structured.tokenizer import words_of
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+MAX_KNOWN = 256
+"""Most compiled grammars that an engine keeps."""
+MAX_KNOWN_LENGTH = 2**24
+"""Most characters of the texts of all that it keeps."""
+_THREADS = 2
+
+
+class Matcher:
+    """The state of one request's grammar; see `model_runner.TokenGrammar`.
+
+    Args:
+        matcher: only this request's.
+        masks: of all requests of the engine.
+    """
+
+    def __init__(self, matcher: LLMatcher, masks: Masks) -> None:
+        self.matcher, self.masks = matcher, masks
+        self.num_tokens = 0
+        self.failure = ""
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """See `TokenGrammar`."""
+        self.num_tokens += len(tokens)
+        taken = self.matcher.try_consume_tokens(list(tokens))
+        if taken < len(tokens) and not self.failure:
+            self.failure = self.matcher.get_error() or f"token {tokens[taken]} is not allowed here"
+
+    def count_allowed(self, tokens: Sequence[int]) -> int:
+        """See `TokenGrammar`."""
+        return self.matcher.validate_tokens(list(tokens))
+
+    def look_for_failure(self) -> str:
+        """`failure`, after a mask was made: a limit was reached, or no token of the vocabulary may come next."""
+        matcher = self.matcher
+        if not self.failure and matcher.is_stopped() and not (matcher.is_accepting() and not matcher.is_error()):
+            self.failure = matcher.get_error() or f"no token of the vocabulary may come next ({matcher.stop_reason()})"
+        return self.failure
+
+
+class Masks:
+    """Fills the masks of an engine's requests; see `model_runner.MaskFiller`."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self.words = words_of(tokenizer)
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        from llguidance import LLExecutor
+
+        return LLExecutor()
+
+    def fill(self, requests: Sequence[GrammarRows], masks: Tensor) -> None:
+        """See `MaskFiller`."""
+        roots: list[tuple[LLMatcher, int]] = []
+        chains: list[tuple[LLMatcher, int, list[int]]] = []
+        for request in requests:
+            matcher = cast(Matcher, request.grammar).matcher
+            if not request.drafts:
+                roots.append((matcher, request.first))
+            elif request.parents in (None, tuple(range(len(request.drafts)))):
+                chains.append((matcher, request.first, list(request.drafts)))
+            else:
+                self._fill_tree(matcher, request, masks)
+        if roots:
+            self._executor.unsafe_compute_mask_ptr(roots, *self._memory(masks))
+        if chains:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(chains, *self._memory(masks))
+        for request in requests:
+            if cast(Matcher, request.grammar).look_for_failure():
+                masks[request.first : request.first + 1 + len(request.drafts)] = 0
+
+    def _fill_tree(self, matcher: LLMatcher, request: GrammarRows, masks: Tensor) -> None:
+        """The masks of a tree: one chain from the root to each leaf, with a copy of the matcher."""
+        nodes = range(1, 1 + len(request.drafts))
+        paths = [path_of(leaf, request.parents or ()) for leaf in nodes if leaf not in (request.parents or ())]
+        starts = list(accumulate((1 + len(path) for path in paths), initial=0))
+        scratch = torch.zeros(starts[-1], self.words, dtype=torch.int32)
+        chains = [
+            (matcher.deep_copy(), start, [request.drafts[node - 1] for node in path])
+            for start, path in zip(starts, paths, strict=False)
+        ]
+        self._executor.unsafe_compute_mask_ptr_with_draft_token(chains, *self._memory(scratch))
+        rows = {
+            node: start + depth
+            for start, path in zip(starts, paths, strict=False)
+            for depth, node in enumerate((0, *path))
+        }
+        masks[[request.first + node for node in rows]] = scratch[list(rows.values())]
+
+    def _memory(self, masks: Tensor) -> tuple[int, int, int]:
+        """Address, bytes of a row, and rows: what llguidance writes to."""
+        return masks.data_ptr(), self.words * masks.element_size(), len(masks)
+
+
+def path_of(node: int, parents: Sequence[int]) -> tuple[int, ...]:
+    """The nodes from the root, which is left out, to this one."""
+    path: list[int] = []
+    while node:
+        path.insert(0, node)
+        node = parents[node - 1]
+    return tuple(path)
+
+
+class GrammarCompiler:
+    """Makes the grammars of an engine; see `serving.engine.rank.core.Grammars`. It starts no thread before the first.
+
+    Args:
+        load: loads the tokenizer, in the thread of the first grammar; raises RequestError if there is none that fits.
+    """
+
+    def __init__(self, load: Callable[[], LLTokenizer]) -> None:
+        self._load, self._loading = load, Lock()
+        self._made: tuple[LLTokenizer, Masks] | None = None
+        self._known: OrderedDict[str, Future[Callable[[], TokenGrammar]]] = OrderedDict()
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(_THREADS, thread_name_prefix="grammars")
+
+    def begin(self, text: str) -> Future[Callable[[], TokenGrammar]]:
+        """See `Grammars`."""
+        known = self._known.get(text)
+        if known is None or (known.done() and known.exception() is not None):
+            known = self._known[text] = self._threads.submit(self._compile, text)
+        self._known.move_to_end(text)
+        while len(self._known) > MAX_KNOWN or (len(self._known) > 1 and sum(map(len, self._known)) > MAX_KNOWN_LENGTH):
+            self._known.popitem(last=False)
+        return known
+
+    def _compile(self, text: str) -> Callable[[], TokenGrammar]:
+        from llguidance import LLMatcher
+
+        with self._loading:
+            if self._made is None:
+                tokenizer = self._load()
+                self._made = tokenizer, Masks(tokenizer)
+            tokenizer, masks = self._made
+        compiled = LLMatcher(tokenizer, text, log_level=0, limits=limits())
+        if not compiled.is_error():
+            compiled.compute_bitmask()  # the copies need not find the first tokens' states again
+        if failure := Matcher(compiled, masks).look_for_failure():
+            raise RequestError(f"the grammar of the structured output cannot be used: {failure}", param="grammar")
+        return lambda: Matcher(compiled.deep_copy(), masks)

@@ -1,0 +1,176 @@
+"""Masks against a naive reference: token by token, is it one that llguidance would take?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from grammars import compiler, regex, schema
+from repository import TINY_CHAT
+
+from model_runner import GrammarRows, RequestError
+from model_runner.sampling.grammar import fill_masks
+from serving.structured import matcher as matchers
+from serving.structured.matcher import GrammarCompiler, Matcher
+from serving.structured.tokenizer import grammar_tokenizer, load_grammar_tokenizer
+from serving.text.tokenizer import load_tokenizer
+
+pytest.importorskip("llguidance", reason="llguidance is not installed")
+from llguidance import LLParserLimits
+
+PERSON = schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+ENDS = (2, 0)
+SPARE = 40
+"""Tokens of the model that the tokenizer does not know."""
+VOCAB = 1024 + SPARE
+
+
+@pytest.fixture(scope="module")
+def encode() -> object:
+    tokenizer = load_tokenizer(TINY_CHAT)
+    return lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+
+def grammar(text: str) -> Matcher:
+    found = compiler(TINY_CHAT, VOCAB).begin(text).result(30)()
+    assert isinstance(found, Matcher)
+    return found
+
+
+def allowed(masks: torch.Tensor) -> list[list[int]]:
+    bits = (masks[:, :, None] >> torch.arange(32, dtype=torch.int32) & 1).flatten(1)[:, :VOCAB]
+    return [row.nonzero().flatten().tolist() for row in bits]
+
+
+def naive(text: str, output: Sequence[int]) -> list[int]:
+    """Every token that may come after an output; where the text is forced, only that of its usual tokens."""
+    state = grammar(text).matcher
+    assert state.try_consume_tokens(list(output)) == len(output)
+    if state.is_stopped():
+        return sorted(ENDS)
+    allowed = [token for token in range(VOCAB) if state.validate_tokens([token]) == 1]
+    forced = state.compute_ff_tokens()[:1]
+    assert set(forced) <= set(allowed)
+    return forced or allowed
+
+
+CASES = [
+    (PERSON, ['{"a":', "-", "1", "2", "}"]),
+    (regex("(ab|a)c?"), ["a", "c"]),
+    (regex(r"[0-9]{3}-\d{2}"), ["12", "3-4"]),
+    (regex("[äß€]{1,2}"), ["ä", "€"]),
+]
+
+
+@pytest.mark.parametrize(("text", "parts"), CASES)
+def test_masks_against_a_naive_reference(text: str, parts: list[str], encode: object) -> None:
+    tokens = [token for part in parts for token in encode(part)]  # type: ignore[operator]
+    stepwise, ahead = grammar(text), grammar(text)
+    expected = [naive(text, tokens[:count]) for count in range(len(tokens) + 1)]
+    for count, each in enumerate(expected):
+        assert allowed(fill_masks([GrammarRows(stepwise, 0)])) == [each]  # type: ignore[arg-type]
+        assert not any(token >= 1024 for token in each), "what the tokenizer does not know is never allowed"
+        stepwise.advance(tokens[count : count + 1])
+    chain = fill_masks([GrammarRows(ahead, 0, tuple(tokens))])
+    assert allowed(chain) == expected  # type: ignore[arg-type]
+    assert ahead.count_allowed(tokens) == ahead.count_allowed([*tokens, 1023]) == len(tokens)
+    assert ahead.num_tokens == 0
+    assert not stepwise.failure
+    assert not ahead.failure
+
+
+def test_masks_of_many_with_drafts_and_trees(encode: object) -> None:
+    """Refused drafts, what follows them, and what follows an end, have no token; nobody's state moves."""
+    a, b = (encode(text)[0] for text in "ab")  # type: ignore[operator]
+    text = regex("ab?a?")
+    chain, tree, done = (grammar(text) for _ in range(3))
+    done.advance([a, b, a])
+    drafts = (a, b, a, 2)
+    parents = (0, 1, 1, 3)
+    requests = [
+        GrammarRows(chain, 0, (a, 7, a, a)),
+        GrammarRows(tree, 5, drafts, parents),
+        GrammarRows(done, 10, (0, 0, a, b)),
+    ]
+    none: list[int] = []
+    after = {path: naive(text, path) for path in ((), (a,), (a, b), (a, a))}
+    for _ in range(2):
+        found = allowed(fill_masks(requests))  # type: ignore[arg-type]
+        assert found[:5] == [after[()], after[a,], none, none, none]
+        assert found[5:9] == [after[()], after[a,], after[a, b], after[a, a]]
+        assert found[10] == sorted(ENDS)
+        assert found[13:] == [none] * 2
+        assert not any(request.grammar.failure for request in requests)
+
+
+def test_a_grammar_that_cannot_go_on_says_why(monkeypatch: pytest.MonkeyPatch, encode: object) -> None:
+    """It allows nothing then, in place of an end that would look like a whole output."""
+    fine, refusing = grammar(regex("a+")), grammar(regex("a+"))
+    refusing.advance([5])
+    found = allowed(fill_masks([GrammarRows(fine, 0), GrammarRows(refusing, 1, (7, 7))]))  # type: ignore[arg-type]
+    assert found[0]
+    assert found[1:] == [[]] * 3
+    assert "not allowed" in refusing.failure
+    tight = LLParserLimits(step_max_items=10, verbose_errors=False)
+    monkeypatch.setattr(matchers, "limits", lambda: tight)
+    limited = GrammarCompiler(lambda: load_grammar_tokenizer(TINY_CHAT, VOCAB, ENDS)).begin(schema({"type": "object"}))
+    state = limited.result(30)()
+    for token in encode('{"a":{"b":[1,{"c":2}'):  # type: ignore[operator]
+        assert allowed(fill_masks([GrammarRows(state, 0)]))  # type: ignore[arg-type]
+        if state.failure:
+            break
+        state.advance([token])
+    assert "Too many items" in state.failure
+    assert allowed(fill_masks([GrammarRows(state, 0)])) == [[]]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["rubbish", '{"grammars": []}', regex("(("), schema({"type": "nothing"})])
+def test_a_text_that_is_no_grammar(text: str) -> None:
+    begun = compiler().begin(text)
+    with pytest.raises(RequestError, match="the grammar of the structured output cannot be used") as error:
+        begun.result(30)
+    assert error.value.param == "grammar"
+
+
+def test_equal_texts_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[int] = []
+
+    def load() -> object:
+        loads.append(1)
+        return load_grammar_tokenizer(TINY_CHAT, VOCAB, ENDS)
+
+    monkeypatch.setattr(matchers, "MAX_KNOWN", 2)
+    own = GrammarCompiler(load)  # type: ignore[arg-type]
+    first = own.begin(PERSON)
+    assert own.begin(PERSON) is first
+    states = first.result(30)(), first.result(30)()
+    states[0].advance([93])
+    assert [state.num_tokens for state in states] == [1, 0], "each request has a state of its own"
+    for pattern in "bc":
+        own.begin(regex(pattern)).result(30)
+    assert own.begin(regex("c")) is own.begin(regex("c"))
+    assert own.begin(PERSON) is not first, "the oldest is forgotten"
+    broken = own.begin("rubbish")
+    assert broken.exception(30) is not None
+    assert own.begin("rubbish") is not broken
+    assert loads == [1]
+
+
+def test_tokenizers(tmp_path: Path) -> None:
+    """From the checkpoint's files, and from transformers' tokenizer: the same; what does not fit is refused by name."""
+    whole = grammar_tokenizer(load_tokenizer(TINY_CHAT), VOCAB, ENDS)
+    read = load_grammar_tokenizer(TINY_CHAT, VOCAB, ENDS)
+    tokens = range(1024)
+    assert whole.vocab_size == read.vocab_size == VOCAB
+    assert [whole.decode_bytes([each]) for each in tokens] == [read.decode_bytes([each]) for each in tokens]
+    assert [whole.is_special_token(each) for each in tokens] == [read.is_special_token(each) for each in tokens]
+    assert sorted(whole.eos_tokens) == sorted(read.eos_tokens) == [0, 2]
+    assert load_grammar_tokenizer(TINY_CHAT, 100, ENDS).vocab_size == 1024, "a tokenizer may know more than the model"
+    with pytest.raises(RequestError, match="need an end-of-sequence token"):
+        load_grammar_tokenizer(TINY_CHAT, VOCAB, ())
+    with pytest.raises(RequestError, match=r"need the model's tokenizer: .* has no tokenizer"):
+        load_grammar_tokenizer(tmp_path, VOCAB, ENDS)
+    with pytest.raises(RequestError, match=r"need a tokenizer with a tokenizer\.json; this model's is a str"):
+        grammar_tokenizer("slow", VOCAB, ENDS)  # type: ignore[arg-type]
