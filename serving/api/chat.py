@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from serving.api.allowed_tokens import allowed_tokens
@@ -24,6 +25,7 @@ from serving.api.sampling import sampling_params
 from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import ChatCompletionRequest
 from serving.api.service import Service
+from serving.api.structured import output_grammar
 
 
 class ChatAnswer(Answer):
@@ -55,6 +57,7 @@ class ChatAnswer(Answer):
         _refuse(body)
         check_outputs(service, 1, body.n)
         limits = await allowed_tokens(service, body, 1, size)
+        limits = replace(limits, grammar=await output_grammar(service, body))
         wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         text, token_ids = await service.long_work.run(lambda: _text_and_ids(service, body, wanted or 1), size)
         if not token_ids:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -18,6 +19,7 @@ from serving.api.sampling import sampling_params
 from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import DEFAULT_MAX_TOKENS, CompletionRequest
 from serving.api.service import Service
+from serving.api.structured import output_grammar
 
 _PROMPTS_AT_ONCE = 16  # prompts of a large body tokenized in one piece of work; then another body has its turn
 _LENGTH_AT_ONCE = 100_000  # most characters or tokens of such a piece: tens of milliseconds
@@ -58,6 +60,7 @@ class CompletionAnswer(Answer):
         given = prompts_in(body.prompt)
         check_outputs(service, len(given), body.n)
         limits = await allowed_tokens(service, body, len(given), size)
+        limits = replace(limits, grammar=await output_grammar(service, body))
         room = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         pieces = [
             partial(prompts_of, service, given[first:last], body, room)

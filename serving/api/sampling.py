@@ -32,7 +32,8 @@ def sampling_params(
 ) -> list[SamplingParams]:
     """The parameters of each of the request's `n` outputs; output i has the request's seed + i.
 
-    `limits` has the request's allowed and forbidden tokens (`serving.api.allowed_tokens`).
+    `limits` has the request's grammar (`serving.api.structured`), and its allowed and forbidden tokens
+    (`serving.api.allowed_tokens`).
     """
     vocab_size = service.engine.info.vocab_size
     own = {name: value for name in _TAKEN if (value := getattr(request, name)) is not None}
@@ -46,6 +47,7 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         allowed_token_ids=limits.allowed_token_ids,
         bad_token_sequences=limits.bad_token_sequences,
+        grammar=limits.grammar,
     )
     seed = request.seed
     return [params if seed is None else replace(params, seed=seed + output) for output in range(request.n or 1)]

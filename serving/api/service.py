@@ -12,6 +12,7 @@ from serving.api.long_work import LongWork
 from serving.api.schema.errors import ApiError, shutting_down
 from serving.metrics import RequestMetrics, make_registry
 from serving.requests import QueueFull
+from serving.structured import GrammarChecks
 from ubatch.errors import shown
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Service:
         max_log_len: most token ids logged of a prompt; None for all.
         draining: the server is shutting down: new requests are refused.
         long_work: runs in threads what would block the event loop.
+        grammars: tries the grammars of structured outputs.
         created: when the server was started, in seconds since 1970.
         entrance: lock held from the check of the queue until the engine counts the new requests.
     """
@@ -51,11 +53,13 @@ class Service:
     max_log_len: int | None = None
     draining: bool = False
     long_work: LongWork = field(init=False)
+    grammars: GrammarChecks = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
     entrance: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self.long_work = LongWork(lambda: self.draining)
+        self.grammars = GrammarChecks(lambda: self.tokenizer)
 
     def model_name(self, name: str | None) -> str:
         """The model name of a request; the first one if it gives none."""

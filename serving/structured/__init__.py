@@ -1,10 +1,18 @@
 """Structured outputs: from what a request asks for to a grammar, and a grammar's state while tokens are generated.
 
 StructuredOutputsParams   what a user gives (vLLM's fields): a JSON schema, a regular expression, choices, ...
-grammar                   the same as text for llguidance; travels to the engine as `SamplingParams.grammar`
-matcher                   a request's state in the engine: which tokens may come next
+grammar_text              the same as text for llguidance; travels to the engine as `SamplingParams.grammar`
+GrammarChecks             tries such texts in processes with limits, and remembers which compile
+limits                    what one grammar may take; the engine's matchers have the same
+matcher, tokenizer        in the engine: a request's state, which tokens may come next
+
+    params -> grammar -> schema -> one_of, formats, patterns, references
+                      -> tags, lark, patterns
 """
 
+from serving.structured.checks import GrammarChecks
+from serving.structured.grammar import grammar_text
+from serving.structured.limits import limits
 from serving.structured.params import StructuredOutputsParams
 
-__all__ = ["StructuredOutputsParams"]
+__all__ = ["GrammarChecks", "StructuredOutputsParams", "grammar_text", "limits"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -25,20 +26,22 @@ MAX_KNOWN = 1024
 """Most grammars whose verdicts are remembered."""
 
 
+LIMITS: Mapping[str, int | bool] = {
+    "initial_lexer_fuel": 1_000_000,
+    "max_grammar_size": 100_000,
+    "max_lexer_states": 50_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2_000,
+    "verbose_errors": False,
+}
+"""llguidance's limits. A step's fuel lasts for some milliseconds: a grammar that needs more ends its own request, and
+holds up no other."""
+
+
 @cache
 def limits() -> LLParserLimits:
-    """The limits of a grammar's compilation and of its work in one step; all who make a matcher use these.
-
-    A step's fuel lasts for some milliseconds: a grammar that needs more ends its own request, and holds up no other.
-    """
+    """The limits of a grammar's compilation and of its work in one step; all who make a matcher use these."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(
-        initial_lexer_fuel=1_000_000,
-        max_grammar_size=100_000,
-        max_lexer_states=50_000,
-        step_lexer_fuel=200_000,
-        step_max_items=50_000,
-        max_items_in_row=2_000,
-        verbose_errors=False,
-    )
+    return LLParserLimits(**LIMITS)  # type: ignore[arg-type]

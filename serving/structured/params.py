@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from model_runner import RequestError
 
-_OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,16 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = False
 
     def __post_init__(self) -> None:
-        kinds = [each.name for each in fields(self) if each.name not in _OPTIONS]
-        given = [name for name in kinds if getattr(self, name) is not None and getattr(self, name) is not False]
+        given = self._given()
         if len(given) != 1:
             what = f"has {' and '.join(given)}" if given else "has none"
-            message = f"structured_outputs needs exactly one of {', '.join(kinds)}; it {what}."
+            message = f"structured_outputs needs exactly one of {', '.join(KINDS)}; it {what}."
             raise RequestError(message, param="structured_outputs")
+
+    @property
+    def kind(self) -> str:
+        """Which of the first six is given."""
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        return [name for name in KINDS if getattr(self, name) is not None and getattr(self, name) is not False]

@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from model_runner import MAX_BAD_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
+from serving.api.schema.structured_fields import ResponseFormat, StructuredOutputs
 from serving.api.schema.unsupported_fields import CHAT, COMPLETIONS, TOKENIZE, Refused, check_fields, describe_fields
 from serving.text.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
 from serving.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
@@ -171,6 +172,8 @@ class GenerationRequest(_Body):
     ignore_eos: bool | None = Field(None, description="go on after an end-of-sequence token")
     skip_special_tokens: bool | None = Field(None, description="leave out special tokens (true)")
     include_stop_str_in_output: bool | None = Field(None, description="keep the stop string in the text")
+    response_format: ResponseFormat | None = Field(None, description="the form of the output (text)")
+    structured_outputs: StructuredOutputs | None = Field(None, description="the same, in vLLM's form; send one")
     stream: bool | None = Field(None, description="answer with server-sent events")
     stream_options: StreamOptions | None = Field(None, description="only with stream")
     priority: Annotated[int | None, Int64] = Field(

@@ -52,7 +52,7 @@ _TEXT: tuple[Any, ...] = ("",)
 _LIST: tuple[Any, ...] = ([],)
 _OBJECT: tuple[Any, ...] = ({},)
 
-_FORM = "output formats are not enforced; describe the format in the prompt, and check the answer"
+_FORM = "use structured_outputs: {{'{}': ...}}"
 _BEAMS = "there is no beam search; sample several outputs with n"
 _PROCESSORS = "requests cannot contain code; use logit_bias"
 _TEXT_ONLY = "only text is read and written"
@@ -65,8 +65,6 @@ _KWARGS = "pass it in chat_template_kwargs"
 
 # Fields of OpenAI and vLLM, which are listed in /openapi.json; then SGLang's and older ones, which are not listed.
 _GENERATION: Mapping[str, Refused] = {
-    "response_format": Refused(f"{_FORM}; only {{'type': 'text'}} is supported", ({"type": "text"},)),
-    "structured_outputs": Refused(_FORM, _OBJECT),
     "use_beam_search": Refused(_BEAMS, _FLAG),
     "length_penalty": Refused(_BEAMS, (1.0,)),
     "vllm_xargs": Refused("there are no extensions that could read it", _OBJECT),
@@ -89,12 +87,17 @@ _GENERATION: Mapping[str, Refused] = {
     "media_io_kwargs": Refused(_TEXT_ONLY, _OBJECT),
 }
 _OTHER_GENERATION: Mapping[str, Refused] = {
-    **dict.fromkeys(("structural_tag", "guided_regex", "guided_grammar"), Refused(_FORM, _TEXT)),
-    **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), Refused(_FORM, _TEXT)),
-    **dict.fromkeys(("json_schema", "regex", "ebnf"), Refused(_FORM, _TEXT)),
-    "guided_json_object": Refused(_FORM, _FLAG),
-    "guided_json": Refused(_FORM),
-    "guided_choice": Refused(_FORM, _LIST),
+    "guided_json": Refused(_FORM.format("json")),
+    "guided_regex": Refused(_FORM.format("regex"), _TEXT),
+    "guided_choice": Refused(_FORM.format("choice"), _LIST),
+    "guided_grammar": Refused(_FORM.format("grammar"), _TEXT),
+    "guided_json_object": Refused(_FORM.format("json_object"), _FLAG),
+    "guided_whitespace_pattern": Refused(_FORM.format("whitespace_pattern"), _TEXT),
+    "guided_decoding_backend": Refused("llguidance alone enforces output formats", _TEXT),
+    "json_schema": Refused(_FORM.format("json"), _TEXT),
+    "regex": Refused(_FORM.format("regex"), _TEXT),
+    "ebnf": Refused(_FORM.format("grammar"), _TEXT),
+    "structural_tag": Refused(_FORM.format("structural_tag"), _TEXT),
     "custom_logit_processor": Refused(_PROCESSORS, _TEXT),
     "custom_params": Refused(_PROCESSORS, _OBJECT),
     "logits_processors": Refused(_PROCESSORS, _LIST),

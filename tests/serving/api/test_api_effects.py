@@ -63,6 +63,8 @@ CASES: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "include_stop_str_in_output": (True, {"stop": "a"}),
     "skip_special_tokens": (False, {"ignore_eos": True}),
     "echo": (True, {"add_generation_prompt": False}),
+    "response_format": ({"type": "json_object"}, {}),
+    "structured_outputs": ({"regex": "a"}, {}),
     "stream": (True, {}),
     "stream_options": ({"include_usage": True}, STREAM),
     "include_usage": (True, STREAM),

@@ -180,7 +180,7 @@ def test_the_schema_says_what_is_refused(path: str) -> None:
     for name, field in told.items():
         assert field["description"] == f"not supported: {model.refused[name].why}"
         assert model.refused[name].unless or field["enum"] == [None, *model.refused[name].neutral]
-    assert {"use_beam_search", "structured_outputs", "cache_salt"} <= told.keys() or path.endswith("tokenize")
+    assert {"use_beam_search", "cache_salt"} <= told.keys() or path.endswith("tokenize")
 
 
 def test_no_field_is_in_two_lists() -> None:

@@ -41,11 +41,6 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (0,),
     "use_beam_search": (0,),
     "guided_json": ({},),
-    "response_format": (
-        *({"type": "json_object"}, {"type": "text", "schema": {}}),
-        {"type": "json_schema", "json_schema": {}},
-    ),
-    "structured_outputs": ({"choice": ["a"]},),
     "max_new_tokens": (0,),
     "suffix": ("end",),
     "tools": ([{"type": "function"}],),

@@ -1,0 +1,79 @@
+"""Fields of requests that ask for a form of the output: OpenAI's `response_format`, and vLLM's `structured_outputs`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from serving.api.schema.unsupported_fields import check_fields
+
+_Text = Annotated[str, Field(min_length=1)]
+
+
+class _Nested(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    place: ClassVar[str]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            check_fields(data, {each.alias or name for name, each in cls.model_fields.items()}, {}, cls.place)
+        return data
+
+
+class JsonSchemaFormat(_Nested):
+    """A JSON schema, as OpenAI's clients send it."""
+
+    place = "response_format.json_schema."
+
+    name: str | None = Field(None, description="changes nothing")
+    description: str | None = Field(None, description="changes nothing")
+    schema_: dict[str, Any] = Field(alias="schema", description="what the output must be, as JSON")
+    strict: bool | None = Field(None, description="changes nothing: the schema is always enforced as it is")
+
+
+class ResponseFormat(_Nested):
+    """The form of the output. `json_object`: any JSON object."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"type": {"enum": ["text", "json_object", "structural_tag"]}}},
+                {"properties": {"json_schema": {"type": "object"}}, "required": ["json_schema"]},
+            ]
+        }
+    )
+    place = "response_format."
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = Field(None, description="with json_schema only")
+    structures: list[dict[str, Any]] | None = Field(None, description="with structural_tag: begin, schema, end")
+    triggers: list[_Text] | None = Field(None, description="with structures: texts that begin one")
+    format: dict[str, Any] | None = Field(None, description="with structural_tag, in place of structures: xgrammar's")
+
+
+class StructuredOutputs(_Nested):
+    """The form of the output; exactly one of the first six."""
+
+    model_config = ConfigDict(protected_namespaces=())
+    place = "structured_outputs."
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="a JSON schema, or its text")
+    regex: str | None = Field(None, description="a regular expression that the whole output matches")
+    choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = Field(
+        None, description="the output is one of these"
+    )
+    grammar: _Text | None = Field(None, description="a context-free grammar, in Lark's or GBNF's notation")
+    json_object: bool | None = Field(None, description="any JSON object")
+    structural_tag: dict[str, Any] | str | None = Field(None, description="as in response_format, or its text")
+    whitespace_pattern: str | None = Field(
+        None,
+        description="regular expression of the white space between JSON's tokens (one blank, or a line's end and "
+        "an indentation)",
+    )
+    disable_any_whitespace: bool | None = Field(None, description="JSON without white space")
+    disable_additional_properties: bool | None = Field(
+        None, description="objects have no other properties than those of the schema, where it does not say so"
+    )

@@ -1,0 +1,298 @@
+"""JSON schemas as llguidance takes them, such that what it generates is valid.
+
+    given                                     made of it
+    annotations (`title`, `default`, ...)     left out
+    `$ref`, to a pointer, `$id` or `$anchor`  `#/$defs/0`, `#/$defs/1`, ...: only what is used, each once
+    `items: [...]` of older drafts            `prefixItems`
+    `oneOf`                                   `anyOf` of options that exclude each other (`one_of`)
+    `format`, `pattern`                       regular expressions of its library (`formats`, `patterns`)
+    bounds beyond what floats tell apart      the next bound inside
+    an assertion that a grammar cannot make   refused, by its name and place
+
+What llguidance itself refuses, such as a schema that nothing fits, is found when the grammar is tried (`checks`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from model_runner import RequestError
+from serving.structured import formats
+from serving.structured.limits import MAX_DEPTH
+from serving.structured.one_of import Schema, separated
+from serving.structured.patterns import translated
+from serving.structured.references import References
+from ubatch.errors import shown
+
+REFUSED: Mapping[str, str] = {
+    "not": "give what is allowed, by type, enum or pattern",
+    "if": "use anyOf, with an option for each case",
+    "then": "use anyOf, with an option for each case",
+    "else": "use anyOf, with an option for each case",
+    "contains": "use prefixItems",
+    "minContains": "use prefixItems",
+    "maxContains": "use prefixItems",
+    "uniqueItems": "leave it out, and check the answer",
+    "propertyNames": "use patternProperties, with additionalProperties false",
+    "dependentRequired": "use anyOf, with an option for each case",
+    "dependentSchemas": "use anyOf, with an option for each case",
+    "dependencies": "use anyOf, with an option for each case",
+    "unevaluatedProperties": "use additionalProperties, with all properties in one place",
+    "unevaluatedItems": "use items, with all prefixItems in one place",
+    "$dynamicRef": "use $ref",
+    "$recursiveRef": "use $ref",
+}
+"""Assertions that no grammar here can make -> what to do instead. Any other unknown keyword asserts nothing."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "contains": (True, {}),
+    "propertyNames": (True, {}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+}
+"""Values with which these assert nothing."""
+_ONLY_WITH = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
+_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_BOUNDS = {"minimum": math.inf, "exclusiveMinimum": math.inf, "maximum": -math.inf, "exclusiveMaximum": -math.inf}
+_MOST_EXACT = 2**53  # integers up to here are floats, too
+_MOST_BOUND = 9e18  # the library writes bounds as integers of 64 bits
+_MOST_COUNT = 2**31  # no output is as long
+_OLD = ("draft-03", "draft-04", "draft-06", "draft-07")
+_PLACE_CHARACTERS = 200  # shown of a place in a schema
+
+_Given = TypeVar("_Given")
+_Made = TypeVar("_Made")
+
+
+def normalised(schema: Any, *, closed: bool = False) -> Schema:
+    """A JSON schema for llguidance.
+
+    Args:
+        closed: objects whose schema does not say so have no other properties than those of the schema.
+
+    Raises:
+        RequestError: it is no schema, or has what cannot be enforced; the message names the keyword and its place.
+    """
+    return _Walk(schema, closed=closed).run()
+
+
+class _Walk:
+    """One pass over a document."""
+
+    def __init__(self, document: Any, *, closed: bool) -> None:
+        self._document = document
+        self._closed = closed
+        self._old = isinstance(document, Mapping) and any(name in str(document.get("$schema")) for name in _OLD)
+        self._references = References(document)
+        self._defs: dict[str, Schema] = {}
+        self._names: dict[str, str] = {}
+        self._one_ofs: list[dict[str, Any]] = []
+
+    def run(self) -> Schema:
+        """The schema, with the definitions that it uses."""
+        schema = self._schema(self._document, "", 0, "")
+        for made in reversed(self._one_ofs):
+            options = separated(made.pop("oneOf"), lambda name: self._defs[name.removeprefix("#/$defs/")])
+            if "anyOf" in made:
+                made["allOf"] = [*made.get("allOf", ()), {"anyOf": options}]
+            else:
+                made["anyOf"] = options
+        if not self._defs:
+            return schema
+        root = {} if schema is True else {"enum": []} if isinstance(schema, bool) else schema
+        return {**root, "$defs": self._defs}
+
+    def _schema(self, given: Any, path: str, depth: int, base: str) -> Schema:
+        if isinstance(given, bool):
+            return given
+        if not isinstance(given, Mapping):
+            raise _wrong(path, f"a schema is an object or a boolean, not {shown(given)}.")
+        if depth > MAX_DEPTH:
+            raise RequestError(f"the schema has more than {MAX_DEPTH} levels. Put parts of it into $defs.")
+        if isinstance(given.get("$id"), str):
+            base = self._references.resolve(given["$id"], base)[2]
+        self._check(given, path)
+        if self._old and "$ref" in given:
+            given = {"$ref": given["$ref"]}  # in these drafts, what is beside it means nothing
+        out: dict[str, Any] = {}
+
+        def inner(value: Any, place: str) -> Schema:
+            return self._schema(value, f"{path}.{place}" if path else place, depth + 1, base)
+
+        for keyword, value in given.items():
+            self._take(out, keyword, value, given, path, inner, base)
+        if self._closed and {"properties", "patternProperties"} & out.keys():
+            out.setdefault("additionalProperties", False)
+        self._finish(out, path)
+        return out
+
+    def _check(self, given: Mapping[str, Any], path: str) -> None:
+        for keyword, instead in REFUSED.items():
+            if keyword not in given or (keyword in _ONLY_WITH and _ONLY_WITH[keyword] not in given):
+                continue
+            if not any(
+                type(given[keyword]) is type(each) and given[keyword] == each for each in _NEUTRAL.get(keyword, ())
+            ):
+                raise _wrong(path, f"{keyword} is not supported: {instead}.", keyword)
+
+    def _take(
+        self,
+        out: dict[str, Any],
+        keyword: str,
+        value: Any,
+        given: Mapping[str, Any],
+        path: str,
+        inner: Callable[[Any, str], Schema],
+        base: str,
+    ) -> None:
+        """Take one keyword; one that asserts nothing is left out."""
+        match keyword:
+            case "properties" | "patternProperties":
+                members = _object(value, path, keyword)
+                rewrite = translated if keyword == "patternProperties" else str
+                out[keyword] = {
+                    _at(path, keyword, rewrite, name): inner(each, f"{keyword}.{name}")
+                    for name, each in members.items()
+                }
+            case "additionalProperties":
+                out[keyword] = inner(value, keyword)
+            case "items" | "prefixItems" if isinstance(value, list):
+                if keyword == "items" or not self._old:
+                    out["prefixItems"] = [inner(each, f"{keyword}.{place}") for place, each in enumerate(value)]
+                if keyword == "items" and "additionalItems" in given:
+                    out["items"] = inner(given["additionalItems"], "additionalItems")
+            case "items":
+                out["items"] = inner(value, keyword)
+            case "allOf" | "anyOf" | "oneOf":
+                options = _list(value, path, keyword)
+                out[keyword] = [inner(each, f"{keyword}.{place}") for place, each in enumerate(options)]
+                if keyword == "oneOf":
+                    self._one_ofs.append(out)
+            case "$ref":
+                out["$ref"] = self._reference(value, path, base)
+            case "type":
+                out["type"] = value
+            case "const" | "enum":
+                _check_numbers(value, path, keyword)
+                out[keyword] = value if keyword == "const" else _list(value, path, keyword)
+            case "required":
+                out[keyword] = _list(value, path, keyword)
+            case "pattern":
+                if not isinstance(value, str):
+                    raise _wrong(path, f"pattern must be a text, not {shown(value)}.", keyword)
+                out["pattern"] = _at(path, keyword, translated, value)
+            case "format":
+                self._format(out, value, path)
+            case _ if keyword in _COUNTS:
+                out[keyword] = _count(value, path, keyword)
+            case "multipleOf":
+                if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                    raise _wrong(path, f"multipleOf must be a number above 0, not {shown(value)}.", keyword)
+                out[keyword] = value
+            case _ if keyword in _BOUNDS:
+                self._bound(out, keyword, value, given, path)
+
+    def _reference(self, value: Any, path: str, base: str) -> str:
+        if not isinstance(value, str):
+            raise _wrong(path, f"$ref must be a text, not {shown(value)}.", "$ref")
+        url, target, there = _at(path, "$ref", lambda each: self._references.resolve(each, base), value)
+        name = self._names.get(url)
+        if name is None:
+            name = self._names[url] = str(len(self._names))
+            self._defs[name] = True  # meanwhile: a schema may refer to itself
+            self._defs[name] = self._schema(target, f"{path}.$ref({value})" if path else f"$ref({value})", 1, there)
+        return f"#/$defs/{name}"
+
+    def _format(self, out: dict[str, Any], value: Any, path: str) -> None:
+        if value in formats.REFUSED:
+            raise _wrong(path, f"format {value!r} is not supported: leave it out, and check the answer.", "format")
+        if value in formats.OWN:
+            out["allOf"] = [*out.get("allOf", ()), {"pattern": f"^(?:{formats.OWN[value]})$"}]
+        elif value in formats.LIBRARY:
+            out["format"] = value
+
+    def _bound(self, out: dict[str, Any], keyword: str, value: Any, given: Mapping[str, Any], path: str) -> None:
+        if isinstance(value, bool):  # draft 4: whether `minimum` itself is excluded
+            other = "minimum" if keyword == "exclusiveMinimum" else "maximum"
+            if not value or other not in given:
+                return
+            value = given[other]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise _wrong(path, f"{keyword} must be a number, not {shown(value)}.", keyword)
+        inward = _BOUNDS[keyword]
+        if isinstance(value, int) and abs(value) > _MOST_EXACT and abs(value) <= _MOST_BOUND:
+            near = float(value)
+            outside = near < value if inward > 0 else near > value
+            value = math.nextafter(near, inward) if outside else near
+        if abs(value) > _MOST_BOUND:
+            if (value > 0) == (inward > 0):
+                raise _wrong(path, f"{keyword} must be within ±{_MOST_BOUND:.0e}, not {shown(value)}.", keyword)
+            value = math.copysign(_MOST_BOUND, value)
+        out[keyword] = value
+
+    def _finish(self, out: dict[str, Any], path: str) -> None:
+        """Check what keywords ask of each other."""
+        least, required = out.get("minProperties", 0), len(set(map(str, out.get("required", ()))))
+        if least <= required:
+            out.pop("minProperties", None)
+        elif least > required + 1:
+            what = "minProperties is above the number of required properties by more than one, which cannot be counted"
+            raise _wrong(path, f"{what}, because a name may come twice. List them in required.", "minProperties")
+
+
+def _check_numbers(value: Any, path: str, keyword: str) -> None:
+    """Refuse constants that the library would round."""
+    waiting, depth = [value], 0
+    while waiting:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise _wrong(path, f"the value has more than {MAX_DEPTH} levels.", keyword)
+        for each in waiting:
+            if isinstance(each, int) and abs(each) > _MOST_EXACT:
+                message = f"integers beyond ±2^53 are not supported, as {shown(each)}. Use a text."
+                raise _wrong(path, message, keyword)
+        waiting = [
+            inner
+            for each in waiting
+            if isinstance(each, list | Mapping)
+            for inner in (each.values() if isinstance(each, Mapping) else each)
+        ]
+
+
+def _count(value: Any, path: str, keyword: str) -> int:
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not whole or value < 0:
+        raise _wrong(path, f"{keyword} must be an integer from 0, not {shown(value)}.", keyword)
+    return min(int(value), _MOST_COUNT)
+
+
+def _object(value: Any, path: str, keyword: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _wrong(path, f"{keyword} must be an object, not {shown(value)}.", keyword)
+    return value
+
+
+def _list(value: Any, path: str, keyword: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise _wrong(path, f"{keyword} must be a list, not {shown(value)}.", keyword)
+    return value
+
+
+def _at(path: str, keyword: str, make: Callable[[_Given], _Made], value: _Given) -> _Made:
+    """`make(value)`, with the place in the message if it is refused."""
+    try:
+        return make(value)
+    except RequestError as error:
+        raise _wrong(path, str(error), keyword) from error
+
+
+def _wrong(path: str, message: str, keyword: str = "") -> RequestError:
+    place = ".".join(part for part in (path, keyword) if part)
+    if len(place) > _PLACE_CHARACTERS:
+        place = f"...{place[-_PLACE_CHARACTERS:]}"
+    return RequestError(f"{place or 'the schema'}: {message}")

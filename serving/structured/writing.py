@@ -1,0 +1,138 @@
+"""The text of a grammar while it is written: rules, and grammars of their own for JSON and for what users wrote.
+
+A text is `{"grammars": [...]}`: the first has a rule `start` in Lark's notation, the others are what it names with `@`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from model_runner import RequestError
+from serving.structured.lark import lark_text
+from serving.structured.limits import MAX_REGEX_BYTES, MAX_TEXT_BYTES
+from serving.structured.params import StructuredOutputsParams
+from serving.structured.patterns import in_slashes, translated
+from serving.structured.schema import normalised
+from ubatch.errors import shown
+
+WHITESPACE = r"\x20|\r?\n[\x20\t]{0,32}"
+"""White space between JSON's tokens: one blank, or a line's end with an indentation. It is bounded: a model that may
+always write more of it may never end."""
+ANYTHING = "/(?s:.*)/"
+
+
+@dataclass
+class Grammars:
+    """The grammars of a text while it is made; each method adds one and returns how a rule names it."""
+
+    rules: list[str] = field(default_factory=list)
+    others: list[dict[str, Any]] = field(default_factory=list)
+
+    def json_schema(self, schema: Any, params: StructuredOutputsParams) -> str:
+        """JSON that a schema describes."""
+        form = normalised(schema, closed=params.disable_additional_properties)
+        form = {"allOf": [form]} if isinstance(form, bool) else form
+        return self._other("json_schema", {**form, "x-guidance": json_options(params)})
+
+    def regex(self, regex: Any) -> str:
+        """A text that a regular expression matches as a whole."""
+        if not isinstance(regex, str):
+            raise RequestError(f"a regular expression is a text, not {shown(regex)}.")
+        check_size(regex, MAX_REGEX_BYTES, "a regular expression")
+        return self.rule(f"/{in_slashes(translated(regex))[1:-1]}/" if regex else '""', terminal=True)
+
+    def choice(self, choices: Any) -> str:
+        """One of some texts."""
+        if isinstance(choices, str) or not isinstance(choices, Sequence) or not choices:
+            raise RequestError("choices are a list of at least one text.")
+        if not all(isinstance(each, str) for each in choices):
+            raise RequestError("choices are texts.")
+        check_size("".join(choices), MAX_TEXT_BYTES, "choices")
+        return self.rule(" | ".join(json.dumps(each, ensure_ascii=False) for each in choices), terminal=True)
+
+    def lark(self, grammar: Any) -> str:
+        """What a user's grammar describes."""
+        if not isinstance(grammar, str):
+            raise RequestError(f"a grammar is a text, not {shown(grammar)}.")
+        check_size(grammar, MAX_TEXT_BYTES, "a grammar")
+        return self._other("lark_grammar", lark_text(grammar))
+
+    def rule(self, body: str, *, terminal: bool = False, options: str = "") -> str:
+        """A rule of the first grammar; a terminal is matched as one piece."""
+        name = f"{'R' if terminal else 'r'}{len(self.rules)}"
+        self.rules.append(f"{name}{options}: {body}")
+        return name
+
+    def text(self, start: str) -> str:
+        """The whole, with the rule `start`."""
+        first = {"lark_grammar": "\n".join((start, *self.rules))}
+        return json.dumps({"grammars": [first, *self.others]}, ensure_ascii=False)
+
+    def _other(self, kind: str, content: Any) -> str:
+        name = f"g{len(self.others)}"
+        self.others.append({"name": name, kind: content})
+        return f"@{name}"
+
+
+def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
+    """How JSON is written: llguidance's options, at the top of a schema.
+
+    Escapes of characters that need none are left out: a name that is written with them would pass for another one.
+    """
+    options: dict[str, Any] = {"json_allowed_escapes": 'nrbtf\\"'}
+    if params.disable_any_whitespace:
+        return {**options, "whitespace_flexible": False}
+    pattern = WHITESPACE
+    if params.whitespace_pattern is not None:
+        check_size(params.whitespace_pattern, MAX_REGEX_BYTES, "a regular expression")
+        try:
+            pattern = translated(params.whitespace_pattern)
+        except RequestError as error:
+            raise RequestError(str(error), param="whitespace_pattern") from error
+    return {**options, "whitespace_pattern": pattern}
+
+
+def parsed(text: str) -> Any:
+    """JSON text that a user gave in place of an object.
+
+    Raises:
+        RequestError: it is no JSON.
+    """
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except RecursionError:
+        raise RequestError("it is nested too deeply.") from None
+    except ValueError as error:
+        raise RequestError(f"it is no JSON: {error}.") from error
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no value of JSON")
+
+
+def schema_text(schema: Any) -> str:
+    """A schema as JSON.
+
+    Raises:
+        RequestError: it is no JSON, or nested too deeply.
+    """
+    try:
+        return json.dumps(schema, ensure_ascii=False)
+    except RecursionError:
+        raise RequestError("it is nested too deeply.") from None
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"it is no JSON: {error}.") from error
+
+
+def check_size(text: str, most: int, what: str) -> None:
+    """Refuse a text of too many bytes.
+
+    Raises:
+        RequestError: it has more than `most`.
+    """
+    size = len(text.encode(errors="surrogatepass")) if len(text) <= most else len(text)
+    if size > most:
+        raise RequestError(f"it has {size} bytes; {what} may have at most {most}.")
