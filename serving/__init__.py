@@ -15,6 +15,7 @@ if typing.TYPE_CHECKING:
     from serving.async_llm import AsyncLLM as AsyncLLM
     from serving.cli import main as main
     from serving.llm import LLM as LLM
+    from serving.llm_engine import LLMEngine as LLMEngine
     from serving.offline.engine_args import AsyncEngineArgs as AsyncEngineArgs
     from serving.offline.engine_args import EngineArgs as EngineArgs
     from serving.offline.engine_args import FlexibleArgumentParser as FlexibleArgumentParser
@@ -34,6 +35,7 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "FlexibleArgumentParser",
+    "LLMEngine",
     "Logprob",
     "RequestOutput",
     "RequestOutputKind",
@@ -48,6 +50,7 @@ _MODULES = {
     "main": "cli",
     "LLM": "llm",
     "AsyncLLM": "async_llm",
+    "LLMEngine": "llm_engine",
     **dict.fromkeys(("AsyncEngineArgs", "EngineArgs", "FlexibleArgumentParser"), "offline.engine_args"),
     **dict.fromkeys(("CompletionOutput", "Logprob", "RequestOutput"), "offline.outputs"),
     **dict.fromkeys(("TextPrompt", "TokensPrompt"), "offline.prompts"),

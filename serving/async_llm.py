@@ -7,7 +7,7 @@ caller runs, and be used from several loops.
 from __future__ import annotations
 
 import asyncio
-import logging
+import itertools
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Iterable, Mapping
@@ -19,29 +19,23 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
 from model_runner import RequestError
-from serving.engine.launch import refuse_unguarded_main
 from serving.engine.offline import EngineThread
-from serving.logs import log_event
 from serving.offline.engine_args import EngineArgs
-from serving.offline.front import AnyParams, Front
+from serving.offline.front import AnyParams
 from serving.offline.jobs import Job
 from serving.offline.metrics import Metric, read_metrics
 from serving.offline.not_offered import not_offered
-from serving.offline.options import resolve_options
+from serving.offline.opening import opened
 from serving.offline.outputs import RequestOutput
 from serving.offline.prompts import Prompt, read_prompt
 from serving.offline.sampling_params import SamplingParams
-from serving.options import chosen_dtype, fetch_checkpoints, notes, to_engine_options
 from serving.requests import EngineDead, EngineStatistics
 from serving.requests import RequestOutput as Step
-from serving.text.tokenizer import load_tokenizer
 from ubatch import ConfigError
 from ubatch.errors import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_logger = logging.getLogger(__name__)
 
 
 class _Aborted:
@@ -69,22 +63,12 @@ class AsyncLLM:
     """
 
     def __init__(self, engine_args: EngineArgs) -> None:
-        refuse_unguarded_main()
-        settings, front = resolve_options(engine_args.model, _without_model(engine_args))
-        for note in notes(settings):
-            log_event(_logger, note, level=logging.WARNING)
-        for choice in chosen_dtype(settings):
-            log_event(_logger, choice)
-        self.options = to_engine_options(settings)
-        if self.options.node_rank > 0:
-            raise ConfigError("AsyncLLM runs on machine 0. On the others call `ubatch serve` with the same settings.")
-        self._tokenizer: Any = None if front.skip_tokenizer_init else load_tokenizer(self.options.model)
-        by_priority = settings["scheduling_policy"] == "priority"
-        self._front = Front(self.options.model, self._tokenizer, front, priorities=by_priority)
-        self._profile_folder = front.profile_folder
+        found = opened(engine_args.model, _without_model(engine_args))
+        self.options, self._tokenizer = found.options, found.tokenizer
+        self._front, self._profile_folder = found.front, found.profile_folder
+        self._numbers = itertools.count()
         self._one_at_a_time = threading.Lock()  # a tokenizer is not thread-safe
         self._running: dict[str, _Stream] = {}
-        fetch_checkpoints(settings)
         self._engine = EngineThread(self.options)
         self._forgotten = weakref.finalize(self, self._engine.close)
         self._forgotten.atexit = False
@@ -140,6 +124,8 @@ class AsyncLLM:
         self, prompt: Prompt, params: AnyParams | None, request_id: str, priority: int, tokenization: Any
     ) -> Job:
         info = self._engine.info
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            self._front.grammar(params.structured_outputs)  # it may take a second, and others need the tokenizer
         with self._one_at_a_time:
             (plan,) = self._front.plans(params, 1, info)
             return self._front.job(
@@ -149,6 +135,7 @@ class AsyncLLM:
                 info,
                 priority=priority,
                 streams=True,
+                engine_id=f"{request_id}#{next(self._numbers)}",  # one that was aborted may still end
                 tokenization=tokenization,
             )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import warnings
 import weakref
@@ -16,30 +15,27 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from tqdm import tqdm
 
 from model_runner import RequestError
-from serving.engine.launch import refuse_unguarded_main
 from serving.engine.offline import OfflineEngine, make_offline_engine
-from serving.logs import log_event
 from serving.offline.conversations import ChatOptions, Message, conversation_text, conversations_in
 from serving.offline.engine_args import EngineArgs
-from serving.offline.front import AnyParams, Former, Front
+from serving.offline.front import AnyParams, Former
 from serving.offline.jobs import Job
 from serving.offline.metrics import Metric, read_metrics
 from serving.offline.not_offered import not_offered
-from serving.offline.options import FrontOptions, resolve_options
+from serving.offline.opening import Opened, opened, opened_settings
+from serving.offline.options import FrontOptions
 from serving.offline.outputs import CompletionOutput, RequestOutput
 from serving.offline.prompts import Prompt, ReadPrompt, read_prompts
 from serving.offline.sampling_params import SamplingParams
-from serving.options import Settings, chosen_dtype, fetch_checkpoints, notes, to_engine_options
+from serving.options import Settings
 from serving.requests import EngineStatistics
 from serving.requests import RequestOutput as Step
-from serving.text.tokenizer import load_tokenizer
 from ubatch import ConfigError, UBatchError
 from ubatch.errors import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_logger = logging.getLogger(__name__)
 _Options = ParamSpec("_Options")
 _Progress = bool | Callable[..., tqdm]
 
@@ -80,32 +76,18 @@ class LLM:
 
     @_takes(EngineArgs)
     def __init__(self, model: str | Path, **options: Any) -> None:
-        refuse_unguarded_main()
-        settings, front = resolve_options(model, options)
-        for note in notes(settings):
-            log_event(_logger, note, level=logging.WARNING)
-        for choice in chosen_dtype(settings):
-            log_event(_logger, choice)
-        self._open(settings, front)
+        self._open(opened(model, options))
 
     @classmethod
     def from_settings(cls, settings: Settings) -> LLM:
         """Make an `LLM` from a command's settings; the command has printed their notes already."""
         llm = cls.__new__(cls)
-        llm._open(settings, FrontOptions())
+        llm._open(opened_settings(settings, FrontOptions()))
         return llm
 
-    def _open(self, settings: Settings, front: FrontOptions) -> None:
-        self.options = to_engine_options(settings)
-        if self.options.node_rank > 0:
-            raise ConfigError(
-                "LLM runs on machine 0. On the others call `ubatch serve` or `ubatch generate` with the same settings."
-            )
-        self.tokenizer: Any = None if front.skip_tokenizer_init else load_tokenizer(self.options.model)
-        by_priority = settings["scheduling_policy"] == "priority"
-        self._front = Front(self.options.model, self.tokenizer, front, priorities=by_priority)
-        self._profile_folder = front.profile_folder
-        fetch_checkpoints(settings)
+    def _open(self, found: Opened) -> None:
+        self.options, self.tokenizer = found.options, found.tokenizer
+        self._front, self._profile_folder = found.front, found.profile_folder
         self._numbers = itertools.count()
         self._one_at_a_time = threading.RLock()  # re-entrant: a signal handler may call `close` during a call
         self._engine: OfflineEngine | None = make_offline_engine(self.options)

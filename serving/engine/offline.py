@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
 from serving.engine.client import EngineClient, EngineInfo
@@ -25,6 +26,10 @@ _GRAMMAR_S = 1.0
 
 OnOutput: TypeAlias = Callable[[RequestOutput], bool]
 """Called with every output; False ends its request."""
+
+
+class RequestFailed(UBatchError):
+    """The request of this id cannot be served, for the error that is its cause."""
 
 
 class InProcessEngine:
@@ -52,24 +57,39 @@ class InProcessEngine:
             RequestError, KVCacheExhausted: a request cannot be served.
             EngineDead: a rank died.
         """
-        core = self._core
         running: set[str] = set()
         try:
             for request in requests:
-                core.add(request)
+                self.add(request)
                 running.add(request.request_id)
             while running:
-                core.wait(_GRAMMAR_S)
-                for request_id in core.ready():
-                    core.admit(request_id)
-                for output in core.step():
+                for output in self.step():
                     if not on_output(output) or output.finish_reason is not None:
-                        core.abort(output.request_id)  # which does nothing to a request that has ended
+                        self.abort(output.request_id)
                         running.discard(output.request_id)
         finally:
             for request_id in running:
-                core.abort(request_id)
-            core.drain()
+                self.abort(request_id)
+            self._core.drain()
+
+    def add(self, request: RequestInput) -> None:
+        """Add a request, which `step` serves.
+
+        Raises:
+            RequestError, KVCacheExhausted: it cannot be served.
+        """
+        self._core.add(request)
+
+    def step(self) -> Sequence[RequestOutput]:
+        """Run one step; returns what it gave to each request. Call it while there are requests."""
+        self._core.wait(_GRAMMAR_S)
+        for request_id in self._core.ready():
+            self._core.admit(request_id)
+        return self._core.step()
+
+    def abort(self, request_id: str) -> None:
+        """End a request; does nothing to one that has ended."""
+        self._core.abort(request_id)
 
     def statistics(self) -> Mapping[int, EngineStatistics]:
         """Rank -> its statistics after the last `run`."""
@@ -166,6 +186,37 @@ class EngineThread:
 
 class RankEngines(EngineThread):
     """Runs batches of requests on ranks in processes of their own. Methods as of `InProcessEngine`."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(options)
+        self._news: SimpleQueue[tuple[str, RequestOutput | Exception]] = SimpleQueue()
+        self._added: dict[str, Future[None]] = {}
+
+    def add(self, request: RequestInput) -> None:
+        """See `InProcessEngine`; that it cannot be served is raised by `step`."""
+        request_id = request.request_id
+        self._added[request_id] = self.begin(request, lambda output: self._news.put((request_id, output)))
+
+    def step(self) -> Sequence[RequestOutput]:
+        """Wait for what the next steps give; see `InProcessEngine`.
+
+        Raises:
+            RequestFailed: a request cannot be served.
+        """
+        outputs: list[RequestOutput] = []
+        while not outputs or not self._news.empty():
+            request_id, output = self._news.get()
+            if isinstance(output, Exception):
+                if outputs:  # they first, and the error in the next step
+                    self._news.put((request_id, output))
+                    break
+                raise RequestFailed(request_id) from output
+            outputs.append(output)
+        return outputs
+
+    def abort(self, request_id: str) -> None:
+        if (running := self._added.pop(request_id, None)) is not None:
+            running.cancel()
 
     def run(self, requests: Sequence[RequestInput], on_output: OnOutput) -> None:
         """See `InProcessEngine`. `on_output` is called in another thread, one call at a time."""

@@ -22,6 +22,7 @@ from serving.offline.options import FrontOptions
 from serving.offline.prompts import ReadPrompt
 from serving.offline.sampling_params import NO_LIMIT, RequestOutputKind, SamplingParams
 from serving.requests import RequestInput
+from serving.structured import GrammarChecks, StructuredOutputsParams
 from serving.text.bad_words import bad_token_sequences
 from serving.text.detokenizer import TextStream
 from serving.text.tokenizer import Vocabulary
@@ -66,6 +67,7 @@ class Front:
         self.tokenizer = tokenizer
         self.defaults = _defaults(model, options)
         self._vocabulary = None if tokenizer is None else Vocabulary.of(tokenizer)
+        self._grammars = None if tokenizer is None else GrammarChecks(lambda: tokenizer)
         self._max_logprobs = options.max_logprobs
         self._priorities = priorities
         self._seeds = None if options.seed is None else random.Random(options.seed)
@@ -107,9 +109,23 @@ class Front:
         self._check_logprobs(engines)
         if given.stop and self.tokenizer is None:
             raise ConfigError("stop strings need the tokenizer, which skip_tokenizer_init left out.")
-        if given.structured_outputs is not None:
-            raise RequestError("structured_outputs: output formats are not enforced yet.", param="structured_outputs")
-        return Plan(given, self._without_bad_words(engines, given, info))
+        engines = self._without_bad_words(engines, given, info)
+        form = given.structured_outputs
+        return Plan(given, engines if form is None else replace(engines, grammar=self.grammar(form)))
+
+    def grammar(self, form: StructuredOutputsParams) -> str:
+        """The grammar of a form of outputs, once it was tried. What was tried is remembered; any thread may call it.
+
+        Raises:
+            RequestError: it is not valid, or cannot be enforced within the limits.
+        """
+        if self._grammars is None:
+            raise ConfigError("structured outputs need the tokenizer, which skip_tokenizer_init left out.")
+        try:
+            return self._grammars.grammar_now(form)
+        except RequestError as error:
+            where = f"structured_outputs.{error.param}"
+            raise RequestError(f"{where}: {error}", param=where) from error
 
     def _check_logprobs(self, params: model_runner.SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):
@@ -152,12 +168,14 @@ class Front:
         priority: int = 0,
         group: str = "",
         streams: bool = False,
+        engine_id: str | None = None,
         tokenization: Mapping[str, Any] | None = None,
     ) -> Job:
         """The job of a prompt.
 
         Args:
             group: see `RequestInput`.
+            engine_id: the engine's name for the request; by default the same.
             streams: its outputs are looked at while they are generated.
             tokenization: `add_special_tokens` and `truncate_prompt_tokens`, as vLLM's `tokenization_kwargs`.
 
@@ -177,9 +195,9 @@ class Front:
         count = 1 if given is None else given.n
         outputs = []
         for index, params in enumerate(self._params(plan, count, info.max_model_len - len(token_ids))):
-            request = RequestInput(
-                f"{request_id}-{index}" if count > 1 else request_id, token_ids, params, priority, group
-            )
+            name = engine_id or request_id
+            name = f"{name}-{index}" if count > 1 else name
+            request = RequestInput(name, token_ids, params, priority, group)
             stopping = given is not None and bool(given.stop)
             text = self._text(token_ids, given, params)
             outputs.append(RunningOutput(index, request, text, not (stopping or streams), self._silent_stop(params)))

@@ -89,7 +89,10 @@ REFUSED: Mapping[str, _Asks] = {
     "worker_extension_cls": _WORKERS,
     "scheduler_cls": _Asks("the scheduler is this project's; see scheduling_policy"),
     "compilation_config": _Asks("nothing is compiled; use cudagraph_mode and cudagraph_capture_sizes", ({},)),
-    "structured_outputs_config": _Asks("grammars are llguidance's; a request says what it wants", ({},)),
+    "structured_outputs_config": _Asks(
+        "grammars are llguidance's; SamplingParams(structured_outputs=...) says what form an output has",
+        ({}, {"backend": "auto"}, {"backend": "guidance"}),
+    ),
     "reasoning_parser": _Asks("an output has its whole text, reasoning too; split it at the model's marker"),
     "logprobs_mode": _Asks("log-probabilities are the model's own, before temperature and penalties"),
     "logits_processors": _Asks("no code runs on logits; use logit_bias, allowed_token_ids or bad_words", ([], ())),
