@@ -20,6 +20,8 @@ NAMES: Mapping[str, str] = {
     "LoRARequest": "there are no LoRA adapters; merge one into the checkpoint",
     "AsyncLLMEngine": "it is called AsyncLLM",
     "ModelRegistry": "use model_runner.register_model",
+    **dict.fromkeys(("KVTransferConfig", "ECTransferConfig"), "keys and values are not exchanged with other servers"),
+    **dict.fromkeys(("CompilationConfig", "PoolerConfig"), "an LLM's options are plain values; see EngineArgs"),
 }
 """Name in vLLM's package -> why it is not here, or what to use."""
 

@@ -19,7 +19,8 @@ from ubatch.errors import shown
 MAX_LOGPROBS = 20
 PROFILE_FOLDER = "VLLM_TORCH_PROFILER_DIR"
 """vLLM's environment variable for the folder that profiles are written to."""
-_OF_SERVER = frozenset(Server.model_fields) - {"log_level"}
+_RANKS = "VLLM_DP_SIZE"
+_OF_SERVER = frozenset(Server.model_fields) - frozenset(EngineArgs.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,11 @@ def resolve_options(model: str | Path, options: Mapping[str, Any]) -> tuple[Sett
     Raises:
         ConfigError: an unknown option, a wrong value, a contradiction, or an option that is not offered.
     """
+    if os.environ.get(_RANKS, "1") != "1":
+        raise ConfigError(
+            f"{_RANKS} is set, as by a script that starts its data-parallel ranks, but an LLM starts them by itself. "
+            "Make one LLM(data_parallel_size=...) in place of one per rank."
+        )
     for name in sorted(set(options) & _OF_SERVER):
         raise ConfigError(f"{name} is for `ubatch serve`, and LLM has no server. Remove it.")
     known = {name: value for name, value in options.items() if name in EngineArgs.__dataclass_fields__}
