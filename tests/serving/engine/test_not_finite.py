@@ -141,12 +141,12 @@ def test_who_runs_out_of_tokens_is_not_corrupted(models: Callable[[str], Path], 
             )
             *own, bad_one = (each.outputs[0] for each in together[:4])
             good = [each.outputs[0] for each in together[4:]]
-            assert [each.token_ids for each in own] == [(7, 7)] * 3
+            assert [each.token_ids for each in own] == [[7, 7]] * 3
             assert {each.finish_reason for each in own} == {FinishReason.NO_TOKEN_LEFT}
             assert all("bad_words" in str(each.error) for each in own)
             assert bad_one.finish_reason is FinishReason.ERROR
             if loop != "rejection":  # who shares a step has a say in how many drafts it has
-                assert [each.token_ids for each in good] == clean
+                assert [tuple(each.token_ids) for each in good] == clean
         statistics = llm.statistics[0]
         assert (statistics.corrupted_requests, statistics.num_running, statistics.num_waiting) == (2, 0, 0)
         if loop in ("drafts", "rejection"):
