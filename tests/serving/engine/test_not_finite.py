@@ -144,7 +144,7 @@ def test_who_runs_out_of_tokens_is_not_corrupted(models: Callable[[str], Path], 
             assert [each.token_ids for each in own] == [[7, 7]] * 3
             assert {each.finish_reason for each in own} == {FinishReason.NO_TOKEN_LEFT}
             assert all("bad_words" in str(each.error) for each in own)
-            assert bad_one.finish_reason is FinishReason.ERROR
+            assert bad_one.finish_reason == "error"
             if loop != "rejection":  # who shares a step has a say in how many drafts it has
                 assert [tuple(each.token_ids) for each in good] == clean
         statistics = llm.statistics[0]
@@ -184,7 +184,7 @@ def test_its_pages_are_not_shared(models: Callable[[str], Path]) -> None:
             assert output.num_cached_tokens == 0
         (output,) = llm.generate([prompt], SamplingParams(max_tokens=2), use_tqdm=False)
         assert output.num_cached_tokens == 8  # another's, who is sound
-        assert output.outputs[0].finish_reason is FinishReason.ERROR
+        assert output.outputs[0].finish_reason == "error"
 
 
 @pytest.mark.sample(2)
