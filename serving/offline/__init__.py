@@ -10,6 +10,6 @@ metrics          the engines' statistics as vLLM's metrics
 not_offered      names of vLLM that are not here, and why
 """
 
-from serving.offline.metrics import Counter, Gauge, Metric, Vector
+from serving.offline.metrics import Counter, Gauge, Histogram, Metric, Vector
 
-__all__ = ["Counter", "Gauge", "Metric", "Vector"]
+__all__ = ["Counter", "Gauge", "Histogram", "Metric", "Vector"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Any
 
 from serving import requests
@@ -44,8 +45,21 @@ class Vector(Metric):
     values: list[int]
 
 
+@dataclass(frozen=True)
+class Histogram(Metric):
+    """Values counted by size.
+
+    Attributes:
+        buckets: upper bound as text -> how many values are not above it; the last one is `+Inf`.
+    """
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
 def read_metrics(statistics: Mapping[int, EngineStatistics]) -> list[Metric]:
-    """The metrics of all ranks. Histograms are of requests, and only a server keeps them; see `RequestOutput`."""
+    """The metrics of all ranks. Histograms of requests are a server's alone; see `RequestOutput.metrics`."""
     return [metric for rank, each in statistics.items() for metric in _of_rank(each, {"engine": str(rank)})]
 
 
@@ -61,6 +75,10 @@ def _read(about: requests.Metric, value: Any, labels: dict[str, str]) -> Iterato
     if isinstance(value, Mapping):
         for key, number in value.items():
             yield kind(about.name, labels | dict(zip(about.labels, key.split("/"), strict=False)), number)
+    elif about.kind == "histogram":
+        total, *counts = value
+        bounds = [*map(str, getattr(about, "buckets", ())), "+Inf"]
+        yield Histogram(about.name, labels, sum(counts), total, dict(zip(bounds, accumulate(counts), strict=True)))
     elif isinstance(value, Sequence):
         yield Vector(about.name, labels, list(value))
     else:

@@ -10,8 +10,7 @@ from typing import Any
 
 from serving.engine.rank.runner_setup import count_gpus
 from serving.offline.engine_args import EngineArgs
-from serving.options import Settings, resolve_keywords
-from serving.options.flags.server_flags import Server
+from serving.options import GENERATE, SERVE, Settings, resolve_keywords
 from serving.options.sources import read_keywords
 from ubatch import ConfigError
 from ubatch.errors import shown
@@ -20,7 +19,7 @@ MAX_LOGPROBS = 20
 PROFILE_FOLDER = "VLLM_TORCH_PROFILER_DIR"
 """vLLM's environment variable for the folder that profiles are written to."""
 _RANKS = "VLLM_DP_SIZE"
-_OF_SERVER = frozenset(Server.model_fields) - frozenset(EngineArgs.__dataclass_fields__)
+_OF_SERVER = SERVE.settings.keys() - GENERATE.settings.keys() - EngineArgs.__dataclass_fields__.keys()
 
 
 @dataclass(frozen=True)

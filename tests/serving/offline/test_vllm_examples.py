@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,8 @@ from serving import (
     StructuredOutputsParams,
     TokensPrompt,
 )
-from serving.offline import Counter, Gauge, Vector
+from serving.offline import Counter, Gauge, Histogram, Vector
+from serving.offline.metrics import _read
 from serving.offline.options import resolve_options
 from serving.options import to_engine_options
 from ubatch import ConfigError
@@ -239,6 +241,12 @@ def test_metrics(make_llm: MakeLLM) -> None:
     assert stats.num_generation_tokens == 16
     assert 0 < stats.first_token_ts < stats.last_token_ts
     assert 0 < stats.first_token_latency < 60
+
+
+def test_a_histogram_has_cumulative_buckets() -> None:
+    about: Any = SimpleNamespace(kind="histogram", name="x", buckets=(1, 8), labels=())
+    (metric,) = _read(about, (30, 2, 1, 1), {"engine": "0"})
+    assert metric == Histogram("x", {"engine": "0"}, 4, 30, {"1": 2, "8": 3, "+Inf": 4})
 
 
 def test_reproducibility(make_llm: MakeLLM) -> None:
