@@ -261,7 +261,7 @@ class LLM:
         return {} if self._engine is None else self._engine.statistics()
 
     def get_metrics(self) -> list[Metric]:
-        """The same as metrics of `serving.offline` (`Counter`, `Gauge`, `Histogram`, `Vector`), named as in `/metrics`."""
+        """The same as `Counter`, `Gauge`, `Histogram` and `Vector` of `serving.offline`, named as in `/metrics`."""
         return read_metrics(self.statistics)
 
     @property
