@@ -33,7 +33,8 @@ from serving.text.tokenizer import check_tokenizer
 from ubatch import ConfigError, DeclineReason
 
 if TYPE_CHECKING:
-    from serving.llm import LLM, LLMOutput
+    from serving.llm import LLM
+    from serving.offline.outputs import RequestOutput
 
 _MOST_PROMPTS_AT_ONCE = 256
 
@@ -164,7 +165,7 @@ def print_notes(program: str, notes: Iterable[str]) -> None:
         print(f"{program}: note: {note}", file=sys.stderr)
 
 
-def print_generated(llm: LLM, outputs: Sequence[LLMOutput]) -> None:
+def print_generated(llm: LLM, outputs: Sequence[RequestOutput]) -> None:
     """Print the completions, then one line about the steps, then the memory of each process."""
     for output in outputs:
         (completion,) = output.outputs

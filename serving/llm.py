@@ -1,87 +1,58 @@
-"""Offline use: `LLM(model).generate(prompts, params)`."""
+"""Offline use: `LLM(model).generate(prompts, params)`, as vLLM's scripts call it."""
 
 from __future__ import annotations
 
 import itertools
-import logging
-import operator
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from tqdm import tqdm
 
-from model_runner import FAULTS, FinishReason, RequestError, SamplingParams, TokenLogprobs
+from model_runner import RequestError
 from serving.engine.offline import OfflineEngine, make_offline_engine
-from serving.logs import log_event
-from serving.options import Settings, chosen_dtype, fetch_checkpoints, notes, resolve_keywords, to_engine_options
-from serving.options.flags.server_flags import Server
-from serving.options.flags.turn_flags import Turns
-from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput
-from serving.text.bad_words import bad_token_sequences
-from serving.text.detokenizer import TextStream
-from serving.text.tokenizer import load_tokenizer
+from serving.offline.conversations import ChatOptions, Message, conversation_text, conversations_in
+from serving.offline.engine_args import EngineArgs
+from serving.offline.front import AnyParams, Former
+from serving.offline.jobs import Job
+from serving.offline.metrics import Metric, read_metrics
+from serving.offline.not_offered import not_offered
+from serving.offline.opening import Opened, opened, opened_settings
+from serving.offline.options import FrontOptions
+from serving.offline.outputs import CompletionOutput, RequestOutput
+from serving.offline.prompts import Prompt, ReadPrompt, read_prompts
+from serving.offline.sampling_params import SamplingParams
+from serving.options import Settings
+from serving.requests import EngineStatistics
+from serving.requests import RequestOutput as Step
 from ubatch import ConfigError, UBatchError
 from ubatch.errors import shown
 
-_logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-_OF_SERVER = frozenset((*Server.model_fields, *Turns.model_fields)) - {"log_level"}
-
-Prompt: TypeAlias = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class CompletionResult:
-    """The output generated for a prompt.
-
-    Attributes:
-        text: detokenised, without the stop string or stop token; empty without a tokenizer.
-        token_ids: the generated tokens, the stop token included.
-        finish_reason: `stop`, `length`, or a failure: `error` (the logits are not finite) or `no_token_left` (the
-            sampling parameters forbid every token). The property `error` then describes it.
-        stop_reason: the stop string or stop token that ended the text; None if neither did.
-        logprobs: one per token if `SamplingParams.logprobs` asks for them; else empty.
-        drafts: tokens guessed ahead, and how many of them were right.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    stop_reason: str | int | None = None
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    drafts: DraftCounts = field(default_factory=DraftCounts)
-
-    @property
-    def error(self) -> str | None:
-        """Why generation failed; None if it did not."""
-        return FAULTS.get(self.finish_reason)
+_Options = ParamSpec("_Options")
+_Progress = bool | Callable[..., tqdm]
 
 
-@dataclass(frozen=True)
-class LLMOutput:
-    """A prompt and its output.
+def _takes(
+    _: Callable[_Options, EngineArgs],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, _Options], None]]:
+    """Type a constructor's keywords, for editors, as the fields of `EngineArgs`."""
 
-    Attributes:
-        prompt: the prompt's text; None if it was given as tokens.
-        prompt_token_ids: the prompt's tokens.
-        outputs: always one output.
-        prompt_logprobs: one per prompt token (None for the first) if `SamplingParams.prompt_logprobs` asks for
-            them; else None.
-        num_cached_tokens: prompt tokens whose keys and values were in the prefix cache.
-    """
+    def typed(function: Callable[..., None]) -> Callable[Concatenate[Any, _Options], None]:
+        return function
 
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    outputs: tuple[CompletionResult, ...]
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    num_cached_tokens: int = 0
+    return typed
 
 
 class LLM:
-    """A model, ready to generate. Close it, or use it in a `with` statement.
+    """A model, ready to generate. Close it, or use it in a `with` statement; else it ends with the process.
 
     A single rank of one process runs in the caller's process. Several processes are spawned, and each imports the main
     module again: a script must then keep its code behind `if __name__ == "__main__":`.
@@ -90,13 +61,12 @@ class LLM:
 
     Args:
         model: folder of a Hugging Face checkpoint, or its name on the hub (then also `revision`, `download_dir`).
-        data_parallel_size: number of ranks.
-        tensor_parallel_size: processes per rank; they share its attention heads and dense layers.
-        enable_expert_parallel: the ranks share the experts, and step together.
-        enable_dbo: overlap microbatches; off by default.
-        skip_tokenizer_init: load no tokenizer: prompts are tokens, and outputs have no text.
-        options: any other setting of `ubatch serve`, except the HTTP server's, in snake case: `max_num_seqs`,
-            `kv_cache_memory`, ...
+        options: the fields of `EngineArgs`, which tells of them: any setting of `ubatch serve`, except the HTTP
+            server's, in snake case, and vLLM's options.
+
+    Attributes:
+        tokenizer: the checkpoint's; None with `skip_tokenizer_init`.
+        options: the engines' options.
 
     Raises:
         ConfigError: an unknown option, a wrong value, a contradiction, or no tokenizer.
@@ -104,76 +74,58 @@ class LLM:
         EngineDead: a rank did not start.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        data_parallel_size: int = 1,
-        tensor_parallel_size: int = 1,
-        enable_expert_parallel: bool = False,
-        enable_dbo: bool | None = None,
-        skip_tokenizer_init: bool = False,
-        **options: Any,
-    ) -> None:
-        keywords = {
-            "log_level": "warning",
-            "data_parallel_size": data_parallel_size,
-            "tensor_parallel_size": tensor_parallel_size,
-            "enable_expert_parallel": enable_expert_parallel,
-            **options,
-        }
-        if enable_dbo is not None:  # the caller may have set its alias, `enable_two_batch_overlap`
-            keywords["enable_dbo"] = enable_dbo
-        for name in sorted(set(options) & _OF_SERVER):
-            raise ConfigError(f"{name} is for `ubatch serve`, and LLM has no server. Remove it.")
-        settings = resolve_keywords(model, keywords)
-        for note in notes(settings):
-            log_event(_logger, note, level=logging.WARNING)
-        for choice in chosen_dtype(settings):
-            log_event(_logger, choice)
-        self._open(settings, skip_tokenizer_init=skip_tokenizer_init)
+    @_takes(EngineArgs)
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        self._open(opened(model, options))
 
     @classmethod
     def from_settings(cls, settings: Settings) -> LLM:
         """Make an `LLM` from a command's settings; the command has printed their notes already."""
         llm = cls.__new__(cls)
-        llm._open(settings, skip_tokenizer_init=False)
+        llm._open(opened_settings(settings, FrontOptions()))
         return llm
 
-    def _open(self, settings: Settings, *, skip_tokenizer_init: bool) -> None:
-        self.options = to_engine_options(settings)
-        if self.options.node_rank > 0:
-            raise ConfigError(
-                "LLM runs on machine 0. On the others call `ubatch serve` or `ubatch generate` with the same settings."
-            )
-        self.tokenizer: Any = None if skip_tokenizer_init else load_tokenizer(self.options.model)
-        fetch_checkpoints(settings)
+    def _open(self, found: Opened) -> None:
+        self.options, self.tokenizer = found.options, found.tokenizer
+        self._front, self._profile_folder = found.front, found.profile_folder
         self._numbers = itertools.count()
         self._one_at_a_time = threading.RLock()  # re-entrant: a signal handler may call `close` during a call
         self._engine: OfflineEngine | None = make_offline_engine(self.options)
+        self._forgotten: weakref.finalize[Any, LLM] | None = None
+        if self._engine is not None:  # an LLM that nobody has any more frees its model: scripts write `del llm`
+            self._forgotten = weakref.finalize(self, self._engine.close)
+            self._forgotten.atexit = False
+
+    # -- generation ---------------------------------------------------------------------------------------------
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: AnyParams | Sequence[AnyParams] | None = None,
         *,
+        use_tqdm: _Progress = True,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         stop: str | Sequence[str] | None = None,
         bad_words: str | Sequence[str] | None = None,
-        include_stop_str_in_output: bool = False,
-        skip_special_tokens: bool = True,
-        use_tqdm: bool = True,
-    ) -> list[LLMOutput]:
+        include_stop_str_in_output: bool | None = None,
+        skip_special_tokens: bool | None = None,
+    ) -> list[RequestOutput]:
         """Generate for every prompt.
 
         Args:
-            prompts: a text or a list of tokens, or several of them.
-            sampling_params: one for all prompts, or one per prompt; greedy with 16 tokens by default.
-            stop: strings that end a text, once it has `min_tokens`; at most 64, of at most 1000 characters each.
-            bad_words: words that are never generated, besides `bad_token_sequences`; at most 128, of at most 200
-                characters each, and 4096 tokens in all.
-            include_stop_str_in_output: the stop string, or the text of the stop token, is part of the text.
-            skip_special_tokens: leave special tokens out of the text.
-            use_tqdm: show progress if standard error is a terminal.
+            prompts: a text, a list of tokens, a dict with `prompt` or `prompt_token_ids`, or several of them.
+            sampling_params: one for all prompts, or one per prompt; `get_default_sampling_params()` by default. The
+                engine's own (`model_runner.SamplingParams`, greedy by default) are taken, too.
+            use_tqdm: show progress if standard error is a terminal; or what makes the bar, as `tqdm`.
+            lora_request: None; there are no adapters.
+            priority: one per prompt; lower runs earlier. It needs `scheduling_policy="priority"`.
+            tokenization_kwargs: `add_special_tokens`, `truncate_prompt_tokens`.
+            mm_processor_kwargs: None; models read text only.
+            stop, bad_words, include_stop_str_in_output, skip_special_tokens: deprecated; they are fields of
+                `SamplingParams`.
 
         Returns:
             One output per prompt, in their order.
@@ -182,42 +134,135 @@ class LLM:
             RequestError, KVCacheExhausted: a prompt cannot be served. The other prompts' outputs are lost.
             EngineDead: a rank died.
         """
-        given = _prompts(prompts)
-        each = _one_each(sampling_params if sampling_params is not None else SamplingParams(), len(given))
-        stops, words = _strings("stop", stop), _strings("bad_words", bad_words)
-        if stops and self.tokenizer is None:
-            raise ConfigError("stop strings need the tokenizer, which skip_tokenizer_init left out.")
+        former = {
+            "stop": stop,
+            "bad_words": bad_words,
+            "include_stop_str_in_output": include_stop_str_in_output,
+            "skip_special_tokens": skip_special_tokens,
+        }
+        if any(value is not None for value in former.values()):
+            sampling_params = self._with_former(sampling_params, former)
+        _refuse_adapters(lora_request, mm_processor_kwargs)
+        return self._run(read_prompts(prompts), sampling_params, use_tqdm, priority, tokenization_kwargs or {})
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: AnyParams | Sequence[AnyParams] | None = None,
+        use_tqdm: _Progress = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several.
+
+        Args:
+            messages: a conversation, a list of dicts with `role` and `content` (a text or text parts), or several.
+            chat_template: the text of another template than the checkpoint's.
+            chat_template_content_format: `auto`, `string` or `openai`; what the template reads is found by trial.
+            add_generation_prompt: the prompt ends with the beginning of the assistant's turn.
+            continue_final_message: the answer continues the last message; then without `add_generation_prompt`.
+            tools: tools that the template describes; a call of one is in the output's text.
+            chat_template_kwargs: variables of the template, such as `enable_thinking`.
+            sampling_params, use_tqdm, lora_request, tokenization_kwargs, mm_processor_kwargs: see `generate`.
+
+        Returns:
+            One output per conversation; `prompt` is what the template wrote.
+
+        Raises:
+            RequestError, KVCacheExhausted: a conversation cannot be answered, or there is no template.
+            EngineDead: a rank died.
+        """
+        _refuse_adapters(lora_request, mm_processor_kwargs)
+        options = ChatOptions(
+            chat_template,
+            chat_template_content_format,
+            add_generation_prompt,
+            continue_final_message,
+            tools,
+            chat_template_kwargs or {},
+        )
+        with self._one_at_a_time:
+            tokenizer = self.get_tokenizer()
+            texts = [conversation_text(tokenizer, each, options) for each in conversations_in(messages)]
+            own = {"add_special_tokens": False, **(tokenization_kwargs or {})}  # the template writes them itself
+            return self._run([ReadPrompt(text, None) for text in texts], sampling_params, use_tqdm, None, own)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The checkpoint's tokenizer.
+
+        Raises:
+            ConfigError: `skip_tokenizer_init` left it out.
+        """
+        if self.tokenizer is None:
+            raise ConfigError("there is no tokenizer: skip_tokenizer_init left it out.")
+        tokenizer: PreTrainedTokenizerBase = self.tokenizer
+        return tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The sampling parameters of the checkpoint's `generation_config.json` (`generation_config` names another), and
+        those of `SamplingParams()` for the rest."""
+        return self._front.default_params()
+
+    def _run(
+        self,
+        prompts: Sequence[ReadPrompt],
+        params: Any,
+        use_tqdm: _Progress,
+        priority: Sequence[int] | None,
+        tokenization: Mapping[str, Any],
+    ) -> list[RequestOutput]:
+        priorities = [0] * len(prompts) if priority is None else list(priority)
+        if len(priorities) != len(prompts):
+            raise RequestError(
+                f"{len(priorities)} priorities for {len(prompts)} prompts; give one each.", param="priority"
+            )
         with self._one_at_a_time:  # a tokenizer, too, is not thread-safe
             engine = self._running()
-            each = self._without_bad_words(engine, each, words)
-            jobs: dict[str, _Job] = {}
-            for prompt, params in zip(given, each, strict=True):
-                text, token_ids = None, self._encode(prompt)
-                if self.tokenizer is not None:
-                    text = TextStream(
-                        self.tokenizer,
-                        prompt=token_ids,
-                        stop=stops,
-                        include_stop_str_in_output=include_stop_str_in_output,
-                        skip_special_tokens=skip_special_tokens,
-                        min_tokens=params.min_tokens,
-                    )
-                request = RequestInput(f"llm-{next(self._numbers)}", token_ids, params, group="llm")
-                jobs[request.request_id] = _Job(prompt, request, text, bool(stops))
-            with tqdm(total=len(jobs), unit="prompt", disable=None if use_tqdm else True, leave=False) as bar:
+            plans = self._front.plans(params, len(prompts), engine.info)
+            jobs = [
+                self._front.job(
+                    str(next(self._numbers)),
+                    prompt,
+                    plan,
+                    engine.info,
+                    priority=wanted,
+                    group="llm",
+                    tokenization=tokenization,
+                )
+                for prompt, plan, wanted in zip(prompts, plans, priorities, strict=True)
+            ]
+            _serve(engine, jobs, use_tqdm)
+            return [job.result() for job in jobs]
 
-                def on_output(output: RequestOutput) -> bool:
-                    goes_on = jobs[output.request_id].take(output)
-                    bar.update(not goes_on)
-                    return goes_on
+    def _with_former(self, params: Any, former: Mapping[str, Any]) -> Any:
+        """The sampling parameters with the arguments that `generate` had before they were fields of these."""
+        given = {name: value for name, value in former.items() if value is not None}
+        message = (
+            f"LLM.generate({', '.join(f'{name}=...' for name in given)}) goes away in the next release: it is "
+            f"serving.SamplingParams({', '.join(f'{name}=...' for name in given)})."
+        )
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
+        if isinstance(params, Sequence):
+            return [_former(each, given) for each in params]
+        return _former(self.get_default_sampling_params() if params is None else params, given)
 
-                engine.run([job.request for job in jobs.values()], on_output)
-            return [job.result() for job in jobs.values()]
+    # -- what is seen -------------------------------------------------------------------------------------------
 
     @property
     def statistics(self) -> Mapping[int, EngineStatistics]:
         """Every rank's state and totals, as last reported; empty once closed."""
         return {} if self._engine is None else self._engine.statistics()
+
+    def get_metrics(self) -> list[Metric]:
+        """The same as `Counter`, `Gauge`, `Histogram` and `Vector` of `serving.offline`, named as in `/metrics`."""
+        return read_metrics(self.statistics)
 
     @property
     def memory(self) -> str:
@@ -233,11 +278,12 @@ class LLM:
         with self._one_at_a_time:
             self._running().start_profile()
 
-    def stop_profile(self, folder: Path) -> list[Path]:
+    def stop_profile(self, folder: str | Path | None = None) -> list[Path]:
         """Stop recording; every process writes a Chrome trace, which `ubatch trace --files` shows.
 
         Args:
-            folder: where to write. Processes on other machines write to a new temporary folder there.
+            folder: where to write; by default `profiler_config`'s `torch_profiler_dir`, or VLLM_TORCH_PROFILER_DIR, or
+                a new temporary folder. Processes on other machines write to a new temporary folder there.
 
         Returns:
             The files, in the order of the processes.
@@ -247,12 +293,18 @@ class LLM:
             EngineDead: a rank died.
         """
         with self._one_at_a_time:
-            return self._running().stop_profile(folder)
+            engine = self._running()
+            where = folder or self._profile_folder
+            return engine.stop_profile(Path(mkdtemp(prefix="ubatch-profile-") if where is None else where))
+
+    # -- its end ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Free the model, and end the ranks' processes."""
         with self._one_at_a_time:
             engine, self._engine = self._engine, None
+            if self._forgotten is not None:
+                self._forgotten.detach()
             if engine is not None:
                 engine.close()
 
@@ -267,102 +319,48 @@ class LLM:
             raise UBatchError("this LLM was closed.")
         return self._engine
 
-    def _without_bad_words(
-        self, engine: OfflineEngine, params: list[SamplingParams], words: Sequence[str]
-    ) -> list[SamplingParams]:
-        """Add the words' tokens to the bad token sequences of the sampling parameters."""
-        if not words:
-            return params
-        if self.tokenizer is None:
-            raise ConfigError("bad words need the tokenizer, which skip_tokenizer_init left out.")
-        bad = bad_token_sequences(self.tokenizer, words, engine.info.vocab_size)
-        try:
-            changed = {id(own): replace(own, bad_token_sequences=own.bad_token_sequences + bad) for own in params}
-        except RequestError as error:
-            raise RequestError(f"with the tokens of bad_words: {error}", param=error.param) from error
-        return [changed[id(own)] for own in params]
+    if not TYPE_CHECKING:  # for editors the names that are not offered are not there
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            try:
-                return [operator.index(token) for token in prompt]
-            except TypeError as error:
-                raise RequestError(f"a prompt is a text or a list of token ids, not {shown(prompt)}.") from error
-        if self.tokenizer is None:
-            raise ConfigError("give prompts as tokens: skip_tokenizer_init left the tokenizer out.")
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"the prompt is no text: it has half of a surrogate pair ({error}).") from error
-        tokens: list[int] = self.tokenizer.encode(prompt)
-        return tokens
+        def __getattr__(self, name: str) -> Any:
+            raise not_offered("LLM", name)
 
 
-@dataclass
-class _Job:
-    """A prompt, and its outputs so far."""
+def _serve(engine: OfflineEngine, jobs: Sequence[Job], use_tqdm: _Progress) -> None:
+    """Run the jobs to their ends."""
+    places = {request.request_id: (job, index) for job in jobs for index, request in enumerate(job.requests)}
 
-    prompt: Prompt
-    request: RequestInput
-    text: TextStream | None
-    stops: bool
-    outputs: list[RequestOutput] = field(default_factory=list)
+    def on_output(step: Step) -> bool:
+        job, index = places[step.request_id]
+        goes_on = job.take(index, step)
+        bar.update(not goes_on and job.finished)
+        return goes_on
 
-    def take(self, output: RequestOutput) -> bool:
-        """Add a step's output; False once the prompt needs no more tokens."""
-        self.outputs.append(output)
-        if self.stops and self.text is not None:
-            self.text.take(output)
-            return output.finish_reason is None and self.text.stopped is None
-        return output.finish_reason is None
-
-    def result(self) -> LLMOutput:
-        """The finished output."""
-        whole, text = RequestOutput.merged(self.outputs), self.text
-        if text is not None and not self.stops:
-            text.take(whole)  # all at once
-        count, reason = len(whole.token_ids), whole.finish_reason or FinishReason.STOP
-        stopped: str | int | None = whole.stop_token
-        if text is not None and text.stopped is not None:
-            stopped, count, reason = text.stopped, text.num_tokens, FinishReason.STOP
-        completion = CompletionResult(
-            text="" if text is None else text.text,
-            token_ids=tuple(whole.token_ids[:count]),
-            finish_reason=reason,
-            stop_reason=stopped,
-            logprobs=tuple(whole.logprobs[:count]),
-            drafts=whole.drafts,
-        )
-        return LLMOutput(
-            self.prompt if isinstance(self.prompt, str) else None,
-            tuple(self.request.token_ids),
-            (completion,),
-            None if whole.prompt_logprobs is None else tuple(whole.prompt_logprobs),
-            whole.num_cached_tokens,
-        )
+    make = tqdm if isinstance(use_tqdm, bool) else use_tqdm
+    shown_ = None if use_tqdm else True  # None: if standard error is a terminal
+    with make(total=len(jobs), unit="prompt", disable=shown_, leave=False) as bar:
+        engine.run([request for job in jobs for request in job.requests], on_output)
 
 
-def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [cast(Prompt, prompts)]
-    return list(cast(Sequence[Prompt], prompts))
+def _former(params: AnyParams, given: Mapping[str, Any]) -> SamplingParams | Former:
+    """Parameters with former arguments of `generate`."""
+    return replace(params, **given) if isinstance(params, SamplingParams) else Former(params, SamplingParams(**given))
 
 
-def _strings(name: str, given: object) -> tuple[Any, ...]:
-    """One string, several or None, as a tuple of strings."""
-    if given is None:
-        return ()
-    if isinstance(given, str):
-        return (given,)
-    if isinstance(given, bytes) or not isinstance(given, Iterable):
-        raise RequestError(f"{name} must be a string or a list of strings, not {shown(given)}.", param=name)
-    return tuple(given)
+def _refuse_adapters(lora_request: object, mm_processor_kwargs: object) -> None:
+    if lora_request is not None and lora_request != []:
+        raise RequestError("lora_request is not supported: there are no LoRA adapters.", param="lora_request")
+    if mm_processor_kwargs:
+        message = f"mm_processor_kwargs {shown(mm_processor_kwargs)}: models read text only."
+        raise RequestError(message, param="mm_processor_kwargs")
 
 
-def _one_each(params: SamplingParams | Iterable[SamplingParams], count: int) -> list[SamplingParams]:
-    each = [params] * count if isinstance(params, SamplingParams) else list(params)
-    for kind in set(map(type, each)) - {SamplingParams}:
-        raise RequestError(f"sampling_params must be SamplingParams, or one each, not a {kind.__name__}.")
-    if len(each) != count:
-        raise RequestError(f"{len(each)} sampling parameters for {count} prompts; give one for all or one each.")
-    return each
+_RENAMED = {"LLMOutput": RequestOutput, "CompletionResult": CompletionOutput}
+
+
+def __getattr__(name: str) -> Any:
+    kind = _RENAMED.get(name)
+    if kind is None:
+        raise AttributeError(f"module 'serving.llm' has no attribute {name!r}")
+    message = f"serving.llm.{name} is gone in the next release. It is serving.{kind.__name__}."
+    warnings.warn(message, DeprecationWarning, stacklevel=2)
+    return kind

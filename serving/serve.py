@@ -36,7 +36,7 @@ def _check_answers(settings: Settings, model: Path) -> None:
     if settings["chat_template"] is not None:
         read_template(settings["chat_template"])
     if settings.given("generation_config") or settings.given("override_generation_config"):
-        from serving.api.sampling import request_defaults  # takes a second
+        from serving.generation_config import request_defaults  # takes a second
 
         request_defaults(model, settings["generation_config"], settings["override_generation_config"])
 

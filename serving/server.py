@@ -39,9 +39,9 @@ from serving.api.http.connections import (
 )
 from serving.api.http.counted import HttpMetrics
 from serving.api.request_log import RequestLog
-from serving.api.sampling import request_defaults
 from serving.engine.client import EngineClient
 from serving.engine.run_folder import RunFolder
+from serving.generation_config import request_defaults
 from serving.logs import log_event
 from serving.metrics import make_registry, show_cache
 from serving.options import Command, Settings, chosen_dtype

@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import resource
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
+from multiprocessing.process import current_process
 from typing import TypeAlias
 
 from serving.engine.options import EngineOptions
@@ -44,6 +46,20 @@ def require_descriptors(options: EngineOptions) -> None:
         )
 
 
+_UNGUARDED = 78
+"""Exit status of a rank whose main module would start ranks itself while it is imported."""
+_UNGUARDED_TEXT = (
+    'the script starts its ranks outside `if __name__ == "__main__":`. Ranks are processes that import the script, so '
+    "each would start ranks of its own. Put what the script does into a function, and call it behind that line."
+)
+
+
+def refuse_unguarded_main() -> None:
+    """End this process, if it is a rank that still imports the script that has started it; `LocalEngines` says why."""
+    if getattr(current_process(), "_inheriting", False):  # what multiprocessing's own check looks at
+        sys.exit(_UNGUARDED)
+
+
 class LocalEngines:
     """Starts one process for every rank of this node. They end with this process at the latest."""
 
@@ -78,7 +94,10 @@ class LocalEngines:
 
     def ended(self, rank: int) -> Failed:
         """The report of a rank whose process has ended."""
-        return Failed(rank, how_it_ended(self._processes[rank]))
+        how = how_it_ended(self._processes[rank])
+        if self.exit_status(rank) == _UNGUARDED:
+            return Failed(rank, _UNGUARDED_TEXT, kind=ConfigError.__name__)
+        return Failed(rank, how)
 
     def join(self, timeout_s: float) -> bool:
         """Wait until all processes have ended; returns False if some still run after `timeout_s`."""

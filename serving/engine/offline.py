@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
 from serving.engine.client import EngineClient, EngineInfo
@@ -14,7 +16,7 @@ from serving.engine.options import EngineOptions
 from serving.engine.rank.build import make_core, make_runner, warm_up
 from serving.engine.rank.runner_setup import describe_memory
 from serving.engine.rank.tracing import profile_file, profile_name
-from serving.requests import EngineStatistics, RequestInput, RequestOutput
+from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
 from ubatch import UBatchError
 
 T = TypeVar("T")
@@ -24,6 +26,10 @@ _GRAMMAR_S = 1.0
 
 OnOutput: TypeAlias = Callable[[RequestOutput], bool]
 """Called with every output; False ends its request."""
+
+
+class RequestFailed(UBatchError):
+    """The request of this id cannot be served, for the error that is its cause."""
 
 
 class InProcessEngine:
@@ -52,24 +58,39 @@ class InProcessEngine:
             RequestError, KVCacheExhausted: a request cannot be served.
             EngineDead: a rank died.
         """
-        core = self._core
         running: set[str] = set()
         try:
             for request in requests:
-                core.add(request)
+                self.add(request)
                 running.add(request.request_id)
             while running:
-                core.wait(_GRAMMAR_S)
-                for request_id in core.ready():
-                    core.admit(request_id)
-                for output in core.step():
+                for output in self.step():
                     if not on_output(output) or output.finish_reason is not None:
-                        core.abort(output.request_id)  # which does nothing to a request that has ended
+                        self.abort(output.request_id)
                         running.discard(output.request_id)
         finally:
             for request_id in running:
-                core.abort(request_id)
-            core.drain()
+                self.abort(request_id)
+            self._core.drain()
+
+    def add(self, request: RequestInput) -> None:
+        """Add a request, which `step` serves.
+
+        Raises:
+            RequestError, KVCacheExhausted: it cannot be served.
+        """
+        self._core.add(request)
+
+    def step(self) -> Sequence[RequestOutput]:
+        """Run one step; returns what it gave to each request. Call it while there are requests."""
+        self._core.wait(_GRAMMAR_S)
+        for request_id in self._core.ready():
+            self._core.admit(request_id)
+        return self._core.step()
+
+    def abort(self, request_id: str) -> None:
+        """End a request; does nothing to one that has ended."""
+        self._core.abort(request_id)
 
     def statistics(self) -> Mapping[int, EngineStatistics]:
         """Rank -> its statistics after the last `run`."""
@@ -92,55 +113,54 @@ class InProcessEngine:
         self._runner.close()
 
 
-class RankEngines:
-    """Runs ranks in processes of their own, with an `EngineClient` in a thread. Methods as of `InProcessEngine`."""
+class EngineThread:
+    """Ranks in processes of their own, with an `EngineClient` in a thread that has an event loop.
+
+    Attributes:
+        client: the engines; its coroutines run in the thread, by `call`.
+        info: what they serve.
+    """
 
     def __init__(self, options: EngineOptions) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine client", daemon=True)
         self._thread.start()
         try:
-            self._client = self._call(EngineClient.start(options))
-            self.info = self._client.info
+            self.client = self.call(EngineClient.start(options))
+            self.info = self.client.info
         except BaseException:
             self._stop_loop()
             raise
 
-    def run(self, requests: Sequence[RequestInput], on_output: OnOutput) -> None:
-        """See `InProcessEngine`. `on_output` is called in another thread, one call at a time."""
-        self._call(self._run(requests, on_output))
-
-    def statistics(self) -> Mapping[int, EngineStatistics]:
-        return dict(self._client.statistics)
-
-    def start_profile(self) -> None:
-        self._call(self._client.start_profile())
-
-    def stop_profile(self, folder: Path) -> list[Path]:
-        return self._call(self._client.stop_profile(folder))
-
     def close(self) -> None:
-        if not self._loop.is_closed():
-            self._call(self._client.close())
+        """End the engines. In the thread itself, where garbage collection may call it, another one does so."""
+        if threading.current_thread() is self._thread:
+            threading.Thread(target=self.close, name="end of engines").start()
+        elif not self._loop.is_closed():
+            self.call(self.client.close())
             self._stop_loop()
 
-    async def _run(self, requests: Sequence[RequestInput], on_output: OnOutput) -> None:
-        async def one(request: RequestInput) -> None:
-            async with aclosing(self._client.generate(request)) as outputs:
-                async for output in outputs:
-                    if not on_output(output):
-                        return
+    def begin(self, request: RequestInput, deliver: Callable[[RequestOutput | Exception], None]) -> Future[None]:
+        """Begin a request. `deliver` is called in the thread with every output, or with the error that ends it.
+        Cancel what is returned to abort the request.
 
-        tasks = [asyncio.create_task(one(request)) for request in requests]
-        try:
-            await asyncio.gather(*tasks)
-            await self._client.settle()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        Raises:
+            EngineDead: the engines were closed.
+        """
 
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        async def run() -> None:
+            try:
+                async with aclosing(self.client.generate(request)) as outputs:
+                    async for output in outputs:
+                        deliver(output)
+            except Exception as error:
+                deliver(error)
+
+        if self._loop.is_closed():
+            raise EngineDead("the engines were closed.")
+        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the event loop's thread. An interrupt here cancels it, and waits until it has ended."""
         ended = threading.Event()
         tasks: list[asyncio.Task[T]] = []
@@ -159,10 +179,74 @@ class RankEngines:
         return tasks[0].result()
 
     def _stop_loop(self) -> None:
+        self.call(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
+
+
+class RankEngines(EngineThread):
+    """Runs batches of requests on ranks in processes of their own. Methods as of `InProcessEngine`."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(options)
+        self._news: SimpleQueue[tuple[str, RequestOutput | Exception]] = SimpleQueue()
+        self._added: dict[str, Future[None]] = {}
+
+    def add(self, request: RequestInput) -> None:
+        """See `InProcessEngine`; that it cannot be served is raised by `step`."""
+        request_id = request.request_id
+        self._added[request_id] = self.begin(request, lambda output: self._news.put((request_id, output)))
+
+    def step(self) -> Sequence[RequestOutput]:
+        """Wait for what the next steps give; see `InProcessEngine`.
+
+        Raises:
+            RequestFailed: a request cannot be served.
+        """
+        outputs: list[RequestOutput] = []
+        while not outputs or not self._news.empty():
+            request_id, output = self._news.get()
+            if isinstance(output, Exception):
+                if outputs:  # they first, and the error in the next step
+                    self._news.put((request_id, output))
+                    break
+                raise RequestFailed(request_id) from output
+            outputs.append(output)
+        return outputs
+
+    def abort(self, request_id: str) -> None:
+        if (running := self._added.pop(request_id, None)) is not None:
+            running.cancel()
+
+    def run(self, requests: Sequence[RequestInput], on_output: OnOutput) -> None:
+        """See `InProcessEngine`. `on_output` is called in another thread, one call at a time."""
+        self.call(self._run(requests, on_output))
+
+    def statistics(self) -> Mapping[int, EngineStatistics]:
+        return dict(self.client.statistics)
+
+    def start_profile(self) -> None:
+        self.call(self.client.start_profile())
+
+    def stop_profile(self, folder: Path) -> list[Path]:
+        return self.call(self.client.stop_profile(folder))
+
+    async def _run(self, requests: Sequence[RequestInput], on_output: OnOutput) -> None:
+        async def one(request: RequestInput) -> None:
+            async with aclosing(self.client.generate(request)) as outputs:
+                async for output in outputs:
+                    if not on_output(output):
+                        return
+
+        tasks = [asyncio.create_task(one(request)) for request in requests]
+        try:
+            await asyncio.gather(*tasks)
+            await self.client.settle()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 OfflineEngine: TypeAlias = InProcessEngine | RankEngines

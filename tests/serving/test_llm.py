@@ -15,9 +15,11 @@ import pytest
 import torch
 from repository import TINY_MOE
 
+import serving.llm
 from model_runner import FinishReason, ModelRunner, RequestError, SamplingParams, generate
 from serving import LLM
-from serving.llm import _Job
+from serving import SamplingParams as UserParams
+from serving.offline.jobs import RunningOutput
 from serving.requests import RequestInput, RequestOutput
 from serving.text.detokenizer import TextStream
 from ubatch import ConfigError, UBatchError
@@ -56,7 +58,7 @@ def reference(llm: LLM) -> list[tuple[int, ...]]:
 
 
 def tokens(outputs: list) -> list[tuple[int, ...]]:  # type: ignore[type-arg]
-    return [output.outputs[0].token_ids for output in outputs]
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
 
 
 def test_the_tokens_are_those_of_the_reference(llm: LLM, reference: list[tuple[int, ...]]) -> None:
@@ -66,11 +68,11 @@ def test_the_tokens_are_those_of_the_reference(llm: LLM, reference: list[tuple[i
         assert output.prompt == text
         assert list(output.prompt_token_ids) == llm.tokenizer.encode(text)
         only = output.outputs[0]
-        if only.finish_reason is FinishReason.LENGTH:
+        if only.finish_reason == "length":
             assert only.stop_reason is None
             assert only.text == llm.tokenizer.decode(only.token_ids, skip_special_tokens=True)
     scored = outputs[4]
-    assert [each.token for each in scored.outputs[0].logprobs] == list(scored.outputs[0].token_ids)
+    assert [next(iter(each)) for each in scored.outputs[0].logprobs] == scored.outputs[0].token_ids
     assert scored.prompt_logprobs is not None
     assert len(scored.prompt_logprobs) == len(scored.prompt_token_ids)
     assert scored.prompt_logprobs[0] is None
@@ -113,14 +115,16 @@ def test_settings_do_not_change_tokens(options: dict[str, object], reference: li
 def test_a_stop_string_ends_the_text_before_it(llm: LLM, reference: list[tuple[int, ...]]) -> None:
     whole = llm.tokenizer.decode(reference[0], skip_special_tokens=True)
     stop = whole[len(whole) // 2 :][:3]
-    (output,) = llm.generate(TEXTS[0], PARAMS[0], stop=["never there", stop])
+    params = UserParams(temperature=0, max_tokens=24, stop=["never there", stop])
+    (output,) = llm.generate(TEXTS[0], params)
     only = output.outputs[0]
     assert only.text == whole[: whole.index(stop)]
     assert (only.finish_reason, only.stop_reason) == (FinishReason.STOP, stop)
-    assert reference[0][: len(only.token_ids)] == only.token_ids
+    assert list(reference[0][: len(only.token_ids)]) == only.token_ids
     assert stop in llm.tokenizer.decode(only.token_ids)
     assert stop not in llm.tokenizer.decode(only.token_ids[:-1])
-    (kept,) = llm.generate(TEXTS[0], PARAMS[0], stop=stop, include_stop_str_in_output=True)
+    params.stop, params.include_stop_str_in_output = stop, True
+    (kept,) = llm.generate(TEXTS[0], params)
     assert kept.outputs[0].text == only.text + stop
     assert llm.statistics[0].num_running == 0
 
@@ -129,9 +133,9 @@ def test_tokens_behind_a_stop_string_are_left_out(llm: LLM) -> None:
     """Though they came in the same step, as drafts that were right do."""
     ids = llm.tokenizer.encode("import os\nimport sys\n")
     text = TextStream(llm.tokenizer, prompt=[1], stop=["os"])
-    job = _Job([1], RequestInput("a", [1], ONE), text, stops=True)
-    assert not job.take(RequestOutput("a", ids, finish_reason=FinishReason.LENGTH))
-    (only,) = job.result().outputs
+    output = RunningOutput(0, RequestInput("a", [1], ONE), text, at_once=False, silent_stop=None)
+    assert not output.take(RequestOutput("a", ids, finish_reason=FinishReason.LENGTH))
+    only = output.completion(None)
     assert (only.text, only.finish_reason, only.stop_reason) == ("import ", FinishReason.STOP, "os")
     assert llm.tokenizer.decode(only.token_ids) == "import os"
 
@@ -139,39 +143,22 @@ def test_tokens_behind_a_stop_string_are_left_out(llm: LLM) -> None:
 def test_bad_words_are_made_tokens(llm: LLM) -> None:
     """With a space before and without; each of several prompts keeps its own parameters."""
     prompts = ["import os\n", "def main(", "for name in names:\n    "]
-    params = [SamplingParams(max_tokens=24, ignore_eos=True), SamplingParams(max_tokens=9, bad_token_sequences=((5,),))]
-    params.append(params[0])
-    outputs = llm.generate(prompts, params, bad_words=["import os", "self", "name", "self"])
+    words = ["import os", "self", "name", "self"]
+    params = [UserParams(temperature=0, max_tokens=count, ignore_eos=True, bad_words=words) for count in (24, 9, 24)]
+    outputs = llm.generate(prompts, params)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [24, 9, 24]
     for output in outputs:
         assert not any(word in output.outputs[0].text for word in ("import os", "self", "name"))
-    (one,) = llm.generate(prompts[1], params[0], bad_words="self")
+    (one,) = llm.generate(prompts[1], UserParams(temperature=0, bad_words="self"))
     assert one.outputs[0].text.startswith("obj")
 
 
 TOO_MANY_BAD = SamplingParams(bad_token_sequences=tuple((n,) for n in range(256)))
-NO_STRINGS = [
-    (name, wrong, f"^{name} must be a string or a list of strings, not ")
-    for name in ("stop", "bad_words")
-    for wrong in (5, 0, True, b"os", 2.5)
-] + [(name, ["b", entry], f"{name} must be strings") for name in ("stop", "bad_words") for entry in (None, 5, b"a")]
 
 
 @pytest.mark.parametrize(
     ("prompts", "keywords", "why"),
     [
-        *(("a", {name: wrong}, why) for name, wrong, why in NO_STRINGS),
-        ("a", {"bad_words": ["a" * 201]}, "201 characters"),
-        ("a", {"bad_words": ["a"] * 129}, "129 words"),
-        ("a", {"bad_words": [" "]}, "only white space"),
-        ("a", {"bad_words": "\ud800"}, "surrogate"),
-        (
-            "a",
-            {"sampling_params": TOO_MANY_BAD, "bad_words": "self"},
-            r"^with the tokens of bad_words: bad_token_sequences has .* at most 256",
-        ),
-        ("a", {"stop": ["a" * 1001]}, "1001 characters"),
-        ("a", {"stop": ["a"] * 65}, "65 strings"),
         ("a\ud800", {}, "surrogate"),
         ([1, 2.5], {}, r"a list of token ids, not \[1, 2\.5\]"),
         ("a", {"sampling_params": {"max_tokens": 1}}, "must be SamplingParams, or one each, not a str"),
@@ -188,19 +175,37 @@ NO_STRINGS = [
 def test_what_cannot_be_served_is_refused_and_leaves_nothing_behind(
     llm: LLM, prompts: Any, keywords: dict[str, Any], why: str
 ) -> None:
-    with pytest.raises(RequestError, match=why) as caught:
+    with pytest.raises(RequestError, match=why):
         llm.generate(prompts, **keywords)
-    if "must be a string or" in why:
-        assert caught.value.param in keywords
     statistics = llm.statistics[0]
     assert (statistics.num_running, statistics.num_waiting, statistics.kv_usage) == (0, 0, 0)
     assert len(llm.generate([[1, 2], [3]], ONE)) == 2
 
 
-@pytest.mark.parametrize("name", ["stop", "bad_words"])
-def test_none_is_no_string(llm: LLM, name: str) -> None:
-    (plain,), (same,) = llm.generate("import os\n"), llm.generate("import os\n", **{name: None})  # type: ignore[arg-type]
-    assert same.outputs[0].token_ids == plain.outputs[0].token_ids
+def test_former_arguments_of_generate_work_and_warn(llm: LLM, reference: list[tuple[int, ...]]) -> None:
+    """With either kind of parameters, and without any."""
+    stop = llm.tokenizer.decode(reference[0][3:4])
+    users = UserParams(temperature=0, max_tokens=24)
+    for params in (PARAMS[0], users, [users]):
+        with pytest.warns(DeprecationWarning, match=r"generate\(stop=.* goes away .* serving.SamplingParams\(stop="):
+            (output,) = llm.generate(TEXTS[0], params, stop=stop)
+        assert output.outputs[0].stop_reason == stop
+    assert users.stop == []
+    with pytest.warns(DeprecationWarning, match="goes away"):
+        (output,) = llm.generate("def main(", PARAMS[0], bad_words="self")
+    assert output.outputs[0].text.startswith("obj")
+    with pytest.warns(DeprecationWarning, match="goes away"):
+        (output,) = llm.generate("import os\n", bad_words=["os"], skip_special_tokens=False)
+    assert "os" not in output.outputs[0].text
+    with (
+        pytest.warns(DeprecationWarning, match="goes away"),
+        pytest.raises(RequestError, match=r"^with the tokens of bad_words: bad_token_sequences has .* at most 256"),
+    ):
+        llm.generate("a", TOO_MANY_BAD, bad_words="self")
+    assert llm.generate("a", ONE, stop=None)[0].outputs[0].token_ids
+    for name, kind in (("LLMOutput", "RequestOutput"), ("CompletionResult", "CompletionOutput")):
+        with pytest.warns(DeprecationWarning, match=f"It is serving.{kind}"):
+            assert getattr(serving.llm, name) is getattr(serving, kind)
 
 
 def test_where_no_token_is_left_only_that_request_ends(llm: LLM, reference: list[tuple[int, ...]]) -> None:
@@ -238,7 +243,9 @@ def test_stop_strings_do_not_end_a_text_before_min_tokens(llm: LLM, min_tokens: 
             at, found = min(ends, key=lambda end: end[0] + len(end[1]))
             text, count = text[: at + len(found) if include else at], place
             break
-    (output,) = llm.generate("import os\n", params, stop=stop, include_stop_str_in_output=include)
+    asked = UserParams(temperature=0, max_tokens=24, ignore_eos=True, min_tokens=min_tokens, stop=stop)
+    asked.include_stop_str_in_output = include
+    (output,) = llm.generate("import os\n", asked)
     assert (output.outputs[0].text, len(output.outputs[0].token_ids)) == (text, count)
     assert count > min_tokens or min_tokens == 24
 
@@ -248,7 +255,7 @@ def test_a_stop_token_is_the_last_token_and_no_text(llm: LLM, reference: list[tu
     first = reference[0].index(token)
     params = SamplingParams(max_tokens=24, stop_token_ids=(token,))
     only = llm.generate(list(llm.tokenizer.encode(TEXTS[0])), params)[0].outputs[0]
-    assert only.token_ids == reference[0][: first + 1]
+    assert only.token_ids == list(reference[0][: first + 1])
     assert (only.finish_reason, only.stop_reason) == (FinishReason.STOP, token)
     assert only.text == llm.tokenizer.decode(only.token_ids[:-1])
 
@@ -274,7 +281,7 @@ def test_threads_that_generate_at_the_same_time_get_what_they_get_alone(
     llm: LLM, reference: list[tuple[int, ...]]
 ) -> None:
     with ThreadPoolExecutor(4) as threads:
-        together = list(threads.map(lambda _: tokens(llm.generate(TEXTS, PARAMS, stop="never there")), range(8)))
+        together = list(threads.map(lambda _: tokens(llm.generate(TEXTS, PARAMS)), range(8)))
     assert together == [reference] * 8
     statistics = llm.statistics[0]
     assert (statistics.num_running, statistics.num_waiting, statistics.kv_usage) == (0, 0, 0)
@@ -349,9 +356,11 @@ def test_without_a_tokenizer_tokens_go_in_and_out() -> None:
         only = llm.generate([1, 2, 3])[0].outputs[0]
         assert len(only.token_ids) == 16
         assert only.text == ""
-        for prompt, keywords in (("text", {}), ([1], {"stop": "x"}), ([1], {"bad_words": "x"})):
+        for prompt, params in (("text", None), ([1], UserParams(stop="x")), ([1], UserParams(bad_words="x"))):
             with pytest.raises(ConfigError, match="skip_tokenizer_init"):
-                llm.generate(prompt, **keywords)  # type: ignore[arg-type]
+                llm.generate(prompt, params)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="skip_tokenizer_init"):
+            llm.get_tokenizer()
     with pytest.raises(UBatchError, match="closed"):
         llm.generate([1])
 
@@ -377,7 +386,8 @@ def test_two_ranks_give_the_same_and_can_be_interrupted(
             go_on(llm)
         timer.join()
         assert tokens(llm.generate(TEXTS, PARAMS)) == reference
-        stopped = llm.generate(TEXTS[0], PARAMS[0], stop=llm.tokenizer.decode(reference[0][3:4]))
-        assert stopped[0].outputs[0].finish_reason is FinishReason.STOP
+        stop = llm.tokenizer.decode(reference[0][3:4])
+        stopped = llm.generate(TEXTS[0], UserParams(temperature=0, max_tokens=24, stop=stop))
+        assert stopped[0].outputs[0].finish_reason == "stop"
         assert set(llm.statistics) == {0, 1}
     assert torch.get_num_threads() == threads

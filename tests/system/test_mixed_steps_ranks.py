@@ -21,7 +21,7 @@ def generate(
     prompts: list[str] = PROMPTS, params: list[SamplingParams] = PARAMS, **options: Any
 ) -> tuple[list[tuple[int, ...]], dict[str, int]]:
     with LLM(TINY_MOE, max_num_seqs=6, **options) as llm:
-        tokens = [each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)]
+        tokens = [tuple(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
         return tokens, dict(llm.statistics[0].steps)
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from model_runner import ModelRunner, SamplingParams, generate, make_random_qwen3_moe, split_cost
 from moe import linear
-from serving.llm import LLM, CompletionResult
+from serving.llm import LLM
+from serving.offline.outputs import CompletionOutput
 from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, print_arms, timed
 from ubatch import UBatchConfig, UBatchError
 from ubatch.process import num_cores
@@ -90,7 +91,7 @@ def measure_generate(folder: Path, blocks: int) -> GenerateResult:
     )
 
 
-def completions(llm: LLM, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[CompletionResult]:
+def completions(llm: LLM, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[CompletionOutput]:
     """The model's greedy completion of each prompt, of `new_tokens` tokens."""
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
     return [each.outputs[0] for each in llm.generate(list(prompts), params, use_tqdm=False)]

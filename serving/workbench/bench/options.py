@@ -41,7 +41,15 @@ ENGINE = ("ubatch", "moe", "attention", *(f"model_runner/{part}" for part in _PA
 """What runs a step."""
 DECIDING = (*ENGINE, "model_runner/auto")
 """The same with what decides how it runs, where no threshold is given."""
-SERVER = (*DECIDING, "serving/api", "serving/engine", "serving/scheduler", "serving/text", "serving/llm.py")
+SERVER = (
+    *DECIDING,
+    "serving/api",
+    "serving/engine",
+    "serving/scheduler",
+    "serving/text",
+    "serving/llm.py",
+    "serving/offline",
+)
 
 
 class FileOptions(Group):

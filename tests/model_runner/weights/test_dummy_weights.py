@@ -41,7 +41,7 @@ def generate(folder: Path, **options: Any) -> tuple[list[tuple[int, ...]], int]:
         engaged = sum(
             count for each in llm.statistics.values() for kind, count in each.steps.items() if kind.endswith("/engaged")
         )
-    return [output.outputs[0].token_ids for output in outputs], engaged
+    return [tuple(output.outputs[0].token_ids) for output in outputs], engaged
 
 
 @pytest.fixture(scope="module")

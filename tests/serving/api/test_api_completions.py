@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from attention import KVCacheExhausted
 from model_runner import FinishReason, RequestError
 from serving.api.completions import _pieces
-from serving.api.sampling import checkpoint_defaults
+from serving.generation_config import checkpoint_defaults
 from serving.requests import EngineDead, RequestInput, RequestOutput
 from ubatch import ConfigError
 

@@ -11,8 +11,8 @@ from api_clients import ASKS, CHAT, COMPLETIONS, app_of, app_with, call, chat, c
 from fake_engine import FakeEngine
 from repository import TINY_MOE
 
-from serving.api.sampling import checkpoint_defaults, request_defaults
 from serving.cli import main
+from serving.generation_config import checkpoint_defaults, request_defaults
 from serving.text.chat_template import read_template
 from ubatch import ConfigError
 

@@ -296,7 +296,7 @@ def test_a_dense_model_offline_gives_the_same_tokens(tmp_path: Path) -> None:
         with LLM(dense, **small, **thresholds, **more) as llm:
             outputs = llm.generate(prompts, SamplingParams(max_tokens=16, ignore_eos=True))
             assert llm.statistics[0].steps["decode/engaged"] > 0
-        return [output.outputs[0].token_ids for output in outputs]
+        return [tuple(output.outputs[0].token_ids) for output in outputs]
 
     assert generated(tensor_parallel_size=2) == generated()
 

@@ -262,7 +262,7 @@ def undrafted() -> list[list[tuple[int, ...]]]:
 def said(llm: LLM, params: Sequence[SamplingParams]) -> list[tuple[int, ...]]:
     outputs = [output.outputs[0] for output in llm.generate(TEXTS, params)]
     assert outputs[1].finish_reason != FinishReason.STOP or re.fullmatch(f"({PHONE}, ){{3}}", outputs[1].text)
-    assert outputs[2].finish_reason is FinishReason.STOP
+    assert outputs[2].finish_reason == FinishReason.STOP
     assert json.loads(outputs[2].text).keys() == {"name", "age"}
     return [output.token_ids for output in outputs]
 

@@ -11,6 +11,7 @@ import pytest
 from repository import TINY_MOE
 
 import serving.llm
+import serving.offline.opening
 from serving import LLM
 from serving.cli import main
 from serving.text.tokenizer import load_tokenizer
@@ -84,7 +85,7 @@ def test_llm_refuses_it_before_weights_travel(
     folder: Path, spoil: Callable[[Path], None], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(folder)
-    monkeypatch.setattr(serving.llm, "fetch_checkpoints", lambda _: pytest.fail("weights were asked for"))
+    monkeypatch.setattr(serving.offline.opening, "fetch_checkpoints", lambda _: pytest.fail("weights were asked for"))
     with pytest.raises(ConfigError, match=message if "read" not in message else "tokenizer"):
         LLM(folder, device="cpu")
 

@@ -1,0 +1,50 @@
+"""What vLLM has and this project has not: names of its package and methods of its `LLM`, each with a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ubatch import UBatchError
+
+_POOLING = "models generate text; embeddings, scores and classes are not offered"
+_WORKERS = "there are no workers to call; LLM.statistics and LLM.get_metrics tell what they did"
+_SLEEP = "an LLM keeps its memory until it is closed; close it, and make another one"
+_WEIGHTS = "weights are read from a checkpoint when an LLM is made; make another one"
+
+NAMES: Mapping[str, str] = {
+    "BeamSearchParams": "there is no beam search; sample several outputs with SamplingParams(n=...)",
+    **dict.fromkeys(("PoolingParams", "PoolingRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput"), _POOLING),
+    **dict.fromkeys(("ClassificationOutput", "ClassificationRequestOutput"), _POOLING),
+    **dict.fromkeys(("ScoringOutput", "ScoringRequestOutput"), _POOLING),
+    "GuidedDecodingParams": "it is called StructuredOutputsParams, a field of SamplingParams(structured_outputs=...)",
+    "LoRARequest": "there are no LoRA adapters; merge one into the checkpoint",
+    "AsyncLLMEngine": "it is called AsyncLLM",
+    "ModelRegistry": "use model_runner.register_model",
+    **dict.fromkeys(("KVTransferConfig", "ECTransferConfig"), "keys and values are not exchanged with other servers"),
+    **dict.fromkeys(("CompilationConfig", "PoolerConfig"), "an LLM's options are plain values; see EngineArgs"),
+}
+"""Name in vLLM's package -> why it is not here, or what to use."""
+
+METHODS: Mapping[str, str] = {
+    "beam_search": "there is no beam search; sample several outputs with SamplingParams(n=...)",
+    **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), _POOLING),
+    **dict.fromkeys(("collective_rpc", "apply_model"), _WORKERS),
+    **dict.fromkeys(("sleep", "wake_up"), _SLEEP),
+    **dict.fromkeys(("init_weight_transfer_engine", "update_weights", "save_sharded_state"), _WEIGHTS),
+    "reset_prefix_cache": "turn the prefix cache off with LLM(enable_prefix_caching=False)",
+    "set_tokenizer": "the tokenizer is the checkpoint's",
+    "llm_engine": "an LLM has get_tokenizer, get_metrics, statistics, memory and options instead",
+    **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), "there are no LoRA adapters"),
+}
+"""Method or attribute of vLLM's `LLM` or `AsyncLLM` -> why it is not here, or what to use."""
+
+
+class NotOffered(UBatchError, AttributeError):
+    """An attribute that vLLM has and this project has not; the message says why, or what to use."""
+
+
+def not_offered(kind: str, name: str) -> AttributeError:
+    """The error for an attribute that a class has not."""
+    if name in METHODS:
+        return NotOffered(f"{kind}.{name} is not offered: {METHODS[name]}.")
+    return AttributeError(f"{kind!r} object has no attribute {name!r}")
