@@ -59,7 +59,11 @@ def _of_runner(seen: Seen, engine: EngineOptions) -> None:
     """The runner of rank 0, its scheduler and its loop."""
     if engine.dtype == AUTO_DTYPE:  # another machine takes node 0's when it joins
         engine = replace(engine, dtype="float32")
-    runner = SimpleNamespace(streams=SimpleNamespace(asynchronous=False), step_settings=SimpleNamespace(reasons=None))
+    runner = SimpleNamespace(
+        streams=SimpleNamespace(asynchronous=False),
+        step_settings=SimpleNamespace(reasons=None),
+        config=SimpleNamespace(vocab_size=8, eos_token_ids=(0,)),
+    )
     group = None if engine.step_size == 1 else SimpleNamespace(rank=0, size=engine.step_size)
     with (
         mock.patch.object(build, "ModelRunner", seen.note("runner", runner)),

@@ -110,8 +110,8 @@ def test_a_share_of_a_gpu_is_noted_where_there_is_none() -> None:
     [
         ({"seed": "a"}, "seed must be an integer"),
         ({"seed": True}, "seed must be an integer"),
-        ({"max_logprobs": 21}, "max_logprobs must be an integer from 0 to 20"),
-        ({"max_logprobs": -1}, "max_logprobs must be an integer from 0 to 20"),
+        ({"max_logprobs": 1025}, "max_logprobs must be an integer from 0 to 1024"),
+        ({"max_logprobs": -1}, "max_logprobs must be an integer from 0 to 1024"),
         ({"skip_tokenizer_init": "yes"}, "skip_tokenizer_init must be True or False"),
         ({"generation_config": 5}, "generation_config must be auto, vllm or a folder"),
         ({"override_generation_config": [1]}, "override_generation_config must be a dict"),
@@ -143,12 +143,14 @@ def test_defaults_come_from_the_generation_config(tmp_path: Path) -> None:
     own = {"temperature": 0.6, "top_k": 20, "max_tokens": 99}
     assert defaults() == defaults(generation_config=str(tmp_path)) == own
     assert defaults(generation_config="vllm") == {}
-    assert defaults(override_generation_config={"temperature": 0.1, "eos_token_id": 3}) == own | {"temperature": 0.1}
+    assert defaults(override_generation_config={"temperature": 0.1}) == own | {"temperature": 0.1}
     params = Front(tmp_path, None, front(), priorities=False).default_params()
     assert (params.temperature, params.top_k, params.max_tokens) == (0.6, 20, 99)
     with pytest.raises(ConfigError, match="override_generation_config cannot be used: top_p"):
         defaults(override_generation_config={"top_p": 3})
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="override_generation_config has 'eos_token_id'; it may have"):
+        defaults(override_generation_config={"eos_token_id": 3})
+    with pytest.raises(ConfigError, match="generation_config '/nowhere': there is no generation_config.json"):
         defaults(generation_config="/nowhere")
 
 

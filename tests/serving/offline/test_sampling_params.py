@@ -38,7 +38,7 @@ STRICTER = [
     *('{"logit_bias": {"dict": [[-1, 1.0]]}}', '{"allowed_token_ids": []}', '{"allowed_token_ids": [-1]}'),
     *('{"allowed_token_ids": ["5"]}', '{"allowed_token_ids": 5}'),
     # Beyond the limits: there the engine finds out.
-    *('{"n": 16385}', '{"logprobs": -1}', '{"logprobs": 21}', '{"prompt_logprobs": -1}', '{"prompt_logprobs": 21}'),
+    *('{"n": 16385}', '{"logprobs": -1}', '{"prompt_logprobs": -1}'),
     # Not offered.
     *('{"flat_logprobs": true}', '{"flat_logprobs": "no"}', '{"extra_args": {"dict": [["a", 1]]}}'),
     '{"skip_reading_prefix_cache": true}',

@@ -15,7 +15,7 @@ import pytest
 
 from model_runner import RequestError
 from serving.requests import QueueFull
-from serving.structured import GrammarChecks, StructuredOutputsParams, checks, grammar_text
+from serving.structured import GrammarChecks, Preamble, StructuredOutputsParams, checks, grammar_text
 from serving.structured.limits import MAX_COMPILE_S
 
 TOKENIZER: Any = SimpleNamespace(
@@ -152,5 +152,6 @@ def test_special_tokens(grammars: GrammarChecks) -> None:
     for name in ("<plain>", "<|nobody|>"):
         with pytest.raises(RequestError, match=r"no special token of this model\. It has </think>"):
             grammars.grammar_now(asked(grammar=f'start: {name} "a"'))
-    assert "<[7]>" in grammars.grammar_now(asked(regex="a"), "</think>")
-    assert 'suffix="<plain>"' in grammars.grammar_now(asked(regex="a"), "<plain>").replace("\\", "")
+    assert "<[7]>" in grammars.grammar_now(asked(regex="a"), Preamble("<think>", "</think>"))
+    assert "<[8]>" in grammars.grammar_now(asked(regex="a"), Preamble("<think>", "<plain>")), "the library's mark"
+    assert 'suffix="<end>"' in grammars.grammar_now(asked(regex="a"), Preamble("<think>", "<end>")).replace("\\", "")

@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
 from model_runner import RequestError
-from serving.structured import StructuredOutputsParams, grammar_text, limits
+from serving.structured import Preamble, StructuredOutputsParams, grammar_text, limits
 from serving.structured.limits import MAX_DEPTH, MAX_REGEX_BYTES, MAX_TEXT_BYTES
 from serving.structured.patterns import translated
 from serving.structured.schema import REFUSED
@@ -22,7 +22,7 @@ from serving.structured.schema import REFUSED
 BYTES = LLTokenizer("byte")
 
 
-def takes(text: str, after: str | None = None, **asked: Any) -> bool:
+def takes(text: str, after: Preamble | None = None, **asked: Any) -> bool:
     """Whether the form takes a text as a whole."""
     matcher = LLMatcher(BYTES, grammar_text(StructuredOutputsParams(**asked), after), log_level=0, limits=limits())
     assert not matcher.is_error(), matcher.get_error()
@@ -387,8 +387,15 @@ def test_other_tags_are_refused_by_place(form: dict[str, Any], message: str) -> 
 
 def test_reasoning_comes_first() -> None:
     asked = {"json": OBJECT}
-    assert takes('{"b": 1} so</think>{"a": 1}', "</think>", **asked)
-    assert takes('</think>{"a": 1}', "</think>", **asked)
+    begun = Preamble("<think>", "</think>", begun=True)
+    assert takes('{"b": 1} so</think>{"a": 1}', begun, **asked)
+    assert takes('</think>{"a": 1}', begun, **asked)
     for text in ('{"a": 1}', '</think></think>{"a": 1}', '</think>{"b": 1}', "so"):
-        assert not takes(text, "</think>", **asked), text
-    assert "<[7]>" in grammar_text(StructuredOutputsParams(**asked), "</think>", after_id=7)
+        assert not takes(text, begun, **asked), text
+    not_begun = Preamble("<think>", "</think>")
+    assert takes('<think>{"b": 1} so</think>{"a": 1}', not_begun, **asked)
+    assert takes('{"a": 1}', not_begun, **asked)
+    assert not takes('so</think>{"a": 1}', not_begun, **asked)
+    text = grammar_text(StructuredOutputsParams(**asked), not_begun, special={"<think>": 6, "</think>": 7})
+    assert "<[6]>" in text
+    assert "<[7]>" in text
