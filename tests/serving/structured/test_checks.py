@@ -14,7 +14,7 @@ import pytest
 
 from model_runner import RequestError
 from serving.requests import QueueFull
-from serving.structured import GrammarChecks, StructuredOutputsParams, checks, grammar_text
+from serving.structured import GrammarChecks, Preamble, StructuredOutputsParams, checks, grammar_text
 
 TOKENIZER: Any = SimpleNamespace(
     added_tokens_decoder={
@@ -138,10 +138,48 @@ def test_the_loop_goes_on_and_the_queue_is_bounded(grammars: GrammarChecks, monk
     assert asyncio.run(run()) == [grammar_text(asked(regex=f"waits{number}")) for number in range(3)]
 
 
+def test_equal_ones_take_one_place(grammars: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, form = threading.Event(), {"regex": "equal"}
+    monkeypatch.setattr(checks, "MAX_WAITING", 1)
+    monkeypatch.setattr(checks._Trial, "fault", lambda *about: None if gate.wait(60) else "the gate is closed")
+
+    async def run() -> list[str]:
+        waiting = [asyncio.create_task(grammars.grammar(asked(**form))) for _ in range(100)]
+        await asyncio.sleep(0)
+        waiting.pop(0).cancel()  # the one that began it
+        gate.set()
+        return await asyncio.gather(*waiting)
+
+    assert asyncio.run(run()) == [grammar_text(asked(**form))] * 99
+    assert not grammars._making
+    assert not pool()._waiting
+
+
+def test_what_nobody_waits_for_leaves_the_queue(grammars: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(checks._Trial, "fault", lambda *about: None if gate.wait(60) else "the gate is closed")
+
+    async def run() -> int:
+        waiting = [asyncio.create_task(grammars.grammar(asked(regex=f"left{number}"))) for number in range(5)]
+        await asyncio.sleep(0)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        try:
+            return int(pool()._waiting)
+        finally:
+            gate.set()
+
+    assert asyncio.run(run()) <= checks.PROCESSES, "only those that were being tried"
+
+
 def test_special_tokens(grammars: GrammarChecks) -> None:
     assert grammars.grammar_now(asked(grammar='start: </think> "a"'))
     for name in ("<plain>", "<|nobody|>"):
         with pytest.raises(RequestError, match=r"no special token of this model\. It has </think>"):
             grammars.grammar_now(asked(grammar=f'start: {name} "a"'))
-    assert "<[7]>" in grammars.grammar_now(asked(regex="a"), "</think>")
-    assert 'suffix="<plain>"' in grammars.grammar_now(asked(regex="a"), "<plain>").replace("\\", "")
+    assert "<[7]>" in grammars.grammar_now(asked(regex="a"), Preamble("<think>", "</think>"))
+    assert "<[8]>" in grammars.grammar_now(asked(regex="a"), Preamble("<x>", "<plain>")), (
+        "added, and so special to llguidance"
+    )
+    assert "suffix=" in grammars.grammar_now(asked(regex="a"), Preamble("<x>", "<no token>"))
