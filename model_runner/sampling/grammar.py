@@ -3,7 +3,7 @@
     advance    a request's grammar takes in the tokens that were generated since
     fill       the masks of all rows that have a grammar, of all requests at once: the row after the output so far, and
                one per node of the drafts
-    forbid     the masks go to the device in one copy, and are applied to the logits in one operation
+    forbid     the masks go to the device in one copy, and are applied to the logits of all their rows at once
 
 A grammar is a function of its text and the output. Nothing in it depends on the batch, and a request that was retracted
 keeps it. What a grammar is and how its text is read is the caller's matter (`serving.structured` has one).
@@ -13,7 +13,6 @@ A mask is `[words]` int32: bit `t % 32` of word `t // 32` says whether token `t`
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -107,7 +106,7 @@ def fill_masks(requests: Sequence[GrammarRows]) -> Tensor:
 
 
 def forbid(logits: Tensor, rows: Tensor | None, masks: Tensor) -> None:
-    """Set the logits of tokens whose bit is 0 to -inf, in place: one operation.
+    """Set the logits of tokens whose bit is 0 to -inf, in place.
 
     Args:
         logits: `[R, vocab]` float32, dense.
@@ -116,10 +115,6 @@ def forbid(logits: Tensor, rows: Tensor | None, masks: Tensor) -> None:
     """
     if runs_in_c(logits):
         small_ops.forbid(logits, rows, masks)
-    elif logits.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from model_runner.kernels.forbid import forbid as forbid_on_device
-
-        forbid_on_device(logits, rows, masks)
     else:
         forbid_reference(logits, rows, masks)
 

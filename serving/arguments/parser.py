@@ -283,5 +283,9 @@ class _Formatter(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = super()._format_action_invocation(action)
+        return names if len(names) + 2 <= self._width else names.replace(", ", ",\n  ")
+
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         return str(action.metavar or "")

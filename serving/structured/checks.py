@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import hashlib
 import json
 import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,16 +56,27 @@ class GrammarChecks:
 
     def __init__(self, tokenizer: Callable[[], PreTrainedTokenizerBase]) -> None:
         self._tokenizer = tokenizer
+        self._making: dict[Hashable, _Making] = {}
 
     async def grammar(self, params: StructuredOutputsParams, after: After | None = None) -> str:
-        """As `grammar_now`, while the event loop goes on.
+        """As `grammar_now`, while the event loop goes on. Equal ones that are asked for meanwhile are one.
 
         Raises:
             QueueFull: too many grammars wait to be tried.
         """
-        pool = _pool()
-        with pool.place():
-            return await asyncio.wrap_future(pool.threads.submit(self.grammar_now, params, after))
+        key = _key(params, after)
+        making = self._making.get(key)
+        if making is None:
+            making = _Making(_pool().submit(lambda: self.grammar_now(params, after)))
+            self._making[key] = making
+        making.num_waiting += 1
+        try:
+            return await asyncio.shield(asyncio.wrap_future(making.grammar))
+        finally:
+            making.num_waiting -= 1
+            if making.num_waiting == 0:
+                making.grammar.cancel()  # nothing, once it is made
+                del self._making[key]
 
     def grammar_now(self, params: StructuredOutputsParams, after: After | None = None) -> str:
         """The text for `SamplingParams.grammar`, once it was tried.
@@ -98,37 +111,58 @@ class GrammarChecks:
                 raise RequestError(f"{message}{', '.join(known) or 'none'}.", param="grammar")
 
 
+@dataclass
+class _Making:
+    """A grammar that is made for some requests with the same form."""
+
+    grammar: Future[str]
+    num_waiting: int = 0
+
+
+def _key(params: StructuredOutputsParams, after: After | None) -> Hashable:
+    """Equal for what gives the same grammar."""
+    try:
+        return hashlib.sha256(repr((params, after)).encode("utf-8", "surrogatepass")).digest()
+    except RecursionError:  # nested too deeply; it will be refused
+        return object()
+
+
 class _Pool:
     """The processes that try grammars, for all of this process's checks, and what they found."""
 
     def __init__(self) -> None:
         self.threads = ThreadPoolExecutor(PROCESSES, "grammars")
         self._lock = threading.Lock()
-        self._known: OrderedDict[str, str | None] = OrderedDict()
+        self._known: OrderedDict[bytes, str | None] = OrderedDict()  # by the hash of a text, which may be long
         self._free = [_Trial() for _ in range(PROCESSES)]
         self._is_free = threading.Condition(self._lock)
         self._waiting = 0
 
-    def place(self) -> _Place:
-        """A place in the queue, as a context.
+    def submit(self, make: Callable[[], str]) -> Future[str]:
+        """Make a grammar in a thread; it has a place in the queue until then.
 
         Raises:
-            QueueFull: at its entry, if `MAX_WAITING` are in use.
+            QueueFull: `MAX_WAITING` places are in use.
         """
-        return _Place(self._wait)
-
-    def _wait(self, count: int) -> None:
         with self._lock:
-            if count > 0 and self._waiting >= MAX_WAITING:
+            if self._waiting >= MAX_WAITING:
                 raise QueueFull(f"{self._waiting} grammars wait to be compiled already. Try again later.")
-            self._waiting += count
+            self._waiting += 1
+        made = self.threads.submit(make)
+        made.add_done_callback(self._leave)
+        return made
+
+    def _leave(self, made: Future[str]) -> None:
+        with self._lock:
+            self._waiting -= 1
 
     def fault(self, grammar: str, special: Sequence[str]) -> str | None:
         """What is wrong with a grammar, if anything."""
+        key = hashlib.sha256(grammar.encode("utf-8", "surrogatepass")).digest()
         with self._lock:
-            if grammar in self._known:
-                self._known.move_to_end(grammar)
-                return self._known[grammar]
+            if key in self._known:
+                self._known.move_to_end(key)
+                return self._known[key]
             while not self._free:
                 self._is_free.wait()
             trial = self._free.pop()
@@ -139,7 +173,7 @@ class _Pool:
                 self._free.append(trial)
                 self._is_free.notify()
         with self._lock:
-            self._known[grammar] = fault
+            self._known[key] = fault
             if len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
         return fault
@@ -149,17 +183,6 @@ class _Pool:
         self.threads.shutdown(wait=False, cancel_futures=True)
         for trial in self._free:
             trial.end()
-
-
-class _Place:
-    def __init__(self, wait: Callable[[int], None]) -> None:
-        self._wait = wait
-
-    def __enter__(self) -> None:
-        self._wait(1)
-
-    def __exit__(self, *about: object) -> None:
-        self._wait(-1)
 
 
 class _Trial:

@@ -20,8 +20,8 @@ MAX_WAIT_S = 10.0
 """Most time of a compilation on a busy machine, in seconds."""
 MAX_COMPILE_BYTES = 2**30
 """Most memory of the process that tries grammars: address space, most of it for Python and its libraries."""
-MAX_WAITING = 64
-"""Most grammars that wait to be tried."""
+MAX_WAITING = 256
+"""Most different grammars that wait to be tried."""
 MAX_KNOWN = 1024
 """Most grammars whose verdicts are remembered."""
 

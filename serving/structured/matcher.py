@@ -11,13 +11,14 @@ step's work (`limits`) are counted, not timed: all ranks of a tensor-parallel gr
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from itertools import accumulate
 from threading import Lock
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ MAX_KNOWN = 256
 """Most compiled grammars that an engine keeps."""
 MAX_KNOWN_LENGTH = 2**24
 """Most characters of the texts of all that it keeps."""
+MAX_KNOWN_S = 4.0
+"""Most processor time, in seconds, of the compilations of all that it keeps: a second makes up to some 200 MiB."""
 _THREADS = 2
 _MANY = 8
 """With fewer masks, or two cores, llguidance's threads cost more than they save: a mask takes some microseconds."""
@@ -140,6 +143,21 @@ def path_of(node: int, parents: Sequence[int]) -> tuple[int, ...]:
     return tuple(path)
 
 
+class _Compiled(NamedTuple):
+    """A compiled grammar, which makes those of requests.
+
+    Attributes:
+        seconds: processor time that its compilation took.
+    """
+
+    matcher: LLMatcher
+    masks: Masks
+    seconds: float
+
+    def __call__(self) -> TokenGrammar:
+        return Matcher(self.matcher.deep_copy(), self.masks)
+
+
 class GrammarCompiler:
     """Makes the grammars of an engine; see `serving.engine.rank.core.Grammars`. It starts no thread before the first.
 
@@ -150,23 +168,34 @@ class GrammarCompiler:
     def __init__(self, load: Callable[[], LLTokenizer]) -> None:
         self._load, self._loading = load, Lock()
         self._made: tuple[LLTokenizer, Masks] | None = None
-        self._known: OrderedDict[str, Future[Callable[[], TokenGrammar]]] = OrderedDict()
+        self._known: OrderedDict[str, Future[_Compiled]] = OrderedDict()
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(_THREADS, thread_name_prefix="grammars")
 
-    def begin(self, text: str) -> Future[Callable[[], TokenGrammar]]:
+    def begin(self, text: str) -> Future[_Compiled]:
         """See `Grammars`."""
         known = self._known.get(text)
         if known is None or (known.done() and known.exception() is not None):
             known = self._known[text] = self._threads.submit(self._compile, text)
-        self._known.move_to_end(text)
-        while len(self._known) > MAX_KNOWN or (len(self._known) > 1 and sum(map(len, self._known)) > MAX_KNOWN_LENGTH):
-            self._known.popitem(last=False)
+            self._known.move_to_end(text)
+            self._forget()
+        else:
+            self._known.move_to_end(text)
         return known
 
-    def _compile(self, text: str) -> Callable[[], TokenGrammar]:
+    def _forget(self) -> None:
+        """Give up those that were used least recently, if all together are too many or too large."""
+        length = seconds = 0.0
+        for number, (text, known) in enumerate(reversed(list(self._known.items()))):
+            length += len(text)
+            if known.done() and known.exception() is None:
+                seconds += known.result().seconds
+            if number and (number >= MAX_KNOWN or length > MAX_KNOWN_LENGTH or seconds > MAX_KNOWN_S):
+                del self._known[text]
+
+    def _compile(self, text: str) -> _Compiled:
         from llguidance import LLMatcher
 
         with self._loading:
@@ -174,9 +203,10 @@ class GrammarCompiler:
                 tokenizer = self._load()
                 self._made = tokenizer, Masks(tokenizer)
             tokenizer, masks = self._made
+        begun = time.thread_time()
         compiled = LLMatcher(tokenizer, text, log_level=0, limits=limits())
         if not compiled.is_error():
             compiled.compute_bitmask()  # the copies need not find the first tokens' states again
         if failure := Matcher(compiled, masks).look_for_failure():
             raise RequestError(f"the grammar of the structured output cannot be used: {failure}", param="grammar")
-        return lambda: Matcher(compiled.deep_copy(), masks)
+        return _Compiled(compiled, masks, time.thread_time() - begun)

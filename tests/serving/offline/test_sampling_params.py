@@ -47,7 +47,9 @@ STRICTER = [
 OTHER_VALUES = [
     '{"bad_words": "word"}',  # there each letter would be a word
     '{"temperature": 0.005}',  # there 0.01
-    *(f'{{"prompt_logprobs": {value}}}' for value in ("0", "1", "20", "21", "true")),  # no skip_reading_prefix_cache here
+    *(
+        f'{{"prompt_logprobs": {value}}}' for value in ("0", "1", "20", "21", "true")
+    ),  # no skip_reading_prefix_cache here
 ]
 
 

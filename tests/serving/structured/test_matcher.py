@@ -158,6 +158,16 @@ def test_equal_texts_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loads == [1]
 
 
+def test_what_took_long_to_compile_is_large_and_few_of_these_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 100, 2))  # each takes two seconds
+    monkeypatch.setattr(matchers.time, "thread_time", lambda: next(clock))
+    monkeypatch.setattr(matchers, "MAX_KNOWN_S", 5)
+    own = compiler()
+    made = [own.begin(regex(pattern)).result(30) for pattern in "abcd"]
+    assert [each.seconds for each in made] == [2, 2, 2, 2]
+    assert list(own._known) == [regex(pattern) for pattern in "bcd"]
+
+
 def test_tokenizers(tmp_path: Path) -> None:
     """From the checkpoint's files, and from transformers' tokenizer: the same; what does not fit is refused by name."""
     whole = grammar_tokenizer(load_tokenizer(TINY_CHAT), VOCAB, ENDS)
