@@ -65,7 +65,7 @@ def translated(regex: str) -> str:
         RequestError: it has what a grammar cannot do, such as look-ahead.
     """
     out: list[str] = []
-    place = 0
+    place, quantified = 0, False
     while place < len(regex):
         sign = regex[place]
         if sign == "\\":
@@ -78,8 +78,9 @@ def translated(regex: str) -> str:
             text, place = _group(regex, place), place + 1
         else:
             text, place = sign, place + 1
-        if text == "+" and out and out[-1][-1] in "*+?}" and out[-1] not in (r"\*", r"\+", r"\?", r"\{", r"\}"):
+        if sign == "+" and quantified:
             raise _refused("a possessive quantifier")
+        quantified = sign in "*+?" or (sign == "{" and text != r"\{")
         out.append(text)
     return "".join(out)
 
