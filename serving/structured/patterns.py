@@ -1,7 +1,7 @@
 """Regular expressions as people write them for Python and JSON Schema, in the notation of llguidance's library.
 
 Where the dialects differ, the translation matches a part of what Python's `re` matches, so that what is generated also
-matches there: `\\d` is an ASCII digit, and `\\D` is no digit of any script.
+matches there: `\\d` is an ASCII digit, `\\D` is no digit of any script, and a negated class has no NUL.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def _class(regex: str, place: int) -> tuple[str, int]:
     """A class in brackets. Rust's library has nested classes and operators in it, where Python has plain signs."""
     negated = regex.startswith("[^", place)
     names = _IN_NEGATED_CLASS if negated else _IN_CLASS
-    out = ["[^" if negated else "["]
-    place += len(out[0])
+    out = [r"[^\x00" if negated else "["]  # with all control characters in it, the library takes an escaped quote, too
+    place += 2 if negated else 1
     first = True
     while place < len(regex):
         sign = regex[place]

@@ -304,8 +304,8 @@ def _check_numbers(value: Any, path: str, keyword: str) -> None:
         if depth > MAX_DEPTH:
             raise _wrong(path, f"the value has more than {MAX_DEPTH} levels.", keyword)
         for each in waiting:
-            if isinstance(each, int) and abs(each) > _MOST_EXACT:
-                message = f"integers beyond ±2^53 are not supported, as {shown(each)}. Use a text."
+            if isinstance(each, int | float) and abs(each) > _MOST_EXACT:
+                message = f"numbers beyond ±2^53 are not supported, as {shown(each)}. Use a text."
                 raise _wrong(path, message, keyword)
         waiting = [
             inner
