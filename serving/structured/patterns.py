@@ -1,7 +1,7 @@
 """Regular expressions as people write them for Python and JSON Schema, in the notation of llguidance's library.
 
 Where the dialects differ, the translation matches a part of what Python's `re` matches, so that what is generated also
-matches there: `\\d` is an ASCII digit, and `\\D` is no digit of any script.
+matches there: `\\d` is an ASCII digit, `\\D` is no digit of any script, and a negated class has no NUL.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def translated(regex: str) -> str:
         RequestError: it has what a grammar cannot do, such as look-ahead.
     """
     out: list[str] = []
-    place = 0
+    place, quantified = 0, False
     while place < len(regex):
         sign = regex[place]
         if sign == "\\":
@@ -78,8 +78,9 @@ def translated(regex: str) -> str:
             text, place = _group(regex, place), place + 1
         else:
             text, place = sign, place + 1
-        if text == "+" and out and out[-1][-1] in "*+?}" and out[-1] not in (r"\*", r"\+", r"\?", r"\{", r"\}"):
+        if sign == "+" and quantified:
             raise _refused("a possessive quantifier")
+        quantified = sign in "*+?" or (sign == "{" and text != r"\{")
         out.append(text)
     return "".join(out)
 
@@ -115,8 +116,8 @@ def _class(regex: str, place: int) -> tuple[str, int]:
     """A class in brackets. Rust's library has nested classes and operators in it, where Python has plain signs."""
     negated = regex.startswith("[^", place)
     names = _IN_NEGATED_CLASS if negated else _IN_CLASS
-    out = ["[^" if negated else "["]
-    place += len(out[0])
+    out = [r"[^\x00" if negated else "["]  # with all control characters in it, the library takes an escaped quote, too
+    place += 2 if negated else 1
     first = True
     while place < len(regex):
         sign = regex[place]

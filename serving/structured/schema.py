@@ -26,7 +26,7 @@ from serving.structured import formats
 from serving.structured.limits import MAX_DEPTH
 from serving.structured.one_of import OneOf, Schema
 from serving.structured.patterns import translated
-from serving.structured.references import References
+from serving.structured.references import References, is_old
 from ubatch.errors import shown
 
 REFUSED: Mapping[str, str] = {
@@ -50,7 +50,6 @@ REFUSED: Mapping[str, str] = {
 """Assertions that no grammar here can make -> what to do instead. Any other unknown keyword asserts nothing."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
-    "contains": (True, {}),
     "propertyNames": (True, {}),
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
@@ -70,7 +69,6 @@ _MOST_COUNT = 2**31  # no output is as long
 _MOST_DECIMALS = 6
 _MOST_OPTIONAL = 6  # properties whose number is counted by listing all choices
 _OTHER_TYPES = ["null", "boolean", "number", "string", "array"]
-_OLD = ("draft-03", "draft-04", "draft-06", "draft-07")
 _PLACE_CHARACTERS = 200  # shown of a place in a schema
 
 _Given = TypeVar("_Given")
@@ -99,7 +97,7 @@ class _Walk:
     def __init__(self, document: Any, *, closed: bool) -> None:
         self._document = document
         self._closed = closed
-        self._old = isinstance(document, Mapping) and any(name in str(document.get("$schema")) for name in _OLD)
+        self._old = is_old(document)
         self._references = References(document)
         self._defs: dict[str, Schema] = {}
         self._names: dict[str, str] = {}
@@ -138,8 +136,9 @@ class _Walk:
             raise _wrong(path, f"a schema is an object or a boolean, not {shown(given)}.")
         if depth > MAX_DEPTH:
             raise RequestError(f"the schema has more than {MAX_DEPTH} levels. Put parts of it into $defs.")
-        if isinstance(given.get("$id"), str):
-            base = self._references.resolve(given["$id"], base)[2]
+        base = self._references.inside(given, base)
+        if given.get("contains") is True or given.get("contains") == {}:
+            given = _counting_items(given, path)
         self._check(given, path)
         if self._old and "$ref" in given:
             given = {"$ref": given["$ref"]}  # in these drafts, what is beside it means nothing
@@ -188,7 +187,8 @@ class _Walk:
             case "additionalProperties":
                 out[keyword] = inner(value, keyword)
             case "unevaluatedProperties" | "unevaluatedItems":
-                if _UNEVALUATED[keyword] not in given and not _APPLICATORS & given.keys():
+                other = "additionalItems" if isinstance(given.get("items"), list) else _UNEVALUATED[keyword]
+                if other not in given and not _APPLICATORS & given.keys():
                     out[_UNEVALUATED[keyword]] = inner(value, keyword)
             case "items" | "prefixItems" if isinstance(value, list):
                 if keyword == "items" or not self._old:
@@ -304,8 +304,8 @@ def _check_numbers(value: Any, path: str, keyword: str) -> None:
         if depth > MAX_DEPTH:
             raise _wrong(path, f"the value has more than {MAX_DEPTH} levels.", keyword)
         for each in waiting:
-            if isinstance(each, int) and abs(each) > _MOST_EXACT:
-                message = f"integers beyond ±2^53 are not supported, as {shown(each)}. Use a text."
+            if isinstance(each, int | float) and abs(each) > _MOST_EXACT:
+                message = f"numbers beyond ±2^53 are not supported, as {shown(each)}. Use a text."
                 raise _wrong(path, message, keyword)
         waiting = [
             inner
@@ -313,6 +313,18 @@ def _check_numbers(value: Any, path: str, keyword: str) -> None:
             if isinstance(each, list | Mapping)
             for inner in (each.values() if isinstance(each, Mapping) else each)
         ]
+
+
+def _counting_items(given: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """A schema whose lists contain some of anything, with the number of items for it."""
+    least = _count(given.get("minContains", 1), path, "minContains")
+    most = _count(given.get("maxContains", _MOST_COUNT), path, "maxContains")
+    rest = {name: value for name, value in given.items() if name not in ("contains", "minContains", "maxContains")}
+    return {
+        **rest,
+        "minItems": max(_count(given.get("minItems", 0), path, "minItems"), least),
+        "maxItems": min(_count(given.get("maxItems", _MOST_COUNT), path, "maxItems"), most),
+    }
 
 
 def _count(value: Any, path: str, keyword: str) -> int:

@@ -73,7 +73,7 @@ IGNORED: Mapping[str, Any] = {
         "divisibleBy": 3,
     },
     **{"then": False, "else": False, "minContains": 5, "maxContains": 0, "additionalItems": False, "extends": 5},
-    **{"uniqueItems": False, "contains": {}, "propertyNames": True, "unevaluatedProperties": True, "dependencies": {}},
+    **{"uniqueItems": False, "propertyNames": True, "unevaluatedProperties": True, "dependencies": {}},
 }
 """Keywords that assert nothing, alone or with such a value."""
 
@@ -108,8 +108,9 @@ WRONG_SCHEMAS: list[tuple[Any, str]] = [
     ({"$ref": "https://example.org/other.json"}, "never fetched"),
     ({"$ref": "file:///etc/passwd"}, "never fetched"),
     ({"format": "regex"}, "format 'regex' is not supported"),
-    ({"const": 2**53 + 1}, "integers beyond ±2^53"),
-    ({"enum": [[{"a": 2**60}]]}, "integers beyond ±2^53"),
+    ({"const": 1.5e300}, "numbers beyond ±2^53"),
+    ({"const": 2**53 + 1}, "numbers beyond ±2^53"),
+    ({"enum": [[{"a": 2**60}]]}, "numbers beyond ±2^53"),
     ({"minimum": 10**30}, "minimum must be within"),
     ({"type": "object", "minProperties": 2}, "minProperties is above"),
     ({"oneOf": [{"multipleOf": 3}, {"multipleOf": 5}]}, "a value may fit both option 0 and option 1"),
@@ -194,6 +195,55 @@ def test_names_are_not_written_in_two_ways() -> None:
     assert takes('"\\u0061\\u00e9"', json={"type": "string", "maxLength": 2})
 
 
+IDENTIFIED = {
+    "$id": "https://example.org/a/root.json",
+    "$defs": {
+        "first": {"enum": [{"$anchor": "x", "$id": "https://example.org/a/sub/y.json"}]},
+        "x": {"$anchor": "x", "type": "integer"},
+        "y": {"$id": "sub/y.json", "type": "array", "items": {"$ref": "z.json"}},
+        "z": {"$id": "sub/z.json", "$ref": "#/$defs/w", "$defs": {"w": {"type": "boolean"}}},
+        "u": {"$id": "urn:uuid:1", "items": {"$ref": "#/$defs/v"}, "type": "array", "$defs": {"v": {"type": "null"}}},
+        "d": {"$dynamicAnchor": "d", "const": "d"},
+    },
+}
+DRAFT_7 = {
+    "$schema": "http://json-schema.org/draft-07/schema#",
+    "$id": "https://example.org/a/",
+    "definitions": {
+        "other": {"$id": "https://example.org/b/x.json", "type": "string"},
+        "x": {"$id": "x.json", "type": "integer"},
+    },
+    "allOf": [{"$id": "https://example.org/b/", "$ref": "x.json"}],
+}
+DRAFT_4 = {
+    "$schema": "http://json-schema.org/draft-04/schema#",
+    "id": "https://example.org/a/",
+    "definitions": {"x": {"id": "#x", "type": "integer"}},
+    "allOf": [{"$ref": "#x"}],
+}
+ANY = {"type": "array", "items": {"type": "integer"}, "contains": {}}
+LISTED = {"items": [{"type": "string"}], "unevaluatedItems": False, "type": "array"}
+MEANINGS: list[tuple[Any, list[str], list[str]]] = [
+    ({**IDENTIFIED, "$ref": "#x"}, ["5"], ["{}", "[true]"]),
+    ({**IDENTIFIED, "$ref": "sub/y.json"}, ["[true]"], ["[5]", "5"]),
+    ({**IDENTIFIED, "$ref": "urn:uuid:1"}, ["[null]"], ["[5]"]),
+    ({**IDENTIFIED, "$ref": "#d"}, ['"d"'], ["5"]),
+    (DRAFT_7, ["5"], ['"a"']),
+    (DRAFT_4, ["5"], ['"a"']),
+    (ANY, ["[1]"], ["[]", '["a"]']),
+    ({**ANY, "minContains": 2, "maxContains": 3, "minItems": 1}, ["[1, 2]"], ["[1]", "[1, 2, 3, 4]"]),
+    ({**ANY, "minContains": 0}, ["[]"], ['["a"]']),
+    (LISTED, ['["a"]'], ['["a", "b"]']),
+    ({"type": "string", "pattern": '^[^"]*$'}, ['"a b"', '"a\\\\b"'], ['"a\\"b"']),
+    ({"type": "string", "pattern": '^[^"\\\\]*$'}, ['"a b"', '"a\\tb"'], ['"a\\"b"', '"a\\\\b"']),
+]
+
+
+@pytest.mark.parametrize(("schema", "fits", "fits_not"), MEANINGS)
+def test_what_keywords_mean(schema: Any, fits: list[str], fits_not: list[str]) -> None:
+    assert [text for text in (*fits, *fits_not) if takes(text, json=schema)] == fits
+
+
 def test_bounds_are_exact_where_floats_are_not() -> None:
     for bound in (2**53 + 1, 2**56 + 1):
         at_least, at_most = ({"type": "integer", name: bound} for name in ("minimum", "maximum"))
@@ -238,6 +288,10 @@ SAME += [
     "/\\/",
     "[^\\W]",
     "[]a]",
+    "\\D+\\W+",
+    "[\\s]?x{2}\\x41+",
+    '[^"b]+',
+    "[^\\\\]*",
 ]
 
 SIGNS = "abcABx1 _-.[]{}()&~^/\\\t\n\x08é٣½²　\u2028"
