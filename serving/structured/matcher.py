@@ -168,13 +168,13 @@ class GrammarCompiler:
     def __init__(self, load: Callable[[], LLTokenizer]) -> None:
         self._load, self._loading = load, Lock()
         self._made: tuple[LLTokenizer, Masks] | None = None
-        self._known: OrderedDict[str, Future[_Compiled]] = OrderedDict()
+        self._known: OrderedDict[str, Future[Callable[[], TokenGrammar]]] = OrderedDict()
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(_THREADS, thread_name_prefix="grammars")
 
-    def begin(self, text: str) -> Future[_Compiled]:
+    def begin(self, text: str) -> Future[Callable[[], TokenGrammar]]:
         """See `Grammars`."""
         known = self._known.get(text)
         if known is None or (known.done() and known.exception() is not None):
@@ -191,11 +191,11 @@ class GrammarCompiler:
         for number, (text, known) in enumerate(reversed(list(self._known.items()))):
             length += len(text)
             if known.done() and known.exception() is None:
-                seconds += known.result().seconds
+                seconds += cast(_Compiled, known.result()).seconds
             if number and (number >= MAX_KNOWN or length > MAX_KNOWN_LENGTH or seconds > MAX_KNOWN_S):
                 del self._known[text]
 
-    def _compile(self, text: str) -> _Compiled:
+    def _compile(self, text: str) -> Callable[[], TokenGrammar]:
         from llguidance import LLMatcher
 
         with self._loading:
