@@ -15,10 +15,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -143,7 +144,8 @@ def path_of(node: int, parents: Sequence[int]) -> tuple[int, ...]:
     return tuple(path)
 
 
-class _Compiled(NamedTuple):
+@dataclass(frozen=True)
+class _Compiled:
     """A compiled grammar, which makes those of requests.
 
     Attributes:
