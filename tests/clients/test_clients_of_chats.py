@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import agents
 import instructor
@@ -19,26 +19,14 @@ from instructor.core.exceptions import InstructorError
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool as langchain_tool
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel, ConfigDict, Field
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from serve_processes import running
+from weather import MOST, PARAMETERS, QUESTION, Agents, Forecast
 
 NAME = "examples/models/tiny-chat"
-QUESTION = "What is the weather in Paris?"
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
-MOST = 300  # tokens
-
-
-class Forecast(BaseModel):
-    """A forecast of the weather."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    sky: Literal["sunny", "cloudy", "rainy"]
-    degrees: int = Field(ge=-40, le=60)
-    windy: bool
 
 
 WEATHER: Any = {
@@ -46,12 +34,7 @@ WEATHER: Any = {
     "function": {
         "name": "weather",
         "description": "The weather of a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 20}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
+        "parameters": PARAMETERS,
         "strict": True,
     },
 }
@@ -195,34 +178,8 @@ class TestPydanticAI:
         assert isinstance(asyncio.run(run()), Forecast)
 
 
-class TestAgents:
+class TestAgents(Agents):
     """With the model class for chats; the default one is another test's."""
 
-    async def run(self, url: str, streamed: bool, **more: Any) -> Any:
-        agents.set_tracing_disabled(True)
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            model = agents.OpenAIChatCompletionsModel(NAME, client)
-            settings = agents.ModelSettings(temperature=0, max_tokens=MOST)
-            agent = agents.Agent(name="Guide", model=model, model_settings=settings, **more)
-            if not streamed:
-                return (await agents.Runner.run(agent, QUESTION)).final_output
-            result = agents.Runner.run_streamed(agent, QUESTION)
-            async for _ in result.stream_events():
-                pass
-            return result.final_output
-
-    @pytest.mark.parametrize("streamed", [False, True])
-    def test_a_tool(self, url: str, streamed: bool) -> None:
-        called: list[str] = []
-
-        def weather(city: str) -> str:
-            """The weather of a city"""
-            called.append(city)
-            return "sunny, 21 degrees"
-
-        assert asyncio.run(self.run(url, streamed, tools=[agents.function_tool(weather)]))
-        assert called == ["Paris"]
-
-    @pytest.mark.parametrize("streamed", [False, True])
-    def test_an_output_type(self, url: str, streamed: bool) -> None:
-        assert isinstance(asyncio.run(self.run(url, streamed, output_type=Forecast)), Forecast)
+    def model(self, client: openai.AsyncOpenAI) -> agents.Model:
+        return agents.OpenAIChatCompletionsModel(NAME, client)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import agents
 import openai
@@ -17,40 +17,23 @@ import pytest
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool as langchain_tool
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel, ConfigDict, Field
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from serve_processes import running
+from weather import MOST, PARAMETERS, QUESTION, Agents, Forecast
 
 # Some clients leave connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
 
 NAME = "tiny-chat"  # openai-agents takes what stands before a slash for a provider
-QUESTION = "What is the weather in Paris?"
-MOST = 300  # tokens
-
-
-class Forecast(BaseModel):
-    """A forecast of the weather."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    sky: Literal["sunny", "cloudy", "rainy"]
-    degrees: int = Field(ge=-40, le=60)
-    windy: bool
 
 
 WEATHER: Any = {
     "type": "function",
     "name": "weather",
     "description": "The weather of a city",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 20}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
+    "parameters": PARAMETERS,
     "strict": True,
 }
 
@@ -106,37 +89,12 @@ class TestOpenAI:
             assert isinstance(stream.get_final_response().output_parsed, Forecast)
 
 
-class TestAgents:
+class TestAgents(Agents):
     """With its default model."""
 
-    async def run(self, url: str, streamed: bool, **more: Any) -> Any:
-        agents.set_tracing_disabled(True)
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            agents.set_default_openai_client(client, use_for_tracing=False)
-            settings = agents.ModelSettings(temperature=0, max_tokens=MOST)
-            agent = agents.Agent(name="Guide", model=NAME, model_settings=settings, **more)
-            if not streamed:
-                return (await agents.Runner.run(agent, QUESTION)).final_output
-            result = agents.Runner.run_streamed(agent, QUESTION)
-            async for _ in result.stream_events():
-                pass
-            return result.final_output
-
-    @pytest.mark.parametrize("streamed", [False, True])
-    def test_a_tool(self, url: str, streamed: bool) -> None:
-        called: list[str] = []
-
-        def weather(city: str) -> str:
-            """The weather of a city"""
-            called.append(city)
-            return "sunny, 21 degrees"
-
-        assert asyncio.run(self.run(url, streamed, tools=[agents.function_tool(weather)]))
-        assert called == ["Paris"]
-
-    @pytest.mark.parametrize("streamed", [False, True])
-    def test_an_output_type(self, url: str, streamed: bool) -> None:
-        assert isinstance(asyncio.run(self.run(url, streamed, output_type=Forecast)), Forecast)
+    def model(self, client: openai.AsyncOpenAI) -> str:
+        agents.set_default_openai_client(client, use_for_tracing=False)
+        return NAME
 
 
 @langchain_tool

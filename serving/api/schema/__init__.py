@@ -1,6 +1,7 @@
 """What clients send and receive.
 
 request_models      bodies of requests
+body                what they have in common
 lax_scalars         strings in them that are read as numbers and booleans
 response_models     bodies of responses, and of the chunks of a stream
 unsupported_fields  request fields that are refused, or accepted and not used

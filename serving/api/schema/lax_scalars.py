@@ -66,8 +66,8 @@ def _readable(kind: Any, value: Any) -> bool:
 
 @cache
 def _kinds(model: type[BaseModel]) -> dict[str, Any]:
-    """Field -> the type of its values; None where there are several."""
-    return {name: _kind(field.annotation) for name, field in model.model_fields.items()}
+    """Field, by the name that clients send -> the type of its values; None where there are several."""
+    return {field.alias or name: _kind(field.annotation) for name, field in model.model_fields.items()}
 
 
 def _kind(annotation: Any) -> Any:

@@ -6,25 +6,22 @@ The answer's code checks constraints between fields; `between_fields` describes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
-    model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from model_runner import MAX_BAD_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
-from serving.api.schema.lax_scalars import read_scalars
+from serving.api.schema.body import Body, or_else
 from serving.api.schema.structured_fields import ResponseFormat, StructuredOutputs
 from serving.api.schema.tool_models import EXPECTED_CHOICE, ToolChoice, Tools
-from serving.api.schema.unsupported_fields import CHAT, COMPLETIONS, TOKENIZE, Refused, check_fields, describe_fields
+from serving.api.schema.unsupported_fields import CHAT, COMPLETIONS, TOKENIZE
 from serving.text.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
 from serving.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
@@ -33,18 +30,6 @@ MAX_OUTPUTS = 128
 MAX_DETOKENIZED = 2**17
 """Most token ids that are turned into text at once: the tokenizer holds all other threads meanwhile."""
 Int64 = Field(ge=-(2**63), le=2**63 - 1)  # the range of integers in messages to an engine
-
-
-def _or_else(expected: str) -> WrapValidator:
-    """Raise a single error for a value that fits no branch of a union, instead of one error per branch."""
-
-    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return handler(value)
-        except ValidationError:
-            raise PydanticCustomError("wrong_value", f"Input should be {expected}") from None
-
-    return WrapValidator(check)
 
 
 ModelName = Annotated[str | None, Field(description="a name that /v1/models lists; the only one where left out")]
@@ -68,15 +53,15 @@ Prompt = Annotated[
     | Annotated[list[str], Field(min_length=1, fail_fast=True)]
     | TokenIds
     | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)],
-    _or_else("a string, a list of strings, a list of token ids or a list of lists of token ids, none of them empty"),
+    or_else("a string, a list of strings, a list of token ids or a list of lists of token ids, none of them empty"),
 ]
 TruncatedLength = Annotated[
-    Literal[-1] | Annotated[int, Field(ge=1)] | None, _or_else("a number of tokens, or -1 for what there is room for")
+    Literal[-1] | Annotated[int, Field(ge=1)] | None, or_else("a number of tokens, or -1 for what there is room for")
 ]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stop = Annotated[
     StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None,
-    _or_else(
+    or_else(
         f"a string or a list of at most {MAX_STOP_STRINGS} strings, none of them empty or of more than "
         f"{MAX_STOP_CHARACTERS} characters"
     ),
@@ -105,29 +90,7 @@ def _either(*options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _describe(schema: dict[str, Any], body: type[_Body]) -> None:
-    if not body.place:
-        describe_fields(schema, body.refused)
-    if body.between_fields:
-        schema["allOf"] = [*schema.get("allOf", []), *body.between_fields]
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, json_schema_extra=_describe)
-    refused: ClassVar[Mapping[str, Refused]] = {}
-    place: ClassVar[str] = ""
-    between_fields: ClassVar[Sequence[Mapping[str, Any]]] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_fields(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            check_fields(data, cls.model_fields.keys(), cls.refused, cls.place)
-            return read_scalars(cls, data)
-        return data
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """What a stream sends besides the text."""
 
     place = "stream_options."
@@ -139,7 +102,7 @@ class StreamOptions(_Body):
 _STREAMED_OR_NOT = _either({"stream": _OFF, "stream_options": _NULL}, {"stream": _ON, "prompt_logprobs": _NULL})
 
 
-class GenerationRequest(_Body):
+class GenerationRequest(Body):
     """Fields shared by completions and chat completions. A default that is not given here is the checkpoint's
     (`generation_config.json`), or OpenAI's if the checkpoint has none."""
 
@@ -223,7 +186,7 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = Field(None, description="the text begins with the prompt")
 
 
-class TextPart(_Body):
+class TextPart(Body):
     """A part of a message."""
 
     place = "messages.content."
@@ -240,7 +203,7 @@ class ChatMessage(BaseModel):
     role: str
     content: Annotated[
         str | Annotated[list[TextPart], Field(fail_fast=True)] | None,
-        _or_else("a string or a list of text parts, {'type': 'text', 'text': ...}; other parts are not supported"),
+        or_else("a string or a list of text parts, {'type': 'text', 'text': ...}; other parts are not supported"),
     ] = None
 
 
@@ -288,7 +251,7 @@ class ChatCompletionRequest(GenerationRequest, ConversationOptions):
     logprobs: bool | None = Field(None, description="return the output's log-probabilities")
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="number of top tokens per position")
     echo: bool | None = Field(None, description="begin with the last message, if it has the answer's role")
-    tool_choice: Annotated[ToolChoice | None, _or_else(EXPECTED_CHOICE)] = Field(
+    tool_choice: Annotated[ToolChoice | None, or_else(EXPECTED_CHOICE)] = Field(
         None, description="whether tools are called (auto with tools, which needs --enable-auto-tool-choice; else none)"
     )
     parallel_tool_calls: bool | None = Field(None, description="the model may make several calls (true)")
@@ -298,7 +261,7 @@ class ChatCompletionRequest(GenerationRequest, ConversationOptions):
     )
 
 
-class TokenizeRequest(_Body, ConversationOptions):
+class TokenizeRequest(Body, ConversationOptions):
     """A prompt or a conversation to turn into token ids; exactly one of them."""
 
     refused = TOKENIZE
@@ -314,7 +277,7 @@ class TokenizeRequest(_Body, ConversationOptions):
     return_token_strs: bool | None = Field(None, description="also return the vocabulary's strings")
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Body):
     """Token ids to turn into text."""
 
     model: ModelName = None

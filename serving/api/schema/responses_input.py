@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidatorFunctionWrapHandler, WrapValidator
 
-from serving.api.schema.request_models import _or_else
+from serving.api.schema.body import or_else
 from serving.api.schema.typed_objects import TypedObject, by_type, wrong
 
 _TEXT_ONLY = dict.fromkeys(("input_image", "input_file", "input_audio"), "only text is read")
@@ -104,7 +104,7 @@ class Reasoning(_Item):
     summary: Annotated[list[ReasoningText], Field(fail_fast=True)] = Field(default_factory=list)
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
     encrypted_content: Annotated[
-        Literal[""] | None, _or_else("null: what another server has encrypted cannot be read here")
+        Literal[""] | None, or_else("null: what another server has encrypted cannot be read here")
     ] = Field(None, description="not supported: this server has no key")
 
 

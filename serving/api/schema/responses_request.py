@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, StringConstraints, create_model
 
 from model_runner import MAX_TOP_LOGPROBS
-from serving.api.schema.request_models import ChatCompletionRequest, ReasoningEffort, _Body, _or_else
+from serving.api.schema.body import Body, or_else
+from serving.api.schema.request_models import ChatCompletionRequest, ReasoningEffort
 from serving.api.schema.responses_input import Input
 from serving.api.schema.responses_tools import TextFormat, ToolChoice, Tools
 from serving.api.schema.unsupported_fields import CHAT, Refused
@@ -73,19 +74,19 @@ Include = Annotated[
         "web_search_call.action.sources",
         "web_search_call.results",
     ],
-    _or_else("one of the values that the OpenAI API documents, such as 'message.output_text.logprobs'"),
+    or_else("one of the values that the OpenAI API documents, such as 'message.output_text.logprobs'"),
 ]
 MetadataKey = Annotated[str, StringConstraints(max_length=64)]
 MetadataValue = Annotated[str, StringConstraints(max_length=512)]
 Verbosity = Annotated[
-    Literal["medium"] | None, _or_else("'medium': ask for a short or a long answer in the instructions")
+    Literal["medium"] | None, or_else("'medium': ask for a short or a long answer in the instructions")
 ]
 Summary = Annotated[
-    Literal["auto"] | None, _or_else("'auto': reasoning is not summarised; reasoning items have all of its text")
+    Literal["auto"] | None, or_else("'auto': reasoning is not summarised; reasoning items have all of its text")
 ]
 
 
-class TextConfig(_Body):
+class TextConfig(Body):
     """The form of the text."""
 
     place = "text."
@@ -94,7 +95,7 @@ class TextConfig(_Body):
     verbosity: Verbosity = Field(None, description="medium: others are not supported")
 
 
-class ReasoningConfig(_Body):
+class ReasoningConfig(Body):
     """How much the model reasons."""
 
     place = "reasoning."
@@ -107,11 +108,11 @@ class ReasoningConfig(_Body):
 
 
 if TYPE_CHECKING:
-    _AsInChat = _Body
+    _AsInChat = Body
 else:
     _shared = {name: ChatCompletionRequest.model_fields[name] for name in AS_IN_CHAT}
     _AsInChat = create_model(
-        "_AsInChat", __base__=_Body, **{name: (field.annotation, field) for name, field in _shared.items()}
+        "_AsInChat", __base__=Body, **{name: (field.annotation, field) for name, field in _shared.items()}
     )
 
 

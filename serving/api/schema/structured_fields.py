@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
-from serving.api.schema.unsupported_fields import check_fields
+from serving.api.schema.body import Body
 
 _Text = Annotated[str, Field(min_length=1)]
 
 
-class _Nested(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-    place: ClassVar[str]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_fields(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            check_fields(data, {each.alias or name for name, each in cls.model_fields.items()}, {}, cls.place)
-        return data
-
-
-class JsonSchemaFormat(_Nested):
+class JsonSchemaFormat(Body):
     """A JSON schema, as OpenAI's clients send it."""
 
     place = "response_format.json_schema."
@@ -34,18 +22,19 @@ class JsonSchemaFormat(_Nested):
     strict: bool | None = Field(None, description="changes nothing: the schema is always enforced as it is")
 
 
-class ResponseFormat(_Nested):
+class ResponseFormat(Body):
     """The form of the output. `json_object`: any JSON object."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
+    place = "response_format."
+    closed = True
+    between_fields = (
+        {
             "anyOf": [
                 {"properties": {"type": {"enum": ["text", "json_object", "structural_tag"]}}},
                 {"properties": {"json_schema": {"type": "object"}}, "required": ["json_schema"]},
             ]
-        }
+        },
     )
-    place = "response_format."
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = Field(None, description="with json_schema only")
@@ -54,11 +43,12 @@ class ResponseFormat(_Nested):
     format: dict[str, Any] | None = Field(None, description="with structural_tag, in place of structures: xgrammar's")
 
 
-class StructuredOutputs(_Nested):
+class StructuredOutputs(Body):
     """The form of the output; exactly one of the first six."""
 
     model_config = ConfigDict(protected_namespaces=())
     place = "structured_outputs."
+    closed = True
 
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="a JSON schema, or its text")
     regex: str | None = Field(None, description="a regular expression that the whole output matches")

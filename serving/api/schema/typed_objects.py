@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
-from pydantic import BaseModel, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+from pydantic import BaseModel, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
 
-from serving.api.schema.request_models import _Body
-from serving.api.schema.unsupported_fields import check_fields
+from serving.api.schema.body import Body
 from ubatch.errors import shown
 
 
-class TypedObject(_Body):
-    """A part of a body that may have been part of an answer before.
-
-    Attributes:
-        also: names that are known besides the fields: clients send back what they got, and not all of it says something
-            to the model.
-    """
-
-    also: ClassVar[frozenset[str]] = frozenset()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_fields(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            check_fields(data, cls.model_fields.keys() | cls.also, cls.refused, cls.place)
-        return data
+class TypedObject(Body):
+    """A part of a body that may come from an answer; `also` has what clients send back as they got it."""
 
 
 def type_of(value: Any) -> str | None:

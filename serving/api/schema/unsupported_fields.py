@@ -16,12 +16,13 @@ from pydantic_core import PydanticCustomError
 from serving.api.schema.errors import UNSUPPORTED
 from serving.api.schema.lax_scalars import read_scalar
 from serving.logs import log_event
-from ubatch.errors import shown
+from ubatch.errors import cut, shown
 
 _logger = logging.getLogger(__name__)
 
 MAX_NAMED = 256  # most different unknown fields that a process logs
 MAX_NAME_CHARACTERS = 64
+_NOT_SUPPORTED = "{param} is not supported: {why}; it is {value}"
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ _GENERATION: Mapping[str, Refused] = {
     "cache_salt": Refused("all requests share the prefix cache; serve with --no-enable-prefix-caching instead"),
     "kv_transfer_params": Refused(_ELSEWHERE, _OBJECT),
     "ec_transfer_params": Refused(_ELSEWHERE, _OBJECT),
-    "thinking_token_budget": Refused("thinking is not separated from the answer; use max_tokens", (-1,)),
+    "thinking_token_budget": Refused("thinking has no limit of its own; use max_tokens", (-1,)),
     "routed_experts_prompt_start": Refused(_NOT_TOLD, (0,)),
     "return_prompt_text": Refused("/detokenize gives the text of token ids", _FLAG),
     "mm_processor_kwargs": Refused(_TEXT_ONLY, _OBJECT),
@@ -214,8 +215,21 @@ def check_fields(data: Mapping[Any, Any], known: Collection[str], refused: Mappi
             continue
         if rule.unless is None or not _same(data.get(rule.unless[0]), rule.unless[1]):
             about = {"param": name, "why": rule.why, "value": shown(value)}
-            raise PydanticCustomError(UNSUPPORTED, "{param} is not supported: {why}; it is {value}", about)
+            raise PydanticCustomError(UNSUPPORTED, _NOT_SUPPORTED, about)
         log_unused(f"{place}{name}")
+
+
+def check_closed(data: Mapping[Any, Any], known: Collection[str], place: str) -> None:
+    """Refuse fields of a JSON object that are not known, unless they are null: of these any may change the answer.
+
+    Raises:
+        PydanticCustomError: a field is not known.
+    """
+    for name, value in data.items():
+        if name not in known and value is not None:
+            why = f"the fields are {', '.join(sorted(known))}"
+            about = {"param": f"{place}{cut(str(name), MAX_NAME_CHARACTERS)}", "why": why, "value": shown(value)}
+            raise PydanticCustomError(UNSUPPORTED, _NOT_SUPPORTED, about)
 
 
 def log_unused(name: str) -> None:

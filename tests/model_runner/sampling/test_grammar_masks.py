@@ -25,7 +25,6 @@ from model_runner.sampling.grammar import GrammarRows, StepMasks, fill_masks, fo
 from model_runner.sampling.sampler import NO_TOKEN, OUT_OF_TOKENS, distributions
 from model_runner.speculation.accept import DraftRows, sample_by_rejection
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GRAMMAR = SamplingParams(grammar="any text")
 SAMPLED = SamplingParams(grammar="any text", temperature=1.0)
 

@@ -70,7 +70,7 @@ def test_every_form_reaches_the_engine_as_a_grammar(path: str) -> None:
         {"response_format": {"type": "text"}},
         {"response_format": None, "structured_outputs": None},
         {"structured_outputs": {}},
-        {"structured_outputs": {"json": None}},
+        {"structured_outputs": {"json": None, "foo": None}},
     ],
 )
 def test_what_asks_for_no_form_costs_nothing(path: str, body: dict[str, Any]) -> None:
@@ -87,6 +87,16 @@ def test_every_output_has_the_grammar() -> None:
     engine = FakeEngine()
     stream(engine, CHAT, {"response_format": {"type": "json_object"}})
     assert {request.params.grammar for request in engine.requests} == set(of_chat)
+
+
+def test_strings_for_booleans_are_read_as_elsewhere() -> None:
+    for path in ASKS:
+        strict = {"type": "json_schema", "json_schema": {**FORMATS["json_schema"]["json_schema"], "strict": "true"}}
+        assert grammars(path, {"response_format": strict}) == grammars(
+            path, {"response_format": FORMATS["json_schema"]}
+        )
+        spaced = {"json": {"type": "array"}, "disable_any_whitespace": "true"}
+        assert grammars(path, outputs(**spaced)) == grammars(path, outputs(**spaced | {"disable_any_whitespace": True}))
 
 
 SCHEMA_OF = "response_format.json_schema.schema"
@@ -115,6 +125,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (schema({"type": "strin"}), SCHEMA_OF, "Invalid type: strin"),
     (schema({"enum": []}), SCHEMA_OF, "Unsatisfiable"),
     (outputs(json_object=False), "structured_outputs", "it has none"),
+    (outputs(foo=1), "structured_outputs.foo", "the fields are choice, "),
+    (outputs(regex="a", foo=1), "structured_outputs.foo", "it is 1"),
+    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema", "the fields are format, "),
     (outputs(json_object=True, regex="a"), "structured_outputs", "it has regex and json_object"),
     (outputs(whitespace_pattern="a"), "structured_outputs", "it has none"),
     (outputs(json="{"), "structured_outputs.json", "no JSON"),

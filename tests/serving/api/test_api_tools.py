@@ -163,7 +163,7 @@ def test_no_call_where_none_may_be_made() -> None:
 
 @pytest.mark.parametrize("turns", [AUTO, TurnSettings()])
 def test_a_call_that_must_be_made_is_enforced(turns: TurnSettings) -> None:
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="llguidance is not installed; `make setup` installs it")
     app, engine = served(
         '[{"name": "get_weather", "parameters": {"city": "Paris"}}, {"name": "now", "parameters": {}}]', turns
     )
@@ -186,7 +186,7 @@ def test_a_call_that_must_be_made_is_enforced(turns: TurnSettings) -> None:
 
 
 def test_the_call_that_must_be_made_is_enforced() -> None:
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="llguidance is not installed; `make setup` installs it")
     app, engine = served('{"city": "Paris"}')
     said, finish = message(app, tool_choice=NAMED)
     assert finish == "stop"
@@ -198,7 +198,7 @@ def test_the_call_that_must_be_made_is_enforced() -> None:
 
 
 def test_references_of_a_tool_are_its_own() -> None:
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="llguidance is not installed; `make setup` installs it")
     app, engine = served("[]")
     city = {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"]}
     tools = [tool(name, {**city, "$defs": {"City": {"const": name}}}) for name in ("one", "two")]
@@ -242,7 +242,7 @@ def test_refusals(body: dict[str, Any], param: str, reason: str) -> None:
 
 
 def test_a_schema_that_cannot_be_enforced_is_refused_by_name() -> None:
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="llguidance is not installed; `make setup` installs it")
     app, _ = served("Hi")
     body = {"messages": [USER], "tools": [tool("f", {"type": "object", "not": {"required": ["x"]}})]}
     response = post(app, CHAT, {**body, "tool_choice": "required"})

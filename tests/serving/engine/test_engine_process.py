@@ -146,7 +146,7 @@ def test_a_sampling_without_a_seed_keeps_tensor_parallel_ranks_together(
 def test_grammars_hold_on_every_rank(served: ServedPair, expected: list[list[int]]) -> None:
     """Made in each process, while other requests run; the same tokens greedy and sampled, on either rank; and a text
     that is none is refused before it runs."""
-    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    pytest.importorskip("llguidance", reason="llguidance is not installed; `make setup` installs it")
     greedy = SamplingParams(max_tokens=20, grammar=regex("[0-9]{4}-[a-c]{3}"))
     warm = replace(greedy, temperature=1.0, seed=7)
 

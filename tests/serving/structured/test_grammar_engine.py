@@ -23,7 +23,7 @@ from serving.structured import matcher as matchers
 from serving.text.tokenizer import load_tokenizer
 from ubatch import UBatchConfig
 
-pytest.importorskip("llguidance", reason="llguidance is not installed")
+pytest.importorskip("llguidance", reason="llguidance is not installed; `make setup` installs it")
 
 pytestmark = pytest.mark.long
 

@@ -17,7 +17,7 @@ from serving.structured.matcher import GrammarCompiler, Matcher
 from serving.structured.tokenizer import grammar_tokenizer, load_grammar_tokenizer
 from serving.text.tokenizer import load_tokenizer
 
-pytest.importorskip("llguidance", reason="llguidance is not installed")
+pytest.importorskip("llguidance", reason="llguidance is not installed; `make setup` installs it")
 from llguidance import LLParserLimits
 
 PERSON = schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})

@@ -162,7 +162,9 @@ class Run:
 
 PROMPTS = ["--sequences", "4", "--sequence-length", "16", "--blocks", "2"]
 SLOW = pytest.mark.slow
-NEEDS_LLGUIDANCE = pytest.mark.skipif(find_spec("llguidance") is None, reason="llguidance is not installed")
+NEEDS_LLGUIDANCE = pytest.mark.skipif(
+    find_spec("llguidance") is None, reason="llguidance is not installed; `make setup` installs it"
+)
 VOID = (0, 1)  # of two short blocks times may well be better than the bound
 OVERLAP = ["overlap", "--model", "MODEL", *PROMPTS, "--lanes", "2", "--ratios", "1"]
 AUTO = ["auto", TINY, "--steps", "40", "--ratios", "0", "4", "--compared", "0.5", "--max-decode-tokens", "16"]

@@ -1,0 +1,208 @@
+"""From what a user asks for to a grammar: regular expressions, choices, grammars, structural tags, and reasoning."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from forms import refusal, takes
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model_runner import RequestError
+from serving.structured import Preamble, StructuredOutputsParams, grammar_text
+from serving.structured.patterns import translated
+
+# -- regular expressions
+
+SAME = [
+    "a|bc",
+    "(a|b)*c?",
+    "[^a-c]{2}",
+    "\\d\\w\\s",
+    "\\D\\W\\S",
+    "[\\d\\s]{2}",
+    "[^\\d\\s]{2}",
+    "[\\[a&~-]{2}",
+    "a{,2}b",
+    "a{x}",
+]
+SAME += [
+    "\\(\\)\\[\\]\\{\\}",
+    "(?:a|b)c",
+    "(?P<n>a)b",
+    "(?i:ab)",
+    "a+?b*?",
+    "\\x41\\u0042",
+    "\\t\\n",
+    "[\\b]",
+    "/\\/",
+    "[^\\W]",
+    "[]a]",
+    "\\D+\\W+",
+    "[\\s]?x{2}\\x41+",
+    '[^"b]+',
+    "[^\\\\]*",
+]
+
+SIGNS = "abcABx1 _-.[]{}()&~^/\\\t\n\x08é٣½²　\u2028"
+
+
+@pytest.mark.parametrize(
+    "regex", ["\\d", "\\D", "\\w", "\\W", "\\s", "\\S", "[^\\d]", "[^\\D]", "[^\\w]", "[^\\W]", "[^\\s]", "[^\\S]"]
+)
+def test_classes_take_what_python_takes(regex: str) -> None:
+    taken = [sign for sign in f"{SIGNS}\x1c" if takes(sign, regex=regex)]
+    assert taken
+    assert all(re.fullmatch(regex, sign) for sign in taken)
+
+
+@pytest.mark.parametrize("regex", SAME)
+@given(text=st.text(alphabet=SIGNS, max_size=4))
+def test_what_a_regex_takes_python_takes(regex: str, text: str) -> None:
+    if takes(text, regex=regex):
+        assert re.fullmatch(regex, text)
+    elif text.isascii():
+        assert not re.fullmatch(regex, text)
+
+
+@pytest.mark.parametrize(
+    "regex",
+    ["(?=a)", "(?!a)", "(?<=a)b", "(?<!a)b", "(a)\\1", "(?P<n>a)(?P=n)", "\\bfoo", "a++b", "(?x)a", "(?>a)", "[a"],
+)
+def test_other_regexes_are_refused(regex: str) -> None:
+    with pytest.raises(RequestError, match="regular expression has"):
+        translated(regex)
+    assert refusal(json={"type": "string", "pattern": regex}).param == "json"
+
+
+# -- other forms
+
+
+def test_choices_are_texts_as_they_are() -> None:
+    choices = ['"', "\\n", "\n", "/a/", "a b", "é", "😀", "%json {}", "a", "ab"]
+    for text in choices:
+        assert takes(text, choice=choices), text
+    for text in ("", "b", "\\", "a ", "é😀"):
+        assert not takes(text, choice=choices), text
+
+
+def test_grammars_in_both_notations() -> None:
+    for grammar in ('start: "a" B+\nB: /[0-9]/', 'root ::= "a" b+ # x\nb ::= [0-9]'):
+        assert [takes(text, grammar=grammar) for text in ("a12", "a", "12")] == [True, False, False]
+    for grammar in ("a", "start = a", "root ::= x", 'root ::= "a'):
+        assert refusal(grammar=grammar).param == "grammar"
+    for option in ("max_tokens=5", "temperature=0.5", 'stop="x"'):
+        assert option.split("=")[0] in str(refusal(grammar=f"start: a\na[{option}]: /.*/"))
+    assert takes("max_tokens=5 [max_tokens=5]:", grammar='start: "max_tokens=5 [max_tokens=5]:" // a[max_tokens=5]')
+
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+CALL = {"type": "tag", "begin": "<f=a>", "content": {"type": "json_schema", "json_schema": OBJECT}, "end": "</f>"}
+WORDS = {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": ["</t>", "</u>"]}
+TAGS: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    (CALL, ['<f=a>{"a":1}</f>'], ["", '<f=a>{"b":1}</f>', "<f=a></f>"]),
+    ({"type": "sequence", "elements": [WORDS, {"type": "any_text"}]}, ["<t>a</t>", "<t>a</u>b"], ["<t>a", "a"]),
+    (
+        {"type": "or", "elements": [{"type": "const_string", "value": "x"}, {"type": "regex", "pattern": "[0-9]"}]},
+        ["x", "5"],
+        ["", "x5"],
+    ),
+    (
+        {"type": "sequence", "elements": [{"type": "grammar", "grammar": 'root ::= "a"'}, CALL]},
+        ['a<f=a>{"a":1}</f>'],
+        ["a"],
+    ),
+    (
+        {"type": "triggered_tags", "triggers": ["<f="], "tags": [CALL]},
+        ["", "a", 'a <f=a>{"a":1}</f>', '<f=a>{"a":1}</f>b<f=a>{"a":2}</f>'],
+        ["<f=b>", "a<f=a>{}"],
+    ),
+    (
+        {"type": "triggered_tags", "triggers": ["<f="], "tags": [CALL], "at_least_one": True, "stop_after_first": True},
+        ['a<f=a>{"a":1}</f>'],
+        ["", "a", '<f=a>{"a":1}</f>b'],
+    ),
+    (
+        {"type": "tags_with_separator", "tags": [CALL], "separator": ","},
+        ["", '<f=a>{"a":1}</f>,<f=a>{"a":1}</f>'],
+        ['<f=a>{"a":1}</f>,'],
+    ),
+    (
+        {
+            "type": "tags_with_separator",
+            "tags": [CALL],
+            "separator": "",
+            "at_least_one": True,
+            "stop_after_first": True,
+        },
+        ['<f=a>{"a":1}</f>'],
+        ["", '<f=a>{"a":1}</f><f=a>{"a":1}</f>'],
+    ),
+    *(
+        ({"type": kind, "content": {"type": "const_string", "value": "ab"}, **more}, fits, fits_not)
+        for kind, more, fits, fits_not in (
+            ("optional", {}, ["", "ab"], ["abab"]),
+            ("plus", {}, ["ab", "abab"], [""]),
+            ("star", {}, ["", "abab"], ["a"]),
+            ("repeat", {"min": 1, "max": 2}, ["ab", "abab"], ["", "ababab"]),
+            ("repeat", {"min": 2, "max": -1}, ["abab", "ababab"], ["ab"]),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "fits", "fits_not"), TAGS)
+def test_structural_tags(form: dict[str, Any], fits: list[str], fits_not: list[str]) -> None:
+    tag = {"type": "structural_tag", "format": form}
+    assert [takes(text, structural_tag=tag) for text in (*fits, *fits_not)] == [True] * len(fits) + [False] * len(
+        fits_not
+    )
+    assert takes(fits[0], structural_tag=json.dumps(tag))
+
+
+def test_older_structural_tags() -> None:
+    tag = {"structures": [{"begin": "<f=a>", "schema": OBJECT, "end": "</f>"}], "triggers": ["<f="]}
+    assert [takes(text, structural_tag=tag) for text in ("hi", '<f=a>{"a":1}</f>x', "<f=b>")] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"type": "qwen_xml_parameter", "json_schema": {}}, "the type 'qwen_xml_parameter' is not supported"),
+        ({"type": "any_text", "excludes": ["a"]}, "'excludes' is not supported"),
+        ({"type": "any_text", "max_tokens": 5}, "'max_tokens' is not supported"),
+        (
+            {"type": "sequence", "elements": [{"type": "any_text"}, CALL]},
+            "format.elements.0: any_text is only supported",
+        ),
+        ({"type": "json_schema", "json_schema": {"not": {}}}, "format: not: not is not supported"),
+        ({"type": "json_schema", "json_schema": {}, "style": "deepseek_xml"}, "the style 'deepseek_xml'"),
+        ({"type": "tag", "begin": {"type": "token", "token": 5}, "content": CALL, "end": "x"}, "begin is a text"),
+        ({"type": "triggered_tags", "triggers": ["<g"], "tags": [CALL]}, "exactly one of the triggers"),
+        ({"type": "repeat", "min": 2, "max": 1, "content": CALL}, "integers from 0"),
+        ({"type": "or", "elements": []}, "not empty"),
+    ],
+)
+def test_other_tags_are_refused_by_place(form: dict[str, Any], message: str) -> None:
+    error = refusal(structural_tag={"type": "structural_tag", "format": form})
+    assert message in str(error)
+    assert error.param == "structural_tag"
+
+
+def test_reasoning_comes_first() -> None:
+    asked = {"json": OBJECT}
+    begun = Preamble("<think>", "</think>", begun=True)
+    assert takes('{"b": 1} so</think>{"a": 1}', begun, **asked)
+    assert takes('</think>{"a": 1}', begun, **asked)
+    for text in ('{"a": 1}', '</think></think>{"a": 1}', '</think>{"b": 1}', "so"):
+        assert not takes(text, begun, **asked), text
+    not_begun = Preamble("<think>", "</think>")
+    assert takes('<think>{"b": 1} so</think>{"a": 1}', not_begun, **asked)
+    assert takes('{"a": 1}', not_begun, **asked)
+    assert not takes('so</think>{"a": 1}', not_begun, **asked)
+    text = grammar_text(StructuredOutputsParams(**asked), not_begun, special={"<think>": 6, "</think>": 7})
+    assert "<[6]>" in text
+    assert "<[7]>" in text
