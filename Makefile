@@ -156,6 +156,7 @@ $(STUB_VENV)/.installed: constraints-stub.txt
 	@touch $@
 
 test-stub: stub ## the GPU tests and benchmarks over it: no numbers, no speed; writes benchmarks/results/stub-cuda.json
+	mkdir -p $(RESULTS)
 	$(STUB).run $(if $(STUB_OPTIONS),$(STUB_OPTIONS),--json $(RESULTS)/stub-cuda.json)
 
 # Other people's clients, in an environment of their own on top of this one: they want other versions than ours.
