@@ -12,7 +12,6 @@ from serving.api.schema.request_models import GenerationRequest
 from serving.api.service import Service
 from serving.text.tokenizer import Vocabulary
 from serving.turns import (
-    REASONING_PARSERS,
     Before,
     TurnDelta,
     TurnParser,
@@ -83,7 +82,7 @@ def preamble(settings: TurnSettings, before: Before) -> After | None:
 
     if settings.harmony:
         return Messages()
-    reasoning = None if settings.reasoning_parser is None else REASONING_PARSERS[settings.reasoning_parser]
+    reasoning = settings.reasoning
     if reasoning is None or reasoning.is_over(before):
         return None
     return Preamble(reasoning.begin, reasoning.end, reasoning.has_begun(before))
