@@ -29,6 +29,8 @@ MAX_LOGPROBS = 1_000_000
 encoded."""
 NEVER_FILLED = ("service_tier", "system_fingerprint", "kv_transfer_params", "ec_transfer_params", "metrics")
 """Fields of vLLM's whole answers that are always null here."""
+NOT_ENDED = dict.fromkeys(("finish_reason", "stop_reason", "matched_stop"))
+"""Why an output ended, before it has."""
 SCORED_AT_ONCE = 256  # prompt tokens whose log-probabilities are encoded as JSON in one go
 
 
@@ -54,15 +56,16 @@ def check_outputs(service: Service, num_prompts: int, n: int | None) -> None:
         raise ApiError(400, message, param="prompt" if num_prompts > limit else "n")
 
 
-def check_logprobs(of_prompts: int, params: Iterable[SamplingParams], body: GenerationRequest) -> None:
+def check_logprobs(of_prompts: int, params: Iterable[SamplingParams], body: GenerationRequest, *, kept: bool) -> None:
     """Refuse a body that asks for more log-probabilities than one answer may have.
 
     Args:
         of_prompts: log-probabilities of prompt tokens in the answer.
-        params: of every output. A stream sends log-probabilities of outputs one by one: these are not counted.
+        params: of every output.
+        kept: those of outputs are kept for the answer's end; otherwise a stream sends them one by one.
     """
     of_outputs = 0
-    if not body.stream:
+    if kept:
         of_outputs = sum(each.max_tokens * (each.logprobs + 1) for each in params if each.logprobs is not None)
     if of_prompts + of_outputs > MAX_LOGPROBS:
         scored = of_prompts > of_outputs
@@ -97,6 +100,7 @@ class Answer(ABC):
     chunk_kind: str
     lists: tuple[str, ...]  # names of the lists in a choice's `logprobs`
     done: bytes = DONE  # ends a stream
+    num_opening = 0  # how many of an output's events come before any of its tokens
 
     def __init__(self, service: Service, body: GenerationRequest, answer_id: str, outputs: Sequence[Output]) -> None:
         if service.log_requests:
@@ -131,8 +135,9 @@ class Answer(ABC):
     def _logprobs_of(self, delta: Delta) -> Mapping[str, Sequence[Any]]:
         """List name -> entries for a delta's tokens. Called once per delta, in order."""
 
-    _num_opening = 0
-    """How many of an output's events come before any of its tokens."""
+    def _num_reasoning_tokens(self, output: Output) -> int:
+        """Tokens of an output's reasoning so far."""
+        return 0
 
     def _with_choices(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The whole answer, with what both kinds have."""
@@ -163,7 +168,7 @@ class Answer(ABC):
         about, first = {**self._about, "object": self.chunk_kind}, self._first_chunk()
         async with aclosing(self._deltas()) as arriving:
             async for delta in arriving:
-                num_opening = 0 if delta.output.index in self._begun else self._num_opening
+                num_opening = 0 if delta.output.index in self._begun else self.num_opening
                 for place, choice in enumerate(self._chunk_choices(delta)):
                     chunk, first = {**about, "choices": [choice], **first}, {}
                     if self._include_usage:
@@ -250,6 +255,6 @@ class Answer(ABC):
             "completion_tokens_details": {
                 "accepted_prediction_tokens": drafts.accepted,
                 "rejected_prediction_tokens": drafts.drafted - drafts.accepted,
-                "reasoning_tokens": 0,
+                "reasoning_tokens": sum(map(self._num_reasoning_tokens, generated)),
             },
         }

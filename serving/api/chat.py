@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any, Self
 
 from serving.api.allowed_tokens import allowed_tokens
-from serving.api.answer import Answer, Gathered, check_common, check_logprobs, check_outputs
+from serving.api.answer import NOT_ENDED, Answer, Gathered, check_common, check_logprobs, check_outputs
 from serving.api.generation import Delta, Output, make_outputs
 from serving.api.logprobs import chat_logprobs
 from serving.api.prompts import (
+    REASONING,
     chat_template,
     check_characters,
     check_conversation,
@@ -27,13 +28,11 @@ from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import ChatCompletionRequest, ChatMessage
 from serving.api.service import Service
 from serving.api.structured import output_grammar
-from serving.api.tools import forced_form, num_calls, turn_plan
+from serving.api.tools import forced_form, turn_plan
 from serving.api.turns import OutputTurn, chunks_of, hidden_marks, make_turns, message_of, preamble
 from serving.turns import Before
 
-_NOTHING_ELSE = dict.fromkeys(
-    ("refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning", "reasoning_content")
-)
+_NOTHING_ELSE = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls", *REASONING))
 """What a message has besides its text, null where it has none."""
 
 
@@ -43,6 +42,7 @@ class ChatAnswer(Answer):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     lists = ("content",)
     id_prefix = "chatcmpl-"
+    keeps_logprobs = False  # a stream's last events repeat them
 
     def __init__(
         self,
@@ -55,7 +55,6 @@ class ChatAnswer(Answer):
     ) -> None:
         super().__init__(service, body, answer_id, outputs)
         self._turns = turns
-        self._streamed = bool(body.stream)
         self._with_reasoning = body.include_reasoning is not False
         self._with_logprobs = bool(body.logprobs)
         # If the prompt does not begin the assistant's turn, the answer continues the last message, in its role.
@@ -64,7 +63,7 @@ class ChatAnswer(Answer):
         self._echo = ""
         if body.echo and last.role == self._role:
             self._echo = _written(_content(service, last), text)
-        self._num_opening = 2 if self._echo else 1  # the role, and the echo
+        self.num_opening = 2 if self._echo else 1  # the role, and the echo
 
     @classmethod
     async def make(cls, service: Service, body: ChatCompletionRequest, size: int) -> Self:
@@ -75,21 +74,13 @@ class ChatAnswer(Answer):
         """
         _refuse(body)
         check_outputs(service, 1, body.n)
-        plan = turn_plan(
-            service,
-            body.tools or (),
-            body.tool_choice,
-            parallel=body.parallel_tool_calls is not False,
-            separate=body.separate_reasoning is not False,
-            num_calls=num_calls(body.messages),
-        )
+        plan = turn_plan(service, body)
         limits = await allowed_tokens(service, body, 1, size)
         wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         text, token_ids = await service.long_work.run(lambda: _text_and_ids(service, body, wanted or 1), size)
         if not token_ids:
             raise ApiError(400, "The messages have no tokens; there is nothing to answer.", param="messages")
-        last = _content(service, body.messages[-1])
-        before = Before(text, None if body.begins_turn else last)
+        before = Before(text, None if body.begins_turn else _content(service, body.messages[-1]))
         forced = forced_form(body.tools or (), plan)
         grammar = await output_grammar(service, body, forced=forced, after=preamble(service.turns, before))
         asked = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
@@ -103,7 +94,7 @@ class ChatAnswer(Answer):
             limits=replace(limits, grammar=grammar),
         )
         of_prompt = 0 if body.prompt_logprobs is None else len(token_ids) * (body.prompt_logprobs + 1)
-        check_logprobs(of_prompt, params, body)
+        check_logprobs(of_prompt, params, body, kept=cls.keeps_logprobs or not body.stream)
         answer_id = f"{cls.id_prefix}{uuid.uuid4().hex}"
         hidden = hidden_marks(service, body, plan)
         outputs = make_outputs(service, body, answer_id, [(token_ids, params)], kept=frozenset(hidden.values()))
@@ -113,33 +104,27 @@ class ChatAnswer(Answer):
     async def _deltas(self) -> AsyncGenerator[Delta, None]:
         async with aclosing(super()._deltas()) as arriving:
             async for delta in arriving:
-                self._turns[delta.output.index].take(delta, streamed=self._streamed)
+                self._turns[delta.output.index].take(delta)
                 yield delta
 
-    def _usage(self, outputs: Sequence[Output] | None = None, *, opening: bool = False) -> dict[str, Any]:
-        usage = super()._usage(outputs, opening=opening)
-        counted = () if opening else self._outputs if outputs is None else outputs
-        reasoned = sum(self._turns[output.index].num_reasoning_tokens for output in counted)
-        usage["completion_tokens_details"]["reasoning_tokens"] = reasoned
-        return usage
+    def _num_reasoning_tokens(self, output: Output) -> int:
+        return self._turns[output.index].num_reasoning_tokens
 
     def _chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
         index = delta.output.index
         choices: list[dict[str, Any]] = []
         if self._begins(index):
             opening = [{"role": self._role, "content": ""}, *([{"content": self._echo}] if self._echo else [])]
-            none_yet = {"logprobs": None, **self._end(Delta(delta.output, ""))}
-            choices += [{"index": index, "delta": part, **none_yet} for part in opening]
+            choices += [{"index": index, "delta": part, "logprobs": None, **NOT_ENDED} for part in opening]
         logprobs = {**self._logprobs_of(delta), "refusal": None} if delta.logprobs else None
-        token_ids = self._token_ids(delta.token_ids)
         turn = self._turns[index]
         new = chunks_of(turn.new, with_reasoning=self._with_reasoning)
         if not new and (logprobs is not None or turn.finish_reason or self._body.return_token_ids):
             new = [{}]
-        not_yet = {"logprobs": None, **self._end(Delta(delta.output, "")), **self._token_ids(())}
-        parts: list[dict[str, Any]] = [{"index": index, "delta": part, **not_yet} for part in new]
+        none_yet = {"logprobs": None, **NOT_ENDED, **self._token_ids(())}
+        parts: list[dict[str, Any]] = [{"index": index, "delta": part, **none_yet} for part in new]
         if parts:  # what is told once per delta
-            parts[0] |= {"logprobs": logprobs, **token_ids}
+            parts[0] |= {"logprobs": logprobs, **self._token_ids(delta.token_ids)}
             parts[-1] |= {**self._end(delta), "finish_reason": turn.finish_reason}
         return [*choices, *parts]
 

@@ -84,7 +84,7 @@ class CompletionAnswer(Answer):
             requested.append((token_ids, params))
         num_scored = sum(len(token_ids) * len(params) for token_ids, params in requested)
         of_outputs = chain.from_iterable(params for _, params in requested)
-        check_logprobs(num_scored * sum(count + 1 for count in asked), of_outputs, body)
+        check_logprobs(num_scored * sum(count + 1 for count in asked), of_outputs, body, kept=not body.stream)
         answer_id = f"cmpl-{uuid.uuid4().hex}"
         outputs = make_outputs(service, body, answer_id, requested)
         for output in outputs:

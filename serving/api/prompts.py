@@ -19,9 +19,7 @@ from serving.text.tokenizer import Vocabulary
 
 SHOWN_REASON = 1000  # characters shown of a template's error
 COUNTED_CHARACTERS = 1_000_000  # a text up to this length is tokenized even if it may not fit: to cut or count it
-
-
-_REASONING = ("reasoning", "reasoning_content")
+REASONING = ("reasoning", "reasoning_content")
 """A message's reasoning: the name that vLLM has for it now, and the older one."""
 
 
@@ -158,12 +156,12 @@ def conversation_text(service: Service, messages: Sequence[ChatMessage], options
         RequestError: the messages cannot be brought into the form that the template reads.
         ApiError: 400, there is no template, or it refuses the messages.
     """
-    callable_ = getattr(options, "tool_choice", None) != "none"
-    shown = options.tools if callable_ or not service.turns.exclude_tools_when_tool_choice_none else None
+    may_call = getattr(options, "tool_choice", None) != "none"
+    shown = options.tools if may_call or not service.turns.exclude_tools_when_tool_choice_none else None
     tools = [each.model_dump(exclude_unset=True) for each in shown or ()]
     template = chat_template(service, tools=bool(tools))
     if tools and "tools" not in _names_in(template.source):
-        if callable_:
+        if may_call:
             message = "This model's chat template shows no tools to the model; describe them in a message instead."
             raise ApiError(400, message, param="tools")
         log_unused("tools")
@@ -193,10 +191,10 @@ def conversation_text(service: Service, messages: Sequence[ChatMessage], options
 def _message(template: ChatTemplate, given: ChatMessage) -> dict[str, Any]:
     """A message as the template gets it: reasoning has each of the names that clients and templates have for it."""
     message = given.model_dump(exclude_unset=True)
-    reasoning = next((message[name] for name in _REASONING if message.get(name)), None)
+    reasoning = next((message[name] for name in REASONING if message.get(name)), None)
     if reasoning is None:
         return message
-    names = [*_REASONING]
+    names = [*REASONING]
     if "thinking" in _names_in(template.source) and not message.get("content"):  # gpt-oss, which takes either
         names.append("thinking")
     return {**message, **dict.fromkeys(names, reasoning)}
@@ -218,8 +216,8 @@ def _log_unused(
         log_unused("reasoning_effort")
     for name in (options.chat_template_kwargs or {}).keys() - used:
         log_unused(f"chat_template_kwargs.{name}")
-    if used & {*_REASONING, "thinking"}:
-        used = used | {*_REASONING}
+    if used & {*REASONING, "thinking"}:
+        used = used | {*REASONING}
     for name in {name for message in messages for name in message.model_extra or ()} - used:
         log_unused(f"messages.{name}")
 

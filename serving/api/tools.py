@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serving.api.schema.errors import ApiError
-from serving.api.schema.request_models import ChatMessage
-from serving.api.schema.tool_models import NamedToolChoice, Tool, ToolChoice
+from serving.api.schema.request_models import ChatCompletionRequest, ChatMessage
+from serving.api.schema.tool_models import NamedToolChoice, Tool
 from serving.api.service import Service
 from serving.structured import StructuredOutputsParams
 from serving.turns import TurnPlan
@@ -19,30 +19,16 @@ _LITERAL = frozenset({"const", "default", "enum", "examples"})
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
-def turn_plan(
-    service: Service,
-    tools: Sequence[Tool],
-    choice: ToolChoice | None,
-    *,
-    parallel: bool = True,
-    separate: bool = True,
-    num_calls: int = 0,
-) -> TurnPlan:
-    """How the turns of a request are read.
-
-    Args:
-        tools: what may be called.
-        choice: whether it is; None for `auto` with tools, else `none`.
-        parallel: several calls may be made.
-        separate: reasoning is no part of the content.
-        num_calls: calls in the conversation so far.
+def turn_plan(service: Service, body: ChatCompletionRequest) -> TurnPlan:
+    """How the turns of a request are read. Without a choice, tools may be called.
 
     Raises:
         ApiError: 400, the tools or the choice cannot be served.
     """
+    tools = body.tools or ()
     _check_tools(tools)
     schemas = {each.function.name: each.function.parameters or {} for each in tools}
-    choice = choice or ("auto" if tools else "none")
+    choice = body.tool_choice or ("auto" if tools else "none")
     forced: str | bool = choice == "required"
     if isinstance(choice, NamedToolChoice):
         forced = choice.function.name
@@ -57,7 +43,13 @@ def turn_plan(
             "these flags, or set tool_choice to 'none', 'required' or a function."
         )
         raise ApiError(400, message, param="tool_choice")
-    return TurnPlan({} if choice == "none" else schemas, forced, parallel, separate, num_calls)
+    return TurnPlan(
+        {} if choice == "none" else schemas,
+        forced,
+        parallel=body.parallel_tool_calls is not False,
+        reasoning=body.separate_reasoning is not False,
+        num_calls=_num_calls(body.messages),
+    )
 
 
 def forced_form(tools: Sequence[Tool], plan: TurnPlan) -> StructuredOutputsParams | None:
@@ -114,7 +106,7 @@ def _check_tools(tools: Sequence[Tool]) -> None:
         raise ApiError(400, f"{count} tools have the name {shown(name)}; give each its own.", param="tools")
 
 
-def num_calls(messages: Sequence[ChatMessage]) -> int:
+def _num_calls(messages: Sequence[ChatMessage]) -> int:
     """Calls in a conversation."""
     found = [(message.model_extra or {}).get("tool_calls") for message in messages]
     return sum(len(calls) for calls in found if isinstance(calls, list))

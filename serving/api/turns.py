@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from model_runner import FinishReason
 from serving.api.generation import Delta, Output
+from serving.api.prompts import REASONING
 from serving.api.schema.request_models import GenerationRequest
 from serving.api.service import Service
 from serving.text.tokenizer import Vocabulary
 from serving.turns import (
-    REASONING_PARSERS,
     Before,
+    ToolCallDelta,
     TurnDelta,
     TurnParser,
     TurnPlan,
@@ -35,24 +36,23 @@ class OutputTurn:
 
     Attributes:
         named: the request names the call: then OpenAI's finish reason is not `tool_calls`.
+        streamed: the parts are sent as they come, and not kept.
         new: what the last delta has brought.
+        parts: all that was kept.
         finish_reason: why the turn has ended; None before.
         num_reasoning_tokens: tokens of the reasoning, without its marks.
     """
 
     parser: TurnParser
-    named: bool = False
+    named: bool
+    streamed: bool
+    new: TurnDelta = field(default_factory=TurnDelta)
     parts: list[TurnDelta] = field(default_factory=list)
     finish_reason: str | None = None
     num_reasoning_tokens: int = 0
 
-    @property
-    def new(self) -> TurnDelta:
-        """See above."""
-        return self.parts[-1]
-
-    def take(self, delta: Delta, *, streamed: bool) -> None:
-        """Read the output's next text. Parts are kept unless they are `streamed`."""
+    def take(self, delta: Delta) -> None:
+        """Read the output's next text."""
         reasoned, parser = self.parser.reasons, self.parser
         new = parser.take(delta.text)
         if reasoned and parser.reasons:
@@ -61,7 +61,9 @@ class OutputTurn:
             new = _together((new, parser.finish()))
             stopped = delta.finish_reason == FinishReason.STOP.value
             self.finish_reason = TOOL_CALLS if stopped and parser.num_calls and not self.named else delta.finish_reason
-        self.parts = [new] if streamed else [*self.parts, new]
+        self.new = new
+        if not self.streamed:
+            self.parts.append(new)
 
     def whole(self) -> TurnDelta:
         """All parts that were kept, as one."""
@@ -83,7 +85,7 @@ def preamble(settings: TurnSettings, before: Before) -> After | None:
 
     if settings.harmony:
         return Messages()
-    reasoning = None if settings.reasoning_parser is None else REASONING_PARSERS[settings.reasoning_parser]
+    reasoning = settings.reasoning
     if reasoning is None or reasoning.is_over(before):
         return None
     return Preamble(reasoning.begin, reasoning.end, reasoning.has_begun(before))
@@ -103,6 +105,7 @@ def make_turns(
         output.index: OutputTurn(
             make_turn_parser(service.turns, plan, before=before, streamed=streamed, hidden=hidden.keys()),
             named=isinstance(plan.forced, str),
+            streamed=streamed,
         )
         for output in outputs
     }
@@ -118,39 +121,33 @@ def message_of(turn: TurnDelta, *, with_reasoning: bool) -> dict[str, Any]:
     if turn.tool_calls:
         calls: dict[int, dict[str, Any]] = {}
         for part in turn.tool_calls:
-            call = calls.setdefault(part.index, {"id": part.id, "type": "function", "name": part.name, "arguments": []})
-            call["arguments"].append(part.arguments)
-        message["tool_calls"] = [
-            {
-                "id": call["id"],
-                "type": call["type"],
-                "function": {"name": call["name"], "arguments": "".join(call["arguments"])},
-            }
-            for call in calls.values()
-        ]
+            call = calls.setdefault(part.index, _call(part))
+            call["function"]["arguments"] += part.arguments
+        message["tool_calls"] = [*calls.values()]
     return message
 
 
 def chunks_of(turn: TurnDelta, *, with_reasoning: bool) -> list[dict[str, Any]]:
     """The deltas of a stream's events: one of reasoning and content, then one for each part of a call."""
     chunks: list[dict[str, Any]] = []
-    said = {**(_reasoning(turn) if turn.reasoning and with_reasoning else {})}
+    said = _reasoning(turn) if turn.reasoning and with_reasoning else {}
     if turn.content:
         said["content"] = turn.content
     if said:
         chunks.append(said)
     for part in turn.tool_calls:
-        call: dict[str, Any] = {"index": part.index, "function": {"arguments": part.arguments}}
-        if part.name is not None:
-            call = {"index": part.index, "id": part.id, "type": "function"}
-            call["function"] = {"name": part.name, "arguments": ""}
-        chunks.append({"tool_calls": [call]})
+        call = {"function": {"arguments": part.arguments}} if part.name is None else _call(part)
+        chunks.append({"tool_calls": [{"index": part.index, **call}]})
     return chunks
 
 
 def _reasoning(turn: TurnDelta) -> dict[str, str]:
-    """By the name that vLLM has for it now, and by the older one."""
-    return {"reasoning": turn.reasoning, "reasoning_content": turn.reasoning}
+    return dict.fromkeys(REASONING, turn.reasoning)
+
+
+def _call(first: ToolCallDelta) -> dict[str, Any]:
+    """A call that begins, from its first part."""
+    return {"id": first.id, "type": "function", "function": {"name": first.name, "arguments": ""}}
 
 
 def _together(parts: Sequence[TurnDelta]) -> TurnDelta:

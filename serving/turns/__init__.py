@@ -2,7 +2,7 @@
 
 turn             the parts of a turn, and what a parser does
 reading          a text that is read while it arrives, by generators
-marked           a turn whose parts are marked in its text: what all formats share
+marked           a turn whose parts are marked in its text: what all formats share; sections has marks around calls
 json_text        JSON, piece by piece; json_calls reads calls from it, and typed_values writes arguments as JSON
 reasoning        the reasoning at the beginning of a turn
 formats          how each family writes calls

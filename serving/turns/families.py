@@ -11,7 +11,7 @@ from ubatch import ConfigError
 _SHOWN = (
     (("```json", deepseek.SEPARATOR), "deepseek_v3"),
     ((deepseek.SEPARATOR,), "deepseek_v31"),
-    ((kimi_k2.CALL,), "kimi_k2"),
+    ((kimi_k2.SECTION.call,), "kimi_k2"),
     ((harmony.CHANNEL,), HARMONY),
     ((mistral.BEGIN,), "mistral"),
     (("<arg_key>",), "glm45"),

@@ -62,13 +62,13 @@ TOOL_PARSERS: Mapping[str, CallFormat] = {
 }
 """Name -> format of tool calls."""
 HARMONY_REASONING = "openai_gptoss"
-REASONING_PARSERS: Mapping[str, ReasoningFormat] = {
+REASONING_PARSERS: Mapping[str, ReasoningFormat | None] = {
     "deepseek_r1": ReasoningFormat(assumed=True),
     "glm45": ReasoningFormat(),
-    HARMONY_REASONING: ReasoningFormat(harmony.CHANNEL, harmony.FINAL),
+    HARMONY_REASONING: None,
     "qwen3": ReasoningFormat(),
 }
-"""Name -> format of reasoning."""
+"""Name -> format of reasoning; None for harmony's, whose messages are read as one."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,11 @@ class TurnSettings:
     def harmony(self) -> bool:
         """Whether turns have harmony's messages, which are read as one whatever a request asks for."""
         return self.tool_call_parser == HARMONY or self.reasoning_parser == HARMONY_REASONING
+
+    @property
+    def reasoning(self) -> ReasoningFormat | None:
+        """The format of reasoning; None where there is none, or it is harmony's."""
+        return None if self.reasoning_parser is None else REASONING_PARSERS[self.reasoning_parser]
 
 
 @dataclass(frozen=True)
@@ -163,9 +168,7 @@ def _formats(settings: TurnSettings, plan: TurnPlan) -> tuple[CallFormat | None,
         return TOOL_PARSERS[HARMONY], None
     named = settings.tool_call_parser
     own = None if named is None else TOOL_PARSERS[named]
-    reasoning = REASONING_PARSERS[settings.reasoning_parser] if settings.reasoning_parser else None
-    if not (plan.reasoning or plan.forced):
-        reasoning = None
+    reasoning = settings.reasoning if plan.reasoning or plan.forced else None
     make_id = _random_id if own is None else own.make_id
     if plan.forced:
         read = forced.read_required if plan.forced is True else forced.read_named(str(plan.forced))

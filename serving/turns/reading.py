@@ -134,6 +134,16 @@ class Text:
                 give(before)
             yield from self.wait()
 
+    def up_to(self, *words: str) -> Reading[tuple[str, str]]:
+        """The text before the first of some words, and the word; see `until`.
+
+        Raises:
+            Ended: none has come.
+        """
+        parts: list[str] = []
+        found = yield from self.until(words, parts.append)
+        return "".join(parts), found
+
 
 @lru_cache(maxsize=256)
 def _any_of(words: tuple[str, ...]) -> re.Pattern[str]:

@@ -11,7 +11,6 @@ from typing import Any, Self
 
 import msgspec
 
-from serving.api.answer import check_logprobs
 from serving.api.chat import ChatAnswer
 from serving.api.generation import Delta
 from serving.api.logprobs import chat_logprobs
@@ -32,6 +31,7 @@ class ResponsesAnswer(ChatAnswer):
 
     id_prefix = "resp_"
     done = b""  # the last event says how the response ended
+    keeps_logprobs = True
 
     asked: ResponsesRequest
 
@@ -51,10 +51,6 @@ class ResponsesAnswer(ChatAnswer):
         conversation, chat = await service.long_work.run(as_chat, size)
         with named_as_sent(conversation):
             answer = await cls.make(service, chat, size)
-            # The last events of a stream repeat all log-probabilities, so that they count as in a whole answer.
-            check_logprobs(
-                0, (each.request.params for each in answer._outputs), chat.model_copy(update={"stream": None})
-            )
         answer.asked = body
         return answer
 

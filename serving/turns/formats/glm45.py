@@ -24,21 +24,19 @@ def read(turn: MarkedTurn) -> Reading[None]:
 
 def _call(turn: MarkedTurn) -> Reading[None]:
     text = turn.text
-    parts: list[str] = []
     yield from text.space()
-    found = yield from text.until(("\n", _KEY, END), parts.append)
-    name = "".join(parts).strip()
+    name, found = yield from text.up_to("\n", _KEY, END)
+    name = name.strip()
     turn.call(name)
     arguments = ArgumentsWriter(turn, name)
     if found == "\n":
         yield from text.space()
         found = yield from text.expect(_KEY, END)
     while found == _KEY:
-        key: list[str] = []
-        yield from text.until((_KEY_END,), key.append)
+        key, _ = yield from text.up_to(_KEY_END)
         yield from text.space()
         yield from text.expect(_VALUE)
-        value = arguments.value("".join(key).strip())
+        value = arguments.value(key.strip())
         yield from text.until((_VALUE_END,), value.add)
         value.close()
         yield from text.space()

@@ -9,10 +9,13 @@ from __future__ import annotations
 from serving.turns.json_calls import read_arguments
 from serving.turns.marked import MarkedTurn
 from serving.turns.reading import Reading
+from serving.turns.sections import Section
 
-SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-CALL, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-MARKS = (SECTION, SECTION_END, CALL, ARGUMENTS, CALL_END)
+ARGUMENTS = "<|tool_call_argument_begin|>"
+SECTION = Section(
+    "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"
+)
+MARKS = (*SECTION.marks, ARGUMENTS)
 
 
 def make_id(name: str, place: int) -> str:
@@ -22,23 +25,14 @@ def make_id(name: str, place: int) -> str:
 
 def read(turn: MarkedTurn) -> Reading[None]:
     """Read content and calls."""
-    while (mark := (yield from turn.prose((SECTION, CALL), turn.content))) is not None:
-        yield from turn.attempt(_call(turn, mark), mark)
+    yield from SECTION.read(turn, _call)
 
 
-def _call(turn: MarkedTurn, mark: str) -> Reading[None]:
+def _call(turn: MarkedTurn) -> Reading[None]:
     text = turn.text
-    if mark == SECTION:
-        yield from text.space()
-        yield from text.expect(CALL)
-    parts: list[str] = []
-    yield from text.until((ARGUMENTS,), parts.append)
-    call_id = "".join(parts).strip()
+    call_id, _ = yield from text.up_to(ARGUMENTS)
+    call_id = call_id.strip()
     name = call_id.removeprefix("functions.").partition(":")[0]
     yield from text.space()
     turn.call(name, call_id)
     yield from read_arguments(turn)
-    yield from text.space()
-    yield from text.one_of(CALL_END)
-    yield from text.space()
-    yield from text.one_of(SECTION_END)

@@ -47,7 +47,7 @@ def _call(turn: MarkedTurn, mark: str) -> Reading[None]:
 
 
 def _name(turn: MarkedTurn) -> Reading[str]:
-    parts: list[str] = []
-    if (yield from turn.text.until((">", "\n"), parts.append)) != ">":
+    name, end = yield from turn.text.up_to(">", "\n")
+    if end != ">":
         raise Malformed
-    return "".join(parts)
+    return name

@@ -22,8 +22,8 @@ SHOWN = {
     "llama3_json": """<|start_header_id|>{"name": "f", "parameters": {}}""",
     "mistral": "[TOOL_CALLS][{{ call | tojson }}]",
     "granite": "Write <|tool_call|> and a list of <tool_call>",
-    "deepseek_v3": f"{deepseek.CALL}function{deepseek.SEPARATOR}```json",
-    "deepseek_v31": f"{deepseek.CALL}{{{{ name }}}}{deepseek.SEPARATOR}",
+    "deepseek_v3": f"{deepseek.SECTION.call}function{deepseek.SEPARATOR}```json",
+    "deepseek_v31": f"{deepseek.SECTION.call}{{{{ name }}}}{deepseek.SEPARATOR}",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>",
     "openai": "<|start|>assistant<|channel|>final<|message|>",
 }

@@ -67,9 +67,9 @@ class Row:
 def ds(*calls: tuple[str, str], v3: bool = True) -> str:
     """A section of DeepSeek's calls."""
     form = "{call}function{sep}{name}\n```json\n{json}\n```{end}" if v3 else "{call}{name}{sep}{json}{end}"
-    marks = {"call": deepseek.CALL, "sep": deepseek.SEPARATOR, "end": deepseek.CALL_END}
+    marks = {"call": deepseek.SECTION.call, "sep": deepseek.SEPARATOR, "end": deepseek.SECTION.call_end}
     written = "\n".join(form.format(**marks, name=name, json=text) for name, text in calls)
-    return f"{deepseek.SECTION}{written}{deepseek.SECTION_END}"
+    return f"{deepseek.SECTION.begin}{written}{deepseek.SECTION.end}"
 
 
 def kimi(*calls: tuple[str, str]) -> str:
@@ -423,7 +423,7 @@ def test_ids(parser: str, text: str, ids: str) -> None:
 
 
 def test_marks_that_are_special_tokens_are_no_content() -> None:
-    row = Row("deepseek_v31", f"a{deepseek.SECTION_END}b{deepseek.CALL}c", "abc", hidden=deepseek.MARKS)
+    row = Row("deepseek_v31", f"a{deepseek.SECTION.end}b{deepseek.SECTION.call}c", "abc", hidden=deepseek.MARKS)
     for pieces in cuts(row.text):
         assert put_together(deltas(row, pieces, streamed=True))[0] == "abc"
 
