@@ -22,8 +22,6 @@ from torch import Tensor
 from model_runner.kernels import small_ops
 from ubatch.kernels import runs_in_c
 
-_BITS = 32
-
 
 class TokenGrammar(Protocol):
     """The state of one output's grammar.
@@ -121,8 +119,8 @@ def forbid(logits: Tensor, rows: Tensor | None, masks: Tensor) -> None:
 
 def forbid_reference(logits: Tensor, rows: Tensor | None, masks: Tensor) -> None:
     """See `forbid`."""
-    places = torch.arange(_BITS, dtype=torch.int32, device=masks.device)
-    forbidden = (masks[:, :, None] >> places & 1 == 0).flatten(1)[:, : logits.shape[1]]
+    bits = 1 << torch.arange(8, dtype=torch.uint8, device=masks.device)
+    forbidden = (masks.view(torch.uint8)[:, :, None] & bits == 0).flatten(1)[:, : logits.shape[1]]
     if rows is None:
         logits.masked_fill_(forbidden, -torch.inf)
     else:

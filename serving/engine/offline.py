@@ -11,6 +11,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
+from attention import KVCacheExhausted
+from model_runner import RequestError
 from serving.engine.client import EngineClient, EngineInfo
 from serving.engine.options import EngineOptions
 from serving.engine.rank.build import make_core, make_runner, warm_up
@@ -68,6 +70,8 @@ class InProcessEngine:
                     if not on_output(output) or output.finish_reason is not None:
                         self.abort(output.request_id)
                         running.discard(output.request_id)
+        except RequestFailed as failed:
+            raise failed.__cause__ or failed from None
         finally:
             for request_id in running:
                 self.abort(request_id)
@@ -82,10 +86,17 @@ class InProcessEngine:
         self._core.add(request)
 
     def step(self) -> Sequence[RequestOutput]:
-        """Run one step; returns what it gave to each request. Call it while there are requests."""
+        """Run one step; returns what it gave to each request. Call it while there are requests.
+
+        Raises:
+            RequestFailed: a request cannot be served.
+        """
         self._core.wait(_GRAMMAR_S)
         for request_id in self._core.ready():
-            self._core.admit(request_id)
+            try:
+                self._core.admit(request_id)
+            except (RequestError, KVCacheExhausted) as error:
+                raise RequestFailed(request_id) from error
         return self._core.step()
 
     def abort(self, request_id: str) -> None:
@@ -110,6 +121,7 @@ class InProcessEngine:
 
     def close(self) -> None:
         """End the engines, and free the model."""
+        self._core.close()
         self._runner.close()
 
 

@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from queue import LifoQueue
 from typing import TYPE_CHECKING
 
 from model_runner import RequestError
@@ -99,12 +100,9 @@ class GrammarChecks:
         added = {token.content: number for number, token in self._tokenizer().added_tokens_decoder.items()}
         return grammar_text(params, after, special=added)
 
-    def _special(self) -> dict[str, int]:
-        added = self._tokenizer().added_tokens_decoder
-        return {token.content: number for number, token in added.items() if token.special}
-
     def _check_special(self, names: Sequence[str]) -> None:
-        known = self._special() if names else {}
+        added = self._tokenizer().added_tokens_decoder.values() if names else ()
+        known = [token.content for token in added if token.special]
         for name in names:
             if name not in known:
                 message = f"the grammar names {shown(name)}, which is no special token of this model. It has "
@@ -134,8 +132,9 @@ class _Pool:
         self.threads = ThreadPoolExecutor(PROCESSES, "grammars")
         self._lock = threading.Lock()
         self._known: OrderedDict[bytes, str | None] = OrderedDict()  # by the hash of a text, which may be long
-        self._free = [_Trial() for _ in range(PROCESSES)]
-        self._is_free = threading.Condition(self._lock)
+        self._free: LifoQueue[_Trial] = LifoQueue()  # the last one that was used has its process
+        for _ in range(PROCESSES):
+            self._free.put(_Trial())
         self._waiting = 0
 
     def submit(self, make: Callable[[], str]) -> Future[str]:
@@ -163,15 +162,11 @@ class _Pool:
             if key in self._known:
                 self._known.move_to_end(key)
                 return self._known[key]
-            while not self._free:
-                self._is_free.wait()
-            trial = self._free.pop()
+        trial = self._free.get()
         try:
             fault = trial.fault(grammar, special)
         finally:
-            with self._lock:
-                self._free.append(trial)
-                self._is_free.notify()
+            self._free.put(trial)
         with self._lock:
             self._known[key] = fault
             if len(self._known) > MAX_KNOWN:
@@ -179,10 +174,9 @@ class _Pool:
         return fault
 
     def close(self) -> None:
-        """End the processes."""
-        self.threads.shutdown(wait=False, cancel_futures=True)
-        for trial in self._free:
-            trial.end()
+        """End the processes that try nothing; another one ends after what it tries."""
+        while not self._free.empty():
+            self._free.get().end()
 
 
 class _Trial:

@@ -71,7 +71,7 @@ class Matcher:
     def look_for_failure(self) -> str:
         """`failure`, after a mask was made: a limit was reached, or no token of the vocabulary may come next."""
         matcher = self.matcher
-        if not self.failure and matcher.is_stopped() and not (matcher.is_accepting() and not matcher.is_error()):
+        if not self.failure and matcher.is_stopped() and (matcher.is_error() or not matcher.is_accepting()):
             self.failure = matcher.get_error() or f"no token of the vocabulary may come next ({matcher.stop_reason()})"
         return self.failure
 
@@ -169,12 +169,9 @@ class GrammarCompiler:
 
     def __init__(self, load: Callable[[], LLTokenizer]) -> None:
         self._load, self._loading = load, Lock()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammars")
         self._made: tuple[LLTokenizer, Masks] | None = None
         self._known: OrderedDict[str, Future[Callable[[], TokenGrammar]]] = OrderedDict()
-
-    @cached_property
-    def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(_THREADS, thread_name_prefix="grammars")
 
     def begin(self, text: str) -> Future[Callable[[], TokenGrammar]]:
         """See `Grammars`."""
@@ -186,6 +183,10 @@ class GrammarCompiler:
         else:
             self._known.move_to_end(text)
         return known
+
+    def close(self) -> None:
+        """See `Grammars`."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _forget(self) -> None:
         """Give up those that were used least recently, if all together are too many or too large."""

@@ -21,6 +21,8 @@ Resolve = Callable[[str], Schema]
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 _FORMATS = frozenset({"date", "date-time", "time", "duration", "email", "ipv4", "ipv6", "uuid"})
 """Formats that exclude each other."""
+_WRITTEN = {pattern_of(name): name for name in OWN}
+"""Patterns that were formats."""
 _DEPTH = 6  # references and members that a comparison follows
 MAX_COMPARISONS = 20_000
 """Most comparisons of two schemas, all that lie inside included: some tenths of a second."""
@@ -229,8 +231,7 @@ def _patterns(schema: Mapping[str, Any]) -> list[str]:
 
 def _format(schema: Mapping[str, Any]) -> str | None:
     """The `format` of a schema, also of one that is written as a pattern already."""
-    known = {pattern_of(name): name for name in OWN}
-    return schema.get("format") or next((known[each] for each in _patterns(schema) if each in known), None)
+    return schema.get("format") or next((_WRITTEN[each] for each in _patterns(schema) if each in _WRITTEN), None)
 
 
 def _plain(value: Any) -> Any:

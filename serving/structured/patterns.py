@@ -98,7 +98,7 @@ _SLASHED = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n", "\\\r": r"\r"}
 
 def _escape(regex: str, place: int, names: Mapping[str, str]) -> tuple[str, int]:
     letter = regex[place + 1 : place + 2]
-    if letter in names and letter:
+    if letter in names:
         return names[letter], place + 2
     if letter and letter in "123456789":
         raise _refused("a reference to a group")
@@ -106,7 +106,7 @@ def _escape(regex: str, place: int, names: Mapping[str, str]) -> tuple[str, int]
         raise _refused("a word boundary")
     if letter == "c" and regex[place + 2 : place + 3].isalpha() and regex[place + 2].isascii():
         return f"\\x{ord(regex[place + 2].upper()) - 64:02X}", place + 3
-    if letter in ("p", "P", "x", "u") and letter:
+    if letter in ("p", "P", "x", "u"):
         braced = re.compile(r"\\[pPxu](?:\{[^}]*\})?").match(regex, place)
         return (braced[0], braced.end()) if braced is not None else (regex[place : place + 2], place + 2)
     return regex[place : place + 2], place + 2

@@ -43,7 +43,7 @@ class Grammars:
         if not isinstance(regex, str):
             raise RequestError(f"a regular expression is a text, not {shown(regex)}.")
         check_size(regex, MAX_REGEX_BYTES, "a regular expression")
-        return self.rule(f"/{in_slashes(translated(regex))[1:-1]}/" if regex else '""', terminal=True)
+        return self.rule(in_slashes(translated(regex)), terminal=True)
 
     def choice(self, choices: Any) -> str:
         """One of some texts."""

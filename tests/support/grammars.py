@@ -120,6 +120,9 @@ class Later:
     def begin(self, text: str) -> Future[Callable[[], TokenGrammar]]:
         return self.begun.setdefault(text, Future())
 
+    def close(self) -> None:
+        """Nothing has been begun."""
+
     def finish(self, text: str) -> None:
         """The grammar is made."""
         self.begin(text).set_result(partial(self._make, text))

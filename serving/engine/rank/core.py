@@ -79,6 +79,9 @@ class Grammars(Protocol):
         The future raises RequestError if the text is no grammar, or grammars cannot be made here.
         """
 
+    def close(self) -> None:
+        """Make no more grammars: those that have not been begun are given up, so that the process can end."""
+
 
 @dataclass(frozen=True)
 class HeldRequest:
@@ -141,16 +144,11 @@ class EngineCore:
         """
         if not self.has_work:
             self.executor.restart_clock()
-        if request.params.grammar is None and not self._held:
-            self.scheduler.add(request)
-        else:
-            self._add_or_hold(request)
-
-    def _add_or_hold(self, request: RequestInput) -> None:
         if request.request_id in self._held:
             raise RequestError(f"request {request.request_id!r} is alive already; give every request its own id.")
         if request.params.grammar is None:
-            return self.scheduler.add(request)
+            self.scheduler.add(request)
+            return
         self.scheduler.check_new(request)
         if self._grammars is None:
             raise RequestError("this engine makes no grammars; remove `grammar` from the parameters.", param="grammar")
@@ -262,6 +260,11 @@ class EngineCore:
                 f"This is a fault in the scheduler."
             )
         return outputs
+
+    def close(self) -> None:
+        """Give up the requests whose grammar is not made; nothing may be called afterwards."""
+        if self._grammars is not None:
+            self._grammars.close()
 
     # -- what is seen -------------------------------------------------------------------------------------------
 

@@ -158,6 +158,7 @@ def _loaded(
             gc.freeze()  # the collector need not walk through the model again
             starting.close()
             yield runner, core
+            core.close()
     if collective:
         dist.destroy_process_group()
 

@@ -113,7 +113,7 @@ def test_the_oldest_verdicts_are_forgotten(grammars: GrammarChecks, monkeypatch:
 
 def test_a_process_that_ends_is_started_again(grammars: GrammarChecks) -> None:
     grammars.grammar_now(asked(regex="started"))
-    for trial in pool()._free:
+    for trial in pool()._free.queue:
         if trial._process is not None:
             os.kill(trial._process.pid, signal.SIGKILL)
             trial._process.wait()

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from grammars import Later, compiler, made, regex, schema
 from repository import TINY_CHAT, TINY_MOE
 
 from model_runner import FinishReason, ModelRunner, RequestError, SamplingParams, generate
-from serving import LLM
+from serving import LLM, EngineArgs, LLMEngine
 from serving.engine.rank.core import EngineCore
 from serving.requests import RequestInput, RequestOutput
 from serving.structured import matcher as matchers
@@ -225,11 +225,16 @@ def test_who_makes_no_grammars_refuses_by_name(runner: ModelRunner) -> None:
             core.scheduler.add(RequestInput("a", [1], params), grammar)
 
 
-def test_a_grammar_that_cannot_be_made(tmp_path: Path) -> None:
-    """Offline: the error names what is wrong, and the next call works."""
-    with LLM(TINY_CHAT, max_num_seqs=2, kv_cache_memory="8M", max_model_len=128) as llm:
-        with pytest.raises(RequestError, match="grammar of the structured output cannot be used"):
-            llm.generate("1", [SamplingParams(grammar="rubbish")])
+def test_a_grammar_that_cannot_be_made() -> None:
+    """Offline: the error names what is wrong, its request is gone, and the next one works."""
+    rubbish = SamplingParams(grammar="rubbish")
+    engine = LLMEngine(EngineArgs(model=str(TINY_CHAT), max_num_seqs=2, kv_cache_memory="8M", max_model_len=128))
+    with engine._llm as llm:
+        engine.add_request("a", "1", rubbish)
+        for run in (engine.step, partial(llm.generate, "1", [rubbish])):
+            with pytest.raises(RequestError, match="grammar of the structured output cannot be used"):
+                run()
+        assert not engine.has_unfinished_requests()
         (output,) = llm.generate("1", [REQUESTS["phone"]])
     assert re.fullmatch(PHONE, output.outputs[0].text)
 

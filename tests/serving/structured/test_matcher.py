@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -156,6 +157,21 @@ def test_equal_texts_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert broken.exception(30) is not None
     assert own.begin("rubbish") is not broken
     assert loads == [1]
+
+
+def test_what_has_not_begun_is_given_up_at_the_end() -> None:
+    gate = Event()
+
+    def load() -> object:
+        assert gate.wait(30)
+        return load_grammar_tokenizer(TINY_CHAT, VOCAB, ENDS)
+
+    own = GrammarCompiler(load)  # type: ignore[arg-type]
+    begun = [own.begin(regex(pattern)) for pattern in "abc"]
+    own.close()
+    gate.set()
+    assert [begun[place].result(30)().failure for place in (0, 1)] == ["", ""]
+    assert begun[2].cancelled()
 
 
 def test_what_took_long_to_compile_is_large_and_few_of_these_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
