@@ -7,32 +7,26 @@ caller runs, and be used from several loops.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
-import weakref
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
-from model_runner import RequestError
 from serving.engine.offline import EngineThread
 from serving.offline.engine_args import EngineArgs
-from serving.offline.front import AnyParams
+from serving.offline.front import AnyParams, check_request
 from serving.offline.jobs import Job
 from serving.offline.metrics import Metric, read_metrics
 from serving.offline.not_offered import not_offered
-from serving.offline.opening import opened
+from serving.offline.opening import close_when_forgotten, opened_args, profile_path
 from serving.offline.outputs import RequestOutput
-from serving.offline.prompts import Prompt, read_prompt
+from serving.offline.prompts import Prompt
 from serving.offline.sampling_params import SamplingParams
 from serving.requests import EngineDead, EngineStatistics
 from serving.requests import RequestOutput as Step
-from ubatch import ConfigError
-from ubatch.errors import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,15 +57,12 @@ class AsyncLLM:
     """
 
     def __init__(self, engine_args: EngineArgs) -> None:
-        found = opened(engine_args.model, _without_model(engine_args))
-        self.options, self._tokenizer = found.options, found.tokenizer
-        self._front, self._profile_folder = found.front, found.profile_folder
-        self._numbers = itertools.count()
+        found = opened_args(engine_args)
+        self.options, self._front, self._profile_folder = found.options, found.front, found.profile_folder
         self._one_at_a_time = threading.Lock()  # a tokenizer is not thread-safe
         self._running: dict[str, _Stream] = {}
         self._engine = EngineThread(self.options)
-        self._forgotten = weakref.finalize(self, self._engine.close)
-        self._forgotten.atexit = False
+        self._closing = close_when_forgotten(self, self._engine)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLM:
@@ -101,12 +92,7 @@ class AsyncLLM:
             RequestError, KVCacheExhausted: it cannot be served, or the request_id is in use.
             EngineDead: a rank died, or `shutdown` was called.
         """
-        if lora_request is not None:
-            raise RequestError("lora_request is not supported: there are no LoRA adapters.", param="lora_request")
-        if not isinstance(request_id, str):
-            raise RequestError(f"request_id must be a text, not {shown(request_id)}.", param="request_id")
-        if request_id in self._running:
-            raise RequestError(f"request {shown(request_id)} runs already; give each its own id.", param="request_id")
+        check_request(request_id, self._running, lora_request)
         stream = self._running[request_id] = _Stream()
         try:
             job = await asyncio.to_thread(
@@ -123,20 +109,11 @@ class AsyncLLM:
     def _make_job(
         self, prompt: Prompt, params: AnyParams | None, request_id: str, priority: int, tokenization: Any
     ) -> Job:
-        info = self._engine.info
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
             self._front.grammar(params.structured_outputs)  # it may take a second, and others need the tokenizer
         with self._one_at_a_time:
-            (plan,) = self._front.plans(params, 1, info)
-            return self._front.job(
-                request_id,
-                read_prompt(prompt),
-                plan,
-                info,
-                priority=priority,
-                streams=True,
-                engine_id=f"{request_id}#{next(self._numbers)}",  # one that was aborted may still end
-                tokenization=tokenization,
+            return self._front.streamed_job(
+                request_id, prompt, params, self._engine.info, priority=priority, tokenization=tokenization
             )
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
@@ -148,15 +125,8 @@ class AsyncLLM:
     # -- what is seen -------------------------------------------------------------------------------------------
 
     async def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The checkpoint's tokenizer.
-
-        Raises:
-            ConfigError: `skip_tokenizer_init` left it out.
-        """
-        if self._tokenizer is None:
-            raise ConfigError("there is no tokenizer: skip_tokenizer_init left it out.")
-        tokenizer: PreTrainedTokenizerBase = self._tokenizer
-        return tokenizer
+        """See `LLM.get_tokenizer`."""
+        return self._front.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """See `LLM.get_default_sampling_params`."""
@@ -184,7 +154,7 @@ class AsyncLLM:
     @property
     def is_running(self) -> bool:
         """Whether requests can be served."""
-        return self._forgotten.alive and not self.errored
+        return self._closing.alive and not self.errored
 
     async def check_health(self) -> None:
         """Check that requests can be served.
@@ -194,7 +164,7 @@ class AsyncLLM:
         """
         if self.dead_error is not None:
             raise EngineDead(str(self.dead_error))
-        if not self._forgotten.alive:
+        if not self._closing.alive:
             raise EngineDead("the engines were closed.")
 
     async def start_profile(self) -> None:
@@ -203,24 +173,19 @@ class AsyncLLM:
 
     async def stop_profile(self, folder: str | Path | None = None) -> list[Path]:
         """See `LLM.stop_profile`."""
-        where = folder or self._profile_folder
-        path = Path(mkdtemp(prefix="ubatch-profile-") if where is None else where)
+        path = profile_path(folder or self._profile_folder)
         return await asyncio.to_thread(lambda: self._engine.call(self._engine.client.stop_profile(path)))
 
     # -- its end ------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """End the ranks' processes; requests that run raise `EngineDead`."""
-        self._forgotten()
+        self._closing()
 
     if not TYPE_CHECKING:  # for editors the names that are not offered are not there
 
         def __getattr__(self, name: str) -> Any:
             raise not_offered("AsyncLLM", name)
-
-
-def _without_model(args: EngineArgs) -> dict[str, Any]:
-    return {name: value for name, value in vars(args).items() if name != "model"}
 
 
 class _Stream:

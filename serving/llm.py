@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from tqdm import tqdm
@@ -18,11 +16,11 @@ from model_runner import RequestError
 from serving.engine.offline import OfflineEngine, make_offline_engine
 from serving.offline.conversations import ChatOptions, Message, conversation_text, conversations_in
 from serving.offline.engine_args import EngineArgs
-from serving.offline.front import AnyParams, Former
+from serving.offline.front import AnyParams, Former, refuse_adapters
 from serving.offline.jobs import Job
 from serving.offline.metrics import Metric, read_metrics
 from serving.offline.not_offered import not_offered
-from serving.offline.opening import Opened, opened, opened_settings
+from serving.offline.opening import Opened, close_when_forgotten, opened, opened_settings, profile_path
 from serving.offline.options import FrontOptions
 from serving.offline.outputs import CompletionOutput, RequestOutput
 from serving.offline.prompts import Prompt, ReadPrompt, read_prompts
@@ -30,7 +28,7 @@ from serving.offline.sampling_params import SamplingParams
 from serving.options import Settings
 from serving.requests import EngineStatistics
 from serving.requests import RequestOutput as Step
-from ubatch import ConfigError, UBatchError
+from ubatch import UBatchError
 from ubatch.errors import shown
 
 if TYPE_CHECKING:
@@ -86,15 +84,13 @@ class LLM:
         return llm
 
     def _open(self, found: Opened) -> None:
-        self.options, self.tokenizer = found.options, found.tokenizer
-        self._front, self._profile_folder = found.front, found.profile_folder
+        self.options, self._front, self._profile_folder = found.options, found.front, found.profile_folder
+        self.tokenizer = self._front.tokenizer
         self._numbers = itertools.count()
         self._one_at_a_time = threading.RLock()  # re-entrant: a signal handler may call `close` during a call
-        self._engine: OfflineEngine | None = make_offline_engine(self.options)
-        self._forgotten: weakref.finalize[Any, LLM] | None = None
-        if self._engine is not None:  # an LLM that nobody has any more frees its model: scripts write `del llm`
-            self._forgotten = weakref.finalize(self, self._engine.close)
-            self._forgotten.atexit = False
+        engine = make_offline_engine(self.options)
+        self._engine: OfflineEngine | None = engine  # None once closed
+        self._closing = close_when_forgotten(self, engine)
 
     # -- generation ---------------------------------------------------------------------------------------------
 
@@ -142,7 +138,8 @@ class LLM:
         }
         if any(value is not None for value in former.values()):
             sampling_params = self._with_former(sampling_params, former)
-        _refuse_adapters(lora_request, mm_processor_kwargs)
+        refuse_adapters(lora_request)
+        _refuse_media(mm_processor_kwargs)
         return self._run(read_prompts(prompts), sampling_params, use_tqdm, priority, tokenization_kwargs or {})
 
     def chat(
@@ -179,7 +176,8 @@ class LLM:
             RequestError, KVCacheExhausted: a conversation cannot be answered, or there is no template.
             EngineDead: a rank died.
         """
-        _refuse_adapters(lora_request, mm_processor_kwargs)
+        refuse_adapters(lora_request)
+        _refuse_media(mm_processor_kwargs)
         options = ChatOptions(
             chat_template,
             chat_template_content_format,
@@ -200,10 +198,7 @@ class LLM:
         Raises:
             ConfigError: `skip_tokenizer_init` left it out.
         """
-        if self.tokenizer is None:
-            raise ConfigError("there is no tokenizer: skip_tokenizer_init left it out.")
-        tokenizer: PreTrainedTokenizerBase = self.tokenizer
-        return tokenizer
+        return self._front.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The sampling parameters of the checkpoint's `generation_config.json` (`generation_config` names another), and
@@ -294,19 +289,15 @@ class LLM:
         """
         with self._one_at_a_time:
             engine = self._running()
-            where = folder or self._profile_folder
-            return engine.stop_profile(Path(mkdtemp(prefix="ubatch-profile-") if where is None else where))
+            return engine.stop_profile(profile_path(folder or self._profile_folder))
 
     # -- its end ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Free the model, and end the ranks' processes."""
         with self._one_at_a_time:
-            engine, self._engine = self._engine, None
-            if self._forgotten is not None:
-                self._forgotten.detach()
-            if engine is not None:
-                engine.close()
+            self._engine = None
+            self._closing()
 
     def __enter__(self) -> LLM:
         return self
@@ -346,9 +337,7 @@ def _former(params: AnyParams, given: Mapping[str, Any]) -> SamplingParams | For
     return replace(params, **given) if isinstance(params, SamplingParams) else Former(params, SamplingParams(**given))
 
 
-def _refuse_adapters(lora_request: object, mm_processor_kwargs: object) -> None:
-    if lora_request is not None and lora_request != []:
-        raise RequestError("lora_request is not supported: there are no LoRA adapters.", param="lora_request")
+def _refuse_media(mm_processor_kwargs: object) -> None:
     if mm_processor_kwargs:
         message = f"mm_processor_kwargs {shown(mm_processor_kwargs)}: models read text only."
         raise RequestError(message, param="mm_processor_kwargs")

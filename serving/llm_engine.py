@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from model_runner import RequestError
-from serving.engine.offline import OfflineEngine, RequestFailed
-from serving.llm import LLM
+from serving.engine.offline import OfflineEngine, RequestFailed, make_offline_engine
 from serving.offline.engine_args import EngineArgs
-from serving.offline.front import AnyParams
+from serving.offline.front import AnyParams, check_request
 from serving.offline.jobs import Job
-from serving.offline.metrics import Metric
+from serving.offline.metrics import Metric, read_metrics
 from serving.offline.not_offered import not_offered
+from serving.offline.opening import close_when_forgotten, opened_args
 from serving.offline.outputs import RequestOutput
-from serving.offline.prompts import Prompt, read_prompt
+from serving.offline.prompts import Prompt
 from serving.requests import RequestOutput as Step
-from ubatch.errors import shown
+from ubatch import UBatchError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,9 +32,9 @@ class LLMEngine:
     """
 
     def __init__(self, engine_args: EngineArgs) -> None:
-        options = dict(vars(engine_args))
-        self._llm = LLM(options.pop("model"), **options)
-        self._numbers = itertools.count()
+        found = opened_args(engine_args)
+        self._front, self._engine = found.front, make_offline_engine(found.options)
+        self._closing = close_when_forgotten(self, self._engine)
         self._jobs: dict[str, Job] = {}
         self._places: dict[str, tuple[Job, int]] = {}
 
@@ -64,23 +62,10 @@ class LLMEngine:
         Raises:
             RequestError, KVCacheExhausted: it cannot be served, or the request_id is in use.
         """
-        if lora_request is not None:
-            raise RequestError("lora_request is not supported: there are no LoRA adapters.", param="lora_request")
-        if not isinstance(request_id, str):
-            raise RequestError(f"request_id must be a text, not {shown(request_id)}.", param="request_id")
-        if request_id in self._jobs:
-            raise RequestError(f"request {shown(request_id)} runs already; give each its own id.", param="request_id")
-        engine = self._llm._running()
-        (plan,) = self._llm._front.plans(params, 1, engine.info)
-        job = self._llm._front.job(
-            request_id,
-            read_prompt(prompt),
-            plan,
-            engine.info,
-            priority=priority,
-            streams=True,
-            engine_id=f"{request_id}#{next(self._numbers)}",
-            tokenization=tokenization_kwargs,
+        check_request(request_id, self._jobs, lora_request)
+        engine = self._running()
+        job = self._front.streamed_job(
+            request_id, prompt, params, engine.info, priority=priority, tokenization=tokenization_kwargs
         )
         try:
             for index, request in enumerate(job.requests):
@@ -98,7 +83,7 @@ class LLMEngine:
             RequestError, KVCacheExhausted: a request cannot be served.
             EngineDead: a rank died.
         """
-        engine = self._llm._running()
+        engine = self._running()
         changed: dict[str, set[int]] = {}
         for step in self._step(engine) if self._jobs else ():
             if step.request_id not in self._places:
@@ -137,7 +122,7 @@ class LLMEngine:
     def _drop(self, job: Job) -> None:
         for request in job.requests:
             if self._places.pop(request.request_id, None) is not None:
-                self._llm._running().abort(request.request_id)
+                self._running().abort(request.request_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether requests run."""
@@ -149,15 +134,20 @@ class LLMEngine:
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """See `LLM.get_tokenizer`."""
-        return self._llm.get_tokenizer()
+        return self._front.get_tokenizer()
 
     def get_metrics(self) -> list[Metric]:
         """See `LLM.get_metrics`."""
-        return self._llm.get_metrics()
+        return read_metrics(self._engine.statistics()) if self._closing.alive else []
 
     def close(self) -> None:
         """Free the model, and end the ranks' processes."""
-        self._llm.close()
+        self._closing()
+
+    def _running(self) -> OfflineEngine:
+        if not self._closing.alive:
+            raise UBatchError("this LLMEngine was closed.")
+        return self._engine
 
     if not TYPE_CHECKING:  # for editors the names that are not offered are not there
 

@@ -124,7 +124,7 @@ class EngineArgs:
     profiler_config: Mapping[str, Any] | None = None
     kv_cache_memory_bytes: int | None = None
     async_scheduling: bool | None = None
-    # Of vLLM: refused, unless they ask for nothing; `options` says why.
+    # Of vLLM: refused, unless they ask for nothing; `not_offered` says why.
     disable_log_stats: bool = True
     disable_custom_all_reduce: bool = False
     disable_cascade_attn: bool = False

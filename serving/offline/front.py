@@ -7,11 +7,12 @@ job       the prompt's tokens, and a request per output, each with its seed and 
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import model_runner
 from model_runner import RequestError
@@ -19,7 +20,7 @@ from serving.engine.client import EngineInfo
 from serving.generation_config import request_defaults
 from serving.offline.jobs import Job, RunningOutput
 from serving.offline.options import FrontOptions
-from serving.offline.prompts import ReadPrompt
+from serving.offline.prompts import Prompt, ReadPrompt, read_prompt
 from serving.offline.sampling_params import NO_LIMIT, RequestOutputKind, SamplingParams
 from serving.requests import RequestInput
 from serving.structured import GrammarChecks, StructuredOutputsParams
@@ -28,6 +29,9 @@ from serving.text.detokenizer import TextStream
 from serving.text.tokenizer import Vocabulary
 from ubatch import ConfigError
 from ubatch.errors import shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 AnyParams: TypeAlias = SamplingParams | model_runner.SamplingParams
 _TOKENIZATION = ("add_special_tokens", "truncate_prompt_tokens")
@@ -70,11 +74,23 @@ class Front:
         self._grammars = None if tokenizer is None else GrammarChecks(lambda: tokenizer)
         self._max_logprobs = options.max_logprobs
         self._priorities = priorities
+        self._streamed = itertools.count()
         self._seeds = None if options.seed is None else random.Random(options.seed)
 
     def default_params(self) -> SamplingParams:
         """The checkpoint's sampling parameters, and `SamplingParams`' for the rest."""
         return SamplingParams(**self.defaults)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The checkpoint's tokenizer.
+
+        Raises:
+            ConfigError: `skip_tokenizer_init` left it out.
+        """
+        if self.tokenizer is None:
+            raise ConfigError("there is no tokenizer: skip_tokenizer_init left it out.")
+        tokenizer: PreTrainedTokenizerBase = self.tokenizer
+        return tokenizer
 
     # -- parameters ---------------------------------------------------------------------------------------------
 
@@ -208,6 +224,33 @@ class Front:
             job.kind, job.interval = kind, interval
         return job
 
+    def streamed_job(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: AnyParams | None,
+        info: EngineInfo,
+        *,
+        priority: int,
+        tokenization: Mapping[str, Any] | None,
+    ) -> Job:
+        """The job of one prompt, whose outputs are looked at while they are generated.
+
+        Raises:
+            RequestError: it cannot be served.
+        """
+        (plan,) = self.plans(params, 1, info)
+        return self.job(
+            request_id,
+            read_prompt(prompt),
+            plan,
+            info,
+            priority=priority,
+            streams=True,
+            engine_id=f"{request_id}#{next(self._streamed)}",  # one that was aborted may still end
+            tokenization=tokenization,
+        )
+
     def _params(self, plan: Plan, count: int, room: int) -> list[model_runner.SamplingParams]:
         """The engine's parameters of each output. The prompt is scored once."""
         base = plan.engines
@@ -248,6 +291,28 @@ class Front:
     def _silent_stop(self, params: model_runner.SamplingParams) -> int | None:
         """The token that ends an output without being its `stop_reason`, as in vLLM."""
         return None if self.tokenizer is None or params.ignore_eos else self.tokenizer.eos_token_id
+
+
+def check_request(request_id: Any, running: Container[str], lora_request: object) -> None:
+    """Check a request's own name, and that it asks for no adapter.
+
+    Args:
+        running: the names of the requests that run.
+
+    Raises:
+        RequestError: it is no name, or is in use.
+    """
+    refuse_adapters(lora_request)
+    if not isinstance(request_id, str):
+        raise RequestError(f"request_id must be a text, not {shown(request_id)}.", param="request_id")
+    if request_id in running:
+        raise RequestError(f"request {shown(request_id)} runs already; give each its own id.", param="request_id")
+
+
+def refuse_adapters(lora_request: object) -> None:
+    """Refuse a `lora_request`, or several."""
+    if lora_request is not None and lora_request != []:
+        raise RequestError("lora_request is not supported: there are no LoRA adapters.", param="lora_request")
 
 
 def _tokenization(given: Mapping[str, Any]) -> tuple[bool, int | None]:

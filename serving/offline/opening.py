@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import mkdtemp
+from typing import Any, Protocol, TypeVar
 
 from serving.engine.launch import refuse_unguarded_main
 from serving.engine.options import EngineOptions
+from serving.engine.rank.tracing import TEMPORARY
 from serving.logs import log_event
+from serving.offline.engine_args import EngineArgs
 from serving.offline.front import Front
 from serving.offline.options import FrontOptions, resolve_options
 from serving.options import Settings, chosen_dtype, fetch_checkpoints, notes, to_engine_options
@@ -18,6 +22,11 @@ from serving.text.tokenizer import load_tokenizer
 from ubatch import ConfigError
 
 _logger = logging.getLogger(__name__)
+_Owner = TypeVar("_Owner")
+
+
+class _Closes(Protocol):
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -25,12 +34,10 @@ class Opened:
     """All that engines and their callers need.
 
     Attributes:
-        tokenizer: None with `skip_tokenizer_init`.
         profile_folder: where profiles are written if nobody says; None for a new folder.
     """
 
     options: EngineOptions
-    tokenizer: Any
     front: Front
     profile_folder: Path | None
 
@@ -51,6 +58,12 @@ def opened(model: str | Path, options: Mapping[str, Any]) -> Opened:
     return opened_settings(settings, front)
 
 
+def opened_args(args: EngineArgs) -> Opened:
+    """As `opened`."""
+    options = dict(vars(args))
+    return opened(options.pop("model"), options)
+
+
 def opened_settings(settings: Settings, front: FrontOptions) -> Opened:
     """From settings whose notes were told."""
     options = to_engine_options(settings)
@@ -61,4 +74,16 @@ def opened_settings(settings: Settings, front: FrontOptions) -> Opened:
     tokenizer = None if front.skip_tokenizer_init else load_tokenizer(options.model)
     made = Front(options.model, tokenizer, front, priorities=settings["scheduling_policy"] == "priority")
     fetch_checkpoints(settings)
-    return Opened(options, tokenizer, made, front.profile_folder)
+    return Opened(options, made, front.profile_folder)
+
+
+def close_when_forgotten(owner: _Owner, engine: _Closes) -> weakref.finalize[[], _Owner]:
+    """Close the engine once nobody has its owner any more, as scripts write `del llm`; or earlier, by a call."""
+    closing = weakref.finalize(owner, engine.close)
+    closing.atexit = False
+    return closing
+
+
+def profile_path(folder: str | Path | None) -> Path:
+    """The folder that a profile is written to: this one, or a new temporary one."""
+    return Path(mkdtemp(prefix=TEMPORARY) if folder is None else folder)

@@ -14,6 +14,7 @@ from typing import Any
 
 import model_runner
 from model_runner import RequestError, TokenIds
+from serving.offline.not_offered import Refused
 from serving.structured import StructuredOutputsParams
 from serving.text.bad_words import check_bad_words
 from serving.text.stop_strings import check_stop_strings
@@ -48,31 +49,23 @@ class RequestOutputKind(Enum):
     """one, at the end"""
 
 
-@dataclass(frozen=True)
-class _Refused:
-    """A field of vLLM that is not offered: `why`, and the values that ask for nothing, besides None."""
-
-    why: str
-    neutral: tuple[Any, ...] = ()
-
-
-_REFUSED: Mapping[str, _Refused] = {
-    "prompt_logprob_token_ids": _Refused("log-probabilities are of the most likely tokens; use prompt_logprobs"),
-    "prompt_logprob_start": _Refused("all tokens of the prompt are scored; cut the lists that come back"),
-    "logprob_token_ids": _Refused("log-probabilities are of the most likely tokens, not of chosen ones; use logprobs"),
-    "flat_logprobs": _Refused("log-probabilities are lists of dicts", (False,)),
-    "extra_args": _Refused("there are no extensions that could read them", ({},)),
-    "skip_reading_prefix_cache": _Refused(
+_REFUSED: Mapping[str, Refused] = {
+    "prompt_logprob_token_ids": Refused("log-probabilities are of the most likely tokens; use prompt_logprobs"),
+    "prompt_logprob_start": Refused("all tokens of the prompt are scored; cut the lists that come back"),
+    "logprob_token_ids": Refused("log-probabilities are of the most likely tokens, not of chosen ones; use logprobs"),
+    "flat_logprobs": Refused("log-probabilities are lists of dicts", (False,)),
+    "extra_args": Refused("there are no extensions that could read them", ({},)),
+    "skip_reading_prefix_cache": Refused(
         "all requests read the prefix cache; turn it off with LLM(enable_prefix_caching=False)", (False,)
     ),
-    "thinking_token_budget": _Refused("thinking has no limit of its own; use max_tokens", (-1,)),
-    "repetition_detection": _Refused("repetitions do not end an output; use frequency_penalty, or max_tokens"),
-    "routed_experts_prompt_start": _Refused("outputs do not tell which experts tokens went to", (0,)),
-    "trace_decode_token_ids": _Refused("tokens are sampled; to score a text, give it as a prompt with prompt_logprobs"),
-    "logits_processors": _Refused("no code runs on logits; use logit_bias, allowed_token_ids or bad_words", ([], ())),
-    "guided_decoding": _Refused("it is called structured_outputs: structured_outputs=StructuredOutputsParams(...)"),
-    "best_of": _Refused("all outputs are returned; ask for n, and choose by cumulative_logprob", (1,)),
-    "use_beam_search": _Refused("there is no beam search; sample several outputs with n", (False,)),
+    "thinking_token_budget": Refused("thinking has no limit of its own; use max_tokens", (-1,)),
+    "repetition_detection": Refused("repetitions do not end an output; use frequency_penalty, or max_tokens"),
+    "routed_experts_prompt_start": Refused("outputs do not tell which experts tokens went to", (0,)),
+    "trace_decode_token_ids": Refused("tokens are sampled; to score a text, give it as a prompt with prompt_logprobs"),
+    "logits_processors": Refused("no code runs on logits; use logit_bias, allowed_token_ids or bad_words", ([], ())),
+    "guided_decoding": Refused("it is called structured_outputs: structured_outputs=StructuredOutputsParams(...)"),
+    "best_of": Refused("all outputs are returned; ask for n, and choose by cumulative_logprob", (1,)),
+    "use_beam_search": Refused("there is no beam search; sample several outputs with n", (False,)),
 }
 
 
@@ -192,7 +185,8 @@ class SamplingParams:
             RequestError: a value cannot be used.
         """
         for name, rule in _REFUSED.items():
-            _refuse(name, getattr(self, name), rule)
+            if rule.matters(getattr(self, name)):
+                raise RequestError(f"{name} is not supported: {rule.why}.", param=name)
         for name in _SWITCHES:
             _switch(name, getattr(self, name))
         self._check_form()
@@ -270,12 +264,6 @@ class SamplingParams:
             if getattr(self, each.name) not in (each.default, [])
         ]
         return f"SamplingParams({', '.join(shown_fields)})"
-
-
-def _refuse(name: str, value: Any, rule: _Refused) -> None:
-    if value is None or any(type(value) is type(each) and value == each for each in rule.neutral):
-        return
-    raise RequestError(f"{name} is not supported: {rule.why}.", param=name)
 
 
 def _count(given: Any) -> Any:

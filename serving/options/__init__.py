@@ -14,7 +14,6 @@ shown                   the settings in force, as `--print-config` shows them
 from serving.options.checks import notes
 from serving.options.command_line import read_layers
 from serving.options.flags.commands import GENERATE, TRACE, TUNE
-from serving.options.flags.foreign import Foreign, Kind
 from serving.options.flags.tables import SERVE, Table
 from serving.options.folders import fetch_checkpoints
 from serving.options.resolve import (
@@ -25,7 +24,7 @@ from serving.options.resolve import (
     to_engine_options,
 )
 from serving.options.shown import chosen_dtype, describe_settings
-from serving.options.sources import Layer, Setting, Settings, Source, explain_keyword, merge
+from serving.options.sources import Layer, Setting, Settings, Source, merge
 
 __all__ = [
     "GENERATE",
@@ -33,8 +32,6 @@ __all__ = [
     "TRACE",
     "TUNE",
     "Command",
-    "Foreign",
-    "Kind",
     "Layer",
     "Setting",
     "Settings",
@@ -42,7 +39,6 @@ __all__ = [
     "Table",
     "chosen_dtype",
     "describe_settings",
-    "explain_keyword",
     "fetch_checkpoints",
     "merge",
     "notes",

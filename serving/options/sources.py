@@ -16,7 +16,7 @@ from typing import Any
 from serving.arguments.fields import WrongValue, nearest_alone
 from serving.hub import Located
 from serving.options.flags.commands import COMMANDS
-from serving.options.flags.foreign import Foreign, Kind, find_foreign, spell_hint
+from serving.options.flags.foreign import find_foreign
 from serving.options.flags.server_flags import ALIASES
 from serving.options.flags.tables import SERVE, Table
 from ubatch import ConfigError, nearest
@@ -212,17 +212,6 @@ def read_keywords(keywords: Mapping[str, Any]) -> Layer:
             raise ConfigError(f"unknown option {shown(name)}{hint}")
         items.append((name, _checked(SERVE, setting, value, name), name))
     return make_layer(items, Source.KEYWORD)
-
-
-def explain_keyword(name: str) -> Foreign | None:
-    """What becomes of a keyword of vLLM's `LLM` or `EngineArgs`; None if nobody knows it.
-
-    The text of one that has another name here has keywords for its flags, such as `enable_dbo=False`.
-    """
-    if SERVE.setting(name) is not None:
-        return Foreign(Kind.DONE)
-    foreign = find_foreign(name)
-    return None if foreign is None else Foreign(foreign.kind, spell_hint(foreign.text, _spell_keyword))
 
 
 _KEYS = "; keys are the flags that --help shows, without dashes in front."

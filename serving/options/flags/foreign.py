@@ -110,7 +110,6 @@ FOREIGN: Mapping[str, str] = {
 class Kind(StrEnum):
     """What becomes of a flag of vLLM's or SGLang's."""
 
-    DONE = "done"
     CALLED = "has another name"
     NOT_NEEDED = "not needed"
     NOT_OFFERED = "not offered"
@@ -122,11 +121,11 @@ class Foreign:
 
     Attributes:
         kind: what becomes of it.
-        text: what to use, or why there is nothing to use; empty if it is done.
+        text: what to use, or why there is nothing to use.
     """
 
     kind: Kind
-    text: str = ""
+    text: str
 
     def hint(self, spell: Spell | None = None) -> str:
         """What to do, as the end of a sentence that begins with the flag; for a file or Python with `spell`."""

@@ -8,13 +8,14 @@ import pytest
 from repository import ROOT
 
 from serving.cli import main
-from serving.options import SERVE, Kind, explain_keyword, read_layers
+from serving.options import SERVE, read_layers
 from serving.options.command_line import _hint
 from serving.options.flags.foreign import FOREIGN
 from serving.options.flags.not_offered import NOT_NEEDED, NOT_OFFERED
 from serving.options.flags.server_flags import ALIASES
 from serving.options.flags.tables import Own
 from serving.options.sources import read_keywords
+from ubatch import ConfigError
 
 _LIST = (ROOT / "tests" / "support" / "vllm_serve_flags.txt").read_text(encoding="utf-8")
 FLAGS = [word for line in _LIST.splitlines() if not line.startswith("#") for word in line.split()]
@@ -98,16 +99,17 @@ def test_vllms_names_of_values() -> None:
     assert read_keywords({"dtype": "float"})["dtype"].value == "float32"
 
 
-def test_keywords_are_explained_as_keywords() -> None:
-    def told(name: str) -> tuple[Kind, str] | None:
-        found = explain_keyword(name)
-        return None if found is None else (found.kind, found.text)
-
-    assert told("max_num_seqs") == (Kind.DONE, "")
-    assert told("kv_cache_memory_bytes") == (Kind.CALLED, "kv_cache_memory")
-    assert told("disable_radix_cache") == (Kind.CALLED, "enable_prefix_caching=False")
-    assert told("disable_log_stats") == (Kind.NOT_NEEDED, NOT_NEEDED["disable_log_stats"])
-    kind, text = told("swap_space") or ("", "")
-    assert kind is Kind.NOT_OFFERED
-    assert text.endswith("use more ranks, or kv_cache_memory for a smaller cache")
-    assert told("wishes") is None
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("kv_cache_memory_bytes", "; use kv_cache_memory."),
+        ("disable_radix_cache", "; use enable_prefix_caching=False."),
+        ("disable_log_stats", f": leave it out, {NOT_NEEDED['disable_log_stats']}."),
+        ("swap_space", "use more ranks, or kv_cache_memory for a smaller cache."),
+    ],
+)
+def test_keywords_are_explained_as_keywords(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_keywords({name: 1})
+    assert str(refused.value).startswith(f"unknown option '{name}'")
+    assert str(refused.value).endswith(hint)
