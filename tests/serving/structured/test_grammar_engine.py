@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -228,8 +229,9 @@ def test_who_makes_no_grammars_refuses_by_name(runner: ModelRunner) -> None:
 def test_a_grammar_that_cannot_be_made() -> None:
     """Offline: the error names what is wrong, its request is gone, and the next one works."""
     rubbish = SamplingParams(grammar="rubbish")
-    engine = LLMEngine(EngineArgs(model=str(TINY_CHAT), max_num_seqs=2, kv_cache_memory="8M", max_model_len=128))
-    with engine._llm as llm:
+    options = {"max_num_seqs": 2, "kv_cache_memory": "8M", "max_model_len": 128}
+    engine = LLMEngine(EngineArgs(model=str(TINY_CHAT), **options))
+    with closing(engine), LLM(TINY_CHAT, **options) as llm:
         engine.add_request("a", "1", rubbish)
         for run in (engine.step, partial(llm.generate, "1", [rubbish])):
             with pytest.raises(RequestError, match="grammar of the structured output cannot be used"):

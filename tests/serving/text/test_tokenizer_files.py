@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from repository import TINY_MOE
@@ -117,7 +118,7 @@ def test_slow_vocabularies_are_tokenizers_too(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["enable_dbo", "enable_two_batch_overlap"])
 def test_llm_takes_either_name_of_overlap(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving.llm, "make_offline_engine", lambda options: None)
+    monkeypatch.setattr(serving.llm, "make_offline_engine", lambda options: Mock())
     llm = LLM(TINY_MOE, skip_tokenizer_init=True, device="cpu", **{name: True})
     assert llm.options.dbo.enable_dbo
     with pytest.raises(ConfigError, match="one setting with two values"):
